@@ -143,7 +143,7 @@ def test_a_page_copied_before_the_step_can_be_read_and_written_on() -> None:
 def test_a_wrong_page_is_caught(kind: Kind) -> None:
     bench = Bench(kind)
     bench.run((0, 0, [1, 2, 3, 4, 5, 6, 7, 8], 0), (1, 0, [9, 8, 7, 6, 5, 4, 3, 2], 0))
-    with pytest.raises(InvariantError, match="row 0 computing from 8 reads at position 4 what does not follow"):
+    with pytest.raises(InvariantError, match="row 0 computing from 8 reads a hash at position 4 that does not follow"):
         bench.run((0, 8, [9], 1), tables=((0, [0, 11]),))
 
 
@@ -151,7 +151,7 @@ def test_a_wrong_page_is_caught(kind: Kind) -> None:
 def test_two_pages_in_the_wrong_order_are_caught(kind: Kind) -> None:
     bench = Bench(kind)
     bench.run((0, 0, list(range(12)), 0))
-    with pytest.raises(InvariantError, match="what does not follow"):
+    with pytest.raises(InvariantError, match="that does not follow"):
         bench.run((0, 12, [9], 1), tables=((0, [0, 2, 1]),))
 
 
@@ -160,7 +160,7 @@ def test_a_stale_page_of_the_same_sequence_is_caught(kind: Kind) -> None:
     bench = Bench(kind)
     bench.run((0, 0, [1, 2, 3, 4, 5, 6, 7], 0))
     bench.run((0, 4, [50, 60], 0))  # rewound and said otherwise: position 6 is now of another history
-    with pytest.raises(InvariantError, match="reads at position 6 what does not follow"):
+    with pytest.raises(InvariantError, match="reads a hash at position 6 that does not follow"):
         bench.run((0, 7, [8], 1))
 
 
@@ -177,7 +177,7 @@ def test_a_page_overwritten_by_another_row_is_caught_when_it_is_next_read(kind: 
     bench = Bench(kind)
     bench.run((0, 0, [1, 2, 3, 4, 5, 6], 0))
     bench.run((1, 0, [7, 7, 7, 7, 7, 7, 7], 0), tables=((1, [20, 1]),))
-    with pytest.raises(InvariantError, match="row 0 computing from 6 reads at position 4"):
+    with pytest.raises(InvariantError, match="row 0 computing from 6 reads a hash at position 4"):
         bench.run((0, 6, [7], 1))
 
 
@@ -202,7 +202,7 @@ def test_a_write_into_a_page_another_reads_is_caught_when_that_one_reads(kind: K
     bench = Bench(kind)
     bench.run((0, 0, [1, 2, 3, 4, 5, 6, 7], 0))
     bench.run((1, 5, [9], 0), tables=((1, [0, 1]),))  # it wrote without the right to the tail
-    with pytest.raises(InvariantError, match="row 0 computing from 7 reads at position 6 what does not follow"):
+    with pytest.raises(InvariantError, match="row 0 computing from 7 reads a hash at position 6 that does not follow"):
         bench.run((0, 7, [8], 1), tables=((0, [0, 1]),))
 
 
@@ -217,7 +217,7 @@ def test_a_last_slot_that_another_row_wrote_over_shows_in_the_token(kind: Kind) 
 def test_a_wrong_state_slot_is_caught_by_its_position() -> None:
     bench = Bench(STATE)
     bench.run((0, 0, [1, 2, 3], 0), (1, 0, [1, 2], 0))
-    with pytest.raises(InvariantError, match="state slot 1 stands at 2, its row computes from 3"):
+    with pytest.raises(InvariantError, match="state slot 1 is at 2, but its row computes from 3"):
         bench.run((0, 3, [4], 1), reads=[1])
 
 
@@ -238,7 +238,7 @@ def test_a_state_slot_that_was_written_over_is_caught() -> None:
     bench = Bench(STATE)
     bench.run((0, 0, [1, 2, 3], 0))
     bench.run((1, 0, [7], 0), writes=[0])
-    with pytest.raises(InvariantError, match="state slot 0 stands at 1, its row computes from 3"):
+    with pytest.raises(InvariantError, match="state slot 0 is at 1, but its row computes from 3"):
         bench.run((0, 3, [4], 1))
 
 
@@ -261,7 +261,7 @@ def test_a_wrong_token_is_caught_by_the_token_that_follows() -> None:
         bench = Bench(FULL)
         bench.run((0, 0, [1, 2, 3], 0))
         bench.witness._slots[0][which][1] += 1
-        with pytest.raises(InvariantError, match="reads at position 1 what does not follow"):
+        with pytest.raises(InvariantError, match="reads a hash at position 1 that does not follow"):
             bench.run((0, 3, [4], 1))
 
 
@@ -270,7 +270,7 @@ def test_any_flipped_bit_of_what_a_row_reads_is_caught(unit: int, flip: int) -> 
     bench = Bench(FULL)
     bench.run((0, 0, list(range(2 * PAGE)), 0))
     bench.witness._slots[0][0][unit] ^= np.uint64(1 << flip)
-    with pytest.raises(InvariantError, match="what does not follow"):
+    with pytest.raises(InvariantError, match="that does not follow"):
         bench.run((0, 2 * PAGE, [4], 1))
 
 
@@ -317,7 +317,7 @@ def test_a_row_reads_its_own_history_and_none_for_the_longest_beside_it(
     new = 1 + shorts
     assert sum(read) == pages * PAGE + shorts * 2 * PAGE + new, "whole pages of each history, and the new tokens"
     bench.witness._slots[0][0][(pages + 1) * PAGE - 3] ^= np.uint64(1)
-    with pytest.raises(InvariantError, match="row 1 computing from 6 reads at position 1 what does not follow"):
+    with pytest.raises(InvariantError, match="row 1 computing from 6 reads a hash at position 1 that does not follow"):
         bench.run((0, long + 1, [3], 0), (1, 6, [3], 0), tables=())
 
 
@@ -386,7 +386,7 @@ def test_an_eager_step_may_write_a_state_slot_new_to_its_row_while_an_earlier_on
     bench.run((0, 0, [1, 2], 0))
     bench.witness.submit(bench.plan((0, 2, [3], 1), reads=[0], writes=[5]))
     bench.witness.submit(bench.plan((1, 0, [9], 1), reads=[NO_SLOT], writes=[0]))
-    with pytest.raises(InvariantError, match="state slot 0 stands at -1"):
+    with pytest.raises(InvariantError, match="state slot 0 is at -1"):
         bench.witness.collect()
 
 

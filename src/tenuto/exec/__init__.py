@@ -1,1 +1,1 @@
-"""Executors: what carries out the plans of the engine."""
+"""Executors: they carry out the engine's plans."""

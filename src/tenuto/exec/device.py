@@ -1,4 +1,4 @@
-"""What a device has to spare. PyTorch, which takes a second or more to load, is asked only about devices other than the
+"""Memory and cores of devices. PyTorch, which takes a second or more to load, is used only for devices other than the
 CPU."""
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ SHARE_OF_DEVICE = 0.85
 
 
 def is_cpu(device: str) -> bool:
-    """Whether it is the CPU, in PyTorch's words."""
+    """Whether `device`, a name in PyTorch's form, is the CPU."""
     return re.fullmatch(r"cpu(:\d{1,3})?", device) is not None
 
 
 def check_device(device: str) -> None:
-    """Raises `ConfigError` if nothing can compute on it."""
+    """Raises `ConfigError` if PyTorch cannot compute on `device`."""
     if is_cpu(device):
         return
     import torch  # noqa: PLC0415 - see the module's docstring
@@ -32,15 +32,15 @@ def check_device(device: str) -> None:
 
 
 def trim() -> None:
-    """PyTorch keeps a device's free memory for later; give it to the system."""
+    """Returns the free device memory that PyTorch keeps in reserve to the system."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 def spare_bytes(device: str) -> int:
-    """Bytes that a server may take for model state, the weights being loaded: a share of the machine's memory, or of
-    what is free on a CUDA device."""
+    """Returns the bytes that a server may use for model state once the weights are loaded: a share of the machine's
+    memory, or of the free memory of a CUDA device."""
     if _is_cuda(device):
         import torch  # noqa: PLC0415 - loaded where it is used
 
@@ -49,20 +49,21 @@ def spare_bytes(device: str) -> int:
 
 
 def total_bytes(device: str) -> int:
-    """Bytes of a CUDA device's memory, or of the machine's. Raises `ConfigError` if there is no such device."""
+    """Returns the bytes of a CUDA device's memory, or of the machine's. Raises `ConfigError` if there is no such
+    device."""
     try:
         if _is_cuda(device):
             import torch  # noqa: PLC0415 - loaded where it is used
 
             return int(torch.cuda.get_device_properties(device).total_memory)
-    except (RuntimeError, AssertionError) as error:  # how PyTorch says that it has no such device
+    except (RuntimeError, AssertionError) as error:  # PyTorch's errors for a missing device
         raise ConfigError(f"there is no device {device!r} whose memory could be shared: {error}") from None
     return _machine_bytes()
 
 
 def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Cores that this process may use: those it may run on, and no more than its control group's `quota` pays for
-    (format: "max period" or "microseconds period", the kernel's `cgroup-v2.rst`)."""
+    """Returns the number of cores this process may use: those of its affinity, limited by its control group's `quota`
+    (format: "max period" or "microseconds period", see the kernel's `cgroup-v2.rst`)."""
     cores = len(os.sched_getaffinity(0))
     try:
         paid, period = quota.read_text(encoding="ascii").split()

@@ -1,4 +1,4 @@
-"""What a model executor asks of a model's forward pass."""
+"""The interface of a model's forward pass to the model executor."""
 
 from __future__ import annotations
 
@@ -19,50 +19,51 @@ Singles = npt.NDArray[np.float32]
 
 
 class Logits(Protocol):
-    """Logits, float32 [outputs, vocab], where a model computes; everything else is on the host. Valid until the next
-    step."""
+    """Logits, float32 [outputs, vocab], on the model's device; arguments and results are on the host. Valid until the
+    next step."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, outputs: slice) -> Self:
-        """Some of them; not a copy."""
+        """Returns a view of some outputs."""
         ...
 
     def copy(self, outputs: Longs) -> Self:
-        """A copy of some of them."""
+        """Returns a copy of some outputs."""
         ...
 
     def at(self, outputs: Longs, tokens: Longs) -> Singles:
-        """Those of `tokens[i]` in `outputs[i]`."""
+        """Returns the logits of `tokens[i]` in `outputs[i]`, float32."""
         ...
 
     def put(self, outputs: Longs, tokens: Longs, values: Singles) -> None:
-        """Replace those of `tokens[i]` in `outputs[i]`, no two of them the same."""
+        """Sets the logit of `tokens[i]` in `outputs[i]` to `values[i]`; the pairs are all different."""
         ...
 
     def sample(self, choice: Choice, masks: Masks | None = None) -> Longs:
-        """As `kernels.torch_sampling.sample`, the reference, after `mask` if there are masks. May change them."""
+        """Samples like the reference, `kernels.torch_sampling.sample`, after `mask` if there are masks. May change the
+        logits."""
         ...
 
     def logprobs(self, tokens: Longs, most: int) -> tuple[Singles, Longs, Singles]:
-        """As `kernels.torch_sampling.logprobs`, the reference."""
+        """Computes log-probabilities like the reference, `kernels.torch_sampling.logprobs`."""
         ...
 
     def host(self) -> Singles:
-        """All of them, on the host."""
+        """Returns a copy of all logits on the host."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Logits, and if they come for free the first of the likeliest tokens, int32 [outputs]."""
+    """Logits and, if it comes at no cost, the likeliest token of each, int32 [outputs] (of equals, the first)."""
 
     logits: Logits
     best: Ints | None = None
 
 
 class Forward(Protocol):
-    """A model on a device, with the memory its turns need."""
+    """A model on a device, with the memory for its turns."""
 
     @property
     def config(self) -> ModelConfig:
@@ -71,7 +72,7 @@ class Forward(Protocol):
 
     @property
     def spec(self) -> MemorySpec:
-        """The memory groups it needs."""
+        """The memory groups of the model."""
         ...
 
     @property
@@ -81,7 +82,7 @@ class Forward(Protocol):
 
     @property
     def description(self) -> str:
-        """What computes, for people."""
+        """A description, for people, of the code and device that compute."""
         ...
 
     def prepare(self, units: tuple[int, ...], rows: int) -> None:
@@ -89,11 +90,11 @@ class Forward(Protocol):
         ...
 
     def apply(self, plan: Plan) -> None:
-        """Change page tables, then copy pages, as `plan` says."""
+        """Applies the plan's changes of page tables, then its copies of pages."""
         ...
 
     def run(self, plan: Plan, tokens: Ints, outputs: Ints) -> Outputs:
-        """Compute `tokens`, int32 [sum(plan.counts)]. `outputs`, int32 [outputs], are the places in `tokens` after
+        """Computes `tokens`, int32 [sum(plan.counts)]. `outputs`, int32 [outputs], are the indices in `tokens` after
         which logits are wanted."""
         ...
 
@@ -106,16 +107,16 @@ class Forward(Protocol):
         ...
 
     def release_units(self) -> None:
-        """Give the memory of all units back to the system, until they are prepared again."""
+        """Returns the memory of all units to the system; `prepare` allocates it again."""
         ...
 
     def close(self) -> None:
-        """Release what it computes with."""
+        """Releases weights, threads and memory."""
         ...
 
 
 def describe(units: Sequence[int], spec: MemorySpec) -> str:
-    """So many units of each group, for people."""
+    """Describes, for people, the number and size of the units of each group."""
     return ", ".join(
         f"{n} {'pages' if group.paged else 'state slots'} ({n * group.bytes_per_unit} bytes)"
         for n, group in zip(units, spec.groups, strict=True)

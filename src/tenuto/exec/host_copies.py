@@ -1,4 +1,4 @@
-"""Copies between the memory of a device and that of the host."""
+"""Copies between device and host memory."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from tenuto.base.plan import Bytes
 
 
 class HostCopies(Protocol):
-    """How a device's memory is copied."""
+    """Copies between the memory of one device and the host."""
 
     def to_host(self, rows: torch.Tensor) -> Bytes:
-        """A copy of uint8 [n, bytes] on the device, which steps in flight do not write."""
+        """Returns a host copy of `rows`, uint8 [n, bytes] on the device, which no step in flight may write."""
         ...
 
     def to_device(self, rows: Sequence[Bytes]) -> torch.Tensor:
-        """Copies, each uint8 [bytes], as uint8 [n, bytes] on the device. Within `beside`."""
+        """Copies `rows`, each uint8 [bytes] on the host, to uint8 [n, bytes] on the device. Call it within `beside`."""
         ...
 
     def beside(self) -> AbstractContextManager[None]:
-        """What is done in the block runs beside steps, and has been done at its end."""
+        """Returns a context in which device operations run concurrently with steps; leaving it waits for them."""
         ...
 
 
 class PlainCopies:
-    """Of the CPU, or a device without streams."""
+    """Copies of the CPU, or of a device without streams."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -49,15 +49,15 @@ class PlainCopies:
 
 
 def pinned(shape: tuple[int, ...]) -> torch.Tensor:
-    """Host memory, uint8, that the device copies from and to by itself."""
+    """Returns pinned host memory, uint8, which a device can copy from and to directly."""
     return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
 
 
 class CudaCopies:
-    """Of a CUDA device. What comes to the host is in pinned memory, and stays there while it is parked; what goes back
-    does so on a stream of its own. The thread that asks waits for an event, and no step does.
+    """Copies of a CUDA device. Host copies are in pinned memory, and stay there while they are parked; copies to the
+    device use their own stream. The calling thread waits for an event, but no step waits.
 
-    `cuda` and `allocate` stand in for `torch.cuda` and `pinned` in tests.
+    Tests replace `torch.cuda` and `pinned` by `cuda` and `allocate`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class CudaCopies:
         self._stream = cuda.Stream(device=device)
 
     def to_host(self, rows: torch.Tensor) -> Bytes:
-        """See `HostCopies.to_host`. Behind the steps submitted so far."""
+        """See `HostCopies.to_host`. The copy runs after the steps submitted so far."""
         host = self._allocate(tuple(rows.shape))
         host.copy_(rows, non_blocking=True)
         self._cuda.current_stream(self._device).record_event().synchronize()
@@ -80,7 +80,7 @@ class CudaCopies:
         return copied
 
     def to_device(self, rows: Sequence[Bytes]) -> torch.Tensor:
-        """See `HostCopies.to_device`. What is pinned is not copied in the host's memory first."""
+        """See `HostCopies.to_device`. Pinned rows are copied directly."""
         there = torch.empty((len(rows), rows[0].nbytes), dtype=torch.uint8, device=self._device)
         for row, data in zip(there, rows, strict=True):
             row.copy_(torch.from_numpy(data), non_blocking=True)

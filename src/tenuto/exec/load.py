@@ -1,4 +1,4 @@
-"""From a model's files to an executor."""
+"""Builds an executor from a model's files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tenuto.models.weights import StoredWeight
 
 Weights = Iterable[tuple[str, StoredWeight]]
 KERNELS = ("auto", *VARIANTS, "torch")
-"""What may compute: the best there is, one variant of the native kernels, or plain PyTorch."""
+"""Choices of kernels: the best available, one variant of the native kernels, or plain PyTorch."""
 
 
 def load_executor(  # noqa: PLR0913 - each is an option of its own
@@ -43,15 +43,15 @@ def load_executor(  # noqa: PLR0913 - each is an option of its own
     say: Callable[[str], None] = lambda _: None,
     checkpoint: Checkpoint | None = None,
 ) -> ModelExecutor:
-    """Read a model and make an executor for it, not yet prepared.
+    """Reads a model and builds an executor, which is not yet prepared.
 
-    `dtype` is an `Element`. `None` is, with native kernels, weights as they are stored; without them float32 on a
-    CPU, and elsewhere bfloat16. `context` is how many tokens a session may have, the model's own limit if it is not
-    given: some models rotate queries and keys otherwise where contexts are long. `kernels` is one of `KERNELS`; native
-    ones are compiled into `cache`; without it there are none. `kv_cache_dtype` is a `KVCacheDtype`; only native kernels
-    can do without `auto`. `say` is told before kernels are compiled, which takes some seconds, and why plain PyTorch
-    computes if it was not asked for. `checkpoint`: the model, if that is open already. Raises
-    `ModelError` for the files and `ConfigError` for what cannot be used together.
+    `dtype` is an `Element`. By default, native kernels use weights as they are stored, and PyTorch uses float32 on a
+    CPU and bfloat16 elsewhere. `context` is the maximum number of tokens of a session, by default the model's limit;
+    some models rotate queries and keys differently for long contexts. `kernels` is one of `KERNELS`; native ones are
+    compiled into `cache` and unavailable without it. `kv_cache_dtype` is a `KVCacheDtype`; values other than `auto`
+    need native kernels. `say` receives a message before kernels are compiled, which takes some seconds, and the reason
+    if plain PyTorch is used as a fallback. `checkpoint`: the model, if it is open already. Raises `ModelError` for the
+    files and `ConfigError` for options that are invalid or cannot be combined.
     """
     check_device(device)
     if dtype is not None and dtype not in list(Element):
@@ -71,7 +71,7 @@ def load_executor(  # noqa: PLR0913 - each is an option of its own
 
 @dataclass(frozen=True, slots=True)
 class _Opening:
-    """How to read a model's weights for what computes; the arguments of `load_executor`."""
+    """The arguments of `load_executor`, for reading a model's weights now and again later."""
 
     files: ModelFiles
     page_size: int
@@ -87,8 +87,8 @@ class _Opening:
     def forward(
         self, files: ModelFiles, checkpoint: Checkpoint | None = None, wide: frozenset[int] | None = None
     ) -> Forward:
-        """Read a model, opened as `checkpoint` or still to be. `wide`: as `NativeProgram` takes it. Raises `ModelError`
-        or `ConfigError`."""
+        """Builds the forward pass of a model, opened as `checkpoint` or here. `wide`: see `NativeProgram`. Raises
+        `ModelError` or `ConfigError`."""
         checkpoint = checkpoint or open_checkpoint(files)
         longest = checkpoint.config.max_context
         config = checkpoint.config.within(min(self.context or longest, longest))
@@ -100,7 +100,7 @@ class _Opening:
     def _native_forward(
         self, config: ModelConfig, checkpoint: Checkpoint, wide: frozenset[int] | None
     ) -> Forward | None:
-        """`None` if plain PyTorch is to compute."""
+        """Builds the forward pass with native kernels; None if plain PyTorch must compute."""
         dtype, cache, kernels = self.dtype, self.cache, self.kernels
         if kernels == "torch" or not is_cpu(self.device) or dtype not in (None, "bfloat16") or cache is None:
             if kernels in VARIANTS:
@@ -122,8 +122,8 @@ class _Opening:
             return None
 
     def _refuse_bytes(self, reason: str) -> None:
-        """What PyTorch's keys and values are, `reason` being why it computes. Raises `ConfigError` unless that will
-        do."""
+        """Raises `ConfigError` unless `kv_cache_dtype` is `auto`, the only one that PyTorch supports. `reason`: why
+        native kernels cannot compute."""
         if self.kv_cache_dtype is not KVCacheDtype.AUTO:
             raise ConfigError(
                 f"kv_cache_dtype is {self.kv_cache_dtype.value!r}, which needs native kernels: {reason}; allowed with "
@@ -133,8 +133,8 @@ class _Opening:
     def again(
         self, config: ModelConfig, spec: MemorySpec, layout: str, wide: frozenset[int] | None, path: str | None
     ) -> Forward:
-        """Read the model again, or the one at `path`, for memory as it is. Raises `InvalidRequest` unless it has the
-        shape `config`, and `ModelError` or `ConfigError`."""
+        """Reads the model again, or the one at `path`, for memory that is in use. Raises `InvalidRequest` unless its
+        shape is `config` and it has the same memory, and `ModelError` or `ConfigError`."""
         files = self.files if path is None else resolve(path, cache_dir())
         forward = self.forward(files, wide=wide)
         differing = _differing(config, forward.config)
@@ -149,17 +149,17 @@ class _Opening:
 
 
 def _differing(first: ModelConfig, second: ModelConfig) -> list[str]:
-    """The fields in which two models differ in what is computed, rather than in how files store it."""
+    """Returns the fields in which two models compute differently, ignoring those that describe storage or tokens."""
     stored = ("dtype", "eos", "bos", "max_context")
     names = [each.name for each in fields(ModelConfig) if each.name not in stored]
     return [name for name in names if getattr(first, name) != getattr(second, name)]
 
 
 def _torch_forward(config: ModelConfig, weights: Weights, page_size: int, device: str, dtype: str | None) -> Forward:
-    import torch  # noqa: PLC0415 - takes a second or more, and the native kernels do without it
+    import torch  # noqa: PLC0415 - takes a second or more, and native kernels do not need it
 
-    from tenuto.exec.torch_forward import TorchForward  # noqa: PLC0415 - likewise
-    from tenuto.models.decoder import Decoder  # noqa: PLC0415 - likewise
+    from tenuto.exec.torch_forward import TorchForward  # noqa: PLC0415 - needs torch
+    from tenuto.models.decoder import Decoder  # noqa: PLC0415 - needs torch
 
     place = torch.device(device)
     element = Element(dtype) if dtype else Element.FLOAT32 if is_cpu(device) else Element.BFLOAT16
@@ -174,7 +174,7 @@ def _native(config: ModelConfig, cache: Path, machine: Machine, kernels: str, sa
     if kernels != "auto":
         return loaded(library(cache, machine, kernels, say))
     failed = Unavailable("this CPU lacks AVX2")
-    for variant in machine.variants():  # the compiler may not know the best, or the system not permit it
+    for variant in machine.variants():  # the best one may lack support by the compiler or the system
         try:
             return loaded(library(cache, machine, variant, say))
         except Unavailable as error:

@@ -1,4 +1,4 @@
-"""Carries out plans with a model."""
+"""The executor that carries out plans with a model."""
 
 from __future__ import annotations
 
@@ -35,46 +35,45 @@ T = TypeVar("T")
 
 
 Loader = Callable[[str | None], Forward]
-"""Reads the model's weights again, or those at a path, of a model of the same shape; see `Executor.load`."""
+"""Reads the model's weights again, or, from a path, those of a model of the same shape; see `Executor.load`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """Weights that have been read from `path`, or again, in a forward pass that is not prepared."""
+    """Weights read from `path` (None: those the executor started with), in an unprepared forward pass."""
 
     forward: Forward
     path: str | None
 
     def close(self) -> None:
-        """Release them."""
+        """Releases the weights."""
         self.forward.close()
 
 
 class ModelExecutor:
-    """An `Executor` that runs a model's forward pass and samples.
+    """An `Executor` that runs a model's forward pass and samples. It is not thread-safe.
 
-    With `overlap` a step runs in one worker thread, so that the next can be planned while it computes; all that a step
-    changes is written by that thread alone. Without, the caller has nothing else to do and runs it itself, in
-    `collect`: handing it over twice would take longer than planning it. The executor is not for use by several threads
-    at once.
+    With `overlap`, steps run in one worker thread, which alone writes what they change, so that the next step can be
+    planned meanwhile. Without it, `collect` runs the step in the calling thread, because switching threads twice would
+    take longer than planning.
     """
 
     def __init__(self, forward: Forward, loader: Loader | None = None) -> None:
-        """Without a `loader` the weights stay as they are."""
+        """Without a `loader`, the weights cannot be read again."""
         self._forward: Forward | None = forward  # None while the weights are released
         self._spec, self._layout = forward.spec, forward.layout
         self._loader = loader
-        self._path: str | None = None  # of the weights, if they are not those it began with
+        self._path: str | None = None  # of the weights; None: those it started with
         self._units_released = False
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tenuto-step")
-        self._in_flight: deque[Callable[[], StepResult]] = deque()  # how to get their results
+        self._in_flight: deque[Callable[[], StepResult]] = deque()  # functions that return their results
         self._masks: deque[TokenMasks] = deque()  # of the steps in flight, and perhaps of earlier ones
 
     @property
     def forward(self) -> Forward:
         """The forward pass. Raises `InvariantError` while the weights are released."""
         if self._forward is None:
-            raise InvariantError("the weights are released, and were not restored")
+            raise InvariantError("the weights are released and not yet restored")
         return self._forward
 
     @property
@@ -98,7 +97,7 @@ class ModelExecutor:
     # -- giving memory back
 
     def release(self, parts: Collection[Part]) -> None:
-        """See `Executor.release`. Without weights there is no forward pass, and so no memory of units either."""
+        """See `Executor.release`. Releasing the weights closes the forward pass, and with it the memory of units."""
         if self._in_flight:
             raise InvariantError("memory was released with a step in flight")
         if self._forward is not None:
@@ -113,7 +112,7 @@ class ModelExecutor:
     def load(self, path: str | None) -> LoadedWeights:
         """See `Executor.load`."""
         if self._loader is None:
-            raise ConfigError("this executor was made of weights in memory, and cannot read them again")
+            raise ConfigError("this executor was built from weights in memory and cannot read them again")
         wanted = path if path is not None else self._path
         return LoadedWeights(self._loader(wanted), wanted)
 
@@ -134,7 +133,8 @@ class ModelExecutor:
         trim()
 
     def _allocate(self, before: Forward | None, after: Forward) -> None:
-        """Units for `after`; those of `before` make way. Raises `ConfigError`, with everything as it was."""
+        """Allocates units for `after` in place of those of `before`. If it raises `ConfigError`, nothing has
+        changed."""
         replaced = before is not None and before is not after and not self._units_released
         if before is not None and replaced:
             before.release_units()
@@ -158,17 +158,17 @@ class ModelExecutor:
         self._in_flight.append(self._worker.submit(step).result if self._overlap else step)
 
     def collect(self) -> StepResult:
-        """See `Executor.collect`. What a device or an allocator can cause is `StepFailed`; all else is our bug and
-        comes out as it is. Raises `InvariantError` if no step is in flight."""
+        """See `Executor.collect`. Raises `StepFailed` for errors of a device or an allocator; other errors are bugs and
+        raised unchanged. Raises `InvariantError` if no step is in flight."""
         if not self._in_flight:
             raise InvariantError("collect was called with no step in flight")
         try:
             return self._in_flight.popleft()()
         except CancelledError:
             raise StepFailed("the executor was closed") from None
-        except (NotImplementedError, RecursionError):  # runtime errors too, but no device's
+        except (NotImplementedError, RecursionError):  # subclasses of RuntimeError, but never a device's
             raise
-        except (RuntimeError, MemoryError) as error:  # PyTorch's device and out-of-memory errors are runtime errors
+        except (RuntimeError, MemoryError) as error:  # PyTorch's device and out-of-memory errors are RuntimeErrors
             raise StepFailed(f"{type(error).__name__}: {error}") from error
 
     def unit_bytes(self, group: int) -> int:
@@ -176,17 +176,17 @@ class ModelExecutor:
         return self.spec.groups[group].bytes_per_unit
 
     def read_units(self, group: int, units: Ints) -> Bytes:
-        """See `Copier.read_units`. Steps in flight are waited for."""
+        """See `Copier.read_units`. Waits for steps in flight."""
         read = partial(self.forward.read_units, group, units)
         return _copied(self._worker.submit(read).result if self._overlap else read)
 
     def write_units(self, group: int, units: Ints, data: Sequence[Bytes]) -> None:
-        """See `Copier.write_units`. Steps go on meanwhile."""
+        """See `Copier.write_units`. Steps continue meanwhile."""
         _copied(lambda: self.forward.write_units(group, units, data))
 
     def logits(self, plan: Plan) -> Singles:
-        """Carry out `plan` but sample nothing: float32 [sum(plan.samples), vocab]. For tests and measurements, with no
-        step in flight."""
+        """Carries out `plan` without sampling and returns the logits, float32 [sum(plan.samples), vocab]. For tests and
+        measurements, with no step in flight."""
 
         def compute() -> Singles:
             return self._compute(plan, _samples(plan).outputs).logits.host()
@@ -194,8 +194,8 @@ class ModelExecutor:
         return self._worker.submit(compute).result()
 
     def close(self) -> None:
-        """Wait for the step in flight, end the worker thread and release the model. Masks that the step still waits for
-        do not come any more."""
+        """Cancels masks that steps in flight still wait for, waits for these steps, ends the worker thread and releases
+        the model."""
         for masks in self._masks:
             masks.allowed.cancel()
         self._worker.shutdown()
@@ -215,8 +215,8 @@ class ModelExecutor:
         return StepResult(tokens, sampled, scored)
 
     def _compute(self, plan: Plan, outputs: Longs) -> Outputs:
-        """Apply the plan, compute its tokens, return the logits after the tokens `outputs` and then those it scores by.
-        What outlasts the step comes first: it is applied even if the step fails."""
+        """Applies the plan and computes its tokens. Returns the logits after the tokens `outputs`, followed by those
+        for scoring. Changes that outlast the step are made first, so that they persist even if the step fails."""
         self.forward.apply(plan)
         for row, new in plan.sampling:
             self._options.start(row, new)
@@ -225,7 +225,7 @@ class ModelExecutor:
         return self.forward.run(plan, self._tokens(plan), outputs.astype(np.int32))
 
     def _tokens(self, plan: Plan) -> Ints:
-        """Input ids, int32 [tokens], with references to earlier samples resolved."""
+        """Returns the input ids, int32 [tokens], with references to earlier samples resolved."""
         unknown = (plan.tokens < 0).nonzero()[0]
         if not len(unknown):
             return plan.tokens
@@ -236,8 +236,8 @@ class ModelExecutor:
     def _sample(
         self, samples: _Samples, computed: Outputs, given: Sequence[TokenMasks]
     ) -> tuple[Ints, Logprobs | None]:
-        """Tokens int32 [samples], each drawn by its row's options and its own position, and how likely they were, if
-        any row asks. May change the logits."""
+        """Samples tokens, int32 [samples], by their rows' options and their positions; also returns log-probabilities
+        if any row wants them. May change the logits."""
         options, sampled, logits = self._options, None, computed.logits
         rows, positions = samples.rows, samples.positions
         masks = _masks(given) if given else None
@@ -255,14 +255,14 @@ class ModelExecutor:
         return tokens.astype(np.int32), sampled
 
     def _score(self, logits: Logits, scores: InputScores) -> Logprobs:
-        """How likely the targets of `scores` were by their logits, one each."""
+        """Returns the log-probabilities of the targets of `scores`, one for each of the logits."""
         return _logprobs(np.arange(len(logits)), logits, scores.targets.astype(np.int64), scores.top)
 
 
 @dataclass(frozen=True, slots=True)
 class _Samples:
-    """What a plan samples, int64 [samples]: the row, after which of the step's tokens, and at which position the new
-    token then is. `last`, bool [samples]: whether it is its row's last in this step."""
+    """The samples of a plan, each array [samples]. int64: `rows`; `outputs`, the index of the step's token before the
+    sample; `positions`, that of the sampled token. `last`, bool: whether it is its row's last sample in this step."""
 
     rows: Longs
     outputs: Longs
@@ -282,17 +282,17 @@ def _samples(plan: Plan) -> _Samples:
 
 
 def _copied(copy: Callable[[], T]) -> T:
-    """What `copy` returns. Raises `CopyFailed`."""
+    """Returns the result of `copy`. Raises `CopyFailed` for errors of a device or an allocator."""
     try:
         return copy()
     except (NotImplementedError, RecursionError):
         raise
-    except (RuntimeError, MemoryError) as error:  # as of steps
+    except (RuntimeError, MemoryError) as error:  # like in `collect`
         raise CopyFailed(f"{type(error).__name__}: {error}") from error
 
 
 def _masks(given: Sequence[TokenMasks]) -> Masks | None:
-    """What rows of samples may be, once all of it is known."""
+    """Waits until all masks are known and joins them; None if every sample may be any token."""
     known = [(masks.place, words) for masks in given if (words := masks.allowed.result()) is not None]
     if not known:
         return None
@@ -301,6 +301,7 @@ def _masks(given: Sequence[TokenMasks]) -> Masks | None:
 
 
 def _logprobs(places: Longs, logits: Logits, tokens: Longs, most: int) -> Logprobs:
-    """Log-probabilities of `tokens`, int64, one for each of the logits."""
+    """Returns the log-probabilities of `tokens`, int64, one for each of the logits, and of the `most` likeliest
+    tokens."""
     chosen, ids, top = logits.logprobs(tokens, most)
     return Logprobs(places.astype(np.int32), chosen, ids.astype(np.int32), top)

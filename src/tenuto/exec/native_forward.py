@@ -1,4 +1,4 @@
-"""A forward pass by the native kernels, on a CPU."""
+"""The forward pass with native kernels, on a CPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Table:
 
 
 class NativeLogits:
-    """A `Logits` in an array; the threads of `handle`, an open forward pass of `library`, choose from them."""
+    """A `Logits` in an array; the threads of `handle`, an open forward pass of `library`, sample from it."""
 
     def __init__(self, library: Library, handle: int, values: Singles) -> None:
         self._library, self._handle, self._values = library, handle, values
@@ -70,20 +70,20 @@ class NativeLogits:
 
 
 class NativeForward:
-    """A `Forward` for any mix of layers that the native kernels have operations for.
+    """A `Forward` for any mix of layers that the native kernels support.
 
-    `op_seconds`, float64 [len(OpKind)], is how long steps have spent in operations of each kind so far.
+    `op_seconds`, float64 [len(OpKind)], is the time all steps so far have spent in each kind of operation.
 
     Invariant: `_model` lives as long as `_handle`, which points into it.
     """
 
     def __init__(self, library: Library, model: NativeProgram, threads: int) -> None:
-        """`threads`: how many compute. Raises `ConfigError` if there can be no more, or there is no memory."""
+        """`threads`: the number of computing threads. Raises `ConfigError` if threads or memory cannot be allocated."""
         self._library, self._model = library, model
         self.threads = threads
         self._handle = library.open(byref(model.model), model.ops, len(model.ops), self.threads)
         if not self._handle:
-            raise ConfigError(f"there can be no {self.threads} threads, or there is no memory for their work")
+            raise ConfigError(f"{self.threads} threads, or memory for their work, cannot be allocated")
         self._close = weakref.finalize(self, library.close, self._handle)
         self._logits, self._best = self._room_for(16)
         self.op_seconds = np.zeros(len(OpKind))
@@ -94,7 +94,7 @@ class NativeForward:
 
     @property
     def spec(self) -> MemorySpec:
-        """The groups that the model's layers form."""
+        """The memory groups of the model's layers."""
         return self._model.spec
 
     @property
@@ -111,7 +111,7 @@ class NativeForward:
 
     @property
     def _kept_as(self) -> str:
-        """Words for keys and values that are not in 16 bits."""
+        """Description of keys and values that are not in 16 bits; "" if all are."""
         if self._model.kv_cache_dtype is not KVCacheDtype.INT8:
             return ""
         wide, layers = len(self._model.wide), sum(isinstance(mixer, Attention) for mixer in self._model.config.mixers)
@@ -119,23 +119,23 @@ class NativeForward:
 
     @property
     def wide(self) -> frozenset[int]:
-        """Mixers whose keys and values are in 16 bits though others are in bytes."""
+        """Numbers of the mixers whose keys and values are in 16 bits although the others' are in bytes."""
         return self._model.wide
 
     @property
     def weight_bytes(self) -> int:
-        """Memory taken by the weights, in bytes."""
+        """Size of the weights in memory, in bytes."""
         return self._model.weight_bytes
 
     def prepare(self, units: tuple[int, ...], rows: int) -> None:
         if self._library.prepare(self._handle, (c_int64 * len(units))(*units)):
-            self._library.prepare(self._handle, (c_int64 * len(units))())  # some groups may have got theirs
+            self._library.prepare(self._handle, (c_int64 * len(units))())  # some groups may have been allocated
             raise ConfigError(f"this machine cannot hold {describe(units, self.spec)}")
         self._units = units
         self._tables = {g: _Table(rows) for g, group in enumerate(self.spec.groups) if group.paged}
 
     def memory(self, group: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-        """The units of a group, uint8 [units, bytes a unit]; not a copy. Steps change it."""
+        """Returns a view of a group's units, uint8 [units, bytes per unit]. Steps change it."""
         shape = self._units[group], self.spec.groups[group].bytes_per_unit
         start = self._library.memory(self._handle, group)
         return np.ctypeslib.as_array((c_uint8 * (shape[0] * shape[1])).from_address(start)).reshape(shape)
@@ -149,7 +149,7 @@ class NativeForward:
     def run(self, plan: Plan, tokens: Ints, outputs: Ints) -> Outputs:
         if len(outputs) > len(self._logits):
             self._logits, self._best = self._room_for(2 * len(outputs))
-        # one address costs less than five
+        # taking one array's address is cheaper than taking five
         given = np.concatenate((plan.rows, plan.starts, plan.counts, tokens, outputs))
         rows, at = len(plan.rows), _address(given)
         step = Step(
@@ -172,7 +172,7 @@ class NativeForward:
         return Outputs(logits, self._best[: len(outputs)].copy())
 
     def _moves(self, plan: Plan) -> Array[Moves]:
-        """What a step does in each group; it points into `plan` and the page tables."""
+        """Returns each group's page table or state moves for a step, as pointers into `plan` and the page tables."""
         states = iter(plan.states)
         made = []
         for group in range(len(self.spec.groups)):
@@ -193,7 +193,7 @@ class NativeForward:
             memory[unit] = copied
 
     def _room_for(self, outputs: int) -> tuple[Singles, Ints]:
-        """For logits and likeliest tokens after so many tokens."""
+        """Allocates arrays for logits and likeliest tokens of `outputs` outputs."""
         return np.empty((outputs, self.config.vocab), np.float32), np.zeros(outputs, np.int32)
 
     def release_units(self) -> None:
@@ -201,7 +201,7 @@ class NativeForward:
         self._units = (0,) * len(self._units)
 
     def close(self) -> None:
-        """End its threads and release its memory."""
+        """Ends the threads and releases the memory."""
         self._close()
 
 
@@ -210,5 +210,7 @@ _INT32 = np.dtype(np.int32)
 
 def _address(values: Ints) -> int:
     if values.dtype != _INT32 or not values.flags.c_contiguous:
-        raise TypeError(f"the native kernels are given {values.dtype}, contiguous {values.flags.c_contiguous}")
+        raise TypeError(
+            f"the native kernels need contiguous int32; given: {values.dtype}, contiguous: {values.flags.c_contiguous}"
+        )
     return values.ctypes.data

@@ -1,4 +1,4 @@
-"""How every row samples: its options, and what only some rows ask for."""
+"""Sampling options of rows, and the biases, masks, penalties and log-probabilities that only some rows need."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOT_ASKED = -1
 
 @dataclass(frozen=True, slots=True)
 class _Biases:
-    """What is added to a row's logits, by token: at positions before `masked_before`, and from there on."""
+    """Biases added to a row's logits: `before` at positions below `masked_before`, `after` from there on."""
 
     before: _Added
     after: _Added
@@ -25,7 +25,7 @@ class _Biases:
 
 
 class _Added:
-    """What is added to the logits of `tokens`, int64, all different: `values`, float32."""
+    """Biases of some logits: `values`, float32, for `tokens`, int64, all different."""
 
     def __init__(self, values: Mapping[int, float], vocab: int) -> None:
         known = {token: value for token, value in values.items() if token < vocab}
@@ -34,10 +34,10 @@ class _Added:
 
 
 class RowOptions:
-    """Sampling options of row ids, host arrays [rows]; written by the executor's worker when a plan lists a row.
+    """Sampling options by row id, in host arrays [rows]; the executor's worker writes them when a plan lists a row.
 
-    Invariant: `_asking` are the rows that ask for biases, masks, penalties or log-probabilities. While it is empty a
-    step does nothing for these.
+    Invariant: `_asking` are the rows with biases, masks, penalties or log-probabilities. While it is empty, steps skip
+    these.
     """
 
     def __init__(self, rows: int, vocab: int) -> None:
@@ -51,14 +51,14 @@ class RowOptions:
         self.counts = TokenCounts()
 
     def start(self, row: int, new: RowSampling) -> None:
-        """From now on the row samples by `new`."""
+        """Sets the options of a row."""
         options = new.sampling
         self._temperature[row], self._top_k[row], self._top_p[row] = options.temperature, options.top_k, options.top_p
         self._min_p[row], self._seed[row] = options.min_p, options.seed
         asks = options.penalised or options.logit_bias or new.masked or new.logprobs is not None
         if not asks and row not in self._asking:
             return
-        self._asking.add(row)  # also if the rest fails: what it leaves is taken back when the row starts again
+        self._asking.add(row)  # first: if the rest fails, the next start of the row must reset it
         self.counts.start(row, new)
         self._logprobs[row] = NOT_ASKED if new.logprobs is None else new.logprobs
         self._biased[row] = bool(options.logit_bias or new.masked)
@@ -75,7 +75,7 @@ class RowOptions:
 
     @property
     def plain(self) -> bool:
-        """Whether no row asks for anything but a choice."""
+        """Whether no row has biases, masks, penalties or log-probabilities."""
         return not self._asking
 
     def draws(self, rows: Longs) -> bool:
@@ -83,12 +83,12 @@ class RowOptions:
         return bool(self._temperature[rows].any())
 
     def choice(self, rows: Longs, positions: Longs) -> Choice:
-        """What the tokens at these positions, int64 [n], of these rows are chosen by."""
+        """Returns the parameters for choosing the tokens of `rows` at `positions`, both int64 [n]."""
         uniform = uniforms(self._seed[rows], positions)
         return Choice(self._temperature[rows], self._top_k[rows], self._top_p[rows], self._min_p[rows], uniform)
 
     def edit(self, logits: Logits, rows: Longs, positions: Longs) -> None:
-        """Apply biases, masks and penalties to the logits of these rows in place."""
+        """Applies biases, masks and penalties to the logits of `rows` in place."""
         biased = np.flatnonzero(self._biased[rows])
         if len(biased):
             self._add_biases(logits, rows, positions, biased)
@@ -104,6 +104,7 @@ class RowOptions:
         logits.put(places, tokens, logits.at(places, tokens) + values)
 
     def wanted_logprobs(self, rows: Longs) -> tuple[Longs, int]:
-        """Which of `rows` ask for log-probabilities of what they sample, and the most likeliest any of them wants."""
+        """Returns the indices in `rows` of those that want log-probabilities, and the largest number of top tokens that
+        any of them wants."""
         most = self._logprobs[rows]
         return np.flatnonzero(most != NOT_ASKED), int(most.max(initial=0))

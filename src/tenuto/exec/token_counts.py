@@ -1,4 +1,4 @@
-"""Which tokens the rows with penalties have seen."""
+"""Counts the tokens that rows with penalties have seen."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tenuto.kernels.sampling import penalise
 
 
 class SeenTokens:
-    """The tokens of one row, all different, in the first places of `_tokens`, int64, and how often each is in the
-    output, in `_counts`, int64. `_places` has the place of each."""
+    """The distinct tokens of one row and the number of times each occurs in its output. `_tokens` and `_counts`, int64,
+    are filled up to the length of `_places`, which maps each token to its index there."""
 
     def __init__(self, new: RowSampling) -> None:
         none = np.zeros(0, np.int64)
@@ -42,24 +42,24 @@ class SeenTokens:
 
 
 class TokenCounts:
-    """Counts tokens for rows that ask for penalties. All by the executor's worker."""
+    """Counts tokens for rows with penalties. Only the executor's worker uses it."""
 
     def __init__(self) -> None:
         self._rows: dict[int, SeenTokens] = {}
 
     def __len__(self) -> int:
-        """How many rows it counts for."""
+        """Number of rows whose tokens are counted."""
         return len(self._rows)
 
     def start(self, row: int, new: RowSampling) -> None:
-        """The row begins anew, with the tokens `new` tells of."""
+        """Starts a row anew, with the prompt and output tokens of `new`."""
         self._rows.pop(row, None)
         if new.sampling.penalised:
             self._rows[row] = SeenTokens(new)
 
     def penalise(self, logits: Logits, rows: Longs) -> None:
-        """Apply the penalties of `rows`, int64 [outputs], to their logits. Raises `InvariantError` if a row with a
-        penalty samples twice."""
+        """Applies the penalties of `rows`, int64 [outputs], to their logits. Raises `InvariantError` if a row with
+        penalties occurs twice."""
         found = [(place, self._rows[row]) for place, row in enumerate(rows.tolist()) if row in self._rows]
         if not found:
             return
@@ -77,7 +77,7 @@ class TokenCounts:
         logits.put(places, tokens, penalise(logits.at(places, tokens), counts, *penalties))
 
     def add(self, rows: Longs, tokens: Longs) -> None:
-        """Row `rows[i]` has sampled `tokens[i]`."""
+        """Records that row `rows[i]` has sampled `tokens[i]`."""
         if self._rows:
             for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
                 if row in self._rows:

@@ -1,4 +1,4 @@
-"""A forward pass in plain PyTorch, on any device it knows: the portable path, and the reference for faster ones."""
+"""The forward pass in plain PyTorch, on any of its devices: the portable path and the reference for faster ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tenuto.models.groups import layer_groups, memory_spec
 
 
 class TorchLogits:
-    """A `Logits` in a tensor, which `inference_mode` may have made."""
+    """A `Logits` in a tensor, possibly one created in `inference_mode`."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values
@@ -82,7 +82,7 @@ class TorchForward:
 
     @property
     def spec(self) -> MemorySpec:
-        """The groups that the model's layers form."""
+        """The memory groups of the model's layers."""
         return self._spec
 
     @property
@@ -119,4 +119,4 @@ class TorchForward:
         del self.memories
 
     def close(self) -> None:
-        """Nothing to do: memory and weights go with this."""
+        """Does nothing; garbage collection frees memory and weights."""

@@ -1,4 +1,4 @@
-"""The memory groups of a model in PyTorch tensors, and one step's view of them."""
+"""The memory groups of a model as PyTorch tensors, and one step's view of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tenuto.models.groups import LayerGroup, PageShape, StateShape
 
 
 def indices(values: np.ndarray[tuple[int], np.dtype[np.integer]], device: torch.device) -> torch.Tensor:
-    """Host indices as int64 on the device."""
+    """Returns host indices as int64 on the device."""
     return torch.from_numpy(values.astype(np.int64)).to(device)
 
 
@@ -32,7 +32,7 @@ class PageMemory:
         self._table = torch.zeros((rows, 1), device=device, dtype=torch.int64)
 
     def apply(self, changes: TableChanges, copies: PageCopies) -> None:
-        """Write new entries of the page table, then copy pages."""
+        """Writes new entries of the page table, then copies pages."""
         if len(changes.rows):
             device = self._table.device
             self._widen(int(changes.index.max()) + 1)
@@ -49,11 +49,11 @@ class PageMemory:
 
     @property
     def parts(self) -> list[tuple[torch.Tensor, int]]:
-        """What a unit consists of: tensors, and in which of their dimensions units are numbered."""
+        """The tensors that hold units, each with the dimension that numbers them."""
         return [(self.kv.data, 2)]
 
     def step(self, plan: Plan) -> PagedAttention:
-        """Attention of the rows of `plan`, which has been applied."""
+        """Returns the attention of the rows of `plan`, which must have been applied."""
         return PagedAttention(self.kv, self._table, plan.rows, plan.starts, plan.counts, window=self._window)
 
 
@@ -66,11 +66,11 @@ class StateMemory:
 
     @property
     def parts(self) -> list[tuple[torch.Tensor, int]]:
-        """As of `PageMemory`."""
+        """See `PageMemory.parts`."""
         return [(part, 1) for part in self.slots.parts]
 
     def step(self, moves: StateMoves) -> tuple[torch.Tensor, torch.Tensor]:
-        """The slots that a step reads and those it writes, both int64 [rows]."""
+        """Returns the slots that a step reads and those it writes, both int64 [rows]."""
         return indices(moves.reads, self._device), indices(moves.writes, self._device)
 
 
@@ -84,7 +84,7 @@ class Memories:
         self.copies = copies_for(device)
         self._places = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
         self.pages: dict[int, PageMemory] = {}  # by number of the group
-        self.states: dict[int, StateMemory] = {}  # likewise
+        self.states: dict[int, StateMemory] = {}  # by number of the group
         for g, (group, n) in enumerate(zip(groups, units, strict=True)):
             if isinstance(group.shape, PageShape):
                 self.pages[g] = PageMemory(group.shape, len(group.layers), n, rows, page_size, device)
@@ -92,7 +92,7 @@ class Memories:
                 self.states[g] = StateMemory(group.shape, len(group.layers), n, device)
 
     def apply(self, plan: Plan) -> None:
-        """Change page tables, then copy pages, as `plan` says."""
+        """Applies the plan's changes of page tables, then its copies of pages."""
         for memory, changes, copies in zip(self.pages.values(), plan.tables, plan.copies, strict=True):
             memory.apply(changes, copies)
 
@@ -118,17 +118,17 @@ class Memories:
         return self.pages[group].parts if group in self.pages else self.states[group].parts
 
     def step(self, plan: Plan) -> MemoriesStep:
-        """The memory as the layers see it while `plan`, which has been applied, is computed."""
+        """Returns the memory for the layers while `plan`, which must have been applied, is computed."""
         return MemoriesStep(self, self._places, plan, self._device)
 
 
 class MemoriesStep:
-    """A `StepMemory`. A row's source slots stay as they are unless it writes to the same."""
+    """The `StepMemory` of one plan. A row's source slot is unchanged unless the row also writes to it."""
 
     def __init__(
         self, memories: Memories, places: dict[int, tuple[int, int]], plan: Plan, device: torch.device
     ) -> None:
-        """`places`: the group of every layer, and its number in it."""
+        """`places`: for every layer, its group and its number in that group."""
         self._places = places
         self._attentions = {g: memory.step(plan) for g, memory in memories.pages.items()}
         self._slots = {g: memory.slots for g, memory in memories.states.items()}

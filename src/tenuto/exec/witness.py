@@ -1,13 +1,13 @@
 """The witness: an executor without a model, which proves that every turn sees exactly its own history.
 
-In every token slot it stores the token and a running hash of all tokens that led there; in every state slot the hash
-and the position. Before it computes a row it reads the row's whole memory through the page tables and checks that each
-hash follows from the one before, and that all groups agree. If it is told what the row's history is, it also checks
-that the tokens in these slots are those of the history: a page may be consistent in itself, and somebody else's.
+It stores in every token slot the token and a running hash of all tokens up to it, and in every state slot the hash and
+the position. Before it computes a row, it reads the row's whole memory through the page tables and checks that each
+hash follows from the previous one and that all groups agree. If the row's history is known, it also checks the tokens:
+a page that is consistent in itself may belong to another turn.
 
-The next token is a function of the hash and, if the turn draws, of its seed, so that a turn generated again with
-another seed says something else. One wrong page, stale slot or double use is caught at the step where it happens, or
-shows in the tokens.
+The next token is a function of the hash and, for turns that are not greedy, of the seed, so that a repetition with
+another seed differs. A wrong page, stale slot or double use is detected at the step where it happens, or changes the
+output.
 """
 
 from __future__ import annotations
@@ -51,31 +51,31 @@ from tenuto.exec.witness_hashes import (
 )
 
 NEVER = np.int64(-1)
-"""Stored with a slot that was never written."""
+"""Token or position of a slot that was never written."""
 LOST = np.int64(-1)
-"""In page tables, where what was told has been lost."""
+"""Page number in page tables whose contents were lost in a failed step."""
 MAX_IN_FLIGHT = 2
-"""Steps submitted and not yet collected."""
+"""Maximum number of steps submitted and not yet collected."""
 
 
 @dataclass(frozen=True, slots=True)
 class WitnessWeights:
-    """What stands for weights: `start`, the hash of no token."""
+    """The witness's weights: `start`, the hash of the empty history."""
 
     start: np.uint64
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Does nothing; there is nothing to release."""
 
 
 Stored = tuple[int, Longs, Hashes, Longs]
-"""A group, some of its slots, and what they hold."""
+"""A group, some of its slots, and their contents: hashes, and tokens or positions."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """A step in flight; `result` is `None` until it is computed. `histories`: see `WitnessExecutor.histories`.
-    `before`: what it has written over. `void`: one before it failed, so that what it reads may be anything."""
+    """A step in flight; `result` is None until it is computed. `histories`: see `WitnessExecutor.histories`. `before`:
+    the contents it has overwritten. `void`: an earlier step failed, so this one may read anything."""
 
     plan: Plan
     histories: Sequence[Ints] | None = None
@@ -85,22 +85,23 @@ class _Step:
 
 
 class WitnessExecutor:
-    """An `Executor` that computes hashes. `verify` False checks only the slots a token follows from, for benchmarks.
+    """An `Executor` that computes hashes.
 
-    `fail` is asked at every `collect` whether this step fails; `written`, how much of what a failed step was to write
-    has been written, in order: all (1, as without it), nothing (0), or a part. What was told of a failed step's rows,
-    and of those of the step submitted after it, is lost. `wait` is called at every `collect`, for steps that take time.
-    Up to two steps are in flight and are computed in order: at `submit`, if no earlier one is still to be computed, or
-    at `collect`, as `late` says when a step is submitted, so that memory is used by a step in flight until the very
-    end.
+    Up to two steps are in flight and are computed in order. A step is computed at `submit` unless `late()` is true, its
+    masks are not yet known, or an earlier step is still uncomputed; otherwise at `collect`, so that it uses memory
+    until the very end. Without `verify`, only the slots that the next token depends on are checked, for benchmarks.
 
-    With `eager`, what a plan acquires is written from `submit` on, as a real executor may, even while an earlier step
-    is still to be computed: pages and state slots that are new to their sequences are then marked as never written at
-    once. So a unit that was handed out before a step that reads it had settled is caught when that step computes.
+    `fail()` decides at every `collect` whether the step fails, and `written()` the fraction of a failed step's writes
+    that was done, in order (default 1). Page tables and options of the rows of a failed step, and of the step submitted
+    after it, are lost. `wait()` is called at every `collect`, to simulate steps that take time. `copy_fails()` decides
+    whether a copy fails.
 
-    Of a row's sampling options it heeds the masked ids, what its grammar allows and, unless it is greedy, the seed. A
-    step whose masks are not known when it is submitted is computed at `collect`. What it says has probability 1, all
-    else `LEAST_LOGPROB`; for input tokens, what it would say with seed 0."""
+    With `eager`, pages and state slots that a plan acquires for a sequence are marked as never written at `submit`,
+    even if an earlier step is still uncomputed, because a real executor may write them from then on. So a unit that was
+    handed out while an unsettled step reads it is detected when that step is computed.
+
+    Of the sampling options it respects masked ids, grammars and, for turns that are not greedy, the seed. Its token has
+    probability 1, all others `LEAST_LOGPROB`; input tokens are scored with seed 0."""
 
     def __init__(
         self,
@@ -122,16 +123,16 @@ class WitnessExecutor:
         self._fail = fail
         self._late = late
         self._written = written
-        self._before: list[Stored] = []  # what the step that is computed writes over, in order
+        self._before: list[Stored] = []  # contents that the step being computed overwrites, in order
         self._wait = wait
         self._eager = eager
         self._copy_fails = copy_fails
-        self._start = np.uint64(START)  # the hash of no token, which stands for the weights
+        self._start = np.uint64(START)  # the hash of the empty history, which stands for the weights
         self._units: tuple[int, ...] = ()
         self._flight: deque[_Step] = deque()  # the oldest first
         self._losing: list[_Step] = []  # their rows are lost when all of them are computed
-        self._trusting = False  # a void step is computed: nothing it reads is verified
-        self._histories: Sequence[Ints] | None = None  # of the rows of the step that is computed
+        self._trusting = False  # whether the step being computed is void: its reads are not verified
+        self._histories: Sequence[Ints] | None = None  # of the rows of the step being computed
         self.steps = 0
 
     @property
@@ -149,9 +150,9 @@ class WitnessExecutor:
         self._paged = [i for i, g in enumerate(self._spec.groups) if g.paged]
         self._states = [i for i, g in enumerate(self._spec.groups) if not g.paged]
         self._tables = [np.zeros((rows, 64), np.int64) for _ in self._paged]
-        self._last = np.zeros(rows, np.int64)  # what each row sampled last
+        self._last = np.zeros(rows, np.int64)  # each row's latest sample
         self._seeds = np.zeros(rows, np.uint64)  # of each row's turn, times `MULTIPLIER`
-        self._asking: dict[int, RowSampling] = {}  # rows that ask for masked ids or log-probabilities
+        self._asking: dict[int, RowSampling] = {}  # rows with masked ids or log-probabilities
 
     def _allocate(self, units: tuple[int, ...]) -> None:
         size = self._spec.page_size
@@ -161,14 +162,15 @@ class WitnessExecutor:
         ]
 
     def release(self, parts: Collection[Part]) -> None:
-        """See `Executor.release`. There are no weights."""
+        """See `Executor.release`. Releasing weights does nothing."""
         if self._flight:
             raise InvariantError("memory was released with a step in flight")
         if "kv_cache" in parts:
             self._allocate((0,) * len(self._units))
 
     def load(self, path: str | None) -> WitnessWeights:
-        """See `Executor.load`. Whatever `path` says stands for other weights: the hash of no token."""
+        """See `Executor.load`. Every `path` stands for different weights: it determines the hash of the empty
+        history."""
         if path is None:
             return WitnessWeights(self._start)
         digest = hashlib.blake2b(path.encode(), digest_size=8).digest()
@@ -219,7 +221,7 @@ class WitnessExecutor:
         return result
 
     def unit_bytes(self, group: int) -> int:
-        """See `Copier.unit_bytes`: a hash and a token, or position, for every slot."""
+        """See `Copier.unit_bytes`. Every slot has a hash and a token or position."""
         return 16 * self._slots_of(group)
 
     def read_units(self, group: int, units: Ints) -> Bytes:
@@ -242,12 +244,12 @@ class WitnessExecutor:
         return self._spec.page_size if self._spec.groups[group].paged else 1
 
     def close(self) -> None:
-        """See `Executor.close`. There is nothing but arrays."""
+        """See `Executor.close`. Does nothing."""
 
     # -- a step
 
     def _lose_rows(self, plan: Plan) -> None:
-        """Forget all that was told of the rows of a plan: their page tables and sampling options."""
+        """Forgets page tables and sampling options of a plan's rows."""
         rows = {*plan.rows.tolist(), *(row for row, _ in plan.sampling)}
         rows.update(row for change in plan.tables for row in change.rows.tolist())
         lost = list(rows)
@@ -258,7 +260,8 @@ class WitnessExecutor:
             self._asking.pop(row, None)
 
     def _begin_writing(self, plan: Plan, before: Plan) -> None:
-        """Mark what is new to a row of `plan` as never written, while the step `before` it is still to be computed."""
+        """Marks units that `plan` newly gives to a sequence as never written, while the step of the earlier plan
+        `before` is still uncomputed."""
         size = self._spec.page_size
         starts = dict(zip(plan.rows.tolist(), plan.starts.tolist(), strict=True))
         for group, change, copy in zip(self._paged, plan.tables, plan.copies, strict=True):
@@ -274,17 +277,17 @@ class WitnessExecutor:
             had = {*zip(earlier_owners, earlier.reads.tolist(), strict=True)}
             had |= {*zip(earlier_owners, earlier.writes.tolist(), strict=True)}
             for owner, read, write in zip(owners, moves.reads.tolist(), moves.writes.tolist(), strict=True):
-                if write != read and (owner, write) not in had:  # else it is an old one of its sequence
+                if write != read and (owner, write) not in had:  # otherwise the sequence had it already
                     self._slots[group][1][write] = NEVER
 
     def sequences(self, plan: Plan) -> list[int]:
-        """What tells the sequences of a plan in flight from each other: their rows, as far as the witness knows. A turn
-        may change its row; a test that knows the turns can say so."""
+        """Returns a key of the sequence of each row of a plan in flight: by default its row. Tests that know the turns
+        override this, because a turn may change its row."""
         return [int(row) for row in plan.rows]
 
-    def histories(self, plan: Plan) -> Sequence[Ints] | None:  # noqa: ARG002 - the witness knows nothing of turns
-        """For each row of a plan that is submitted the first tokens of its sequence, as many as are known; `None`:
-        nobody says. A test that knows the turns can say so."""
+    def histories(self, plan: Plan) -> Sequence[Ints] | None:  # noqa: ARG002 - the witness does not know turns
+        """Returns the known leading tokens of each row's sequence, when `plan` is submitted; by default None, for
+        unknown. Tests that know the turns override this."""
         return None
 
     def _carry_out(self, step: _Step) -> StepResult:
@@ -295,13 +298,13 @@ class WitnessExecutor:
         return step.result
 
     def _note(self, group: int, slots: Longs) -> None:
-        """The step that is computed is about to write these slots."""
+        """Records the contents of slots that the step being computed is about to write."""
         if self._written is not None:
             hashes, tokens = self._slots[group]
             self._before.append((group, slots, hashes[slots], tokens[slots]))
 
     def _take_back(self, step: _Step) -> None:
-        """The step failed before it wrote all."""
+        """Undoes the writes of a failed step beyond the fraction `written()`."""
         left = sum(len(slots) for _, slots, _, _ in step.before)
         left -= int(left * self._written()) if self._written is not None else left
         for group, slots, hashes, tokens in reversed(step.before):
@@ -356,7 +359,8 @@ class WitnessExecutor:
                     slot[target * size : target * size + slots] = slot[source * size : source * size + slots]
 
     def _read(self, plan: Plan, rows: Longs, starts: Longs) -> Hashes:
-        """The hash of each row's history before its first token, read and verified in every group."""
+        """Returns the hash of each row's history before its first token in this step, read and verified in all
+        groups."""
         found = [self._read_pages(i, self._spec.groups[g], rows, starts) for i, g in enumerate(self._paged)]
         for moves, group in zip(plan.states, self._states, strict=True):
             found.append(self._read_states(group, moves.reads.astype(np.int64), starts))
@@ -368,12 +372,12 @@ class WitnessExecutor:
         return found[0].copy()
 
     def _read_pages(self, index: int, group: GroupSpec, rows: Longs, starts: Longs) -> Hashes:
-        """As `_read`, in one group. Every row reads the pages of its own history or window, however long those of
-        others are."""
+        """Reads the hashes like `_read`, in one group. Each row reads exactly the pages of its own history or
+        window."""
         kind, reach = group.kind.value, group.window - 1 if group.kind is Kind.SLIDING else starts
         first = np.maximum(0, starts - (reach if self._verify else np.minimum(reach, 1)))
         if ((first == starts) & (starts > 0)).any():
-            raise InvariantError("a window of one token says nothing about the history; use at least two")
+            raise InvariantError("a window of one token does not determine the history; use at least two")
         result, reading = np.full(len(rows), self._start, np.uint64), np.flatnonzero(starts > 0)
         if not len(reading):
             return result
@@ -387,25 +391,25 @@ class WitnessExecutor:
         numbers = np.arange(ends[-1]) - np.repeat(ends - counts - leading, counts)
         pages = self._tables[index][rows[owner], numbers]
         if (pages == LOST).any():
-            raise InvariantError(f"{kind}: a row's page table was lost in a failed step, and not told again")
+            raise InvariantError(f"{kind}: a row's page table was lost in a failed step and not sent again")
         hashes, tokens = (stored.reshape(-1, size)[pages] for stored in self._slots[self._paged[index]])
         if not self._trusting:
             columns = np.arange(size)
-            skipped = np.zeros(hashes.shape, bool)  # before or behind what the row reads
+            skipped = np.zeros(hashes.shape, bool)  # slots that the row does not read
             skipped[ends - counts] = columns < (first % size)[:, None]
             skipped[ends - 1] |= columns > ((starts - 1) % size)[:, None]
             if ((tokens == NEVER) & ~skipped).any():
                 raise InvariantError(f"{kind}: a row reads a slot that was never written")
             if known is not None:
                 self._compare(kind, rows, first, starts, known, pages, tokens, ends - counts)
-            skipped[ends - counts, first % size] |= first > 0  # a window begins here: what came before is not read
+            skipped[ends - counts, first % size] |= first > 0  # a window begins here; the hash before it is not read
             wrong = ~skipped & ~follows(hashes, tokens, numbers == 0, self._start)
             if wrong.any():
                 page, column = np.argwhere(wrong)[0]
                 row = owner[page]
                 raise InvariantError(
-                    f"{kind}: row {rows[row]} computing from {starts[row]} reads at position "
-                    f"{numbers[page] * size + column} what does not follow from the position before"
+                    f"{kind}: row {rows[row]} computing from {starts[row]} reads a hash at position "
+                    f"{numbers[page] * size + column} that does not follow from the position before"
                 )
         result[reading] = hashes[ends - 1, (starts - 1) % size]
         return result
@@ -421,8 +425,8 @@ class WitnessExecutor:
         tokens: Longs,
         begins: Longs,
     ) -> None:
-        """The tokens in the slots that rows read, from `first` to `starts`, are those of their histories, as far as
-        these are known. Row i reads `pages` from `begins[i]` on."""
+        """Checks that the tokens that rows read, from `first` to `starts`, are those of their histories, where known.
+        Row i reads `pages` from `begins[i]` on."""
         size = self._spec.page_size
         for row, low, start, history, begin in zip(rows, first, starts, known, begins, strict=True):
             stop = min(int(start), len(history))
@@ -445,7 +449,7 @@ class WitnessExecutor:
         at = positions[np.maximum(reads, 0)]
         if (~zero & (at != starts)).any() and not self._trusting:
             row = int(np.flatnonzero(~zero & (at != starts))[0])
-            raise InvariantError(f"state slot {reads[row]} stands at {at[row]}, its row computes from {starts[row]}")
+            raise InvariantError(f"state slot {reads[row]} is at {at[row]}, but its row computes from {starts[row]}")
         return np.where(zero, self._start, hashes[np.maximum(reads, 0)])
 
     def _write(
@@ -457,7 +461,7 @@ class WitnessExecutor:
         for i, group in enumerate(self._paged):
             pages = self._tables[i][rows[owner], positions // size]
             if (pages == LOST).any():
-                raise InvariantError("a row's page table was lost in a failed step, and is written through")
+                raise InvariantError("a row's page table was lost in a failed step, but is used for writing")
             slots = pages * size + positions % size
             if len(np.unique(slots)) != len(slots):
                 raise InvariantError(f"{self._spec.groups[group].kind.value}: two rows write the same slot in one step")
@@ -482,7 +486,7 @@ class WitnessExecutor:
         if self._asking or plan.masks:
             positions = (plan.starts + plan.counts - samples)[owner] + within + 1
             self._mask(rows[owner], positions, sampled, tokens, plan.masks)
-        self._last[rows[owner]] = tokens  # the last of a row's samples stays
+        self._last[rows[owner]] = tokens  # a row's last sample wins
         return np.asarray(tokens, np.int32), self._logprobs(rows[owner], tokens) if self._asking else None
 
     def _next_tokens(self, states: Hashes) -> Longs:
@@ -490,7 +494,7 @@ class WitnessExecutor:
         return (mixed % np.uint64(self._vocab_size)).astype(np.int64)
 
     def _mask(self, rows: Longs, positions: Longs, states: Hashes, tokens: Longs, masks: Sequence[TokenMasks]) -> None:
-        """Replace tokens that may not come at their positions."""
+        """Replaces tokens that masks do not allow at their positions."""
         allowed: dict[int, Words] = {}
         for each in masks:
             words = each.allowed.result()
@@ -521,6 +525,6 @@ class WitnessExecutor:
 def _certain(
     places: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32], said: npt.NDArray[np.int32], width: int
 ) -> Logprobs:
-    """Log-probabilities of `tokens` where `said` have probability 1."""
+    """Returns the log-probabilities of `tokens` if the tokens `said` have probability 1."""
     chosen = np.where(tokens == said, 0, LEAST_LOGPROB).astype(np.float32)
     return Logprobs(places, chosen, said[:, None][:, :width], np.zeros((len(said), width), np.float32))

@@ -1,4 +1,4 @@
-"""The hashes that stand for histories in the witness, and the tokens that follow from them."""
+"""The witness's hashes of histories, and the tokens computed from them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ START = 0x243F6A8885A308D3
 
 
 def advance(state: int, token: int) -> int:
-    """The hash of a history one token longer."""
+    """Returns the hash of a history with hash `state` extended by `token`."""
     mixed = ((state ^ (token + 1)) * MULTIPLIER) & MASK
     return mixed ^ (mixed >> 29)
 
 
 def history_hash(tokens: Sequence[int]) -> int:
-    """The hash of a whole history: the naive model's view."""
+    """Returns the hash of a whole history, computed token by token for the naive model."""
     state = START
     for token in tokens:
         state = advance(state, token)
@@ -33,17 +33,18 @@ def history_hash(tokens: Sequence[int]) -> int:
 
 
 def seeded(state: int, seed: int) -> int:
-    """The argument of `next_token` for a turn with `seed` after a history with hash `state`; seed 0 changes nothing."""
+    """Returns the argument of `next_token` for a turn with `seed` after a history with hash `state`; seed 0 leaves
+    `state` unchanged."""
     return state ^ (seed * MULTIPLIER & MASK)
 
 
 def next_token(state: int, vocab_size: int) -> int:
-    """The token that follows a history, for a turn with seed 0; see `seeded`."""
+    """Returns the token after the history with hash `state`, for a turn with seed 0; see `seeded`."""
     return ((state >> 17) ^ (state >> 41)) % vocab_size
 
 
 def next_unmasked(state: int, vocab_size: int, masked: Collection[int]) -> int:
-    """As `next_token`; if that is one of `masked`, the next greater one that is not, beginning again at 0."""
+    """Returns `next_token`, or if that is in `masked` the next greater token (modulo `vocab_size`) that is not."""
     token = next_token(state, vocab_size)
     for _ in range(vocab_size):
         if token not in masked:
@@ -53,8 +54,8 @@ def next_unmasked(state: int, vocab_size: int, masked: Collection[int]) -> int:
 
 
 def next_allowed(state: int, vocab_size: int, masked: Collection[int], allowed: Words) -> int:
-    """One of the tokens that have their bit in `allowed` and are not among `masked`, all equally likely; as
-    `next_unmasked` if no such token is left."""
+    """Returns one of the tokens that are set in the bit mask `allowed` and not in `masked`, all equally likely; if
+    there is no such token, `next_unmasked`."""
     bits = np.unpackbits(allowed.view(np.uint8), count=vocab_size, bitorder="little")
     bits[list(masked)] = 0
     tokens = np.flatnonzero(bits)
@@ -64,7 +65,7 @@ def next_allowed(state: int, vocab_size: int, masked: Collection[int], allowed: 
 
 
 def advance_all(states: Hashes, tokens: Longs) -> Hashes:
-    """As `advance`, of many histories."""
+    """Applies `advance` to many histories."""
     mixed = (states ^ (tokens + 1).astype(np.uint64)) * np.uint64(MULTIPLIER)
     return np.asarray(mixed ^ (mixed >> np.uint64(29)), np.uint64)
 
@@ -72,8 +73,8 @@ def advance_all(states: Hashes, tokens: Longs) -> Hashes:
 def follows(
     hashes: Hashes, tokens: Longs, beginnings: npt.NDArray[np.bool_], start: np.uint64
 ) -> npt.NDArray[np.bool_]:
-    """Where in pages, [pages, page_size] read one after the other, a slot's hash follows from the one before and its
-    token. Pages at `beginnings` begin a history, whose hash is `start`."""
+    """Returns for each slot of consecutive pages, bool [pages, page_size], whether its hash follows from its token and
+    the hash before. The pages marked in `beginnings` begin a history, so the hash before them is `start`."""
     before = np.empty_like(hashes)
     before.reshape(-1)[1:] = hashes.reshape(-1)[:-1]
     before[beginnings, 0] = start

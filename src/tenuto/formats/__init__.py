@@ -1,1 +1,1 @@
-"""File formats that several packages read, without torch and without knowing what the contents mean."""
+"""Readers of file formats that several packages share; they need no torch and do not interpret the contents."""

@@ -1,7 +1,7 @@
 """The GGUF container: typed metadata and encoded tensors.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian. The `gguf` package
-has a reader too, but it makes an array of every vocabulary entry and takes seconds where this takes a tenth of one.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian. The reader in the
+`gguf` package creates an array per vocabulary entry, which takes seconds; this one takes a tenth of a second.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SIZE = struct.Struct("<Q")
 _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 _MOST_DIMENSIONS = 4
 _DIGITS = 5
-"""Models may be split into files such as `name-00001-of-00003.gguf`, whose metadata say so."""
+"""Digits of the numbers in the names of a split model's files, such as `name-00001-of-00003.gguf`."""
 _SCALARS = {
     GGUFValueType.UINT8: "B",
     GGUFValueType.INT8: "b",
@@ -43,8 +43,8 @@ _SCALARS = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """An encoded tensor, and where its bytes are. `shape` is slowest first, so (outputs, inputs) for a matrix; the file
-    has the opposite order."""
+    """An encoded tensor and the location of its bytes. `shape` lists the slowest dimension first, so (outputs, inputs)
+    for a matrix; the file has the opposite order."""
 
     kind: GGMLQuantizationType
     shape: tuple[int, ...]
@@ -52,12 +52,12 @@ class GgufTensor:
 
 
 class GgufFile:
-    """An open GGUF file, or the several that a model was split into, opened by the first of them. `metadata`, that of
-    the first, has values of int, float, bool, str or lists of them; `tensors` are those of all."""
+    """An open GGUF file, or all files of a split model, opened by the first one. `metadata` is that of the first file,
+    with values of type int, float, bool, str or lists of these. `tensors` are those of all files."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `ModelError` if a file cannot be read, is truncated, or has another format or version, and if there
-        are others it was split into that are missing or do not belong to it."""
+        """Raises `ModelError` if a file cannot be read, is truncated, or has another format or version, or if files of
+        a split model are missing or do not belong together."""
         self.path = path
         first = _One(path)
         self.metadata = first.metadata
@@ -68,9 +68,9 @@ class GgufFile:
 
     def _add_others(self, count: object) -> None:
         if type(count) is not int or not 1 < count < 10**_DIGITS:
-            raise ModelError(f"{self.path} has {_COUNT} = {count!r}; expected: how many files the model is split into")
+            raise ModelError(f"{self.path} has {_COUNT} = {count!r}; expected: the number of files of the model")
         if (number := self.metadata.get(_NUMBER, 0)) != 0:
-            raise ModelError(f"{self.path} is file {number!r} + 1 of {count} of a model; open the first of them")
+            raise ModelError(f"{self.path} is file {number!r} + 1 of {count} of a model; open the first file")
         match = re.fullmatch(rf"(.*)-(\d{{{_DIGITS}}})-of-(\d{{{_DIGITS}}})\.gguf", self.path.name)
         if match is None or (int(match[2]), int(match[3])) != (1, count):
             expected = f"model-{1:0{_DIGITS}}-of-{count:0{_DIGITS}}.gguf"
@@ -84,10 +84,10 @@ class GgufFile:
             part = _One(other)
             if (part.metadata.get(_NUMBER), part.metadata.get(_COUNT)) != (i, count):
                 raise ModelError(
-                    f"{other} is not file {i + 1} of {count} of the model, as its name says; fetch it again"
+                    f"{other} is not file {i + 1} of {count} of the model, although its name says so; fetch it again"
                 )
             if twice := self.tensors.keys() & part.tensors.keys():
-                raise ModelError(f"{other} has the tensor {min(twice)!r} once more; fetch the model again")
+                raise ModelError(f"{other} repeats the tensor {min(twice)!r} of another file; fetch the model again")
             self.tensors |= part.tensors
         expected_tensors = self.metadata.get(_TENSORS, len(self.tensors))
         if expected_tensors != len(self.tensors):
@@ -97,29 +97,29 @@ class GgufFile:
             )
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """The metadata number of `key`, int or float as in the file. Raises `ModelError` if it is not a number, or is
-        missing without a `default`."""
+        """Returns the number under `key` in the metadata, an int or float as in the file. Raises `ModelError` if the
+        value is not a number, or is missing without a `default`."""
         value = self.metadata.get(key, default)
         if type(value) not in (int, float):
             raise ModelError(f"{self.path} has {key} = {value!r}; expected: one number")
         return value
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """As `number`, and it must be whole."""
+        """Like `number`, for an int."""
         value = self.metadata.get(key, default)
         if type(value) is not int:
             raise ModelError(f"{self.path} has {key} = {value!r}; expected: one whole number")
         return value
 
     def tensor(self, name: str) -> GgufTensor:
-        """The tensor `name`. Raises `ModelError` if there is none."""
+        """Returns the tensor `name`. Raises `ModelError` if there is none."""
         if name not in self.tensors:
             raise ModelError(f"{self.path} has no tensor {name!r}; the file is damaged or of an unsupported kind")
         return self.tensors[name]
 
 
 class _One:
-    """One file."""
+    """The contents of one file; see `GgufFile`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -156,7 +156,7 @@ class _One:
             self.tensors[name] = GgufTensor(kind, shape, Span(self.path, start + offset, count))
 
     def _tensor_header(self) -> tuple[str, GGMLQuantizationType, tuple[int, ...], int]:
-        """Name, type, shape and offset in the data section."""
+        """Reads a tensor's name, type, shape and offset in the data section."""
         name = self._string()
         dimensions = self._scalar("I")
         if dimensions > _MOST_DIMENSIONS:
@@ -178,7 +178,7 @@ class _One:
         return [self._value(kind) for _ in range(count)]
 
     def _strings(self, count: int) -> list[str]:
-        """As `_string`, so many times: vocabularies are most of what there is to read."""
+        """Reads `count` strings, faster than by `_string`: vocabularies are most of the metadata."""
         view, at, size_at, found = self._view, self._at, _SIZE.unpack_from, list[str]()
         for _ in range(count):
             begin = at + _SIZE.size
@@ -198,7 +198,7 @@ class _One:
         return value
 
     def _take(self, count: int) -> memoryview:
-        """The next `count` bytes."""
+        """Returns the next `count` bytes. Raises `ValueError` if there are fewer."""
         taken = self._view[self._at : self._at + count]
         if len(taken) != count:
             raise ValueError("it ends within its metadata")

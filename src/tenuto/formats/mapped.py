@@ -1,4 +1,4 @@
-"""Bytes of files, mapped rather than read."""
+"""Memory-mapped parts of files."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`size` bytes of a file from byte `start` on."""
+    """A range of `size` bytes in a file, from byte `start` on."""
 
     path: Path
     start: int
     size: int
 
     def data(self) -> Bytes:
-        """The bytes, uint8 [size], mapped from the file until the array is dropped. Raises `ModelError`."""
+        """Returns the bytes, uint8 [size], mapped from the file until the array is dropped. Raises `ModelError`."""
         if not self.size:
             return np.zeros(0, np.uint8)
         try:
@@ -32,6 +32,6 @@ class Span:
 
 
 def mapped(path: Path, start: int = 0, size: int | None = None) -> Bytes:
-    """Bytes of a file, by default all. Raises `OSError`, and `ValueError` if it does not have them."""
-    # Copy-on-write, so that torch may look at the bytes without a copy; the file is never written.
+    """Maps bytes of a file, by default all. Raises `OSError`, and `ValueError` if the file is too short."""
+    # Copy-on-write, because torch can only view writable memory without a copy; the file itself is never written.
     return np.memmap(path, dtype=np.uint8, mode="c", offset=start, shape=size)

@@ -1,7 +1,7 @@
 """The safetensors container: named tensors in one file.
 
-Format: https://github.com/huggingface/safetensors#format. The `safetensors` package has a reader too, but it gives out
-tensors of bfloat16, which NumPy lacks, only to those who have PyTorch.
+Format: https://github.com/huggingface/safetensors#format. The reader in the `safetensors` package needs PyTorch for
+tensors of bfloat16, which NumPy lacks.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from tenuto.formats.mapped import Bytes, Span, mapped
 
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER = 100_000_000
-"""Bytes, as the format has it."""
+"""Maximum size of the header in bytes, set by the format."""
 BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
     "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64,
 }  # fmt: skip
-"""Of an element, by its type's name in the file."""
+"""Bits per element, by the type's name in the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class SafeTensor:
-    """A tensor of elements of type `dtype`, one of `BITS` or one that we do not know, and where its little-endian bytes
-    are."""
+    """A tensor and the location of its little-endian bytes. `dtype` is a key of `BITS` or a type unknown to us."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -36,8 +35,8 @@ class SafeTensor:
 
 
 def read_safetensors(path: Path) -> dict[str, SafeTensor]:
-    """The tensors of a file by their names. Raises `ModelError` if it cannot be read, is truncated, or is of another
-    format."""
+    """Returns the tensors of a file by name. Raises `ModelError` if the file cannot be read, is truncated, or has
+    another format."""
     try:
         return dict(_tensors(path, mapped(path)))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
