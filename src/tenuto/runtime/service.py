@@ -7,15 +7,14 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack, closing
-from functools import cached_property, partial
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tenuto.base.config import EngineConfig, engine_config, user_path
-from tenuto.base.errors import ConfigError, InvalidRequest, ModelError, Overloaded, TenutoError
+from tenuto.base.errors import ConfigError, TenutoError
 from tenuto.base.heap import give_back
-from tenuto.base.plan import Weights
 from tenuto.base.tools.definitions import ModelHabits
 from tenuto.base.turns import Delta
 from tenuto.base.views import FoundTurn, KeptTurn, ModelView, RecordPage, SessionInfo, Ticket
@@ -29,7 +28,6 @@ from tenuto.base.wire.messages import (
     Draft,
     DropMemory,
     ExportSession,
-    GetSession,
     GetStats,
     ImportSession,
     OpenSession,
@@ -46,19 +44,19 @@ from tenuto.base.wire.messages import (
     Withdraw,
     WorkerSettings,
 )
-from tenuto.base.wire.state_file import CopiedState, StateFile, write_state_file
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread.acknowledge import Acknowledger
 from tenuto.engine.thread.dispatcher import Dispatcher
 from tenuto.engine.thread.journaling import JournalWriter
 from tenuto.engine.thread.loop import EngineLoop
 from tenuto.engine.thread.rendering import Renderer
-from tenuto.memory.tiers.lent import LentUnits
 from tenuto.runtime.intake import Input, Intake, size_of
 from tenuto.runtime.lanes import Lanes
+from tenuto.runtime.loaded_model import LoadedModel
 from tenuto.runtime.models import Model, build_engine, load_model, server_budget
 from tenuto.runtime.outbox import Outbox
 from tenuto.runtime.preparation import Preparer
+from tenuto.runtime.session_files import SessionFiles
 from tenuto.runtime.texts import Texts
 from tenuto.session.journal import Journal
 from tenuto.session.journal_mending import Damage
@@ -89,7 +87,7 @@ class Service:
     ) -> None:
         """With a `journal`, its sessions are restored, and what happens from now on is written to it before it is told.
         Raises `ConfigError`."""
-        self._model = model
+        self._executor = model.executor
         self._config = config
         self._masks = MaskThreads()
         with ExitStack() as undo:  # whoever tries again finds files free
@@ -104,7 +102,7 @@ class Service:
             undo.pop_all()
         self._log_snapshot("memory of sessions found")
         self._writer = JournalWriter(journal) if journal is not None else None
-        self._describe = self._describe_model(engine)
+        self._describe = _description(model, engine)
         self._renderer = Renderer(model.chat, model.tokenizer)
         self._texts = Texts(model.tokenizer)
         self._dispatcher = Dispatcher(engine, self._renderer)
@@ -114,6 +112,8 @@ class Service:
         self._loop = EngineLoop(engine, self._stopped, self._flush, self._writer or acknowledger)
         if self._writer is not None:
             self._writer.start(self._loop.wake)
+        self._loaded = LoadedModel(model, config, self._loop, self._dispatcher)
+        self._session_files = SessionFiles(self._loaded, self._loop, self._dispatcher, engine.states)
         self._preparer = Preparer(self._renderer, model.tokenizer, model.grammars())
         self._intake = Intake(self._dispatcher, self._preparer, self._loop, self._lanes)
 
@@ -171,68 +171,27 @@ class Service:
 
     def _move(self, request: ExportSession | ImportSession) -> None:
         """A session leaves as a file, or comes as one."""
-        path = Path(request.state) if request.state is not None else None
         if isinstance(request, ImportSession):
-            request.document.check(self._fingerprint)
+            request.document.check(self._loaded.fingerprint)
             self._renderer.check_system(request.document.system, self._config.context_length)
-            if path is not None:
-                self._lanes.files.put(0, partial(self._import, request, path), request.tenant)
-                return
-        elif path is not None:
-            self._export(request, path)
+        if request.state is None:
+            self._execute(request, lambda _: self._dispatcher.execute(request))
             return
-        self._execute(request, lambda _: self._dispatcher.execute(request))
-
-    def _export(self, request: ExportSession, path: Path) -> None:
-        """Write a session and its state to a file, and answer with the session. The state is copied between two steps;
-        the file is written beside them. In the lane for files, so that there is one copy at a time."""
-
-        def take(engine: Engine) -> tuple[SessionDocument, CopiedState | LentUnits]:
-            return self._dispatcher.execute(request), engine.state(request.session, request.tenant)
-
-        self._lanes.files.put(
-            0,
-            lambda: self._told(request, lambda: self._written(path, *self._loop.execute(take).result())),
-            request.tenant,
+        work = (
+            partial(self._import, request, Path(request.state))
+            if isinstance(request, ImportSession)
+            else partial(self._told, request, partial(self._session_files.export, request, Path(request.state)))
         )
-
-    def _written(self, path: Path, document: SessionDocument, state: CopiedState | LentUnits) -> SessionDocument:
-        if isinstance(state, LentUnits):
-            lent, state = state, state.read()
-            self._loop.call(lambda engine: engine.states.take_back(lent))
-        signed = document.signed(self._fingerprint)
-        spec = self._model.executor.spec
-        write_state_file(path, signed, self._identity, spec.page_size, self._engine.states.unit_bytes, state)
-        return signed
+        self._lanes.files.put(0, work, request.tenant)
 
     def _import(self, request: ImportSession, path: Path) -> None:
         """Check a file with a session and its state, then open the session with it. In the lane for files."""
-
-        def opened(engine: Engine) -> SessionInfo:
-            with closing(file):
-                session = self._dispatcher.execute(request).session_id
-                engine.put_state(session, file, request.tenant)
-                return self._dispatcher.execute(GetSession(tenant=request.tenant, session=session))
-
         try:
-            file = self._opened(request, path)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is told
+            file = self._session_files.checked(request, path)
+        except Exception as error:  # noqa: BLE001 - every error is a refusal
             self._outbox.refuse(request.call, error)
         else:
-            self._execute(request, opened)
-
-    def _opened(self, request: ImportSession, path: Path) -> StateFile:
-        """The file with the request's session, all of which has been checked. Raises `InvalidRequest`."""
-        file = StateFile(path)
-        with ExitStack() as undo:
-            undo.callback(file.close)
-            file.check(self._fingerprint, self._identity)
-            self._engine.states.check(file)
-            file.verify()
-            if file.document != request.document:
-                raise InvalidRequest("the file has another session than the request")
-            undo.pop_all()
-        return file
+            self._execute(request, lambda engine: self._session_files.open(engine, request, file))
 
     def _told(self, request: Request[T], work: Callable[[], T]) -> None:
         """Answer with what `work` comes to."""
@@ -246,69 +205,17 @@ class Service:
     def _ask(self, request: Request[T]) -> None:
         """Have a command carried out that shows nothing of what sessions are, and answer."""
         if isinstance(request, ReleaseMemory | ResumeMemory | UpdateWeights):
-            self._move_memory(request)
+            self._lanes.files.put(0, partial(self._move_memory, request))
             return
         asked = self._loop.call(lambda _: self._dispatcher.execute(request))
         asked.add_done_callback(partial(self._reply, request))
 
     def _move_memory(self, request: ReleaseMemory | ResumeMemory | UpdateWeights) -> None:
-        """Give memory back or allocate it again, or replace the weights, and answer. Weights are read beside the
-        engine's thread, in the lane for files, where no session is exported meanwhile."""
-
-        def answer() -> None:
-            try:
-                match request:
-                    case ReleaseMemory():
-                        self._loop.call(lambda _: self._dispatcher.execute(request)).result()
-                    case ResumeMemory():
-                        self._resume_memory(request)
-                    case UpdateWeights():
-                        self._update_weights(request)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is told
-                self._outbox.refuse(request.call, error)
-            else:
-                self._outbox.answer(request, None)
-            gc.collect()
-            give_back()
-
-        self._lanes.files.put(0, answer)
-
-    def _resume_memory(self, request: ResumeMemory) -> None:
-        released = self._loop.call(lambda engine: engine.released).result()
-        if "weights" not in request.parts or "weights" not in released:
-            self._put(None, lambda engine: engine.restore_memory(request.parts))
-            return
-        model = self._model.with_weights(None)
-        weights = self._model.executor.load(None)
-        same = model.weights.stamps == self._model.weights.stamps  # the files may have been replaced meanwhile
-        changed = None if same else model.tier_identity(self._engine.config)
-        self._put(weights, lambda engine: engine.restore_memory(request.parts, weights, changed))
-        if not same:
-            self._model = model
-
-    def _update_weights(self, request: UpdateWeights) -> None:
-        try:
-            model = self._model.with_weights(request.path)
-            weights = self._model.executor.load(request.path)
-            identity = model.tier_identity(self._engine.config)
-        except (ModelError, ConfigError, OSError) as error:
-            raise InvalidRequest(
-                f"the weights at {request.path!r} cannot be used: {error}; allowed: a whole model of the same shape",
-                param="model_path",
-            ) from error
-        self._put(weights, lambda engine: engine.update_weights(weights, identity, abort=request.abort))
-        self._model = model
-
-    def _put(self, weights: Weights | None, work: Callable[[Engine], None]) -> None:
-        """Have the engine use what was read; if it does not, nobody does. Raises `Overloaded` if there is no memory."""
-        try:
-            self._loop.call(work).result()
-        except BaseException as error:
-            if weights is not None:
-                weights.close()
-            if isinstance(error, ConfigError):
-                raise Overloaded(f"there is no memory for that now: {error.message}") from error
-            raise
+        """Have the model's memory released, allocated or replaced, and answer. In the lane for files, where no session
+        is exported meanwhile."""
+        self._told(request, lambda: self._loaded.execute(request))
+        gc.collect()
+        give_back()
 
     def _execute(self, request: Request[T], work: Callable[[Engine], T]) -> None:
         """Have a command carried out, and answer."""
@@ -338,14 +245,6 @@ class Service:
         self._flush()
         self._answer(request, value)
 
-    @cached_property
-    def _fingerprint(self) -> str:
-        return self._model.fingerprint
-
-    @property
-    def _identity(self) -> str:
-        return self._model.state_fingerprint()
-
     # -- answers
 
     def _reply(self, request: Request[T], done: Future[T]) -> None:
@@ -368,7 +267,7 @@ class Service:
                 size = len(turn.output.tokens)
                 self._later(request, size, lambda: FoundTurn(turn=self._texts.of_kept(turn)))
             case SessionDocument():
-                self._later(request, value.tokens, lambda: value.signed(self._fingerprint))
+                self._later(request, value.tokens, lambda: value.signed(self._loaded.fingerprint))
             case _:
                 self._outbox.answer(request, value)
 
@@ -393,7 +292,7 @@ class Service:
     def _stopped(self, stopped: Stopped) -> None:
         self._flush()
         self._leave()
-        self._model.executor.close()
+        self._executor.close()
         self._masks.close()
         self._outbox.stopped(stopped)
 
@@ -412,31 +311,6 @@ class Service:
         snapshots = self._engine.snapshots
         if snapshots is not None and any(snapshots.counts.values()):
             log.info(event, extra={"outcomes": dict(snapshots.counts)})
-
-    def _describe_model(self, engine: Engine) -> ModelView:
-        model, pools = self._model, engine.memory.pools
-        page_size = engine.memory.page_size
-        paged = [pools[group].capacity for group in engine.memory.paged]
-        tokenizer = model.tokenizer
-        return ModelView(
-            model=model.name,
-            path=model.path,
-            vocab_size=model.vocab_size,
-            context_length=self._config.context_length,
-            max_context=model.max_context,
-            compute=model.compute,
-            page_size=page_size,
-            capacity_tokens=min(paged) * page_size if paged else 0,
-            units={pool.name: pool.capacity for pool in pools},
-            adds_bos=tokenizer.adds_bos if tokenizer is not None else False,
-            bos_id=tokenizer.bos_id if tokenizer is not None else None,
-            eos_ids=list(model.eos_ids),
-            has_text=tokenizer is not None,
-            has_chat=model.chat is not None,
-            habits=model.chat.habits if model.chat is not None else ModelHabits(),
-            pid=os.getpid(),
-            config=self._config,
-        )
 
 
 def open_service(settings: WorkerSettings, send: Callable[[AnyReply], None]) -> Service:
@@ -494,3 +368,29 @@ def _restore(journal: Journal, engine: Engine) -> None:
         _log_damage(damage, journal.path)
     if count:
         log.info("sessions restored", extra={"sessions": count, "journal": str(journal.path)})
+
+
+def _description(model: Model, engine: Engine) -> ModelView:
+    pools = engine.memory.pools
+    page_size = engine.memory.page_size
+    paged = [pools[group].capacity for group in engine.memory.paged]
+    tokenizer = model.tokenizer
+    return ModelView(
+        model=model.name,
+        path=model.path,
+        vocab_size=model.vocab_size,
+        context_length=engine.config.context_length,
+        max_context=model.max_context,
+        compute=model.compute,
+        page_size=page_size,
+        capacity_tokens=min(paged) * page_size if paged else 0,
+        units={pool.name: pool.capacity for pool in pools},
+        adds_bos=tokenizer.adds_bos if tokenizer is not None else False,
+        bos_id=tokenizer.bos_id if tokenizer is not None else None,
+        eos_ids=list(model.eos_ids),
+        has_text=tokenizer is not None,
+        has_chat=model.chat is not None,
+        habits=model.chat.habits if model.chat is not None else ModelHabits(),
+        pid=os.getpid(),
+        config=engine.config,
+    )
