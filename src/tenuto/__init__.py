@@ -1,6 +1,6 @@
 """Tenuto: an LLM inference server in which the session, not the request, owns model state.
 
-What is public is listed by `tenuto.api`, which runs models, and `tenuto.client`.
+The public names are those of `tenuto.api`, which runs models, and `tenuto.client`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tenuto.api import *  # noqa: F403 - see above
+    from tenuto.api import *  # noqa: F403 - the public names
     from tenuto.client import *  # noqa: F403
 
 
 def __getattr__(name: str) -> Any:
-    """Load public names on first use, so that `import tenuto` and `tenuto --help` are fast."""
-    if name in ("AsyncEngine", "Engine"):  # all others load no model code
+    """Loads public names on first use, so that `import tenuto` and `tenuto --help` are fast."""
+    if name in ("AsyncEngine", "Engine"):  # only these load model code
         return getattr(import_module("tenuto.api"), name)
     client = import_module("tenuto.client")
     if name == "__all__":

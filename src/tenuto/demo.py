@@ -1,4 +1,4 @@
-"""The demonstration: sessions at work on a real model, every figure measured while you watch."""
+"""The demonstration: sessions at work on a real model, with every figure measured live."""
 
 from __future__ import annotations
 
@@ -59,13 +59,12 @@ QUESTIONS = {
 ANSWER_TOKENS = 20
 CONTEXT = 2048
 LONG = 1500
-"""Tokens of a long session."""
+"""Minimum number of tokens of a long session."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The average cost of turns that ran at the same time: prompt tokens that had to be computed, and seconds to the
-    first token."""
+    """The average cost of turns that ran at the same time: computed prompt tokens, and seconds to the first token."""
 
     computed: float
     seconds: float
@@ -73,7 +72,8 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Averages of one turn of every session: context and new input in tokens, and the cost both ways."""
+    """Averages over one turn of every session: context and new input in tokens, and the costs with sessions (`held`)
+    and with whole prompts (`resent`)."""
 
     context: float
     new: float
@@ -82,12 +82,12 @@ class Round:
 
 
 def run_demo(model: str = "smollm2", device: str = "cpu", console: Console | None = None) -> None:
-    """Show what sessions are good for. Raises the errors of `Engine` if the model cannot be used."""
+    """Runs the demonstration. Raises the errors of `Engine` if the model cannot be used."""
     show = Demo(console or Console(highlight=False, soft_wrap=True), time.perf_counter())
     show.out.print(f"Loading {model} ...")
-    # Without the prefix cache, for what is resent would find what the sessions have in memory.
+    # Without the prefix cache: resent prompts would otherwise find the sessions' state in memory.
     with Engine(model, device=device, context_length=CONTEXT, prefix_cache=False) as engine:
-        engine.generate("Once upon a time", max_new_tokens=1).result()  # so that neither way pays for a cold start
+        engine.generate("Once upon a time", max_new_tokens=1).result()  # a warm-up for both ways
         sessions = {name: engine.session(name, system=SYSTEM) for name in QUESTIONS}
         show.turns(engine, sessions)
         show.barge_in(sessions["tea"])
@@ -108,7 +108,7 @@ class Demo:
         self._started = started
 
     def turns(self, engine: Engine, sessions: dict[str, Session]) -> None:
-        """Let all sessions take their turns at the same time, then resend the same prompts without a session."""
+        """Runs the turns of all sessions at the same time, then resends the same prompts without a session."""
         self._title(f"{len(sessions)} sessions at once, {len(QUESTIONS['tea'])} turns each")
         rounds, same = [], 0
         for number, questions in enumerate(zip(*QUESTIONS.values(), strict=True)):
@@ -147,8 +147,8 @@ class Demo:
         self.out.print(table)
 
     def barge_in(self, session: Session) -> None:
-        """Interrupt an answer, keep what was heard, and go on."""
-        self._title("Barge-in: an answer is interrupted, and the session keeps what was heard of it")
+        """Interrupts an answer, keeps the part that was heard, and continues."""
+        self._title("Barge-in: an answer is interrupted, and the session keeps the part that was heard")
         turn = session.chat("Tell me a long story about tea.", max_new_tokens=200)
         for _ in zip(range(12), turn, strict=False):
             pass
@@ -160,7 +160,7 @@ class Demo:
         self.out.print(f"{result.kept} of {result.usage.generated} tokens kept; the next turn {_spent(after)}.")
 
     def fork(self, engine: Engine, session: Session) -> None:
-        """Continue one past in two ways."""
+        """Continues one session in two ways."""
         self._title("Fork: one past, two futures, at once")
         questions = ("What is the capital of Spain?", "What is the largest animal on Earth?")
         forks = [session.fork() for _ in questions]
@@ -173,7 +173,7 @@ class Demo:
         self.out.print(f"Of a context of {context} tokens, each fork {_spent(turns[0])}; {shared} pages are shared.")
 
     def rewind(self, session: Session) -> None:
-        """Take turns back, and say something else."""
+        """Takes turns back and continues differently."""
         self._title("Rewind: turns are taken back")
         before, after = session.info, session.rewind(turn=3)
         turn = session.chat("How do I grow carrots?", max_new_tokens=ANSWER_TOKENS)
@@ -185,7 +185,7 @@ class Demo:
         )
 
     def refusal(self, session: Session) -> None:
-        """Show that a turn that cannot fit is refused before it changes anything."""
+        """Shows that a turn that cannot fit is refused before it changes anything."""
         self._title("A turn that does not fit is refused, and changes nothing")
         before = session.info
         try:
@@ -198,13 +198,13 @@ class Demo:
         )
 
     def audit(self, engine: Engine) -> None:
-        """Account for all memory."""
+        """Prints the auditor's account of all memory."""
         self._title(f"The auditor, after {time.perf_counter() - self._started:.0f} seconds")
         self.out.print(str(engine.audit()))
 
     def killed_server(self, model: str, device: str, journal: Path) -> None:
-        """Kill a server in the middle of an answer, start it again with its journal, and go on."""
-        self._title("A server is killed in the middle of an answer, starts again with its journal, and goes on")
+        """Kills a server in the middle of an answer, restarts it with its journal, and continues the session."""
+        self._title("A server is killed in the middle of an answer, restarts with its journal, and continues")
         question, story = QUESTIONS["tea"][0], "Tell me a long story about tea."
         with _served(model, device, journal) as (url, server), connect(url) as engine:
             session = engine.session("tea", system=SYSTEM)
@@ -225,7 +225,7 @@ class Demo:
             same = "the same" if session.history == before else "NOT the same"
             self.out.print(
                 f"It is back after {time.perf_counter() - began:.1f} s. The session has {session.info.tokens} tokens, "
-                f"{same} as before the story, of which there is nothing."
+                f"{same} as before the story, which has left no trace."
             )
             after = session.chat(QUESTIONS["tea"][1], max_new_tokens=ANSWER_TOKENS)
             after.result()
@@ -234,9 +234,8 @@ class Demo:
             self.out.print(str(engine.audit()))
 
     def restored_session(self, model: str, device: str, directory: Path) -> None:
-        """Stop a server, start it again, and let a session go on from its state on disk, and a copy of it from its
-        tokens."""
-        self._title("A stopped server starts again: a session comes back from disk, a copy of it is computed again")
+        """Restarts a server and continues a session from its state on disk, and a copy of it from its tokens."""
+        self._title("A stopped server restarts: a session is restored from disk, and a copy of it is computed again")
         kept = ("--disk-tier", str(directory / "tier"), "--no-prefix-cache")
         question = "What is this about?"
         with _served(model, device, directory / "other", *kept) as (url, server), connect(url) as engine:
@@ -259,14 +258,15 @@ class Demo:
         self.out.print(f"\n{text}", style="bold")
 
     def _said(self, name: str, question: str, answer: str) -> None:
-        """One exchange, on one line each."""
+        """Prints a question and its answer, on one line each."""
         for speaker, text in ((name, question), ("model", answer)):
             self.out.print(f"{speaker:>7}: {' '.join(text.split())}", markup=False, no_wrap=True, overflow="ellipsis")
 
 
 @contextmanager
 def _served(model: str, device: str, journal: Path, *more: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A server with a journal and `more` options, and its address. Raises `ConfigError` if it does not start."""
+    """Runs a server with a journal and `more` options; gives its address and process. Raises `ConfigError` if it does
+    not start."""
     command = [sys.executable, "-c", "from tenuto.cli import main; main()", "serve", "--port", "0"]
     options = ["--model", model, "--device", device, "--context-length", str(CONTEXT), "--journal", str(journal)]
     with subprocess.Popen(  # noqa: S603 - our own command
@@ -274,7 +274,7 @@ def _served(model: str, device: str, journal: Path, *more: str) -> Iterator[tupl
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,  # so that its engine process can be killed with it
+        start_new_session=True,  # its own process group, so that `_kill` also ends its engine process
     ) as server:
         try:
             assert server.stdout is not None
@@ -290,14 +290,14 @@ def _served(model: str, device: str, journal: Path, *more: str) -> Iterator[tupl
 
 
 def _kill(server: subprocess.Popen[str]) -> None:
-    """`kill -9` its processes, unless that has been done."""
+    """Kills the server's processes with SIGKILL, unless it has ended."""
     if server.poll() is None:
         os.killpg(server.pid, signal.SIGKILL)
     server.wait()
 
 
 def _stop(server: subprocess.Popen[str]) -> None:
-    """SIGTERM, and wait for its end."""
+    """Sends SIGTERM to the server and waits for its end."""
     server.terminate()
     server.wait()
 

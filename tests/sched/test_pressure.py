@@ -282,7 +282,7 @@ def test_turns_that_cannot_continue_though_none_lacks_room_are_reported() -> Non
     stage.open()
     stage.say("s", [1], 40)
     stage.step()
-    with pytest.raises(InvariantError, match="no running turn can go on, though none lacks room: turn 1 of s"):
+    with pytest.raises(InvariantError, match="no running turn can continue, although none lacks room: turn 1 of s"):
         stage.engine.pressure.unstick(None)
 
 

@@ -1,4 +1,4 @@
-"""The Python interface to engines in this process."""
+"""The Python interface to engines that run in this process."""
 
 from tenuto.api.engine import AsyncEngine, Engine
 

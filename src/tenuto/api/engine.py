@@ -1,4 +1,4 @@
-"""Engines in this process: the synchronous and the asynchronous client, with a model."""
+"""Engines in this process: a loaded model behind a synchronous or an asynchronous client."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from tenuto.text.tokenizer import Tokenizer
 
 
 class ModelOptions(EngineOptions, total=False):
-    """How to run a model, besides the engine's options, which are the fields of `tenuto.base.config.EngineConfig`.
+    """Options for running a model, in addition to the engine's options, the fields of
+    `tenuto.base.config.EngineConfig`.
 
-    `device` is `cpu` (the default), `cuda` or another PyTorch device. `dtype` is `float32`, `bfloat16` or `float16`; by
-    default native kernels take weights as they are stored, and PyTorch computes in float32 on a CPU and in bfloat16
-    elsewhere. `memory_bytes` is the memory for model state, by default enough for two sessions of the whole
-    context, with their turns and older checkpoints.
-    `page_size` is the number of token slots per page. `kernels` is `auto` (the default), which takes the best available
-    for the device; `amx`, `avx512_bf16`, `avx512` or `avx2`, the native kernels for CPUs; or `torch`, plain PyTorch.
-    `kv_cache_dtype` is what keys and values in memory are: `auto` (the default), of 16 bits with native kernels and of
-    type `dtype` with PyTorch; or `int8`, half as much memory, with native kernels only.
-    `journal` is a file in which committed sessions survive the process; an engine that is given it later goes on with
-    them.
+    `device` is `cpu` (the default), `cuda` or another PyTorch device. `dtype` is `float32`, `bfloat16` or `float16`. By
+    default, native kernels use weights as they are stored, and PyTorch computes in float32 on a CPU and in bfloat16
+    elsewhere. `memory_bytes` is the memory for model state, by default enough for two sessions with full contexts,
+    their turns and older checkpoints. `page_size` is the number of token slots per page.
+
+    `kernels` is `auto` (the default), the best available for the device; `amx`, `avx512_bf16`, `avx512` or `avx2`,
+    native kernels for CPUs; or `torch`, plain PyTorch. `kv_cache_dtype` is the type of keys and values in memory:
+    `auto` (the default), 16 bits with native kernels and `dtype` with PyTorch; or `int8`, which halves their memory and
+    needs native kernels. `journal` is a file that keeps committed sessions beyond the life of the process; an engine
+    started with it later has these sessions.
     """
 
     device: str
@@ -46,8 +47,8 @@ def _settings(model: str, options: ModelOptions) -> WorkerSettings:
 class Engine(Client[Session]):
     """A loaded model, ready for sessions. Close it, or use it as a context manager.
 
-    `model` is `smollm2`, the path of a `.gguf` file or Hugging Face directory, or a hub id. For the options see
-    `ModelOptions`. Raises `ModelError` or `ConfigError`.
+    `model` is `smollm2`, the path of a `.gguf` file or Hugging Face directory, or a hub id. See `ModelOptions` for the
+    options. Raises `ModelError` or `ConfigError`.
     """
 
     session_type = Session
@@ -62,8 +63,8 @@ class Engine(Client[Session]):
 
 
 class AsyncEngine(AsyncClient[AsyncSession]):
-    """The asynchronous `tenuto.Engine`. The constructor blocks while it loads the model; to load it in the background,
-    use `await asyncio.to_thread(AsyncEngine, ...)`."""
+    """The asynchronous `tenuto.Engine`. The constructor blocks while it loads the model; use `await
+    asyncio.to_thread(AsyncEngine, ...)` to load it in the background."""
 
     session_type = AsyncSession
 
@@ -77,5 +78,5 @@ class AsyncEngine(AsyncClient[AsyncSession]):
 
     @property
     def context_length(self) -> int:
-        """The most tokens a session's history may have."""
+        """Maximum number of tokens of a session's history."""
         return self._transport.context_length

@@ -35,13 +35,13 @@ T = TypeVar("T")
 
 
 class LocalTransport(Calls):
-    """Sends messages to an engine in this process. One thread passes on all requests in order, so that callers neither
-    prepare input nor hold the service's locks."""
+    """Sends messages to an engine in this process. One thread passes on all requests in order, so that callers need not
+    prepare input or hold the service's locks."""
 
     options: frozenset[str] = frozenset()
 
     def __init__(self, settings: WorkerSettings) -> None:
-        """Load the model, which blocks. Raises `ModelError` or `ConfigError`."""
+        """Loads the model, which blocks. Raises `ModelError` or `ConfigError`."""
         super().__init__()
         model = load_model(
             settings.model,
@@ -99,7 +99,7 @@ class LocalTransport(Calls):
         return turn
 
     def post(self, request: Request[Any] | LocalTurn) -> None:
-        """Send a request, whose answer is discarded if nobody waits for its call; or withdraw a turn whose reader left
+        """Sends a request, whose answer is discarded unless its call is awaited, or withdraws a turn whose reader left
         before it started. Raises `EngineStopped`."""
         with self._lock:
             if self._closed is not None:
@@ -125,12 +125,12 @@ class LocalTransport(Calls):
                 self._service.handle(request)
             else:  # its future was cancelled
                 self._waiting.pop(request.call, None)
-            del request, waiting  # do not keep them alive until the next
+            del request, waiting  # do not keep them alive until the next request
         self._service.close()
 
     def _withdraw(self, turn: LocalTurn) -> None:
-        """Withdraw a turn whose reader has left, so that later requests do not see it. If it is just starting, this
-        waits for the engine's next step."""
+        """Withdraws a turn whose reader has left, so that later requests do not see it. If the turn is just starting,
+        waits for the engine's next step and aborts it."""
         call, withdrawn = next(self._numbers), Future[bool]()
         self._waiting[call] = Waiting(bool, withdrawn)
         self._service.handle(Withdraw(call=call, name=turn.name))
@@ -140,7 +140,7 @@ class LocalTransport(Calls):
             if turn.ticket is not None:
                 self._service.handle(_abort(turn.ticket))
 
-    # -- in the thread that brings the news
+    # -- in the thread that delivers answers
 
     def stop(self, stopped: Stopped) -> None:
         with self._lock:
@@ -156,11 +156,11 @@ class LocalTurn(RunningTurn):
         self.name = name
         self._transport = transport
         self.ticket: Ticket | None = None
-        self.grammar_field = "grammar"  # what asks for its grammar
-        self._left = False  # its reader is gone
+        self.grammar_field = "grammar"  # the request's field that determines its grammar
+        self._left = False  # whether its reader is gone
 
     def hear(self, news: TurnNews) -> None:
-        """Handle the engine's news of the turn, in order."""
+        """Handles one of the engine's messages about the turn; they come in order."""
         match news:
             case Ticket():
                 self.ticket = news
@@ -177,7 +177,7 @@ class LocalTurn(RunningTurn):
     def disconnect(self) -> None:
         self._left = True
         if not self.ended.done():
-            ticket = self.ticket  # if it comes later, `hear` sees that the reader is gone
+            ticket = self.ticket  # if the ticket comes later, `hear` sees that the reader is gone
             with suppress(EngineStopped):
                 self._transport.post(self if ticket is None else _abort(ticket))
 

@@ -1,1 +1,1 @@
-"""Which turns run, how many tokens each, and who yields under pressure."""
+"""The scheduler: it decides which turns run, how many tokens each gets, and which yield memory under pressure."""

@@ -1,4 +1,4 @@
-"""Which waiting turns may start now."""
+"""Admission: starts waiting turns that fit, and makes room for the next one."""
 
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ from tenuto.sched.queue import WaitingQueue
 from tenuto.session.session import Session, Turn
 
 RECONSIDERED_AFTER = 8
-"""Steps after which a turn that found no room is considered again, at a cost in proportion to what is in memory."""
+"""Passes after which a turn that found no room is considered again; this costs time proportional to memory in use."""
 
 
 class Restoring(Protocol):
-    """Knows what can be brought back of sessions that have left the device."""
+    """Plans the restoring of sessions whose state has left the device."""
 
     def plan(self, turn: Turn) -> int:
-        """Where a waiting turn would begin if its session were restored, as it is if the turn starts next; 0:
-        nowhere."""
+        """Returns the position where a waiting turn would begin if its session were restored for it; 0 if nothing can
+        be restored."""
         ...
 
     def units(self, turn: Turn, *, alone: bool = False) -> Longs:
-        """Units of each group to acquire for that; `alone`: when nobody else has any of them in memory."""
+        """Returns the units of each group, int64 [groups], that restoring acquires; `alone`: if no other holder has any
+        of them in memory."""
         ...
 
 
 class Admission:
     """Moves turns from the queue into rows while the worst case of their input fits beside the running turns.
 
-    The next turn is the first in the queue of the tenant with the fewest rows for its weight. Others yield to it:
-    running turns of the same tenant that it outranks with a higher priority, those of a tenant that even without them
-    has as many rows for its weight as the waiting turn's tenant will have, and drafts. Nobody yields to a draft.
+    The next turn is the first in the queue of the tenant with the lowest load (rows divided by weight). Drafts yield to
+    it, as do running turns of its own tenant with lower priority and rank. A running turn of another tenant yields if
+    that tenant's load, even without the turn, is at least the load the waiting turn's tenant will have. No turn yields
+    to a draft.
     """
 
     holder_kind: ClassVar[HolderKind] = "admission"
@@ -64,16 +66,16 @@ class Admission:
         self._drop = drop
         self._share = share
         self._restoring = restoring
-        self._refused: tuple[int, ...] | None = None  # for what no room could be made, as in `_make_room`
-        self._room_for: Turn | None = None  # others have yielded to it; not started since
-        self._passes = 0  # over the queue, in total
+        self._refused: tuple[int, ...] | None = None  # key of the turn that got no room; see `_make_room`
+        self._room_for: Turn | None = None  # a turn that others have yielded to and that has not started since
+        self._passes = 0  # calls of `admit`
 
     def leases(self) -> list[Lease]:
-        """Nothing between steps: what a pass reserves and does not use goes back at its end."""
+        """Returns no leases: between steps nothing is reserved."""
         return []
 
     def admit(self) -> None:
-        """Start waiting turns, in order, until the first that does not fit."""
+        """Starts waiting turns, in order, until one does not fit."""
         self._passes += 1
         blocked = self._pass()
         while blocked is not None and self._make_room(blocked):
@@ -81,7 +83,7 @@ class Admission:
         self._batch.crowded = blocked is not None and not blocked.drafting
 
     def _next(self, aside: Collection[Turn]) -> Turn | None:
-        """The first in the queue of the tenant that is next. Turns in `aside` are passed over, with all behind them."""
+        """Returns the first turn of the tenant that is next. Skips turns in `aside`, and all turns behind them."""
         shares, aging = self._batch.shares, self._queue.aging_seconds
         heads = [turn for turn in self._queue.heads() if turn not in aside]
         if len(heads) < 2:
@@ -97,8 +99,8 @@ class Admission:
         )
 
     def _pass(self) -> Turn | None:
-        """One pass over the queue with one reservation. Returns the turn that blocks it; a draft that does not fit
-        blocks only its tenant's drafts."""
+        """Makes one pass over the queue, with one reservation. Returns the turn that blocks it, if any; a draft that
+        does not fit blocks only its own tenant's drafts."""
         memory, aside = self._memory, list[Turn]()
         if not len(self._queue):
             return None
@@ -124,16 +126,17 @@ class Admission:
     # -- making room
 
     def _make_room(self, turn: Turn) -> bool:
-        """Have others yield so that `turn` can start. False if it has to wait; nobody yields in vain."""
+        """Makes other turns and sessions yield so that `turn` can start. Returns False, before any yields, if it must
+        wait anyway."""
         memory, running = self._memory, self._batch.running()
         asked = turn.number, self._batch.departures, turn.session.memory.computed, self._passes // RECONSIDERED_AFTER
         if running and not turn.drafting and self._refused == asked:
-            return False  # until a turn leaves its row, or a few steps later: windows and checkpoints are freed
-        need = self._need(turn, alone=True)  # those with whom it would share may be the ones who yield
+            return False  # until a turn leaves its row, or for a few passes: windows and checkpoints get freed
+        need = self._need(turn, alone=True)  # holders it would share with may be those that yield
         keeps = turn.session.memory.computed or turn.session.memory.turn is not None
         keeps = keeps or (self._restoring is not None and self._restoring.plan(turn))
         if keeps and (need > self._pressure.room_beside([turn])).any():
-            self._drop(turn.session, "restart")  # it never fits beside what it keeps, but does from nothing
+            self._drop(turn.session, "restart")  # fits only without the memory it keeps
             return True
         kept = [other for other in running if not self._may_yield(other, turn)]
         victims = [other for other in reversed(running) if other not in kept]
@@ -152,21 +155,21 @@ class Admission:
         return bool((self._need(turn) + self._pledged(turn) <= memory.free()).all())
 
     def _fits_beside(self, turn: Turn, need: Longs, kept: list[Turn]) -> bool:
-        """Whether there is room for `turn` once everybody but the turns `kept` has yielded; for a draft, once cached
-        checkpoints and closed sessions have."""
+        """Whether `turn` has room after all turns and sessions except the turns `kept` have yielded; for a draft, after
+        cached checkpoints and closed sessions have."""
         if turn.drafting:
             return bool((need + self._pledged(turn) <= self._memory.free() + self._pressure.reclaimable()).all())
         wanted = need + self._pledged(turn, later=True) + self._growth(turn, kept)
         return bool((wanted <= self._pressure.room_beside([turn, *kept])).all())
 
     def _can_stay(self, turn: Turn, need: Longs) -> bool:
-        """Whether a turn that has lost its memory would keep it this time."""
+        """Whether a turn that has lost its memory to preemption would probably keep it this time."""
         kept = [other for other in self._batch.running() if not self._may_yield(other, turn)]
         return not self._growth(turn, kept).any() or self._fits_beside(turn, need, kept)
 
     def _growth(self, turn: Turn, kept: list[Turn]) -> Longs:
-        """Units that `turn`, if it was preempted, and the running turns `kept` are expected to need besides, int64
-        [groups], if each generates as much again as it has, where it may. So recomputing is worth it."""
+        """Returns the further units, int64 [groups], that a preempted `turn` and the running turns `kept` are expected
+        to need, if each generates as many tokens again as it has (up to its limit). This avoids recomputing in vain."""
         if not turn.preempted or turn.session.memory.turn is not None or not kept:
             return np.zeros(len(self._memory.pools), np.int64)
         turns = (turn, *kept)
@@ -174,7 +177,7 @@ class Admission:
         return self._memory.expected_growth(np.array([t.length for t in turns]), np.array(ends))
 
     def _may_yield(self, running: Turn, turn: Turn) -> bool:
-        """Whether a running turn yields its row and its memory to a waiting one."""
+        """Whether the turn `running` yields its row and memory to the waiting `turn`."""
         if turn.drafting:
             return False
         if running.drafting:
@@ -188,9 +191,9 @@ class Admission:
     # -- what is needed
 
     def _pledged(self, turn: Turn, *, later: bool = False) -> Longs:
-        """An upper bound on the units, int64 [groups], that running turns, except those that would yield to `turn`,
-        will still acquire for tokens they know and, with `later`, for those they generate before units released now
-        can be used."""
+        """Returns an upper bound on the units, int64 [groups], that running turns will still acquire for known tokens
+        and, with `later`, for those they generate before units released now can be used. Turns that would yield to
+        `turn` do not count."""
         memory, rows = self._memory, self._memory.rows
         running = [other for other in self._batch.running() if not self._may_yield(other, turn)]
         order = np.array([self._batch.row_of(turn) for turn in running], np.int64)
@@ -199,7 +202,8 @@ class Admission:
         return memory.pledged(order, ends)
 
     def _need(self, turn: Turn, *, alone: bool = False) -> Longs:
-        """An upper bound on the units to acquire for the tokens it knows, int64 [groups]; `alone`: see `Restoring`."""
+        """Returns an upper bound on the units, int64 [groups], to acquire for the turn's known tokens; `alone`: see
+        `Restoring.units`."""
         if is_computed(turn):
             return np.zeros(len(self._memory.pools), np.int64)
         end = min(turn.length, max(1, turn.last_position))

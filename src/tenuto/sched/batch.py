@@ -1,4 +1,4 @@
-"""The running turns: their rows and order, and what the executor does not know of them yet."""
+"""The running turns: their rows, their order, and the changes not yet sent to the executor."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ class Batch:
         self.turns: npt.NDArray[np.object_] = np.full(rows, None, object)
         self.stop_ids = np.full((rows, max(1, len(eos_ids))), NO_STOP, np.int32)
         self.has_text = np.zeros(rows, np.bool_)
-        self.stepwise = np.zeros(rows, np.bool_)  # what may come next depends on every token before: no lookahead
-        self.constrained = np.zeros(rows, np.bool_)  # has a grammar, and generates
+        self.stepwise = np.zeros(rows, np.bool_)  # no lookahead: options depend on every token before
+        self.constrained = np.zeros(rows, np.bool_)  # generates with a grammar
         self.scoring: set[int] = set()  # rows with input tokens still to be scored
-        self.held: set[int] = set()  # rows that compute nothing for now; written by `Sharing`
+        self.held: set[int] = set()  # rows that may not compute for now; written by `Sharing`
         self.work = np.zeros(rows, np.int64)  # tokens computed since the row was taken
-        self._wanted_marks: dict[Turn, set[int]] = {}  # besides those that every turn makes
+        self._wanted_marks: dict[Turn, set[int]] = {}  # positions of checkpoints that others want
         self._left: dict[Turn, None] = {}  # turns that left their row while a step was computing them
         self.departures = 0  # turns that have left, in total
         self.crowded = False  # a submitted turn lacks room; written by admission
         self._eos_ids = eos_ids
         self._aging = aging_seconds
         self._ranked: list[tuple[Rank, int]] = []  # (rank, row), sorted
-        self._running: list[Turn] = []  # in running order, as is the next
-        self._order = np.zeros(0, np.int64)
-        self._places: dict[Turn, float] = {}  # rows for its weight that a turn's tenant has up to this turn
+        self._running: list[Turn] = []  # in running order
+        self._order = np.zeros(0, np.int64)  # their rows
+        self._places: dict[Turn, float] = {}  # the tenant's load up to each turn
         self._stale = False
         self._taken: list[Growth] = []
         self._sampling: dict[int, RowSampling] = {}
@@ -73,14 +73,14 @@ class Batch:
         return memory is not None and memory.row >= 0 and self.turns[memory.row] is turn
 
     def order(self) -> npt.NDArray[np.int64]:
-        """Rows in running order, int64 [running]: tenants take turns by weight, ranks decide within a tenant, and
-        drafts come last."""
+        """Returns the rows in running order, int64 [running]: tenants alternate by weight, ranks decide within a
+        tenant, and drafts come last. Read only."""
         if self._stale:
             self._sort()
         return self._order
 
     def running(self) -> list[Turn]:
-        """Turns in running order. Read only."""
+        """Returns the turns in running order. Read only."""
         if self._stale:
             self._sort()
         return self._running
@@ -97,20 +97,20 @@ class Batch:
         self._stale = False
 
     def load_before(self, turn: Turn) -> float:
-        """Rows for its weight that the running turn's tenant would keep if this turn and those after it yielded."""
+        """Returns the load that a running turn's tenant would have if this turn and its later ones yielded."""
         if self._stale:
             self._sort()
         return self._places[turn] - 1 / self.shares.weight(turn)
 
     def row_of(self, turn: Turn) -> int:
-        """The row of a running turn."""
+        """Returns the row of a running turn. Raises `InvariantError` if it has none."""
         memory = turn.session.memory.turn
         if memory is None or memory.row < 0:
             raise InvariantError(f"{turn.name} has no row")
         return memory.row
 
     def add(self, turn: Turn, slots: tuple[Lease, ...]) -> None:
-        """Give the turn a row and its reserved `slots`, one lease per group; it continues where its memory ends."""
+        """Gives the turn a row and its reserved `slots`, one lease per group; it continues where its memory ends."""
         memory = turn.session.memory.turn
         if memory is None:
             memory = turn.session.memory.begin(turn.name, start_target(turn), slots)
@@ -152,9 +152,9 @@ class Batch:
             rows.mark[row] = self.next_mark(turn, memory.scheduled)
 
     def next_mark(self, turn: Turn, position: int) -> int:
-        """The next position after `position` at which the turn wants a checkpoint: page-aligned ones spaced through its
-        input, those that others want and, if it generates, the end of the input, where a turn that regenerates or keeps
-        no output resumes."""
+        """Returns the next position after `position` for a checkpoint of the turn. These are spaced through its input
+        and page-aligned, are wanted by other turns, or are, if it generates, the end of its input, where regenerating
+        resumes."""
         end, interval = turn.resume_position, self.memory.shape.checkpoint_interval
         spaced = (position // interval + 1) * interval
         wanted = min((mark for mark in self._wanted_marks.get(turn, ()) if mark > position), default=end)
@@ -163,15 +163,15 @@ class Batch:
         return end if position < end and turn.generating else int(FAR)
 
     def mark_at(self, turn: Turn, position: int) -> None:
-        """The running turn makes a checkpoint at `position` too, if that is still to come and there is a unit to
-        spare."""
+        """Asks for a further checkpoint of a running turn at `position`, if it has not passed that; it is made if a
+        unit is to spare."""
         row = self.row_of(turn)
         if position > self.rows.scheduled[row]:
             self._wanted_marks.setdefault(turn, set()).add(position)
             self.rows.mark[row] = min(int(self.rows.mark[row]), position)
 
     def marks_due(self, scheduled: npt.NDArray[np.int64]) -> None:
-        """Make the checkpoints whose marks the rows `scheduled` have just reached or passed."""
+        """Makes the checkpoints whose marks the rows `scheduled` have just reached or passed."""
         rows = self.rows
         for row in scheduled[rows.scheduled[scheduled] >= rows.mark[scheduled]].tolist():
             turn: Turn = self.turns[row]
@@ -186,7 +186,7 @@ class Batch:
                 rows.mark[row] = self.next_mark(turn, mark)
 
     def remove(self, turn: Turn, row: int) -> None:
-        """The turn has left `row` (its memory is detached or gone)."""
+        """Removes a turn that has left `row`; its memory is detached or gone."""
         position = bisect_left(self._ranked, (turn.rank(self._aging), row))
         if position == len(self._ranked) or self._ranked[position][1] != row:
             raise InvariantError(f"{turn.name} is not in row {row}, or its rank has changed since")
@@ -205,33 +205,34 @@ class Batch:
         self.departures += 1
 
     def take_left(self, step: int) -> list[Turn]:
-        """The turns that left their row while `step`, or one before it, was computing them."""
+        """Returns, and forgets, the turns that left their row while `step` or an earlier step was computing them."""
         waiting = [turn for turn in self._left if _unsettled_step(turn) > 0]
         self._left = {turn: None for turn in waiting if _unsettled_step(turn) > step}
         return [turn for turn in waiting if turn not in self._left]
 
     def take_news(self) -> News:
-        """What the executor does not know yet, for the plan being made."""
+        """Returns the changes not yet sent to the executor, for the plan being made."""
         rows = {growth.row for growth in self._taken} | set(self._sampling)
         news = News(self._taken, self._sampling, {row: int(self.rows.run[row]) for row in rows})
         self._taken, self._sampling = [], {}
         return news
 
     def return_news(self, news: News) -> None:
-        """The plan that carried `news` is not submitted: send it again for rows that are still taken."""
+        """Takes back the changes of a plan that is not submitted, so that the next plan sends them for rows still
+        taken."""
         same = {row for row, run in news.runs.items() if self.turns[row] is not None and self.rows.run[row] == run}
         self._taken = [growth for growth in news.taken if growth.row in same] + self._taken
         self._sampling = {row: sampling for row, sampling in news.sampling.items() if row in same} | self._sampling
 
 
 def _unsettled_step(turn: Turn) -> int:
-    """The step in flight that the turn's memory waits for, 0 if none."""
+    """Returns the number of the step in flight that the turn's memory waits for; 0 without one."""
     memory = turn.session.memory.turn if turn.session.turn is turn else None
     return memory.unsettled.step if memory is not None and memory.unsettled is not None else 0
 
 
 def row_sampling(turn: Turn, stops: tuple[int, ...]) -> RowSampling:
-    """How `turn` samples from its next token on; `stops`: its stop ids."""
+    """Returns the sampling options of `turn` from its next token on; `stops`: its stop ids."""
     params, sampling = turn.params, turn.params.sampling
     prompt = output = None
     if sampling.penalised:
@@ -243,18 +244,18 @@ def row_sampling(turn: Turn, stops: tuple[int, ...]) -> RowSampling:
 
 
 def continues_from(turn: Turn) -> int:
-    """The position from which the turn would compute next. Changes nothing."""
+    """Returns the position from which the turn would compute next. Changes nothing."""
     memory = turn.session.memory
     return memory.turn.scheduled if memory.turn is not None else memory.resumable(start_target(turn))
 
 
 def is_computed(turn: Turn) -> bool:
-    """Whether a turn that only prefills has nothing left to compute, and so needs neither a row nor memory."""
+    """Whether a prefill-only turn is fully computed, so that it needs no row and no memory."""
     memory = turn.session.memory.turn
     settled = memory is None or memory.unsettled is None
     return not turn.generates and settled and continues_from(turn) >= turn.last_position
 
 
 def start_target(turn: Turn) -> int:
-    """The highest position at which a turn may start: that of its last prompt token."""
+    """Returns the highest position at which a turn may start: that of its last prompt token."""
     return turn.resume_position

@@ -1,4 +1,4 @@
-"""Plans a step: how many tokens each running turn gets. Proposing changes nothing; applying changes every pool."""
+"""Planning of a step: divides tokens among running turns. Proposing changes nothing; applying changes every pool."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from tenuto.sched.suspects import Suspects
 from tenuto.session.session import Turn
 
 MAX_SCORES = 256
-"""Input tokens scored in a step: each takes the memory of a whole vocabulary's logits, several times over."""
+"""Maximum number of input tokens scored in a step; each takes memory for several times a whole vocabulary's logits."""
 
 
 class Proposer(Protocol):
-    """Guesses a turn's next tokens, which are computed ahead and checked against what is sampled."""
+    """Guesses a turn's next tokens; they are computed ahead and compared with the sampled ones."""
 
     def propose(self, turn: Turn, limit: int) -> list[int]:
-        """At most `limit` guesses, possibly none."""
+        """Returns at most `limit` guesses, possibly an empty list."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Lacking:
-    """The running turn at index `place` of the order has no room to go on. `needed`, int64 [groups], are the units that
-    it and those before it have to acquire, `alone` those that it needs itself."""
+    """The running turn at index `place` of the order, which has no room to continue. `needed`, int64 [groups], are the
+    units that it and the turns before it must acquire; `alone` are those that it needs itself."""
 
     turn: Turn
     place: int
@@ -43,15 +43,15 @@ class Lacking:
     alone: Longs
 
     def same(self, other: Lacking) -> bool:
-        """Whether nothing has changed."""
+        """Whether turn, place and needed units are equal."""
         return self.turn is other.turn and self.place == other.place and bool((self.needed == other.needed).all())
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What the next step could do: `rows`, `starts`, `counts` int64 [n] in running order, and `needs` int64 [groups, n]
+    """A possible next step: `rows`, `starts`, `counts`, int64 [n] in running order, and `needs`, int64 [groups, n], the
     units to acquire. `lacking`: the first turn, excluding drafts, left out for lack of units; `last_lacking`: the last
-    one, drafts included. `guesses`: lookahead tokens by index."""
+    one, including drafts. `guesses`: lookahead tokens by index."""
 
     rows: Longs
     starts: Longs
@@ -64,7 +64,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Input tokens, at positions [start, stop), that a plan scores for the row at `index` of it."""
+    """Input tokens, at positions [start, stop), that a plan scores for its row at `index`."""
 
     index: int
     start: int
@@ -73,9 +73,8 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """An applied plan: `rows` int64 [n] and the run of each at that time, by which late results are recognized.
-    `scored`: the input tokens of its scores, in their order. `masked`: indices of the rows of its masks, in their
-    order."""
+    """An applied plan: `rows`, int64 [n], and the run of each at that time, which identifies late results. `scored`:
+    the input tokens of its scores, in order. `masked`: the row indices of its masks, in order."""
 
     plan: Plan
     rows: Longs
@@ -87,8 +86,8 @@ class Flight:
 
 
 class Planner:
-    """Makes and applies plans of at most `config.token_budget` tokens. A step in which turns decode holds up their next
-    tokens, and has at most `config.mixed_budget`."""
+    """Makes and applies plans of at most `config.token_budget` tokens, or `config.mixed_budget` if turns decode, whose
+    next tokens wait for the step."""
 
     def __init__(
         self, memory: Memory, batch: Batch, suspects: Suspects, config: EngineConfig, proposer: Proposer | None
@@ -104,8 +103,8 @@ class Planner:
         self.rows_considered = 0  # in total: a measure of work
 
     def propose(self) -> Proposal:
-        """Divide the token budget: decodes first, then prefills. Turns that do not fit memory now are left out. While
-        there are suspects, only one group of them runs."""
+        """Proposes a step: divides the token budget, decodes first, then prefills. Turns that do not fit memory now are
+        left out. While suspects can run, only one group of them does."""
         rows, order = self._memory.rows, self._batch.order()
         self.rows_considered += len(order)
         starts = rows.scheduled[order]
@@ -139,7 +138,7 @@ class Planner:
         return proposal
 
     def _leave_out_slow(self, order: Longs, wanted: Longs) -> None:
-        """A row whose masks take long is left out until the next is known, unless nobody else can go on: a step waits
+        """Leaves out rows with slow masks until the next mask is known, unless no other row can continue: a step waits
         for all of its masks."""
         rows, fast = self._memory.rows, wanted.copy()
         for index in self._batch.constrained[order].nonzero()[0].tolist():
@@ -151,14 +150,14 @@ class Planner:
             wanted[:] = fast
 
     def _limit_scoring(self, order: Longs, wanted: Longs) -> None:
-        """Rows whose input is scored share `MAX_SCORES`; each gets at least one token."""
+        """Limits rows whose input is scored to equal shares of `MAX_SCORES`, at least one token each."""
         rows = list(self._batch.scoring)
         scoring = np.isin(order, rows)
         wanted[scoring] = np.minimum(wanted[scoring], max(1, MAX_SCORES // len(rows)))
 
     def _divide(self, order: Longs, wanted: Longs) -> Longs:
-        """Tokens for each row. Every decode gets its token; prefills share the rest by their tenants' weights; drafts
-        get what nobody else wants."""
+        """Returns the tokens of each row. Every decode gets its token; prefills share the rest by their tenants'
+        weights; drafts get the remainder."""
         counts = np.minimum(wanted, 1)
         prefills = (wanted > 1).nonzero()[0].tolist()
         if not prefills:
@@ -180,8 +179,8 @@ class Planner:
         return counts
 
     def _share_out(self, tokens: int, rows: list[int], order: Longs, wanted: Longs, counts: Longs) -> None:
-        """Add `tokens` to the counts of one tenant's prefills; `rows` are indices into `order`. Prefills of equal
-        priority share evenly, so that a long one does not hold up a short one."""
+        """Adds `tokens` to the counts of one tenant's prefills; `rows` are indices into `order`. Prefills of equal
+        priority share evenly, so that a long one does not delay a short one."""
         turns = self._batch.turns
         classes: dict[int, list[int]] = {}
         for index in rows:
@@ -194,7 +193,8 @@ class Planner:
                 tokens -= more
 
     def _fit(self, order: Longs, ends: Longs) -> tuple[npt.NDArray[np.int64], Mask]:
-        """Units of each group that each row needs to compute up to `ends`, and which rows, taken in order, get them."""
+        """Returns the units of each group that each row needs to compute up to `ends`, int64 [groups, rows], and which
+        rows, served in order, get them, bool [rows]."""
         needs, fits = self._memory.needs(order, ends), np.ones(len(order), np.bool_)
         for pool, wanted in zip(self._memory.pools, needs, strict=True):
             if int(wanted.sum()) > pool.free:
@@ -209,8 +209,8 @@ class Planner:
         return None
 
     def _look_ahead(self, proposal: Proposal, proposer: Proposer) -> None:
-        """Add guesses to decodes, as far as tokens and pages are left. The first guess is left out if its token is
-        still in flight, since the executor will know it."""
+        """Adds guesses to decodes while tokens and pages are left. The first guess is omitted if its token is still in
+        flight, since the executor will know it."""
         memory, rows, chosen = self._memory, self._memory.rows, proposal.rows
         ready = rows.samples[chosen] & (rows.expected[chosen] == proposal.starts + 1)
         ready &= (proposal.counts == 1) & ~self._batch.stepwise[chosen]
@@ -234,7 +234,7 @@ class Planner:
                 proposal.guesses[index] = guesses
 
     def apply(self, proposal: Proposal) -> Flight:
-        """Do the proposal's bookkeeping in every pool, and make the plan."""
+        """Updates every pool and row for the proposal, and makes the plan."""
         memory, rows = self._memory, self._memory.rows
         chosen, starts, counts = proposal.rows, proposal.starts, proposal.counts
         for pool, needs in zip(memory.pools, proposal.needs, strict=True):
@@ -276,7 +276,7 @@ class Planner:
         return Flight(plan, chosen, rows.run[chosen], proposal.guesses, news, scored, tuple(masked.tolist()))
 
     def _score_input(self, proposal: Proposal) -> tuple[InputScores | None, tuple[Scored, ...]]:
-        """The input tokens to score whose predecessors this step computes."""
+        """Returns the input tokens to score: those whose predecessors this step computes."""
         batch, scored, top = self._batch, [], 0
         offsets: list[int] = []
         targets: list[int] = []
@@ -317,7 +317,8 @@ class Planner:
         return tokens
 
     def _move(self, proposal: Proposal, ends: Longs, news: News) -> Moves:
-        """Acquire units, move on to those that the step writes, and collect what the executor has to know of them."""
+        """Acquires units, advances every group to those that the step writes, and returns the changes for the
+        executor."""
         turns, growing = self._batch.turns, np.flatnonzero(proposal.needs.any(axis=0)).tolist()
         grown = self._memory.grow([(turns[proposal.rows[i]].session.memory.tables, int(ends[i])) for i in growing])
         moves = self._memory.advance(proposal.rows, proposal.starts, [*news.taken, *grown])

@@ -1,5 +1,5 @@
-"""Who yields when memory is short: cached checkpoints, then what closed sessions have left, drafts, idle sessions,
-waiting ones, and running turns last. Nobody yields in vain."""
+"""Yielding under memory pressure: cached checkpoints first, then closed sessions, drafts, idle sessions, waiting turns,
+and running turns last."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Masks = tuple[npt.NDArray[np.bool_], ...]
 
 
 MAX_YIELDS = 128
-"""Sessions, turns and cached checkpoints that yield in one step, which takes some ten milliseconds. A turn that needs
-more room than that waits for the next step."""
+"""Maximum number of sessions, turns and cached checkpoints that yield in one step, which takes some ten milliseconds. A
+turn that needs more room waits for the next step."""
 
 
 class Rung(IntEnum):
@@ -42,21 +42,21 @@ class Rung(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Closed:
-    """The memory of a closed session: units by group, and the checkpoint that it needs."""
+    """The memory of a closed session: units by group, and the checkpoint it needs."""
 
     units: list[tuple[int, npt.NDArray[np.int32]]]
     needed: Checkpoint | None
 
 
 class Pressure:
-    """Knows every session that holds memory without a running turn, and takes memory from them when it is short.
+    """Tracks all sessions that hold memory without a running turn, and takes memory from them when it is short.
 
-    Invariant: `_closed` has what every closed session holds, which does not change until it is dropped;
-    `_closed_counts[group]` says how often each unit is among that, and `_needed` each checkpoint.
+    Within a rung the lowest priority yields first; ties go to the session that has been there longest. Sessions that
+    would not free a unit of a short group are skipped. If units are shared so that no session alone frees any, all
+    holders of a unit yield. Pinned sessions lose only the memory of their open turns, never committed memory.
 
-    Committed memory of pinned sessions is never taken, only that of their open turns. Within
-    a rung the lowest priority yields first, then whoever has been there longest. Sessions that would free
-    nothing that is short are passed over; if units are shared so that nobody frees any alone, all who share them yield.
+    Invariant: `_closed` has the memory of every closed session, which does not change until it is dropped;
+    `_closed_counts[group]` counts how many of them hold each unit, and `_needed` how many need each checkpoint.
     """
 
     def __init__(
@@ -68,20 +68,20 @@ class Pressure:
         self._drop = drop
         self._rungs: dict[tuple[Rung, int], OrderedDict[Session, None]] = {}
         self._places: dict[Session, tuple[Rung, int]] = {}
-        self._pinned: dict[Session, None] = {}  # those that are pinned, and have memory
+        self._pinned: dict[Session, None] = {}  # pinned sessions with committed memory
         self.yielded: Counter[str] = Counter()  # how often each rung yielded
         self._closed: dict[Session, _Closed] = {}
         self._closed_counts = [np.zeros(pool.capacity, np.int32) for pool in memory.pools]
         self._needed: Counter[Checkpoint] = Counter()
-        self._may_yield = MAX_YIELDS  # how many more in this step
-        self.unfinished = False  # a turn got less room in this step than it needs, and gets more in the next
+        self._may_yield = MAX_YIELDS  # yields left in this step
+        self.unfinished = False  # a turn has less room than it needs in this step and gets more in the next
 
     def begin_step(self) -> None:
-        """Begin to count what yields anew."""
+        """Resets the number of yields left in this step."""
         self._may_yield, self.unfinished = MAX_YIELDS, False
 
     def note(self, session: Session) -> None:
-        """The session's state has changed: find its place."""
+        """Updates the rung of a session whose state has changed."""
         place = self._place(session)
         old = self._places.pop(session, None)
         if old is not None:
@@ -135,13 +135,13 @@ class Pressure:
     # -- what could be freed
 
     def room_beside(self, kept: Iterable[Turn]) -> Longs:
-        """Units of each group that are free once everybody but the turns `kept`, their sessions and pinned ones has
-        yielded, int64 [groups]. Units that several of them hold are counted once."""
+        """Returns the units of each group, int64 [groups], that are free after all have yielded except the turns
+        `kept`, their sessions and pinned sessions. Units with several of these holders count once."""
         held = [int(mask.sum()) for mask in self._held_by(kept)]
         return np.array([pool.capacity - n for pool, n in zip(self._memory.pools, held, strict=True)], np.int64)
 
     def _held_by(self, turns: Iterable[Turn]) -> Masks:
-        """The units that these turns and their sessions cannot do without, and those of pinned sessions."""
+        """Returns the units that `turns` and their sessions must keep, and the committed ones of pinned sessions."""
         held = tuple(np.zeros(pool.capacity, np.bool_) for pool in self._memory.pools)
         for session in self._pinned:
             for group, lease in session.memory.kept_leases():
@@ -152,11 +152,11 @@ class Pressure:
         return held
 
     def reclaimable(self) -> Longs:
-        """Units of each group that nobody holds but cached checkpoints and closed sessions, int64 [groups]."""
+        """Returns the units of each group, int64 [groups], that only cached checkpoints and closed sessions hold."""
         return np.array([int(mask.sum()) for mask in self._reclaimable()], np.int64)
 
     def _reclaimable(self) -> Masks:
-        """The same, as masks. A checkpoint that an open session needs too is not for closed sessions to give."""
+        """Returns these units as masks. Checkpoints of closed sessions that an open session also needs do not count."""
         units = [array("i") for _ in self._memory.pools]
         for checkpoint, pins in self._needed.items():
             if checkpoint.pins == pins:
@@ -181,11 +181,12 @@ class Pressure:
         draft: bool = False,
         at_once: bool = False,
     ) -> None:
-        """Free units until `needed()` of each group are free, or will be when the steps in flight settle, or until
-        enough have yielded for this step, unless it has to be `at_once`. The turns `kept` and their sessions keep
-        everything; running turns yield in the order of `victims`. For a `draft` only cached checkpoints and closed
-        sessions yield. The caller has checked with `room_beside`, or for a draft with `reclaimable`, that there is
-        enough."""
+        """Makes sessions and turns yield until `needed()` units of each group are free, now or when the steps in flight
+        settle. Stops early after `MAX_YIELDS` in this step, unless the units are needed `at_once`.
+
+        The turns `kept` and their sessions do not yield. Running turns yield in the order of `victims`. For a `draft`
+        only cached checkpoints and closed sessions yield. The caller has checked with `room_beside`, or for a draft
+        with `reclaimable`, that there is enough."""
         held, spared, running = self._held_by(kept), {turn.session for turn in kept}, iter(victims)
         cache = self._memory.cache
         while short := self._short(needed()):
@@ -209,15 +210,15 @@ class Pressure:
                 self._preempt(victim, "preempted")
 
     def make_room(self, lacking: Lacking, *, in_flight: bool) -> bool:
-        """Have cached and idle state, then later turns, yield to a running turn that has no room to go on. False if it
-        has to wait: either nobody yielded, or others will at the next step, or the units become free when the steps in
+        """Makes cached and idle state, then later running turns, yield to a running turn that lacks room. Returns False
+        if the turn must wait: nothing yielded, more yields at the next step, or units become free when the steps in
         flight settle."""
         running = self._batch.running()
         turn, kept = lacking.turn, running[: lacking.place + 1]
         if (lacking.alone > self.room_beside([turn])).any():
             if in_flight:
-                return False  # its window may release pages when they settle
-            self._preempt(turn, "restart")  # it never fits beside what its session keeps, but does from nothing
+                return False  # its window may release pages when steps settle
+            self._preempt(turn, "restart")  # fits only without the memory its session keeps
             self._drop(turn.session, "restart")
             return True
         if (lacking.needed > self.room_beside(kept)).any():
@@ -227,16 +228,16 @@ class Pressure:
         return bool((lacking.needed <= self._memory.free()).all())
 
     def unstick(self, lacking: Turn | None) -> bool:
-        """No running turn can go on and nothing in flight could change that: have `lacking` yield, the last turn that
-        was left out for lack of room. False if nobody would gain by that: it is a draft that runs alone."""
+        """Preempts `lacking`, the last turn left out for lack of room, when no running turn can continue and no step in
+        flight could change that. Returns False if that would not help, because a draft runs alone."""
         running = self._batch.running()
         if lacking is None:
             waiting = ", ".join(turn.name for turn in running)
-            raise InvariantError(f"no running turn can go on, though none lacks room: {waiting}")
+            raise InvariantError(f"no running turn can continue, although none lacks room: {waiting}")
         if len(running) > 1:
             self._preempt(lacking, "preempted")
         elif not lacking.drafting:
-            raise InvariantError(f"{lacking.name} runs alone, and does not fit memory")
+            raise InvariantError(f"{lacking.name} runs alone but does not fit memory")
         return len(running) > 1
 
     def _short(self, needed: Longs) -> list[int]:
@@ -244,15 +245,15 @@ class Pressure:
         return [g for g, n in enumerate(needed.tolist()) if n > pools[g].free + pools[g].limbo]
 
     def _droppable(self, spared: set[Session], last: Rung = Rung.WAITING) -> Iterator[tuple[Rung, Session]]:
-        """Sessions up to the rung `last` that are not `spared`, in the order in which they yield."""
+        """Yields the sessions up to the rung `last`, except those `spared`, in the order of yielding."""
         for place in sorted(self._rungs):
             for session in self._rungs[place] if place[0] <= last else ():
                 if session not in spared:
                     yield place[0], session
 
     def _drop_closed(self, short: Sequence[int]) -> bool:
-        """Drop closed sessions until a unit of a `short` group is free, if nobody else holds it: the first that frees
-        one alone, or those who share one. So they yield before anyone else, however they share."""
+        """Drops closed sessions until a unit of a `short` group is free: the first that frees one alone, or all that
+        share one. Returns False if only open sessions could free any. So closed sessions always yield first."""
         if (Rung.PREFIX, 0) not in self._rungs:
             return False
         if self._drop_one(short, set(), Rung.PREFIX):
@@ -263,7 +264,8 @@ class Pressure:
         return self._drop_sharing(short, tuple(~mask for mask in theirs), set(), Rung.PREFIX)
 
     def _drop_one(self, short: Sequence[int], spared: set[Session], last: Rung = Rung.WAITING) -> bool:
-        """Drop the first session, up to the rung `last`, that frees a unit of a `short` group."""
+        """Drops the first session, up to the rung `last`, that frees a unit of a `short` group. Returns whether there
+        was one."""
         for rung, session in self._droppable(spared, last):
             if any(session.memory.frees(group) for group in short):
                 self._yield(rung, session)
@@ -271,8 +273,9 @@ class Pressure:
         return False
 
     def _drop_sharing(self, short: Sequence[int], held: Masks, spared: set[Session], last: Rung = Rung.WAITING) -> bool:
-        """No session up to the rung `last` frees a unit by itself: take the first of them with short units that are
-        not `held`, pick of these the one with the fewest leases, and drop those who share it until a unit is free."""
+        """Frees a shared unit when no session up to the rung `last` frees one alone. Takes the first session with short
+        units that are not `held`, chooses its unit with the fewest leases, and drops holders of this unit until a unit
+        is free. Returns whether any session was dropped."""
         shared = (self._least_shared(session, short, held) for _, session in self._droppable(spared, last))
         wanted = next((unit for unit in shared if unit is not None), None)
         if wanted is None:
@@ -285,11 +288,11 @@ class Pressure:
                 dropped = True
                 if self._unused(short) > unused or self._may_yield <= 0:
                     return True
-        return dropped  # if no unit is free yet, cached checkpoints hold them too
+        return dropped  # if no unit is free yet, cached checkpoints hold it, too
 
     def _least_shared(self, session: Session, short: Sequence[int], held: Masks) -> tuple[int, int] | None:
-        """The group and number of a session's unit with the fewest leases, among those in `short` groups that are not
-        `held`. `None` if there is none."""
+        """Returns group and number of the session's unit with the fewest leases, among units of `short` groups that are
+        not `held`. None if there is no such unit."""
         least: tuple[int, int, int] | None = None
         for group, lease in session.memory.essential_leases():
             units = units_of(lease)
@@ -314,5 +317,5 @@ class Pressure:
 
 
 def units_of(lease: Lease) -> npt.NDArray[np.int32]:
-    """The units of a lease, int32."""
+    """Returns the units of a lease, int32."""
     return np.array(lease.units, np.int32)

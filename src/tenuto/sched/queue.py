@@ -1,4 +1,4 @@
-"""Turns that wait for a row: by tenant, and within a tenant by priority, raised by waiting."""
+"""The queue of turns that wait for a row, ordered within each tenant by priority, which waiting raises."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Entry = tuple[Rank, int, Turn]
 
 
 class WaitingQueue:
-    """For each tenant, a heap of turns that want a row. Entries of turns that were removed or moved are skipped when
-    they reach the top."""
+    """One heap of waiting turns per tenant. Entries of turns that were removed or queued again are skipped when they
+    reach the top."""
 
     def __init__(self, aging_seconds: float) -> None:
         self.aging_seconds = aging_seconds
-        self._heaps: dict[str, list[Entry]] = {}  # by tenant; those without entries are not there
+        self._heaps: dict[str, list[Entry]] = {}  # by tenant; empty heaps are removed
         self._live: dict[int, int] = {}  # turn number -> its live entry
         self._drafts: set[int] = set()
         self._listed = 0  # entries in all heaps
@@ -36,7 +36,7 @@ class WaitingQueue:
         return turn.number in self._live
 
     def push(self, turn: Turn) -> None:
-        """Queue a turn at its present rank."""
+        """Queues a turn at its present rank; a turn queued before moves."""
         entry = next(self._entries)
         heap = self._heaps.setdefault(turn.session.policy.tenant, [])
         heapq.heappush(heap, (turn.rank(self.aging_seconds), entry, turn))
@@ -57,12 +57,12 @@ class WaitingQueue:
         self._listed = sum(map(len, self._heaps.values()))
 
     def remove(self, turn: Turn) -> None:
-        """The turn no longer waits."""
+        """Removes a turn; does nothing if it is not queued."""
         self._live.pop(turn.number, None)
         self._drafts.discard(turn.number)
 
     def heads(self) -> Iterator[Turn]:
-        """The next to run of each tenant, left in the queue."""
+        """Yields the first turn of each tenant without removing it."""
         for tenant, heap in list(self._heaps.items()):
             while heap and not self._is_live(heap[0]):
                 heapq.heappop(heap)

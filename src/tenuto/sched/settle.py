@@ -1,4 +1,4 @@
-"""Takes in the result of a step: sampled tokens become output, and turns that end are found."""
+"""Settling of a step: appends sampled tokens to the output and finds turns that end."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tenuto.session.session import Turn
 
 @dataclass(slots=True)
 class Settled:
-    """The outcome of a step: turns with new output, turns that end and why, and prefill-only turns with nothing left to
-    compute. `stuck`: turns whose grammar lets nothing follow, and whose text is not complete."""
+    """The outcome of a step: turns with new output, turns that end with the reason, and prefill-only turns that are
+    fully computed. `stuck`: turns whose text is incomplete although their grammar allows no further token."""
 
     progressed: list[Turn] = field(default_factory=list)
     stuck: list[Turn] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Settled:
 
 
 class Settler:
-    """Moves `computed` and `known` of the rows in a step; drops results that come too late."""
+    """Advances `computed` and `known` of the rows in a step; drops results of turns that have left their row."""
 
     def __init__(self, memory: Memory, batch: Batch) -> None:
         self._memory = memory
@@ -36,7 +36,7 @@ class Settler:
         self.turns_settled = 0  # in total: a measure of work
 
     def settle(self, flight: Flight, result: StepResult) -> Settled:
-        """Take in `result`. Rows given back since the plan was applied have lost their turn: their part is dropped."""
+        """Settles a step. Results of rows that were given back after the plan was applied are dropped."""
         rows, batch, settled = self._memory.rows, self._batch, Settled()
         live = rows.run[flight.rows] == flight.runs
         chosen, samples = flight.rows, flight.plan.samples
@@ -63,7 +63,7 @@ class Settler:
         return settled
 
     def _settle_left(self, turn: Turn, settled: Settled) -> None:
-        """The turn left its row while this step was computing it, and may have another row by now."""
+        """Settles a turn that left its row while this step was computing it; it may have another row by now."""
         rows, memory = self._memory.rows, turn.session.memory.turn
         if memory is None:
             raise InvariantError(f"{turn.name} relies on a step and has no memory")
@@ -72,7 +72,7 @@ class Settler:
             settled.prefilled.append(turn)
 
     def _take_outputs(self, flight: Flight, result: StepResult, sampled: Mask, settled: Settled) -> None:
-        """Rows that sampled one token each."""
+        """Appends the tokens of rows that sampled one token each, and finds turns that end or are stuck."""
         rows, batch = self._memory.rows, self._batch
         offsets = flight.plan.samples.cumsum() - 1
         if sampled.all():
@@ -107,9 +107,9 @@ class Settler:
 
     @staticmethod
     def _follow(turn: Turn) -> tuple[bool, bool]:
-        """Whether the turn's last output token completes the text of its grammar, if it has one; and whether the turn
-        cannot go on. A token that ends the turn has to be allowed too: what was sampled where nothing may come is
-        any token."""
+        """Pushes the turn's last output token to its grammar, if it has one. Returns whether the text is complete and
+        whether the turn is stuck. Even a stop token must be allowed: if no token may come, an arbitrary one is
+        sampled."""
         constraint = turn.constraint
         if constraint is None:
             return False, False
@@ -117,14 +117,14 @@ class Settler:
         return complete, bool(constraint.failure)
 
     def _stop_of(self, turn: Turn, row: int) -> str | int | None:
-        """The stop id, stop string or stop pattern at which the turn's last output token ended it."""
+        """Returns the stop id, stop string or stop pattern that the turn's last output token completed."""
         token = turn.output[-1]
         if (self._batch.stop_ids[row] == token).any():
             return token
         return turn.text.stop if turn.text is not None else None
 
     def _take_lookahead(self, flight: Flight, result: StepResult, index: int, settled: Settled) -> None:
-        """One row that computed guesses: tokens sampled after right guesses are output too."""
+        """Settles a row with lookahead: tokens sampled after correct guesses are output, too."""
         rows, batch = self._memory.rows, self._batch
         row, guesses = int(flight.rows[index]), flight.guesses[index]
         stop = int(flight.plan.samples[: index + 1].sum())
@@ -158,7 +158,7 @@ class Settler:
             settled.ended.append((turn, EndReason.LENGTH))
 
     def _take_logprobs(self, flight: Flight, result: StepResult, sampled: Logprobs, live: Mask) -> None:
-        """Log-probabilities of those sampled tokens that have become output."""
+        """Records the log-probabilities of sampled tokens that became output."""
         owners = np.searchsorted(flight.plan.samples.cumsum(), sampled.places, side="right")
         tokens = result.tokens[sampled.places].tolist()
         for entry, index in enumerate(owners.tolist()):
@@ -167,7 +167,7 @@ class Settler:
                 turn.output_logprobs += sampled.entries(entry, tokens[entry : entry + 1], turn.params.logprobs or 0)
 
     def _take_scores(self, flight: Flight, scores: Logprobs, live: Mask) -> None:
-        """Log-probabilities of input tokens."""
+        """Records the log-probabilities of input tokens."""
         at = 0
         for part in flight.scored:
             if live[part.index]:

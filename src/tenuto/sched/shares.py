@@ -1,4 +1,4 @@
-"""How tenants share rows and tokens: by weight, and what one does not use goes to the others."""
+"""Sharing of rows and tokens between tenants by weight; unused shares go to other tenants."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from tenuto.session.session import Turn
 
 REMEMBERED_TENANTS = 4096
-"""How many tenants' last starts are remembered; all others started longer ago."""
+"""Number of tenants whose last start is remembered; all others started earlier."""
 
 
 class Shares:
-    """Counts the rows of each tenant. A tenant's weight, 1 by default, is its share relative to the others'."""
+    """Counts the rows of each tenant. Shares are proportional to the tenants' weights, by default 1."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = dict(weights)
-        self._rows: Counter[str] = Counter()  # by tenant; only those with rows
+        self._rows: Counter[str] = Counter()  # by tenant; only tenants with rows
         self._started: OrderedDict[str, int] = OrderedDict()  # by tenant, the number of its last start
         self._starts = 0
 
@@ -29,7 +29,7 @@ class Shares:
         return len(self._rows) < 2
 
     def started(self, turn: Turn) -> None:
-        """The turn has got a row."""
+        """Records that the turn got a row."""
         tenant = turn.session.policy.tenant
         self._rows[tenant] += 1
         self._starts += 1
@@ -39,28 +39,28 @@ class Shares:
             self._started.popitem(last=False)
 
     def left(self, turn: Turn) -> None:
-        """The turn has left its row."""
+        """Records that the turn left its row."""
         tenant = turn.session.policy.tenant
         self._rows[tenant] -= 1
         if not self._rows[tenant]:
             del self._rows[tenant]
 
     def load(self, turn: Turn) -> float:
-        """Rows for its weight that the turn's tenant has now."""
+        """Returns the load, i.e. rows divided by weight, of the turn's tenant."""
         return self._rows[turn.session.policy.tenant] / self.weight(turn)
 
     def next_load(self, turn: Turn) -> float:
-        """Rows for its weight that the turn's tenant has once the turn has one too."""
+        """Returns the load of the turn's tenant after the turn also gets a row."""
         return (self._rows[turn.session.policy.tenant] + 1) / self.weight(turn)
 
     def last_start(self, turn: Turn) -> int:
-        """The number of its tenant's last start; the lowest has waited longest."""
+        """Returns the number of the tenant's last start; a lower one was longer ago."""
         return self._started.get(turn.session.policy.tenant, 0)
 
 
 def places(turns: Sequence[Turn], shares: Shares) -> list[tuple[bool, float]]:
-    """For each of the running `turns`, which are in the order of their ranks: whether it is a draft, and how many rows
-    for its weight its tenant has up to this turn. Sorting by this lets tenants take turns in proportion to weight."""
+    """Returns the sort keys of running `turns`, given in the order of their ranks. A key is whether the turn is a
+    draft, and its tenant's load up to this turn; so tenants alternate in proportion to their weights."""
     seen: Counter[str] = Counter()
     found = []
     for turn in turns:
@@ -71,8 +71,8 @@ def places(turns: Sequence[Turn], shares: Shares) -> list[tuple[bool, float]]:
 
 
 def divide(budget: int, wishes: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:
-    """Divide `budget` tokens among tenants by weight: nobody gets more than it wishes, and none are left while anybody
-    wishes for more."""
+    """Divides `budget` tokens among tenants by weight. No tenant gets more than it wishes, and no token is left over
+    while one wishes for more."""
     given: dict[str, int] = {}
     left, weight_left = budget, sum(weights[tenant] for tenant in wishes)
     for tenant in sorted(wishes, key=lambda tenant: wishes[tenant] / weights[tenant]):

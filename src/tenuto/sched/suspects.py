@@ -1,4 +1,4 @@
-"""Finds the turns that make steps fail by bisection, so that a few do not slow down many."""
+"""Bisection to find the turns that make steps fail, so that a few do not slow down many."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Collection, Sequence
 from tenuto.session.session import Turn
 
 MAX_FAILURES = 3
-"""Steps that may fail with a turn alone in them before that turn is ended."""
+"""Number of failed steps with a turn alone in them after which that turn is ended."""
 
 
 class Suspects:
-    """Turns that were in a failed step and have not reached its end since, in groups.
+    """Groups of turns that were in a failed step and have not since reached the position where that step would have
+    ended.
 
-    While there are suspects that can run, each step runs one group alone. A group that fails is split in two; a
-    turn that has computed everything the failed step was to compute of it is cleared. So k turns that make every step
-    fail, among n, cost at most k * (ceil(log2 n) + `MAX_FAILURES`) failed steps, and no more partial steps, except
-    those that recompute what a turn with state lost when it went back to a checkpoint.
+    While any suspect can run, each step runs one group alone. A group that fails is split in two; a turn that reaches
+    the end of its failed step is cleared. So if k of n turns make every step fail, this costs at most k * (ceil(log2 n)
+    + `MAX_FAILURES`) failed steps and as many partial ones, not counting steps that recompute tokens after a turn with
+    recurrent state went back to a checkpoint.
 
-    A suspect that waits, in its row or for one, does not hold up other turns: it may wait for what they compute.
+    A suspect that waits, for a row or in its row, does not block other turns, because it may be waiting for them.
 
     Invariant: a turn is in at most one group.
     """
@@ -33,8 +34,8 @@ class Suspects:
         return any(turn in group for group in self._groups)
 
     def rows(self, held: Collection[int]) -> list[int]:
-        """The rows that the next step may run; empty if no suspect can run, so that all others may. The rows `held`
-        compute nothing for now."""
+        """Returns the rows of the next group to run; empty if no suspect can run, so that all other rows may. Rows in
+        `held` cannot run."""
         for group in reversed(self._groups):
             rows = [row for row in map(_row, group) if row >= 0 and row not in held]
             if rows:
@@ -42,7 +43,7 @@ class Suspects:
         return []
 
     def step_failed(self, turns: Sequence[Turn], *, alone: bool) -> None:
-        """A step failed with these turns, still open, in it; `alone`: with nobody else."""
+        """Makes suspects of the turns of a failed step that are still open; `alone`: the step had no other turns."""
         self._groups = [[turn for turn in group if turn not in turns] for group in self._groups]
         for turn in turns:
             memory = turn.session.memory.turn
@@ -56,7 +57,7 @@ class Suspects:
         self._tidy()
 
     def step_succeeded(self) -> None:
-        """Clear the turns that have reached the end of their failed step, and forget those that have ended."""
+        """Clears the turns that have reached the end of their failed step, and forgets those that have ended."""
         for group in self._groups:
             for turn in list(group):
                 memory = turn.session.memory.turn
