@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-unprivileged coverage check bench bench-peers sim clean
+.PHONY: demo test test-unprivileged coverage check docs bench bench-peers sim clean
 
 demo: $(STAMP)
 	$(BIN)/tenuto pull
@@ -38,14 +38,18 @@ test-unprivileged: $(STAMP)
 coverage: $(STAMP)
 	$(BIN)/tenuto pull
 	$(PYTEST) --cov=tenuto --ignore tests/serve --ignore tests/cli --ignore tests/numerics --ignore tests/sim \
-		--ignore tests/test_examples.py --ignore tests/test_readme.py --ignore tests/test_demo.py
+		--ignore tests/test_examples.py --ignore tests/docs --ignore tests/test_demo.py
 
-check: $(STAMP)
+check: docs
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/clang-format --dry-run --Werror $(KERNELS)
 	$(BIN)/mypy --num-workers auto
 	$(BIN)/python -m pytest -q tests/test_layers.py
+
+# The site of the pages, in site/. It takes about five seconds, and fails on dead links and missing anchors.
+docs: $(STAMP)
+	$(BIN)/zensical build --strict --clean
 
 bench: $(STAMP)
 	$(BIN)/python -m bench
@@ -59,7 +63,7 @@ sim: $(STAMP)
 	$(BIN)/python -m tests.sim --seeds $(SEEDS)
 
 clean:
-	rm -rf $(VENV) build dist .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site .cache .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find src tests bench examples -name __pycache__ -prune -exec rm -rf {} +
 
 # Made anew, not updated: a dependency that is no longer declared must not linger.
@@ -68,6 +72,6 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "Tenuto needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12" >&2; exit 1; }
 	@echo "Setting up $(VENV); the first time this downloads PyTorch and takes a few minutes."
 	$(PYTHON) -m venv --clear $(VENV)
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e '.[test,dev,bench]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e '.[test,dev,bench,docs]'
 	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true # what pip does with one core; files for later Pythons fail
 	@touch $@

@@ -1,0 +1,24 @@
+"""The maintainer's kit does what `make check` and continuous integration do."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from tests.docs.pages import ROOT
+
+
+def test_the_hooks_of_pre_commit_are_the_checks_of_make() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    recipes = re.findall(r"^(?:check|docs):.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    commands = [line.strip().replace("$(BIN)", ".venv/bin") for recipe in recipes for line in recipe.splitlines()]
+    hooks = re.findall(r"entry: (.+)", (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    assert len(hooks) == 6
+    assert sorted(hooks) == sorted(command.removesuffix(" $(KERNELS)") for command in commands)
+
+
+def test_the_public_workflow_runs_the_script_that_runs_anywhere_on_both_architectures() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    assert re.findall(r"^ +- run: (.+)$", workflow, re.MULTILINE) == [".ci/run"]
+    assert "runner: [ubuntu-24.04, ubuntu-24.04-arm]" in workflow
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)

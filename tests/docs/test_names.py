@@ -1,0 +1,177 @@
+"""Pages name only what exists: paths, commands, flags, routes, metrics, options. And they name all of some."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from typer.main import get_command
+
+import tenuto
+from tenuto.base.options import OPTIONS
+from tenuto.cli import app
+from tests.docs.pages import PAGES, PRESENT, ROOT, blocks, name_of, spans
+from tests.serve.server import serving
+
+PATH = re.compile(r"(?:src/tenuto|tests|docs|bench|examples|\.ci|\.github)/[\w./*-]*\w/?")
+PLACES = {"ID": "{session_id}", "TURN": "{turn_id}"}
+"""How pages write the parameters of routes."""
+
+
+@cache
+def helped(*command: str) -> str:
+    """The help of a command of `tenuto`."""
+    program = str(Path(sys.executable).parent / "tenuto")
+    environment = {**os.environ, "COLUMNS": "80"}
+    shown = subprocess.run([program, *command, "--help"], capture_output=True, text=True, check=True, env=environment)
+    return shown.stdout
+
+
+def flags_of_the_server() -> dict[str, str]:
+    """The flags that `tenuto serve --help` shows, and what it says of each."""
+    shown = helped("serve").partition("Options:")[2]
+    found: dict[str, str] = {}
+    for entry in re.split(r"^  (?=--)", shown, flags=re.MULTILINE)[1:]:
+        names, _, text = " ".join(entry.split()).partition("  ")
+        found |= dict.fromkeys(re.findall(r"(?<![\w-])--[a-z][a-z-]+", names.partition(" <")[0]), text or names)
+    return found
+
+
+def commands() -> list[str]:
+    return re.findall(r"^  ([a-z]+) ", helped().partition("Commands:")[2], re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PRESENT, ids=name_of)
+def test_a_path_on_a_page_exists(page: Path) -> None:
+    named = {found.rstrip("/") for found in PATH.findall(page.read_text(encoding="utf-8"))}
+    named |= {span for span in spans(page) if re.fullmatch(r"[A-Z]+\.md", span)}
+    missing = [name for name in named if not any([*ROOT.glob(name)])]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PRESENT, ids=name_of)
+def test_a_link_of_a_page_leads_somewhere(page: Path) -> None:
+    """Also of pages that are not in the site; anchors in the site are checked by `make docs`."""
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[\w-]*)?\)", page.read_text(encoding="utf-8"))
+    assert not [target for target in targets if "://" not in target and not (page.parent / target).exists()]
+
+
+def test_pages_name_only_commands_targets_and_modules_that_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    texts = [block.text for block in blocks("sh")] + [span for page in PRESENT for span in spans(page)]
+    found = commands()
+    for text in texts:
+        for target in re.findall(r"(?:^|\n)make ([a-z-]+)", text):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+        for command in re.findall(r"(?:^|[\s/])tenuto ([a-z]+)\b", text):
+            assert command in found
+        for module in re.findall(r"python3? -m ((?:bench|tests)[\w.]*)", text):
+            path = ROOT / module.replace(".", "/")
+            assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+
+
+def flags_of(command: Any) -> Iterator[str]:
+    """The flags of a command and of the commands in it, hidden ones included."""
+    for parameter in command.params:
+        yield from (*parameter.opts, *parameter.secondary_opts)
+    for inner in getattr(command, "commands", {}).values():
+        yield from flags_of(inner)
+
+
+@cache
+def known_flags() -> frozenset[str]:
+    """The flags of all commands, and those that the sources of programs spell out."""
+    sources = [*(ROOT / "src" / "tenuto" / "cli").rglob("*.py"), *(ROOT / "bench").rglob("*.py")]
+    sources += (ROOT / "tests" / "sim").glob("*.py")
+    spelled = (found for file in sources for found in re.findall(r"\"(--[a-z][a-z-]+)", file.read_text("utf-8")))
+    return frozenset({*flags_of(get_command(app)), *spelled, "--help"})
+
+
+@pytest.mark.parametrize("page", PRESENT, ids=name_of)
+def test_a_flag_on_a_page_exists(page: Path) -> None:
+    shells = [block.text for block in blocks("sh") if block.page == name_of(page)]
+    named = {flag for text in [*spans(page), *shells] for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)}
+    assert not named - known_flags() - {"--mamba-"}
+
+
+def in_bytes(text: str) -> str:
+    """A size as a number, and any other default as it is."""
+    found = re.fullmatch(r"(\d+) (MiB|GiB)", text)
+    return str(int(found[1]) * (2**20 if found[2] == "MiB" else 2**30)) if found else text
+
+
+def test_the_page_of_operations_has_every_flag_of_the_server_with_its_default() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    section = page.partition("## Flags of the server")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(--[a-z-]+)`(?:, `--[a-z-]+`)* \| ([^|]+) \|", section, re.MULTILINE))
+    shown = flags_of_the_server()
+    named = set(re.findall(r"`(--[a-z-]+)`", section))
+    negations = {flag for flag in shown if flag.startswith("--no-") and f"--{flag[5:]}" in shown}
+    assert shown.keys() - negations - {"--help", "--model-path"} <= named
+    for flag, written in rows.items():
+        found = re.search(r"\[(?:[^\]]*; )?default: ([^;\]]+)", shown[flag])
+        if found is None or found[1] == "none":
+            assert not written.strip("`").isdigit(), flag
+            continue
+        default = re.sub(r"^\[|\.0$", "", found[1].replace("- ", "-"))
+        name = flag.removeprefix("--")
+        expected = {"on": name, "off": f"no-{name}"}.get(written, in_bytes(written.split(",")[0].strip("`")))
+        assert default == expected, flag
+
+
+def test_the_page_of_sessions_has_every_option_of_a_turn() -> None:
+    page = (ROOT / "docs" / "sessions.md").read_text(encoding="utf-8")
+    section = page.partition("### Options of a turn")[2].partition("\n### ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", section, re.MULTILINE))
+    assert rows.keys() == OPTIONS.keys()
+    for name, written in rows.items():
+        default = OPTIONS[name].default
+        if re.fullmatch(r"[\d.]+", written):
+            assert float(written) == default, name
+        else:
+            assert default in (None, (), False) or name == "seed", name
+
+
+@pytest.fixture(scope="module")
+def described() -> tuple[set[str], set[str]]:
+    """The routes of a server, and its metrics."""
+    with serving("--model", "witness") as server:
+        routes = set(httpx.get(f"{server.url}/openapi.json").json()["paths"]) | {"/docs", "/openapi.json"}
+        metrics = httpx.get(f"{server.url}/metrics").text
+        return routes, set(re.findall(r"^# TYPE (tenuto_\w+)", metrics, re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", PRESENT, ids=name_of)
+def test_a_route_on_a_page_exists(page: Path, described: tuple[set[str], set[str]]) -> None:
+    of_chats = {"/fork", "/rewind", "/regenerate", "/switch", "/memory", "/help"}
+    for span in spans(page):
+        found = re.fullmatch(r"(?:(?:GET|POST|PUT|DELETE) )?(/[\w/]+)(?:\?.*)?", span)
+        if found and found[1] not in of_chats:
+            route = "/".join(PLACES.get(part, part) for part in found[1].split("/"))
+            assert route in described[0] or any(known.startswith(f"{route}/") for known in described[0]), span
+
+
+@pytest.mark.parametrize("page", PRESENT, ids=name_of)
+def test_a_metric_on_a_page_exists(page: Path, described: tuple[set[str], set[str]]) -> None:
+    assert {span for span in spans(page) if re.fullmatch(r"tenuto_\w+", span)} <= described[1]
+
+
+def test_the_reference_has_every_public_name() -> None:
+    named = set(re.findall(r"^::: tenuto\.(\w+)$", (ROOT / "docs" / "reference.md").read_text("utf-8"), re.MULTILINE))
+    assert set(dir(tenuto)) - {"TenutoError", "errors"} == named  # `tenuto.base.errors` has these
+
+
+def test_every_page_is_linked_from_the_readme_or_the_index() -> None:
+    linked = {ROOT / target for target in re.findall(r"\]\(([\w./-]+)", (ROOT / "README.md").read_text("utf-8"))}
+    index = (ROOT / "docs" / "index.md").read_text("utf-8")
+    linked |= {ROOT / "docs" / target for target in re.findall(r"\]\(([\w./-]+)", index)}
+    apart = {ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "tests" / "README.md"}
+    assert {page for page in PAGES if page not in linked} == apart & set(PAGES)
