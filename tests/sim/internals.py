@@ -317,7 +317,8 @@ def trimmed(engine: Engine) -> int:
 
 def essential_units(engine: Engine, turn: Turn | None) -> list[int]:
     """Returns the number of distinct units of each group that cannot be taken: those of turns and drafts in rows, of
-    their sessions, and of the session of `turn`, without checkpoints that only save work."""
+    their sessions, of the session of `turn`, and what pinned sessions have committed, without checkpoints that only
+    save work."""
     cache, pools = engine.memory.cache, engine.memory.pools
     found: list[set[int]] = [set() for _ in pools]
     index = {id(pool): group for group, pool in enumerate(pools)}
@@ -329,6 +330,9 @@ def essential_units(engine: Engine, turn: Turn | None) -> list[int]:
                 continue
             for lease in holder.leases():
                 found[index[id(lease.pool)]].update(lease.units)
+    for session in engine.sessions:
+        for group, lease in session.memory.kept_leases() if session.policy.pinned else ():
+            found[group].update(lease.units)
     return [len(units) for units in found]
 
 

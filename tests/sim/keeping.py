@@ -30,9 +30,10 @@ def parked_of(engine: Engine, session: Session) -> Parked | None:
 
 
 def stays_on_disk(engine: Engine, session: Session) -> bool:
-    """Returns whether some memory of the session is in files that may be deleted."""
-    parked = parked_of(engine, session)
-    return parked is not None and parked.on_disk and not parked.pinned
+    """Returns whether the session's memory has left host memory for files that may be deleted."""
+    parked, parking = parked_of(engine, session), engine.parking
+    left = parked is not None and parking is not None and parked in parking.tiers._on_disk
+    return parked is not None and left and parked.on_disk and not parked.pinned
 
 
 def is_leaving(engine: Engine) -> bool:

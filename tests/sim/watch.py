@@ -298,9 +298,16 @@ class Watch:
                 rung = 2  # with only a draft's text left, its session's memory yields like a waiting turn's
             rank = rung, (turn or session.policy).priority
             gives = internals.exclusive(session) if session.memory.turn is None else session.memory.turn.own_units()
-            if rank < victim and all(a >= b for a, b in zip(gives, event.freed, strict=True)):
+            new = self._acquired_at_most if turn is not None and turn.number in self._planned else 0  # since the drop
+            if rank < victim and all(a - new >= b for a, b in zip(gives, event.freed, strict=True)):
                 return session
         return None
+
+    @property
+    def _acquired_at_most(self) -> int:
+        """The most units of a group that one step can add to a turn."""
+        config = self._world.config
+        return -(-config.budget // config.page_size) + 1
 
     def _better_victim(self, victim: Session) -> Session | None:
         """Finds an idle session that kept its memory, ranks no higher, and would free something in every group. Closed
