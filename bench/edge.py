@@ -16,8 +16,8 @@ import time
 import httpx
 import uvloop
 
+from tenuto.base.config import WorkerSettings
 from tenuto.base.logs import configure_logs
-from tenuto.base.wire.messages import WorkerSettings
 from tenuto.serve.engine_process import EngineProcess
 from tenuto.serve.run import serve
 from tenuto.serve.shared.settings import ServeSettings

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from bench.spread import Spread, repeated
-from tenuto.base.config import cache_dir
+from tenuto.base.config import DEFAULT_MODEL, cache_dir
 from tenuto.base.plan import PageCopies, Plan, RowSampling, TableChanges
 from tenuto.base.sampling import GREEDY
 from tenuto.exec.forward import Forward
@@ -28,7 +28,7 @@ from tenuto.kernels.elements import KVCacheDtype
 from tenuto.kernels.native.build import Machine
 from tenuto.kernels.native.library import OpKind
 from tenuto.models.config import Attention
-from tenuto.models.store import DEFAULT_MODEL, resolve
+from tenuto.models.store import resolve
 
 PAGE = 32
 NO_INTS = np.zeros(0, np.int32)

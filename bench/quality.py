@@ -22,12 +22,12 @@ import numpy as np
 import torch
 
 from bench.kernels import PAGE
-from tenuto.base.config import cache_dir
+from tenuto.base.config import DEFAULT_MODEL, cache_dir
 from tenuto.base.plan import PageCopies, Plan, RowSampling, TableChanges
 from tenuto.base.sampling import GREEDY
 from tenuto.exec.device import usable_cores
 from tenuto.exec.load import load_executor
-from tenuto.models.store import DEFAULT_MODEL, resolve
+from tenuto.models.store import resolve
 from tenuto.text.load import load_tokenizer
 
 TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K_M", "Q5_K_M", "Q6_K", "BF16")

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import tenuto
+from tenuto.base.config import WorkerSettings
 from tenuto.base.errors import (
     AlreadyExists,
     ConfigError,
@@ -28,7 +29,6 @@ from tenuto.base.errors import (
     SessionBusy,
 )
 from tenuto.base.turns import EndReason
-from tenuto.base.wire.messages import WorkerSettings
 from tenuto.exec.witness import WitnessExecutor
 from tenuto.exec.witness_hashes import history_hash, next_token
 from tenuto.runtime.models import Model, load_model

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from bench.peers.conversations import CompletionsConversation, LlamaConversation
 from bench.peers.workload import Shape
-from tenuto.base.config import cache_dir
+from tenuto.base.config import DEFAULT_MODEL, cache_dir
 from tenuto.cli.bench_apis import BenchConversation, TenutoConversation
 from tenuto.exec.device import usable_cores
-from tenuto.models.store import DEFAULT_MODEL, resolve
+from tenuto.models.store import resolve
 
 CACHE_GIB = 1
 """Room for keys and values, more than twice what the largest shape needs."""

@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tenuto.base.config import cache_dir
+from tenuto.base.config import DEFAULT_MODEL, cache_dir
 from tenuto.cli.bench import Timed, Workload
 from tenuto.cli.bench_apis import WORDS
-from tenuto.models.store import DEFAULT_MODEL, resolve
+from tenuto.models.store import resolve
 from tenuto.text.load import load_tokenizer
 
 NEW_TOKENS = 48

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
+from tenuto.base.config import WorkerSettings
 from tenuto.base.errors import ConfigError
-from tenuto.base.wire.messages import WorkerSettings
 from tenuto.serve.engine_process import EngineProcess
 from tenuto.serve.process import ProcessLink
 
@@ -54,5 +54,5 @@ def test_an_engine_process_logs_in_the_same_structure(capfd: pytest.CaptureFixtu
 
 
 def test_a_level_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ConfigError, match="log level"):
+    with pytest.raises(ConfigError, match="log_level"):
         asyncio.run(started(WorkerSettings(model="witness", log_level="loud")))

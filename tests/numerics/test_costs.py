@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tenuto.base.config import EngineConfig, cache_dir
+from tenuto.base.config import DEFAULT_MODEL, EngineConfig, cache_dir
 from tenuto.base.options import TurnParams
 from tenuto.base.turns import TurnResult, TurnState
 from tenuto.engine.engine import Engine
 from tenuto.exec.load import load_executor
-from tenuto.models.store import DEFAULT_MODEL, resolve
+from tenuto.models.store import resolve
 from tenuto.session.session import Session, Turn
 from tests.numerics.real import finish, real_engine
 

@@ -15,13 +15,13 @@ from tempfile import TemporaryDirectory
 import torch
 
 from tenuto.base.clock import Clock, SystemClock
-from tenuto.base.config import EngineConfig, cache_dir
+from tenuto.base.config import DEFAULT_MODEL, EngineConfig, cache_dir
 from tenuto.base.options import TurnParams
 from tenuto.engine.engine import Engine
 from tenuto.exec.load import load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.memory.tiers.unit_files import UnitFiles
-from tenuto.models.store import DEFAULT_MODEL, resolve
+from tenuto.models.store import resolve
 from tenuto.text.load import load_tokenizer
 from tests.clock import ManualClock
 from tests.exec.driver import Driver, logits_of

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tenuto.base.config import cache_dir
+from tenuto.base.config import DEFAULT_MODEL, cache_dir
 from tenuto.exec.load import load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.models.decoder import Decoder
-from tenuto.models.store import DEFAULT_MODEL, resolve
+from tenuto.models.store import resolve
 from tests.exec.driver import Driver, logits_of
 from tests.exec.kernels import allowed_behind, every_variant
 from tests.numerics.real import real_engine

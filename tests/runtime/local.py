@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from tenuto.base.config import WorkerSettings
 from tenuto.base.wire.link import Link
-from tenuto.base.wire.messages import AnyReply, Request, Stopped, WorkerSettings
+from tenuto.base.wire.messages import AnyReply, Request, Stopped
 from tenuto.runtime.service import open_service
 
 

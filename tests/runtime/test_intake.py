@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.base.config import Limits
+from tenuto.base.config import Limits, WorkerSettings
 from tenuto.base.errors import ContextExceeded, NotFound, SessionClosed, TenutoError, TurnAborted, VersionMismatch
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import MESSAGE_SIZE, Delta, Message
@@ -27,7 +27,6 @@ from tenuto.base.wire.messages import (
     Rewind,
     StartTurn,
     Withdraw,
-    WorkerSettings,
 )
 from tenuto.engine.engine import Engine
 from tenuto.runtime.intake import SHORT_INPUT, size_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.base.config import Limits
+from tenuto.base.config import Limits, WorkerSettings
 from tenuto.base.errors import ConfigError, InvalidRequest, LimitReached, NotFound, TenutoError, VersionMismatch
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import Delta
@@ -28,7 +28,6 @@ from tenuto.base.wire.messages import (
     OpenSession,
     Request,
     StartTurn,
-    WorkerSettings,
 )
 from tenuto.serve.engine_process import EngineProcess
 from tenuto.serve.process import ProcessLink
@@ -235,7 +234,7 @@ def test_text_is_given_back_for_tokens(play) -> None:
         {"config": {"context_length": 2**30}},
         {"config": {"max_running": 99, "token_budget": 99}},
         {"model": "witness:fast"},
-        {"memory_bytes": -1},
+        {"memory": -1},
     ],
 )
 def test_an_engine_that_cannot_be_made_says_why(link: Callable[[WorkerSettings], Awaitable[Link]], settings) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tenuto.base.config import WorkerSettings
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import Delta, Message
 from tenuto.base.views import Ticket
@@ -24,7 +25,6 @@ from tenuto.base.wire.messages import (
     Rewind,
     StartTurn,
     Trim,
-    WorkerSettings,
 )
 from tenuto.runtime.lanes import LONG
 from tenuto.text.template import Template

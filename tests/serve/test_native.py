@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tenuto.base.errors import ConfigError
-from tenuto.serve.shared.settings import read_ttl
+from tenuto.base.parsing import parse_ttl
 from tests.serve.server import Server, serving
 
 LONG = {"input": [1, 2, 3], "max_new_tokens": 3000, "ignore_eos": True}
@@ -121,7 +121,7 @@ def test_sessions_whose_request_names_no_ttl_have_the_servers(
 @pytest.mark.parametrize("text", ["-1", "soon", "nan", "inf", "1e10"])
 def test_an_odd_session_ttl_is_refused_before_the_server_starts(text: str) -> None:
     with pytest.raises(ConfigError, match="session_ttl"):
-        read_ttl(text)
+        parse_ttl("session_ttl", text)
 
 
 # -- turns

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import uvloop
 
-from tenuto.base.wire.messages import WorkerSettings
+from tenuto.base.config import WorkerSettings
 from tenuto.serve.app import build_app
 from tenuto.serve.engine_process import EngineProcess
 from tenuto.serve.metrics import Metrics

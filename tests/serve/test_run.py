@@ -16,8 +16,8 @@ import httpx
 import pytest
 import uvloop
 
+from tenuto.base.config import WorkerSettings
 from tenuto.base.errors import ConfigError, ModelError
-from tenuto.base.wire.messages import WorkerSettings
 from tenuto.serve.app import build_app
 from tenuto.serve.engine_process import EngineProcess
 from tenuto.serve.metrics import Metrics

@@ -10,12 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from tenuto.base.config import WorkerSettings
 from tenuto.base.errors import KeyReused, LimitReached, NotFound, ResultNotKept, SessionClosed
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.tools.definitions import Tools
 from tenuto.base.tools.grammar import Grammar
 from tenuto.base.turns import Message
-from tenuto.base.wire.messages import GetSession, OpenSession, StartTurn, Withdraw, WorkerSettings
+from tenuto.base.wire.messages import GetSession, OpenSession, StartTurn, Withdraw
 from tenuto.serve.shared import retention
 from tenuto.serve.shared.idempotency import RequestKey
 from tenuto.serve.shared.live_turn import LiveTurn

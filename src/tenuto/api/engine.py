@@ -5,31 +5,20 @@ from __future__ import annotations
 from typing import Any, Unpack, cast
 
 from tenuto.api.transport import LocalTransport
-from tenuto.base.config import EngineOptions
-from tenuto.base.wire.messages import WorkerSettings
+from tenuto.base.config import DEFAULT_MODEL, EngineOptions, WorkerSettings
 from tenuto.client.aio import AsyncClient, AsyncSession
 from tenuto.client.sync import Client, Session
 from tenuto.text.tokenizer import Tokenizer
 
 
 class ModelOptions(EngineOptions, total=False):
-    """Options for running a model, in addition to the engine's options, the fields of
-    `tenuto.base.config.EngineConfig`.
-
-    `device` is `cpu` (the default), `cuda` or another PyTorch device. `dtype` is `float32`, `bfloat16` or `float16`. By
-    default, native kernels use weights as they are stored, and PyTorch computes in float32 on a CPU and in bfloat16
-    elsewhere. `memory_bytes` is the memory for model state, by default enough for two sessions with full contexts,
-    their turns and older checkpoints. `page_size` is the number of token slots per page.
-
-    `kernels` is `auto` (the default), the best available for the device; `amx`, `avx512_bf16`, `avx512` or `avx2`,
-    native kernels for CPUs; or `torch`, plain PyTorch. `kv_cache_dtype` is the type of keys and values in memory:
-    `auto` (the default), 16 bits with native kernels and `dtype` with PyTorch; or `int8`, which halves their memory and
-    needs native kernels. `journal` is a file that keeps committed sessions beyond the life of the process; an engine
-    started with it later has these sessions.
-    """
+    """How to run a model: the options of `tenuto.base.config.WorkerSettings` and `EngineConfig`, where each is
+    described. `memory` is by default enough for two sessions with full contexts, their turns and older
+    checkpoints; `memory_bytes` is another name for it."""
 
     device: str
     dtype: str | None
+    memory: int | float | str | None
     memory_bytes: int | None
     page_size: int
     kernels: str
@@ -39,6 +28,8 @@ class ModelOptions(EngineOptions, total=False):
 
 def _settings(model: str, options: ModelOptions) -> WorkerSettings:
     rest: dict[str, Any] = dict(options)
+    if "memory_bytes" in rest:
+        rest["memory"] = rest.pop("memory_bytes")
     own = ModelOptions.__annotations__.keys() - EngineOptions.__annotations__.keys()
     own_given = {name: rest.pop(name) for name in own & rest.keys()}
     return WorkerSettings(model=model, config=cast("EngineOptions", rest), **own_given)
@@ -53,7 +44,7 @@ class Engine(Client[Session]):
 
     session_type = Session
 
-    def __init__(self, model: str = "smollm2", **options: Unpack[ModelOptions]) -> None:
+    def __init__(self, model: str = DEFAULT_MODEL, **options: Unpack[ModelOptions]) -> None:
         self._transport = LocalTransport(_settings(model, options))
         super().__init__(self._transport)
 
@@ -68,7 +59,7 @@ class AsyncEngine(AsyncClient[AsyncSession]):
 
     session_type = AsyncSession
 
-    def __init__(self, model: str = "smollm2", **options: Unpack[ModelOptions]) -> None:
+    def __init__(self, model: str = DEFAULT_MODEL, **options: Unpack[ModelOptions]) -> None:
         self._transport = LocalTransport(_settings(model, options))
         super().__init__(self._transport)
 

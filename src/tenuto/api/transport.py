@@ -11,24 +11,16 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tenuto.base.config import engine_config
+from tenuto.base.config import WorkerSettings, engine_config
 from tenuto.base.errors import EngineStopped
 from tenuto.base.tools.definitions import ModelHabits
 from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.turns import Delta, Keep, last_role
 from tenuto.base.views import Ticket
 from tenuto.base.wire.link import Calls, TurnNews, Waiting
-from tenuto.base.wire.messages import (
-    AbortTurn,
-    Request,
-    StartTurn,
-    Stopped,
-    Withdraw,
-    WorkerSettings,
-    answer_of,
-)
+from tenuto.base.wire.messages import AbortTurn, Request, StartTurn, Stopped, Withdraw, answer_of
 from tenuto.client.transport import Deliver, Options, RunningTurn
-from tenuto.runtime.models import load_model
+from tenuto.runtime.models import load_model, memory_bytes
 from tenuto.runtime.service import Service, open_journal
 
 T = TypeVar("T")
@@ -60,7 +52,7 @@ class LocalTransport(Calls):
         self._closed: Stopped | None = None  # why new requests are refused; set once, under the lock
         self._lock = threading.RLock()  # reentrant: a finalizer may post in the middle of anything
         journal = open_journal(settings, model)
-        self._service = Service(model, config, settings.memory_bytes, self.take, journal=journal)
+        self._service = Service(model, config, memory_bytes(settings), self.take, journal=journal)
         self._thread = threading.Thread(target=self._run, name="tenuto-requests", daemon=True)
         self._thread.start()
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from functools import cache
 from operator import index
 from typing import Any, SupportsFloat
@@ -74,26 +74,58 @@ class Bounds:
 SECONDS = Bounds(0.0, MAX_SECONDS, above=True)
 
 
-def option(default: Any, description: str = "", bounds: Bounds | None = None) -> Any:
-    """A field of a dataclass of options, with its bounds and a description for API users. `None` is allowed if it is
-    the default."""
-    return field(default=default, metadata={"description": description, "bounds": bounds})
+def option(
+    default: Any,
+    description: str = "",
+    bounds: Bounds | None = None,
+    *,
+    choices: tuple[str, ...] = (),
+    parse: Callable[[str, Any], Any] | None = None,
+    metavar: str = "",
+    flags: tuple[str, ...] = (),
+    secret: bool = False,
+    internal: str = "",
+) -> Any:
+    """A field of a dataclass of options, with a description for users, and what it may be besides its default: within
+    `bounds`, one of `choices`, or a value that `parse` accepts, which gets the option's name and returns the value to
+    keep. The command line calls its value `metavar`, and accepts further `flags`, aliases in Typer's notation. A
+    `secret` is not shown. `internal`: the reason why users cannot set it by its name."""
+    metadata: dict[str, Any] = {"description": description, "bounds": bounds, "choices": choices, "parse": parse}
+    metadata |= {"metavar": metavar, "flags": flags, "secret": secret, "internal": internal}
+    return field(default=default, repr=not secret, metadata=metadata)
 
 
 def check_options(options: Any, error: type[TenutoError] = InvalidRequest) -> None:
-    """For `__post_init__`: turn every `option` field that has bounds into a Python number. Raises `error` if one is out
-    of bounds."""
-    for name, bounds, default in _bounded(options.__class__):
-        value = getattr(options, name)
-        if value is not default:
-            object.__setattr__(options, name, bounds.check(name, value, error))
+    """For `__post_init__`: checks every `option` field, and turns numbers into Python's own. Raises `error`."""
+    for each in _checked(options.__class__):
+        value = getattr(options, each.name)
+        if value is not each.default:
+            object.__setattr__(options, each.name, check_option(each, value, error))
+
+
+def check_option(declared: Field[Any], value: Any, error: type[TenutoError] = InvalidRequest) -> Any:
+    """The value to keep for an `option` field. Raises `error` if the option may not have it."""
+    name, allowed = declared.name, declared.metadata
+    if value is declared.default:
+        return value
+    if allowed["parse"] is not None:
+        return allowed["parse"](name, value)
+    if allowed["bounds"] is not None:
+        return allowed["bounds"].check(name, value, error)
+    if allowed["choices"] and value not in allowed["choices"]:
+        raise error(f"{name} is {shown(value)}; allowed: {', '.join(allowed['choices'])}", param=name)
+    return flag(name, value, error) if isinstance(declared.default, bool) else value
 
 
 @cache
-def _bounded(options: type[Any]) -> tuple[tuple[str, Bounds, object], ...]:
-    """The fields with bounds, these, and their defaults, which are in bounds or `None`."""
-    each = ((one.name, one.metadata.get("bounds"), one.default) for one in fields(options))
-    return tuple((name, bounds, default) for name, bounds, default in each if bounds is not None)
+def _checked(options: type[Any]) -> tuple[Field[Any], ...]:
+    """The fields that `check_option` checks. Their defaults are allowed."""
+    return tuple(
+        each
+        for each in fields(options)
+        if each.metadata
+        and (isinstance(each.default, bool) or any(each.metadata[name] for name in ("parse", "bounds", "choices")))
+    )
 
 
 def items(name: str, value: object, allowed: str) -> tuple[Any, ...]:
@@ -106,10 +138,10 @@ def items(name: str, value: object, allowed: str) -> tuple[Any, ...]:
     raise InvalidRequest(f"{name} is {shown(value)}; allowed: {allowed}", param=_param(name))
 
 
-def flag(name: str, value: object) -> bool:
-    """Raises `InvalidRequest` unless `value` is a bool."""
+def flag(name: str, value: object, error: type[TenutoError] = InvalidRequest) -> bool:
+    """Raises `error` unless `value` is a bool."""
     if not isinstance(value, bool):
-        raise InvalidRequest(f"{name} is {shown(value)}; allowed: true or false", param=_param(name))
+        raise error(f"{name} is {shown(value)}; allowed: true or false", param=_param(name))
     return value
 
 

@@ -7,7 +7,7 @@ import stat
 import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
@@ -15,10 +15,16 @@ import msgspec
 
 from tenuto.base.checks import MAX_COUNT, SECONDS, Bounds, check_options, option, shown
 from tenuto.base.errors import ConfigError
+from tenuto.base.parsing import parse_directory, parse_level, parse_memory, parse_path, parse_size
 
 WEIGHTS = Bounds(0.01, 100.0)
 """Of tenants."""
-_AT_LEAST_ONE = Bounds(1, MAX_COUNT)
+_COUNT = Bounds(1, MAX_COUNT)
+
+DEFAULT_MODEL = "smollm2"
+"""SmolLM2-135M-Instruct: a chat model small enough for any CPU."""
+OTHER_VARIABLES = ("TENUTO_CACHE", "TENUTO_URL")
+"""Of the environment: where models are kept, and where the server of a client is."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
@@ -43,42 +49,74 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How an engine runs.
+    """How an engine runs. Each option says below what it is; `None` and 0 are what its description says."""
 
-    `context_length` is in tokens. `token_budget` is the most tokens one step computes, and `mixed_budget` the most if
-    there are decodes among them, which have to wait for its end. Both must exceed `max_running`, the most turns in one
-    step, so that prefills progress beside decodes. `overlap` 1 plans a step while the previous one is in flight.
-    `lookahead` is the most tokens a proposer may guess ahead of a turn. A turn gains one priority for every
-    `aging_seconds` it waits. Checkpoints are taken every `checkpoint_interval` tokens of a long prefill, rounded up to
-    whole pages; those that only save work hold at most `checkpoint_share` of each pool. With `prefix_cache`, turns
-    start from what other sessions of their tenant, closed ones included, have in memory of the same tokens. The memory
-    of idle sessions that has to yield goes to `host_tier` bytes of host memory, and from there to files in the
-    directory `disk_tier` (empty: none), at most `disk_tier_size` bytes (0: no limit). An engine that is closed and
-    whose sessions outlive it takes up to `snapshot_seconds` to leave their memory there. `tenant_weights` are tenants'
-    relative shares of rows and prefill tokens, 1 unless named here. `draft_timeout` is in seconds since the draft last
-    changed. A full recount, which may take several steps, begins every `audit_every` steps (0: only on demand). A
-    `strict` engine recounts everything after every step instead, at one go, and logs every recount."""
-
-    context_length: int = option(8192, bounds=_AT_LEAST_ONE)
-    max_running: int = option(32, bounds=_AT_LEAST_ONE)
-    max_sessions: int = option(100_000, bounds=_AT_LEAST_ONE)
-    max_queued: int = option(10_000, bounds=_AT_LEAST_ONE)
-    token_budget: int = option(1024, bounds=_AT_LEAST_ONE)
-    mixed_budget: int = option(512, bounds=_AT_LEAST_ONE)
-    overlap: int = option(0, bounds=Bounds(0, 1))
-    lookahead: int = option(0, bounds=Bounds(0, MAX_COUNT))
-    aging_seconds: float = option(10.0, bounds=SECONDS)
-    checkpoint_interval: int = option(512, bounds=_AT_LEAST_ONE)
-    checkpoint_share: float = option(0.8, bounds=Bounds(0.0, 1.0))
-    prefix_cache: bool = option(default=True)
-    host_tier: int = option(0, bounds=Bounds(0, MAX_COUNT))
-    disk_tier: str = ""
-    disk_tier_size: int = option(0, bounds=Bounds(0, MAX_COUNT))
-    snapshot_seconds: float = option(30.0, bounds=Bounds(0.0, 86400.0))
-    tenant_weights: tuple[tuple[str, float], ...] = ()
-    draft_timeout: float = option(60.0, bounds=SECONDS)
-    audit_every: int = option(1000, bounds=Bounds(0, MAX_COUNT))
-    strict: bool = option(default=False)
+    context_length: int = option(8192, "Most tokens a session may have; capped at the model's if not given.", _COUNT)
+    max_running: int = option(32, "Most turns in one step.", _COUNT, flags=("--max-running-requests",))
+    max_sessions: int = option(100_000, "Most open sessions.", _COUNT)
+    max_queued: int = option(10_000, "Most turns that wait for a step.", _COUNT, flags=("--max-queued-requests",))
+    token_budget: int = option(
+        1024,
+        "Most tokens one step computes; more than max_running, so that prefills progress beside decodes.",
+        _COUNT,
+        flags=("--chunked-prefill-size",),
+    )
+    mixed_budget: int = option(
+        512,
+        "Most tokens of a step in which turns decode, which wait for its end; more than max_running.",
+        _COUNT,
+        flags=("--mixed-chunk-size",),
+    )
+    overlap: int = option(0, "1: plan a step while the previous one is computed.", Bounds(0, 1))
+    lookahead: int = option(
+        0,
+        "Most tokens a proposer may guess ahead of a turn.",
+        Bounds(0, MAX_COUNT),
+        internal="only code that passes a proposer to an engine can use it",
+    )
+    aging_seconds: float = option(10.0, "A turn gains one priority for every such wait.", SECONDS)
+    checkpoint_interval: int = option(
+        512, "Tokens of a long prefill between checkpoints, rounded up to whole pages.", _COUNT
+    )
+    checkpoint_share: float = option(
+        0.8, "Share of each pool that checkpoints may hold which only save work.", Bounds(0.0, 1.0)
+    )
+    prefix_cache: bool = option(
+        default=True,
+        description="Turns start from the memory of the same tokens that any session of their tenant has, closed ones"
+        " included.",
+        flags=(" /--disable-radix-cache",),
+    )
+    host_tier: int = option(
+        0,
+        "Host memory for sessions that have to leave the device: bytes, or a size such as 4GiB. 0: none.",
+        parse=parse_size,
+        metavar="SIZE",
+    )
+    disk_tier: str = option(
+        "",
+        "Directory for sessions that host memory cannot hold. none: they are computed again.",
+        parse=parse_directory,
+        metavar="PATH",
+    )
+    disk_tier_size: int = option(
+        0, "Most bytes in it, or a size such as 4GiB. 0: no limit.", parse=parse_size, metavar="SIZE"
+    )
+    snapshot_seconds: float = option(
+        30.0,
+        "Time that a server with a journal and a disk tier has at its end to write sessions' memory there.",
+        Bounds(0.0, 86400.0),
+    )
+    tenant_weights: tuple[tuple[str, float], ...] = option(
+        (),
+        "Tenants' relative shares of rows and prefill tokens; 1 for others.",
+        internal="a server's key file has them",
+    )
+    draft_timeout: float = option(60.0, "Seconds after its last change until a draft is dropped.", SECONDS)
+    audit_every: int = option(
+        1000, "Recount all memory every so many steps, a little at each. 0: only on demand.", Bounds(0, MAX_COUNT)
+    )
+    strict: bool = option(default=False, description="Recount all memory after every step, and log every recount.")
 
     def __post_init__(self) -> None:
         check_options(self, ConfigError)
@@ -141,12 +179,76 @@ def _pairs(weights: Iterable[Iterable[Any]]) -> tuple[tuple[str, float], ...]:
         raise ConfigError(f"tenant_weights is {shown(weights)}; allowed: pairs of a tenant and its weight") from None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """How to load a model and make its engine; the first message to an engine process. Raises `ConfigError` if `config`
+    is wrong for any model."""
+
+    model: str = option(
+        DEFAULT_MODEL, f"{DEFAULT_MODEL}, a .gguf file, a Hugging Face directory or a hub id.", flags=("--model-path",)
+    )
+    device: str = option("cpu", "cpu, cuda, or another device PyTorch knows.")
+    dtype: str | None = option(
+        None,
+        "float32, bfloat16 or float16. If not given, native kernels take weights as they are stored, and PyTorch"
+        " computes in float32 on CPUs and in bfloat16 elsewhere.",
+        choices=("float32", "bfloat16", "float16"),
+    )
+    memory: int | float | None = option(
+        None,
+        "Memory for the state of sessions: bytes, a size such as 4GiB, or a share of the device's memory such as 0.5;"
+        " by default, what is free.",
+        parse=parse_memory,
+        metavar="SIZE",
+    )
+    page_size: int = option(32, "Token slots a page of memory.", Bounds(1, 2**20))
+    kernels: str = option(
+        "auto",
+        "What computes: auto, amx, avx512_bf16, avx512, avx2 (all for CPUs) or torch.",
+        choices=("auto", "amx", "avx512_bf16", "avx512", "avx2", "torch"),
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "Keys and values in memory: auto (16 bits with native kernels, dtype with PyTorch), or int8, half of 16 bits"
+        " (native kernels only).",
+        choices=("auto", "int8"),
+    )
+    journal: str | None = option(
+        None,
+        "File that keeps committed sessions beyond the life of the process; one that is started with it later has them."
+        " none: no file.",
+        parse=parse_path,
+        metavar="PATH",
+    )
+    log_level: str = option("info", "debug, info, warning or error.", parse=parse_level)
+    config: EngineOptions = field(default_factory=EngineOptions)
+
+    def __post_init__(self) -> None:
+        check_options(self, ConfigError)
+        engine_config(self.config)
+
+    @property
+    def snapshot_seconds(self) -> float:
+        """How long the engine may write memory to disk when it is closed."""
+        config = engine_config(self.config)
+        return config.snapshot_seconds if self.journal is not None and config.disk_tier else 0.0
+
+
 def user_path(path: str) -> Path:
     """A path that may begin with `~`. Raises `ConfigError` if the home directory is not known."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
         raise ConfigError(f"{path!r} begins with ~, but there is no home directory: set HOME") from None
+
+
+def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that set options of the server, if they are not empty: all `TENUTO_*` but `OTHER_VARIABLES`."""
+    return {
+        name: text
+        for name, text in environ.items()
+        if name.startswith("TENUTO_") and text and name not in OTHER_VARIABLES
+    }
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:

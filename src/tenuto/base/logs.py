@@ -7,16 +7,11 @@ import sys
 
 import structlog
 
-from tenuto.base.errors import ConfigError
-
-LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
-
 
 def configure_logs(level: str = "info", *, as_json: bool | None = None) -> None:
     """Log in this form, `extra` as fields, and libraries' warnings too. `as_json` `None`: unless stderr is a terminal.
-    Values are escaped for the terminal, and tracebacks leave out local variables. Raises `ConfigError`."""
-    if level.upper() not in LEVELS:
-        raise ConfigError(f"log level is {level!r}; allowed: {', '.join(LEVELS).lower()}")
+    Values are escaped for the terminal, and tracebacks leave out local variables. `level`: one of
+    `base.parsing.LEVELS`."""
     if as_json is None:
         as_json = not sys.stderr.isatty()
     shared: list[structlog.typing.Processor] = [
@@ -39,7 +34,7 @@ def configure_logs(level: str = "info", *, as_json: bool | None = None) -> None:
     structlog.configure(  # not by way of the standard library, which would take most of the time of a line
         processors=[*shared, renderer],
         logger_factory=_Writer,
-        wrapper_class=structlog.make_filtering_bound_logger(level.lower()),
+        wrapper_class=structlog.make_filtering_bound_logger(level),
         cache_logger_on_first_use=True,
     )
 

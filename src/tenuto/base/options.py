@@ -64,10 +64,6 @@ class TurnParams:
             )
         stop_ids = tuple(whole("a stop id", token, 0, MAX_TOKEN_ID) for token in self.stop_ids)
         object.__setattr__(self, "stop_ids", stop_ids)
-        for name in ("include_stop", "ignore_eos"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise InvalidRequest(f"{name} is {shown(value)}; allowed: true or false", param=name)
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise InvalidRequest(f"grammar is {shown(self.grammar)}; allowed: a Grammar", param="grammar")
 
@@ -98,12 +94,10 @@ class Policy:
     tenant: str = ""
     hidden: bool = False
     metadata: tuple[tuple[str, str], ...] = ()
-    pinned: bool = False
+    pinned: bool = option(default=False)
 
     def __post_init__(self) -> None:
         check_options(self)
-        if not isinstance(self.pinned, bool):
-            raise InvalidRequest(f"pinned is {shown(self.pinned)}; allowed: true or false", param="pinned")
 
     @property
     def lasting(self) -> bool:

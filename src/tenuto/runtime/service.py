@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tenuto.base.config import EngineConfig, engine_config, user_path
+from tenuto.base.config import EngineConfig, WorkerSettings, engine_config, user_path
 from tenuto.base.errors import ConfigError, TenutoError
 from tenuto.base.heap import give_back
 from tenuto.base.tools.definitions import ModelHabits
@@ -42,7 +42,6 @@ from tenuto.base.wire.messages import (
     TokenTexts,
     UpdateWeights,
     Withdraw,
-    WorkerSettings,
 )
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread.acknowledge import Acknowledger
@@ -53,7 +52,7 @@ from tenuto.engine.thread.rendering import Renderer
 from tenuto.runtime.intake import Input, Intake, size_of
 from tenuto.runtime.lanes import Lanes
 from tenuto.runtime.loaded_model import LoadedModel
-from tenuto.runtime.models import Model, build_engine, load_model, server_budget
+from tenuto.runtime.models import Model, build_engine, load_model, memory_bytes, server_budget
 from tenuto.runtime.outbox import Outbox
 from tenuto.runtime.preparation import Preparer
 from tenuto.runtime.session_files import SessionFiles
@@ -325,7 +324,9 @@ def open_service(settings: WorkerSettings, send: Callable[[AnyReply], None]) -> 
         settings.kv_cache_dtype,
     )
     config = engine_config(settings.config, model.max_context)
-    memory = settings.memory_bytes if settings.memory_bytes is not None else server_budget(model, config)
+    memory = memory_bytes(settings)
+    if memory is None:
+        memory = server_budget(model, config)
     return Service(model, config, memory, send, journal=open_journal(settings, model))
 
 

@@ -15,11 +15,12 @@ from contextlib import suppress
 
 import msgspec
 
+from tenuto.base.config import WorkerSettings
 from tenuto.base.errors import TenutoError
 from tenuto.base.garbage import look_less_often
 from tenuto.base.logs import configure_logs
 from tenuto.base.wire.frames import FrameReader, frame
-from tenuto.base.wire.messages import AnyReply, AnyRequest, Describe, WorkerSettings, refusal_of
+from tenuto.base.wire.messages import AnyReply, AnyRequest, Describe, refusal_of
 from tenuto.runtime.service import Service, open_service
 
 RECEIVE_BYTES = 2**18

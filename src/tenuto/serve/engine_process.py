@@ -11,8 +11,8 @@ from typing import Self
 
 import msgspec
 
+from tenuto.base.config import WorkerSettings
 from tenuto.base.wire.frames import frame
-from tenuto.base.wire.messages import WorkerSettings
 
 
 class EngineProcess:

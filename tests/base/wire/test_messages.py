@@ -7,6 +7,7 @@ from typing import get_args
 import msgspec
 import pytest
 
+from tenuto.base.config import WorkerSettings
 from tenuto.base.errors import ConfigError, EngineStopped
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.sampling import Candidate, Sampling, TokenLogprob
@@ -22,7 +23,6 @@ from tenuto.base.wire.messages import (
     StartTurn,
     Stopped,
     Updates,
-    WorkerSettings,
     answer_of,
     error_of,
     refusal_of,

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar, cast, get_args
 
 import msgspec
 
-from tenuto.base.config import EngineOptions, Limits, engine_config
+from tenuto.base.config import Limits
 from tenuto.base.errors import EngineStopped, TenutoError
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.plan import Part
@@ -39,31 +39,6 @@ T_co = TypeVar("T_co", covariant=True)
 
 class WireMessage(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=True):
     """Base of all messages; on the wire an array that begins with the message's name."""
-
-
-class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How to make an engine; the first message to an engine process, which logs at `log_level`, as the edge does.
-    `journal`: the path of its journal, if it has one. Raises `ConfigError` if `config` is wrong for any model."""
-
-    model: str
-    device: str = "cpu"
-    dtype: str | None = None
-    memory_bytes: int | None = None
-    page_size: int = 32
-    kernels: str = "auto"
-    kv_cache_dtype: str = "auto"
-    journal: str | None = None
-    config: EngineOptions = {}
-    log_level: str = "info"
-
-    def __post_init__(self) -> None:
-        engine_config(self.config)
-
-    @property
-    def snapshot_seconds(self) -> float:
-        """How long the engine may write memory to disk when it is closed."""
-        config = engine_config(self.config)
-        return config.snapshot_seconds if self.journal is not None and config.disk_tier else 0.0
 
 
 class Request(WireMessage, Generic[T_co], frozen=True, kw_only=True):

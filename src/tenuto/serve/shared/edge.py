@@ -74,7 +74,7 @@ class Edge:
     @property
     def served_names(self) -> tuple[str, ...]:
         """The names that clients may give the model, at least one."""
-        return self.settings.served_names or (self.model.model,)
+        return self.settings.served_model_name or (self.model.model,)
 
     def check_model(self, name: str) -> None:
         """Raises `ModelNotFound` unless `name` is the served model's, or any name is."""
@@ -86,7 +86,7 @@ class Edge:
 
     def tenant(self, headers: Headers) -> Tenant:
         """The tenant whose key is in the headers. Raises `Unauthorized`."""
-        keys = self.settings.keys
+        keys = self.settings.tenants
         if not keys:
             return EVERYONE
         scheme, _, key = headers.get("authorization", "").partition(" ")

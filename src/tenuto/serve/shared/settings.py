@@ -11,9 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from tenuto.base.checks import seconds, shown
-from tenuto.base.config import WEIGHTS, Limits
+from tenuto.base.checks import MAX_COUNT, MAX_SECONDS, Bounds, check_options, option
+from tenuto.base.config import WEIGHTS, Limits, user_path
 from tenuto.base.errors import ConfigError
+from tenuto.base.parsing import MAX_BYTES, parse_path, parse_ttl
 
 TENANT_PATTERN = r"[A-Za-z0-9_-]{1,32}"
 BODY_BYTES_A_SECOND = 1024
@@ -133,53 +134,60 @@ def read_keys(path: Path | None, api_key: str | None, admin_key: str | None) -> 
     return Keys.of(entries)
 
 
-def read_ttl(text: str) -> float | None:
-    """Seconds; `None` for "0" and "none". Raises `ConfigError`."""
-    if text.strip().lower() == "none":
-        return None
-    try:
-        return seconds("session_ttl", float(text), ConfigError) if float(text) else None
-    except ValueError:
-        raise ConfigError(f"session_ttl is {shown(text)}; allowed: seconds, or 0 or none for no limit") from None
+_COUNT = Bounds(1, MAX_COUNT)
+_BYTES = Bounds(1, MAX_BYTES)
+_ARRIVAL = Bounds(0.1, 3600.0)
 
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """How the server listens, and what clients may ask of it.
+    """How the server listens, and what clients may ask of it."""
 
-    `served_names`: names that clients may give the model, answers have the first; by default its own.
-    `any_model_name`: clients may call it anything. `max_body_bytes`: per request,
-    `max_bodies_bytes`: of all open requests together. `max_state_bytes`: of sessions that are imported with their
-    state, one or all together; they go to temporary files. `max_turns`: open turns of all tenants. `max_connections`:
-    open connections. `header_seconds`: until a request's headers are complete; `body_seconds`: until its body is, plus
-    one second for every `BODY_BYTES_A_SECOND` received. `keep_alive_seconds`: between two requests of a connection.
-    `session_ttl`: of sessions opened without a TTL, in seconds, `None` for never; a fork or trim inherits the TTL of
-    its source. `drain_seconds`: how long turns may continue after SIGTERM before they are aborted. `unread_seconds`:
-    how long a client may read nothing of its answer before it counts as gone. `public_metrics`: `/metrics` needs no
-    admin key.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    keys: Keys = field(default_factory=Keys)
-    served_names: tuple[str, ...] = ()
-    any_model_name: bool = False
-    max_body_bytes: int = 32 * 2**20
-    max_bodies_bytes: int = 2**30
-    max_state_bytes: int = 2**34
-    max_turns: int = 2048
-    max_connections: int = 4096
-    header_seconds: float = 10.0
-    body_seconds: float = 30.0
-    keep_alive_seconds: int = 5
-    session_ttl: float | None = DAY
-    drain_seconds: float = 5.0
-    unread_seconds: float = 30.0
-    public_metrics: bool = False
+    host: str = option("127.0.0.1", "Anything but this machine needs an API key.")
+    port: int = option(8000, "0 picks a free one.", Bounds(0, 65535))
+    served_model_name: tuple[str, ...] = option(
+        (), "What clients call the model; may be given several times, and answers have the first. By default its own."
+    )
+    any_model_name: bool = option(
+        default=False, description="Clients may call the model anything: for those that insist on a name."
+    )
+    api_key: str | None = option(
+        None, "Key that clients must give; as TENUTO_API_KEY it does not show in lists of processes.", secret=True
+    )
+    admin_api_key: str | None = option(None, "Key with all rights; likewise TENUTO_ADMIN_API_KEY.", secret=True)
+    keys: str | None = option(None, "A TOML file of keys, tenants and limits.", parse=parse_path, metavar="PATH")
+    session_ttl: float | None = option(
+        DAY,
+        "How long a session without a turn stays open, unless its request says otherwise; 0 or none: forever if its"
+        " client named it, else for a day. A fork or trim inherits the TTL of its source.",
+        parse=parse_ttl,
+        metavar="SECONDS",
+    )
+    drain_seconds: float = option(5.0, "How long turns may continue after SIGTERM.", Bounds(0.0, MAX_SECONDS))
+    unread_seconds: float = option(
+        30.0,
+        "A client that reads nothing of its answer for this long counts as gone; its system may announce reads only in"
+        " pieces of 64 KiB or more.",
+        Bounds(0.1, MAX_SECONDS),
+    )
+    max_body_bytes: int = option(32 * 2**20, "Per request.", _BYTES)
+    max_bodies_bytes: int = option(2**30, "Of all open requests together.", _BYTES)
+    max_state_bytes: int = option(
+        2**34, "Of all sessions being imported with their state, which go to temporary files.", _BYTES
+    )
+    max_turns: int = option(2048, "Most open turns of all tenants.", _COUNT)
+    max_connections: int = option(4096, "Most open connections.", _COUNT)
+    header_seconds: float = option(10.0, "How long a request's headers may take to arrive.", _ARRIVAL)
+    body_seconds: float = option(30.0, "How long its body may take; one second more for every KiB.", _ARRIVAL)
+    keep_alive_seconds: int = option(5, "How long a connection may be idle between requests.", Bounds(1, 3600))
+    public_metrics: bool = option(default=False, description="Show /metrics without an admin key.")
+    tenants: Keys = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        seconds("unread_seconds", self.unread_seconds, ConfigError)
-        if not self.keys and not _is_loopback(self.host):
+        check_options(self, ConfigError)
+        path = user_path(self.keys) if self.keys is not None else None
+        object.__setattr__(self, "tenants", read_keys(path, self.api_key, self.admin_api_key))
+        if not self.tenants and not _is_loopback(self.host):
             raise ConfigError(
                 f"host is {self.host}, which others can reach; allowed without an API key: 127.0.0.1, ::1, localhost"
             )
