@@ -13,7 +13,7 @@ from tests.serve.server import Server, serving
 
 @pytest.fixture(scope="module")
 def witness() -> Iterator[Server]:
-    """A server of the witness. Its audit is clean when the module's tests are done."""
+    """A server of the witness. It must pass an audit when the module's tests are done."""
     with serving("--model", "witness", "--context-length", "4096") as server:
         yield server
         server.audit()
@@ -21,8 +21,8 @@ def witness() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def slow_witness() -> Iterator[Server]:
-    """A server of the witness whose turns are still running when a test comes to end them, however busy the machine is:
-    4,000 tokens take 20 seconds."""
+    """A server of the witness on which turns last long enough to be ended by a test, however busy the machine is: 4,000
+    tokens take 20 seconds."""
     with serving("--model", "witness:0.005", "--context-length", "4096") as server:
         yield server
         server.audit()

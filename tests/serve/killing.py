@@ -1,16 +1,16 @@
-"""`python -m tests.serve.killing --times 1000`: a server is killed under load and started again, and what comes back is
-what was acknowledged. What was under way when it was killed is there whole, or not at all.
+"""`python -m tests.serve.killing --times 1000`: kills a server under load and starts it again, and checks that it comes
+back with everything it acknowledged. An operation under way at the kill is there whole, or not at all.
 
-It is killed at any moment, right after an answer, while the journal is being written, or, having been told to stop,
-while it leaves its sessions' memory on disk or once that is done; half of the time with writes that take long, so that
-what is answered too early is lost. Its memory is small, so that sessions go to disk before that, too. Requests that
-were answered are repeated to the next server, which answers the same.
+A server is killed at any moment, right after an answer, while the journal is being written, while it saves its
+sessions' memory to disk after SIGTERM, or once that is done; half of the servers have slow writes, so that premature
+answers are lost. Memory is small, so that sessions also go to disk before that. Requests that were answered are
+repeated to the next server, which must give the same answers.
 
-What was acknowledged is compared token for token. With `--model smollm2` all outputs, also those that nobody has seen,
-are compared with the model's logits for the same tokens, computed at once in a session of their own: every token must
-be the likeliest. Where logits depend on how many tokens share a step (kernels for AMX, PyTorch), its logit may be as
-far below the highest as `tests.exec.kernels.allowed_behind` says, and no more than `MOST_BEHIND` of the tokens may be
-that. A wrong token in a long history can hide in that; `--kernels avx512` leaves no room.
+Acknowledged output is compared token for token. With `--model smollm2` all outputs, even those no client has seen, are
+compared with the model's logits for the same tokens, computed at once in a separate session: every token must be the
+likeliest. Where logits depend on the number of tokens in a step (kernels for AMX, PyTorch), a token's logit may be
+below the highest by at most `tests.exec.kernels.allowed_behind`, for at most `MOST_BEHIND` of the tokens. That could
+hide a wrong token in a long history; `--kernels avx512` allows no difference.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ from tests.serve.test_killed_streams import VOCABULARY
 Turns = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 """Input and output of each turn of a session."""
 Behind = Callable[[Server, list[int], list[int]], list[float]]
-"""How far below the highest logits are those of some positions of a sequence: 0 for a token that the model would say,
-infinity for one that it certainly would not."""
+"""Returns the gaps between the logits of some positions' tokens and the highest: 0 for the token the model would
+generate, infinity for one that it certainly would not."""
 
 WITNESS = "witness:0.002"
 WORKERS = 6
 MAX_TURNS = 12
-"""A session with more is closed."""
+"""Sessions with more turns are closed."""
 SLOW_DISK = str(Path(__file__).parent / "slow_disk")
 MOMENTS = ("any moment", "after an answer", "in a write", "in a snapshot", "after a snapshot")
-"""When a server is killed."""
+"""The moments at which a server is killed."""
 SMALL = ("--context-length", "2048", "--memory", "80000")
-"""Of the witness: room for about a third of the sessions."""
+"""Options of the witness: room for about a third of the sessions."""
 MOST_BEHIND = 0.02
-"""Of the tokens that a model has said: so many may be less likely than others when they are computed again. With AMX
-123 of 24,000 were, one by 0.29, all others by less than 0.1."""
+"""The share of generated tokens that may be less likely than others when computed again. With AMX 123 of 24,000 were,
+one by 0.29, all others by less than 0.1."""
 
 
 class Attempt(NamedTuple):
-    """What an operation is to make of a session: it has `turns`, or is closed (`None`); with `given`, another turn
-    follows them, with this input and `wanted` tokens of output."""
+    """The expected effect of an operation on a session: it has `turns`, or is closed (`None`); with `given`, another
+    turn follows, with this input and `wanted` tokens of output."""
 
     turns: Turns | None
     given: tuple[int, ...] | None = None
@@ -70,7 +70,7 @@ class Attempt(NamedTuple):
 
 
 class Said(NamedTuple):
-    """A request for a turn, with an idempotency key, and the tokens of its answer."""
+    """A request for a turn, with its idempotency key, and the tokens of its answer."""
 
     path: str
     body: dict[str, object]
@@ -80,20 +80,21 @@ class Said(NamedTuple):
 
 @dataclass
 class Known:
-    """What clients know: the turns of every session that was acknowledged, and the operations under way, by session.
-    `found`: how often one that was under way at a kill was there whole, and how often not at all. `compared`: how many
-    tokens of output were computed again, and `behind`: how far below the highest the logits of the others were."""
+    """The clients' knowledge: the turns of every acknowledged session, and the operations under way, by session.
+    `found`: how many operations under way at a kill were there whole, and how many not at all. `compared`: the number
+    of output tokens computed again, and `behind`: the gaps to the highest logit of those that were not the
+    likeliest."""
 
     sessions: dict[str, Turns] = field(default_factory=dict)
     under_way: dict[str, Attempt] = field(default_factory=dict)
-    said: dict[str, Said] = field(default_factory=dict)  # of sessions, the last turn that was acknowledged
+    said: dict[str, Said] = field(default_factory=dict)  # the last acknowledged turn of each session
     operations: int = 0
     found: Counter[str] = field(default_factory=Counter)
     compared: int = 0
     behind: list[float] = field(default_factory=list)
 
     def acknowledged(self, session: str, output: tuple[int, ...]) -> None:
-        """The operation on this session is done; if it was a turn, this is what came of it."""
+        """Notes that the operation on this session is done; `output` is that of its turn, if it was one."""
         turns, given, wanted = self.under_way.pop(session)
         self.said.pop(session, None)
         self.operations += 1
@@ -105,7 +106,7 @@ class Known:
 
 
 class Refused(Exception):
-    """The server is ending, and has not carried out an operation, or not all of it."""
+    """The server is ending and has not carried out an operation, or not all of it."""
 
 
 def tokens_of(turns: Turns) -> list[int]:
@@ -121,7 +122,7 @@ def witness_behind(_: Server, tokens: list[int], positions: list[int]) -> list[f
 
 
 def model_behind(server: Server, tokens: list[int], positions: list[int]) -> list[float]:
-    """Computed at once, from nothing: turns that ask for log-probabilities of their input share no one's memory."""
+    """Computes everything at once from nothing: turns that request log-probabilities of their input share no memory."""
     with server.client() as http:
         name = http.post("/v1/sessions", json={}).raise_for_status().json()["id"]
         body = {"input": tokens, "input_logprobs": 1}
@@ -132,7 +133,7 @@ def model_behind(server: Server, tokens: list[int], positions: list[int]) -> lis
 
 
 class Worker:
-    """One client after the other's answer: opens, extends, forks, rewinds and closes sessions of its own."""
+    """Opens, extends, forks, rewinds and closes its own sessions, one operation after another."""
 
     def __init__(
         self, http: httpx.AsyncClient, known: Known, rng: Random, name: str, answered: Callable[[], None]
@@ -202,7 +203,7 @@ class Worker:
 
 
 class Killer:
-    """Kills a server and its engine at a moment of its kind, within about so many seconds."""
+    """Kills a server and its engine at a moment of the chosen kind, within about `seconds`."""
 
     def __init__(self, server: Server, journal: Path, tier: Path, rng: Random, seconds: float) -> None:
         self._server = server
@@ -214,13 +215,13 @@ class Killer:
         self._answers = rng.randint(1, 30)
 
     def answered(self) -> None:
-        """A client has just got an answer."""
+        """Notes that a client has just got an answer."""
         self._answers -= 1
         if self._answers == 0 and self.moment == "after an answer":
             self._server.kill_all()
 
     def wait(self) -> None:
-        """Wait for the moment, unless that is an answer's, and kill it."""
+        """Waits for the moment, except for an answer's, and kills the server."""
         if self.moment == "after an answer":
             return
         time.sleep(self._after)
@@ -240,13 +241,13 @@ class Killer:
             time.sleep(0.00005)
 
     def _snapshot(self) -> frozenset[tuple[str, int]]:
-        """Changes whenever a file of the disk tier is begun or ends."""
+        """Returns a value that changes whenever a file of the disk tier is created or grows."""
         with suppress(FileNotFoundError), os.scandir(self._tier) as entries:
             return frozenset((entry.name, entry.stat().st_size) for entry in entries)
         return frozenset()
 
     def _state(self) -> tuple[int, int] | None:
-        """Changes whenever the journal is written."""
+        """Returns a value that changes whenever the journal is written."""
         try:
             found = self._log.stat()
         except FileNotFoundError:
@@ -255,7 +256,7 @@ class Killer:
 
 
 async def load_until_killed(server: Server, known: Known, rng: Random, killer: Killer) -> None:
-    """Work until the server is killed."""
+    """Runs workers until the server is killed."""
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
         workers = [
             Worker(http, known, Random(rng.random()), f"w{number}-", killer.answered) for number in range(WORKERS)
@@ -267,7 +268,7 @@ async def load_until_killed(server: Server, known: Known, rng: Random, killer: K
 
 
 def check(server: Server, known: Known, behind: Behind) -> None:
-    """Every session is what was acknowledged, or what an operation under way would have made of it."""
+    """Checks that every session is as acknowledged, or as an operation under way would have left it."""
     with server.client() as http:
         found: dict[str, Turns] = {}
         for name in [each["id"] for each in listed(http)]:
@@ -294,16 +295,16 @@ def check(server: Server, known: Known, behind: Behind) -> None:
 
 
 def check_repeated(http: httpx.Client, said: dict[str, Said]) -> None:
-    """A repeated request gets what it got before, and runs nothing."""
+    """Checks that a repeated request gets the same answer and runs nothing."""
     for name, (path, body, key, tokens) in list(said.items())[:3]:
         before = http.get(f"/v1/sessions/{name}").json()["version"]
         answer = http.post(path, json=body, headers={"idempotency-key": key}).raise_for_status().json()
-        assert answer["tokens"] == tokens, f"a repeated turn of session {name} says {answer}; it said {tokens}"
+        assert answer["tokens"] == tokens, f"a repeated turn of session {name} returns {answer}; it was {tokens}"
         assert http.get(f"/v1/sessions/{name}").json()["version"] == before
 
 
 def done(attempt: Attempt, found: Turns | None) -> bool:
-    """Whether a session is what the operation makes of it, whatever the output of its turn says."""
+    """Returns whether the session is as the operation leaves it, whatever the output of its turn."""
     turns, given, wanted = attempt
     if found is None or turns is None or given is None:
         return found == turns
@@ -311,7 +312,7 @@ def done(attempt: Attempt, found: Turns | None) -> bool:
 
 
 def check_outputs(server: Server, known: Known, behind: Behind, turns: Turns, before: Turns | None = ()) -> None:
-    """Every turn says what the model says after all that precedes it."""
+    """Checks that every turn's output is the model's after all that precedes it."""
     tokens, positions = tokens_of(before or ()), list[int]()
     for given, output in turns:
         tokens += given
@@ -324,7 +325,7 @@ def check_outputs(server: Server, known: Known, behind: Behind, turns: Turns, be
     known.behind += [each for each in found if each > 0]
     with server.client() as http:
         allowed = allowed_behind(http.get("/v1/engine").json()["compute"])
-    assert max(found) <= allowed, f"{turns} after {before} is not what the model says: {found}"
+    assert max(found) <= allowed, f"{turns} after {before} differs from the model's output: {found}"
 
 
 def listed(http: httpx.Client) -> list[dict[str, str]]:
@@ -345,7 +346,7 @@ def kill_often(
     say: Callable[[str], None] = lambda _: None,
     kernels: str = "auto",
 ) -> Known:
-    """Kill a server so often; what clients know in the end."""
+    """Kills a server this many times; returns the clients' final knowledge."""
     rng, known, began, moments = Random(seed), Known(), time.monotonic(), Counter[str]()
     tier = journal.with_name("tier")
     behind, seconds = (witness_behind, 0.6) if model.startswith("witness") else (model_behind, 4.0)
@@ -376,7 +377,7 @@ def kill_often(
 
 
 def main() -> None:
-    """Run from the command line."""
+    """Runs from the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.serve.killing", description=__doc__)
     parser.add_argument("--model", default=WITNESS)
     parser.add_argument("--kernels", default="auto", help="of a model, as of tenuto serve")
@@ -387,7 +388,7 @@ def main() -> None:
         journal = Path(directory) / "journal"
         say = partial(print, flush=True)
         kill_often(journal, arguments.times, arguments.seed, arguments.model, say, kernels=arguments.kernels)
-        print("nothing that was acknowledged is lost")
+        print("nothing acknowledged was lost")
 
 
 if __name__ == "__main__":

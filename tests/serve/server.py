@@ -1,4 +1,4 @@
-"""A real server process for tests, and its end."""
+"""A real server process for tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ END_SECONDS = 20
 
 
 class Server:
-    """`tenuto serve` on a free port of this machine. `lines`: what it has written to either stream."""
+    """`tenuto serve` on a free port of this machine. `lines`: its output on both streams."""
 
     def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
         command = [sys.executable, "-c", "from tenuto.cli import main; main()", "serve", "--port", "0", *arguments]
@@ -30,7 +30,7 @@ class Server:
             text=True,
             bufsize=1,
             env={**os.environ, **(env or {})},
-            start_new_session=True,  # so that `kill_all` reaches the engine process, too
+            start_new_session=True,  # so that `kill_all` also reaches the engine process
         )
         self.lines: list[str] = []
         self.url = ""
@@ -56,22 +56,22 @@ class Server:
         return int(httpx.get(f"{self.url}/v1/engine").json()["pid"])
 
     def client(self, **options: Any) -> httpx.Client:
-        """An HTTP client whose URLs are paths."""
+        """Returns an HTTP client whose URLs are paths."""
         return httpx.Client(base_url=self.url, **{"timeout": 60, **options})
 
     def audit(self) -> None:
-        """Every unit of memory is accounted for."""
+        """Checks that every unit of memory is accounted for."""
         answer = httpx.get(f"{self.url}/audit", timeout=60)
         assert answer.status_code == 200, answer.text
 
     def stop(self) -> int:
-        """SIGTERM; the exit status."""
+        """Sends SIGTERM; returns the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(END_SECONDS)
 
     def kill_all(self) -> None:
-        """Whatever is left of it."""
+        """Kills all remaining processes of the server."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(END_SECONDS)
@@ -80,7 +80,7 @@ class Server:
 
 @contextmanager
 def serving(*arguments: str, env: dict[str, str] | None = None) -> Iterator[Server]:
-    """A server while the block runs."""
+    """Runs a server inside the context."""
     server = Server(*arguments, env=env)
     try:
         yield server

@@ -1,5 +1,5 @@
-"""Agent frameworks from the package index run their loops of tools on a server, unchanged. The small model's wits are
-replaced by grammars, which force the calls."""
+"""Agent frameworks from the package index run their tool loops on a server, unchanged. The model is too small to call
+tools by itself, so grammars force the calls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model_of(client: AsyncOpenAI, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["chat", "responses"])
-def test_openais_agents_call_a_tool_and_answer_in_shape(smollm2_server: Server, kind: str) -> None:
+def test_openais_agents_call_a_tool_and_answer_in_a_schema(smollm2_server: Server, kind: str) -> None:
     asked: list[int] = []
 
     @function_tool(is_enabled=lambda _context, _agent: len(asked) < 2)
@@ -54,7 +54,7 @@ def test_openais_agents_call_a_tool_and_answer_in_shape(smollm2_server: Server, 
                 model_settings=ModelSettings(
                     tool_choice="required", parallel_tool_calls=False, max_tokens=64, temperature=0
                 ),
-                output_type=Weather,  # after the first call, tool_choice is auto: a call, or an answer in this shape
+                output_type=Weather,  # after the first call, tool_choice is auto: a call, or an answer in this schema
             )
             return await Runner.run(agent, "Is it warm on day 3?", max_turns=5)
 
@@ -64,7 +64,7 @@ def test_openais_agents_call_a_tool_and_answer_in_shape(smollm2_server: Server, 
     assert [item.type for item in done.new_items][:2] == ["tool_call_item", "tool_call_output_item"]
 
 
-def test_openais_agents_stream_and_go_on_from_a_response(smollm2_server: Server) -> None:
+def test_openais_agents_stream_and_continue_from_a_response(smollm2_server: Server) -> None:
     settings = ModelSettings(max_tokens=200, temperature=0)
 
     async def talk() -> tuple[str, Any]:
@@ -85,7 +85,7 @@ def test_openais_agents_stream_and_go_on_from_a_response(smollm2_server: Server)
     assert usage.input_tokens_details.cached_tokens > 20  # the first turn was not computed again
 
 
-def test_pydantics_agents_call_a_tool_and_answer_in_shape(smollm2_server: Server) -> None:
+def test_pydantics_agents_call_a_tool_and_answer_in_a_schema(smollm2_server: Server) -> None:
     asked: list[int] = []
 
     async def once(_: Any, tool: Any) -> Any:
@@ -95,7 +95,7 @@ def test_pydantics_agents_call_a_tool_and_answer_in_shape(smollm2_server: Server
         async with client_of(smollm2_server) as client:
             agent = PydanticAgent(
                 OpenAIChatModel("smollm2", provider=OpenAIProvider(openai_client=client)),
-                output_type=Weather,  # told as a tool: calls are required
+                output_type=Weather,  # sent as a tool: calls are required
                 system_prompt="Look the temperature up, then say whether it is warm.",
                 model_settings={"max_tokens": 64, "temperature": 0, "parallel_tool_calls": False},
             )

@@ -1,4 +1,4 @@
-"""The interface in Anthropic's manner, spoken to by Anthropic's own client."""
+"""The Anthropic interface, used by Anthropic's own client."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_messages_are_answered(client: Anthropic) -> None:
     assert read == client.messages.count_tokens(model="witness", messages=HI).input_tokens
 
 
-def test_a_stream_says_what_the_whole_answer_says(client: Anthropic) -> None:
+def test_a_stream_has_the_text_of_the_whole_answer(client: Anthropic) -> None:
     options: dict[str, Any] = {"max_tokens": 20, "extra_body": {"temperature": 0}}
     whole = ask(client, **options)
     with client.messages.stream(model="witness", messages=HI, **options) as stream:
@@ -84,7 +84,7 @@ def test_a_stop_sequence_ends_an_answer(client: Anthropic) -> None:
     assert answer.content[0].text == text[: text.index(stop)]
 
 
-def test_a_loop_of_tools_and_results(client: Anthropic) -> None:
+def test_a_loop_of_tool_calls_and_results(client: Anthropic) -> None:
     messages = list(HI)
     for _ in range(3):
         answer = ask(client, messages, tools=[WEATHER], tool_choice=FORCED)
@@ -98,7 +98,7 @@ def test_a_loop_of_tools_and_results(client: Anthropic) -> None:
     assert usage.input_tokens + usage.cache_read_input_tokens > 200
 
 
-def test_a_stream_tells_the_call_that_the_whole_answer_has(client: Anthropic) -> None:
+def test_a_stream_has_the_call_of_the_whole_answer(client: Anthropic) -> None:
     options: dict[str, Any] = {
         "tools": [WEATHER],
         "tool_choice": FORCED,
@@ -137,7 +137,7 @@ def test_an_answer_follows_a_schema(client: Anthropic) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_done_is_refused_and_the_field_named(
+def test_an_impossible_request_is_refused_by_its_field(
     client: Anthropic, witness: Server, options: dict[str, Any], named: str
 ) -> None:
     body = {"model": "witness", "messages": HI, "max_tokens": 5, **options}
@@ -161,7 +161,7 @@ def told(answer: httpx.Response, status: int, kind: str) -> dict[str, Any]:
     return error
 
 
-def test_a_model_that_is_not_there_is_not_found(client: Anthropic) -> None:
+def test_an_unknown_model_is_not_found(client: Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError, match="no model") as refused:
         ask(client, model="other")
     assert refused.value.type == "not_found_error"

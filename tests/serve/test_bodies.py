@@ -1,4 +1,4 @@
-"""JSON bodies are bounded in structure, read as JSON, and forgotten."""
+"""JSON bodies are limited in structure, parsed strictly, and freed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ VALUES = st.recursive(
 
 
 def counted(value: Any) -> tuple[int, int]:
-    """Commas and what opens, and what opens and colons, which is what `Structure` counts."""
+    """Returns the number of commas and opening brackets, and of opening brackets and colons, as `Structure` counts
+    them."""
     if not isinstance(value, list | dict):
         return 0, 0
     children = [counted(child) for child in (value.values() if isinstance(value, dict) else value)]
@@ -62,7 +63,7 @@ def test_structure_is_counted_outside_of_strings_however_the_body_is_cut(
         (b"[" * (MAX_DEPTH + 1), MAX_DEPTH),
     ],
 )
-def test_too_much_structure_is_refused_with_what_is_allowed(body: bytes, allowed: int) -> None:
+def test_too_much_structure_is_refused_with_the_limit(body: bytes, allowed: int) -> None:
     with pytest.raises(TooLarge, match=f"more than {allowed}"):
         Structure().feed(body)
 
@@ -77,7 +78,7 @@ def test_too_much_structure_is_refused_with_what_is_allowed(body: bytes, allowed
     ],
     ids=["text", "tokens", "messages", "depth"],
 )
-def test_large_text_many_tokens_and_many_messages_are_taken(body: bytes) -> None:
+def test_large_text_many_tokens_and_many_messages_are_accepted(body: bytes) -> None:
     structure = Structure()
     for at in range(0, len(body), 2**16):
         structure.feed(body[at : at + 2**16])
@@ -86,7 +87,7 @@ def test_large_text_many_tokens_and_many_messages_are_taken(body: bytes) -> None
 @pytest.mark.parametrize(
     "body", [b'[1e400, NaN, "\\ud800", 123456789012345678901234567890]', b"\xef\xbb\xbf[1]", b"[1.5, true]"]
 )
-def test_a_body_is_read_as_json_reads_it(body: bytes) -> None:
+def test_a_body_is_read_as_python_reads_json(body: bytes) -> None:
     assert repr(parsed(body)) == repr(json.loads(body))
 
 
@@ -103,7 +104,7 @@ def test_dense_bodies_are_refused_before_they_are_parsed(http: httpx.Client) -> 
     assert str(MAX_PARTS) in answer.json()["error"]["message"]
 
 
-def test_every_route_with_a_body_reads_it_so(witness: Server) -> None:
+def test_every_route_with_a_body_checks_it_before_parsing(witness: Server) -> None:
     async def routes(http: httpx.AsyncClient) -> list[APIRoute]:
         transport: Any = http._transport
         app: FastAPI = transport.app
@@ -112,9 +113,9 @@ def test_every_route_with_a_body_reads_it_so(witness: Server) -> None:
     assert all(isinstance(route, JsonRoute) for route in in_process(routes) if route.body_field is not None)
 
 
-def test_what_was_parsed_is_gone_when_the_request_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parsed_body_is_freed_when_the_request_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     class Parsed(dict[str, Any]):
-        """Can be looked for."""
+        """A dict that can be weakly referenced."""
 
     seen: list[weakref.ref[Any]] = []
 

@@ -1,4 +1,4 @@
-"""Requests as coding agents and agent frameworks write them: what may be left undone is, and the answer says so."""
+"""Requests as coding agents and agent frameworks send them: optional parts are ignored, and the answer names them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def post(http: httpx.Client, path: str, body: dict[str, Any]) -> httpx.Response:
 
 
 def undone(answer: httpx.Response) -> list[str]:
-    """What the answer's header names, once it is known to be an answer."""
+    """Returns the ignored fields named in the answer's header, after checking that the request succeeded."""
     assert answer.status_code == 200, answer.text
     return answer.headers[UNDONE].split(", ") if UNDONE in answer.headers else []
 
@@ -32,7 +32,7 @@ def message(http: httpx.Client, **fields: Any) -> httpx.Response:
     return post(http, "/v1/messages?beta=true", {"messages": HI, "max_tokens": 4, **fields})
 
 
-def test_a_coding_agent_of_anthropics_is_answered(http: httpx.Client) -> None:
+def test_anthropics_coding_agent_is_answered(http: httpx.Client) -> None:
     text = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
     answer = message(
         http,
@@ -48,11 +48,11 @@ def test_a_coding_agent_of_anthropics_is_answered(http: httpx.Client) -> None:
     assert "message_stop" in answer.text
 
 
-def test_a_field_that_asks_for_nothing_is_not_named(http: httpx.Client) -> None:
+def test_a_field_that_requests_nothing_is_not_named(http: httpx.Client) -> None:
     assert undone(message(http, thinking={"type": "disabled"}, context_management={}, metadata={})) == []
 
 
-def test_what_is_left_undone_is_logged(witness: Server) -> None:
+def test_ignored_fields_are_logged(witness: Server) -> None:
     with witness.client() as http:
         assert undone(message(http, speed="fast")) == ["speed"]
     deadline = time.monotonic() + 10
@@ -61,7 +61,7 @@ def test_what_is_left_undone_is_logged(witness: Server) -> None:
         time.sleep(0.01)
 
 
-def test_a_system_message_within_the_conversation_is_read_where_it_stands(http: httpx.Client) -> None:
+def test_a_system_message_within_the_conversation_stays_in_its_place(http: httpx.Client) -> None:
     def counted(*messages: dict[str, Any]) -> int:
         answer = post(http, "/v1/messages/count_tokens", {"messages": messages})
         return int(answer.json()["input_tokens"])
@@ -80,11 +80,11 @@ def test_tools_that_cannot_be_run_are_left_out_and_named(http: httpx.Client) -> 
     assert shown([*hosted, READ]) == shown([READ]) > shown(hosted)
 
 
-def test_the_name_of_a_tool_that_is_left_out_cannot_forge_a_header(http: httpx.Client) -> None:
+def test_the_name_of_an_ignored_tool_cannot_forge_a_header(http: httpx.Client) -> None:
     assert undone(message(http, tools=[{"type": "a, b\r\nset-cookie: c"}])) == ["tools.a__b__set-cookie:_c"]
 
 
-def test_results_may_refer_to_tools_that_were_found(http: httpx.Client) -> None:
+def test_results_may_refer_to_tools_found_by_search(http: httpx.Client) -> None:
     call = {"type": "tool_use", "id": "t", "name": "Read", "input": {}}
     found = [{"type": "tool_reference", "tool_name": "Later"}]
     result = {"type": "tool_result", "tool_use_id": "t", "content": found}
@@ -92,7 +92,7 @@ def test_results_may_refer_to_tools_that_were_found(http: httpx.Client) -> None:
     assert message(http, messages=turns, tools=[READ]).status_code == 200
 
 
-def test_a_coding_agent_of_openais_is_answered(http: httpx.Client) -> None:
+def test_openais_coding_agent_is_answered(http: httpx.Client) -> None:
     function = {"type": "function", "name": "run", "strict": False, "parameters": {"type": "object", "properties": {}}}
     spawn = {"type": "namespace", "name": "agents", "description": "x", "tools": [{**function, "name": "spawn"}]}
     body = {
@@ -114,7 +114,7 @@ def test_a_coding_agent_of_openais_is_answered(http: httpx.Client) -> None:
     assert [tool["name"] for tool in answer.json()["tools"]] == ["run"]
 
 
-def test_fields_of_chats_that_only_advise_are_accepted_and_named(http: httpx.Client) -> None:
+def test_advisory_fields_of_chats_are_accepted_and_named(http: httpx.Client) -> None:
     advice = {
         "store": True,
         "prediction": {"type": "content", "content": "x"},
@@ -127,7 +127,7 @@ def test_fields_of_chats_that_only_advise_are_accepted_and_named(http: httpx.Cli
     assert set(undone(answer)) == set(advice)
 
 
-def test_what_clients_add_to_the_messages_they_send_back_is_accepted(http: httpx.Client) -> None:
+def test_fields_that_clients_add_to_messages_they_send_back_are_accepted(http: httpx.Client) -> None:
     cached = {"cache_control": {"type": "ephemeral"}}
     function = {"name": "f", "arguments": "{}"}
     call = {"id": "c", "type": "function", "function": function, "index": 0, "provider_specific_fields": None}
@@ -142,7 +142,7 @@ def test_what_clients_add_to_the_messages_they_send_back_is_accepted(http: httpx
     assert undone(answer) == []
 
 
-def test_a_thread_is_refused_in_words_that_make_the_client_do_without(witness: Server) -> None:
+def test_a_thread_is_refused_with_the_error_that_makes_the_client_fall_back(witness: Server) -> None:
     asked: list[str] = []
 
     @beta_tool
@@ -173,7 +173,7 @@ def test_a_thread_is_refused_in_words_that_make_the_client_do_without(witness: S
         ("/v1/responses", {"input": None}, "input", "This model's maximum context length is 4096 tokens"),
     ],
 )
-def test_a_context_that_is_exceeded_is_told_in_the_words_that_clients_look_for(
+def test_an_exceeded_context_is_reported_in_the_words_that_clients_look_for(
     http: httpx.Client, path: str, body: dict[str, Any], field: str, words: str
 ) -> None:
     long: Any = "word " * 2000
@@ -185,7 +185,9 @@ def test_a_context_that_is_exceeded_is_told_in_the_words_that_clients_look_for(
     assert "allowed: 409" in error["message"]
 
 
-def test_a_prompt_that_is_too_long_is_told_in_the_words_that_anthropics_clients_look_for(http: httpx.Client) -> None:
+def test_a_prompt_that_is_too_long_is_reported_in_the_words_that_anthropics_clients_look_for(
+    http: httpx.Client,
+) -> None:
     answer = post(http, "/v1/messages", {"messages": [{"role": "user", "content": "word " * 2000}], "max_tokens": 5})
     error = answer.json()["error"]
     assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
@@ -193,7 +195,7 @@ def test_a_prompt_that_is_too_long_is_told_in_the_words_that_anthropics_clients_
     assert "allowed: 409" in error["message"]
 
 
-def test_the_same_grammar_given_twice_is_one(http: httpx.Client) -> None:
+def test_the_same_grammar_given_twice_counts_once(http: httpx.Client) -> None:
     rules = 'start: "yes" | "no"'
     twice = {"guided_grammar": rules, "structured_outputs": {"grammar": rules}, "guided_decoding_backend": "guidance"}
     chat = {"messages": HI, "max_tokens": 9}
@@ -221,7 +223,7 @@ def test_a_model_may_have_several_names(renamed: Server) -> None:
         assert "'claude-x', 'gpt-x'" in answer.json()["error"]["message"]
 
 
-def test_any_name_is_the_models_if_the_server_says_so() -> None:
+def test_any_model_name_is_accepted_if_the_server_allows_it() -> None:
     options = ("--model", "witness", "--context-length", "512", "--any-model-name")
     with serving(*options) as server, server.client() as http:
         answer = http.post("/v1/completions", json={"model": "gpt-6", "prompt": "a", "max_tokens": 1})

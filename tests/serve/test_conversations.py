@@ -1,4 +1,4 @@
-"""OpenAI's conversations, by OpenAI's own client and its agents."""
+"""OpenAI's conversations, used by OpenAI's own client and agents."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def client(witness: Server) -> Iterator[OpenAI]:
 
 
 def said(client: OpenAI, name: str, **options: Any) -> list[tuple[str, str]]:
-    """The roles and texts of a conversation's messages, by default the oldest first."""
+    """Returns the roles and texts of a conversation's messages, by default the oldest first."""
     items: Any = client.conversations.items.list(name, **{"order": "asc", **options})
     return [(item.role, item.content[0].text) for item in items]
 
@@ -50,11 +50,11 @@ def test_a_conversation_is_opened_read_changed_and_deleted(client: OpenAI) -> No
             ask(opened.id)
 
 
-def test_items_are_listed_by_pages_in_either_order_and_removed(client: OpenAI) -> None:
+def test_items_are_listed_in_pages_in_either_order_and_deleted(client: OpenAI) -> None:
     name = client.conversations.create().id
     for start in (0, 20):
         client.conversations.items.create(name, items=[user(str(number)) for number in range(start, start + 20)])
-    texts = [text for _, text in said(client, name, limit=7)]  # the client asks for one page after another
+    texts = [text for _, text in said(client, name, limit=7)]  # the client requests one page after another
     assert texts == [str(number) for number in range(40)]
     newest: Any = client.conversations.items.list(name, limit=1).data[0]
     assert newest.content[0].text == "39"
@@ -66,7 +66,7 @@ def test_items_are_listed_by_pages_in_either_order_and_removed(client: OpenAI) -
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_response_goes_on_from_a_conversation_and_is_added_to_it(client: OpenAI, stream: bool) -> None:
+def test_a_response_continues_a_conversation_and_is_added_to_it(client: OpenAI, stream: bool) -> None:
     name = client.conversations.create(items=[user("one two three")]).id
     options: dict[str, Any] = {"model": "witness", "max_output_tokens": 5, "temperature": 0}
     given: Any = client.responses.create(input="four", conversation=name, stream=stream, **options)
@@ -78,7 +78,7 @@ def test_a_response_goes_on_from_a_conversation_and_is_added_to_it(client: OpenA
     assert said(client, name) == expected
 
 
-def test_a_conversation_is_free_again_after_a_response_that_was_refused(client: OpenAI) -> None:
+def test_a_conversation_is_free_again_after_a_refused_response(client: OpenAI) -> None:
     name = client.conversations.create().id
     with pytest.raises(openai.BadRequestError):
         client.responses.create(model="witness", input="a" * 9000, conversation=name)
@@ -86,7 +86,7 @@ def test_a_conversation_is_free_again_after_a_response_that_was_refused(client: 
     assert [role for role, _ in said(client, name)] == ["user", "assistant"]
 
 
-def test_one_response_at_a_time_goes_on_from_a_conversation(slow_witness: Server) -> None:
+def test_only_one_response_at_a_time_continues_a_conversation(slow_witness: Server) -> None:
     with OpenAI(base_url=f"{slow_witness.url}/v1", api_key="none", max_retries=0) as client:
         name = client.conversations.create().id
         options: dict[str, Any] = {"model": "witness", "input": "a", "conversation": name}
@@ -96,7 +96,7 @@ def test_one_response_at_a_time_goes_on_from_a_conversation(slow_witness: Server
                 client.responses.create(**options)
             with pytest.raises(openai.ConflictError, match="not complete"):
                 client.conversations.items.create(name, items=[user("b")])
-        while True:  # until the server has noticed that nobody reads the stream
+        while True:  # until the server has noticed that the stream has no reader
             try:
                 client.conversations.items.create(name, items=[user("b")])
                 break
@@ -112,13 +112,13 @@ def test_one_response_at_a_time_goes_on_from_a_conversation(slow_witness: Server
         ({"conversation": 5}, "conversation"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(client: OpenAI, options: dict[str, Any], param: str) -> None:
+def test_contradictory_requests_are_refused(client: OpenAI, options: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.responses.create(model="witness", input="a", **options)
     assert refused.value.param == param
 
 
-def test_a_tenants_conversations_are_bounded_and_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tenants_conversations_are_limited_and_private(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversations, "MAX_CONVERSATIONS", 2)
     monkeypatch.setattr(conversations, "MAX_BYTES", 1000)
     held = conversations.Conversations()

@@ -1,5 +1,5 @@
-"""Fields of requests that vLLM, SGLang, OpenAI and Anthropic have beside those we offer: what asks for nothing is
-accepted, and what cannot be done is refused by its name."""
+"""Fields of vLLM, SGLang, OpenAI and Anthropic beyond those we offer: values that request nothing are accepted, and
+unsupported ones are refused by name."""
 
 from __future__ import annotations
 
@@ -321,7 +321,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("face", ACCEPTED, ids=lambda face: face[1])
-def test_what_asks_for_nothing_or_can_be_done_is_accepted(witness: Server, face: tuple[str, str]) -> None:
+def test_fields_that_request_nothing_or_are_supported_are_accepted(witness: Server, face: tuple[str, str]) -> None:
     body, fields = ACCEPTED[face]
     refused = []
     with witness.client() as http:
@@ -355,7 +355,7 @@ def test_harmless_sampling_parameters_of_sglang_are_accepted(witness: Server) ->
 
 
 @pytest.mark.parametrize("path", REFUSED)
-def test_what_cannot_be_done_is_refused_by_its_name_and_says_why(witness: Server, path: str) -> None:
+def test_unsupported_fields_are_refused_by_name_with_the_reason(witness: Server, path: str) -> None:
     body, fields = REFUSED[path]
     wrong = []
     with witness.client() as http:

@@ -1,4 +1,4 @@
-"""What no client should send, and what any may by its description, to a real server of the witness."""
+"""Requests no client should send, and requests the OpenAPI description allows, against a real server of the witness."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from schemathesis.specs.openapi.checks import (
 from tests.serve.server import Server, serving
 
 SECONDS = 20
-"""How long an answer may take. A turn of the small context ends well before."""
+"""The longest an answer may take. A turn in the small context ends well before."""
 BOUNDED = settings(
     max_examples=5,
     deadline=None,
@@ -39,7 +39,7 @@ BOUNDED = settings(
 
 @pytest.fixture(scope="module")
 def witness() -> Iterator[Server]:
-    """A server on which turns end soon. Its audit is clean when the module's tests are done."""
+    """A server on which turns end soon. It must pass an audit when the module's tests are done."""
     with serving("--model", "witness", "--context-length", "256", "--session-ttl", "30") as server:
         yield server
         server.audit()
@@ -48,32 +48,32 @@ def witness() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def fuzzed(witness: Server) -> Iterator[httpx.Client]:
-    """A client that fails when nothing comes for a while."""
+    """A client that fails when nothing arrives for a while."""
     with witness.client(timeout=SECONDS) as http:
         http.post("/v1/sessions", json={"id": "fuzzed"})
         yield http
 
 
 HALTING = {"/pause_generation": "/continue_generation", "/release_memory_occupation": "/resume_memory_occupation"}
-"""Routes after which no turn goes on, and those that end that."""
+"""Routes that pause all turns, with those that resume them."""
 
 
 def acceptable(response: httpx.Response) -> None:
-    """Nothing failed, and what is refused is refused in form."""
+    """Checks that the server did not fail and that a refusal has the right form."""
     status = response.status_code
     assert status < 500 or (status == 503 and "retry-after" in response.headers), response.text
     if status >= 400 and response.content and response.headers.get("content-type") == "application/json":
         assert response.json()["error"]["message"]
 
 
-# -- by the description
+# -- from the description
 
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
 @pytest.mark.parametrize("mode", list(schemathesis.GenerationMode))
-def test_what_the_description_allows_and_forbids_is_answered_as_it_says(
+def test_requests_the_description_allows_or_forbids_are_answered_as_described(
     witness: Server, fuzzed: httpx.Client, mode: schemathesis.GenerationMode
 ) -> None:
     schema = schemathesis.openapi.from_url(f"{witness.url}/openapi.json")
@@ -87,7 +87,7 @@ def test_what_the_description_allows_and_forbids_is_answered_as_it_says(
         def answered(case: schemathesis.Case) -> None:
             parameters = case.path_parameters
             if "session_id" in parameters and zlib.crc32(repr(case.body).encode(errors="replace")) % 4:
-                parameters["session_id"] = "fuzzed"  # else it hardly ever is one that there is
+                parameters["session_id"] = "fuzzed"  # otherwise it is hardly ever an existing one
             case.validate_response(case.call(timeout=SECONDS), checks=CHECKS)
 
         try:
@@ -157,7 +157,7 @@ HEADERS = st.dictionaries(
 
 
 def routes(http: httpx.Client) -> list[tuple[str, str]]:
-    """Methods and paths of the description, of a session that there is; without those after which turns wait."""
+    """Returns methods and paths of the description, for an existing session, without the routes that pause turns."""
     described = http.get("/openapi.json").json()["paths"]
     return [
         (method.upper(), path.replace("{session_id}", "fuzzed").replace("{turn_id}", f"turn-{'0' * 24}"))
@@ -239,7 +239,7 @@ def test_a_session_that_can_be_opened_can_be_read_used_and_closed(fuzzed: httpx.
         ("/v1/sessions/fuzzed/turns", b'{"input": [1], "stop": "\\udfff"}'),
     ],
 )
-def test_what_no_message_to_the_engine_can_carry_is_refused(fuzzed: httpx.Client, path: str, body: bytes) -> None:
+def test_text_that_no_engine_message_can_carry_is_refused(fuzzed: httpx.Client, path: str, body: bytes) -> None:
     answer = fuzzed.post(path, content=body, headers={"content-type": "application/json"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
 
@@ -267,7 +267,9 @@ def test_no_method_makes_the_server_fail(fuzzed: httpx.Client, method: str) -> N
     ],
     ids=["bytes", "version", "long path", "headers", "negative", "huge", "chunks", "both lengths", "path"],
 )
-def test_what_is_no_http_breaks_only_its_connection(witness: Server, fuzzed: httpx.Client, sent: bytes) -> None:
+def test_bytes_that_are_not_http_break_only_their_connection(
+    witness: Server, fuzzed: httpx.Client, sent: bytes
+) -> None:
     url = httpx.URL(witness.url)
     with socket.create_connection((url.host, url.port or 0), timeout=SECONDS) as connection:
         try:

@@ -1,4 +1,4 @@
-"""Refusals of what is malformed: they name the field as the request does, and say what is allowed there."""
+"""Refusals of malformed requests: they name the field as the request does, and give the allowed values."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ PLACES: dict[str, dict[str, Any]] = {
 OF_PYTHON = re.compile(
     r"Input should|instance of|list\[|dict\[|constrained|function-|literal|nullable|Extra inputs|Field "
 )
-"""Words that a user has not written and need not know."""
+"""Python's own words, which a user neither wrote nor needs to know."""
 
 
 @pytest.fixture(autouse=True)
 def session(http: httpx.Client) -> None:
-    http.post("/v1/sessions", json={"id": "invalid"})  # or it is there already
+    http.post("/v1/sessions", json={"id": "invalid"})  # or it is open already
 
 
 def error_of(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def error_of(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
     return error
 
 
-# -- which field, and what is allowed
+# -- the field, and the allowed values
 
 
 PART = {"type": "text", "text": "a"}
@@ -139,7 +139,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("path", "change", "param", "said"), WRONG)
-def test_a_refusal_names_the_field_as_it_was_written_and_says_what_is_allowed(
+def test_a_refusal_names_the_field_as_written_and_the_allowed_values(
     http: httpx.Client, path: str, change: dict[str, Any], param: str, said: str
 ) -> None:
     error = error_of(http.post(path, json={**PLACES[path], **change}))
@@ -171,7 +171,7 @@ def test_a_refusal_names_the_field_as_it_was_written_and_says_what_is_allowed(
         ("/v1/sessions/invalid/turns", {"input": [10**6]}, "input"),
     ],
 )
-def test_what_only_the_engine_can_refuse_names_its_field_too(
+def test_refusals_by_the_engine_also_name_the_field(
     http: httpx.Client, path: str, change: dict[str, Any], param: str
 ) -> None:
     answer = http.post(path, json={**PLACES[path], **change})
@@ -179,7 +179,7 @@ def test_what_only_the_engine_can_refuse_names_its_field_too(
     assert answer.status_code in (400, 404)
 
 
-def test_openais_client_is_told_which_field_was_wrong(witness: Server) -> None:
+def test_openais_client_learns_which_field_was_wrong(witness: Server) -> None:
     with OpenAI(base_url=f"{witness.url}/v1", api_key="none", max_retries=0) as client:
         with pytest.raises(openai.BadRequestError) as refused:
             client.chat.completions.create(model="witness", messages=[{"role": "user", "content": 5}])
@@ -189,7 +189,7 @@ def test_openais_client_is_told_which_field_was_wrong(witness: Server) -> None:
         assert unknown.value.param == "model"
 
 
-def test_parameters_of_other_places_are_named_with_their_place(http: httpx.Client) -> None:
+def test_query_path_and_header_parameters_are_named_with_their_place(http: httpx.Client) -> None:
     for answer, said in (
         (http.get("/v1/sessions?limit=0"), "query parameter limit should be greater than or equal to 1"),
         (http.get("/v1/sessions/a%20b"), "path parameter session_id should be 1 to 64 letters"),
@@ -203,11 +203,11 @@ def test_parameters_of_other_places_are_named_with_their_place(http: httpx.Clien
         assert error["param"] in said
 
 
-# -- bodies that are not what they should be
+# -- invalid bodies
 
 
 @pytest.mark.parametrize("path", list(PLACES))
-def test_a_body_that_is_not_declared_as_json_is_refused_by_its_content_type(http: httpx.Client, path: str) -> None:
+def test_a_body_not_declared_as_json_is_refused_by_its_content_type(http: httpx.Client, path: str) -> None:
     content = json.dumps(PLACES[path]).encode()
     for declared in ("text/plain", "application/x-www-form-urlencoded", "application/jsonp", "json", "\xff"):
         error = error_of(http.post(path, content=content, headers={b"content-type": declared.encode("latin-1")}), 415)
@@ -229,7 +229,7 @@ def test_a_body_that_is_not_declared_as_json_is_refused_by_its_content_type(http
         (b'{"a": 1' + b"0" * 5000 + b"}", "the body is not readable JSON"),
     ],
 )
-def test_a_body_that_is_no_json_object_is_refused_as_such(http: httpx.Client, content: bytes, said: str) -> None:
+def test_a_body_that_is_not_a_json_object_is_refused_as_such(http: httpx.Client, content: bytes, said: str) -> None:
     for path in ("/v1/completions", "/generate", "/v1/sessions"):
         error = error_of(http.post(path, content=content, headers={"content-type": "application/json"}))
         assert re.match(said, error["message"]), error["message"]
@@ -250,23 +250,21 @@ def test_a_body_that_is_no_json_object_is_refused_as_such(http: httpx.Client, co
         ("/open_session", "timeout"),
     ],
 )
-def test_numbers_that_are_not_finite_are_refused_by_their_field(
-    http: httpx.Client, path: str, field: str, number: str
-) -> None:
+def test_non_finite_numbers_are_refused_by_their_field(http: httpx.Client, path: str, field: str, number: str) -> None:
     outer, _, inner = field.partition(".")
     body = json.dumps({**PLACES[path], outer: {inner: "?"} if inner else "?"}).replace('"?"', number)
     error = error_of(http.post(path, content=body, headers={"content-type": "application/json"}))
     assert (error["param"], error["message"]) == (field, f"{field} should be a finite number")
 
 
-def test_a_bias_that_is_not_finite_is_refused_by_its_field(http: httpx.Client) -> None:
+def test_a_non_finite_bias_is_refused_by_its_field(http: httpx.Client) -> None:
     for path in ("/v1/completions", "/v1/sessions/invalid/turns"):
         body = json.dumps({**PLACES[path], "logit_bias": {"5": float("nan")}})
         error = error_of(http.post(path, content=body, headers={"content-type": "application/json"}))
         assert error["param"] == 'logit_bias["5"]'
 
 
-# -- of fields that may be one of several things
+# -- fields of several allowed types
 
 
 def refused(model: type[BaseModel], body: dict[str, Any]) -> TenutoError:
@@ -303,24 +301,24 @@ class Holder(BaseModel):
         (None, "field should be a string, a list of integers, a list of strings, or a list of objects"),
     ],
 )
-def test_a_value_is_held_to_what_it_was_meant_for(value: Any, said: str) -> None:
+def test_a_value_is_checked_against_the_type_it_most_resembles(value: Any, said: str) -> None:
     error = refused(Holder, {"field": value})
     assert (str(error), error.param) == (said, said.split(maxsplit=1)[0])
 
 
-def test_a_check_of_ones_own_is_told_in_its_own_words() -> None:
+def test_a_custom_check_is_reported_in_its_own_words() -> None:
     assert str(refused(Holder, {"checked": [1, 2, 3]})) == (
         "checked is refused: there are 3 entries; allowed: at most 2"
     )
 
 
-def test_many_problems_are_not_all_told() -> None:
+def test_only_the_first_of_many_problems_are_reported() -> None:
     said = str(refused(Holder, {"checked": ["a"] * 100_000}))
     assert said.count("should be an integer") == 8
     assert said.endswith("; and 992 more")
 
 
-# -- whatever a client sends
+# -- arbitrary requests
 
 
 VALUES = st.recursive(
@@ -354,7 +352,8 @@ FIELDS = (
 
 
 def reached(body: Any, param: str) -> bool:
-    """Whether a field, as refusals write it, leads to a value of the body, or to a key that an object of it lacks."""
+    """Returns whether a field, as refusals write it, leads to a value of the body or to a missing key of one of its
+    objects."""
     steps = re.findall(r"\[(\d+)\]|\[(\"(?:[^\"\\]|\\.)*\")\]|\.?([^.\[\]]+)", param)
     for number, (index, quoted, name) in enumerate(steps):
         last = number == len(steps) - 1
@@ -369,7 +368,7 @@ def reached(body: Any, param: str) -> bool:
     return True
 
 
-def test_no_refusal_speaks_of_what_the_request_does_not_have(http: httpx.Client) -> None:
+def test_no_refusal_names_anything_the_request_does_not_have(http: httpx.Client) -> None:
     refusals = 0
 
     @settings(max_examples=300, deadline=None, derandomize=True, database=None)
@@ -386,7 +385,7 @@ def test_no_refusal_speaks_of_what_the_request_does_not_have(http: httpx.Client)
         refusals += 1
         error = error_of(answer, answer.status_code)
         assert answer.status_code < 500, answer.text
-        said = error["message"].replace("list[int]'", "").replace('["list[Part]"]', "")  # its own words
+        said = error["message"].replace("list[int]'", "").replace('["list[Part]"]', "")  # words of the request itself
         assert not OF_PYTHON.search(said), said
         if error["param"] is not None and "[" in error["param"]:
             assert reached(body, error["param"]), (error["param"], body)

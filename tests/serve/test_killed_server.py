@@ -14,13 +14,13 @@ from tests.serve.killing import kill_often
 from tests.serve.server import Server, serving
 
 
-def test_what_was_acknowledged_survives_kills_at_random_moments(tmp_path: Path) -> None:
+def test_acknowledged_changes_survive_kills_at_random_moments(tmp_path: Path) -> None:
     known = kill_often(tmp_path / "journal", 4, seed=10)
     assert known.operations > 0
 
 
 @pytest.mark.usefixtures("no_umask")
-def test_a_conversation_goes_on_after_the_server_was_stopped_as_if_it_had_not_been(tmp_path: Path) -> None:
+def test_a_conversation_continues_after_a_restart_as_if_uninterrupted(tmp_path: Path) -> None:
     def say(server: Server, text: str) -> str:
         body = {"input": [{"role": "user", "content": text}], "max_new_tokens": 8, "stream": False}
         answer = httpx.post(f"{server.url}/v1/sessions/s/turns", json=body)
@@ -53,7 +53,7 @@ def test_a_conversation_goes_on_after_the_server_was_stopped_as_if_it_had_not_be
     assert parts == whole
 
 
-def test_a_repeated_request_is_answered_by_the_next_server_as_it_was_by_the_last(tmp_path: Path) -> None:
+def test_a_repeated_request_gets_the_same_answer_from_the_next_server(tmp_path: Path) -> None:
     options = ("--model", "witness", "--journal", str(tmp_path / "journal"))
     key = {"idempotency-key": "k"}
     body = {"input": "one two", "max_new_tokens": 12, "temperature": 1, "logprobs": 2, "stream": False}
@@ -87,7 +87,7 @@ def test_a_repeated_request_is_answered_by_the_next_server_as_it_was_by_the_last
         server.audit()
 
 
-def test_a_journal_that_cannot_be_used_is_said_and_the_server_does_not_start(tmp_path: Path) -> None:
+def test_a_server_whose_journal_cannot_be_used_reports_it_and_does_not_start(tmp_path: Path) -> None:
     path = tmp_path / "notes"
     path.write_text("no journal " * 100)
     with pytest.raises(RuntimeError, match=f"the journal {path} cannot be used: file is not a database"):

@@ -1,4 +1,4 @@
-"""Clients that vanish at any moment leave every session as its last commit was."""
+"""Clients that vanish at any moment leave every session at its last commit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOCABULARY = 1000
 
 
 def witness_output(history: list[int], tokens: int) -> list[int]:
-    """What the witness says after a history."""
+    """Returns the witness's output after a history."""
     state, output = history_hash(history), []
     for _ in range(tokens):
         output.append(next_token(state, VOCABULARY))
@@ -27,7 +27,7 @@ def witness_output(history: list[int], tokens: int) -> list[int]:
 
 
 async def kill_one(http: httpx.AsyncClient, session: str, rng: Random) -> str:
-    """Start a turn in one of several manners and go away at some moment, or not; how it went."""
+    """Starts a turn in one of several ways and disconnects at some moment, or not; returns the outcome."""
     body = {
         "input": [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 40))],
         "max_new_tokens": rng.choice((1, 20, 400, 2000)),
@@ -54,22 +54,22 @@ async def kill_one(http: httpx.AsyncClient, session: str, rng: Random) -> str:
 
 
 async def settle(http: httpx.AsyncClient, session: str) -> None:
-    """Wait until no turn of the session is open."""
+    """Waits until the session has no open turn."""
     for _ in range(1500):
         if (await http.get(f"/v1/sessions/{session}")).json()["turn"] is None:
             return
         await asyncio.sleep(0.02)
-    raise AssertionError(f"a turn of {session} is left")
+    raise AssertionError(f"a turn of {session} is still open")
 
 
 async def check(http: httpx.AsyncClient, session: str) -> None:
-    """The next turn follows from the committed history, and computes nothing of it again."""
+    """Checks that the next turn follows from the committed history and recomputes none of it."""
     records = (await http.get(f"/v1/sessions/{session}/turns", params={"limit": 1000})).json()["data"]
     history = [token for record in records for token in record["input_tokens"] + record["output_tokens"]]
     shown = (await http.get(f"/v1/sessions/{session}")).json()
     assert shown["tokens"] == len(history)
     replayed: list[int] = []
-    for record in records:  # each output is what the witness says after exactly this history
+    for record in records:  # each output is the witness's after exactly this history
         replayed += record["input_tokens"]
         assert record["output_tokens"] == witness_output(replayed, len(record["output_tokens"]))
         replayed += record["output_tokens"]

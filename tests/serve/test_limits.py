@@ -1,5 +1,5 @@
-"""Requests that are too large, too many, or never end: each is bounded, and refused in the manner of the interfaces,
-over real connections to a real server."""
+"""Requests that are too large, too many, or never end: each is limited, and refused in the form of its interface, over
+real connections to a real server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECONDS = 60
 
 @pytest.fixture(scope="module")
 def hurried() -> Iterator[Server]:
-    """A server with little patience and few connections."""
+    """A server with short timeouts and few connections."""
     options = {
         "--header-seconds": 0.5,
         "--body-seconds": 0.5,
@@ -38,7 +38,7 @@ def hurried() -> Iterator[Server]:
 
 
 class Raw:
-    """A connection on which anything can be sent."""
+    """A connection on which any bytes can be sent."""
 
     def __init__(self, server: Server) -> None:
         url = httpx.URL(server.url)
@@ -57,7 +57,8 @@ class Raw:
         self._socket.shutdown(socket.SHUT_WR)
 
     def answer(self) -> tuple[int, str | None]:
-        """Status and code of what is answered until the server closes the connection; 0 if it closes without."""
+        """Returns status and code of the answer, read until the server closes the connection; 0 if it closes without
+        one."""
         received = b""
         with suppress(ConnectionError):
             while part := self._socket.recv(2**16):
@@ -65,7 +66,7 @@ class Raw:
         return self.parsed(received)
 
     def answer_of(self, length: int) -> bytes:
-        """The first `length` bytes of what is answered."""
+        """Returns at most the first `length` bytes of the answer."""
         received = b""
         while len(received) < length and (part := self._socket.recv(length - len(received))):
             received += part
@@ -79,7 +80,7 @@ class Raw:
         return int(head.split()[1]), json.loads(body)["error"]["code"] if body.startswith(b"{") else None
 
     def send_until_answered(self, start: bytes, part: bytes) -> tuple[int, str | None]:
-        """Send without end; what is answered in spite of it."""
+        """Sends endlessly; returns the answer that arrives meanwhile."""
         received, sent = b"", 0
         with suppress(ConnectionError):
             self.send(start)
@@ -92,7 +93,7 @@ class Raw:
                     received += (got := self._socket.recv(2**16))
                     if not got:
                         break
-        assert sent < 2**28, "it takes whatever is sent"
+        assert sent < 2**28, "the server accepts endless data"
         return self.parsed(received)
 
 
@@ -117,14 +118,14 @@ JSON = {"content-type": "application/json"}
     ],
     ids=["a value", "many", "a name", "a path", "many long ones"],
 )
-def test_headers_without_end_are_refused(witness: Server, start: bytes, part: bytes) -> None:
+def test_endless_headers_are_refused(witness: Server, start: bytes, part: bytes) -> None:
     with Raw(witness) as connection:
         status, code = connection.send_until_answered(start, part)
     assert (status, code) in ((431, "headers_too_large"), (400, "invalid_request"))
     assert status == 431 or start.endswith(b"\nx")
 
 
-def test_half_a_million_headers_are_refused_and_as_many_as_are_usual_are_not(witness: Server) -> None:
+def test_half_a_million_headers_are_refused_and_a_usual_number_is_not(witness: Server) -> None:
     with Raw(witness) as connection:
         assert connection.send_until_answered(START, b"a:b\r\n" * 10_000) == (431, "headers_too_large")
     many = b"".join(b"x-%d: %s\r\n" % (n, b"y" * 100) for n in range(200))
@@ -133,7 +134,7 @@ def test_half_a_million_headers_are_refused_and_as_many_as_are_usual_are_not(wit
         assert connection.answer()[0] == 200
 
 
-def test_what_follows_a_body_in_chunks_is_bounded_like_headers(witness: Server) -> None:
+def test_trailers_and_extensions_of_chunked_bodies_are_limited_like_headers(witness: Server) -> None:
     start = POST + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
     for part in (b"x: " + b"y" * 500 + b"\r\n", b"y" * 8192):
         with Raw(witness) as connection:
@@ -150,7 +151,7 @@ def test_what_follows_a_body_in_chunks_is_bounded_like_headers(witness: Server) 
     ],
     ids=["no chunk", "what follows"],
 )
-def test_a_malformed_body_in_chunks_is_answered(witness: Server, body: bytes, answer: tuple[int, str]) -> None:
+def test_a_malformed_chunked_body_is_answered(witness: Server, body: bytes, answer: tuple[int, str]) -> None:
     start = POST + b"Transfer-Encoding: chunked\r\n\r\n"
     with Raw(witness) as connection:  # before the application waits for it
         connection.send(start + body)
@@ -162,12 +163,12 @@ def test_a_malformed_body_in_chunks_is_answered(witness: Server, body: bytes, an
         assert connection.answer() == answer
 
 
-def test_headers_that_never_end_are_timed_out(hurried: Server) -> None:
+def test_headers_that_never_end_time_out(hurried: Server) -> None:
     for sent in (START, b"G", b"\r\n", b"GET / HTTP/1.1\r\nx: "):
         with Raw(hurried) as connection:
             connection.send(sent)
             assert connection.answer() == (408, "request_timeout")
-    with Raw(hurried) as connection:  # also if they go on
+    with Raw(hurried) as connection:  # also if they keep coming
         assert connection.send_until_answered(START, b"x: y\r\n") in (
             (408, "request_timeout"),
             (431, "headers_too_large"),
@@ -180,7 +181,7 @@ def test_headers_that_never_end_are_timed_out(hurried: Server) -> None:
         assert b" 408 " in b"".join(iter(lambda: connection.answer_of(2**12), b""))
 
 
-def test_a_connection_on_which_nothing_is_asked_is_closed(hurried: Server) -> None:
+def test_a_connection_without_requests_is_closed(hurried: Server) -> None:
     with Raw(hurried) as connection:
         assert connection.answer() == (0, None)
     with Raw(hurried) as connection:
@@ -191,32 +192,33 @@ def test_a_connection_on_which_nothing_is_asked_is_closed(hurried: Server) -> No
 # -- bodies
 
 
-def test_a_body_that_does_not_come_is_timed_out(hurried: Server) -> None:
+def test_a_body_that_does_not_arrive_times_out(hurried: Server) -> None:
     for framing in (b"Content-Length: 100\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n"):
         with Raw(hurried) as connection:
             connection.send(POST + framing)
             assert connection.answer() == (408, "request_timeout")
 
 
-def test_a_body_that_comes_in_drops_is_timed_out(hurried: Server) -> None:
+def test_a_body_that_trickles_in_times_out(hurried: Server) -> None:
     with Raw(hurried) as connection:
         connection.send(POST + b"Content-Length: 100000\r\n\r\n")
         with suppress(ConnectionError):
             for _ in range(2000):
                 connection.send(b" ")
                 time.sleep(0.01)
-        assert connection.answer() in ((408, "request_timeout"), (0, None))  # the end may take the answer with it
+        # the answer may be lost with the connection
+        assert connection.answer() in ((408, "request_timeout"), (0, None))
     assert any('"status": 408' in line or "status=408" in line for line in settled(hurried, "408"))
 
 
 def settled(server: Server, mark: str) -> list[str]:
-    """What the server has logged, once it has `mark`."""
+    """Returns the server's log, once it contains `mark`."""
     while not any(mark in line for line in server.lines):
         time.sleep(0.02)
     return list(server.lines)
 
 
-def test_a_slow_body_that_keeps_coming_is_taken(hurried: Server) -> None:
+def test_a_slow_body_that_keeps_coming_is_accepted(hurried: Server) -> None:
     def parts() -> Iterator[bytes]:
         yield b'{"id": "slow", "system": null'
         for _ in range(4):
@@ -230,7 +232,7 @@ def test_a_slow_body_that_keeps_coming_is_taken(hurried: Server) -> None:
         assert turn(http, "/v1/sessions/slow", input=[1])["version"] == 1
 
 
-def test_who_goes_on_sending_what_was_refused_is_cut_off(hurried: Server) -> None:
+def test_a_client_that_keeps_sending_a_refused_body_is_cut_off(hurried: Server) -> None:
     with Raw(hurried) as connection:
         status, _ = connection.send_until_answered(
             b"POST /v1/nothing HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n",
@@ -239,10 +241,10 @@ def test_who_goes_on_sending_what_was_refused_is_cut_off(hurried: Server) -> Non
         assert status in (404, 413)
 
 
-def test_the_bodies_of_all_requests_together_are_bounded(hurried: Server) -> None:
+def test_the_bodies_of_all_requests_together_are_limited(hurried: Server) -> None:
     start = POST + b"Content-Length: 900000\r\n\r\n"
     refused = False
-    while not refused:  # either may be whole before much of the other has come
+    while not refused:  # either may be complete before much of the other has arrived
         with Raw(hurried) as first, Raw(hurried) as second:
             for connection in (first, second):
                 connection.send(start + b" " * 800_000)
@@ -259,7 +261,7 @@ def test_the_bodies_of_all_requests_together_are_bounded(hurried: Server) -> Non
 # -- connections
 
 
-def test_no_more_connections_are_open_than_may_be(hurried: Server) -> None:
+def test_the_number_of_open_connections_is_limited(hurried: Server) -> None:
     with ExitStack() as stack:
         for _ in range(CONNECTIONS):
             connection = stack.enter_context(Raw(hurried))
@@ -279,7 +281,7 @@ def wait_for(what: Callable[[], bool]) -> None:
     pytest.fail("it does not come")
 
 
-# -- what sessions note, and how they are listed
+# -- metadata and listings of sessions
 
 
 @pytest.mark.parametrize(
@@ -293,7 +295,7 @@ def wait_for(what: Callable[[], bool]) -> None:
     ],
     ids=["entries", "key", "value", "many wrong ones", "a large one"],
 )
-def test_metadata_is_bounded(http: httpx.Client, metadata: dict[str, Any]) -> None:
+def test_metadata_is_limited(http: httpx.Client, metadata: dict[str, Any]) -> None:
     answer = http.post("/v1/sessions", json={"id": "noted", "metadata": metadata})
     assert refusal(answer) == (400, "invalid_request")
     assert "metadata" in answer.json()["error"]["message"]
@@ -301,7 +303,7 @@ def test_metadata_is_bounded(http: httpx.Client, metadata: dict[str, Any]) -> No
     assert refusal(http.get("/v1/sessions/noted")) == (404, "not_found")
 
 
-def test_a_listing_ends_a_page_when_it_is_large_and_goes_on_at_the_next(http: httpx.Client) -> None:
+def test_a_large_listing_ends_its_page_early_and_continues_on_the_next(http: httpx.Client) -> None:
     metadata = {f"{n:064}": "ж" * 512 for n in range(16)}
     names = [f"large-{n:03}" for n in range(120)]
     for name in names:
@@ -320,7 +322,7 @@ def test_a_listing_ends_a_page_when_it_is_large_and_goes_on_at_the_next(http: ht
         http.delete(f"/v1/sessions/{name}")
 
 
-def test_a_page_has_one_entry_however_large_and_no_more_than_fit() -> None:
+def test_a_page_has_at_least_one_entry_and_no_more_than_fit() -> None:
     assert first_page([900, 1, 1], 10, 100, int) == [900]
     assert first_page([50, 50, 1], 10, 100, int) == [50, 50]
     assert first_page([1, 1, 1], 2, 100, int) == [1, 1]
@@ -351,14 +353,16 @@ def test_a_page_has_one_entry_however_large_and_no_more_than_fit() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(list(value)[:3]),
 )
-def test_of_a_hundred_thousand_mistakes_a_few_are_told(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
+def test_only_a_few_of_a_hundred_thousand_mistakes_are_reported(
+    http: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
     answer = http.post(path, json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] in ("invalid_request", "context_exceeded")
     assert len(answer.content) < 3000
 
 
-def test_a_message_that_cannot_fit_is_refused_by_every_interface_as_before(http: httpx.Client) -> None:
+def test_a_message_that_cannot_fit_is_refused_by_every_interface(http: httpx.Client) -> None:
     text = "x" * 1_000_000
     http.post("/v1/sessions", json={"id": "whole"})
     before = turn(http, "/v1/sessions/whole", input=[{"role": "user", "content": "x"}])
@@ -388,7 +392,7 @@ def test_a_message_that_cannot_fit_is_refused_by_every_interface_as_before(http:
 def exchanged(
     server: Server, method: str, path: str, body: dict[str, Any] | None = None
 ) -> tuple[dict[str, str], bytes]:
-    """Headers, with the status as `status`, and body of an answer to a client of HTTP/1.0."""
+    """Returns headers, with the status as `status`, and body of an answer to an HTTP/1.0 client."""
     content = json.dumps(body).encode() if body is not None else b""
     head = f"{method} {path} HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
     with Raw(server) as raw:
@@ -399,7 +403,7 @@ def exchanged(
     return {**headers, "status": first.split()[1]}, whole.partition(b"\r\n\r\n")[2]
 
 
-def test_a_client_of_http_1_0_gets_answers_without_chunks_that_end_with_the_connection(witness: Server) -> None:
+def test_an_http_1_0_client_gets_answers_without_chunks_that_end_with_the_connection(witness: Server) -> None:
     body = {"input_ids": [5, 6], "stream": True, "sampling_params": {"max_new_tokens": 5, "temperature": 0}}
     headers, events = exchanged(witness, "POST", "/generate", body)
     assert "transfer-encoding" not in headers
@@ -412,9 +416,7 @@ def test_a_client_of_http_1_0_gets_answers_without_chunks_that_end_with_the_conn
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_has_closed_its_half_of_the_connection_gets_its_answer(
-    slow_witness: Server, stream: bool
-) -> None:
+def test_a_client_that_has_closed_its_sending_half_gets_its_answer(slow_witness: Server, stream: bool) -> None:
     body = {"input_ids": [5, 6], "stream": stream, "sampling_params": {"max_new_tokens": 60, "temperature": 0}}
     content = json.dumps(body).encode()
     head = b"POST /generate HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
@@ -430,7 +432,7 @@ def test_a_client_that_has_closed_its_half_of_the_connection_gets_its_answer(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_has_gone_is_noticed_though_it_may_have_closed_only_its_half(
+def test_a_disconnected_client_is_noticed_though_it_might_have_closed_only_its_half(
     slow_witness: Server, stream: bool
 ) -> None:
     with slow_witness.client() as http:
@@ -448,7 +450,7 @@ def test_a_client_that_has_gone_is_noticed_though_it_may_have_closed_only_its_ha
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-def test_a_client_of_http_1_0_gets_answers_of_known_length_as_others_do(witness: Server, method: str) -> None:
+def test_an_http_1_0_client_also_gets_answers_of_known_length(witness: Server, method: str) -> None:
     headers, body = exchanged(witness, method, "/v1/models")
     assert "transfer-encoding" not in headers
     if method == "GET":

@@ -1,4 +1,4 @@
-"""The native interface, over HTTP, to a real server of the witness."""
+"""The native interface, over HTTP, on a real server of the witness."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.serve.server import Server, serving
 
 LONG = {"input": [1, 2, 3], "max_new_tokens": 3000, "ignore_eos": True}
 A_WHILE = {**LONG, "max_new_tokens": 400}
-"""On the slow witness it lasts 2 seconds, and is waited for."""
+"""A turn that takes 2 seconds on the slow witness."""
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def slow_session(slow_http: httpx.Client) -> Iterator[str]:
 
 
 def events(response: httpx.Response) -> Iterator[tuple[str, int | None, Any]]:
-    """Name, id and data of each event of a stream."""
+    """Yields name, id and data of each event of a stream."""
     name, number = "message", None
     for line in response.iter_lines():
         key, _, value = line.partition(": ")
@@ -96,14 +96,14 @@ def test_an_idle_session_closes_itself_after_its_ttl(http: httpx.Client) -> None
         if http.get("/v1/sessions/brief").status_code == 404:
             return
         time.sleep(0.05)
-    pytest.fail("it is still there")
+    pytest.fail("the session is still open")
 
 
 @pytest.mark.parametrize(
     ("option", "named", "made_up"),
     [(None, 86_400, 86_400), ("600", 600, 600), ("0", None, 86_400), ("none", None, 86_400)],
 )
-def test_sessions_whose_request_names_no_ttl_have_the_servers(
+def test_sessions_opened_without_a_ttl_have_the_servers(
     option: str | None, named: float | None, made_up: float
 ) -> None:
     arguments = () if option is None else ("--session-ttl", option)
@@ -119,7 +119,7 @@ def test_sessions_whose_request_names_no_ttl_have_the_servers(
 
 
 @pytest.mark.parametrize("text", ["-1", "soon", "nan", "inf", "1e10"])
-def test_an_odd_session_ttl_is_refused_before_the_server_starts(text: str) -> None:
+def test_an_invalid_session_ttl_is_refused_before_the_server_starts(text: str) -> None:
     with pytest.raises(ConfigError, match="session_ttl"):
         parse_ttl("session_ttl", text)
 
@@ -141,7 +141,7 @@ def test_a_turn_streams_its_text_and_is_acknowledged_by_its_commit(http: httpx.C
     assert http.get(session).headers["etag"] == '"1"'
 
 
-def test_a_second_turn_computes_only_what_is_new(http: httpx.Client, session: str) -> None:
+def test_a_second_turn_computes_only_its_new_tokens(http: httpx.Client, session: str) -> None:
     turn(http, session, input=[1] * 50)
     second = turn(http, session, input=[2] * 7)
     assert second["usage"]["cached_tokens"] == 50 + 4 - 1
@@ -186,7 +186,7 @@ def test_a_draft_is_computed_before_its_turn(http: httpx.Client, session: str) -
     assert http.get(session).json()["turn"] is None
 
 
-def test_fork_rewind_and_trim_share_what_they_can(http: httpx.Client, session: str) -> None:
+def test_forks_rewinds_and_trims_share_memory_where_possible(http: httpx.Client, session: str) -> None:
     outputs = [turn(http, session, input=[n] * 10)["tokens"] for n in range(3)]
     child = http.post(f"{session}/fork", json={"turn": 2}).json()
     assert (child["turns"], child["tokens"], child["computed"]) == (2, 28, 27)
@@ -205,7 +205,7 @@ def test_fork_rewind_and_trim_share_what_they_can(http: httpx.Client, session: s
 # -- refusals
 
 
-def test_a_lost_update_is_refused(http: httpx.Client, session: str) -> None:
+def test_an_update_of_an_outdated_version_is_refused(http: httpx.Client, session: str) -> None:
     turn(http, session, input=[1])
     stale = {"if-match": '"0"'}
     for method, path, body in (
@@ -244,7 +244,7 @@ def test_a_turn_that_cannot_fit_is_refused_and_changes_nothing(http: httpx.Clien
         {"input": [1], "if_busy": "perhaps"},
     ],
 )
-def test_a_malformed_turn_says_what_is_wrong(http: httpx.Client, session: str, body: dict[str, Any]) -> None:
+def test_a_malformed_turn_names_the_wrong_field(http: httpx.Client, session: str, body: dict[str, Any]) -> None:
     assert refusal(http.post(f"{session}/turns", json=body)) == (400, "invalid_request")
     assert http.get(session).json()["turn"] is None
 
@@ -289,7 +289,7 @@ def test_queued_turns_begin_in_order(slow_session: str, slow_witness: Server) ->
 
 
 @pytest.mark.parametrize(("keep", "tokens"), [("none", 0), (3, 6), ("all", None), ("delivered", None)])
-def test_a_barge_in_keeps_what_is_asked(
+def test_a_barge_in_keeps_the_requested_part_of_the_output(
     slow_http: httpx.Client, slow_session: str, keep: str | int, tokens: int | None
 ) -> None:
     with slow_http.stream("POST", f"{slow_session}/turns", json=LONG) as response:
@@ -314,19 +314,20 @@ def test_a_barge_in_keeps_what_is_asked(
     else:
         assert after["tokens"] == 3 + aborted["kept"]
         assert slow_http.get(f"{slow_session}/turns").json()["data"][0]["output_tokens"] == said[: aborted["kept"]]
-        assert (delivered if keep == "delivered" else len(said)) == aborted["kept"]  # a last character may be in parts
+        # a last character may be incomplete
+        assert (delivered if keep == "delivered" else len(said)) == aborted["kept"]
     follows = turn(slow_http, slow_session, input=[8])
     assert follows["usage"]["cached_tokens"] == max(0, after["tokens"] - 1)
 
 
-def test_a_turn_nobody_reads_is_rolled_back(slow_http: httpx.Client, slow_session: str) -> None:
+def test_a_turn_without_readers_is_rolled_back(slow_http: httpx.Client, slow_session: str) -> None:
     with slow_http.stream("POST", f"{slow_session}/turns", json=LONG) as response:
         next(events(response))
     wait_until(slow_http, slow_session, None)
     assert slow_http.get(slow_session).json()["version"] == 0
 
 
-def test_a_turn_may_go_on_without_readers_and_its_stream_is_resumed(http: httpx.Client, session: str) -> None:
+def test_a_turn_may_continue_without_readers_and_its_stream_can_be_resumed(http: httpx.Client, session: str) -> None:
     with http.stream("POST", f"{session}/turns", json={**LONG, "on_disconnect": "continue"}) as response:
         turn_id = response.headers["x-turn-id"]
         told = events(response)

@@ -36,12 +36,12 @@ def results(calls: list[Any]) -> list[Any]:
     return [{"role": "tool", "tool_call_id": call.id, "content": "4 degrees"} for call in calls]
 
 
-def test_a_result_is_the_next_turn_and_nothing_is_computed_twice(engine: Any) -> None:
+def test_a_result_is_the_next_turn_and_nothing_is_recomputed(engine: Any) -> None:
     session, given = engine.session(), ASKED
     known = several = 0
     for seed in range(24):
         turn = session.turn(given, **FORCED, temperature=1.0, seed=seed)
-        assert "".join(turn) == ""  # there is nothing but calls
+        assert "".join(turn) == ""  # the answer has only calls
         usage, calls = turn.result().usage, turn.tool_calls
         assert all(call.name == "weather" and json.loads(call.arguments)["days"] < 10 for call in calls)
         assert len({call.id for call in calls}) == len(calls) > 0
@@ -57,7 +57,7 @@ def test_a_result_is_the_next_turn_and_nothing_is_computed_twice(engine: Any) ->
     session.close()
 
 
-def test_a_conversation_with_calls_may_be_adopted(engine: Any) -> None:
+def test_a_conversation_with_calls_can_be_adopted(engine: Any) -> None:
     session = engine.session()
     turn = session.turn(ASKED, **FORCED)
     turn.result()
@@ -76,7 +76,7 @@ def test_a_conversation_with_calls_may_be_adopted(engine: Any) -> None:
     session.close()
 
 
-def test_a_session_is_told_of_tools_before_it_is_asked(engine: Any) -> None:
+def test_a_session_is_given_tools_before_the_first_question(engine: Any) -> None:
     session = engine.session()
     session.append([{"role": "system", "content": "Be brief."}], tools=[{**WEATHER, "strict": True}])
     turn = session.turn(ASKED, **FORCED)
@@ -88,7 +88,7 @@ def test_a_session_is_told_of_tools_before_it_is_asked(engine: Any) -> None:
     session.close()
 
 
-def test_parts_tell_what_the_whole_answer_has(engine: Any) -> None:
+def test_parts_add_up_to_the_whole_answer(engine: Any) -> None:
     turn = engine.generate(ASKED, **FORCED)
     parts = list(turn.parts())
     assert [call for part in parts for call in part.calls] == turn.tool_calls
@@ -97,7 +97,7 @@ def test_parts_tell_what_the_whole_answer_has(engine: Any) -> None:
     assert turn.text != ""  # as the model wrote it
 
 
-def test_without_tools_nothing_is_taken_apart(engine: Any) -> None:
+def test_without_tools_the_text_is_not_parsed(engine: Any) -> None:
     plain = engine.generate(ASKED, max_new_tokens=8)
     assert "".join(plain) == plain.text == plain.message["content"]
     assert plain.tool_calls == []
@@ -123,7 +123,7 @@ def test_without_tools_nothing_is_taken_apart(engine: Any) -> None:
         ({"tools": [WEATHER], "grammar": {"regex": "[a-z]"}}, "tools"),
     ],
 )
-def test_what_is_wrong_about_tools_is_refused_and_named(engine: Any, options: dict[str, Any], param: str) -> None:
+def test_invalid_tools_are_refused_by_their_field(engine: Any, options: dict[str, Any], param: str) -> None:
     session = engine.session()
     with pytest.raises(InvalidRequest) as refused:
         session.turn(ASKED, max_new_tokens=8, **options)
@@ -140,7 +140,7 @@ def events(response: httpx.Response) -> list[tuple[str, str, Any]]:
     return found
 
 
-def test_a_stream_tells_the_calls_that_the_turn_has_also_from_its_middle(witness: Server) -> None:
+def test_a_stream_has_all_calls_of_the_turn_even_when_read_from_its_middle(witness: Server) -> None:
     with witness.client() as http:
         http.post("/v1/sessions", json={"id": "streamed"}).raise_for_status()
         two = {"tools": [WRAPPED], "tool_choice": "required", "temperature": 1.0, "max_new_tokens": 800}
@@ -177,7 +177,7 @@ def test_a_stream_tells_the_calls_that_the_turn_has_also_from_its_middle(witness
         ({"input": "text", "tools": [WEATHER]}, "tools"),
     ],
 )
-def test_what_is_wrong_over_http_is_refused_and_named(witness: Server, body: dict[str, Any], param: str) -> None:
+def test_invalid_tools_are_refused_by_their_field_over_http(witness: Server, body: dict[str, Any], param: str) -> None:
     with witness.client() as http:
         http.post("/v1/sessions", json={"id": "wrong"}).raise_for_status()
         refused = http.post("/v1/sessions/wrong/turns", json={"input": ASKED, "max_new_tokens": 4, **body})
@@ -185,7 +185,7 @@ def test_what_is_wrong_over_http_is_refused_and_named(witness: Server, body: dic
         http.delete("/v1/sessions/wrong").raise_for_status()
 
 
-def test_the_asynchronous_client_calls_too(witness: Server) -> None:
+def test_the_asynchronous_client_also_returns_calls(witness: Server) -> None:
     async def main() -> None:
         async with tenuto.connect_async(witness.url) as engine:
             session = await engine.session()

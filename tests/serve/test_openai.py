@@ -1,4 +1,4 @@
-"""The interface in OpenAI's manner, spoken to by OpenAI's own client."""
+"""The OpenAI interface, used by OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def client_of(server: Server, **options: Any) -> OpenAI:
 
 @pytest.fixture(scope="module")
 def witness() -> Iterator[Server]:
-    """Without the prefix cache: what closed sessions leave to others would hide what is left by mistake."""
+    """A server without the prefix cache: memory of closed sessions would hide leaks."""
     with serving("--model", "witness", "--context-length", "4096", "--no-prefix-cache") as server:
         yield server
         server.audit()
@@ -45,7 +45,7 @@ def client(witness: Server) -> Iterator[OpenAI]:
 
 @pytest.fixture(scope="module")
 def real(smollm2_server: Server) -> Iterator[OpenAI]:
-    flush = f"{smollm2_server.url}/flush_cache"  # what closed sessions leave to others
+    flush = f"{smollm2_server.url}/flush_cache"  # memory of closed sessions
     httpx.post(flush, timeout=60).raise_for_status()
     before = held(smollm2_server)
     with client_of(smollm2_server) as client:
@@ -56,7 +56,7 @@ def real(smollm2_server: Server) -> Iterator[OpenAI]:
 
 @pytest.fixture(scope="module")
 def slow() -> Iterator[Server]:
-    """A server whose turns do not end before they are given up: 4,000 tokens take it 20 seconds."""
+    """A server on which turns outlast the tests that end them: 4,000 tokens take 20 seconds."""
     named = ("--served-model-name", "witness")
     with serving("--model", "witness:0.005", "--context-length", "4096", "--no-prefix-cache", *named) as server:
         yield server
@@ -64,18 +64,18 @@ def slow() -> Iterator[Server]:
 
 
 def held(server: Server) -> dict[str, int]:
-    """Units that turns and sessions hold, hidden ones too."""
+    """Returns the units held by turns and sessions, including hidden ones."""
     pools = httpx.get(f"{server.url}/audit", timeout=60).raise_for_status().json()["pools"]
     return {holder: units for pool in pools for holder, units in pool["by_holder"].items() if units}
 
 
 def is_left(server: Server, before: dict[str, int]) -> None:
-    """What was held before is held again, and no more: every turn has ended, every hidden session is closed."""
+    """Checks that the same units are held again: every turn has ended and every hidden session is closed."""
     for _ in range(200):
         if held(server) == before:
             return
         time.sleep(0.02)
-    pytest.fail(f"{held(server)} is left, not {before}")
+    pytest.fail(f"{held(server)} is held, not {before}")
 
 
 def close(server: Server, session: str) -> None:
@@ -101,7 +101,7 @@ def test_the_model_is_listed_and_shown(client: OpenAI) -> None:
 # -- completions
 
 
-def test_a_text_is_continued_by_16_tokens_if_nothing_else_is_said(client: OpenAI) -> None:
+def test_a_text_is_continued_by_16_tokens_by_default(client: OpenAI) -> None:
     done = client.completions.create(prompt="hello", **GREEDY)
     assert (done.object, done.model, done.id[:5]) == ("text_completion", "witness", "cmpl-")
     assert done.choices[0].finish_reason == "length"
@@ -112,7 +112,7 @@ def test_a_text_is_continued_by_16_tokens_if_nothing_else_is_said(client: OpenAI
     )
 
 
-def test_a_stream_says_what_the_whole_answer_says(client: OpenAI) -> None:
+def test_a_stream_has_the_text_of_the_whole_answer(client: OpenAI) -> None:
     whole = client.completions.create(prompt="hello", max_tokens=9, logprobs=2, **GREEDY)
     chunks = list(
         client.completions.create(
@@ -130,7 +130,7 @@ def test_a_stream_says_what_the_whole_answer_says(client: OpenAI) -> None:
         assert [entry for part in parts if part for entry in getattr(part, name)] == getattr(expected, name)
 
 
-def test_token_ids_and_batches_are_prompts(client: OpenAI) -> None:
+def test_prompts_may_be_token_ids_and_batches(client: OpenAI) -> None:
     one = client.completions.create(prompt=[7, 8, 9], **GREEDY).choices[0].text
     batch = client.completions.create(prompt=[[7, 8, 9], [5]], n=2, **GREEDY)
     assert [choice.index for choice in batch.choices] == [0, 1, 2, 3]
@@ -157,7 +157,7 @@ def test_an_echo_begins_with_the_prompt(client: OpenAI) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_prompt_is_scored_without_an_answer(client: OpenAI, n: int) -> None:
+def test_a_prompt_can_be_scored_without_an_answer(client: OpenAI, n: int) -> None:
     done = client.completions.create(prompt="hello", max_tokens=0, echo=True, logprobs=1, n=n, **GREEDY)
     assert [choice.text for choice in done.choices] == ["hello"] * n
     for choice in done.choices:
@@ -207,7 +207,7 @@ def texts(client: OpenAI, **options: Any) -> list[str]:
     return [choice.message.content or "" for choice in done.choices]
 
 
-def test_a_seed_repeats_an_answer_and_n_seeds_follow_it(client: OpenAI) -> None:
+def test_a_seed_repeats_an_answer_and_n_samples_use_successive_seeds(client: OpenAI) -> None:
     first = texts(client, seed=5, n=3)
     assert texts(client, seed=5, n=3) == first
     assert [texts(client, seed=5 + i)[0] for i in range(3)] == first
@@ -261,7 +261,7 @@ def test_n_samples_count_as_sessions_of_their_tenant(tmp_path: Any) -> None:
 # -- chat
 
 
-def test_a_chat_stream_opens_with_the_role_and_ends_with_the_reason(client: OpenAI) -> None:
+def test_a_chat_stream_starts_with_the_role_and_ends_with_the_reason(client: OpenAI) -> None:
     whole = client.chat.completions.create(messages=HI, max_tokens=6, n=2, **GREEDY)
     chunks = list(
         client.chat.completions.create(
@@ -284,7 +284,7 @@ def test_a_chat_stream_opens_with_the_role_and_ends_with_the_reason(client: Open
     assert usage.usage == whole.usage
 
 
-def test_content_may_come_in_parts_and_answers_may_be_sent_back(client: OpenAI) -> None:
+def test_content_may_be_in_parts_and_answers_can_be_sent_back(client: OpenAI) -> None:
     answer = client.chat.completions.create(messages=HI, max_tokens=4, **GREEDY).choices[0].message
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     later = [*HI, answer.model_dump(), {"role": "user", "content": parts, "name": "me"}]
@@ -333,7 +333,7 @@ def test_an_echo_has_the_logprobs_of_prompt_and_answer(real: OpenAI) -> None:
 # -- sessions
 
 
-def test_a_session_gives_the_answers_of_a_history_sent_again_and_computes_less(
+def test_a_session_gives_the_answers_of_a_resent_history_and_computes_less(
     real: OpenAI, smollm2_server: Server
 ) -> None:
     history: list[Any] = [{"role": "system", "content": "You are a helpful assistant."}]
@@ -374,7 +374,7 @@ def test_a_session_streams_and_continues_raw_text(client: OpenAI, witness: Serve
     close(witness, "raw")
 
 
-def test_requests_that_open_a_session_at_once_open_it_once(client: OpenAI, witness: Server) -> None:
+def test_simultaneous_requests_that_open_a_session_open_it_once(client: OpenAI, witness: Server) -> None:
     def ask(_: int) -> int | None:
         try:
             texts(client, max_tokens=200, extra_body={"session_id": "race", "ignore_eos": True})
@@ -404,7 +404,7 @@ def test_a_repeated_request_to_a_session_takes_one_turn(client: OpenAI, witness:
     close(witness, "once")
 
 
-def test_a_session_s_answer_may_be_broken_off_and_kept_or_not(slow: Server) -> None:
+def test_a_sessions_answer_may_be_aborted_and_kept_or_not(slow: Server) -> None:
     before = held(slow)
 
     def abort(keep: str) -> None:
@@ -448,13 +448,13 @@ def test_a_session_s_answer_may_be_broken_off_and_kept_or_not(slow: Server) -> N
         ({"messages": [{"role": "function", "content": "x"}]}, "function"),
     ],
 )
-def test_what_is_not_there_is_refused_by_name(client: OpenAI, options: dict[str, Any], name: str) -> None:
+def test_unsupported_fields_are_refused_by_name(client: OpenAI, options: dict[str, Any], name: str) -> None:
     with pytest.raises(openai.BadRequestError, match=name) as refused:
         client.chat.completions.create(**{**GREEDY, "messages": HI, **options})
     assert refused.value.code == "unsupported"
 
 
-def test_what_changes_nothing_is_accepted(client: OpenAI) -> None:
+def test_fields_without_effect_are_accepted(client: OpenAI) -> None:
     assert texts(
         client,
         user="me",
@@ -521,7 +521,7 @@ def test_what_changes_nothing_is_accepted(client: OpenAI) -> None:
         ("completions", {"prompt": "x", "stop": "\ud800"}),
     ],
 )
-def test_a_malformed_request_says_what_is_wrong(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
+def test_a_malformed_request_names_the_wrong_field(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
     content = json.dumps({"model": "witness", **body})
     answer = http.post(f"/v1/{path}", content=content, headers={"content-type": "application/json"})
     assert answer.status_code == 400, answer.text
@@ -538,7 +538,7 @@ def test_the_model_name_default_means_the_served_model(client: OpenAI, http: htt
         assert http.post("/generate", json={**body, "model": name}).status_code == status
 
 
-def test_another_model_and_a_prompt_too_long_are_refused_by_openai_s_codes(client: OpenAI) -> None:
+def test_another_model_and_a_prompt_that_is_too_long_are_refused_with_openais_codes(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
         texts(client, model="gpt")
     assert unknown.value.code == "model_not_found"
@@ -558,7 +558,7 @@ def test_a_turn_that_ends_too_late_is_an_error(client: OpenAI) -> None:
         list(client.completions.create(prompt="x", stream=True, **late, **GREEDY))
 
 
-# -- clients that go
+# -- disconnecting clients
 
 
 @pytest.mark.parametrize(("n", "session"), [(1, None), (4, None), (1, "left")])
@@ -595,7 +595,7 @@ def test_a_cancelled_stream_leaves_no_turn_behind(slow: Server, n: int, session:
 
 
 @pytest.mark.parametrize("n", [1, 4])
-def test_a_client_that_does_not_wait_for_the_whole_answer_leaves_no_turn_behind(slow: Server, n: int) -> None:
+def test_a_client_that_disconnects_before_the_whole_answer_leaves_no_turn_behind(slow: Server, n: int) -> None:
     before = held(slow)
     for seconds in (0.01, 0.03, 0.1):
         with client_of(slow, timeout=seconds) as client, pytest.raises(openai.APITimeoutError):

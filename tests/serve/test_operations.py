@@ -1,4 +1,4 @@
-"""Metrics, audit and logs of a real server of the witness: what operators see."""
+"""Metrics, audit and logs of a real server of the witness, as operators see them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def scraped(http: httpx.Client) -> Samples:
-    """Every sample that /metrics shows, by name and labels."""
+    """Returns every sample of /metrics, by name and labels."""
     answer = http.get("/metrics")
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
@@ -56,7 +56,7 @@ def session(http: httpx.Client) -> Iterator[str]:
     http.delete(path)
 
 
-def test_metrics_count_what_turns_did(http: httpx.Client, session: str) -> None:
+def test_metrics_count_the_work_of_turns(http: httpx.Client, session: str) -> None:
     before = scraped(http)
     turn(http, session, input=[1] * 30, max_new_tokens=5)
     turn(http, session, input=[2] * 10, max_new_tokens=1)
@@ -91,7 +91,7 @@ def test_metrics_show_memory_that_adds_up(http: httpx.Client, session: str) -> N
     assert sum(audited["pools"][0]["by_holder"].values()) == audited["pools"][0]["leased"]
 
 
-def test_metrics_show_what_is_under_way_and_how_it_ended(slow_http: httpx.Client, slow_witness: Server) -> None:
+def test_metrics_show_open_turns_and_how_turns_end(slow_http: httpx.Client, slow_witness: Server) -> None:
     session = f"/v1/sessions/{slow_http.post('/v1/sessions', json={}).json()['id']}"
     before = scraped(slow_http)
     with slow_http.stream("POST", f"{session}/turns", json=LONG) as response, slow_witness.client() as other:
@@ -108,7 +108,7 @@ def test_metrics_show_what_is_under_way_and_how_it_ended(slow_http: httpx.Client
     slow_http.delete(session)
 
 
-def test_sessions_that_yield_are_parked_where_the_options_say_and_come_back(tmp_path: Path) -> None:
+def test_sessions_that_yield_are_parked_as_configured_and_restored(tmp_path: Path) -> None:
     options = ("--host-tier", "4kB", "--disk-tier", str(tmp_path / "tier"), "--memory", "20000")
     with serving("--model", "witness", "--context-length", "512", *options) as server, server.client() as http:
         names = [f"s{number}" for number in range(12)]
@@ -123,7 +123,7 @@ def test_sessions_that_yield_are_parked_where_the_options_say_and_come_back(tmp_
         assert value(scraped(http), "restored_sessions_total") >= 1
 
 
-def test_why_a_turn_was_computed_again_is_counted() -> None:
+def test_recomputed_tokens_are_counted_by_reason() -> None:
     with serving("--model", "witness", "--context-length", "512") as server, server.client() as http:
         http.post("/v1/sessions", json={"id": "dropped"})
         turn(http, "/v1/sessions/dropped", input=[1] * 50)
@@ -145,7 +145,7 @@ def test_odd_requests_make_no_new_series(http: httpx.Client) -> None:
     assert len(after - before) <= 2
 
 
-def test_the_metrics_of_a_server_whose_engine_has_died_say_so() -> None:
+def test_the_metrics_of_a_server_without_its_engine_report_it() -> None:
     async def scrape() -> str:
         link = await ProcessLink.open(EngineProcess(WorkerSettings(model="witness")))
         metrics = Metrics()
@@ -160,7 +160,7 @@ def test_the_metrics_of_a_server_whose_engine_has_died_say_so() -> None:
         assert "tenuto_engine_up 0.0" in runner.run(scrape())
 
 
-def test_whoever_asks_while_the_engine_dies_is_told_so() -> None:
+def test_a_request_during_the_engines_death_gets_an_error() -> None:
     async def ask() -> list[str]:
         link = await ProcessLink.open(EngineProcess(WorkerSettings(model="witness")))
         os.kill(link.pid, signal.SIGKILL)
@@ -173,7 +173,7 @@ def test_whoever_asks_while_the_engine_dies_is_told_so() -> None:
                 told.append(str(error))
 
         async with asyncio.timeout(20), asyncio.TaskGroup() as asking:
-            while link.stopped is None:  # also between the end of the connection and the child's burial
+            while link.stopped is None:  # including the time between the end of the connection and that of the process
                 asking.create_task(once())
                 await asyncio.sleep(0)
         await link.close()
@@ -187,7 +187,7 @@ def test_whoever_asks_while_the_engine_dies_is_told_so() -> None:
 
 
 class CountingLink:
-    """An engine that has figures, or is late with them."""
+    """An engine that returns figures, or is late with them."""
 
     stopped = None
 
@@ -220,14 +220,14 @@ def shown(metrics: Metrics, link: CountingLink) -> str:
     return asyncio.run(metrics.text(link, "m", 0)).decode()  # type: ignore[arg-type]
 
 
-def test_looking_often_does_not_recount_memory_often() -> None:
+def test_frequent_scrapes_do_not_recount_memory_each_time() -> None:
     metrics, link = Metrics(), CountingLink(late=False)
     texts = [shown(metrics, link) for _ in range(3)]
     assert link.asked == ["GetStats", "Audit", "GetStats", "GetStats"]
     assert all('tenuto_memory_leased_units{group="g",holder="session",tier="device"} 5.0' in text for text in texts)
 
 
-def test_an_engine_that_is_late_does_not_keep_metrics_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_do_not_wait_for_a_late_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tenuto.serve.metrics.PATIENCE_SECONDS", 0.02)
     text = shown(Metrics(), CountingLink(late=True))
     assert "tenuto_engine_up 1.0" in text
@@ -238,7 +238,7 @@ def test_an_engine_that_is_late_does_not_keep_metrics_waiting(monkeypatch: pytes
 
 
 def logged(server: Server, request_id: str) -> dict[str, Any]:
-    """The line of a request."""
+    """Returns the log line of a request."""
     for _ in range(200):
         for line in server.lines:
             if request_id in line:
@@ -255,7 +255,7 @@ def test_a_request_has_an_id_in_its_answer_and_in_the_log(http: httpx.Client, wi
     assert line["ms"] >= 0
 
 
-def test_a_plain_id_of_the_clients_own_is_kept(http: httpx.Client, witness: Server) -> None:
+def test_a_plain_request_id_from_the_client_is_kept(http: httpx.Client, witness: Server) -> None:
     for given in ("order-17/b", "x" * 128):
         assert http.get("/v1/sessions", headers={"x-request-id": given}).headers["x-request-id"] == given
         assert logged(witness, given)["request_id"] == given
@@ -264,7 +264,7 @@ def test_a_plain_id_of_the_clients_own_is_kept(http: httpx.Client, witness: Serv
         assert len(answer.headers["x-request-id"]) == 16
 
 
-def test_the_id_is_also_on_refusals(http: httpx.Client, witness: Server) -> None:
+def test_refusals_also_have_the_id(http: httpx.Client, witness: Server) -> None:
     for method, path, status in (("GET", "/none", 404), ("PUT", "/v1/sessions", 405), ("POST", "/v1/sessions", 415)):
         answer = http.request(method, path, content=b"{")
         assert answer.status_code == status
@@ -272,7 +272,7 @@ def test_the_id_is_also_on_refusals(http: httpx.Client, witness: Server) -> None
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
-def test_generation_is_paused_and_goes_on(witness: Server, mode: str) -> None:
+def test_generation_can_be_paused_and_resumed(witness: Server, mode: str) -> None:
     with witness.client() as http, ThreadPoolExecutor(1) as pool:
         assert http.post("/pause_generation", json={"mode": mode}).json()["status"] == "ok"
         body = {"text": "hi", "sampling_params": {"max_new_tokens": 4, "temperature": 0}}

@@ -1,4 +1,4 @@
-"""Streams on servers that have only what ASGI has."""
+"""Streams on servers that offer only plain ASGI."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TURN: dict[str, Any] = {"input": [5, 6, 7], "max_new_tokens": 8}
 
 
 def in_process(work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
-    """What `work` gets of an application without our protocol beneath it."""
+    """Runs `work` on an application without our protocol beneath it."""
 
     async def run() -> Any:
         link = await ProcessLink.open(EngineProcess(WorkerSettings(model="witness")))
@@ -38,8 +38,8 @@ def in_process(work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
 
 
 def told(stream: str) -> list[tuple[str, dict[str, Any]]]:
-    """The names and data of a stream's events, deltas as one, without what differs from turn to turn and
-    server to server."""
+    """Returns the names and data of a stream's events, with deltas joined and without the fields that vary between
+    turns and servers."""
     events: list[tuple[str, dict[str, Any]]] = []
     for part in stream.strip().split("\n\n"):
         lines = dict(line.split(": ", 1) for line in part.split("\n"))

@@ -1,4 +1,4 @@
-"""System messages anywhere in a conversation, for models whose templates have a place for them or not."""
+"""System messages anywhere in a conversation, for models whose templates allow them there or not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tenuto.serve.shared.undone import noting
 
 
 def conversation(text: str) -> list[Message]:
-    """`s:a u:b` is a system message with text a and a user's with b."""
+    """Parses `s:a u:b` to a system message with text a and a user message with text b."""
     roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
     return [Message(roles[word[0]], word[2:].replace("+", "\n\n")) for word in text.split()]
 
@@ -30,14 +30,14 @@ def conversation(text: str) -> list[Message]:
         ("s:1 s:2", "s:1+2"),
     ],
 )
-def test_a_late_system_message_is_told_as_the_users_where_the_template_has_no_place_for_it(
+def test_a_late_system_message_joins_the_users_where_the_template_has_no_place_for_it(
     given: str, expected: str
 ) -> None:
     assert placed(conversation(given), ModelHabits(late_system=False)) == conversation(expected)
     assert placed(conversation(given), ModelHabits(late_system=True)) == conversation(given)
 
 
-def test_only_a_message_that_changed_its_role_is_named() -> None:
+def test_only_a_message_whose_role_changed_is_named() -> None:
     for given, names in (("s:1 s:2 u:3", []), ("u:1 s:2", ["messages.role.system"])):
         with noting() as notes:
             placed(conversation(given), ModelHabits(late_system=False))

@@ -1,4 +1,4 @@
-"""OpenAI's Responses, by OpenAI's own client: every stored response is a state to go on from."""
+"""OpenAI's Responses, used by OpenAI's own client: every stored response can be continued."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_input_is_answered(client: OpenAI) -> None:
     assert client.responses.retrieve(response.id).output_text == response.output_text
 
 
-def test_a_stream_says_what_the_whole_response_says(client: OpenAI) -> None:
+def test_a_stream_has_the_text_of_the_whole_response(client: OpenAI) -> None:
     options: dict[str, Any] = {"max_output_tokens": 20, "temperature": 0}
     whole = ask(client, **options)
     events = list(ask(client, stream=True, **options))
@@ -63,7 +63,7 @@ def test_a_stream_says_what_the_whole_response_says(client: OpenAI) -> None:
         assert isinstance(stream.get_final_response().output_parsed, Pet)
 
 
-def test_going_on_from_a_response_computes_only_what_is_new(client: OpenAI) -> None:
+def test_continuing_a_response_computes_only_the_new_tokens(client: OpenAI) -> None:
     first = ask(client, "a question of some length, to begin with", max_output_tokens=16, instructions="Be brief.")
     before = first.usage.input_tokens + first.usage.output_tokens
     branches = [
@@ -78,7 +78,7 @@ def test_going_on_from_a_response_computes_only_what_is_new(client: OpenAI) -> N
     assert longer.usage.input_tokens > branches[1].usage.input_tokens
 
 
-def test_calls_and_results(client: OpenAI) -> None:
+def test_calls_and_results_alternate(client: OpenAI) -> None:
     tools: dict[str, Any] = {"tools": [WEATHER], "tool_choice": NAMED}
     first = ask(client, "Rome?", **tools)
     (call,) = first.output
@@ -100,7 +100,7 @@ def test_calls_and_results(client: OpenAI) -> None:
     )
 
 
-def test_openais_client_parses_what_it_asked_for(client: OpenAI) -> None:
+def test_openais_client_parses_its_requested_schema(client: OpenAI) -> None:
     parsed = client.responses.parse(model="witness", input="hi", text_format=Pet)
     assert isinstance(parsed.output_parsed, Pet)
 
@@ -110,12 +110,12 @@ def test_openais_client_parses_what_it_asked_for(client: OpenAI) -> None:
     [{f"k{n}": "v" for n in range(17)}, {"k" * 65: "v"}, {"k": "v" * 513}],
     ids=["entries", "key", "value"],
 )
-def test_metadata_is_bounded_as_openais_is(client: OpenAI, metadata: dict[str, str]) -> None:
+def test_metadata_is_limited_as_openais_is(client: OpenAI, metadata: dict[str, str]) -> None:
     with pytest.raises(openai.BadRequestError, match=r"metadata.*should have at most (16|64|512)"):
         ask(client, metadata=metadata)
 
 
-def test_a_tenants_responses_are_forgotten_oldest_first_by_number_and_size_and_no_others() -> None:
+def test_a_tenants_responses_are_evicted_oldest_first_by_number_and_size() -> None:
     kept = KeptResponses()
     kept.keep("other", "first", b"{}")
     for number in range(MAX_KEPT + 2):
@@ -131,7 +131,7 @@ def test_a_tenants_responses_are_forgotten_oldest_first_by_number_and_size_and_n
     assert kept.find("other", "first") == b"{}"
 
 
-def test_what_is_not_stored_or_deleted_is_gone(client: OpenAI, witness: Server) -> None:
+def test_deleted_and_unstored_responses_are_not_found(client: OpenAI, witness: Server) -> None:
     kept, lost = ask(client, max_output_tokens=3), ask(client, max_output_tokens=3, store=False)
     client.responses.delete(kept.id)
     for response in (kept, lost):
@@ -142,7 +142,7 @@ def test_what_is_not_stored_or_deleted_is_gone(client: OpenAI, witness: Server) 
         assert refused.value.param == "previous_response_id"
 
 
-def test_what_is_not_stored_is_gone_where_it_went_on_from_another(client: OpenAI) -> None:
+def test_an_unstored_response_that_continues_another_is_not_found(client: OpenAI) -> None:
     first = ask(client, max_output_tokens=3)
     lost = ask(client, "more", previous_response_id=first.id, max_output_tokens=3, store=False)
     for _ in range(100):  # it is closed just after it is answered
@@ -150,7 +150,7 @@ def test_what_is_not_stored_is_gone_where_it_went_on_from_another(client: OpenAI
             ask(client, "and", previous_response_id=lost.id, max_output_tokens=3, store=False)
         except openai.NotFoundError:
             return
-    pytest.fail("a response that was not to be stored can be gone on from")
+    pytest.fail("an unstored response can be continued")
 
 
 def test_a_refused_response_leaves_no_session(client: OpenAI, witness: Server) -> None:
@@ -180,14 +180,12 @@ def test_a_refused_response_leaves_no_session(client: OpenAI, witness: Server) -
     ],
     ids=str,
 )
-def test_what_cannot_be_done_is_refused_and_the_field_named(
-    witness: Server, options: dict[str, Any], param: str
-) -> None:
+def test_an_impossible_request_is_refused_by_its_field(witness: Server, options: dict[str, Any], param: str) -> None:
     answer = httpx.post(f"{witness.url}/v1/responses", json={"model": "witness", "input": "hi", **options}, timeout=60)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-def test_a_response_can_be_gone_on_from_after_a_restart_with_a_journal(tmp_path: Path) -> None:
+def test_a_response_can_be_continued_after_a_restart_with_a_journal(tmp_path: Path) -> None:
     arguments = ("--model", "witness", "--context-length", "1024", "--journal", str(tmp_path / "journal"))
     told: dict[str, Any] = {"instructions": "Be brief.", "max_output_tokens": 5, "temperature": 0}
     with serving(*arguments) as server, OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:

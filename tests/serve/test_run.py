@@ -1,4 +1,4 @@
-"""The server's processes: how they end, and what is left of them."""
+"""The server's processes: how they end, and that nothing remains of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ENDLESS = {**LONG, "max_new_tokens": 90_000}
 
 
 def follow(server: Server, session: str, begun: threading.Event) -> list[tuple[str, object]]:
-    """Start an endless turn and read it to whatever end it takes."""
+    """Starts an endless turn and reads it to its end, whatever that is."""
     told: list[tuple[str, object]] = []
     with server.client() as http:
         http.post("/v1/sessions", json={"id": session})
@@ -48,13 +48,13 @@ def follow(server: Server, session: str, begun: threading.Event) -> list[tuple[s
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended, and is no zombie of a process that still runs."""
+    """Returns whether a process has ended and is not a zombie of a running one."""
     for _ in range(END_SECONDS * 20):
         try:
             state, parent = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[:2]
         except FileNotFoundError:
             return True
-        if state == "Z" and parent == "1":  # none of ours has to bury it
+        if state == "Z" and parent == "1":  # its parent has ended: init reaps it
             return True
         time.sleep(0.05)
     return False
@@ -88,7 +88,7 @@ def test_a_turn_that_ends_in_time_is_committed_before_the_server_ends() -> None:
         assert server.process.wait(END_SECONDS) == 0
 
 
-def test_a_killed_engine_is_reported_to_everyone_and_its_server_exits_with_status_70() -> None:
+def test_a_killed_engine_is_reported_to_all_clients_and_its_server_exits_with_status_70() -> None:
     with serving(*WITNESS) as server, ThreadPoolExecutor(8) as pool, server.client() as http:
         begun = [threading.Event() for _ in range(3)]
         streams = [pool.submit(follow, server, f"s{n}", begun[n]) for n in range(3)]
@@ -117,8 +117,8 @@ def test_a_killed_engine_is_reported_to_everyone_and_its_server_exits_with_statu
     assert server.lines[-1] == "tenuto: the engine process was killed by SIGKILL\n"
 
 
-def test_until_a_server_without_its_engine_has_ended_it_answers_503() -> None:
-    """Asked in this process, where it does not end."""
+def test_a_server_without_its_engine_answers_503_until_it_ends() -> None:
+    """Requests are sent to a server in this process, which does not end."""
 
     async def ask_everything() -> dict[str, int]:
         link = await ProcessLink.open(EngineProcess(WorkerSettings(model="witness")))
@@ -159,7 +159,7 @@ def test_until_a_server_without_its_engine_has_ended_it_answers_503() -> None:
     known |= {"post /v1/conversations": 200, f"post {one}": 400, f"post {one}/items": 400}
     known |= {f"{method} {one}": 404 for method in ("get", "delete")} | {f"get {one}/items": 404}
     known |= {f"{method} {one}/items/{{item_id}}": 404 for method in ("get", "delete")}
-    assert other == known  # what it knows without an engine; the document is none, nor a file
+    assert other == known  # the answers of a server without an engine, except the document and files
 
 
 BODIES: dict[str, dict[str, object]] = {
@@ -199,7 +199,7 @@ def test_an_engine_whose_server_is_killed_ends_by_itself() -> None:
         (("--model", "witness", "--host", "0.0.0.0"), "API key"),
     ],
 )
-def test_a_server_that_cannot_start_says_why_in_one_line(arguments: tuple[str, ...], said: str) -> None:
+def test_a_server_that_cannot_start_gives_the_reason_in_one_line(arguments: tuple[str, ...], said: str) -> None:
     with pytest.raises(RuntimeError) as failed:
         Server(*arguments)
     lines = [line for line in str(failed.value).splitlines()[1:] if line.strip()]
@@ -208,7 +208,7 @@ def test_a_server_that_cannot_start_says_why_in_one_line(arguments: tuple[str, .
     assert said in lines[0]
 
 
-def test_an_engine_that_ends_before_it_is_loaded_is_a_server_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_ends_while_loading_keeps_its_server_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tenuto.serve.engine_process.sys.executable", "/bin/false")
     settings = WorkerSettings(model="witness")
     with pytest.raises(ModelError, match="exit status 1 before"), EngineProcess(settings) as engine:
@@ -216,12 +216,12 @@ def test_an_engine_that_ends_before_it_is_loaded_is_a_server_that_cannot_start(m
 
 
 @pytest.mark.parametrize("seconds", [math.inf, math.nan, 0.0, -1.0])
-def test_a_time_for_clients_that_do_not_read_has_an_end(seconds: float) -> None:
+def test_the_patience_with_clients_that_do_not_read_must_be_finite(seconds: float) -> None:
     with pytest.raises(ConfigError, match="unread_seconds"):
         ServeSettings(unread_seconds=seconds)
 
 
-def test_at_the_end_turns_that_wait_for_a_session_are_told_to_try_elsewhere() -> None:
+def test_turns_waiting_for_a_session_at_shutdown_are_refused_as_draining() -> None:
     with serving(*WITNESS, "--drain-seconds", "0.2") as server, ThreadPoolExecutor(4) as pool, server.client() as http:
         begun = threading.Event()
         first = pool.submit(follow, server, "s", begun)

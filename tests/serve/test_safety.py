@@ -1,4 +1,4 @@
-"""Who may do what, how much of it, and that nothing gets out: keys, tenants, limits, logs, over HTTP."""
+"""Permissions, limits, and secrecy: keys, tenants, limits and logs, over HTTP."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def routes(http: httpx.Client) -> list[tuple[str, str]]:
     ],
     ids=["none", "wrong", "basic", "longer", "empty", "bare", "wrong x", "empty x", "wrong first"],
 )
-def test_without_a_valid_key_no_route_says_anything(guarded: Server, headers: dict[str, str]) -> None:
+def test_without_a_valid_key_every_route_refuses(guarded: Server, headers: dict[str, str]) -> None:
     with guarded.client() as http:
         places = routes(http)
         assert len(places) > 15
@@ -132,13 +132,13 @@ def test_health_and_the_description_need_no_key(guarded: Server) -> None:
             assert http.get(path).status_code == 200, path
 
 
-def test_a_key_is_taken_from_either_header(guarded: Server) -> None:
+def test_a_key_is_accepted_in_either_header(guarded: Server) -> None:
     with guarded.client() as http:
         for headers in ({"x-api-key": ANN}, {"authorization": f"bearer {ANN}"}, {"X-API-Key": BOB}):
             assert http.get("/v1/sessions", headers=headers).status_code == 200
 
 
-def test_what_concerns_everyone_needs_an_admin_key(guarded: Server, ann: httpx.Client) -> None:
+def test_server_wide_routes_need_an_admin_key(guarded: Server, ann: httpx.Client) -> None:
     whole = ("/audit", "/metrics", "/flush_cache", "/release_memory_occupation", "/resume_memory_occupation")
     places = [place for place in routes(ann) if place[1] in whole]
     assert len(places) >= len(whole)
@@ -148,7 +148,7 @@ def test_what_concerns_everyone_needs_an_admin_key(guarded: Server, ann: httpx.C
             assert root.request(method, path).status_code == 200, path
 
 
-def test_only_an_admin_is_told_where_the_models_files_are() -> None:
+def test_only_an_admin_sees_where_the_models_files_are() -> None:
     edge: Any = SimpleNamespace(
         served_name="served",
         model=SimpleNamespace(path="/secret/model.gguf", model="model"),
@@ -162,7 +162,7 @@ def test_only_an_admin_is_told_where_the_models_files_are() -> None:
     }
 
 
-def test_metrics_may_be_shown_to_all() -> None:
+def test_metrics_can_be_made_public() -> None:
     with serving("--model", "witness", "--api-key", "k", "--public-metrics") as server, server.client() as http:
         assert http.get("/metrics").status_code == 200
         assert http.get("/audit").status_code == 401
@@ -171,7 +171,7 @@ def test_metrics_may_be_shown_to_all() -> None:
 # -- tenants
 
 
-def test_sessions_of_the_same_id_have_nothing_to_do_with_each_other(ann: httpx.Client, bob: httpx.Client) -> None:
+def test_sessions_of_two_tenants_with_the_same_id_are_independent(ann: httpx.Client, bob: httpx.Client) -> None:
     prompt = list(range(200))
     assert ann.post("/v1/sessions", json={"id": "same", "metadata": {"of": "ann"}}).status_code == 201
     first = turn(ann, "/v1/sessions/same", input=prompt)
@@ -187,7 +187,7 @@ def test_sessions_of_the_same_id_have_nothing_to_do_with_each_other(ann: httpx.C
     assert ann.delete("/v1/sessions/same").status_code == 204
 
 
-def test_a_turn_is_found_by_its_tenant_alone(ann: httpx.Client, bob: httpx.Client) -> None:
+def test_a_turn_is_found_only_by_its_tenant(ann: httpx.Client, bob: httpx.Client) -> None:
     for http in (ann, bob):
         http.post("/v1/sessions", json={"id": "busy"})
     with ann.stream("POST", "/v1/sessions/busy/turns", json={**LONG, "max_new_tokens": 400}) as response:
@@ -202,7 +202,7 @@ def test_a_turn_is_found_by_its_tenant_alone(ann: httpx.Client, bob: httpx.Clien
         assert list(told)[-1][0] == "committed"
 
 
-def test_an_idempotency_key_counts_for_its_tenant_alone(ann: httpx.Client, bob: httpx.Client) -> None:
+def test_an_idempotency_key_counts_only_for_its_tenant(ann: httpx.Client, bob: httpx.Client) -> None:
     ids = []
     for http, extra in ((ann, {}), (bob, {"seed": 5})):
         http.post("/v1/sessions", json={"id": "keyed"})
@@ -212,7 +212,7 @@ def test_an_idempotency_key_counts_for_its_tenant_alone(ann: httpx.Client, bob: 
     assert ids[0] != ids[1]
 
 
-def test_an_id_does_not_reach_into_another_tenant(ann: httpx.Client, bob: httpx.Client) -> None:
+def test_no_id_reaches_into_another_tenant(ann: httpx.Client, bob: httpx.Client) -> None:
     ann.post("/v1/sessions", json={"id": "mine"})
     for path in ("ann/mine", "..%2fann%2fmine", "ann%2Fmine", "%2e%2e/ann/mine", "~"):
         assert bob.get(f"/v1/sessions/{path}").status_code in (400, 404)
@@ -243,7 +243,7 @@ def over_limit(answer: httpx.Response) -> bool:
     return refusal(answer) == (429, "limit_reached") and int(answer.headers["retry-after"]) > 0
 
 
-def test_a_tenant_has_no_more_sessions_than_it_may(limited: httpx.Client, ann: httpx.Client) -> None:
+def test_a_tenants_sessions_are_limited(limited: httpx.Client, ann: httpx.Client) -> None:
     for name in ("one", "two"):
         assert limited.post("/v1/sessions", json={"id": name}).status_code == 201
     assert over_limit(limited.post("/v1/sessions", json={}))
@@ -254,7 +254,7 @@ def test_a_tenant_has_no_more_sessions_than_it_may(limited: httpx.Client, ann: h
     assert limited.post("/v1/sessions", json={}).status_code == 201
 
 
-def test_a_tenant_holds_no_more_tokens_than_it_may(limited: httpx.Client) -> None:
+def test_a_tenants_tokens_are_limited(limited: httpx.Client) -> None:
     limited.post("/v1/sessions", json={"id": "full"})
     turn(limited, "/v1/sessions/full", input=[1] * 20)
     for place, body in (("turns", {"input": [1]}), ("append", {"input": [1]}), ("fork", {})):
@@ -264,7 +264,7 @@ def test_a_tenant_holds_no_more_tokens_than_it_may(limited: httpx.Client) -> Non
     turn(limited, "/v1/sessions/full", input=[1])
 
 
-def test_a_tenant_has_no_more_turns_than_it_may(limited: httpx.Client, ann: httpx.Client) -> None:
+def test_a_tenants_turns_are_limited(limited: httpx.Client, ann: httpx.Client) -> None:
     endless = {**LONG, "max_new_tokens": 4000}
     for name in ("one", "two"):
         limited.post("/v1/sessions", json={"id": name})
@@ -279,7 +279,7 @@ def test_a_tenant_has_no_more_turns_than_it_may(limited: httpx.Client, ann: http
         turn(ann, "/v1/sessions/other", input=[1])
 
 
-def test_a_tenant_has_no_more_waiting_turns_than_it_may(guarded: Server) -> None:
+def test_a_tenants_waiting_turns_are_limited(guarded: Server) -> None:
     queued = {"input": [1], "if_busy": "queue", "max_new_tokens": 1}
     with as_key(guarded, LINE) as http, as_key(guarded, ROOT) as root, ThreadPoolExecutor(1) as pool:
         path = f"/v1/sessions/{http.post('/v1/sessions', json={}).json()['id']}"
@@ -313,15 +313,15 @@ def test_a_body_that_is_too_large_is_refused_however_it_is_sent(ann: httpx.Clien
     key = f"Authorization: Bearer {ANN}".encode()
     with socket.create_connection((ann.base_url.host, ann.base_url.port or 0), timeout=10) as connection:
         connection.sendall(b"POST /v1/sessions HTTP/1.1\r\nHost: a\r\n" + key + b"\r\nContent-Length: 9999999\r\n\r\n")
-        assert b" 413 " in connection.recv(65536).split(b"\r\n")[0]  # it does not wait for what was promised
+        assert b" 413 " in connection.recv(65536).split(b"\r\n")[0]  # it does not wait for the announced rest
     assert turn(ann, "/v1/sessions/large", input=[1])["version"] == 1
 
 
-# -- what the configuration may say
+# -- configuration
 
 
 def started(*arguments: str) -> tuple[int, str]:
-    """Exit status and output of a server that does not start."""
+    """Returns exit status and output of a server that does not start."""
     done = subprocess.run(
         [sys.executable, "-c", "from tenuto.cli import main; main()", "serve", "--model", "witness", *arguments],
         capture_output=True,
@@ -333,12 +333,12 @@ def started(*arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "", "example.invalid"])
-def test_without_a_key_only_this_machine_is_served(host: str) -> None:
+def test_without_a_key_the_server_listens_only_on_this_machine(host: str) -> None:
     with pytest.raises(ConfigError, match="API key"):
         ServeSettings(host=host)
 
 
-def test_a_server_that_may_not_listen_says_so_in_a_line() -> None:
+def test_a_server_that_may_not_listen_reports_it_in_one_line() -> None:
     status, output = started("--host", "0.0.0.0")
     assert (status, output.count("\n")) == (1, 1), output
     assert "API key" in output
@@ -373,7 +373,7 @@ def test_a_server_that_may_not_listen_says_so_in_a_line() -> None:
         "[[keys]]\ntenant = 'a'\nkey = 'secret'\n[[keys]]\ntenant = 'b'\nkey = 'secret'",
     ],
 )
-def test_a_bad_key_file_is_refused_in_a_line_without_its_secrets(tmp_path: Path, text: str) -> None:
+def test_an_invalid_key_file_is_refused_in_one_line_without_its_secrets(tmp_path: Path, text: str) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as error:
@@ -382,14 +382,14 @@ def test_a_bad_key_file_is_refused_in_a_line_without_its_secrets(tmp_path: Path,
     assert "\n" not in str(error.value)
 
 
-def test_a_key_file_that_is_not_there_or_not_text_is_refused(tmp_path: Path) -> None:
+def test_a_missing_or_binary_key_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     for name in ("none", "bytes", "."):
         with pytest.raises(ConfigError, match="cannot be used"):
             read_keys(tmp_path / name, None, None)
 
 
-# -- what gets out
+# -- secrecy
 
 
 def test_no_secret_and_no_content_is_logged_or_sent_back(guarded: Server, ann: httpx.Client) -> None:
@@ -421,7 +421,7 @@ def test_no_secret_and_no_content_is_logged_or_sent_back(guarded: Server, ann: h
 
 
 def settled(server: Server, mark: str) -> None:
-    """What was asked before `mark` has been logged."""
+    """Waits until requests before `mark` have been logged."""
     for _ in range(200):
         if any(mark in line for line in server.lines):
             return
@@ -429,7 +429,7 @@ def settled(server: Server, mark: str) -> None:
     pytest.fail(f"{mark} is not in the log")
 
 
-def test_no_client_is_told_the_detail_of_an_error_or_anything_of_a_mistake_of_ours() -> None:
+def test_clients_see_no_details_of_errors_and_nothing_of_bugs() -> None:
     stopped = Failure.of(EngineStopped("the engine stopped", detail="InvariantError: turn 3 of secret"))
     assert (stopped.status, stopped.message) == (503, "the engine stopped")
     assert "secret" not in str(Failure.of(TenutoError("KeyError: secret")).body)

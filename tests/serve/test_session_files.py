@@ -1,4 +1,4 @@
-"""Sessions as files: what one server exports another of the same model goes on with, and nothing else is taken."""
+"""Sessions as files: another server of the same model continues an exported session, and refuses any other file."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ admin = true
 """
 CONTEXT = 400
 TOKENS = 90
-"""In the history of `talk`, which is cut in the midst of its last answer."""
+"""Tokens in the history of `talk`, which is cut inside its last answer."""
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of two tenants, with a journal. What is refused is not in the journal either."""
+    """A server of two tenants, with a journal. Refused sessions are not in the journal either."""
     directory = tmp_path_factory.mktemp("shared")
     (directory / "keys.toml").write_text(KEYS)
     arguments = ("--keys", str(directory / "keys.toml"), "--journal", str(directory / "journal"))
@@ -64,7 +64,7 @@ def client(server: Server, tenant: str) -> httpx.Client:
 
 @pytest.fixture
 def one(shared: Server) -> Iterator[httpx.Client]:
-    """Of the tenant with limits. Its sessions are closed in the end."""
+    """A client of the tenant with limits. Its sessions are closed at the end."""
     with client(shared, "one") as http:
         yield http
         close_all(http)
@@ -88,7 +88,7 @@ def say(http: httpx.Client, session: str, text: str, tokens: int = 8) -> Any:
 
 
 def talk(http: httpx.Client, session: str = "s") -> dict[str, Any]:
-    """A session with a past, as a file."""
+    """Returns a session with a past, as a file."""
     body = {"id": session, "system": "Be brief.", "ttl": 60, "priority": 2, "metadata": {"b": "1", "a": "é"}}
     http.post("/v1/sessions", json=body).raise_for_status()
     say(http, session, "hello")
@@ -108,14 +108,14 @@ def put(http: httpx.Client, document: Any, **query: str) -> httpx.Response:
 
 
 def signed(document: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """With changes, and a checksum that fits."""
+    """Applies changes to a file and gives it a matching checksum."""
     changed = msgspec.convert({**document, **changes}, SessionDocument)
     built: dict[str, Any] = msgspec.to_builtins(changed.signed(changed.model))
     return built
 
 
 def shown(http: httpx.Client, session: str) -> dict[str, Any]:
-    """All of a session that does not depend on where and when it runs."""
+    """Returns everything about a session that does not depend on where and when it runs."""
     view = http.get(f"/v1/sessions/{session}").raise_for_status().json()
     turns = http.get(f"/v1/sessions/{session}/turns").json()["data"]
     for turn in turns:
@@ -123,7 +123,7 @@ def shown(http: httpx.Client, session: str) -> dict[str, Any]:
     return {name: view[name] for name in ("version", "turns", "tokens", "priority", "ttl", "metadata")} | {"all": turns}
 
 
-def test_an_imported_session_goes_on_as_the_exported_one_does_also_after_a_kill(
+def test_an_imported_session_continues_as_the_exported_one_does_even_after_a_kill(
     witness: Server, http: httpx.Client, tmp_path: Path
 ) -> None:
     document = talk(http)
@@ -143,7 +143,7 @@ def test_an_imported_session_goes_on_as_the_exported_one_does_also_after_a_kill(
     close_all(http)
 
 
-def test_an_export_does_not_see_an_open_turn(slow_http: httpx.Client) -> None:
+def test_an_export_leaves_out_an_open_turn(slow_http: httpx.Client) -> None:
     slow_http.post("/v1/sessions", json={"id": "busy"})
     slow_http.post("/v1/sessions/busy/append", json={"input": [1, 2, 3]})
     body = {"input": [4], "max_new_tokens": 3000, "on_disconnect": "continue"}
@@ -153,7 +153,7 @@ def test_an_export_does_not_see_an_open_turn(slow_http: httpx.Client) -> None:
     slow_http.delete("/v1/sessions/busy")
 
 
-def test_one_file_makes_sessions_of_several_names(two: httpx.Client) -> None:
+def test_one_file_can_be_imported_under_several_names(two: httpx.Client) -> None:
     document = talk(two)
     assert refusal(put(two, document)) == (409, "already_exists")
     assert put(two, document, id="other").json()["id"] == "other"
@@ -161,7 +161,9 @@ def test_one_file_makes_sessions_of_several_names(two: httpx.Client) -> None:
     assert refusal(put(two, document, id="a/b"))[0] == 400
 
 
-def test_a_tenant_exports_its_own_sessions_and_imports_to_itself(one: httpx.Client, two: httpx.Client) -> None:
+def test_a_tenant_exports_only_its_own_sessions_and_imports_only_to_itself(
+    one: httpx.Client, two: httpx.Client
+) -> None:
     document = talk(two)
     assert refusal(one.get("/v1/sessions/s/export")) == (404, "not_found")
     assert put(one, document).status_code == 201
@@ -169,7 +171,7 @@ def test_a_tenant_exports_its_own_sessions_and_imports_to_itself(one: httpx.Clie
     assert exported(two, "s") == document
 
 
-def test_limits_count_what_a_file_brings(one: httpx.Client, two: httpx.Client) -> None:
+def test_imported_sessions_and_tokens_count_against_limits(one: httpx.Client, two: httpx.Client) -> None:
     document = talk(two)
     for name in ("a", "b"):
         assert put(one, document, id=name).status_code == 201
@@ -194,7 +196,7 @@ def test_limits_count_what_a_file_brings(one: httpx.Client, two: httpx.Client) -
     ],
     ids=["model", "token", "context", "max_tokens", "empty", "system"],
 )
-def test_a_whole_file_that_does_not_fit_is_refused(two: httpx.Client, change: dict[str, Any], complaint: str) -> None:
+def test_an_intact_file_that_does_not_fit_is_refused(two: httpx.Client, change: dict[str, Any], complaint: str) -> None:
     answer = put(two, signed(talk(two), **change), id="new")
     assert answer.status_code == 400
     assert complaint in answer.json()["error"]["message"]
@@ -224,7 +226,7 @@ def test_a_changed_file_is_refused(two: httpx.Client, change: Callable[[Any], An
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_damaged_file_is_refused_whatever_is_wrong_with_it(two: httpx.Client, data: st.DataObject) -> None:
+def test_a_damaged_file_is_refused_whatever_the_damage(two: httpx.Client, data: st.DataObject) -> None:
     close_all(two)
     document = talk(two)
     content = bytearray(json.dumps(document).encode())
@@ -253,7 +255,9 @@ def is_same(content: bytearray, document: dict[str, Any]) -> bool:
 BINARY = {"content-type": "application/octet-stream"}
 
 
-def test_a_session_with_its_state_goes_to_another_server_and_survives_there(http: httpx.Client, tmp_path: Path) -> None:
+def test_a_session_with_its_state_moves_to_another_server_and_survives_there(
+    http: httpx.Client, tmp_path: Path
+) -> None:
     talk(http)
     tokens = http.get("/v1/sessions/s").json()["computed"]
     file = http.get("/v1/sessions/s/export/state").raise_for_status()
@@ -283,9 +287,7 @@ def test_a_session_with_its_state_goes_to_another_server_and_survives_there(http
     close_all(http)
 
 
-def test_state_that_is_foreign_damaged_too_large_or_not_a_file_is_refused_and_changes_nothing(
-    http: httpx.Client, tmp_path: Path
-) -> None:
+def test_foreign_damaged_or_oversized_state_is_refused_and_changes_nothing(http: httpx.Client, tmp_path: Path) -> None:
     talk(http)
     content = http.get("/v1/sessions/s/export/state").content
     assert refusal(http.get("/v1/sessions/none/export/state")) == (404, "not_found")
@@ -311,7 +313,7 @@ def test_state_that_is_foreign_damaged_too_large_or_not_a_file_is_refused_and_ch
 
 @contextmanager
 def full_disk(pid: int) -> Iterator[None]:
-    """No file of a process may have more than 1,000 bytes."""
+    """Limits files of this process to 1,000 bytes."""
     before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     try:
         yield
@@ -336,9 +338,7 @@ def test_a_full_disk_is_answered_507_and_changes_nothing(witness: Server, http: 
 
 
 @pytest.mark.parametrize("where", ["session", "state", "tensors"])
-def test_a_state_file_with_far_more_values_than_a_session_may_have_is_not_parsed(
-    where: str, http: httpx.Client
-) -> None:
+def test_a_state_file_with_far_more_values_than_allowed_is_not_parsed(where: str, http: httpx.Client) -> None:
     talk(http)
     content = http.get("/v1/sessions/s/export/state").raise_for_status().content
     length = int.from_bytes(content[:8], "little")
@@ -357,7 +357,7 @@ def test_a_state_file_with_far_more_values_than_a_session_may_have_is_not_parsed
     close_all(http)
 
 
-def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_in_place_of_a_file_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(InvalidRequest, match="not a regular file"):
         StateFile(tmp_path / "pipe")

@@ -1,4 +1,4 @@
-"""The interface in SGLang's manner, over HTTP, to real servers of the witness and of the default model."""
+"""The SGLang interface, over HTTP, on real servers of the witness and of the default model."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def closed(http: httpx.Client, name: str) -> None:
 
 
 def generate(http: httpx.Client, ids: list[int] | str, **body: Any) -> Any:
-    """One prompt, greedily, for 4 tokens unless the body says otherwise: the answer, or a list of `n`."""
+    """Generates for one prompt, greedily, 4 tokens unless the body says otherwise; returns the answer, or a list of
+    `n`."""
     answer = http.post("/generate", json=request(ids, **body))
     assert answer.status_code == 200, answer.text
     return answer.json()
@@ -85,7 +86,7 @@ def request(ids: list[int] | str, *, session: str | None = None, **body: Any) ->
 
 
 def chunks(response: httpx.Response) -> Iterator[Any]:
-    """What a stream says, and whether it ends as it should."""
+    """Yields the chunks of a stream, and checks that it ends properly."""
     for line in response.iter_lines():
         if line == "data: [DONE]":
             return
@@ -103,11 +104,11 @@ def eventually(holds: Any) -> None:
         if holds():
             return
         time.sleep(0.02)
-    pytest.fail("it never came true")
+    pytest.fail("the condition never held")
 
 
 def tail(answer: dict[str, Any]) -> tuple[int, int]:
-    """Tokens of the prompt, and those of them that were computed."""
+    """Returns the number of tokens in the prompt, and how many of them were computed."""
     meta = answer["meta_info"]
     return meta["prompt_tokens"], meta["prompt_tokens"] - meta["cached_tokens"]
 
@@ -115,7 +116,7 @@ def tail(answer: dict[str, Any]) -> tuple[int, int]:
 # -- one request
 
 
-def test_an_answer_has_text_tokens_and_what_sglang_says_about_them(http: httpx.Client) -> None:
+def test_an_answer_has_text_tokens_and_sglangs_meta_info(http: httpx.Client) -> None:
     answer = generate(http, "hello", rid="mine")
     meta = answer["meta_info"]
     assert len(answer["output_ids"]) == 4
@@ -131,19 +132,19 @@ def test_an_answer_has_text_tokens_and_what_sglang_says_about_them(http: httpx.C
     }
 
 
-def test_put_will_do_and_ids_are_made_up(http: httpx.Client) -> None:
+def test_put_is_accepted_and_ids_are_generated(http: httpx.Client) -> None:
     answer = http.put("/generate", json=request([1, 2])).json()
     assert len(answer["meta_info"]["id"]) == 32
 
 
-def test_without_sampling_params_128_tokens_are_drawn_at_temperature_1(http: httpx.Client) -> None:
+def test_without_sampling_params_128_tokens_are_sampled_at_temperature_1(http: httpx.Client) -> None:
     first, second = (http.post("/generate", json={"input_ids": [1, 2]}).json()["output_ids"] for _ in range(2))
     assert len(first) == len(second) == 128
     greedy = generate(http, [1, 2], sampling_params={"max_new_tokens": 128})["output_ids"]
     assert greedy == generate(http, [1, 2], sampling_params={"max_new_tokens": 128})["output_ids"]
 
 
-def test_null_is_the_default_and_max_new_tokens_null_is_as_many_as_fit(http: httpx.Client) -> None:
+def test_null_is_the_default_and_a_null_max_new_tokens_is_as_many_as_fit(http: httpx.Client) -> None:
     params = dict.fromkeys(
         ("top_p", "top_k", "min_p", "stop", "stop_regex", "stop_token_ids", "ignore_eos", "n", "regex")
     )
@@ -152,7 +153,7 @@ def test_null_is_the_default_and_max_new_tokens_null_is_as_many_as_fit(http: htt
     assert full["meta_info"]["finish_reason"] == {"type": "length", "length": 96}
 
 
-def test_a_stop_token_ends_the_text_but_is_among_the_tokens(http: httpx.Client) -> None:
+def test_a_stop_token_ends_the_text_but_remains_among_the_tokens(http: httpx.Client) -> None:
     plain = generate(http, [5, 6, 7])
     third = plain["output_ids"][2]
     stopped = generate(http, [5, 6, 7], sampling_params={"stop_token_ids": [third]})
@@ -163,7 +164,7 @@ def test_a_stop_token_ends_the_text_but_is_among_the_tokens(http: httpx.Client) 
     assert len(untrimmed["text"]) > len(stopped["text"])
 
 
-def test_a_stop_string_ends_the_text_before_it_or_behind_it(smollm2: httpx.Client) -> None:
+def test_a_stop_string_ends_the_text_before_or_after_it(smollm2: httpx.Client) -> None:
     plain = generate(smollm2, "One, two, three, four,", sampling_params={"max_new_tokens": 12})["text"]
     assert " six" in plain
     params = {"max_new_tokens": 12, "stop": [" six"]}
@@ -174,7 +175,7 @@ def test_a_stop_string_ends_the_text_before_it_or_behind_it(smollm2: httpx.Clien
     assert behind["text"].startswith(answer["text"] + " six")
 
 
-def test_a_match_of_a_stop_regex_ends_the_text_before_it_and_no_stream_shows_more(http: httpx.Client) -> None:
+def test_a_stop_regex_ends_the_text_before_its_match_and_no_stream_shows_more(http: httpx.Client) -> None:
     plain = generate(http, [5, 6, 7], sampling_params={"max_new_tokens": 12})["text"]
     numbers = plain.split(" w")
     kept, cut = " w".join(numbers[:3]), " w" + numbers[3]
@@ -203,7 +204,7 @@ def test_a_match_of_a_stop_regex_ends_the_text_before_it_and_no_stream_shows_mor
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "sampling_params.stop_regex")
 
 
-def test_seeds_are_repeatable_and_differ(smollm2: httpx.Client) -> None:
+def test_seeds_are_reproducible_and_differ(smollm2: httpx.Client) -> None:
     def drawn(**more: Any) -> tuple[int, ...]:
         params = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True, **more}
         return tuple(generate(smollm2, "Once upon a time", sampling_params=params)["output_ids"])
@@ -215,7 +216,7 @@ def test_seeds_are_repeatable_and_differ(smollm2: httpx.Client) -> None:
     assert drawn(**greedy) == drawn(temperature=0) == drawn(temperature=1.0, top_k=1)
 
 
-def test_biases_and_penalties_change_what_is_said(smollm2: httpx.Client) -> None:
+def test_biases_and_penalties_change_the_output(smollm2: httpx.Client) -> None:
     def said(**params: Any) -> list[int]:
         drawn = {"max_new_tokens": 48, "temperature": 1.0, "sampling_seed": 1}
         return generate(smollm2, "One, two, three,", sampling_params={**drawn, **params})["output_ids"]
@@ -263,13 +264,13 @@ def test_a_batch_is_answered_in_order(http: httpx.Client) -> None:
     assert answers[2]["output_ids"] == single["output_ids"]
 
 
-def test_a_batch_of_one_is_a_list_and_texts_can_be_one(http: httpx.Client) -> None:
+def test_a_batch_of_one_is_a_list_and_a_single_text_is_not(http: httpx.Client) -> None:
     body = {"text": ["hello"], "sampling_params": {"max_new_tokens": 2}, "rid": ["x"]}
     [answer] = http.post("/generate", json=body).json()
     assert answer["meta_info"]["id"] == "x"
 
 
-def test_a_streamed_batch_says_which_prompt_a_chunk_belongs_to(http: httpx.Client) -> None:
+def test_a_streamed_batch_names_the_prompt_of_each_chunk(http: httpx.Client) -> None:
     body = {"input_ids": [[1], [2, 2]], "sampling_params": {"temperature": 0, "max_new_tokens": 6}, "stream": True}
     last = {chunk["index"]: chunk for chunk in chunks(http.post("/generate", json=body))}
     for index, ids in enumerate([[1], [2, 2]]):
@@ -277,7 +278,7 @@ def test_a_streamed_batch_says_which_prompt_a_chunk_belongs_to(http: httpx.Clien
         assert (last[index]["text"], last[index]["output_ids"]) == (whole["text"], whole["output_ids"])
 
 
-def test_if_one_of_a_batch_cannot_start_none_is_left(http: httpx.Client) -> None:
+def test_if_one_of_a_batch_cannot_start_none_remains(http: httpx.Client) -> None:
     body = {"input_ids": [[1], [2] * 5000], "sampling_params": LONG, "rid": ["left", "right"]}
     assert http.post("/generate", json=body).status_code == 400
     eventually(lambda: http.post("/generate", json=request([1], rid="left")).status_code == 200)
@@ -352,13 +353,13 @@ def test_malformed_requests_are_refused(http: httpx.Client, body: Any) -> None:
         ("n is 2", {"sampling_params": {"n": 2}, "session_params": {"id": "any"}}),
     ],
 )
-def test_what_is_not_there_is_refused_by_its_name(http: httpx.Client, name: str, body: dict[str, Any]) -> None:
+def test_unsupported_fields_are_refused_by_name(http: httpx.Client, name: str, body: dict[str, Any]) -> None:
     status, message = refusal(http.post("/generate", json={"input_ids": [1], **body}))
     assert status == 400
     assert name in message
 
 
-def test_what_asks_for_nothing_or_changes_no_answer_is_let_through(http: httpx.Client) -> None:
+def test_fields_without_effect_are_accepted(http: httpx.Client) -> None:
     assert generate(http, [1], image_data=None, return_hidden_states=False, log_metrics=False, lora_path=None)
 
 
@@ -399,7 +400,7 @@ def test_a_disconnect_ends_the_request_and_frees_its_id(slow_http: httpx.Client,
     assert second["meta_info"]["prompt_tokens"] == 3 + len(first["output_ids"]) + 1
 
 
-def test_a_client_that_does_not_wait_for_a_whole_answer_ends_the_request(
+def test_a_client_that_disconnects_before_the_whole_answer_ends_the_request(
     slow_http: httpx.Client, slow_streaming: str
 ) -> None:
     with pytest.raises(httpx.ReadTimeout):
@@ -434,7 +435,7 @@ def test_logprobs_are_tuples_of_logprob_token_and_text(smollm2: httpx.Client) ->
     assert all(entry[0] <= 0 for entry in meta["input_token_logprobs"][1:])
 
 
-def test_logprobs_of_the_prompt_begin_where_asked_and_by_default_nowhere(smollm2: httpx.Client) -> None:
+def test_logprobs_of_the_prompt_start_where_requested_and_by_default_nowhere(smollm2: httpx.Client) -> None:
     whole, late, default = (
         generate(smollm2, "The capital of France is", return_logprob=True, **more)["meta_info"]
         for more in ({"logprob_start_len": 0}, {"logprob_start_len": 2}, {})
@@ -447,7 +448,7 @@ def test_logprobs_of_the_prompt_begin_where_asked_and_by_default_nowhere(smollm2
     ]
 
 
-def test_logprobs_come_in_streams_batches_and_samples(smollm2: httpx.Client) -> None:
+def test_logprobs_work_in_streams_batches_and_samples(smollm2: httpx.Client) -> None:
     more: dict[str, Any] = {"return_logprob": True, "logprob_start_len": 0}
     whole = generate(smollm2, "Hello there", **more)["meta_info"]
     *_, last = chunks(smollm2.post("/generate", json=request("Hello there", stream=True, **more)))
@@ -465,7 +466,7 @@ def test_logprobs_come_in_streams_batches_and_samples(smollm2: httpx.Client) -> 
 # -- sessions that are only appended to
 
 
-def test_a_streaming_session_computes_only_what_is_new(http: httpx.Client, streaming: str) -> None:
+def test_a_streaming_session_computes_only_new_tokens(http: httpx.Client, streaming: str) -> None:
     length = 0
     for turn in range(5):
         answer = generate(http, [turn + 701] * 20, session=streaming)
@@ -477,7 +478,7 @@ def test_a_streaming_session_computes_only_what_is_new(http: httpx.Client, strea
     assert shown["metadata"] == {"capacity_of_str_len": "1000"}
 
 
-def test_a_streaming_session_says_what_all_its_tokens_would(http: httpx.Client, streaming: str) -> None:
+def test_a_streaming_session_generates_the_output_of_all_its_tokens(http: httpx.Client, streaming: str) -> None:
     history: list[int] = []
     for ids in ([1, 2, 3], [4], [], [5, 6]):
         answer = generate(http, ids, session=streaming)
@@ -486,7 +487,7 @@ def test_a_streaming_session_says_what_all_its_tokens_would(http: httpx.Client, 
         history += answer["output_ids"]
 
 
-def test_a_streaming_session_continues_whatever_rid_is_named(http: httpx.Client, streaming: str) -> None:
+def test_a_streaming_session_continues_whatever_rid_is_given(http: httpx.Client, streaming: str) -> None:
     generate(http, [1] * 10, session=streaming, rid="first")
     assert generate(http, [2], session=streaming, after="nobody")["meta_info"]["prompt_tokens"] == 15
 
@@ -501,14 +502,16 @@ def test_a_streaming_session_is_never_cut(http: httpx.Client, streaming: str, as
     assert generate(http, [4], session=streaming, **nothing)["meta_info"]["prompt_tokens"] == 8
 
 
-def test_a_streaming_session_ignores_where_prompt_logprobs_should_begin(http: httpx.Client, streaming: str) -> None:
+def test_a_streaming_session_ignores_where_prompt_logprobs_should_start(http: httpx.Client, streaming: str) -> None:
     for _ in range(2):
         meta = generate(http, [1, 2], session=streaming, return_logprob=True, logprob_start_len=0)["meta_info"]
         assert meta["input_token_logprobs"] == []
         assert len(meta["output_token_logprobs"]) == 4
 
 
-def test_a_busy_streaming_session_refuses_and_its_request_goes_on(slow_http: httpx.Client, slow_streaming: str) -> None:
+def test_a_busy_streaming_session_refuses_a_request_and_continues_its_own(
+    slow_http: httpx.Client, slow_streaming: str
+) -> None:
     body = request([1], session=slow_streaming, sampling_params=LONG | {"max_new_tokens": 400}, stream=True)
     with slow_http.stream("POST", "/generate", json={**body, "rid": "first"}) as response:
         told = chunks(response)
@@ -523,7 +526,7 @@ def test_a_busy_streaming_session_refuses_and_its_request_goes_on(slow_http: htt
     assert slow_http.get(f"/v1/sessions/{slow_streaming}").json()["tokens"] == 401
 
 
-def test_what_is_too_long_leaves_the_session_at_its_last_turn(http: httpx.Client, streaming: str) -> None:
+def test_a_request_that_is_too_long_leaves_the_session_at_its_last_turn(http: httpx.Client, streaming: str) -> None:
     generate(http, [1] * 10, session=streaming)
     status, message = refusal(http.post("/generate", json=request([2] * 4090, session=streaming)))
     assert status == 400
@@ -531,7 +534,7 @@ def test_what_is_too_long_leaves_the_session_at_its_last_turn(http: httpx.Client
     assert tail(generate(http, [3], session=streaming)) == (15, 2)
 
 
-def test_a_session_opened_natively_is_one_too(http: httpx.Client) -> None:
+def test_a_natively_opened_session_is_a_streaming_session(http: httpx.Client) -> None:
     http.post("/v1/sessions", json={"id": "native"})
     assert generate(http, [1, 2], session="native")["meta_info"]["prompt_tokens"] == 2
     assert refusal(http.post("/open_session", json={"capacity_of_str_len": 0, "session_id": "native"}))[0] == 400
@@ -553,13 +556,13 @@ def test_branches_continue_the_same_request(http: httpx.Client, regular: str) ->
     assert tail(left) == (34 + 2 + 4 + 1, 2)
 
 
-def test_without_a_rid_a_request_begins_anew(http: httpx.Client, regular: str) -> None:
+def test_a_request_without_a_rid_starts_over(http: httpx.Client, regular: str) -> None:
     generate(http, [1] * 30, session=regular, rid="a")
     assert generate(http, [1], session=regular, rid="b")["meta_info"]["prompt_tokens"] == 1
     assert generate(http, [1], session=regular, after="a")["meta_info"]["prompt_tokens"] == 35
 
 
-def test_an_offset_and_a_dropped_output_cut_what_is_continued(http: httpx.Client, regular: str) -> None:
+def test_an_offset_or_a_dropped_output_cuts_the_continued_history(http: httpx.Client, regular: str) -> None:
     first = generate(http, list(range(1, 31)), session=regular, rid="a")
     every = [*range(1, 31), *first["output_ids"]]
     for more, kept in (
@@ -577,7 +580,7 @@ def test_an_offset_and_a_dropped_output_cut_what_is_continued(http: httpx.Client
         assert answer["output_ids"] == generate(http, [*kept, 7, 8])["output_ids"]
 
 
-def test_a_replacing_request_gives_up_what_followed(http: httpx.Client, regular: str) -> None:
+def test_a_replacing_request_drops_the_requests_that_followed(http: httpx.Client, regular: str) -> None:
     for rid, after in (("a", None), ("b", "a"), ("c", "b"), ("other", None)):
         generate(http, [1], session=regular, rid=rid, after=after)
     generate(http, [2], session=regular, rid="d", after="a", replace=True)
@@ -591,14 +594,14 @@ def test_a_replacing_request_gives_up_what_followed(http: httpx.Client, regular:
     generate(http, [1], session=regular, after="new")
 
 
-def test_a_replacing_request_that_fails_gives_nothing_up(http: httpx.Client, regular: str) -> None:
+def test_a_replacing_request_that_fails_drops_nothing(http: httpx.Client, regular: str) -> None:
     generate(http, [1], session=regular, rid="a")
     generate(http, [1], session=regular, rid="b", after="a")
     assert http.post("/generate", json=request([1] * 4096, session=regular, after="a", replace=True)).status_code == 400
     generate(http, [1], session=regular, after="b")
 
 
-def test_a_request_that_runs_is_continued_only_by_replacing_it(slow_http: httpx.Client, slow_regular: str) -> None:
+def test_a_running_request_can_only_be_continued_by_replacing_it(slow_http: httpx.Client, slow_regular: str) -> None:
     body = request([1] * 9, session=slow_regular, rid="long", sampling_params=LONG, stream=True)
     with slow_http.stream("POST", "/generate", json=body) as response:
         told = chunks(response)
@@ -611,7 +614,7 @@ def test_a_request_that_runs_is_continued_only_by_replacing_it(slow_http: httpx.
     assert answer["meta_info"]["prompt_tokens"] == 9 + len(last["output_ids"]) + 1
 
 
-def test_requests_that_replace_end_those_that_follow_and_still_run(slow_http: httpx.Client, slow_regular: str) -> None:
+def test_replacing_requests_end_running_ones_that_follow(slow_http: httpx.Client, slow_regular: str) -> None:
     generate(slow_http, [1], session=slow_regular, rid="a")
     body = request([1], session=slow_regular, after="a", rid="long", sampling_params=LONG, stream=True)
     with slow_http.stream("POST", "/generate", json=body) as response:
@@ -635,7 +638,7 @@ def test_branches_run_at_once(http: httpx.Client, regular: str, witness: Server)
     witness.audit()
 
 
-def test_a_request_that_was_rolled_back_cannot_be_continued_but_the_one_before_can(
+def test_a_rolled_back_request_cannot_be_continued_but_the_one_before_can(
     slow_http: httpx.Client, slow_regular: str
 ) -> None:
     generate(slow_http, [1] * 20, session=slow_regular, rid="a")
@@ -662,7 +665,7 @@ def test_a_chain_of_requests_needs_one_hidden_session(http: httpx.Client, regula
     eventually(lambda: sessions() == before)
 
 
-def test_prompt_logprobs_of_a_branch_begin_where_its_own_tokens_do(smollm2: httpx.Client) -> None:
+def test_prompt_logprobs_of_a_branch_start_at_its_own_tokens(smollm2: httpx.Client) -> None:
     name = opened(smollm2)
     first = generate(smollm2, "The capital of France", session=name, rid="a")
     length = first["meta_info"]["prompt_tokens"] + 4
@@ -676,8 +679,8 @@ def test_prompt_logprobs_of_a_branch_begin_where_its_own_tokens_do(smollm2: http
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_requests_to_a_session_see_the_tokens_of_what_they_continue(witness: Server, seed: int) -> None:
-    """Against a naive model: the tokens of each request that was answered."""
+def test_any_requests_to_a_session_see_the_tokens_they_continue(witness: Server, seed: int) -> None:
+    """Compared with a naive model: the tokens of each answered request."""
 
     def client(number: int) -> None:
         random = Random(f"{seed} {number}")
@@ -697,7 +700,7 @@ def test_any_requests_to_a_session_see_the_tokens_of_what_they_continue(witness:
                 base = base[: more["offset"]] if more["offset"] and after else base
                 params = {"max_new_tokens": random.choice([0, 1, 5, 1500]), "ignore_eos": True}
                 body = request(ids, session=name, after=after, rid=rid, sampling_params=params, **more)
-                if random.random() < 0.3:  # whether it is committed is anybody's guess
+                if random.random() < 0.3:  # it may be committed or not
                     with suppress(httpx.TimeoutException):
                         http.post("/generate", json=body, timeout=random.choice([0.004, 0.02]))
                     continue
@@ -771,7 +774,7 @@ def test_malformed_sessions_are_refused(http: httpx.Client, body: dict[str, Any]
 
 
 @pytest.mark.parametrize("kind", [True, False])
-def test_a_beginning_token_is_kept_unless_the_tokenizer_adds_one(smollm2: httpx.Client, kind: bool) -> None:
+def test_a_bos_token_is_kept_unless_the_tokenizer_adds_one(smollm2: httpx.Client, kind: bool) -> None:
     name = opened(smollm2, streaming=kind)
     bos = smollm2.get("/v1/engine").json()
     assert bos["adds_bos"] is False
@@ -782,7 +785,7 @@ def test_a_beginning_token_is_kept_unless_the_tokenizer_adds_one(smollm2: httpx.
 
 
 @pytest.mark.parametrize("kind", [True, False])
-def test_turns_of_the_real_model_say_what_the_whole_text_would(smollm2: httpx.Client, kind: bool) -> None:
+def test_turns_of_the_real_model_generate_what_the_whole_text_would(smollm2: httpx.Client, kind: bool) -> None:
     name, after = opened(smollm2, streaming=kind), None
     ids: list[int] = []
     for n, part in enumerate(([504, 3575, 282, 4649, 314], [30, 378], [28])):
@@ -798,7 +801,7 @@ def test_turns_of_the_real_model_say_what_the_whole_text_would(smollm2: httpx.Cl
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_aborted_request_answers_with_what_there_is(
+def test_an_aborted_request_answers_with_its_output_so_far(
     slow_http: httpx.Client, slow_streaming: str, stream: bool
 ) -> None:
     generate(slow_http, [1] * 10, session=slow_streaming)
@@ -831,14 +834,14 @@ def test_a_batch_is_aborted_by_its_one_id_and_everything_by_abort_all(slow_http:
     aborted(rid="two", abort={"abort_all": True})
 
 
-def test_aborting_what_is_not_there_changes_nothing(http: httpx.Client) -> None:
+def test_aborting_an_unknown_id_changes_nothing(http: httpx.Client) -> None:
     assert http.post("/abort_request", json={"rid": "nobody"}).status_code == 200
     assert http.post("/abort_request", json={"abort_all": True}).status_code == 200
     for body in ({}, {"rid": 5}, {"abort_all": "yes"}):
         assert refusal(http.post("/abort_request", json=body))[0] == 400
 
 
-def test_an_id_in_use_is_refused_and_the_request_that_has_it_goes_on(slow_http: httpx.Client) -> None:
+def test_an_id_in_use_is_refused_and_its_request_continues(slow_http: httpx.Client) -> None:
     body = request([1], rid="same", sampling_params=LONG | {"max_new_tokens": 400}, stream=True)
     with slow_http.stream("POST", "/generate", json=body) as response:
         told = chunks(response)

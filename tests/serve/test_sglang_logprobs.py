@@ -1,4 +1,4 @@
-"""Log-probabilities of SGLang's streams: every event has all so far, and each is written once."""
+"""Log-probabilities of SGLang's streams: every event has all entries so far, and each is serialized once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def scored(token: int) -> TokenLogprob:
     return TokenLogprob(token, -0.5, (Candidate(token, -0.5, b"a"), Candidate(7, -1.5, b"\xff")), b"a")
 
 
-def test_every_event_has_all_entries_and_each_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_event_has_all_entries_and_each_is_serialized_once(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[int] = []
     entry = logprobs.entry
 
@@ -36,7 +36,7 @@ def test_every_event_has_all_entries_and_each_is_written_once(monkeypatch: pytes
     assert len(written) == 3 * 50
 
 
-def test_an_event_without_news_repeats_what_there_was() -> None:
+def test_an_event_without_new_entries_repeats_the_old_ones() -> None:
     output = OutputLogprobs()
     assert {name: bytes(raw) for name, raw in output.lists(Transcript(), top=False, text=True).items()} == {
         "output_token_logprobs": b"[]"

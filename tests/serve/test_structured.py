@@ -1,4 +1,4 @@
-"""Answers in the shape that is asked for, by every interface's own names for it."""
+"""Structured answers, requested by each interface's own names."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ WRAPPED = {"type": "json_schema", "json_schema": {"name": "pet", "strict": True,
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
 )
-def test_chats_and_completions_answer_in_the_shape_asked_for(client: OpenAI, body: dict[str, Any], right: Any) -> None:
+def test_chats_and_completions_follow_the_requested_structure(client: OpenAI, body: dict[str, Any], right: Any) -> None:
     chat = client.chat.completions.create(model="witness", messages=HI, max_tokens=900, extra_body=body)
     assert chat.choices[0].finish_reason == "stop"
     assert right(chat.choices[0].message.content), chat
@@ -76,14 +76,14 @@ def test_chats_and_completions_answer_in_the_shape_asked_for(client: OpenAI, bod
     assert right(text.choices[0].text), text
 
 
-def test_any_json_object(client: OpenAI) -> None:
-    """The witness would write on for ever, so the object's end is forced."""
+def test_any_json_object_can_be_requested(client: OpenAI) -> None:
+    """The witness would write on endlessly, so the object's end is forced."""
     body = {"response_format": {"type": "json_object"}, "stop": ["}"], "include_stop_str_in_output": True}
     chat = client.chat.completions.create(model="witness", messages=HI, max_tokens=3000, extra_body=body)
     assert (chat.choices[0].message.content or "").startswith("{")
 
 
-def test_several_samples_and_streams_follow_it_too(client: OpenAI) -> None:
+def test_samples_and_streams_also_follow_the_structure(client: OpenAI) -> None:
     chat = client.chat.completions.create(model="witness", messages=HI, n=4, extra_body={"guided_json": SCHEMA})
     assert all(is_pet(choice.message.content or "") for choice in chat.choices)
     assert len({choice.message.content for choice in chat.choices}) > 1
@@ -93,7 +93,7 @@ def test_several_samples_and_streams_follow_it_too(client: OpenAI) -> None:
     assert is_pet("".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices))
 
 
-def test_openais_client_parses_what_it_asked_for(client: OpenAI) -> None:
+def test_openais_client_parses_its_requested_schema(client: OpenAI) -> None:
     parsed = client.chat.completions.parse(model="witness", messages=HI, response_format=Pet)
     assert isinstance(parsed.choices[0].message.parsed, Pet)
 
@@ -123,9 +123,7 @@ def test_openais_client_parses_what_it_asked_for(client: OpenAI) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_followed_is_refused_and_the_field_named(
-    client: OpenAI, body: dict[str, Any], param: str
-) -> None:
+def test_an_impossible_structure_is_refused_by_its_field(client: OpenAI, body: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(model="witness", messages=HI, extra_body=body)
     assert refused.value.param == param
@@ -139,20 +137,20 @@ def test_what_cannot_be_followed_is_refused_and_the_field_named(
         ({"ebnf": EBNF}, re.compile("<[0-9]+>").fullmatch),
     ],
 )
-def test_sglangs_names_for_the_same(witness: Server, params: dict[str, Any], right: Any) -> None:
+def test_sglangs_names_request_the_same_structures(witness: Server, params: dict[str, Any], right: Any) -> None:
     body = {"text": "hi", "sampling_params": {**params, "max_new_tokens": 900}}
     answer = httpx.post(f"{witness.url}/generate", json=body, timeout=60).json()
     assert right(answer["text"]), answer
 
 
-def test_sglangs_clients_are_told_which_field_is_wrong(witness: Server) -> None:
+def test_sglangs_clients_learn_which_field_is_wrong(witness: Server) -> None:
     body = {"text": "hi", "sampling_params": {"json_schema": '{"type": "nonsense"}'}}
     answer = httpx.post(f"{witness.url}/generate", json=body, timeout=60)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "sampling_params.json_schema"
 
 
-def test_sessions_answer_in_shape_over_http_and_are_regenerated_in_another(witness: Server) -> None:
+def test_sessions_follow_a_structure_over_http_and_regenerate_in_another(witness: Server) -> None:
     with tenuto.connect(witness.url) as engine:
         session = engine.session()
         turn = session.chat("hi", grammar={"json_schema": SCHEMA})

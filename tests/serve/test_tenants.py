@@ -1,4 +1,4 @@
-"""Tenants share a server by their weights, whichever interface they use."""
+"""Tenants share a server by their weights on every interface."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tests.serve.server import Server, serving
 ROWS = 4
 WEIGHTS = {"greedy": 1, "small": 1, "heavy": 3, "light": 1}
 LIGHT_ROWS = 1
-"""Of a tenant of weight 1 beside one of weight 3."""
+"""Rows of a tenant of weight 1 beside one of weight 3."""
 STREAMS = 6
 ENDLESS = 900_000
-"""Tokens."""
+"""Tokens to generate."""
 NUMBERS = count()
 SECONDS = 60
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with few rows, on which a turn may generate for longer than any test lasts."""
+    """A server with few rows, on which turns outlast any test."""
     path = tmp_path_factory.mktemp("keys") / "keys.toml"
     path.write_text(
         "".join(
@@ -48,7 +48,7 @@ def client(server: Server, tenant: str) -> httpx.Client:
 
 
 Way = Callable[[httpx.Client, int], tuple[str, dict[str, Any]]]
-"""The path and the body that ask for a stream of so many tokens."""
+"""Returns the path and body of a request for a stream of this many tokens."""
 
 
 def in_a_session(http: httpx.Client, tokens: int) -> tuple[str, dict[str, Any]]:
@@ -107,7 +107,7 @@ WAYS: dict[str, Way] = {
 
 @contextmanager
 def endless(http: httpx.Client, way: Way, requests: int = STREAMS) -> Iterator[None]:
-    """Turns that generate until the block ends."""
+    """Runs turns that generate until the block ends."""
     with ExitStack() as stack:
         for _ in range(requests):
             path, body = way(http, ENDLESS)
@@ -117,14 +117,14 @@ def endless(http: httpx.Client, way: Way, requests: int = STREAMS) -> Iterator[N
 
 
 def running(http: httpx.Client) -> int:
-    """How many turns of its tenant's sessions are in rows."""
+    """Returns the number of rows used by the tenant's turns."""
     return len(http.get("/v1/sessions", params={"state": "running"}).json()["data"])
 
 
 def wait_until(what: Callable[[], bool]) -> None:
     deadline = time.monotonic() + SECONDS
     while not what():
-        assert time.monotonic() < deadline, "it does not come"
+        assert time.monotonic() < deadline, "the condition never held"
         time.sleep(0.02)
 
 
@@ -136,12 +136,12 @@ def test_a_small_tenants_turn_ends_while_a_greedy_one_wants_every_row(shared: Se
         answer = small.post(path, json=body)
         assert answer.status_code == 200
         assert '"length"' in answer.text
-        wait_until(lambda: running(greedy) == ROWS)  # what it leaves the other takes again
+        wait_until(lambda: running(greedy) == ROWS)  # the other takes its row again
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_turns_count_as_their_keys_tenants_by_its_weight_on_every_interface(shared: Server, name: str) -> None:
-    requests = 2 if name.startswith("two") else STREAMS  # a third would wait for the first two, which are its tenant's
+def test_turns_on_every_interface_count_for_their_keys_tenant_by_its_weight(shared: Server, name: str) -> None:
+    requests = 2 if name.startswith("two") else STREAMS  # a third would wait for the tenant's first two
     with (
         client(shared, "heavy") as heavy,
         client(shared, "light") as light,
@@ -153,7 +153,7 @@ def test_turns_count_as_their_keys_tenants_by_its_weight_on_every_interface(shar
         wait_until(lambda: running(light) == 0)
 
 
-def test_a_weight_holds_for_all_keys_of_its_tenant_and_is_1_if_none_says(tmp_path: Path) -> None:
+def test_a_weight_holds_for_all_keys_of_its_tenant_and_defaults_to_1(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(
         "[[keys]]\ntenant = 'a'\nkey = '1'\n[[keys]]\ntenant = 'a'\nkey = '2'\nweight = 2.5\n"

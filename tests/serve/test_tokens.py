@@ -1,4 +1,4 @@
-"""Tokens of texts and messages, and pages that need nothing from elsewhere."""
+"""Tokens of texts and messages, and pages that load nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def post(http: httpx.Client, path: str, **body: Any) -> Any:
     return http.post(path, json=body).raise_for_status().json()
 
 
-def test_a_text_becomes_tokens_and_tokens_a_text(http: httpx.Client) -> None:
+def test_a_text_becomes_tokens_and_tokens_become_the_text(http: httpx.Client) -> None:
     there = post(http, "/tokenize", model="witness", prompt="héllo", return_token_strs=True)
     assert there["count"] == len(there["tokens"]) == len(there["token_strs"]) == 6
     assert there["max_model_len"] == 4096
@@ -38,7 +38,7 @@ def test_messages_become_the_tokens_of_their_prompt(http: httpx.Client) -> None:
     assert post(http, "/tokenize", messages=messages, tools=tools)["count"] > used
 
 
-def test_variables_of_the_template_are_accepted_but_not_what_the_request_tells(http: httpx.Client) -> None:
+def test_template_variables_are_accepted_except_those_the_request_sets(http: httpx.Client) -> None:
     body = {"model": "witness", "messages": [{"role": "user", "content": "hi", "name": "Ann"}], "max_tokens": 1}
     for path, given in (("/v1/chat/completions", body), ("/tokenize", {"messages": body["messages"]})):
         post(http, path, **given, chat_template_kwargs={"enable_thinking": False})
@@ -47,7 +47,7 @@ def test_variables_of_the_template_are_accepted_but_not_what_the_request_tells(h
         assert "chat_template_kwargs have 'messages'" in refused.text
 
 
-def test_more_tokens_than_fit_a_context_or_are_written_at_once_are_told_and_counted(http: httpx.Client) -> None:
+def test_more_tokens_than_fit_a_context_are_returned_and_counted(http: httpx.Client) -> None:
     text = "abc" * PIECE
     told = post(http, "/tokenize", prompt=text, return_token_strs=True)
     assert told["count"] == len(told["tokens"]) == len(text)
@@ -57,7 +57,7 @@ def test_more_tokens_than_fit_a_context_or_are_written_at_once_are_told_and_coun
 
 
 @pytest.mark.parametrize("body", [{}, {"prompt": "a", "messages": []}, {"prompt": 7}, {"model": "x", "prompt": "a"}])
-def test_what_is_no_text_is_refused(http: httpx.Client, body: dict[str, Any]) -> None:
+def test_anything_but_a_text_is_refused(http: httpx.Client, body: dict[str, Any]) -> None:
     assert http.post("/tokenize", json=body).status_code in (400, 404)
 
 
@@ -67,7 +67,7 @@ def test_the_version_and_a_ping_need_no_key(http: httpx.Client) -> None:
 
 
 class Links(HTMLParser):
-    """Everything that a page refers to, and its anchors."""
+    """Collects everything that a page refers to, and its anchors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Links(HTMLParser):
         assert tag not in ("script", "link", "iframe", "img")
 
 
-def test_the_documentation_needs_nothing_from_elsewhere(http: httpx.Client) -> None:
+def test_the_documentation_loads_nothing_from_elsewhere(http: httpx.Client) -> None:
     page, links = http.get("/docs").raise_for_status().text, Links()
     links.feed(page)
     assert not re.search(r"https?://", page)

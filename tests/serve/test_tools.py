@@ -1,4 +1,4 @@
-"""Tools over OpenAI's interface. The witness has no wits; a grammar makes it call."""
+"""Tools over OpenAI's interface. The witness cannot decide to call; a grammar makes it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ask(client: OpenAI, messages: list[Any] = HI, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
-def test_a_call_that_is_asked_for_is_made_and_its_arguments_follow_the_schema(client: OpenAI, choice: Any) -> None:
+def test_a_required_call_is_made_and_its_arguments_follow_the_schema(client: OpenAI, choice: Any) -> None:
     answer = ask(client, tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False).choices[0]
     (call,) = answer.message.tool_calls
     assert (answer.finish_reason, answer.message.content, call.function.name) == ("tool_calls", None, "weather")
@@ -47,7 +47,7 @@ def test_a_call_that_is_asked_for_is_made_and_its_arguments_follow_the_schema(cl
     assert call.id.startswith("call_")
 
 
-def test_a_stream_tells_the_call_that_the_whole_answer_has(client: OpenAI) -> None:
+def test_a_stream_has_the_call_of_the_whole_answer(client: OpenAI) -> None:
     options: dict[str, Any] = {"tools": [WEATHER], "tool_choice": NAMED, "temperature": 0}
     (whole,) = ask(client, **options).choices[0].message.tool_calls
     chunks = [chunk.choices[0] for chunk in ask(client, stream=True, **options)]
@@ -58,7 +58,7 @@ def test_a_stream_tells_the_call_that_the_whole_answer_has(client: OpenAI) -> No
     assert not any(chunk.delta.content for chunk in chunks)
 
 
-def test_several_calls_may_come_in_parallel(client: OpenAI) -> None:
+def test_several_calls_may_be_made_in_parallel(client: OpenAI) -> None:
     found = set()
     for seed in range(40):
         answer = ask(client, tools=[WEATHER], tool_choice="required", seed=seed).choices[0]
@@ -75,7 +75,7 @@ def test_without_a_call_the_answer_is_text(client: OpenAI) -> None:
         assert answer.finish_reason == "length"
 
 
-def test_tools_are_told_to_the_model_whatever_the_choice(client: OpenAI) -> None:
+def test_tools_are_rendered_whatever_the_choice(client: OpenAI) -> None:
     several: list[dict[str, Any]] = [
         {},
         {"tools": []},
@@ -87,7 +87,7 @@ def test_tools_are_told_to_the_model_whatever_the_choice(client: OpenAI) -> None
     assert counted[2] == counted[3]
 
 
-def test_an_answer_in_shape_or_a_call(client: OpenAI) -> None:
+def test_with_tools_and_a_schema_the_answer_is_either_a_call_or_follows_it(client: OpenAI) -> None:
     shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "boolean"}}}
     seen = set()
     for seed in range(60):
@@ -111,9 +111,7 @@ def test_a_loop_of_calls_and_results_renders_the_whole_conversation(client: Open
     assert ask(client, [*messages, *HI], tools=[WEATHER], max_tokens=4).usage.prompt_tokens > 200
 
 
-def test_a_tool_result_is_the_next_turn_of_a_session_and_nothing_is_computed_twice(
-    client: OpenAI, witness: Server
-) -> None:
+def test_a_tool_result_is_the_next_turn_of_a_session_and_nothing_is_recomputed(client: OpenAI, witness: Server) -> None:
     session: dict[str, Any] = {"tools": [WEATHER], "extra_body": {"session_id": "agent"}}
     forced = {**session, "tool_choice": NAMED}
     answer = ask(client, **forced)
@@ -123,7 +121,7 @@ def test_a_tool_result_is_the_next_turn_of_a_session_and_nothing_is_computed_twi
         result = {"role": "tool", "tool_call_id": call.id, "content": f"{turn} degrees"}
         answer = ask(client, [result], **forced)
         assert answer.usage.prompt_tokens_details.cached_tokens >= before - 1  # its last token had no successor
-        assert answer.usage.prompt_tokens - before < 60  # the result and what is around it
+        assert answer.usage.prompt_tokens - before < 60  # the result and the markup around it
     records = httpx.get(f"{witness.url}/v1/sessions/agent/turns").json()["data"]
     assert len(records) == 6
     with pytest.raises(openai.BadRequestError, match="opened with others") as refused:
@@ -132,7 +130,7 @@ def test_a_tool_result_is_the_next_turn_of_a_session_and_nothing_is_computed_twi
     httpx.delete(f"{witness.url}/v1/sessions/agent").raise_for_status()
 
 
-def test_a_session_without_tools_gets_none_later(client: OpenAI, witness: Server) -> None:
+def test_a_session_opened_without_tools_gets_none_later(client: OpenAI, witness: Server) -> None:
     ask(client, max_tokens=3, extra_body={"session_id": "plain"})
     with pytest.raises(openai.BadRequestError, match="opened with none"):
         ask(client, tools=[CLOCK], extra_body={"session_id": "plain"})
@@ -167,13 +165,13 @@ def test_a_session_without_tools_gets_none_later(client: OpenAI, witness: Server
     ],
     ids=str,
 )
-def test_what_is_wrong_about_tools_is_refused_and_named(client: OpenAI, options: dict[str, Any], param: str) -> None:
+def test_invalid_tools_are_refused_by_their_field(client: OpenAI, options: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(**{"model": "witness", "messages": HI, **options})
     assert refused.value.param == param
 
 
-def test_native_sessions_take_calls_and_results_too(witness: Server) -> None:
+def test_native_sessions_also_accept_calls_and_results(witness: Server) -> None:
     call = {"name": "weather", "arguments": '{"city": "Rome"}', "id": "x"}
     with tenuto.connect(witness.url) as engine:
         session = engine.session()

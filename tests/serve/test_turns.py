@@ -1,4 +1,4 @@
-"""The registry of turns at the edge, on an engine in this process."""
+"""The registry of turns in the API process, on an engine in this process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def one_shot(tokens: int, session: str | None = None) -> StartTurn:
     return StartTurn(kind="turn", tenant="t", session=session, input=[1], params=TurnParams(max_new_tokens=tokens))
 
 
-def test_ended_turns_are_forgotten_oldest_first_by_number_and_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_turns_are_evicted_oldest_first_by_number_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention, "MAX_TURNS", 5)
     monkeypatch.setattr(retention, "MAX_WEIGHT", 100)
 
@@ -63,7 +63,7 @@ def test_ended_turns_are_forgotten_oldest_first_by_number_and_by_size(monkeypatc
     play(story)
 
 
-def test_an_ended_turn_keeps_nothing_that_was_large_in_its_request() -> None:
+def test_an_ended_turn_keeps_nothing_large_of_its_request() -> None:
     async def story(turns: Turns, _: LocalLink) -> None:
         source, tools = "x" * 100_000, Tools.of([{"name": "f", "description": "d" * 1000}])
         params = TurnParams(max_new_tokens=3, grammar=Grammar("choice", json.dumps(["ab", "cd" + source])))
@@ -96,7 +96,7 @@ def test_log_probabilities_and_long_prompts_weigh_more(monkeypatch: pytest.Monke
     play(story)
 
 
-def test_a_repeated_request_is_no_new_turn_and_a_limit_does_not_refuse_it() -> None:
+def test_a_repeated_request_starts_no_turn_and_is_not_refused_by_a_limit() -> None:
     async def story(turns: Turns, _: LocalLink) -> None:
         first = await turns.start(one_shot(5), request_key=RequestKey("k", b"same"))
 
@@ -111,7 +111,7 @@ def test_a_repeated_request_is_no_new_turn_and_a_limit_does_not_refuse_it() -> N
     play(story)
 
 
-def test_a_request_given_up_in_any_state_leaves_nothing() -> None:
+def test_a_request_cancelled_in_any_state_leaves_nothing() -> None:
     async def story(turns: Turns, link: LocalLink) -> None:
         await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
         for delay in range(40):
@@ -143,7 +143,7 @@ def test_only_turns_that_wait_for_a_session_count_against_the_limit_on_waiting_t
     play(story)
 
 
-def test_whoever_repeats_a_request_reads_its_turn_also_when_the_first_has_gone() -> None:
+def test_a_repeated_request_reads_its_turn_even_if_the_first_was_cancelled() -> None:
     async def story(turns: Turns, link: LocalLink) -> None:
         await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
         blocking = await turns.start(one_shot(300, "s"))
@@ -158,7 +158,7 @@ def test_whoever_repeats_a_request_reads_its_turn_also_when_the_first_has_gone()
     play(story)
 
 
-def test_turns_with_keys_are_not_overtaken_while_they_are_looked_up() -> None:
+def test_turns_whose_keys_are_being_looked_up_are_not_overtaken() -> None:
     async def story(turns: Turns, link: LocalLink) -> None:
         await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
         first = await turns.start(one_shot(2, "s"), request_key=RequestKey("known", b""))
@@ -176,7 +176,7 @@ def test_turns_with_keys_are_not_overtaken_while_they_are_looked_up() -> None:
 
 
 @pytest.mark.parametrize("key", ["new", None])
-def test_a_request_given_up_before_it_is_in_its_queue_never_begins(key: str | None) -> None:
+def test_a_request_cancelled_before_it_is_queued_never_begins(key: str | None) -> None:
     async def story(turns: Turns, link: LocalLink) -> None:
         await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
         blocking = await turns.start(one_shot(2900, "s"))
@@ -196,7 +196,7 @@ def test_a_request_given_up_before_it_is_in_its_queue_never_begins(key: str | No
     play(story)
 
 
-def test_a_result_that_is_too_large_is_not_kept_and_its_turn_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_too_large_to_keep_does_not_make_its_turn_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "MAX_BYTES", 1000)
 
     async def story(turns: Turns, link: LocalLink) -> None:
@@ -231,7 +231,7 @@ def test_a_repeated_request_does_not_join_a_turn_that_is_being_aborted() -> None
     play(story)
 
 
-def test_turns_that_wait_for_a_session_are_refused_when_it_is_closed() -> None:
+def test_turns_that_wait_for_a_session_are_refused_when_it_closes() -> None:
     async def story(turns: Turns, link: LocalLink) -> None:
         await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
         first = await turns.start(one_shot(2000, "s"))
@@ -247,7 +247,7 @@ def test_turns_that_wait_for_a_session_are_refused_when_it_is_closed() -> None:
     play(story)
 
 
-def test_a_turn_that_waits_for_its_session_does_not_begin_when_its_client_has_gone() -> None:
+def test_a_waiting_turn_does_not_begin_after_its_client_has_disconnected() -> None:
     async def story(turns: Turns, link: LocalLink) -> None:
         await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
         first = await turns.start(one_shot(2000, "s"))

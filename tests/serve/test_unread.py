@@ -1,4 +1,4 @@
-"""Clients that do not read their answers count as gone; those that read slowly do not."""
+"""Clients that do not read their answers count as disconnected; slow readers do not."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ CONTEXT = 400_000
 ENDLESS = {"input": [1, 2, 3], "max_new_tokens": CONTEXT - 10, "ignore_eos": True}
 ROWS = 4
 SECONDS = 60
-"""Before this, whatever a test waits for has happened."""
+"""The longest that a test waits for anything."""
 
 
 @pytest.fixture(scope="module")
 def witness() -> Iterator[Server]:
-    """A server on which a turn can say far more than buffers hold. Its audit is clean when the tests are done."""
+    """A server on which a turn can send far more than buffers hold. It must pass an audit when the tests are done."""
     arguments = ("--context-length", str(CONTEXT), "--unread-seconds", "1", "--max-running-requests", str(ROWS))
     with serving("--model", "witness", *arguments) as server:
         yield server
@@ -39,7 +39,7 @@ def witness() -> Iterator[Server]:
 
 
 def connected(url: str) -> socket.socket:
-    """A connection whose client's side holds little."""
+    """Returns a connection whose client side buffers little."""
     target = httpx.URL(url)
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -49,7 +49,7 @@ def connected(url: str) -> socket.socket:
 
 
 def asked(server: Server, path: str, body: dict[str, Any]) -> socket.socket:
-    """A connection on which a request was sent whose answer nobody reads."""
+    """Returns a connection with a request whose answer is not read."""
     content = json.dumps(body).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
@@ -62,12 +62,12 @@ def asked(server: Server, path: str, body: dict[str, Any]) -> socket.socket:
 def eventually(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + SECONDS
     while not condition():
-        assert time.monotonic() < deadline, "it never came true"
+        assert time.monotonic() < deadline, "the condition never held"
         time.sleep(0.05)
 
 
 def is_broken(connection: socket.socket) -> bool:
-    """Whether all there is to read ends without the end of the answer."""
+    """Returns whether the connection ends before the end of the answer."""
     received = b""
     with suppress(ConnectionError):
         while piece := connection.recv(2**16):
@@ -95,7 +95,7 @@ REQUESTS = {
         "/generate",
         {
             "input_ids": [1, 2, 3],
-            "sampling_params": {"max_new_tokens": 20_000},  # every event has all that was said so far
+            "sampling_params": {"max_new_tokens": 20_000},  # every event has all output so far
             "stream": True,
             "session_params": {"id": "silent"},
         },
@@ -104,7 +104,7 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("interface", list(REQUESTS))
-def test_a_stream_that_nobody_reads_ends_as_if_its_client_had_gone(
+def test_an_unread_stream_ends_as_if_its_client_had_disconnected(
     witness: Server, http: httpx.Client, interface: str
 ) -> None:
     http.post("/v1/sessions", json={"id": "silent"}).raise_for_status()
@@ -121,7 +121,7 @@ def test_a_stream_that_nobody_reads_ends_as_if_its_client_had_gone(
         http.delete(f"/v1/sessions/{session}")
 
 
-def test_streams_that_nobody_reads_do_not_keep_others_out(witness: Server, http: httpx.Client) -> None:
+def test_unread_streams_do_not_keep_others_out(witness: Server, http: httpx.Client) -> None:
     sessions = [f"silent-{n}" for n in range(ROWS + 2)]
     with ExitStack() as stack:
         for session in sessions:
@@ -135,7 +135,7 @@ def test_streams_that_nobody_reads_do_not_keep_others_out(witness: Server, http:
         http.delete(f"/v1/sessions/{session}")
 
 
-def test_a_turn_that_is_to_continue_without_readers_does_so_without_one_that_does_not_read(
+def test_a_turn_that_may_continue_without_readers_survives_one_that_does_not_read(
     witness: Server, http: httpx.Client
 ) -> None:
     http.post("/v1/sessions", json={"id": "going-on"}).raise_for_status()
@@ -152,7 +152,7 @@ def test_a_turn_that_is_to_continue_without_readers_does_so_without_one_that_doe
 
 
 @pytest.mark.parametrize("how", ["told to end", "without its engine"])
-def test_a_server_that_ends_does_not_wait_for_those_who_do_not_read(how: str) -> None:
+def test_an_ending_server_does_not_wait_for_clients_that_do_not_read(how: str) -> None:
     arguments = ("--context-length", str(CONTEXT), "--drain-seconds", "0")
     with serving("--model", "witness", *arguments) as server, server.client() as http:
         http.post("/v1/sessions", json={"id": "silent"}).raise_for_status()
@@ -168,16 +168,16 @@ def test_a_server_that_ends_does_not_wait_for_those_who_do_not_read(how: str) ->
 
 
 def said(http: httpx.Client, session: str) -> int:
-    """Tokens of its open turn."""
+    """Returns the number of output tokens of its open turn."""
     turn_id = http.get(f"/v1/sessions/{session}").json()["turn_id"]
     return len(http.get(f"/v1/sessions/{session}/turns/{turn_id}").json()["tokens"]) if turn_id else 0
 
 
-# -- what counts as reading, checked by hand
+# -- the definition of reading, checked by hand
 
 
 class Endless:
-    """An application that sends for ever. `sent`: messages that it got rid of; `gone`: it was told of the end."""
+    """An application that sends endlessly. `sent`: messages sent; `gone`: whether it saw the disconnect."""
 
     def __init__(self) -> None:
         self.sent = 0
@@ -199,7 +199,7 @@ class Endless:
 
 
 async def full(connections: set[Any]) -> None:
-    """Wait until nothing more can be sent on the only connection."""
+    """Waits until nothing more can be sent on the only connection."""
     while not any(connection.flow.write_paused for connection in connections):
         await asyncio.sleep(0.01)
     (connection,) = connections
@@ -224,7 +224,7 @@ def test_reading_a_little_now_and_then_is_enough_and_reading_nothing_is_not() ->
             for _ in range(5 * CHECKS):
                 await full(connections)
                 unread.check()
-                for _ in range(8):  # small pieces: our end tells the other of room for them by and by
+                for _ in range(8):  # small pieces: the kernel announces freed room only gradually
                     with suppress(BlockingIOError):
                         client.recv(2048)
                     await asyncio.sleep(0.01)
@@ -244,7 +244,7 @@ def test_reading_a_little_now_and_then_is_enough_and_reading_nothing_is_not() ->
         runner.run(story())
 
 
-def test_a_connection_that_is_idle_or_whose_client_reads_is_left_alone() -> None:
+def test_a_connection_that_is_idle_or_being_read_is_left_alone() -> None:
     async def story() -> None:
         async def application(_scope: Scope, _receive: Receive, send: Send) -> None:
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})

@@ -1,4 +1,4 @@
-"""SGLang's calls for training loops, on a real server: memory is given back for a while, and weights are replaced."""
+"""SGLang's calls for training loops, on a real server: memory is released for a while, and weights are replaced."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(http: httpx.Client) -> str:
-    """A session that was told something."""
+    """Opens a session and runs a first turn."""
     name = http.post("/v1/sessions", json={}).json()["id"]
     said(http, name, "Returns the name of the")
     return name
@@ -60,7 +60,7 @@ def asked(http: httpx.Client, path: str, **body: Any) -> Any:
     return answer.json()
 
 
-def test_turns_are_refused_while_memory_is_released_and_sessions_go_on_afterwards(http: httpx.Client) -> None:
+def test_turns_are_refused_while_memory_is_released_and_sessions_continue_afterwards(http: httpx.Client) -> None:
     session, twin = opened(http), opened(http)
     expected = said(http, twin, " and a list of")
     before = http.get(f"/v1/sessions/{session}").json()
@@ -81,7 +81,7 @@ def test_turns_are_refused_while_memory_is_released_and_sessions_go_on_afterward
         assert http.post("/release_memory_occupation", json={"tags": tags}).status_code == 400
 
 
-def test_other_weights_answer_and_use_nothing_of_the_old_ones(http: httpx.Client, others: Path) -> None:
+def test_replaced_weights_use_no_memory_of_the_old_ones(http: httpx.Client, others: Path) -> None:
     first, second, third = opened(http), opened(http), opened(http)
     with_old = said(http, first, " and a list of")
     answer = asked(http, "/update_weights_from_disk", model_path=str(others))
@@ -95,7 +95,7 @@ def test_other_weights_answer_and_use_nothing_of_the_old_ones(http: httpx.Client
     assert http.get("/get_model_info").json()["weight_version"] == "trained"
 
 
-def test_state_that_was_exported_belongs_to_the_weights_that_computed_it(http: httpx.Client, others: Path) -> None:
+def test_exported_state_belongs_to_the_weights_that_computed_it(http: httpx.Client, others: Path) -> None:
     session = opened(http)
     headers = {"content-type": "application/octet-stream"}
 
@@ -111,7 +111,7 @@ def test_state_that_was_exported_belongs_to_the_weights_that_computed_it(http: h
     new = http.get(f"/v1/sessions/{session}/export/state").raise_for_status().content
     asked(http, "/pause_generation", mode="retract")
     asked(http, "/release_memory_occupation")
-    assert imported(new).status_code == 201  # it keeps its tokens alone
+    assert imported(new).status_code == 201  # it keeps only its tokens
     asked(http, "/resume_memory_occupation")
     asked(http, "/continue_generation")
     assert said(http, "imported", " of") == said(http, session, " of")
@@ -121,9 +121,7 @@ def test_state_that_was_exported_belongs_to_the_weights_that_computed_it(http: h
     assert imported(old).status_code == 201
 
 
-def test_weights_that_were_written_in_place_of_the_released_ones_are_noticed(
-    http: httpx.Client, others: Path, tmp_path: Path
-) -> None:
+def test_weights_overwritten_while_released_are_noticed(http: httpx.Client, others: Path, tmp_path: Path) -> None:
     expected = said(http, opened(http), " and a list of")
     copy = shutil.copytree(others, tmp_path / "weights")
     asked(http, "/update_weights_from_disk", model_path=str(copy))
@@ -139,9 +137,7 @@ def test_weights_that_were_written_in_place_of_the_released_ones_are_noticed(
     asked(http, "/update_weights_from_disk", model_path=str(MODEL))
 
 
-def test_weights_that_are_damaged_or_of_another_shape_change_nothing(
-    http: httpx.Client, others: Path, tmp_path: Path
-) -> None:
+def test_damaged_or_misshapen_weights_change_nothing(http: httpx.Client, others: Path, tmp_path: Path) -> None:
     session, twin = opened(http), opened(http)
     expected, version = said(http, twin, " and a list of"), http.get("/get_model_info").json()["weight_version"]
     shutil.copytree(others, tmp_path / "cut")

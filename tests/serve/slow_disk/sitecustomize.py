@@ -1,4 +1,4 @@
-"""Python runs this at its start if it finds it: changes reach the journal, and memory its files, as late as on a slow
+"""Python runs this module at its start if it finds it: it delays writes to the journal and to memory files, like a slow
 disk."""
 
 import time
