@@ -19,7 +19,8 @@ from tenuto.exec.witness_hashes import advance, history_hash, next_token
 from tenuto.memory.kinds.full import FullTable
 from tenuto.memory.tiers.moves import Carrier
 from tenuto.memory.tiers.unit_files import Disk
-from tenuto.session.session import Session, Turn
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn
 from tenuto.text.masks import Masks
 from tests.carriers import AtOnce
 from tests.clock import ManualClock

@@ -13,7 +13,7 @@ from tenuto.base.plan import Plan
 from tenuto.base.turns import EndReason, TurnState
 from tenuto.base.views import Transition
 from tenuto.sched.suspects import MAX_FAILURES
-from tenuto.session.session import Turn
+from tenuto.session.turn import Turn
 from tests.engine.stage import FULL, SLIDING, STATE, Stage, continuation, count_from, every_mix, every_overlap
 from tests.present import present
 

@@ -16,7 +16,7 @@ from tenuto.base.plan import Words
 from tenuto.base.tools.grammar import Grammar
 from tenuto.base.turns import EndReason, TurnState
 from tenuto.exec.witness_hashes import advance, history_hash, next_allowed
-from tenuto.session.session import Turn
+from tenuto.session.turn import Turn
 from tenuto.text.constraint import Constraint
 from tenuto.text.masks import MaskRequest, MaskThreads, give_up
 from tests.engine.stage import (

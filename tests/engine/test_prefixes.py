@@ -11,7 +11,7 @@ from tenuto.base.groups import Kind
 from tenuto.base.turns import EndReason
 from tenuto.engine.engine import Engine
 from tenuto.session.prefixes import MAX_COMPARED, PrefixIndex
-from tenuto.session.session import Turn
+from tenuto.session.turn import Turn
 from tests.engine.stage import (
     FULL,
     PAGE,

@@ -25,7 +25,7 @@ from tenuto.engine.thread.loop import EngineLoop
 from tenuto.memory.tiers.contents import NamedUnit
 from tenuto.memory.tiers.moves import Write
 from tenuto.memory.tiers.unit_files import SUFFIX, DiskFailed, UnitFile, UnitFiles
-from tenuto.session.session import Turn
+from tenuto.session.turn import Turn
 from tests.carriers import ByHand
 from tests.engine.stage import (
     FULL,

@@ -8,7 +8,7 @@ import pytest
 
 from tenuto.base.groups import Kind
 from tenuto.base.turns import EndReason
-from tenuto.session.session import Turn
+from tenuto.session.turn import Turn
 from tests.engine.stage import (
     FULL,
     PAGE,

@@ -25,7 +25,7 @@ from tenuto.exec.load import load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.kernels.sampling import uniforms
 from tenuto.models.store import ModelFiles, resolve
-from tenuto.session.session import Turn
+from tenuto.session.turn import Turn
 from tests.clock import ManualClock
 from tests.engine.stage import Stage, continuation, count_from, every_mix, every_overlap
 from tests.kernels.reference import Row, reference_kept, reference_logits

@@ -22,7 +22,8 @@ from tenuto.engine.thread.dispatcher import Dispatcher
 from tenuto.engine.thread.rendering import Renderer
 from tenuto.runtime.models import build_engine, load_model
 from tenuto.session.records import SavedSession, TurnRecord
-from tenuto.session.session import Session, Turn
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn
 from tenuto.text.chat import Conversation
 from tenuto.text.prompt import Prompt
 from tests.engine.stage import Stage

@@ -6,7 +6,7 @@ import pytest
 
 from tenuto.base.errors import InvariantError
 from tenuto.base.options import TurnParams
-from tenuto.session.session import Turn
+from tenuto.session.turn import Turn
 from tests.engine.stage import FULL, SLIDING, STATE, Stage, continuation, count_from
 
 sliding_mixes = pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from tenuto.base.config import EngineConfig
 from tenuto.engine.engine import Engine
 from tenuto.exec.forward import Forward
 from tenuto.exec.model_executor import ModelExecutor
-from tenuto.session.session import Turn
+from tenuto.session.turn import Turn
 from tests.clock import ManualClock
 
 

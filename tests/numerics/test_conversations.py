@@ -25,7 +25,8 @@ from tenuto.base.turns import Keep, TurnState
 from tenuto.engine.engine import Engine
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.models.decoder import Decoder
-from tenuto.session.session import Session, Turn
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn
 from tests.numerics.real import real_engine
 
 CLOSE = 2e-3

@@ -14,7 +14,8 @@ from tenuto.base.turns import TurnResult, TurnState
 from tenuto.engine.engine import Engine
 from tenuto.exec.load import load_executor
 from tenuto.models.store import resolve
-from tenuto.session.session import Session, Turn
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn
 from tests.numerics.real import finish, real_engine
 
 HISTORY, PAGE, PAGES, BUDGET = 90, 16, 40, 16

@@ -32,7 +32,7 @@ from tenuto.engine.engine import Engine
 from tenuto.runtime.intake import SHORT_INPUT, size_of
 from tenuto.runtime.lanes import LONG as LONG_INPUT
 from tenuto.serve.shared.turns import Turns
-from tenuto.session.session import Turn
+from tenuto.session.turn import Turn
 from tenuto.text.blanks import Before
 from tenuto.text.tokenizer import Tokenizer
 from tests.runtime.local import LocalLink

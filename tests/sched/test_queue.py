@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import TurnState
 from tenuto.sched.queue import WaitingQueue
-from tenuto.session.session import Turn
+from tenuto.session.turn import Turn
 from tests.session.test_turn import make_session
 
 AGING = 10.0

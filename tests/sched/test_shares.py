@@ -9,7 +9,7 @@ import pytest
 
 from tenuto.base.turns import TurnState
 from tenuto.base.views import Transition
-from tenuto.session.session import Turn
+from tenuto.session.turn import Turn
 from tests.engine.stage import Stage, continuation, count_from, every_mix, every_overlap
 from tests.present import present
 

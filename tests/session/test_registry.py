@@ -16,7 +16,8 @@ from tenuto.base.views import SessionState
 from tenuto.memory.memory import Memory
 from tenuto.session import registry
 from tenuto.session.registry import MAX_ID_LENGTH, Registry
-from tenuto.session.session import Session, Turn
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn
 from tests.clock import ManualClock
 from tests.engine.stage import Stage
 from tests.memory.scribe import FULL, make_shape, make_spec

@@ -13,7 +13,8 @@ from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import EndReason, TurnState
 from tenuto.base.views import SessionState
 from tenuto.session.records import TurnRecord
-from tenuto.session.session import Session, Turn
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn
 from tests.session.test_turn import make_session
 
 

@@ -15,8 +15,8 @@ from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import EndReason, TurnState
 from tenuto.memory.memory import Memory
 from tenuto.session.registry import Registry
-from tenuto.session.session import Session, Turn
-from tenuto.session.turn import TRANSITIONS, as_tokens
+from tenuto.session.session import Session
+from tenuto.session.turn import TRANSITIONS, Turn, as_tokens
 from tests.clock import ManualClock
 from tests.memory.scribe import FULL, make_shape, make_spec
 

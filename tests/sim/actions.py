@@ -9,7 +9,8 @@ from typing import Any
 from tenuto.base.options import MAX_PRIORITY, Policy, TurnParams
 from tenuto.base.sampling import Sampling
 from tenuto.base.turns import TurnState
-from tenuto.session.session import Session, Turn
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn
 from tests.sim.grammars import GRAMMARS
 from tests.sim.letters import VOCAB
 from tests.sim.mirror import MirroredWorld

@@ -21,7 +21,7 @@ from tenuto.memory.rows import Rows
 from tenuto.memory.turn_memory import TurnMemory
 from tenuto.sched.admission import Admission
 from tenuto.session.registry import Registry
-from tenuto.session.session import Turn
+from tenuto.session.turn import Turn
 
 
 @contextmanager

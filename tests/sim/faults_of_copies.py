@@ -14,7 +14,7 @@ from tenuto.memory.tiers.moves import Job, Move, Moves
 from tenuto.memory.tiers.parked import Parked
 from tenuto.memory.tiers.tiers import Tiers
 from tenuto.memory.tiers.unit_files import Disk, UnitFile
-from tenuto.session.session import Turn
+from tenuto.session.turn import Turn
 from tests.sim.faults import replaced
 
 

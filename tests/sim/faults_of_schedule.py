@@ -24,7 +24,8 @@ from tenuto.sched.queue import WaitingQueue
 from tenuto.sched.settle import Settler
 from tenuto.sched.suspects import Suspects
 from tenuto.session.pins import Pins
-from tenuto.session.session import Session, Turn
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn
 from tests.sim.faults import replaced, together
 
 

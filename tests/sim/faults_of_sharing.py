@@ -17,7 +17,7 @@ from tenuto.sched.admission import Admission
 from tenuto.sched.batch import Batch
 from tenuto.sched.settle import Settler
 from tenuto.sched.shares import Shares
-from tenuto.session.session import Turn
+from tenuto.session.turn import Turn
 from tests.sim.faults import replaced
 
 

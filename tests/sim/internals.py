@@ -25,7 +25,8 @@ from tenuto.memory.kinds.paged import PagedTable
 from tenuto.memory.kinds.sliding import SlidingTable
 from tenuto.memory.kinds.state import StateGroup, StateTable
 from tenuto.memory.session_memory import SessionMemory
-from tenuto.session.session import Session, Turn
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn
 from tenuto.text.constraint import Constraint
 
 MAX_EVENTS = 2000

@@ -12,7 +12,8 @@ from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import Keep, TurnState
 from tenuto.memory.memory import session_units, turn_units
 from tenuto.session.records import SavedSession
-from tenuto.session.session import Session, Turn
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn
 from tests.sim import internals
 from tests.sim.grammars import constraint_of
 from tests.sim.letters import VOCAB

@@ -8,7 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tenuto.base.options import Policy, TurnParams
-from tenuto.session.session import Session, Turn
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn
 from tests.sim.letters import VOCAB
 from tests.sim.travels import leave_and_come
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from tenuto.session.session import Turn
+from tenuto.session.turn import Turn
 
 if TYPE_CHECKING:
     from tests.sim.naive import NaiveTurn

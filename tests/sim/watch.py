@@ -12,7 +12,8 @@ from tenuto.base.turns import TurnState
 from tenuto.base.views import SessionState
 from tenuto.engine.engine import StepReport
 from tenuto.sched.admission import RECONSIDERED_AFTER
-from tenuto.session.session import Session, Turn
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn
 from tests.sim import internals
 from tests.sim.internals import Event
 from tests.sim.travels import ParkedInOrder

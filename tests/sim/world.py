@@ -17,7 +17,8 @@ from tenuto.base.turns import EndReason, Keep, TurnResult, TurnState
 from tenuto.engine.engine import StepReport
 from tenuto.sched.suspects import MAX_FAILURES
 from tenuto.session.records import SavedSession
-from tenuto.session.session import Session, Turn
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn
 from tenuto.text.stream import TextStream
 from tests.clock import ManualClock
 from tests.sim import internals, keeping

@@ -49,8 +49,8 @@ from tenuto.session.prefixes import PrefixIndex
 from tenuto.session.records import SavedSession
 from tenuto.session.registry import Registry
 from tenuto.session.results import Once
-from tenuto.session.session import Session, Turn
-from tenuto.session.turn import as_tokens
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn, as_tokens
 from tenuto.text.chat import Conversation
 from tenuto.text.constraint import Constraint
 from tenuto.text.masks import Masks, MasksAtOnce

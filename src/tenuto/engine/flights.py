@@ -15,7 +15,7 @@ from tenuto.memory.memory import Memory
 from tenuto.sched.planner import Flight, Planner
 from tenuto.sched.settle import Settler
 from tenuto.sched.suspects import MAX_FAILURES, Suspects
-from tenuto.session.session import Turn
+from tenuto.session.turn import Turn
 from tenuto.text.masks import MaskRequest, Masks, give_up
 
 PREFILL_TOKENS = 16

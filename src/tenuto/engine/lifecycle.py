@@ -23,7 +23,8 @@ from tenuto.sched.queue import WaitingQueue
 from tenuto.session.changes import Change, ChangeKind
 from tenuto.session.prefixes import PrefixIndex
 from tenuto.session.registry import Registry
-from tenuto.session.session import Session, Turn
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn
 
 MAX_IDLE_TIMERS = 1024
 """How many timers of ended turns may remain in the heap, besides a few per session."""

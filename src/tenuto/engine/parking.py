@@ -26,7 +26,8 @@ from tenuto.memory.tiers.snapshots import SavedMemory, Snapshot
 from tenuto.memory.tiers.tiers import Tiers
 from tenuto.memory.tiers.unit_files import Disk, UnitFiles
 from tenuto.sched.batch import is_computed, start_target
-from tenuto.session.session import Session, Turn
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn
 
 
 @dataclass(frozen=True, slots=True)

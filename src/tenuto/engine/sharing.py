@@ -12,7 +12,8 @@ from tenuto.sched.batch import Batch, continues_from
 from tenuto.sched.pressure import Pressure
 from tenuto.session.prefixes import PrefixIndex, RunningPrompts
 from tenuto.session.registry import Registry
-from tenuto.session.session import Session, Turn
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn
 
 HITS = ("open", "closed", "running")
 """Whose memory a turn begins with: that of an open session, of one that is closed and kept, or of a running turn."""

@@ -13,7 +13,8 @@ from tenuto.memory.rows import Longs
 from tenuto.sched.batch import Batch, is_computed, start_target
 from tenuto.sched.pressure import Pressure
 from tenuto.sched.queue import WaitingQueue
-from tenuto.session.session import Session, Turn
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn
 
 RECONSIDERED_AFTER = 8
 """Passes after which a turn that found no room is considered again; this costs time proportional to memory in use."""

@@ -16,8 +16,7 @@ from tenuto.memory.pool import Lease
 from tenuto.memory.rows import FAR
 from tenuto.memory.turn_memory import TurnMemory
 from tenuto.sched.shares import Shares, places
-from tenuto.session.session import Turn
-from tenuto.session.turn import Rank
+from tenuto.session.turn import Rank, Turn
 
 NO_STOP = -1
 """Pads the rows of `Batch.stop_ids`; no sampled token equals it."""

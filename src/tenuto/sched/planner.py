@@ -18,7 +18,7 @@ from tenuto.memory.rows import Longs
 from tenuto.sched.batch import Batch, News
 from tenuto.sched.shares import divide
 from tenuto.sched.suspects import Suspects
-from tenuto.session.session import Turn
+from tenuto.session.turn import Turn
 
 MAX_SCORES = 256
 """Maximum number of input tokens scored in a step; each takes memory for several times a whole vocabulary's logits."""

@@ -20,7 +20,8 @@ from tenuto.memory.pool import Lease
 from tenuto.memory.rows import Longs
 from tenuto.sched.batch import Batch
 from tenuto.sched.planner import Lacking
-from tenuto.session.session import Session, Turn
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn
 
 Masks = tuple[npt.NDArray[np.bool_], ...]
 """For each group, one flag per unit."""

@@ -6,8 +6,7 @@ import heapq
 from collections.abc import Iterator
 from itertools import count
 
-from tenuto.session.session import Turn
-from tenuto.session.turn import Rank
+from tenuto.session.turn import Rank, Turn
 
 Entry = tuple[Rank, int, Turn]
 

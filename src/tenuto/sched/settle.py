@@ -13,7 +13,7 @@ from tenuto.memory.kinds.group import Mask
 from tenuto.memory.memory import Memory
 from tenuto.sched.batch import Batch
 from tenuto.sched.planner import Flight
-from tenuto.session.session import Turn
+from tenuto.session.turn import Turn
 
 
 @dataclass(slots=True)

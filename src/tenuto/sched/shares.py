@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 
-from tenuto.session.session import Turn
+from tenuto.session.turn import Turn
 
 REMEMBERED_TENANTS = 4096
 """Number of tenants whose last start is remembered; all others started earlier."""

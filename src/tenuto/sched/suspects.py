@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from tenuto.session.session import Turn
+from tenuto.session.turn import Turn
 
 MAX_FAILURES = 3
 """Number of failed steps with a turn alone in them after which that turn is ended."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tenuto.session.records import TurnRecord
-from tenuto.session.session import Session, Turn
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn
 
 ChangeKind = Literal["open", "fork", "restore", "adopt", "commit", "rewind", "close"]
 

@@ -6,7 +6,8 @@ from array import array
 from collections.abc import Iterator
 from itertools import islice
 
-from tenuto.session.session import Session, Turn
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn
 
 MAX_COMPARED = 8
 """Sessions found by one page that are compared with another."""

@@ -16,8 +16,9 @@ from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Holder
 from tenuto.memory.session_memory import SessionMemory, all_holders
 from tenuto.session.pins import Pins
-from tenuto.session.session import Session, Turn
+from tenuto.session.session import Session
 from tenuto.session.tenants import Tenant
+from tenuto.session.turn import Turn
 
 MAX_ID_LENGTH = 128
 UNREACHABLE = frozenset({".", ".."})

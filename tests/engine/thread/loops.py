@@ -9,7 +9,7 @@ from tenuto.base.errors import TenutoError
 from tenuto.base.turns import Keep, TurnResult
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread.loop import EngineLoop, Subscriber
-from tenuto.session.session import Turn
+from tenuto.session.turn import Turn
 
 
 def start(loop: EngineLoop, work: Callable[[Engine], Turn], subscriber: Subscriber) -> Future[Turn]:

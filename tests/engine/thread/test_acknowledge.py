@@ -16,7 +16,7 @@ from tenuto.base.turns import Delta, EndReason, TurnResult
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread.loop import EngineLoop
 from tenuto.session.changes import Change
-from tenuto.session.session import Turn
+from tenuto.session.turn import Turn
 from tests.engine.thread import loops
 from tests.engine.thread.test_loop import LONG, eventually, make_engine
 from tests.present import present

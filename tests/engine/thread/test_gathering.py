@@ -20,7 +20,8 @@ from tenuto.engine.thread import gathering
 from tenuto.engine.thread.gathering import EXPECTED_SECONDS, MOST_SECONDS, QUIET_SECONDS, Gathering
 from tenuto.engine.thread.loop import EngineLoop
 from tenuto.exec.witness import WitnessExecutor
-from tenuto.session.session import Session, Turn
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn
 from tests.engine.stage import Stage
 from tests.engine.thread import loops
 

@@ -23,7 +23,7 @@ from tenuto.engine import auditor
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread.loop import EngineLoop
 from tenuto.exec.witness import WitnessExecutor
-from tenuto.session.session import Turn
+from tenuto.session.turn import Turn
 from tests.engine.thread import loops
 
 VOCABULARY = 97

@@ -42,8 +42,9 @@ from tenuto.engine.thread import views
 from tenuto.engine.thread.rendering import Basis, Outdated, Prepared, Renderer, check_pick
 from tenuto.session.records import SavedSession
 from tenuto.session.results import Once
-from tenuto.session.session import Session, Turn
+from tenuto.session.session import Session
 from tenuto.session.tenants import Tenant
+from tenuto.session.turn import Turn
 from tenuto.text.chat import Conversation
 
 T = TypeVar("T")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tenuto.session.changes import Change
-from tenuto.session.session import Session, Turn
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn
 
 EXPECTED_SECONDS = 0.1
 """How long the next turn of a session is expected after it was opened or its last turn has committed."""

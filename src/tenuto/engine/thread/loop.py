@@ -20,7 +20,7 @@ from tenuto.engine.engine import Engine
 from tenuto.engine.thread.acknowledge import Acknowledger, Announcer, AtOnce, Tell
 from tenuto.engine.thread.gathering import Gathering
 from tenuto.session.changes import Change
-from tenuto.session.session import Turn
+from tenuto.session.turn import Turn
 
 log = logging.getLogger("tenuto.engine")
 

@@ -11,7 +11,8 @@ import msgspec
 from tenuto.base.views import PoolReport, Record, SessionInfo, Stats, Ticket
 from tenuto.engine.engine import Engine
 from tenuto.memory.pool import Lease
-from tenuto.session.session import Session, Turn
+from tenuto.session.session import Session
+from tenuto.session.turn import Turn
 
 T = TypeVar("T")
 
