@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from tenuto.base.errors import ModelError
 from tenuto.formats.gguf_file import GgufFile
-from tenuto.models.checkpoint import Checkpoint, open_checkpoint
+from tenuto.models.checkpoint import ModelCheckpoint, open_checkpoint
 from tenuto.models.decoder import Decoder
 from tenuto.models.native.obstacle import obstacle
 from tenuto.models.native.program import NativeProgram
@@ -25,7 +25,7 @@ from tests.models.tiny import save_hf, tiny_llama
 from tests.models.tiny_dense import save_dense_gguf, tiny_qwen3_moe
 from tests.models.tiny_hybrids import tiny_bamba, tiny_granite, tiny_qwen3_next
 
-LOADERS: dict[str, Callable[[Checkpoint], object]] = {
+LOADERS: dict[str, Callable[[ModelCheckpoint], object]] = {
     "native": lambda c: NativeProgram(c.config, c.weights(), 16),
     "torch": lambda c: Decoder(c.config, c.weights(), torch.device("cpu"), torch.float32),
 }
@@ -33,11 +33,11 @@ loaders = pytest.mark.parametrize("loader", LOADERS.values(), ids=LOADERS)
 MOST_MEMORY = 8 * 2**20
 
 
-def opened(path: Path) -> Checkpoint:
+def opened(path: Path) -> ModelCheckpoint:
     return open_checkpoint(ModelFiles("m", FileFormat.HUGGING_FACE if path.is_dir() else FileFormat.GGUF, path))
 
 
-def refused_without_memory(loader: Callable[[Checkpoint], object], path: Path) -> None:
+def refused_without_memory(loader: Callable[[ModelCheckpoint], object], path: Path) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(ModelError):
@@ -56,7 +56,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @loaders
 @pytest.mark.parametrize("count", [300_000, 2**31 - 1])
 def test_more_experts_than_the_file_holds_are_refused_before_they_take_memory(
-    moe: Path, tmp_path: Path, loader: Callable[[Checkpoint], object], count: int
+    moe: Path, tmp_path: Path, loader: Callable[[ModelCheckpoint], object], count: int
 ) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(moe.read_bytes())
@@ -86,7 +86,7 @@ def test_sizes_larger_than_the_file_are_refused_before_they_take_memory(
     make: Callable[[], PreTrainedModel],
     key: str,
     size: int,
-    loader: Callable[[Checkpoint], object],
+    loader: Callable[[ModelCheckpoint], object],
 ) -> None:
     save_hf(tmp_path, make())
     config = json.loads((tmp_path / "config.json").read_text())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from tenuto.models.checkpoint import Checkpoint
+from tenuto.models.checkpoint import ModelCheckpoint
 from tenuto.models.gguf import GgufCheckpoint
 from tenuto.models.hf import HfCheckpoint
 from tenuto.models.native.program import NativeProgram
@@ -38,7 +38,7 @@ class Counted:
 @pytest.mark.parametrize("source", ["GGUF", "Hugging Face"])
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_model_is_packed_tensor_by_tensor(source: str, plain: bool, tmp_path: Path) -> None:
-    checkpoint: Checkpoint
+    checkpoint: ModelCheckpoint
     if source == "GGUF":
         checkpoint = GgufCheckpoint(save_gguf(tmp_path / "m.gguf", tiny_llama(), Kind.Q8_0))
     else:

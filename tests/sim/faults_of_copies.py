@@ -10,7 +10,7 @@ from tenuto.engine.parking import Parking
 from tenuto.memory.pool import Lease, Pool
 from tenuto.memory.tiers import moves
 from tenuto.memory.tiers.contents import Content, Contents
-from tenuto.memory.tiers.moves import Job, Move, Moves
+from tenuto.memory.tiers.moves import Job, Move, MovesUnderWay
 from tenuto.memory.tiers.parked import Parked
 from tenuto.memory.tiers.tiers import Tiers
 from tenuto.memory.tiers.unit_files import Disk, UnitFile
@@ -57,13 +57,13 @@ def a_move_that_another_waits_for_is_cancelled() -> Any:
     """A move is cancelled when the turn that began it ends, although others still wait for it."""
 
     def make(original: Any) -> Any:
-        def give_up(self: Moves, move: Move) -> None:
+        def give_up(self: MovesUnderWay, move: Move) -> None:
             move.wanted -= 1
             move.cancelled = True
 
         return give_up
 
-    return replaced(Moves, "give_up", make)
+    return replaced(MovesUnderWay, "give_up", make)
 
 
 def a_copy_that_failed_is_taken_for_what_was_parked() -> Any:

@@ -21,7 +21,7 @@ REFRESH = 64
 
 
 @dataclass(slots=True)
-class _Part:
+class _OwnerSlots:
     """The slots that one session or turn needs in each group, with the hashes and tokens (or positions) they should
     hold."""
 
@@ -48,13 +48,15 @@ class SlotChecker:
         self._refresh = refresh
         self._size = page_size
         self._groups = groups
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, _OwnerSlots] = {}
         empty = [np.zeros(0, np.int64) for _ in range(groups)]
         self._resting = _Whole(empty, [np.zeros(0, np.uint64) for _ in range(groups)], empty)
         self._looked = 0
 
-    def _build(self, stamp: object, owner: str, pages: list[Pages], slots: list[Slot], sequence: TokenRun) -> _Part:
-        part = _Part(stamp, owner, *([[] for _ in range(self._groups)] for _ in range(4)))  # type: ignore[arg-type]
+    def _build(
+        self, stamp: object, owner: str, pages: list[Pages], slots: list[Slot], sequence: TokenRun
+    ) -> _OwnerSlots:
+        part = _OwnerSlots(stamp, owner, *([[] for _ in range(self._groups)] for _ in range(4)))  # type: ignore[arg-type]
         for entry in pages:
             if entry.stop <= entry.start:
                 continue
@@ -77,10 +79,10 @@ class SlotChecker:
             part.tokens[slot.group].append(np.array((slot.position,), np.int64))
         return part
 
-    def _gather(self, engine: Engine, naive: dict[str, NaiveSession], turns: dict[int, NaiveTurn]) -> list[_Part]:
+    def _gather(self, engine: Engine, naive: dict[str, NaiveSession], turns: dict[int, NaiveTurn]) -> list[_OwnerSlots]:
         """Updates the parts of sessions at rest; returns the settled parts of open turns."""
         self._looked += 1
-        fresh: dict[str, _Part] = {}
+        fresh: dict[str, _OwnerSlots] = {}
         moving = []
         changed = self._looked % self._refresh == 0
         for session in engine.sessions:
@@ -131,7 +133,7 @@ class SlotChecker:
                 names = [part.owner for part in self._owners(group, slot, moving)]
                 raise Found("slots", f"group {group}: slot {slot}, which {names} need, does not match the history")
 
-    def _owners(self, group: int, slot: int, moving: list[_Part]) -> list[_Part]:
+    def _owners(self, group: int, slot: int, moving: list[_OwnerSlots]) -> list[_OwnerSlots]:
         parts = [*self._parts.values(), *moving]
         return [part for part in parts if any((a == slot).any() for a in part.slots[group])]
 
@@ -154,7 +156,7 @@ class SlotChecker:
 class Needed:
     """Slots that must not change, as one mask for each group."""
 
-    def __init__(self, masks: list[Array], checker: SlotChecker, moving: list[_Part]) -> None:
+    def __init__(self, masks: list[Array], checker: SlotChecker, moving: list[_OwnerSlots]) -> None:
         self._masks = masks
         self._checker = checker
         self._moving = moving

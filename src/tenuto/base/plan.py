@@ -178,8 +178,8 @@ class Copier(Protocol):
         ...
 
 
-Part = Literal["kv_cache", "weights"]
-PARTS: tuple[Part, ...] = ("kv_cache", "weights")
+MemoryPart = Literal["kv_cache", "weights"]
+PARTS: tuple[MemoryPart, ...] = ("kv_cache", "weights")
 """What of a model's memory can be given back to the system for a while: that of all units, and that of the weights."""
 
 
@@ -215,7 +215,7 @@ class Executor(Copier, Protocol):
         `collect`. Called once, before the first `submit`."""
         ...
 
-    def release(self, parts: Collection[Part]) -> None:
+    def release(self, parts: Collection[MemoryPart]) -> None:
         """Give memory back to the system. What units held is lost, also if only the weights are released. No step is in
         flight, and until `restore` nothing is submitted or copied."""
         ...
@@ -226,7 +226,7 @@ class Executor(Copier, Protocol):
         or `ConfigError`."""
         ...
 
-    def restore(self, parts: Collection[Part], weights: Weights | None) -> None:
+    def restore(self, parts: Collection[MemoryPart], weights: Weights | None) -> None:
         """Allocate again what was released of `parts`, and from now on compute with `weights`, which must be given if
         they are among `parts`. What units hold is worth nothing. No step is in flight. Raises `ConfigError`, having
         changed nothing, if there is no memory."""

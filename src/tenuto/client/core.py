@@ -14,7 +14,7 @@ import msgspec
 from tenuto.base.checks import MAX_COUNT, flag, items, shown, whole
 from tenuto.base.errors import InvalidRequest, TenutoError
 from tenuto.base.options import TOOL_OPTIONS, Policy, TurnOptions, turn_params
-from tenuto.base.plan import PARTS, Part
+from tenuto.base.plan import PARTS, MemoryPart
 from tenuto.base.tools.answers import AnswerReader, Said
 from tenuto.base.tools.definitions import NO_TOOLS
 from tenuto.base.tools.tool_use import ToolUse
@@ -238,7 +238,7 @@ class SessionCore:
         return self._call(CloseSession(tenant="", session=self.id, finish=finish))
 
 
-def _parts(tags: Sequence[str] | None) -> list[Part]:
+def _parts(tags: Sequence[str] | None) -> list[MemoryPart]:
     """Parts of the model's memory, all if not given. Raises `InvalidRequest`."""
     chosen = PARTS if tags is None else items("tags", tags, "a list of parts of memory")
     for tag in chosen:

@@ -19,7 +19,7 @@ from tenuto.base.errors import (
     TenutoError,
 )
 from tenuto.base.options import Policy, TurnParams
-from tenuto.base.plan import Executor, Part, Weights
+from tenuto.base.plan import Executor, MemoryPart, Weights
 from tenuto.base.turns import EndReason, Keep, TurnState, check_keep
 from tenuto.base.views import AuditReport, SessionState
 from tenuto.base.wire.state_file import CopiedState, StateFile
@@ -527,12 +527,12 @@ class Engine:
     # -- giving memory back
 
     @property
-    def released(self) -> frozenset[Part]:
+    def released(self) -> frozenset[MemoryPart]:
         """What the system has back; without it nothing is planned."""
         return self._occupation.released
 
     @guarded
-    def release_memory(self, parts: Collection[Part]) -> None:
+    def release_memory(self, parts: Collection[MemoryPart]) -> None:
         """Give memory back to the system until `restore_memory`. Every session drops to its tokens, or is parked, and
         turns are refused; those of a paused engine wait. Raises `IllegalTransition` unless the engine is paused or
         idle."""
@@ -544,7 +544,7 @@ class Engine:
 
     @guarded
     def restore_memory(
-        self, parts: Collection[Part], weights: Weights | None = None, identity: str | None = None
+        self, parts: Collection[MemoryPart], weights: Weights | None = None, identity: str | None = None
     ) -> None:
         """Allocate again what was released of `parts`, and compute with `weights`, which were read for that, if they
         were. Turns go on once nothing is released. `identity`: as of the engine, if the weights have turned out to be

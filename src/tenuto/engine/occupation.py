@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 
 from tenuto.base.checks import shown
 from tenuto.base.errors import IllegalTransition, InvalidRequest, InvariantError, MemoryReleased
-from tenuto.base.plan import PARTS, Executor, Part, Weights
+from tenuto.base.plan import PARTS, Executor, MemoryPart, Weights
 from tenuto.base.turns import EndReason
 from tenuto.engine.flights import Flights
 from tenuto.engine.lifecycle import Lifecycle
@@ -36,7 +36,7 @@ class Occupation:
         self._lifecycle = lifecycle
         self._flights = flights
         self._forget = forget
-        self.released: frozenset[Part] = frozenset()
+        self.released: frozenset[MemoryPart] = frozenset()
 
     def require_memory(self) -> None:
         """Raises `MemoryReleased` while turns cannot run."""
@@ -46,7 +46,7 @@ class Occupation:
                 "needs no turn"
             )
 
-    def release(self, parts: Collection[Part]) -> None:
+    def release(self, parts: Collection[MemoryPart]) -> None:
         """See `Engine.release_memory`."""
         wanted = frozenset(_part(part) for part in parts) - self.released
         if wanted:
@@ -54,7 +54,7 @@ class Occupation:
             self._executor.release(wanted)
             self.released |= wanted
 
-    def restore(self, parts: Collection[Part], weights: Weights | None, identity: str | None) -> None:
+    def restore(self, parts: Collection[MemoryPart], weights: Weights | None, identity: str | None) -> None:
         """See `Engine.restore_memory`."""
         wanted = frozenset(_part(part) for part in parts) & self.released
         if ("weights" in wanted) != (weights is not None):
@@ -108,7 +108,7 @@ class Occupation:
                 raise InvariantError(f"{pool.name}: {pool.capacity - pool.free} units are in use, and nobody has them")
 
 
-def _part(part: object) -> Part:
+def _part(part: object) -> MemoryPart:
     """Raises `InvalidRequest`."""
     for known in PARTS:
         if part == known:

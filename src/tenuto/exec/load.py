@@ -17,7 +17,7 @@ from tenuto.exec.native_forward import NativeForward
 from tenuto.kernels.elements import Element, KVCacheDtype
 from tenuto.kernels.native.build import VARIANTS, Machine, Unavailable, library
 from tenuto.kernels.native.library import Library, loaded
-from tenuto.models.checkpoint import Checkpoint, open_checkpoint
+from tenuto.models.checkpoint import ModelCheckpoint, open_checkpoint
 from tenuto.models.config import ModelConfig
 from tenuto.models.native.obstacle import obstacle
 from tenuto.models.native.program import NativeProgram
@@ -41,7 +41,7 @@ def load_executor(  # noqa: PLR0913 - each is an option of its own
     cache: Path | None = None,
     machine: Machine | None = None,
     say: Callable[[str], None] = lambda _: None,
-    checkpoint: Checkpoint | None = None,
+    checkpoint: ModelCheckpoint | None = None,
 ) -> ModelExecutor:
     """Reads a model and builds an executor, which is not yet prepared.
 
@@ -85,7 +85,7 @@ class _Opening:
     say: Callable[[str], None]
 
     def forward(
-        self, files: ModelFiles, checkpoint: Checkpoint | None = None, wide: frozenset[int] | None = None
+        self, files: ModelFiles, checkpoint: ModelCheckpoint | None = None, wide: frozenset[int] | None = None
     ) -> Forward:
         """Builds the forward pass of a model, opened as `checkpoint` or here. `wide`: see `NativeProgram`. Raises
         `ModelError` or `ConfigError`."""
@@ -98,7 +98,7 @@ class _Opening:
         return _torch_forward(config, checkpoint.weights(), self.page_size, self.device, self.dtype)
 
     def _native_forward(
-        self, config: ModelConfig, checkpoint: Checkpoint, wide: frozenset[int] | None
+        self, config: ModelConfig, checkpoint: ModelCheckpoint, wide: frozenset[int] | None
     ) -> Forward | None:
         """Builds the forward pass with native kernels; None if plain PyTorch must compute."""
         dtype, cache, kernels = self.dtype, self.cache, self.kernels

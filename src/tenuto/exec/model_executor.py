@@ -20,7 +20,7 @@ from tenuto.base.plan import (
     InputScores,
     Ints,
     Logprobs,
-    Part,
+    MemoryPart,
     Plan,
     StepResult,
     TokenMasks,
@@ -96,7 +96,7 @@ class ModelExecutor:
 
     # -- giving memory back
 
-    def release(self, parts: Collection[Part]) -> None:
+    def release(self, parts: Collection[MemoryPart]) -> None:
         """See `Executor.release`. Releasing the weights closes the forward pass, and with it the memory of units."""
         if self._in_flight:
             raise InvariantError("memory was released with a step in flight")
@@ -116,7 +116,7 @@ class ModelExecutor:
         wanted = path if path is not None else self._path
         return LoadedWeights(self._loader(wanted), wanted)
 
-    def restore(self, parts: Collection[Part], weights: Weights | None) -> None:
+    def restore(self, parts: Collection[MemoryPart], weights: Weights | None) -> None:
         """See `Executor.restore`."""
         if self._in_flight:
             raise InvariantError("memory was restored with a step in flight")

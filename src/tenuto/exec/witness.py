@@ -30,7 +30,7 @@ from tenuto.base.plan import (
     InputScores,
     Ints,
     Logprobs,
-    Part,
+    MemoryPart,
     Plan,
     RowSampling,
     StepResult,
@@ -161,7 +161,7 @@ class WitnessExecutor:
             for g, n in zip(self._spec.groups, units, strict=True)
         ]
 
-    def release(self, parts: Collection[Part]) -> None:
+    def release(self, parts: Collection[MemoryPart]) -> None:
         """See `Executor.release`. Releasing weights does nothing."""
         if self._flight:
             raise InvariantError("memory was released with a step in flight")
@@ -176,7 +176,7 @@ class WitnessExecutor:
         digest = hashlib.blake2b(path.encode(), digest_size=8).digest()
         return WitnessWeights(np.uint64(int.from_bytes(digest, "little")))
 
-    def restore(self, parts: Collection[Part], weights: Weights | None) -> None:
+    def restore(self, parts: Collection[MemoryPart], weights: Weights | None) -> None:
         """See `Executor.restore`."""
         if self._flight:
             raise InvariantError("memory was restored with a step in flight")

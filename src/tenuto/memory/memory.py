@@ -12,7 +12,7 @@ from tenuto.base.errors import ConfigError
 from tenuto.base.groups import GroupSpec, Kind, MemorySpec
 from tenuto.memory.checkpoints.cache import CheckpointCache
 from tenuto.memory.kinds.full import FullGroup
-from tenuto.memory.kinds.group import Group, Growth, Moves, Table
+from tenuto.memory.kinds.group import Group, Growth, MemoryChanges, Table
 from tenuto.memory.kinds.sliding import SlidingGroup
 from tenuto.memory.kinds.state import StateGroup
 from tenuto.memory.pool import Holder, Lease, Pool
@@ -198,10 +198,10 @@ class Memory:
             for growth in group.grow([(tables[group.index], end) for tables, end in growing])
         ]
 
-    def advance(self, rows: Longs, starts: Longs, grown: Sequence[Growth]) -> Moves:
+    def advance(self, rows: Longs, starts: Longs, grown: Sequence[Growth]) -> MemoryChanges:
         """Apply a plan in which `rows`, having `grown`, compute from `starts` on: every group moves on to the units it
         writes. Returns what the executor has to know."""
-        moves = Moves()
+        moves = MemoryChanges()
         for group in self.groups:
             group.advance(rows, starts, [growth for growth in grown if growth.group == group.index], moves)
         return moves

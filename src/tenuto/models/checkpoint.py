@@ -14,7 +14,7 @@ from tenuto.models.store import FileFormat, ModelFiles
 from tenuto.models.weights import StoredWeight
 
 
-class Checkpoint(Protocol):
+class ModelCheckpoint(Protocol):
     """A configuration and the named weights that belong to it."""
 
     @property
@@ -33,7 +33,7 @@ class Checkpoint(Protocol):
         ...
 
 
-def open_checkpoint(files: ModelFiles, opened: GgufFile | None = None) -> Checkpoint:
+def open_checkpoint(files: ModelFiles, opened: GgufFile | None = None) -> ModelCheckpoint:
     """Reads a model's configuration; `weights()` reads the weights. `opened`: the GGUF file, if it is open already.
     Raises `ModelError`."""
     try:

@@ -108,8 +108,8 @@ class Decoder:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """`weights` have the names and layout of `Checkpoint.weights`. Raises `ModelError` if one is missing, unknown
-        or of the wrong shape."""
+        """`weights` have the names and layout of `ModelCheckpoint.weights`. Raises `ModelError` if one is missing,
+        unknown or of the wrong shape."""
         self.config = config
         self.device = device
         self.dtype = dtype

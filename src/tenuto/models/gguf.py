@@ -32,7 +32,7 @@ _TOP = {
 
 
 class GgufCheckpoint:
-    """A `Checkpoint` in a GGUF file, given as its path or as the open file."""
+    """A `ModelCheckpoint` in a GGUF file, given as its path or as the open file."""
 
     def __init__(self, file: Path | GgufFile) -> None:
         self._file = file if isinstance(file, GgufFile) else GgufFile(file)
@@ -40,7 +40,7 @@ class GgufCheckpoint:
         self.config = self._family.read(self._file)
 
     def weights(self) -> Iterator[tuple[str, StoredWeight]]:
-        """See `Checkpoint.weights`."""
+        """See `ModelCheckpoint.weights`."""
         return self._family.translate(self.config, self._tensors())
 
     def _tensors(self) -> Iterator[tuple[str, StoredWeight]]:

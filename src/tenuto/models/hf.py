@@ -54,7 +54,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 class HfCheckpoint:
-    """A `Checkpoint` in a directory written by `save_pretrained` of transformers."""
+    """A `ModelCheckpoint` in a directory written by `save_pretrained` of transformers."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -68,7 +68,7 @@ class HfCheckpoint:
             self.config = replace(self.config, tied=False)
 
     def weights(self) -> Iterator[tuple[str, StoredWeight]]:
-        """See `Checkpoint.weights`."""
+        """See `ModelCheckpoint.weights`."""
         return self._family.translate(self.config, self._tensors())
 
     def _tensors(self) -> Iterator[tuple[str, StoredWeight]]:

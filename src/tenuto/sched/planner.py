@@ -12,7 +12,7 @@ import numpy.typing as npt
 from tenuto.base.config import EngineConfig
 from tenuto.base.errors import InvariantError
 from tenuto.base.plan import PREVIOUS_SAMPLE, InputScores, Plan, TokenMasks
-from tenuto.memory.kinds.group import Mask, Moves
+from tenuto.memory.kinds.group import Mask, MemoryChanges
 from tenuto.memory.memory import Memory
 from tenuto.memory.rows import Longs
 from tenuto.sched.batch import Batch, News
@@ -316,7 +316,7 @@ class Planner:
             tokens[at : at + count] = [*known_part, *guesses]
         return tokens
 
-    def _move(self, proposal: Proposal, ends: Longs, news: News) -> Moves:
+    def _move(self, proposal: Proposal, ends: Longs, news: News) -> MemoryChanges:
         """Acquires units, advances every group to those that the step writes, and returns the changes for the
         executor."""
         turns, growing = self._batch.turns, np.flatnonzero(proposal.needs.any(axis=0)).tolist()

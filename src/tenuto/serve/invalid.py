@@ -58,7 +58,8 @@ _RULES = {
 _ID_RULE = f"should be 1 to {ID_LENGTH} letters, digits, '.', '_', ':' and '-', and not '.' or '..'"
 _PLURALS = {
     "NewMessage": "messages",
-    "Part": "parts",
+    "ContentPart": "parts",
+    "ResponsePart": "parts",
     "bool": "booleans",
     "constrained-float": "numbers",
     "constrained-int": "integers",
@@ -70,7 +71,7 @@ _PLURALS = {
 """What lists contain, by Pydantic's names of union branches; other lists contain objects."""
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 
-Place = tuple[str | int, ...]
+Location = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class Problem:
     kind. `of_length`: it is a list of the wrong length.
     """
 
-    place: Place
+    place: Location
     branches: tuple[tuple[int, str], ...]
     text: str
     wanted: str | None = None
@@ -159,8 +160,8 @@ def _rule(error: Mapping[str, Any]) -> str:
 
 def _resolved(problems: Sequence[Problem]) -> list[Problem]:
     """The problems without branches: for every union, those of one branch, or one problem for all branches."""
-    found: list[Problem | Place] = []
-    unions: dict[Place, dict[str, list[Problem]]] = {}
+    found: list[Problem | Location] = []
+    unions: dict[Location, dict[str, list[Problem]]] = {}
     for problem in problems:
         if not problem.branches:
             found.append(problem)
@@ -215,14 +216,14 @@ def _elements(name: str) -> str:
     return _PLURALS.get(name, "objects") if inner == name else f"lists of {_elements(inner)}"
 
 
-def _subject(kind: str, place: Place) -> str:
+def _subject(kind: str, place: Location) -> str:
     """How a message about a field begins."""
     if not place:
         return f"the {kind}"
     return _name(place) if kind == "body" else f"{kind} parameter {_name(place)}"
 
 
-def _name(place: Place) -> str:
+def _name(place: Location) -> str:
     """A field, written as in `messages[1].content`."""
     name = ""
     for part in place:

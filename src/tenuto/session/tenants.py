@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from tenuto.base.views import StateFilter
 from tenuto.session.session import Session
 
-Place = tuple[float, str]
+LastUse = tuple[float, str]
 """Sorts idle sessions by when they were last used; no two of a tenant are equal."""
 
 
@@ -33,7 +33,7 @@ class Tenant:
         self._by_turn: dict[str, list[str]] = {"idle": [], "drafting": [], "submitted": []}
         self._turns: dict[str, str] = {}  # in which of these each id is
         self._resting: list[tuple[float, str, Session]] = []  # by their places
-        self._places: dict[Session, tuple[Place, int]] = {}  # of those, with the units that each keeps
+        self._places: dict[Session, tuple[LastUse, int]] = {}  # of those, with the units that each keeps
 
     # -- in the order of ids
 
@@ -90,7 +90,7 @@ class Tenant:
             insort(self._by_turn[kind], session.id)
             self._turns[session.id] = kind
 
-    def _move(self, session: Session, place: Place | None) -> None:
+    def _move(self, session: Session, place: LastUse | None) -> None:
         """Have it among those that rest at `place`, or nowhere."""
         old, units = self._places.pop(session, (None, 0))
         self.resting_units -= units

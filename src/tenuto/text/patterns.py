@@ -123,7 +123,7 @@ def _compiled(pattern: str) -> StopPattern:
         raise _refused(
             f"stop_regex {pattern!r} matches the empty text; allowed: expressions that need at least one character"
         )
-    parts = _Parts(pattern)
+    parts = _Parser(pattern)
     found = parts.whole()
     if found.size > MAX_SIZE:
         raise _too_large(found.size)
@@ -157,9 +157,9 @@ def _refused(problem: str) -> InvalidRequest:
     return InvalidRequest(problem, param="stop_regex")
 
 
-class _Part(NamedTuple):
-    """A part of an expression: `itself`, an expression `begun` that matches its prefixes, and its `size` as counted for
-    `MAX_SIZE`."""
+class _Fragment(NamedTuple):
+    """A fragment of an expression: `itself`, an expression `begun` that matches its prefixes, and its `size` as counted
+    for `MAX_SIZE`."""
 
     itself: str
     begun: str = ""
@@ -167,47 +167,47 @@ class _Part(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Parts:
+class _Parser:
     """Parser of an expression that RE2 has accepted; it recognizes sequences, choices, groups and repetitions."""
 
     pattern: str
     atoms: set[str] = field(default_factory=set)
     _at: int = 0
 
-    def whole(self) -> _Part:
+    def whole(self) -> _Fragment:
         """Parses the whole expression. Its `begun` matches every prefix of a match, the empty one included, and
         possibly whole matches."""
         return self._choice()
 
-    def _choice(self) -> _Part:
+    def _choice(self) -> _Fragment:
         """Parses from here to the end of the group."""
-        choices: list[_Part] = []
-        sequence: list[_Part] = []
-        flags: list[_Part] = []  # flags apply up to the end of the group, in later choices too
+        choices: list[_Fragment] = []
+        sequence: list[_Fragment] = []
+        flags: list[_Fragment] = []  # flags apply up to the end of the group, in later choices too
         while (part := self._next()) is not None and part.lastgroup != "closed":
             text, kind = part.group(), part.lastgroup
             if kind == "either":
                 choices.append(_of_sequence(sequence))
                 sequence = list(flags)
             elif kind == "flags":
-                flags.append(_Part(text))
-                sequence.append(_Part(text))
+                flags.append(_Fragment(text))
+                sequence.append(_Fragment(text))
             elif kind == "quoted":
-                sequence += [_Part(re2.escape(letter), size=1) for letter in text[2:].removesuffix(r"\E")]
+                sequence += [_Fragment(re2.escape(letter), size=1) for letter in text[2:].removesuffix(r"\E")]
             elif kind == "opened":
                 head = text if text.endswith(":") else "(?:"
                 inside = self._choice()
-                sequence.append(_Part(f"{head}{inside.itself})", f"{head}{inside.begun})", inside.size))
+                sequence.append(_Fragment(f"{head}{inside.itself})", f"{head}{inside.begun})", inside.size))
             elif kind == "repeated":
                 sequence.append(_repeated(sequence.pop(), text))
             else:
                 if text == r"\C":
                     raise _refused(r"stop_regex has \C; allowed: expressions that match whole characters")
                 self.atoms.add(text)
-                sequence.append(_Part(text, size=1))
+                sequence.append(_Fragment(text, size=1))
         choices.append(_of_sequence(sequence))
         itself, begun = ("|".join(each) for each in zip(*((one.itself, one.begun) for one in choices), strict=True))
-        return _Part(itself, begun, sum(one.size for one in choices))
+        return _Fragment(itself, begun, sum(one.size for one in choices))
 
     def _next(self) -> re.Match[str] | None:
         part = _PART.match(self.pattern, self._at)
@@ -216,16 +216,16 @@ class _Parts:
         return part
 
 
-def _of_sequence(sequence: Sequence[_Part]) -> _Part:
+def _of_sequence(sequence: Sequence[_Fragment]) -> _Fragment:
     """Joins the parts of a sequence. Its prefixes are those of its first part, and the first part followed by prefixes
     of the rest."""
     rest = ""
     for part in reversed(sequence):
         rest = f"(?:{part.itself}{rest}|{part.begun})"
-    return _Part("".join(part.itself for part in sequence), rest, sum(part.size for part in sequence))
+    return _Fragment("".join(part.itself for part in sequence), rest, sum(part.size for part in sequence))
 
 
-def _repeated(part: _Part, times: str) -> _Part:
+def _repeated(part: _Fragment, times: str) -> _Fragment:
     """Repeats a part. The prefixes are up to one repetition fewer than the maximum, followed by a prefix of the
     part."""
     most: int | None
@@ -240,4 +240,4 @@ def _repeated(part: _Part, times: str) -> _Part:
         begun = ""
     elif most != 1:
         begun = f"(?:{part.itself})" + ("*" if most is None else f"{{0,{most - 1}}}") + begun
-    return _Part(part.itself + times, begun, part.size * count)
+    return _Fragment(part.itself + times, begun, part.size * count)

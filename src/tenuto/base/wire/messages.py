@@ -15,7 +15,7 @@ import msgspec
 from tenuto.base.config import Limits
 from tenuto.base.errors import EngineStopped, TenutoError
 from tenuto.base.options import Policy, TurnParams
-from tenuto.base.plan import Part
+from tenuto.base.plan import MemoryPart
 from tenuto.base.tools.definitions import NO_TOOLS, Tools
 from tenuto.base.tools.variables import NO_VARIABLES, Variables
 from tenuto.base.turns import Delta, Keep, TurnInput, TurnKind
@@ -242,13 +242,13 @@ class Resume(Request[None], frozen=True, kw_only=True):
 class ReleaseMemory(Request[None], frozen=True, kw_only=True):
     """Give these parts of the model's memory back to the system; sessions keep their tokens, and turns are refused."""
 
-    parts: list[Part]
+    parts: list[MemoryPart]
 
 
 class ResumeMemory(Request[None], frozen=True, kw_only=True):
     """Allocate these parts again; once all are, turns go on."""
 
-    parts: list[Part]
+    parts: list[MemoryPart]
 
 
 class UpdateWeights(Request[None], frozen=True, kw_only=True):

@@ -41,7 +41,7 @@ class Growth:
 
 
 @dataclass(slots=True)
-class Moves:
+class MemoryChanges:
     """What a step does to memory, in the form of `Plan`: each group adds to `tables` and `copies`, or to `states`.
     `left`: rows that stood at a checkpoint and write elsewhere from now on."""
 
@@ -124,7 +124,7 @@ class Group(ABC):
         return [table.grown(count) for table, count in lacking]
 
     @abstractmethod
-    def advance(self, rows: Longs, starts: Longs, grown: Sequence[Growth], moves: Moves) -> None:
+    def advance(self, rows: Longs, starts: Longs, grown: Sequence[Growth], moves: MemoryChanges) -> None:
         """Apply a plan in which `rows`, having `grown`, compute from `starts` on: move on to the units they write, and
         add to `moves` what the executor has to know."""
 

@@ -10,7 +10,7 @@ import numpy as np
 from tenuto.base.errors import InvariantError
 from tenuto.base.groups import GroupSpec
 from tenuto.base.plan import NO_SLOT, StateMoves
-from tenuto.memory.kinds.group import NOWHERE, Group, Growth, Mask, Moves, Table
+from tenuto.memory.kinds.group import NOWHERE, Group, Growth, Mask, MemoryChanges, Table
 from tenuto.memory.pool import Holder, Lease, Pool
 from tenuto.memory.rows import Longs, Rows
 from tenuto.memory.shape import Shape
@@ -51,7 +51,7 @@ class StateGroup(Group):
     def units_at_start(self) -> int:
         return self.turn_units(self.spec, self.page_size, self.shape, 0, generates=True)
 
-    def advance(self, rows: Longs, starts: Longs, grown: Sequence[Growth], moves: Moves) -> None:
+    def advance(self, rows: Longs, starts: Longs, grown: Sequence[Growth], moves: MemoryChanges) -> None:
         """Which slot each row reads and writes: the alternate one where there is one, else the current in place."""
         frozen, reads, other = self.frozen[rows], self.current[rows], self.alternate[rows]
         swapped = other != NO_SLOT

@@ -270,7 +270,7 @@ class Jobs(Generic[J]):
             job.cancelled = True
 
 
-class Moves(Jobs[Move]):
+class MovesUnderWay(Jobs[Move]):
     """The moves under way. The units that one fills belong to it until `take_ended` has returned it, whoever else holds
     them or held them."""
 

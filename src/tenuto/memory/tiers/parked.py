@@ -10,9 +10,9 @@ from tenuto.memory.tiers.contents import Content
 from tenuto.memory.tiers.moves import Move
 from tenuto.memory.tiers.unit_files import UnitFile
 
-Place = tuple[int, int]
+UnitVersion = tuple[int, int]
 """A unit of a pool and its generation, see `Pool.generation`."""
-ELSEWHERE: Place = 0, -1
+ELSEWHERE: UnitVersion = 0, -1
 """Not on the device."""
 
 
@@ -31,7 +31,7 @@ class StoredUnit:
     content: Content
     size: int
     data: Bytes | None
-    place: Place
+    place: UnitVersion
     references: int = 0
     file: UnitFile | None = None
     row: int = -1

@@ -11,7 +11,7 @@ from tenuto.memory.tiers.parked import ELSEWHERE, Parked, StoredUnit
 from tenuto.memory.tiers.snapshots import Run, SavedFile, SavedMemory, Snapshot
 from tenuto.memory.tiers.unit_files import UnitFile
 
-_Place = tuple[int, int, int]
+_FileRow = tuple[int, int, int]
 """Group, file and row of a unit."""
 
 
@@ -63,7 +63,7 @@ class FoundUnits:
             UnitFile(file.name, min(file.size, there[file.name]), 0) if file.name in there else None for file in listed
         ]
         self._unit_bytes = unit_bytes
-        self.units: dict[_Place, StoredUnit] = {}
+        self.units: dict[_FileRow, StoredUnit] = {}
 
     @property
     def files_in_use(self) -> list[UnitFile]:
@@ -73,13 +73,13 @@ class FoundUnits:
     def parked(self, saved: SavedMemory, position: int, names: Contents) -> Parked | None:
         """The memory of the first `position` tokens of `saved`, in units that have to hold `names`. `None` if any of
         them is missing."""
-        pairs: list[tuple[_Place, Content]] = []
+        pairs: list[tuple[_FileRow, Content]] = []
         for group, (runs, held) in enumerate(zip(saved.groups, names, strict=True)):
             places = ((group, run.file, run.row + i) for run in runs for i in range(run.count))
             pairs += zip(places, held, strict=False)
         if len(pairs) < sum(map(len, names)) or any(self._files[file] is None for (_, file, _), _ in pairs):
             return None
-        most: dict[_Place, Content] = {}
+        most: dict[_FileRow, Content] = {}
         for place, content in pairs:
             known = most.get(place) or (self.units[place].content if place in self.units else content)
             if not known.covers(content) and not content.covers(known):
@@ -93,7 +93,7 @@ class FoundUnits:
             parked.units[unit.group].append(unit)
         return parked
 
-    def _unit(self, place: _Place, content: Content) -> StoredUnit:
+    def _unit(self, place: _FileRow, content: Content) -> StoredUnit:
         group, number, row = place
         file = self._files[number]
         if place not in self.units and file is not None:

@@ -15,7 +15,7 @@ from tenuto.base.plan import Bytes, Copier, CopyFailed
 from tenuto.memory.pool import Lease, Pool
 from tenuto.memory.tiers.contents import Content, Contents, NamedUnit
 from tenuto.memory.tiers.lent import LentUnit, LentUnits
-from tenuto.memory.tiers.moves import Carrier, Job, Jobs, Move, Moves, Target, Write
+from tenuto.memory.tiers.moves import Carrier, Job, Jobs, Move, MovesUnderWay, Target, Write
 from tenuto.memory.tiers.parked import ELSEWHERE, Parked, StoredUnit
 from tenuto.memory.tiers.rates import Rates
 from tenuto.memory.tiers.snapshots import SavedMemory, Snapshot, decoded
@@ -60,7 +60,7 @@ class Tiers:
         self._copies: dict[tuple[int, int], StoredUnit] = {}  # the last copy of each unit, by group and unit
         self._in_host: OrderedDict[Parked, None] = OrderedDict()  # those not moved to disk, least recently used first
         self._on_disk: OrderedDict[Parked, None] = OrderedDict()  # the others, or on their way there
-        self.moves = Moves(pools, copier, disk, carrier, timer)
+        self.moves = MovesUnderWay(pools, copier, disk, carrier, timer)
         self._moving: dict[Move, list[StoredUnit]] = {}  # what each move under way brings
         self.writes: Jobs[Write] = Jobs(carrier)
         self._leaving: dict[Write, list[StoredUnit]] = {}  # what each write under way has, in its order

@@ -213,13 +213,15 @@ class UnitFiles:
                 for group, wanted in rows.items():
                     tensor = _tensor(group)
                     expected = [(Content.named(names[tensor][row]), int(sums[tensor][row])) for row in wanted]
-                    place = _Place(opened.fileno(), begin, header[tensor], file.size)
+                    place = _OpenTensor(opened.fileno(), begin, header[tensor], file.size)
                     found[group] = self._units(place, wanted, expected)
                 return found
         except _UNREADABLE as error:
             raise DiskFailed("read", f"{path} could not be read: {error}") from error
 
-    def _units(self, place: _Place, rows: Sequence[int], expected: Sequence[tuple[Content, int]]) -> list[NamedUnit]:
+    def _units(
+        self, place: _OpenTensor, rows: Sequence[int], expected: Sequence[tuple[Content, int]]
+    ) -> list[NamedUnit]:
         """The units numbered `rows` of a tensor, which should have these contents and checksums. Some are read while
         others are compared. Raises `DiskFailed` if one is damaged."""
         file, start, size = place.file, place.start, place.unit_size
@@ -307,7 +309,7 @@ class UnitFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _OpenTensor:
     """The units of one group in an open file. `begin`: where tensors begin. `most`: bytes of units in the file."""
 
     file: int

@@ -16,7 +16,7 @@ from tenuto.models.weights import StoredWeight, wrong_shape
 
 Named = tuple[str, StoredWeight]
 Translate = Callable[[ModelConfig, Iterable[Named]], Iterator[Named]]
-"""Translates a model's stored tensors to the names and layout of `Checkpoint.weights`. Unknown names are kept."""
+"""Translates a model's stored tensors to the names and layout of `ModelCheckpoint.weights`. Unknown names are kept."""
 
 
 def each(translate: Callable[[ModelConfig, str, StoredWeight], Iterator[Named]]) -> Translate:
@@ -30,7 +30,7 @@ def each(translate: Callable[[ModelConfig, str, StoredWeight], Iterator[Named]])
 
 
 def unchanged(_: ModelConfig, stored: Iterable[Named]) -> Iterator[Named]:
-    """A translation for files that already have the names and layout of `Checkpoint.weights`."""
+    """A translation for files that already have the names and layout of `ModelCheckpoint.weights`."""
     yield from stored
 
 

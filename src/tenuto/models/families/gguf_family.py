@@ -43,8 +43,8 @@ _ROPES = ("none", "linear", "yarn", "longrope")
 @dataclass(frozen=True, slots=True)
 class GgufFamily:
     """GGUF files of one `architecture`. `read` builds a configuration. `names` maps the names of a layer's weights, and
-    `translate` turns the renamed weights into those of `Checkpoint.weights`. `interleaved`: the rotary pairs of queries
-    and keys are adjacent rows."""
+    `translate` turns the renamed weights into those of `ModelCheckpoint.weights`. `interleaved`: the rotary pairs of
+    queries and keys are adjacent rows."""
 
     name: str
     architecture: str

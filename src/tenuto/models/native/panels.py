@@ -29,8 +29,8 @@ class Panels:
     `plain`; matrices that are multiplied together and differ become float32. What is made lives as long as this."""
 
     def __init__(self, weights: Iterable[tuple[str, StoredWeight]], *, plain: bool) -> None:
-        """`weights` as `Checkpoint.weights` says. All methods raise `ModelError` for one that is missing or of a wrong
-        shape."""
+        """`weights` as `ModelCheckpoint.weights` says. All methods raise `ModelError` for one that is missing or of a
+        wrong shape."""
         self._weights = dict(weights)
         self._plain = plain
         self._arena = Arena()

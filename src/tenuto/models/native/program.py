@@ -38,9 +38,9 @@ class NativeProgram:
         kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO,
         wide: frozenset[int] | None = None,
     ) -> None:
-        """`weights` as `Checkpoint.weights` says; with `plain` they become bfloat16. `wide`: as in `KeyScales`, if that
-        has been decided before. Raises `ModelError` if one is
-        missing, of a wrong shape, or unknown, or if there is an `obstacle`."""
+        """`weights` as `ModelCheckpoint.weights` says; with `plain` they become bfloat16. `wide`: as in `KeyScales`, if
+        that has been decided before. Raises `ModelError` if one is missing, of a wrong shape, or unknown, or if there
+        is an `obstacle`."""
         reason = obstacle(config)
         if reason is not None:
             raise ModelError(f"the native kernels cannot run this model: {reason}")

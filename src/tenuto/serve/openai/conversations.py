@@ -13,7 +13,7 @@ import msgspec
 from pydantic import Field
 
 from tenuto.base.errors import InvalidRequest, LimitReached, NotFound, SessionBusy
-from tenuto.serve.openai.response_schemas import Item, Metadata, Part
+from tenuto.serve.openai.response_schemas import Item, Metadata, ResponsePart
 from tenuto.serve.shared.objects import ForeignObject
 
 MAX_CONVERSATIONS = 10_000
@@ -208,7 +208,7 @@ def kept(item: Item) -> dict[str, Any]:
     return {**base, "call_id": item.call_id, "output": output}
 
 
-def _parts(content: str | list[Part] | None, kind: str) -> list[dict[str, Any]]:
+def _parts(content: str | list[ResponsePart] | None, kind: str) -> list[dict[str, Any]]:
     texts = [content] if isinstance(content, str) else [part.text for part in content or ()]
     more: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
     return [{"type": kind, "text": text, **more} for text in texts]

@@ -29,7 +29,7 @@ ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
-class Part(ForeignObject):
+class ResponsePart(ForeignObject):
     """A piece of an item's content."""
 
     ignored = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
@@ -46,7 +46,7 @@ class Part(ForeignObject):
         return given
 
 
-def text_of(content: str | list[Part] | None) -> str:
+def text_of(content: str | list[ResponsePart] | None) -> str:
     """The texts of content, one a line."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
 
@@ -58,12 +58,12 @@ class Item(ForeignObject):
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | Messages[Part] | None = None
-    summary: Messages[Part] | None = None
+    content: str | Messages[ResponsePart] | None = None
+    summary: Messages[ResponsePart] | None = None
     call_id: str = Field("", max_length=256)
     name: str = Field("", max_length=256)
     arguments: str = "{}"
-    output: str | Messages[Part] | None = None
+    output: str | Messages[ResponsePart] | None = None
 
     @model_validator(mode="before")
     @classmethod

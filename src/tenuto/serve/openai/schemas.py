@@ -283,7 +283,7 @@ class CompletionBody(Generation):
         return given
 
 
-class Part(ForeignObject):
+class ContentPart(ForeignObject):
     """A piece of a message's content."""
 
     ignored = frozenset({"cache_control", "prompt_cache_breakpoint"})
@@ -317,7 +317,7 @@ class ChatMessage(ForeignObject):
     not_supported = NO_CALLS
 
     role: str = Field(max_length=64, examples=["user"])
-    content: str | Messages[Part] | None = Field(None, examples=["Hello!"])
+    content: str | Messages[ContentPart] | None = Field(None, examples=["Hello!"])
     tool_calls: Calls | None = Field(None, description="Of an assistant's message.")
     name: str | None = Field(
         None,

@@ -16,7 +16,7 @@ from tenuto.serve.sglang.logprobs import entry, likeliest
 from tenuto.serve.sglang.requests import Running
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure
-from tenuto.serve.shared.sse import DONE, Part, data
+from tenuto.serve.shared.sse import DONE, Chunk, data
 
 ABORT_MESSAGES = {
     EndReason.ABORT: "the request was aborted",
@@ -43,7 +43,7 @@ class AnswerEvents:
     def opening(self) -> bytes:
         return b""
 
-    def news(self, index: int, deltas: list[Delta]) -> Part:
+    def news(self, index: int, deltas: list[Delta]) -> Chunk:
         delta, running = joined(deltas), self._running[index]
         running.reply.take(delta)
         if _asks(self._edge, running, delta.result):

@@ -46,7 +46,7 @@ class EndedRequest:
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class RequestPlace:
     """Where an open request runs: on `session`, after `parent`. `source`: the session and position that `session` is
     forked from; `exists`: it need not be opened."""
 
@@ -77,11 +77,11 @@ class Branches:
         self._timer: asyncio.TimerHandle | None = None
         self.sessions: set[HiddenSession] = set()
         self.ended: OrderedDict[str, EndedRequest] = OrderedDict()  # by rid
-        self.places: set[Place] = set()
+        self.places: set[RequestPlace] = set()
         self.closed = False
         self._watch()
 
-    async def place(self, rid: str, params: SessionParams) -> Place:
+    async def place(self, rid: str, params: SessionParams) -> RequestPlace:
         """A place for the request `rid`, on an open hidden session. Raises `InvalidRequest` if what it continues does
         not exist. Whoever takes a place must call `leave` in the end."""
         if params.replace and params.rid is not None:
@@ -94,7 +94,7 @@ class Branches:
             raise
         return place
 
-    def accepted(self, place: Place, turn: LiveTurn) -> None:
+    def accepted(self, place: RequestPlace, turn: LiveTurn) -> None:
         """The engine has accepted the request's turn: the requests it replaces end."""
         place.turn = turn
         if place.replaces:
@@ -102,7 +102,7 @@ class Branches:
                 if other is not place and other.turn is not None and _follows(other.parent, place.parent):
                     self._edge.spawn(self._edge.turns.abort_quietly(other.turn))
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: RequestPlace) -> None:
         """The request's turn has ended, or did not start."""
         if place not in self.places:
             return
@@ -129,18 +129,18 @@ class Branches:
 
     # -- choosing a place
 
-    def _choose(self, rid: str, params: SessionParams) -> Place:
+    def _choose(self, rid: str, params: SessionParams) -> RequestPlace:
         if self.closed:
             raise InvalidRequest(f"there is no session {self._id!r}; it was closed")
         parent, position = self._point(params)
         replaces = bool(params.replace)
         if parent is not None and not parent.session.busy and position == parent.session.tokens:
-            place = Place(rid, parent.session, parent, replaces, exists=True)
+            place = RequestPlace(rid, parent.session, parent, replaces, exists=True)
         else:
             session = HiddenSession(hidden_session_id())
             self.sessions.add(session)
             source = (parent.session, position) if parent is not None and position else None
-            place = Place(rid, session, parent, replaces, source)
+            place = RequestPlace(rid, session, parent, replaces, source)
         place.session.busy = True
         place.session.uses += 1
         self.places.add(place)
@@ -167,7 +167,7 @@ class Branches:
             if place.turn is not None:
                 await self._edge.turns.abort(place.turn, keep="delivered")
 
-    async def _open(self, place: Place) -> None:
+    async def _open(self, place: RequestPlace) -> None:
         if place.exists:
             return
         tenant, limits = self._tenant.name, self._tenant.limits
@@ -181,7 +181,7 @@ class Branches:
 
     # -- ends
 
-    def _end(self, place: Place, ended: EndedRequest) -> None:
+    def _end(self, place: RequestPlace, ended: EndedRequest) -> None:
         """The request can be continued from now on."""
         ended.session.tokens = ended.end
         if self.closed:

@@ -28,7 +28,7 @@ from tenuto.base.errors import (
 from tenuto.base.options import Policy
 from tenuto.base.turns import Transcript
 from tenuto.base.wire.messages import GetSession, OpenSession, StartTurn
-from tenuto.serve.sglang.branches import Branches, Place
+from tenuto.serve.sglang.branches import Branches, RequestPlace
 from tenuto.serve.sglang.logprobs import OutputLogprobs
 from tenuto.serve.sglang.schemas import Item, OpenSessionRequest, SessionParams
 from tenuto.serve.shared.edge import Edge, EdgeOf
@@ -64,7 +64,7 @@ class Running:
     output_logprobs: OutputLogprobs = field(default_factory=OutputLogprobs)
     samples: Samples | None = None
     branches: Branches | None = None
-    place: Place | None = None
+    place: RequestPlace | None = None
 
     @property
     def accepted(self) -> LiveTurn:

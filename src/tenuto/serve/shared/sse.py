@@ -38,8 +38,8 @@ def event(name: str, value: Any, number: int | None = None) -> bytes:
     return b"event: %b\nid: %d\ndata: %b\n\n" % (name.encode(), number, _json.encode(value))
 
 
-Part = bytes | Callable[[], Awaitable[bytes]]
-"""A part of a stream, or what makes it, if the engine must be asked for that."""
+Chunk = bytes | Callable[[], Awaitable[bytes]]
+"""A chunk of a stream, or a function that makes it, if the engine must be asked for that."""
 
 
 class Events(Protocol):
@@ -49,7 +49,7 @@ class Events(Protocol):
         """What comes before any output."""
         ...
 
-    def news(self, index: int, deltas: list[Delta]) -> Part:
+    def news(self, index: int, deltas: list[Delta]) -> Chunk:
         """What tells the next `deltas` of a turn; empty if nothing does. Raises the error that is to end the stream."""
         ...
 
@@ -89,7 +89,7 @@ class EventStream(Response):
         self._on_close = on_close
         self._client: Client | None = None
         self._waiting: asyncio.Future[None] | None = None  # the task has sent all there was, and waits for more
-        self._left: Part = b""  # news that the task is to send
+        self._left: Chunk = b""  # news that the task is to send
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._client = client_of(scope)
@@ -133,7 +133,7 @@ class EventStream(Response):
                 left, self._left = self._left, b""
                 await self._put(left, send)
 
-    async def _put(self, part: Part, send: Send) -> None:
+    async def _put(self, part: Chunk, send: Send) -> None:
         if not isinstance(part, bytes):
             part = await part()
         if not part:
@@ -179,7 +179,7 @@ class EventStream(Response):
         """Whether all deltas so far have been read."""
         return self._positions[index] == len(self._turns[index].deltas)
 
-    def _news(self, index: int) -> Part:
+    def _news(self, index: int) -> Chunk:
         """The events that tell a turn's new deltas."""
         deltas = self._turns[index].deltas
         new = deltas[self._positions[index] :]
