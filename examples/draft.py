@@ -1,4 +1,4 @@
-"""What a user is still typing is computed while they type, so that the answer begins sooner."""
+"""Drafts: the server computes a message while the user is still typing, so the answer begins sooner."""
 
 import time
 

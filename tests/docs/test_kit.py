@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tomllib
 
 from tests.docs.pages import ROOT
 
@@ -15,6 +16,15 @@ def test_the_hooks_of_pre_commit_are_the_checks_of_make() -> None:
     hooks = re.findall(r"entry: (.+)", (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
     assert len(hooks) == 6
     assert sorted(hooks) == sorted(command.removesuffix(" $(KERNELS)") for command in commands)
+
+
+def test_the_changelog_ends_its_unreleased_part_with_the_version_of_the_project() -> None:
+    headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert headings[0] == "[Unreleased]"
+    assert re.fullmatch(rf"\[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d", headings[1])
+    kinds = re.findall(r"^### (.+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(kinds) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
 def test_the_public_workflow_runs_the_script_that_runs_anywhere_on_both_architectures() -> None:
