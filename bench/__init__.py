@@ -1,1 +1,1 @@
-"""Benchmarks: ratios against a peer or a limit measured in the same run."""
+"""Benchmarks: ratios to a peer or a limit that is measured in the same run."""

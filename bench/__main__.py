@@ -1,4 +1,4 @@
-"""`python -m bench` (`make bench`): every benchmark that needs no model, but `bench.soak`, which takes minutes."""
+"""`python -m bench` (`make bench`): all benchmarks that need no model, except `bench.soak`, which takes minutes."""
 
 from bench import commands, edge, engine_step, hybrid, long_input, tenants
 

@@ -1,8 +1,8 @@
-"""`python -m bench.agent [MODEL [CALLS]]`: tokens that an agent of 50 tool calls has computed.
+"""`python -m bench.agent [MODEL [CALLS]]`: tokens computed for an agent with 50 tool calls.
 
-The agent asks, is forced to call a function, gets a result, and so on: on one session, where a result is the next turn;
-and as a client that resends the whole conversation with every request, to a server without a prefix cache and to one
-with it. Answers are forced by a grammar and greedy, so that all three have the same conversation.
+The model is forced to call a function, gets the result, calls again, and so on. This runs on one session, where each
+result is the next turn, and as a client that resends the whole conversation, to servers without and with a prefix
+cache. Answers are forced by a grammar and greedy, so that all three conversations are the same.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ READ = {
 
 @dataclass(slots=True)
 class Cost:
-    """What an agent's calls have come to."""
+    """The total cost of an agent's calls."""
 
     prompt: int = 0  # tokens of all prompts
     computed: int = 0  # tokens computed for prompts and answers
@@ -42,7 +42,7 @@ class Cost:
 
 
 def run(url: str, model: str, calls: int, session: str | None) -> Cost:
-    """An agent's calls, on a session if that is named."""
+    """Runs an agent, on the session of this name or by resending the conversation."""
     cost, began = Cost(), time.perf_counter()
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": SYSTEM},
@@ -66,7 +66,7 @@ def run(url: str, model: str, calls: int, session: str | None) -> Cost:
             usage, message = answer["usage"], answer["choices"][0]["message"]
             cost.prompt += usage["prompt_tokens"]
             cost.computed += usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
-            cost.computed += usage["completion_tokens"] - 1  # the last sampled token is computed when something follows
+            cost.computed += usage["completion_tokens"] - 1  # the last sampled token is computed in the next turn
             result = {
                 "role": "tool",
                 "tool_call_id": message["tool_calls"][0]["id"],
@@ -79,7 +79,7 @@ def run(url: str, model: str, calls: int, session: str | None) -> Cost:
 
 
 def main() -> None:
-    """Print the figures."""
+    """Prints the figures."""
     model = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
     calls = int(sys.argv[2]) if len(sys.argv) > 2 else 50
     ways: tuple[tuple[str, str | None, tuple[str, ...]], ...] = (

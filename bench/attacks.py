@@ -1,8 +1,8 @@
 """Measures how one client's worst requests disturb all others: `python -m bench.attacks [MODEL] [ATTACK...]`.
 
-A tenant reads `STREAMS` streams while another one attacks. The figures are the longest time in which one of the streams
-brought nothing, without an attack and beside it, and the memory of both processes before the attack, at its height, and
-`SETTLING_SECONDS` after it has ended. Beside attacks on memory there are no streams, whose own memory would be counted.
+A tenant reads `STREAMS` streams while another one attacks. The figures are the longest gap in a stream, without the
+attack and during it, and the memory of both processes before the attack, at its peak, and `SETTLING_SECONDS` after its
+end. Attacks on memory run without streams, whose own memory would be counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bench.server import Processes, bearer, resident, server
 
 STREAMS = 16
 SECONDS = 12.0
-"""Of the attacks that only end when they are told to, and of the measurement without one."""
+"""Duration of attacks that do not end by themselves."""
 SETTLING_SECONDS = 5.0
 CLIENTS = 4
 BODY_BYTES = 31 * 10**6
@@ -37,15 +37,15 @@ KEYS = "".join(f"[[keys]]\ntenant = '{name}'\nkey = '{name}'\n" for name in ("re
 READER, ATTACKER = "reader", "attacker"
 
 
-# -- those who only read
+# -- the readers
 
 
 class Stream:
-    """One stream, which begins again when it ends."""
+    """One stream, which is requested again when it ends."""
 
     def __init__(self, url: str, number: int, tokens: int) -> None:
         self._address, self._number, self._tokens = urlsplit(url), number, tokens
-        self.last = 0.0  # when it last brought something; 0 until it does
+        self.last = 0.0  # when the last piece came; 0 before the first
         self.longest = 0.0
         self.connection = self._connect()
 
@@ -59,7 +59,7 @@ class Stream:
         return connection
 
     def heard(self, now: float) -> bool:
-        """Read a piece. False if the stream had ended, and another has begun."""
+        """Reads a piece. Returns False if the stream has ended and another has been requested."""
         received = self.connection.recv(2**18)
         if not received:
             self.connection.close()
@@ -72,7 +72,7 @@ class Stream:
 
 
 def watch(url: str, tokens: int) -> None:
-    """Read streams. For every line of input, print the longest gap since the one before."""
+    """Reads streams. For every line of input, prints the longest gap since the previous line, in seconds."""
     streams = [Stream(url, number, tokens) for number in range(STREAMS)]
     with selectors.DefaultSelector() as selector:
         for stream in streams:
@@ -96,14 +96,14 @@ def watch(url: str, tokens: int) -> None:
 
 
 class Watcher:
-    """`watch` in a process of its own."""
+    """Runs `watch` in a separate process."""
 
     def __init__(self, url: str, tokens: int) -> None:
         command = [sys.executable, "-m", "bench.attacks", "--watch", url, str(tokens)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603 - our own command
 
     def longest(self) -> float:
-        """Seconds, since the last call."""
+        """Returns the longest gap since the last call, in seconds."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(file=self._process.stdin, flush=True)
@@ -114,11 +114,11 @@ class Watcher:
         self._process.wait()
 
 
-# -- those who attack
+# -- the attackers
 
 
 class Attacker:
-    """Sends requests, and counts what they are answered with."""
+    """Sends requests and counts the kinds of answers."""
 
     def __init__(self, url: str, seconds: float) -> None:
         self.address = urlsplit(url)
@@ -130,8 +130,8 @@ class Attacker:
         return time.perf_counter() > self.ends
 
     def ask(self, path: str, body: object, *, tenant: str = ATTACKER, until_over: bool = False) -> float:
-        """Send a request and read the answer, with `until_over` only until the attack is over. Returns how many seconds
-        that took."""
+        """Sends a request and reads the answer, with `until_over` only until the attack is over. Returns the seconds
+        taken."""
         began = time.perf_counter()
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"content-type": "application/json", **bearer(tenant)}
@@ -150,7 +150,7 @@ class Attacker:
         return time.perf_counter() - began
 
     def together(self, work: Callable[[int], object], clients: int) -> None:
-        """Have several clients do the same."""
+        """Runs `work` in several clients at the same time."""
         threads = [threading.Thread(target=work, args=(number,)) for number in range(clients)]
         for thread in threads:
             thread.start()
@@ -158,7 +158,7 @@ class Attacker:
             thread.join()
 
     def repeat(self, path: str, body: object, clients: int = CLIENTS, *, until_over: bool = False) -> None:
-        """Several clients send the same again and again."""
+        """Sends the same request again and again from several clients."""
         raw = json.dumps(body).encode() if not isinstance(body, bytes) else body
 
         def go(_: int) -> None:
@@ -169,7 +169,7 @@ class Attacker:
 
 
 def filled(piece: str) -> str:
-    """The piece, as often as makes a large body."""
+    """Returns `piece` repeated to the size of a large body."""
     return piece * (BODY_BYTES // len(piece))
 
 
@@ -203,27 +203,27 @@ DENSE: dict[str, tuple[str, Callable[[], str]]] = {
 
 
 def dense(kind: str) -> Callable[[Attacker], None]:
-    """Bodies of 31 MB that are much work to read."""
+    """Returns an attack with bodies of 31 MB that take long to parse."""
     path, body = DENSE[kind]
     return lambda attacker: attacker.repeat(path, body().encode())
 
 
 def stop_regex(attacker: Attacker) -> None:
-    """Expressions whose search is slow."""
+    """Sends stop patterns that are slow to search."""
     patterns = [rf"(?s)[^\x01]{'.' * n}.{{980}}\x{{10ffff}}$" for n in range(8)]
     body = {"model": "default", "prompt": [5, 6, 7, 8, 9], "max_tokens": 4000, "ignore_eos": True, "stream": True}
     attacker.repeat("/v1/completions", {**body, "stop_regex": patterns, "temperature": 0}, 8, until_over=True)
 
 
 def allowed_regex(attacker: Attacker) -> None:
-    """The slowest expression that is allowed."""
+    """Sends the slowest stop pattern that is allowed."""
     body = {"model": "default", "prompt": [5, 6, 7, 8, 9], "max_tokens": 4000, "ignore_eos": True, "stream": True}
     pattern = r"(?s).*a.{240}\x{10ffff}"
     attacker.repeat("/v1/completions", {**body, "stop_regex": pattern, "temperature": 0}, 8, until_over=True)
 
 
 def grammars(attacker: Attacker) -> None:
-    """Schemas that take seconds to compile, and how long another tenant's small one waits beside them."""
+    """Sends schemas that take seconds to compile; reports how long another tenant's small schema takes meanwhile."""
 
     def wait() -> float:
         schema = {"type": "object", "properties": {f"v{random.randrange(10**9)}": {"type": "boolean"}}}
@@ -248,7 +248,7 @@ def grammars(attacker: Attacker) -> None:
 
 
 def logprobs(attacker: Attacker) -> None:
-    """Streams whose events each have all log-probabilities so far."""
+    """Requests streams in which every event repeats all log-probabilities so far."""
     params = {"max_new_tokens": 6000, "ignore_eos": True, "temperature": 0}
     asked = {"return_logprob": True, "top_logprobs_num": 20, "return_text_in_logprobs": True}
     body = {"input_ids": [5, 6, 7], "stream": True, "sampling_params": params, **asked}
@@ -256,14 +256,14 @@ def logprobs(attacker: Attacker) -> None:
 
 
 def metadata(attacker: Attacker) -> None:
-    """Responses that are kept with as much metadata as the body takes."""
+    """Requests stored responses with as much metadata as a body can hold."""
     for number in range(20):
         asked = {"model": "default", "input": "x", "max_output_tokens": 1}
         attacker.ask("/v1/responses", {**asked, "metadata": {"a": f"{number:06}{filled('x')}"}})
 
 
 def grammar_memory(attacker: Attacker) -> None:
-    """Short expressions whose automata are large."""
+    """Sends short expressions with large automata."""
     for number in range(12):
         pattern = f"[a-z ]*(a|b)[a-z ]{{{200 + number}}}"
         body = {"model": "default", "prompt": "the ", "max_tokens": 150, "temperature": 1.5, "ignore_eos": True}
@@ -271,7 +271,7 @@ def grammar_memory(attacker: Attacker) -> None:
 
 
 def chunked(attacker: Attacker) -> None:
-    """Bodies in chunks that do not end."""
+    """Sends chunked bodies that never end."""
     head = f"POST /v1/sessions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {ATTACKER}\r\n"
     head += "content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
     connections = []
@@ -290,14 +290,14 @@ def chunked(attacker: Attacker) -> None:
 
 
 def texts(attacker: Attacker) -> None:
-    """Long texts to tokenize, one after the other, and four at once."""
+    """Sends long texts to tokenize: one, then several at once."""
     body = json.dumps({"prompt": filled("hello ")}).encode()
     attacker.ask("/tokenize", body)
     attacker.together(lambda _: attacker.ask("/tokenize", body), CLIENTS)
 
 
 def ended_turns(attacker: Attacker) -> None:
-    """Turns that have ended, each with a long grammar."""
+    """Runs many short turns, each with a long grammar."""
     source = '{"type":"object"}' + " " * 262_000
     body = json.dumps({"model": "default", "prompt": "x", "max_tokens": 1, "guided_json": source}).encode()
     for _ in range(800):
@@ -322,7 +322,7 @@ ATTACKS = STALLS | HOGS
 
 
 def attack(name: str, url: str) -> None:
-    """Attack, and print what the requests were answered with."""
+    """Runs an attack and prints the kinds and numbers of answers."""
     attacker = Attacker(url, SECONDS)
     ATTACKS[name](attacker)
     print(", ".join(f"{answer}: {count}" if count > 1 else answer for answer, count in attacker.answers.items()))
@@ -333,7 +333,7 @@ def attack(name: str, url: str) -> None:
 
 @contextmanager
 def height(running: Processes) -> Iterator[list[float]]:
-    """The most memory of both processes together while the block runs."""
+    """Measures the peak memory of both processes together during the block, in MB; it is item 0 of the given list."""
     most, over = [0.0], threading.Event()
 
     def look() -> None:
@@ -350,7 +350,7 @@ def height(running: Processes) -> Iterator[list[float]]:
 
 
 def measure(running: Processes, watcher: Watcher | None, name: str) -> None:
-    """Print the row of one attack."""
+    """Measures one attack and prints its row."""
     without = beside = float("nan")
     if watcher is not None:
         watcher.longest()
@@ -370,7 +370,7 @@ def measure(running: Processes, watcher: Watcher | None, name: str) -> None:
 
 
 def main(model: str = "witness:0.005", *names: str) -> None:
-    """Print the table."""
+    """Prints the table."""
     context = CONTEXT.get(model.partition(":")[0], OTHER_CONTEXT)
     print(f"{model}: the longest gap of {STREAMS} streams in seconds, and memory in MB", flush=True)
     print(f"{'attack':<16}{'without':>9}{'beside':>9}{'MB':>9}{'highest':>10}{'edge':>8}{'engine':>8}  answers")

@@ -1,7 +1,7 @@
-"""How long commands hold up the engine's thread beside 10,000 idle sessions: `python -m bench.commands`.
+"""The engine thread's time per command beside 10,000 idle sessions: `python -m bench.commands`.
 
-Sixteen turns decode. Before every step one command is carried out, as by a client that repeats it as fast as it can.
-A command that shows or counts things is to cost what it shows, whatever else there is.
+Sixteen turns decode, and one command runs before every step, as if a client repeated it as fast as possible. A command
+that lists or counts things should cost time for what it returns, not for everything that exists.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STEPS = 300
 
 
 def commands(bench: Bench) -> dict[str, Callable[[], object]]:
-    """What is done before every step, by name."""
+    """Returns the commands to run before every step, by name."""
     engine = bench.engine
     dispatcher = Dispatcher(engine, Renderer(None, None))
     units = engine.sessions.use("").units
@@ -59,7 +59,7 @@ def commands(bench: Bench) -> dict[str, Callable[[], object]]:
 
 
 def main() -> None:
-    """Print the table."""
+    """Prints the table."""
     bench = make(16, parked=PARKED, host_tier=10**9)
     idle = [session for session in bench.engine.sessions if session.turn is None]
     bench.engine.leave_device(idle[::2])

@@ -1,8 +1,8 @@
-"""What a streamed token costs the API process: `python -m bench.edge`.
+"""The API process's cost per streamed token: `python -m bench.edge`.
 
-The server runs in this process with the witness as its engine, in a process of its own; the clients run in a third. The
-figure is CPU time of this process alone. The witness takes `STEP_SECONDS` a step, so that each token is an event of its
-own, as with a real model; at full speed a reader that falls behind gets several tokens in one event."""
+The server runs in this process, its engine (the witness) in a second one, and the clients in a third. The figure is the
+CPU time of this process only. The witness takes `STEP_SECONDS` per step, so that each token is a separate event, as
+with a real model; at full speed, a slow reader would get several tokens in one event."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ INTERFACES = {
         },
     ),
 }
-"""Path and body of a stream, and where its length goes."""
+"""Path and body of a stream; 0 stands for its number of tokens."""
 
 
 def body_of(interface: str, tokens: int) -> tuple[str, dict[str, object]]:
-    """Path and body of a stream of `tokens`."""
+    """Returns path and body of a request for a stream of `tokens`."""
     path, body = INTERFACES[interface]
     body = json.loads(json.dumps(body))
     place = body.get("sampling_params", body)
@@ -59,7 +59,7 @@ def body_of(interface: str, tokens: int) -> tuple[str, dict[str, object]]:
 
 
 async def clients(url: str, interface: str, tokens: int) -> None:
-    """Read `STREAMS` streams to their ends, and print how many events they had."""
+    """Reads `STREAMS` streams to their ends and prints their number of events."""
     path, body = body_of(interface, tokens)
     async with httpx.AsyncClient(base_url=url, timeout=120) as http:
 
@@ -75,7 +75,7 @@ async def clients(url: str, interface: str, tokens: int) -> None:
 
 
 async def measure(url: str, interface: str, tokens: int) -> tuple[float, int]:
-    """CPU seconds of this process, and events, of `STREAMS` streams of `tokens`."""
+    """Returns this process's CPU seconds, and the events, for `STREAMS` streams of `tokens`."""
     before = time.process_time()
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "bench.edge", url, interface, str(tokens), stdout=asyncio.subprocess.PIPE
@@ -85,7 +85,7 @@ async def measure(url: str, interface: str, tokens: int) -> tuple[float, int]:
 
 
 async def run(engine: EngineProcess) -> None:
-    """Measure every interface, then profile the native one."""
+    """Measures every interface, then profiles the native one."""
     configure_logs("warning")
     settings = ServeSettings(port=0)
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -94,7 +94,7 @@ async def run(engine: EngineProcess) -> None:
     print(f"{STREAMS} streams on the witness, {STEP_SECONDS * 1000:g} ms a step; target: 100 us a token")
     print(f"{'interface':<14}{'us a token':>12}{'events a token':>16}")
     for interface in INTERFACES:
-        await measure(url, interface, 50)  # everything is imported and warm
+        await measure(url, interface, 50)  # a warm-up
         few, many = await measure(url, interface, 200), await measure(url, interface, 1200)
         tokens = STREAMS * 1000
         print(f"{interface:<14}{1e6 * (many[0] - few[0]) / tokens:>12.1f}{(many[1] - few[1]) / tokens:>16.2f}")
@@ -107,7 +107,7 @@ async def run(engine: EngineProcess) -> None:
 
 
 def main() -> None:
-    """Print the figures and the profile."""
+    """Prints the figures and the profile."""
     worker = WorkerSettings(model=f"witness:{STEP_SECONDS}")
     with EngineProcess(worker) as engine, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run(engine))

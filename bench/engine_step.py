@@ -1,7 +1,7 @@
-"""The engine's own cost of a step, without a model: plan to settle, stop ids and hand-over included.
+"""The engine's own cost of a step, without a model: from planning to settling, including stop ids and hand-over.
 
-The witness stands in for the model, checking only the slot each token follows from; the time inside it is measured and
-taken off. Ratios are of medians of alternating stretches in one process, because machines are noisy.
+The witness stands in for the model and verifies only the slots that the next token depends on; its time is subtracted.
+Ratios are those of medians over alternating series of steps in one process, because machines are noisy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NEVER_SAMPLED = (VOCAB, VOCAB + 1, VOCAB + 2)
 
 
 class TimedWitness(WitnessExecutor):
-    """A witness that counts its own working time, in nanoseconds."""
+    """A witness that measures its own time, in nanoseconds."""
 
     worked = 0
 
@@ -53,7 +53,7 @@ class Bench:
     executor: TimedWitness
 
     def stretch(self, steps: int) -> float:
-        """The engine's own microseconds per step, the median over `steps` steps."""
+        """Returns the engine's own microseconds per step, the median over `steps` steps."""
         times = []
         for _ in range(steps):
             inside, began = self.executor.worked, time.perf_counter_ns()
@@ -62,7 +62,7 @@ class Bench:
         return statistics.median(times) / 1000
 
     def longest(self, steps: int) -> float:
-        """Milliseconds of processor time of the longest of `steps` steps."""
+        """Returns the milliseconds of CPU time of the longest of `steps` steps."""
         longest = 0
         for _ in range(steps):
             began = time.thread_time_ns()
@@ -71,8 +71,8 @@ class Bench:
         return longest / 1e6
 
     def audited(self) -> tuple[float, int, float]:
-        """Of an audit that is asked for: its longest step and the steps it took; and a recount at one go. In
-        milliseconds."""
+        """Runs an audit spread over steps, and a recount at once. Returns the audit's longest step in milliseconds, its
+        number of steps, and the milliseconds of the recount."""
         told: list[AuditReport] = []
         self.engine.ask_audit(told.append)
         longest, steps = 0.0, 0
@@ -83,7 +83,7 @@ class Bench:
         return longest, steps, (time.thread_time_ns() - began) / 1e6
 
     def counted(self, steps: int) -> tuple[float, ...]:
-        """Units touched, rows considered and turns settled, per step."""
+        """Returns the units touched, rows considered and turns settled per step."""
         before = self.engine.counted_work
         for _ in range(steps):
             self.engine.step()
@@ -99,7 +99,8 @@ def make(
     overlap: int = 0,
     host_tier: int = 0,
 ) -> Bench:
-    """`running` decodes on sessions of `history` tokens each, beside `parked` idle sessions of 32 tokens."""
+    """Builds an engine with `running` decodes on sessions of `history` tokens each, and `parked` idle sessions of 32
+    tokens."""
     groups = tuple(GroupSpec(kind, 1, 256 if kind is Kind.SLIDING else 0) for kind in kinds)
     executor = TimedWitness(PAGE_SIZE, groups, VOCAB, verify=False)
     context = history + 20_000
@@ -135,13 +136,14 @@ def make(
 
 
 def run_until_idle(engine: Engine) -> None:
-    """Step until nothing is left to do."""
+    """Runs steps until the engine is idle."""
     while not engine.idle:
         engine.step()
 
 
 def ratio(a: Bench, b: Bench, rounds: int = 9, steps: int = 200) -> tuple[float, float, float]:
-    """Medians of alternating stretches of `a` and `b`, in microseconds a step, and the median of b / a by pair."""
+    """Returns the medians of alternating series of `a` and `b`, in microseconds per step, and the median ratio b / a of
+    pairs."""
     pairs = [(a.stretch(steps), b.stretch(steps)) for _ in range(rounds)]
     return (
         statistics.median(x for x, _ in pairs),
@@ -151,7 +153,7 @@ def ratio(a: Bench, b: Bench, rounds: int = 9, steps: int = 200) -> tuple[float,
 
 
 def main() -> None:
-    """Print the table."""
+    """Prints the table."""
     print("The engine's own cost of a step, without a model (witness time taken off)")
     print(f"{'running decodes':<44}{'us a step':>12}{'us a turn':>12}")
     for kinds in ((Kind.FULL,), (Kind.FULL, Kind.SLIDING, Kind.STATE)):

@@ -1,8 +1,8 @@
-"""`python -m bench.grammars [MODEL]`: steps of 16 turns that write JSON by a schema, beside steps of 16 free turns.
+"""`python -m bench.grammars [MODEL]`: steps of 16 turns that write JSON by a schema, compared with 16 free turns.
 
-The same engine runs both, in turns; a figure is the median over all steps in which 16 turns decode, and in brackets the
-fastest and the slowest of the rounds' medians. Masks are computed while the step computes, so they cost what is left of
-them when it is done, and what the cores spend on them meanwhile.
+One engine runs both alternately. A figure is the median over all steps in which 16 turns decode, with the fastest and
+the slowest round's median in brackets. Masks are computed while the step runs, so their cost is the time they take
+beyond it, and the cores' time meanwhile.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KINDS: dict[str, Sampling] = {"greedy": Sampling(), "temperature 0.8": Sampling(
 def decode_seconds(
     engine: Engine, model: Model, compiler: GrammarCompiler, grammar: Grammar | None, sampling: Sampling
 ) -> float:
-    """The median time of a step in which all streams decode."""
+    """Returns the median seconds of a step in which all streams decode."""
     assert model.tokenizer is not None
     turns = []
     for n in range(STREAMS):
@@ -62,7 +62,7 @@ def decode_seconds(
 
 
 def main() -> None:
-    """Print the figures."""
+    """Prints the figures."""
     name = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
     model, masks = load_model(name, "cpu", None, 16), MaskThreads()
     compiler = model.grammars()

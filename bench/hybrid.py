@@ -1,9 +1,9 @@
 """Sessions on models with recurrent state: `python -m bench.hybrid [MODEL]`.
 
-What it saves to reserve state slots for a whole admission pass in one call; and a session of 300 turns, on a model or,
-without one, on the witness: whether late turns cost more than early ones, what rewinds compute again, and what the
-session takes at rest. Its last turns alternate with the first ones of another session, so that both have the same
-machine. If others use it too, threads that wait for each other blur that: `taskset -c 0` leaves one.
+Measures the gain from reserving state slots for a whole admission pass in one call. Then runs a session of 300 turns,
+on a model or on the witness: it compares late with early turns, counts the tokens that rewinds compute again, and
+measures the session's memory at rest. Its last turns alternate with the first turns of another session, so that both
+run under the same conditions. On a busy machine, threads that wait for each other blur this; `taskset -c 0` leaves one.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from tenuto.models.store import resolve
 
 PAGE = 32
 PASS = 256
-"""Turns of an admission pass."""
+"""Turns per admission pass."""
 TURNS, GIVEN, SAID = 300, 24, 16
 INTERVAL = 512
 REWINDS = (1, 10, 100)
 COMPARED = 10
-"""Turns at either end."""
+"""Turns compared at each end."""
 SLOTS = 2 * (TURNS + COMPARED) + 40
-"""Each turn leaves a checkpoint at the end of its input and one at its own."""
+"""State slots: each turn leaves a checkpoint at the end of its input and one at its own end."""
 
 
 class _Admission:
@@ -57,7 +57,8 @@ class _Admission:
 
 
 def reservations() -> tuple[Spread, Spread]:
-    """Microseconds to reserve slots for `PASS` turns and hand each its own: in one call, and in one call a turn."""
+    """Returns the microseconds to reserve slots for `PASS` turns and give each its own: in one call, and in one call
+    per turn."""
     spec = MemorySpec(PAGE, (GroupSpec(Kind.FULL, 1), GroupSpec(Kind.SLIDING, 1, 256), GroupSpec(Kind.STATE, 1)))
     config = EngineConfig(context_length=1024, max_running=PASS, token_budget=2 * PASS)
     memory = Memory(spec, (PASS * 66, PASS * 66, PASS * 4), Shape.of(config, PAGE))
@@ -80,8 +81,8 @@ def reservations() -> tuple[Spread, Spread]:
 
 
 class Cost(NamedTuple):
-    """Of a turn: seconds, those of them that attention took, CPU seconds of the engine's own thread, which does all but
-    the model, and tokens computed."""
+    """The cost of a turn: seconds, those spent in attention, CPU seconds of the engine's own thread, which does
+    everything but the model, and tokens computed."""
 
     seconds: float
     attention: float
@@ -95,13 +96,13 @@ class Cost(NamedTuple):
 
 @dataclass
 class Conversation:
-    """A session on an engine."""
+    """Runs turns of sessions on an engine."""
 
     engine: Engine
     executor: Executor
 
     def turn(self, session: str, rng: Random) -> Cost:
-        """One turn."""
+        """Runs a turn of `GIVEN` random tokens and returns its cost."""
         forward = self.executor.forward if isinstance(self.executor, ModelExecutor) else None
         native = forward if isinstance(forward, NativeForward) else None
         if native is not None:
@@ -116,7 +117,7 @@ class Conversation:
 
 
 def executor_of(model: str | None) -> Executor:
-    """A model's, or a witness with a group of each kind."""
+    """Returns an executor of `model`, or a witness with a group of each kind."""
     if model is not None:
         return load_executor(resolve(model, cache_dir()), PAGE, cache=cache_dir(), say=print)
     groups = (GroupSpec(Kind.FULL, 1), GroupSpec(Kind.SLIDING, 1, 256), GroupSpec(Kind.STATE, 1))
@@ -124,7 +125,7 @@ def executor_of(model: str | None) -> Executor:
 
 
 def conversation(executor: Executor) -> None:
-    """Print what the turns of a long session cost, and its rewinds."""
+    """Prints the costs of a long session's turns and rewinds."""
     context = TURNS * (GIVEN + SAID) + 1000
     config = EngineConfig(context_length=context, checkpoint_interval=INTERVAL, checkpoint_share=0.9, audit_every=0)
     units = tuple(SLOTS if group.kind is Kind.STATE else 2 * context // PAGE for group in executor.spec.groups)
@@ -168,8 +169,8 @@ def conversation(executor: Executor) -> None:
 
 
 def at_rest(engine: Engine, session: str) -> None:
-    """Print the bytes that a session holds between turns, besides checkpoints that only save work, and what the model's
-    specification comes to."""
+    """Prints the bytes that a session holds between turns, without optional checkpoints, and the bytes expected from
+    the model's specification."""
     while engine.memory.cache.evict():
         pass
     spec, kept = engine.memory.spec, engine.sessions.get(session)
@@ -185,9 +186,9 @@ def at_rest(engine: Engine, session: str) -> None:
 
 
 def main() -> None:
-    """Print both."""
+    """Prints the figures of reservations and of a long session."""
     parser = argparse.ArgumentParser(prog="python -m bench.hybrid", description=__doc__)
-    parser.add_argument("model", nargs="?", help="such as tests/hybrid/model; by default the witness takes the turns")
+    parser.add_argument("model", nargs="?", help="such as tests/hybrid/model; by default the witness")
     arguments = parser.parse_args()
     together, singly = reservations()
     print(f"state slots for {PASS} turns, us: in one call {together.shown()}, in {PASS} {singly.shown()}")

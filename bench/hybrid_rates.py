@@ -1,9 +1,9 @@
-"""`python -m bench.hybrid_rates`: how fast a hybrid computes, beside transformers, and beside what the memory allows.
+"""`python -m bench.hybrid_rates`: the speed of a hybrid model, compared with transformers and the memory's limit.
 
-The model is Granite 4's architecture with random bfloat16 weights: Mamba-2 layers and a few of full attention, 207
-million parameters. A decode step cannot be faster than the memory is read: weights once, and of every sequence keys and
-values once and states twice, since they are written, too. That limit is measured in the same run, as PyTorch reads as
-many bytes with as many threads. Figures are medians, and in brackets the fastest and the slowest.
+The model has Granite 4's architecture and random bfloat16 weights: Mamba-2 layers and a few full attention layers, 207
+million parameters. A decode step takes at least the time for reading the weights once, and of every sequence the keys
+and values once and the states twice, since they are also written. This limit is measured in the same run, by PyTorch
+reading as many bytes with as many threads. Figures are medians, with the fastest and the slowest in brackets.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ VOCABULARY = 16_384
 
 
 def model() -> GraniteMoeHybridForCausalLM:
-    """24 layers, of which every sixth attends."""
+    """Returns the model: 24 layers, of which every sixth is full attention."""
     kinds = ["full_attention" if i % 6 == 5 else "linear_attention" for i in range(24)]
     config = GraniteMoeHybridConfig(
         vocab_size=VOCABULARY,
@@ -64,7 +64,7 @@ def model() -> GraniteMoeHybridForCausalLM:
 
 
 class Steps:
-    """Rows of one executor, each with pages for `CONTEXT` tokens and a state slot of its own."""
+    """Rows of one executor, each with its own pages for `CONTEXT` tokens and its own state slot."""
 
     def __init__(self, executor: ModelExecutor, rows: int) -> None:
         self.executor = executor
@@ -77,13 +77,14 @@ class Steps:
         self._tokens = np.random.default_rng(0).integers(0, VOCABULARY, CONTEXT * rows).astype(np.int32)
 
     def fill(self, rows: int, context: int) -> None:
-        """Give `rows` rows the state of `context` tokens. Memory that nobody has written takes no room, and reading it
-        is reading the same zeros again and again."""
+        """Gives `rows` rows the state of `context` tokens. Reading memory that was never written would be too fast: the
+        system maps all of it to one page of zeros."""
         for start in range(0, context, CHUNK):
             self.run(rows, start, CHUNK)
 
     def run(self, rows: int, start: int, count: int) -> float:
-        """Seconds of a step in which `rows` rows compute `count` tokens from position `start` on and sample one."""
+        """Runs a step in which `rows` rows compute `count` tokens from position `start` on and sample one. Returns its
+        seconds."""
         ids = np.arange(rows, dtype=np.int32)
         reads = ids if start else np.full(rows, NO_SLOT, np.int32)
         paged = sum(group.paged for group in self.groups)
@@ -106,7 +107,7 @@ class Steps:
         return time.perf_counter() - began
 
     def bytes_read(self, rows: int, context: int, weights: int) -> int:
-        """What a decode reads, and writes of states."""
+        """Returns the bytes that a decode reads, plus those it writes to states."""
         each = sum(
             context // PAGE * group.bytes_per_unit if group.paged else 2 * group.bytes_per_unit for group in self.groups
         )
@@ -115,7 +116,8 @@ class Steps:
 
 @torch.inference_mode()
 def theirs(reference: GraniteMoeHybridForCausalLM, rows: int, times: int) -> tuple[Spread, Spread]:
-    """Seconds of a prefill of `CHUNK` tokens in one row, and of a decode of `rows` rows after as many."""
+    """Returns transformers' seconds for a prefill of `CHUNK` tokens in one row, and for a decode of `rows` rows after
+    as many tokens."""
     tokens = torch.randint(0, VOCABULARY, (rows, CHUNK))
 
     def timed(work: Callable[[], object]) -> float:
@@ -131,10 +133,10 @@ def theirs(reference: GraniteMoeHybridForCausalLM, rows: int, times: int) -> tup
 
 
 def main() -> None:
-    """Print the table."""
+    """Prints the figures of all kernels and of transformers."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kernels", nargs="*", default=["auto", "torch"])
-    parser.add_argument("--times", type=int, default=7, help="measurements of each figure")
+    parser.add_argument("--times", type=int, default=7, help="number of measurements for each figure")
     options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -160,7 +162,7 @@ def main() -> None:
 
 
 def ours(executor: ModelExecutor, times: int) -> None:
-    """Print the figures of one executor."""
+    """Prints the figures of one executor."""
     forward = executor.forward
     print(f"\n{forward.description}")
     steps = Steps(executor, rows=max(rows for rows, _ in DECODES))
@@ -168,7 +170,7 @@ def ours(executor: ModelExecutor, times: int) -> None:
     print(f"prefill of {CHUNK}: {prefill.scaled(1e3).shown()} ms, {CHUNK / prefill.median:,.0f} tokens/s")
     print(f"  per cent of it: {shares(forward)}")
     steps.fill(max(rows for rows, _ in DECODES), max(context for _, context in DECODES))
-    shares(forward)  # of the decodes that follow
+    shares(forward)  # count only the decodes that follow
     for rows, context in DECODES:
         decode = repeated(lambda rows=rows, context=context: steps.run(rows, context, 1), times)  # type: ignore[misc]
         line = f"decode of {rows:>2} at {context}: {decode.scaled(1e3).shown()} ms"

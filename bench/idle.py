@@ -1,8 +1,8 @@
-"""What a server costs that nobody talks to: `python -m bench.idle [SESSIONS]`.
+"""The cost of an idle server: `python -m bench.idle [SESSIONS]`.
 
-The time from the start of the process to the first token of a first turn, with kernels compiled before, and the CPU
-time of both processes until then; then `SESSIONS` sessions take a turn each and rest, and the CPU time of both
-processes is measured over some seconds.
+Measures the time from the start of the process to the first token, with kernels compiled before, and the CPU time of
+both processes until then. Then `SESSIONS` sessions take a turn each, and the CPU time of both processes is measured
+while all sessions rest.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ AT_ONCE = 32
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process so far, in the kernel's unit of a hundredth or so."""
+    """Returns the CPU seconds of a process so far, at the kernel's resolution of about a hundredth."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def fill(url: str, sessions: int) -> None:
-    """Open sessions, each with a turn."""
+    """Opens sessions and runs a turn on each."""
     places = asyncio.Semaphore(AT_ONCE)
 
     async def one(http: httpx.AsyncClient, number: int) -> None:
@@ -44,14 +44,14 @@ async def fill(url: str, sessions: int) -> None:
 
 
 def first_token(url: str) -> None:
-    """A turn of one token."""
+    """Runs a turn that generates one token."""
     session = httpx.post(f"{url}/v1/sessions", json={}).json()["id"]
     body = {"input": [1, 2, 3], "max_new_tokens": 1, "stream": False}
     httpx.post(f"{url}/v1/sessions/{session}/turns", json=body, timeout=60).raise_for_status()
 
 
 def idle_cost(processes: Processes) -> None:
-    """Measure both processes while nothing happens."""
+    """Measures both processes while no request comes."""
     time.sleep(SETTLE_SECONDS)
     pids = {"edge": processes.edge, "engine": processes.engine}
     before, began = {name: cpu_seconds(pid) for name, pid in pids.items()}, time.monotonic()
@@ -63,7 +63,7 @@ def idle_cost(processes: Processes) -> None:
 
 
 def main() -> None:
-    """Run from the command line."""
+    """Prints the figures."""
     sessions = int(sys.argv[1]) if len(sys.argv) > 1 else SESSIONS
     began = time.monotonic()
     with server("smollm2", 2048) as processes:

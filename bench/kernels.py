@@ -1,8 +1,8 @@
-"""`python -m bench.kernels`: steps of the default model by every kind of kernels this machine can run.
+"""`python -m bench.kernels`: steps of the default model with all kernels that this machine can run.
 
-A decode step cannot be faster than the memory is read: its weights once, and the keys and values of all its sequences.
-That limit is measured in the same run, as PyTorch reads as many bytes with as many threads. Figures are medians, and in
-brackets the fastest and the slowest; quiet machines give narrow brackets.
+A decode step takes at least the time for reading the weights once, and the keys and values of all sequences. This limit
+is measured in the same run, by PyTorch reading as many bytes with as many threads. Figures are medians, with the
+fastest and the slowest in brackets; these are close together on a quiet machine.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ DECODES = ((1, 0), (1, 512), (1, 3072), (4, 512), (16, 512), (32, 512))
 
 
 CHUNK = 512
-"""Tokens that are computed at once."""
+"""Tokens computed per step when sequences are filled."""
 
 
 class Steps:
-    """Rows of one executor, each with `context` token slots of its own."""
+    """Rows of one executor, each with its own `context` token slots."""
 
     def __init__(self, executor: ModelExecutor, rows: int, context: int) -> None:
         self.executor = executor
@@ -54,8 +54,8 @@ class Steps:
         self._tokens = np.random.default_rng(0).integers(0, 40_000, 10_000).astype(np.int32)
 
     def fill(self, rows: int, context: int) -> None:
-        """Give `rows` rows the state of at least `context` tokens: the first row computes it, the others get copies.
-        Memory that nobody has written takes no room, and reading it is reading the same zeros again and again."""
+        """Gives `rows` rows the state of at least `context` tokens: the first row computes it, the others get copies.
+        Reading memory that was never written would be too fast: the system maps all of it to one page of zeros."""
         pages = -(-context // PAGE)
         for start in range(int(self._filled[0]) * PAGE, pages * PAGE, CHUNK):
             self.run(1, start, min(CHUNK, pages * PAGE - start))
@@ -67,7 +67,8 @@ class Steps:
             self._filled[row] = max(self._filled[row], pages)
 
     def run(self, rows: int, start: int, count: int) -> float:
-        """Seconds of a step in which `rows` rows compute `count` tokens from position `start` on and sample one."""
+        """Runs a step in which `rows` rows compute `count` tokens from position `start` on and sample one. Returns its
+        seconds."""
 
         def each(value: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
             return np.full(rows, value, np.int32)
@@ -95,7 +96,7 @@ class Steps:
 
 @contextmanager
 def executor_of(kernels: str, kv_cache_dtype: str = "auto") -> Iterator[ModelExecutor]:
-    """The default model, computed by `kernels`, with keys and values of the type `kv_cache_dtype`."""
+    """Gives an executor of the default model with `kernels` and keys and values of type `kv_cache_dtype`."""
     files, cache = resolve(DEFAULT_MODEL, cache_dir()), cache_dir()
     executor = load_executor(files, PAGE, kernels=kernels, kv_cache_dtype=kv_cache_dtype, cache=cache, say=print)
     try:
@@ -105,7 +106,7 @@ def executor_of(kernels: str, kv_cache_dtype: str = "auto") -> Iterator[ModelExe
 
 
 def read_seconds(size: int) -> float:
-    """How long reading `size` bytes takes, at best."""
+    """Returns the shortest measured time for reading `size` bytes."""
     block = torch.ones(size // 4)
     best = float("inf")
     for _ in range(10):
@@ -116,7 +117,7 @@ def read_seconds(size: int) -> float:
 
 
 def product_seconds(multiplications: int) -> float:
-    """How long so many multiplications in products of matrices of bfloat16 take PyTorch, at best."""
+    """Returns the shortest time PyTorch takes for this number of multiplications in products of bfloat16 matrices."""
     size, best = 1024, float("inf")
     matrix = torch.ones((size, size), dtype=torch.bfloat16)
     for _ in range(10):
@@ -127,7 +128,7 @@ def product_seconds(multiplications: int) -> float:
 
 
 def shares(forward: Forward) -> str:
-    """How the time in native operations since the last call was spent, in per cent."""
+    """Describes the shares, in per cent, of native operations in their time since the last call."""
     if not isinstance(forward, NativeForward):
         return "unknown"
     spent = [(seconds, kind.name.lower()) for kind, seconds in zip(OpKind, forward.op_seconds, strict=True)]
@@ -138,9 +139,8 @@ def shares(forward: Forward) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """A step in which `rows` sequences of `context` tokens get one more each. `bytes`: what it reads, the weights once
-    and the keys and values of all; 0 if that is not known. `seconds`: of a step. `limit`: seconds that reading as many
-    bytes takes."""
+    """A step that adds one token to each of `rows` sequences of `context` tokens. `bytes`: size of weights, keys and
+    values it reads; 0 if unknown. `seconds`: time of a step. `limit`: seconds for reading as many bytes."""
 
     rows: int
     context: int
@@ -151,7 +151,7 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """A step that computes the first `tokens` of a sequence. `seconds`: of a step."""
+    """A step that computes the first `tokens` of a sequence. `seconds`: time of a step."""
 
     tokens: int
     seconds: Spread
@@ -159,9 +159,9 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A step that computes `tokens` of a sequence after `context` others. `seconds`: of a step. `attention`: seconds
-    that what attention reads and what it multiplies take, measured by `read_seconds`, as a part of all that the step
-    reads, and `product_seconds`."""
+    """A step that computes `tokens` of a sequence after `context` others. `seconds`: time of a step. `attention`:
+    estimated seconds for attention: its share of the step's reads, timed by `read_seconds`, and its multiplications,
+    timed by `product_seconds`."""
 
     tokens: int
     context: int
@@ -178,45 +178,45 @@ class Figures:
         self.token_bytes = executor.spec.groups[0].bytes_per_unit // PAGE
         self.weight_bytes = forward.weight_bytes if isinstance(forward, NativeForward) else 0
         layers = [layer.mixer for layer in forward.config.layers if isinstance(layer.mixer, Attention)]
-        self._per_pair = sum(2 * layer.heads * layer.head_dim for layer in layers)  # multiplications, of two tokens
+        self._per_pair = sum(2 * layer.heads * layer.head_dim for layer in layers)  # multiplications per pair of tokens
         self._steps = Steps(executor, rows=32, context=3200)
         self._times = times
 
     def decode(self, rows: int, context: int) -> Decode:
-        """A decode beside its limit."""
+        """Measures a decode step and its limit."""
         size = self.weight_bytes + rows * context * self.token_bytes if self.weight_bytes else 0
         seconds = self._step(rows, context, 1)
         return Decode(rows, context, size, seconds, read_seconds(size) if size else 0.0)
 
     def prefill(self, tokens: int) -> Prefill:
-        """A prefill of an empty sequence."""
+        """Measures the prefill of an empty sequence."""
         return Prefill(tokens, self._step(1, 0, tokens))
 
     def turns(self, contexts: Sequence[int], tokens: int) -> tuple[Turn, ...]:
-        """What turns wait for: `tokens` after each of `contexts`. Measured in turn, so that when the machine is slower
-        for a while, it is for all of them."""
+        """Measures the first steps of turns: `tokens` after each of `contexts`. Contexts alternate, so that a slow
+        period of the machine affects all of them."""
         self._steps.fill(1, max(contexts))
-        shares(self._steps.executor.forward)  # of the steps that follow
+        shares(self._steps.executor.forward)  # count only the steps that follow
         rounds = [[self._steps.run(1, context, tokens) for context in contexts] for _ in range(self._times + 1)]
-        each = zip(contexts, zip(*rounds[1:], strict=True), strict=True)  # the first does not count
+        each = zip(contexts, zip(*rounds[1:], strict=True), strict=True)  # the first round is a warm-up
         return tuple(
             Turn(tokens, context, Spread.of(seconds), self._attention(context, tokens)) for context, seconds in each
         )
 
     def _attention(self, context: int, tokens: int) -> float:
         kept = (context + tokens) * self.token_bytes
-        size = self.weight_bytes + kept  # alone, what is kept might stay in a cache that the weights drive it from
+        size = self.weight_bytes + kept  # keys and values alone might stay in a cache that the weights evict them from
         products = tokens * (context + tokens // 2) * self._per_pair
         return read_seconds(size) * kept / size + product_seconds(products)
 
     def _step(self, rows: int, start: int, count: int) -> Spread:
         self._steps.fill(rows, start)
-        shares(self._steps.executor.forward)  # of the steps that follow
+        shares(self._steps.executor.forward)  # count only the steps that follow
         return repeated(lambda: self._steps.run(rows, start, count), self._times)
 
 
 def show(kernels: str, kv_cache_dtype: str, times: int) -> None:
-    """Print the figures of `kernels`."""
+    """Prints the figures of `kernels`."""
     with executor_of(kernels, kv_cache_dtype) as executor:
         figures, forward = Figures(executor, times), executor.forward
         sizes = f"weights {figures.weight_bytes / 1e6:.0f} MB, {figures.token_bytes} bytes a token"
@@ -235,10 +235,10 @@ def show(kernels: str, kv_cache_dtype: str, times: int) -> None:
 
 
 def main() -> None:
-    """Run from the command line."""
+    """Prints the figures of the chosen kernels."""
     parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=__doc__)
-    parser.add_argument("kernels", nargs="*", help="by default all that this machine can run, and torch")
-    parser.add_argument("--times", type=int, default=15, help="measurements of each figure")
+    parser.add_argument("kernels", nargs="*", help="by default all native ones that this machine can run, and torch")
+    parser.add_argument("--times", type=int, default=15, help="number of measurements for each figure")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=list(KVCacheDtype), help="native kernels only")
     arguments = parser.parse_args()
     everything = (

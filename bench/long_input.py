@@ -1,8 +1,8 @@
-"""What long input costs everyone else: `python -m bench.long_input [MODEL [CONTEXT]]`.
+"""The effect of long input on other clients: `python -m bench.long_input [MODEL [CONTEXT]]`.
 
-A server runs as a process of its own. While 16 turns stream, a long chat message is sent, and the longest time between
-two pieces of any of the streams is taken, beside the longest of a quiet stretch. Memory is that of the engine process.
-The witness takes `STEP_SECONDS` a step, so that its streams are as even as those of a real model.
+A server runs as a separate process. While 16 turns stream, a long chat message is sent. The figure is the longest gap
+between two pieces of a stream, compared with that of a quiet period. Memory is that of the engine process. The witness
+takes `STEP_SECONDS` per step, so that its streams are as even as a real model's.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from bench.server import resident, server
 STREAMS = 16
 STEP_SECONDS = 0.004
 CONTEXT = {"witness": 8192, "smollm2": 2048}
-"""The context length, by the model's name, unless another is asked for."""
+"""Default context length, by the model's name."""
 LONGEST_TOKEN = {"witness": 12, "smollm2": 81}
-"""Bytes per token: a text with fewer per token of the context may fit, as far as is known without encoding it."""
+"""Maximum bytes per token. A text with fewer bytes per token of the context must be encoded to know if it fits."""
 QUIET_SECONDS = 3.0
 WORDS = "the quick brown fox jumps over the lazy dog and "
 
 
 def chat(url: str, session: str, text: str) -> str:
-    """Send a message to a session of its own, and report the outcome."""
+    """Sends a message to `session` and returns the outcome."""
     place = urlsplit(url)
     connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=120)
     body = {"input": [{"role": "user", "content": text}], "max_new_tokens": 1, "stream": False}
@@ -46,7 +46,7 @@ def chat(url: str, session: str, text: str) -> str:
 
 
 class Streams:
-    """Endless streams, and when their pieces arrived."""
+    """Endless streams and the arrival times of their pieces."""
 
     def __init__(self, url: str) -> None:
         self._client = httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=None))
@@ -79,28 +79,29 @@ class Streams:
             self._latest[number] = time.perf_counter()
 
     async def longest_gap(self, work: Callable[[], str]) -> tuple[float, str]:
-        """The longest gap between two pieces of a stream, in seconds, while `work` runs in a thread; and its result."""
+        """Returns the longest gap between two pieces of a stream, in seconds, while `work` runs in a thread, and the
+        result of `work`."""
         now = time.perf_counter()
         self._latest, self._longest = [max(now, latest) for latest in self._latest], 0.0
         said = await asyncio.to_thread(work)
         waited = time.perf_counter()
-        await asyncio.sleep(0.5)  # pieces that were held up are here
+        await asyncio.sleep(0.5)  # let delayed pieces arrive
         return max(self._longest, *(waited - latest for latest in self._latest)), said
 
 
 def nothing() -> str:
-    """Let the streams run alone."""
+    """Waits while the streams run alone."""
     time.sleep(QUIET_SECONDS)
     return ""
 
 
 def text_of(size: int) -> str:
-    """Words, `size` bytes of them."""
+    """Returns words of `size` bytes in all."""
     return (WORDS * (size // len(WORDS) + 1))[:size]
 
 
 def fitting(url: str, context: int) -> str:
-    """A text that fills most of the context."""
+    """Returns a text that fills most of the context."""
     probe = httpx.post(
         f"{url}/generate", json={"text": WORDS * 8, "sampling_params": {"max_new_tokens": 0}}, timeout=60
     )
@@ -109,7 +110,7 @@ def fitting(url: str, context: int) -> str:
 
 
 async def run(model: str, context: int) -> None:
-    """Measure every length."""
+    """Measures every case and prints its row."""
     name = model.partition(":")[0]
     context = context or CONTEXT.get(name, 2048)
     with server(model, context) as running:
@@ -132,7 +133,7 @@ async def run(model: str, context: int) -> None:
 
 
 def main(model: str = f"witness:{STEP_SECONDS}", context: str = "0") -> None:
-    """Print the table. `context` is the context length, 0 for the model's of `CONTEXT`."""
+    """Prints the table. `context` is the context length; 0 stands for the one in `CONTEXT`."""
     asyncio.run(run(model, int(context)))
 
 

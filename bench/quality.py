@@ -1,10 +1,10 @@
-"""`python -m bench.quality`: what quantized weights lose by how they are computed, beside what llama.cpp loses.
+"""`python -m bench.quality`: the loss of computing with quantized weights, compared with llama.cpp's.
 
-The default model's weights are stored in each type by llama.cpp's `llama-quantize`, which `bench/install/llamacpp.sh`
-makes; the file itself is the first. Each is computed by the native kernels and, exactly, in float32 from the same file,
-on the same text: our licence, in windows of 512 tokens of which the second half is predicted, as `llama-perplexity`
-does. Told are the perplexity over the exact one, and the divergence of what is predicted, in nats a token. llama.cpp's
-are its own over its own float32, from the same weights in a float32 file.
+llama.cpp's `llama-quantize`, which `bench/install/llamacpp.sh` builds, stores the default model's weights in each type;
+the first case is the model's own file. Each file is computed by the native kernels and, as the exact reference, in
+float32. The text is our licence in windows of 512 tokens, of which the second half is predicted, as in
+`llama-perplexity`. The figures are the perplexity relative to the exact one, and the divergence of the predictions in
+nats per token. llama.cpp is compared with its own float32 computation of the same weights.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NO_INTS = np.zeros(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What is lost to the exact result. `perplexity`: over the exact one. `divergence`: nats a token."""
+    """The loss against the exact result: `perplexity` relative to the exact one, and `divergence` in nats per token."""
 
     perplexity: float
     divergence: float
@@ -48,8 +48,8 @@ class Loss:
 
 
 def predictions(path: str, kernels: str, windows: list[list[int]]) -> torch.Tensor:
-    """Log-probabilities of what follows each token in the second half of each window but the last, float32 [tokens,
-    vocabulary]."""
+    """Returns log-probabilities of the successors of all tokens, except the last, in the second half of each window:
+    float32 [tokens, vocabulary]."""
     dtype = "float32" if kernels == "torch" else None
     files = resolve(path, cache_dir())
     executor = load_executor(files, PAGE, dtype=dtype, kernels=kernels, cache=cache_dir(), say=lambda _: None)
@@ -76,7 +76,7 @@ def predictions(path: str, kernels: str, windows: list[list[int]]) -> torch.Tens
 
 
 def ours(path: str, kernels: str, windows: list[list[int]]) -> Loss:
-    """What `kernels` lose."""
+    """Returns the loss of `kernels`."""
     found, exact = predictions(path, kernels, windows), predictions(path, "torch", windows)
     following = torch.tensor([token for window in windows for token in window[WINDOW // 2 + 1 :]])
     nats = [torch.nn.functional.nll_loss(each, following).item() for each in (found, exact)]
@@ -85,19 +85,19 @@ def ours(path: str, kernels: str, windows: list[list[int]]) -> Loss:
 
 
 class LlamaCpp:
-    """Its programs, for files below `place`."""
+    """llama.cpp's programs; they write files below `place`."""
 
     def __init__(self, programs: Path, place: Path) -> None:
         self._programs, self._place = programs, place
 
     def store(self, source: Path, kind: str) -> Path:
-        """The weights of `source` as another type."""
+        """Stores the weights of `source` as type `kind`; returns the file."""
         target = self._place / f"{source.stem}-{kind}.gguf"
         self._run("llama-quantize", "--allow-requantize", str(source), str(target), kind)
         return target
 
     def loss(self, path: Path) -> Loss:
-        """What it loses."""
+        """Returns llama.cpp's loss with the weights at `path`."""
         exact, kept = self.store(path, "F32"), str(self._place / "exact")
         text = ["-f", str(TEXT), "-c", str(WINDOW), "-t", str(usable_cores()), "--kl-divergence-base", kept]
         self._run("llama-perplexity", "-m", str(exact), *text)
@@ -116,15 +116,17 @@ class LlamaCpp:
 def _figure(name: str, told: str) -> float:
     found = re.search(rf"{name} *: *(-?[0-9.]+)", told)
     if found is None:
-        sys.exit(f"llama-perplexity did not tell {name}:\n{told}")
+        sys.exit(f"llama-perplexity did not report {name}:\n{told}")
     return float(found[1])
 
 
 def main() -> None:
-    """Run from the command line."""
+    """Prints the table."""
     parser = argparse.ArgumentParser(prog="python -m bench.quality", description=__doc__)
     parser.add_argument("--kernels", default="auto", help="which native kernels")
-    parser.add_argument("--types", default=",".join(TYPES), help=f"of {','.join(TYPES)}; besides the file as it is")
+    parser.add_argument(
+        "--types", default=",".join(TYPES), help=f"some of {','.join(TYPES)}, in addition to the file itself"
+    )
     chosen = parser.parse_args()
     programs = cache_dir() / "peers" / "llamacpp" / "build" / "bin"
     if not (programs / "llama-quantize").exists():

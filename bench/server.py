@@ -1,4 +1,4 @@
-"""A server as a process of its own, for benchmarks."""
+"""A server in a separate process, for benchmarks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import httpx
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """Where the server listens, and the process ids of its edge and its engine."""
+    """The server's URL and the process ids of its edge and its engine."""
 
     url: str
     edge: int
@@ -24,7 +24,7 @@ class Processes:
 
 @contextmanager
 def server(model: str, context: int, *arguments: str, key: str = "") -> Iterator[Processes]:
-    """A server while the block runs. `key`: an admin's, if it has keys."""
+    """Runs a server during the block. `key`: an admin's key, if the server has keys."""
     command = [sys.executable, "-c", "from tenuto.cli import main; main()", "serve", "--port", "0"]
     command += ["--model", model, "--context-length", str(context), "--log-level", "error", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: S603 - our own command
@@ -39,12 +39,12 @@ def server(model: str, context: int, *arguments: str, key: str = "") -> Iterator
 
 
 def bearer(key: str) -> dict[str, str]:
-    """Headers of a request."""
+    """Returns a request's headers for `key`."""
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def resident(pid: int) -> float:
-    """MB of memory of a process."""
+    """Returns the resident memory of a process in MB."""
     status = Path(f"/proc/{pid}/status").read_text()
     found = re.search(r"VmRSS:\s+(\d+) kB", status)
     return int(found[1]) / 1000 if found else float("nan")

@@ -1,7 +1,7 @@
-"""Whether a server's memory grows: `python -m bench.soak [TURNS]`.
+"""A server's memory over many turns: `python -m bench.soak [TURNS]`.
 
-Sessions are opened, take a few turns and are closed, `WORKERS` at once; some streams are killed in their midst. Memory
-is that of both processes, and must be flat after the first rows. In the end every unit has to be accounted for.
+`WORKERS` clients open sessions, take a few turns and close them; some streams are killed midway. The memory of both
+processes must be flat after the first rows. At the end, the audit must account for every unit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bench.server import Processes, resident, server
 
 TURNS = 20_000
 KILLED = 0.15
-"""The share of turns whose stream is killed."""
+"""Fraction of turns whose stream is killed."""
 WORKERS = 16
 TURNS_OF_A_SESSION = 10
 ROWS = 10
@@ -28,7 +28,7 @@ MAX_SECONDS = 1800
 
 @dataclass(slots=True)
 class Counts:
-    """What has been done so far."""
+    """Turns and killed streams so far."""
 
     wanted: int
     turns: int = 0
@@ -36,14 +36,14 @@ class Counts:
 
 
 async def turn(http: httpx.AsyncClient, session: str, rng: Random, counts: Counts) -> None:
-    """A turn that ends, or one whose stream is killed after its first event."""
+    """Runs a turn to its end, or kills its stream after the first event."""
     counts.turns += 1
     killed = rng.random() < KILLED
     body = {
         "input": [rng.randrange(1000) for _ in range(rng.randint(1, 32))],
         "max_new_tokens": 2000 if killed else 4,
         "ignore_eos": True,
-        "if_busy": "queue",  # behind the one before, if that was killed and has not ended
+        "if_busy": "queue",  # a killed turn before it may not have ended yet
     }
     async with http.stream("POST", f"/v1/sessions/{session}/turns", json=body) as response:
         assert response.status_code == 200, await response.aread()
@@ -54,7 +54,7 @@ async def turn(http: httpx.AsyncClient, session: str, rng: Random, counts: Count
 
 
 async def work(http: httpx.AsyncClient, number: int, counts: Counts) -> None:
-    """Sessions, one after the other, until enough has been done."""
+    """Runs sessions, one after the other, until the wanted number of turns is reached."""
     rng = Random(number)
     while counts.turns < counts.wanted:
         session = (await http.post("/v1/sessions", json={})).json()["id"]
@@ -65,7 +65,7 @@ async def work(http: httpx.AsyncClient, number: int, counts: Counts) -> None:
 
 
 async def run(running: Processes, wanted: int) -> None:
-    """Print a row for every part of the turns, and what the audit says."""
+    """Prints `ROWS` rows at equal numbers of turns, then the audit."""
     counts, began = Counts(wanted), time.perf_counter()
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=running.url, timeout=60, limits=limits) as http:
@@ -83,7 +83,7 @@ async def run(running: Processes, wanted: int) -> None:
 
 
 def main(turns: str = str(TURNS)) -> None:
-    """Print the table."""
+    """Prints the table."""
     print(f"{'turns':>8}{'killed':>8}{'seconds':>9}{'edge, MB':>10}{'engine, MB':>12}")
     with server("witness", 8192) as running:
         asyncio.run(run(running, int(turns)))

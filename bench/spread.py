@@ -1,4 +1,4 @@
-"""Repeated measurements as one figure."""
+"""Statistics of repeated measurements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The median of several measurements, the smallest and the greatest."""
+    """Median, minimum and maximum of several measurements."""
 
     median: float
     low: float
@@ -17,21 +17,21 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Raises `statistics.StatisticsError` if there are none."""
+        """Returns the spread of `values`. Raises `statistics.StatisticsError` if they are empty."""
         return cls(statistics.median(values), min(values), max(values))
 
     def scaled(self, factor: float) -> Spread:
-        """In another unit."""
+        """Returns the spread multiplied by `factor`, to change the unit."""
         return Spread(factor * self.median, factor * self.low, factor * self.high)
 
     def shown(self, form: str = ".1f") -> str:
-        """Median, and smallest and greatest in brackets if they differ."""
+        """Formats the median, followed by minimum and maximum in brackets if they differ."""
         if self.low == self.high:
             return f"{self.median:{form}}"
         return f"{self.median:{form}} ({self.low:{form}}-{self.high:{form}})"
 
 
 def repeated(measure: Callable[[], float], times: int) -> Spread:
-    """The spread of `times` measurements, after one that does not count."""
+    """Returns the spread of `times` measurements, after one that does not count."""
     measure()
     return Spread.of([measure() for _ in range(times)])

@@ -1,7 +1,7 @@
-"""How long a small tenant waits beside a greedy one: `python -m bench.tenants [MODEL]`.
+"""The time a small tenant waits beside a greedy one: `python -m bench.tenants [MODEL]`.
 
-The small tenant asks for three tokens, again and again: first alone, then while the greedy one has `STREAMS` streams
-under way, many more than there are rows. The figure is the time to the first token.
+The small tenant repeatedly requests three tokens: first alone, then while the greedy one has `STREAMS` streams, many
+more than there are rows. The figure is the time to the first token.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ STREAMS = 200
 REQUESTS = 15
 STEP_SECONDS = 0.005
 CONTEXT = {"witness": 65_536}
-"""The context length, by the model's name; others have `OTHER_CONTEXT`."""
+"""Context length, by the model's name; the default is `OTHER_CONTEXT`."""
 OTHER_CONTEXT = 2048
 KEYS = "".join(f"[[keys]]\ntenant = '{name}'\nkey = '{name}'\n" for name in ("small", "greedy"))
 
 
 def client(url: str, tenant: str) -> httpx.AsyncClient:
-    """A tenant, with any number of connections."""
+    """Returns a tenant's client, with an unlimited number of connections."""
     limits = httpx.Limits(max_connections=None)
     return httpx.AsyncClient(base_url=url, headers=bearer(tenant), timeout=600, limits=limits)
 
 
 async def first_token(http: httpx.AsyncClient) -> float:
-    """Seconds until the first of three tokens."""
+    """Requests three tokens and returns the seconds until the first."""
     body = {"input_ids": [1, 2, 3], "stream": True, "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
     began, first = time.perf_counter(), 0.0
     async with http.stream("POST", "/generate", json=body) as response:
@@ -45,20 +45,20 @@ async def first_token(http: httpx.AsyncClient) -> float:
 
 
 async def waits(http: httpx.AsyncClient) -> list[float]:
-    """Seconds until the first token, for each of `REQUESTS` requests, one after the other."""
-    await first_token(http)  # what is done once is done
+    """Returns the seconds until the first token of each of `REQUESTS` requests, sent one after the other."""
+    await first_token(http)  # a warm-up
     return [await first_token(http) for _ in range(REQUESTS)]
 
 
 async def stream(http: httpx.AsyncClient, number: int, stack: AsyncExitStack, tokens: int) -> None:
-    """Begin a stream that lasts as long as the stack."""
+    """Starts a stream that lasts as long as `stack`."""
     session = (await http.post("/v1/sessions", json={})).json()["id"]
     body = {"input": [number + 1], "max_new_tokens": tokens, "ignore_eos": True}
     await stack.enter_async_context(http.stream("POST", f"/v1/sessions/{session}/turns", json=body))
 
 
 async def run(url: str, context: int) -> tuple[list[float], list[float]]:
-    """Waiting times alone and beside the greedy tenant, in seconds."""
+    """Returns the small tenant's waiting times in seconds: alone, and beside the greedy tenant."""
     async with client(url, "small") as small, client(url, "greedy") as greedy:
         alone = await waits(small)
         async with AsyncExitStack() as stack:
@@ -68,7 +68,7 @@ async def run(url: str, context: int) -> tuple[list[float], list[float]]:
 
 
 def main(model: str = f"witness:{STEP_SECONDS}") -> None:
-    """Print the table."""
+    """Prints the table."""
     context = CONTEXT.get(model.partition(":")[0], OTHER_CONTEXT)
     with TemporaryDirectory() as folder:
         keys = Path(folder) / "keys.toml"

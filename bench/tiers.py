@@ -1,10 +1,10 @@
-"""What the next turn of a session costs with its state on the device, in host memory, on disk, or gone:
-`python -m bench.tiers [MODEL [DIRECTORY]]`.
+"""The cost of a session's next turn with its state on the device, in host memory, on disk, or gone: `python -m
+bench.tiers [MODEL [DIRECTORY]]`.
 
-For each length a session is told a text, its state is put where it is to be, and a turn of a few tokens is timed up to
-its first output token. Beside them is how fast the same bytes are copied from memory to memory, and how fast they are
-read from a file that the system has not cached. At the end such a session comes back beside streams of others: the
-longest gap between two of their tokens until its first, and what it usually is.
+For each length, a session's state is moved to the tier in question, and a turn of a few tokens is timed up to its first
+output token. Speeds are compared with copying the same bytes in memory, and with reading them from an uncached file.
+Finally, a session is restored beside other streams: the figures are the usual and the longest gap between their tokens,
+and the time to the restored session's first token.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ CHUNK = 1 << 20
 
 
 def make(model: Model, **options: object) -> Engine:
-    """An engine with room for one long session and a turn."""
+    """Returns an engine with room for one long session and a turn."""
     given: EngineOptions = {"context_length": 8192, "prefix_cache": False, **options}  # type: ignore[typeddict-item]
     return build_engine(model, engine_config(given, model.max_context), MEMORY)
 
 
 def tell(engine: Engine, name: str, length: int, draw: random.Random) -> None:
-    """A session of `length` tokens."""
+    """Opens a session and appends `length` tokens."""
     engine.open(name)
     engine.submit(name, [draw.randrange(1000, 20000) for _ in range(length)], TurnParams(max_new_tokens=0))
     while not engine.idle:
@@ -51,7 +51,7 @@ def tell(engine: Engine, name: str, length: int, draw: random.Random) -> None:
 
 
 def next_turn(engine: Engine, name: str, draw: random.Random) -> float:
-    """Seconds from a turn's submission to its first token. The session is then what it was."""
+    """Returns the seconds from a turn's submission to its first token. Restores the session's length afterwards."""
     length = len(engine.sessions.get(name).history)
     tokens = [draw.randrange(1000, 20000) for _ in range(NEW_TOKENS)]
     began = time.perf_counter()
@@ -64,7 +64,7 @@ def next_turn(engine: Engine, name: str, draw: random.Random) -> float:
 
 
 def until(engine: Engine, condition: Callable[[], bool]) -> None:
-    """Step as long as there is something to compute, and wait for copies where there is not."""
+    """Runs steps until `condition` is true; waits for copies when there is nothing to compute."""
     copied = threading.Event()
     if engine.parking is not None:
         engine.parking.on_copied(copied.set)
@@ -75,8 +75,8 @@ def until(engine: Engine, condition: Callable[[], bool]) -> None:
 
 
 def gaps(engine: Engine, name: str, draw: random.Random, before: Callable[[], None]) -> tuple[float, float, float]:
-    """Seconds between two tokens of streams, usually and at most while a session comes back beside them, and until its
-    first token."""
+    """Returns seconds: the usual gap between two tokens of streams, the longest one while a session is restored beside
+    them, and the time to that session's first token."""
     before()
     length = len(engine.sessions.get(name).history)
     streams = []
@@ -98,7 +98,7 @@ def gaps(engine: Engine, name: str, draw: random.Random, before: Callable[[], No
 
 
 def _seconds_of_a_step(engine: Engine) -> float:
-    """Of one that gives every stream a token."""
+    """Returns the seconds of a step that gives every stream a token."""
     began = time.perf_counter()
     while not engine.step().progressed:
         pass
@@ -106,7 +106,7 @@ def _seconds_of_a_step(engine: Engine) -> float:
 
 
 def timed(engine: Engine, name: str, draw: random.Random, before: Callable[[], None], count: int = ROUNDS) -> float:
-    """The median of `count` rounds; `before` puts the state where it is to be."""
+    """Returns the median seconds of `next_turn` over `count` rounds; `before` moves the state to its tier."""
     rounds = []
     for _ in range(count):
         before()
@@ -115,12 +115,12 @@ def timed(engine: Engine, name: str, draw: random.Random, before: Callable[[], N
 
 
 def flush(engine: Engine) -> None:
-    """Nothing is left but the tokens."""
+    """Drops the session's state; only its tokens are left."""
     engine.drop("s")
 
 
 def uncache(directory: Path) -> None:
-    """Have the system forget what it has of the files."""
+    """Removes the files from the system's cache."""
     for path in directory.glob(f"*{SUFFIX}"):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -128,7 +128,7 @@ def uncache(directory: Path) -> None:
 
 
 def cold_read(directory: Path) -> float:
-    """Bytes a second that a plain read gets from the largest file, not cached."""
+    """Returns the bytes per second of reading the largest file, uncached."""
     uncache(directory)
     path = max(directory.glob(f"*{SUFFIX}"), key=lambda each: each.stat().st_size)
     room = bytearray(CHUNK)
@@ -140,7 +140,7 @@ def cold_read(directory: Path) -> float:
 
 
 def memcpy(size: int) -> float:
-    """Bytes a second from memory to memory."""
+    """Returns the bytes per second of copying `size` bytes in memory."""
     source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
     seconds = []
     for _ in range(ROUNDS):
@@ -151,7 +151,7 @@ def memcpy(size: int) -> float:
 
 
 def main() -> None:
-    """Run from the command line."""
+    """Prints the table."""
     name = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
     model, other = (load_model(name, "cpu", None, 16) for _ in range(2))
     with tempfile.TemporaryDirectory(dir=sys.argv[2] if len(sys.argv) > 2 else None) as directory:
@@ -169,14 +169,14 @@ def main() -> None:
 
 
 def report(host: Engine, disk: Engine, length: int, draw: random.Random, directory: Path) -> None:
-    """A line of the table."""
+    """Prints a row of the table."""
     for engine in (host, disk):
         tell(engine, "s", length, draw)
 
     def leave(engine: Engine) -> None:
         engine.lifecycle.drop(engine.sessions.get("s"), "pressure")
         if engine.parking is not None:
-            engine.parking.finish()  # files are written beside steps
+            engine.parking.finish()  # files are written in the background
         uncache(directory)
 
     next_turn(host, "s", draw)

@@ -1,1 +1,1 @@
-"""Clients as they are published, unmodified, on a server."""
+"""Runs published, unmodified clients against a server."""

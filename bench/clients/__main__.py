@@ -1,9 +1,9 @@
-"""`python -m bench.clients [CLIENT ...]`: clients at their newest version, unmodified, on a server.
+"""`python -m bench.clients [CLIENT ...]`: runs the newest versions of unmodified clients against a server.
 
 Each client is fetched from its package index (npm or PyPI) into its own directory, by default a temporary one. It then
-talks to a server that this program starts. The server's model (`caller.py`) calls a tool when it has some, and answers
-when it has the result. Once the packages are there, clients reach nothing but this machine. The exit status is 1 if a
-client did not get what it wanted.
+talks to a server that this program starts. The server's model (`caller.py`) calls a tool if it is given any, and
+answers once it has the result. After the packages are fetched, clients connect only to this machine. The exit status is
+1 if a client failed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ CLIENTS = (*AGENTS, *LIBRARIES)
 
 
 def main(given: list[str]) -> int:
-    """Run the clients named on the command line. Gives the exit status."""
+    """Runs the clients named on the command line. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.clients", description=__doc__)
-    parser.add_argument("clients", nargs="*", metavar="CLIENT", help=f"of {', '.join(CLIENTS)}; all if not given")
+    parser.add_argument("clients", nargs="*", metavar="CLIENT", help=f"some of {', '.join(CLIENTS)}; by default all")
     parser.add_argument("--packages", type=Path, help="a directory that keeps the packages for the next run")
     chosen = parser.parse_args(given)
     if unknown := set(chosen.clients) - set(CLIENTS):
@@ -38,7 +38,7 @@ def main(given: list[str]) -> int:
             began = time.monotonic()
             try:
                 version = run(name, Fetched(packages), Path(made) / name)
-            except Exception:  # noqa: BLE001 - the others are still to run
+            except Exception:  # noqa: BLE001 - the other clients should still run
                 traceback.print_exc()
                 print(f"{name}: failed", flush=True)
                 failed = True
@@ -48,7 +48,7 @@ def main(given: list[str]) -> int:
 
 
 def run(name: str, fetched: Fetched, place: Path) -> str:
-    """Run one client, which may write to `place`. Gives its version, or raises what was wrong."""
+    """Runs one client, which may write to `place`. Returns its version; raises if the client fails."""
     place.mkdir(parents=True)
     return AGENTS[name](fetched, place) if name in AGENTS else library(name, fetched, place)
 

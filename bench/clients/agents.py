@@ -1,4 +1,4 @@
-"""Coding agents: each reads a file by a tool call, answers, and goes on with the conversation."""
+"""Coding agents: each reads a file with a tool call, answers, and continues the conversation."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from bench.server import server
 
 NOTE = "note 4711 of the day"
 MODELS = ("claude-sonnet-4-5", "claude-opus-5")
-"""Names by which Claude Code writes its requests differently: with the second, it has system messages within the
-conversation."""
+"""Model names for which Claude Code writes its requests differently: with the second, it sends system messages within
+the conversation."""
 
 
 def claude_code(fetched: Fetched, place: Path) -> str:
-    """Anthropic's, from npm. Its prompts have 50,000 bytes, which are as many tokens here."""
+    """Runs Anthropic's agent, from npm. Returns its version. Its prompts have 50,000 bytes, and as many tokens here."""
     programs, version = fetched.npm("@anthropic-ai/claude-code")
     note = place / "project" / "note.txt"
     _write(note)
@@ -45,7 +45,7 @@ def claude_code(fetched: Fetched, place: Path) -> str:
 
 
 def codex(fetched: Fetched, place: Path) -> str:
-    """OpenAI's, from npm."""
+    """Runs OpenAI's agent, from npm. Returns its version."""
     programs, version = fetched.npm("@openai/codex")
     note = place / "project" / "note.txt"
     _write(note)
@@ -55,7 +55,7 @@ def codex(fetched: Fetched, place: Path) -> str:
         home.mkdir()
         (home / "config.toml").write_text(CODEX.format(url=running.url))
         env = _environment(place) | {"CODEX_HOME": str(home), "TENUTO_KEY": "none"}
-        # Its sandbox needs more of the system than every machine gives; the one command is ours.
+        # Its sandbox does not work on every machine; the only command it runs is ours.
         options = ["--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-m", "gpt-x"]
         for start in (["exec", *options, "What is in note.txt?"], ["exec", "resume", "--last", *options, "And now?"]):
             events = _events(call([str(programs / "codex"), *start], note.parent, env))
@@ -87,7 +87,7 @@ def _write(note: Path) -> None:
 
 
 def _environment(place: Path) -> dict[str, str]:
-    """Of a user who has nothing yet."""
+    """Returns the environment of a new user with an empty home directory."""
     home = place / "home"
     home.mkdir()
     return {"PATH": os.environ["PATH"], "HOME": str(home)}

@@ -1,8 +1,8 @@
-"""A model whose weights are set by hand: asked with tools it calls one, and once it has a result it answers.
+"""A model with hand-made weights: it calls a tool if it is given any, and answers once it has a result.
 
-It tells tokens apart and nothing else: its one layer adds nothing, so the last token alone decides the next. The chat
-template ends with one of two tokens, which says what is wanted. So clients' loops of tools can be run on a model that
-does not depend on luck, with prompts of any length.
+Its only layer adds nothing, so the last token alone determines the next one. The chat template ends with one of two
+tokens, one for a call and one for an answer. So clients' tool loops run on a deterministic model, with prompts of any
+length.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tokenizers.pre_tokenizers import ByteLevel as ByteLevelSplit
 ANSWER = "All of it is done."
 HEAD = 16
 VOCABULARY = 272
-"""A multiple of 16, for the native kernels; also the width, so that every token has a direction of its own."""
+"""A multiple of 16, for the native kernels; also the hidden size, so that every token has its own direction."""
 CONTEXT = 2**18
 CONTROLS = ("<|im_start|>", "<|im_end|>", "<|call|>", "<|answer|>")
 TEMPLATE = (
@@ -35,7 +35,7 @@ TEMPLATE = (
 
 
 def write_caller(directory: Path, function: str, arguments: dict[str, Any]) -> Path:
-    """Write the model, which calls `function`, to a directory. Gives that."""
+    """Writes a model that calls `function` to `directory`, and returns the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     call = json.dumps({"name": function, "arguments": arguments}, ensure_ascii=False)
     ids = _write_tokenizer(directory, [call, ANSWER])
@@ -66,8 +66,8 @@ def write_caller(directory: Path, function: str, arguments: dict[str, Any]) -> P
 
 
 def _write_tokenizer(directory: Path, texts: list[str]) -> dict[str, int]:
-    """Every byte is a token, and so is each of the texts, which no input is encoded to. Gives the ids of these and of
-    the control tokens."""
+    """Writes a tokenizer whose tokens are the bytes and the given texts, which no input encodes to. Returns the ids of
+    these texts and of the control tokens."""
     letters = sorted(ByteLevelSplit.alphabet())
     split = ByteLevelSplit(add_prefix_space=False, use_regex=False)
     words = [split.pre_tokenize_str(text)[0][0] for text in texts]
@@ -84,7 +84,7 @@ def _write_tokenizer(directory: Path, texts: list[str]) -> dict[str, int]:
 
 
 def _write_weights(path: Path, follows: np.ndarray[Any, Any]) -> None:
-    """Weights with which token `follows[i]` comes after token i."""
+    """Writes weights with which token `follows[i]` comes after token i."""
     head = np.zeros((VOCABULARY, VOCABULARY), np.float32)
     head[follows, np.arange(VOCABULARY)] = 2.0
     layer = "model.layers.0"

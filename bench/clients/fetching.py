@@ -13,7 +13,7 @@ RUN_SECONDS = 240
 
 
 def call(command: list[str], place: Path, env: dict[str, str] | None = None, seconds: int = RUN_SECONDS) -> str:
-    """Run a program, and give its stdout. Raises `RuntimeError` with all that it wrote if it fails."""
+    """Runs a program and returns its stdout. Raises `RuntimeError` with the end of its output if it fails."""
     done = subprocess.run(  # noqa: S603 - commands of our own
         command,
         cwd=place,
@@ -32,12 +32,12 @@ def call(command: list[str], place: Path, env: dict[str, str] | None = None, sec
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Packages below a directory, each in its own folder. A package that is there already is not fetched again."""
+    """Packages below a directory, each in its own folder. Packages that are there already are not fetched again."""
 
     directory: Path
 
     def npm(self, package: str) -> tuple[Path, str]:
-        """The newest release of a package. Gives its directory of programs, and the version."""
+        """Fetches the newest release of a package. Returns its directory of programs and its version."""
         place = self.directory / package.replace("/", "-").strip("@")
         described = place / "node_modules" / package / "package.json"
         if not described.exists():
@@ -46,7 +46,8 @@ class Fetched:
         return place / "node_modules" / ".bin", str(json.loads(described.read_text())["version"])
 
     def python(self, name: str, packages: tuple[str, ...]) -> tuple[Path, str]:
-        """An environment with the newest releases of packages. Gives its Python, and the first one's version."""
+        """Creates an environment with the newest releases of packages. Returns its Python and the first package's
+        version."""
         place = self.directory / name
         python = place / "bin" / "python"
         if not (place / "complete").exists():

@@ -1,4 +1,4 @@
-"""Python libraries. Each runs its script of `inside` in its own environment."""
+"""Python client libraries. Each runs its script in `inside` in its own environment."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ LIBRARIES = {
     "openai": ("openai",),
     "openai-agents": ("openai-agents",),
     "anthropic": ("anthropic",),
-    "litellm": ("litellm", "mcp"),  # without the second, a request with tools fails
+    "litellm": ("litellm", "mcp"),  # without mcp, requests with tools fail
     "guidance": ("guidance", "openai"),
 }
-"""What each installs."""
+"""Packages to install for each library."""
 
 
 def library(name: str, fetched: Fetched, place: Path) -> str:
-    """Run the script of a library. Gives its version."""
+    """Runs the script of a library. Returns the library's version."""
     python, version = fetched.python(name, LIBRARIES[name])
     caller = write_caller(place / "model", "look_up", {"city": "Rome"})
     script = Path(__file__).parent / "inside" / f"{name.replace('-', '_')}_client.py"

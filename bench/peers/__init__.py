@@ -1,1 +1,1 @@
-"""Tenuto beside the best other servers, on this machine and in one run."""
+"""Comparison of Tenuto with the best other servers, on this machine and in one run."""

@@ -1,7 +1,7 @@
-"""`python -m bench.peers` (`make bench-peers`): Tenuto beside the best other servers.
+"""`python -m bench.peers` (`make bench-peers`): compares Tenuto with the best other servers.
 
-Peers are installed by the scripts in `bench/install`, outside Tenuto's own environment; one that is not there is left
-out, and the table says so. A run wants a quiet machine: two busy processes make engines that wait in loops crawl.
+The scripts in `bench/install` install the peers outside Tenuto's own environment; missing peers are left out and listed
+as such. A run needs a quiet machine: two busy processes slow down engines with busy-waiting threads extremely.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from bench.peers.workload import SHAPES, Shape, word_tokens
 
 
 def parse(given: list[str]) -> argparse.Namespace:
-    """The command line. Ends the program with a message if it is not understood."""
+    """Parses the command line. Exits with a message if it is invalid."""
     parser = argparse.ArgumentParser(prog="python -m bench.peers", description=__doc__)
-    parser.add_argument("--peers", type=_peers, default=PEERS, help=f"of {','.join(peer.name for peer in PEERS)}")
+    parser.add_argument("--peers", type=_peers, default=PEERS, help=f"some of {','.join(peer.name for peer in PEERS)}")
     parser.add_argument("--shapes", type=_shapes, default=SHAPES, help="SESSIONSxTURNS, separated by commas")
-    parser.add_argument("--rounds", type=_at_least_one, default=3, help="how often everything is measured")
-    parser.add_argument("--no-limits", action="store_true", help="leave out the engines' steps by themselves")
-    parser.add_argument("--out", type=Path, help="the document to write, its picture beside it; by default it is shown")
+    parser.add_argument("--rounds", type=_at_least_one, default=3, help="number of rounds")
+    parser.add_argument("--no-limits", action="store_true", help="do not measure the engines' steps by themselves")
+    parser.add_argument("--out", type=Path, help="the document to write, with its picture beside it; default: stdout")
     return parser.parse_args(given)
 
 
@@ -53,7 +53,7 @@ def _at_least_one(text: str) -> int:
 
 
 def run(chosen: argparse.Namespace, command: str) -> Results:
-    """Measure what was chosen."""
+    """Measures the chosen peers and shapes."""
     setting = Setting.of_this_machine()
     versions = {peer: peer.version(setting) for peer in chosen.peers}
     absent = [peer for peer, version in versions.items() if version is None]
@@ -75,11 +75,11 @@ def run(chosen: argparse.Namespace, command: str) -> Results:
 
 
 def main() -> None:
-    """Run from the command line."""
+    """Measures, then writes the document and its picture, or prints the document."""
     chosen = parse(sys.argv[1:])
     if chosen.out is not None and importlib.util.find_spec("matplotlib") is None:
         sys.exit("--out needs matplotlib for its picture: pip install 'tenuto[bench]'")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that peers are ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # raises SystemExit, so that peers are ended
     results = run(chosen, " ".join(["python -m bench.peers", *sys.argv[1:]]))
     picture = (chosen.out or Path("benchmarks")).with_suffix(".svg")
     text = document(results, picture.name)

@@ -1,4 +1,4 @@
-"""The peers: what they are called, how they are started, and whether they are there."""
+"""The peers: their names, their commands, and whether they are installed."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tenuto.exec.device import usable_cores
 from tenuto.models.store import resolve
 
 CACHE_GIB = 1
-"""Room for keys and values, more than twice what the largest shape needs."""
+"""Memory for keys and values, more than twice what the largest shape needs."""
 SPARE_TOKENS = 128
-"""Of a session's context, for blocks that are not full."""
+"""Additional context of a session, for blocks that are not full."""
 VLLM_CONTEXT = 4096
-"""vLLM takes a minute to start, so it is started once for all shapes."""
+"""Context for all shapes: vLLM takes a minute to start, so it is started only once."""
 LLAMA_PROGRAMS = "llamacpp/build/bin"
 INSIDE = Path(__file__).parent / "inside"
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all peers are given: the places of the model and of the installed peers, and the number of threads."""
+    """Settings common to all peers: the paths of the model and of the installed peers, and the number of threads."""
 
     model: str
     gguf: Path
@@ -37,7 +37,8 @@ class Setting:
 
     @classmethod
     def of_this_machine(cls) -> Setting:
-        """The default model, and peers where `bench/install` puts them. Raises `ModelError` without the model."""
+        """Returns the settings with the default model and the directory of `bench/install`. Raises `ModelError` without
+        the model."""
         path = resolve(DEFAULT_MODEL, cache_dir()).path
         return cls(DEFAULT_MODEL, path, cache_dir() / "peers", usable_cores())
 
@@ -47,7 +48,8 @@ Command = Callable[[Setting, Shape], Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """How a server is asked. Its command is given `--port`, and `ready` is a path that answers when it can be used."""
+    """The interface of a server. Its command gets a `--port` option, and the path `ready` answers once it can be
+    used."""
 
     conversation: type[BenchConversation]
     history: str
@@ -56,9 +58,9 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One row of the tables. `home`: where `bench/install/HOME.sh` puts it below the installed peers. Without `server`,
-    the command is a program of `bench.peers.inside`. `once`: it is started once for all shapes. `single`: it is
-    measured in the first round only, to save time."""
+    """One row of the tables. `home`: the directory, below the installed peers, that `bench/install/HOME.sh` fills.
+    Without `server`, the command is a program of `bench.peers.inside`. `once`: start it once for all shapes. `single`:
+    measure it in the first round only, to save time."""
 
     name: str
     title: str
@@ -70,7 +72,7 @@ class Peer:
     single: bool = False
 
     def version(self, setting: Setting) -> str | None:
-        """Its version; `None` if it is not installed. Its script writes it when all is done."""
+        """Returns the peer's version, which its installation script writes at its end; None if it is not installed."""
         if not self.home:
             return version("tenuto")
         written = setting.peers / self.home / "version"
@@ -111,7 +113,7 @@ def _vllm(setting: Setting, _: Shape) -> list[str]:
 
 
 def _vllm_environment(setting: Setting) -> dict[str, str]:
-    """Every core computes, with the allocator and the OpenMP that its documentation advises."""
+    """Returns vLLM's environment: all cores, with the allocator and the OpenMP that its documentation recommends."""
     cores = sorted(os.sched_getaffinity(0))[: setting.threads]
     libraries = [*Path("/usr/lib").rglob("libtcmalloc_minimal.so.4"), setting.peers / "vllm/venv/lib/libiomp5.so"]
     return {
@@ -125,7 +127,7 @@ def _vllm_environment(setting: Setting) -> dict[str, str]:
 
 
 def _openvino(kept_as: str) -> Command:
-    """`kept_as`: OpenVINO's name for the type of keys and values."""
+    """Returns OpenVINO's command; `kept_as` is its name for the type of keys and values."""
 
     def command(setting: Setting, _: Shape) -> list[str]:
         arguments = [str(setting.gguf), str(setting.threads), str(CACHE_GIB), kept_as]

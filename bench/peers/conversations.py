@@ -1,4 +1,4 @@
-"""Conversations with peers' servers, in token ids, with the whole history resent every turn."""
+"""Conversations with peers' servers in token ids, which resend the whole history every turn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from tenuto.cli.bench_apis import Arrival, BenchConversation, Counts, OpenAIConv
 
 
 class LlamaConversation(BenchConversation):
-    """`/completion` of llama.cpp's server. It closes a connection after a stream, so each turn has one of its own."""
+    """Uses `/completion` of llama.cpp's server. The server closes a connection after a stream, so each turn opens
+    one."""
 
     histories = ("resend",)
 
@@ -33,7 +34,7 @@ class LlamaConversation(BenchConversation):
 
 
 class CompletionsConversation(OpenAIConversation):
-    """OpenAI's completions with vLLM's extension for token ids in the answer."""
+    """Uses OpenAI's completions with vLLM's extension for token ids in the answer."""
 
     histories = ("resend",)
 

@@ -1,4 +1,4 @@
-"""What bounds the figures: steps of Tenuto's and llama.cpp's engines by themselves, and what the memory allows."""
+"""Bounds of the figures: steps of Tenuto's and llama.cpp's engines by themselves, and the limit set by memory."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from bench.peers.workload import NEW_TOKENS
 CHUNKS = (16, 48, 128, 512)
 """Tokens of the prefills."""
 TURNS = (80, 800, 1600, 3120)
-"""Contexts of turns: in the workload, of the second and the last, and two between."""
+"""Contexts of turns: those of the workload's second and last turn, and two between."""
 TIMES = 15
 LLAMA_TOKENS = 16
-"""Decoded at each point by llama.cpp's benchmark."""
+"""Number of tokens that llama.cpp's benchmark decodes at each point."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Steps of Tenuto's engine. `llama_decodes`: milliseconds of a step of llama.cpp, by rows and context.
-    `llama_prefills`: its tokens per second, by their number. Both are empty if it is not installed."""
+    """Measured steps of Tenuto's engine. `llama_decodes`: milliseconds of llama.cpp's steps, by rows and context.
+    `llama_prefills`: its tokens per second, by number of tokens. Both are empty if llama.cpp is not installed."""
 
     kernels: str
     weight_bytes: int
@@ -37,7 +37,7 @@ class Limits:
 
 
 def limits(setting: Setting) -> Limits:
-    """Measure them. Raises `subprocess.CalledProcessError` if llama.cpp's benchmark fails."""
+    """Measures the steps of both engines. Raises `subprocess.CalledProcessError` if llama.cpp's benchmark fails."""
     with executor_of("auto") as executor:
         figures = Figures(executor, TIMES)
         decodes = tuple(figures.decode(rows, context) for rows, context in DECODES)
@@ -49,8 +49,8 @@ def limits(setting: Setting) -> Limits:
 
 
 def _llama(setting: Setting) -> tuple[dict[tuple[int, int], float], dict[int, float]]:
-    """What llama.cpp's own benchmark says at the same points. A context of no token stands for one of the smallest
-    prefill: it cannot decode without."""
+    """Runs llama.cpp's own benchmark at the same points. It cannot decode with an empty context, so the smallest
+    prefill is used instead."""
     alone = sorted({context or CHUNKS[0] for rows, context in DECODES if rows == 1} | set(CHUNKS))
     together: dict[int, list[int]] = {}
     for rows, context in DECODES:
@@ -65,7 +65,8 @@ def _llama(setting: Setting) -> tuple[dict[tuple[int, int], float], dict[int, fl
 
 
 def _batched_bench(setting: Setting, prompts: Sequence[int], rows: Sequence[int]) -> list[dict[str, Any]]:
-    """Lines of `llama-batched-bench`. Sequences have the same prompt, which is computed once and then copied."""
+    """Returns the lines of `llama-batched-bench`. All sequences have the same prompt, which is computed once and
+    copied."""
     room = (max(prompts) + 2 * LLAMA_TOKENS) * max(rows)
     command = [
         str(setting.peers / LLAMA_PROGRAMS / "llama-batched-bench"),

@@ -1,4 +1,4 @@
-"""The picture: throughput of every peer, and time to the first token along the longest conversation."""
+"""The picture: throughput of every peer, and the time to the first token by turn of the longest conversation."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ OTHERS = "tab:gray"
 
 
 def draw(results: Results, path: Path) -> None:
-    """Write it to `path`, as SVG. Equal results give an equal file."""
-    import matplotlib as mpl  # noqa: PLC0415 - only this needs it
+    """Draws the picture to `path`, as SVG. Equal results give equal files."""
+    import matplotlib as mpl  # noqa: PLC0415 - only needed here
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     mpl.rcParams.update({"svg.hashsalt": "tenuto", "font.size": 9})
@@ -31,7 +31,7 @@ def draw(results: Results, path: Path) -> None:
 
 
 def _bars(axes: Any, results: Results, shape: Shape) -> None:
-    """Tokens per second; a thin line from the smallest to the greatest."""
+    """Draws bars of the median tokens per second, with a thin line from minimum to maximum."""
     peers = results.peers[::-1]
     for position, peer in enumerate(peers):
         rates = [sample.figures.tokens_per_second for sample in results.of(peer, shape) if sample.figures is not None]
@@ -45,7 +45,7 @@ def _bars(axes: Any, results: Results, shape: Shape) -> None:
 
 
 def _lines(axes: Any, results: Results, shape: Shape) -> None:
-    """TTFT by turn, the median over the rounds."""
+    """Draws the TTFT by turn, the median over the rounds."""
     for peer in results.peers:
         runs = [sample.figures.ttft_by_turn for sample in results.of(peer, shape) if sample.figures is not None]
         if runs:

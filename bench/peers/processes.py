@@ -1,4 +1,4 @@
-"""Peers as processes: started, frozen while another is measured, weighed and ended."""
+"""Processes of peers: starts them, suspends them while another is measured, measures their memory, and ends them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class PeerFailed(Exception):
-    """A peer did not start, or ended before its time; the message says what it wrote last."""
+    """A peer did not start or ended early; the message includes the end of its log."""
 
 
 class Group:
-    """A process and those it starts, in a group of their own. What it writes, except to a pipe, goes to `log`."""
+    """A process and its children, in their own process group. Output that is not piped goes to `log`."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path, *, piped: bool) -> None:
         self.began = time.perf_counter()
@@ -42,28 +42,28 @@ class Group:
             )
 
     def failure(self, what: str) -> PeerFailed:
-        """An error that says `what`, and what was written last."""
+        """Returns an error with the message `what` and the last lines of the log."""
         lines = self._log.read_text(errors="replace").splitlines()[-5:]
         return PeerFailed("\n".join([f"{what} (status {self.process.poll()})", *lines]))
 
     def freeze(self) -> None:
-        """Take no more time of the processor until `thaw`."""
+        """Suspends all processes until `thaw`."""
         os.killpg(self.process.pid, signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Go on."""
+        """Resumes all processes."""
         os.killpg(self.process.pid, signal.SIGCONT)
 
     def resident_bytes(self) -> int:
-        """Memory in use by all of its processes; what several share counts once."""
+        """Returns the memory in use by all processes, in bytes; shared memory counts once."""
         return sum(map(_proportional_bytes, _members(self.process.pid)))
 
     def processor_seconds(self) -> float:
-        """Time of the processors that its processes have used."""
+        """Returns the CPU seconds that all processes have used."""
         return sum(map(_processor_seconds, _members(self.process.pid)))
 
     def end(self) -> None:
-        """End all of its processes."""
+        """Ends all processes."""
         for number, seconds in ((signal.SIGTERM, END_SECONDS), (signal.SIGKILL, END_SECONDS)):
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
@@ -80,12 +80,12 @@ class Group:
     def _close(self) -> None:
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
-                with suppress(BrokenPipeError):  # nobody reads what was still to be written
+                with suppress(BrokenPipeError):  # buffered input has no reader any more
                     pipe.close()
 
 
 class Disturbance:
-    """How much of the processors others than a group and this process use, from now on."""
+    """Measures the CPU time that processes other than a group and this one use, from now on."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -93,13 +93,13 @@ class Disturbance:
         self._before = self._seconds()
 
     def _seconds(self) -> float:
-        """Time that anybody used or that was stolen from this machine, less ours (the kernel's `proc.rst`)."""
+        """Returns the CPU seconds used by other processes or stolen from this machine (see the kernel's `proc.rst`)."""
         user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
         busy = (user + nice + system + irq + softirq + steal) / TICKS
         return busy - self._group.processor_seconds() - time.process_time()
 
     def share(self) -> float:
-        """Of the time of all processors. Negative figures are of clocks that tick."""
+        """Returns the fraction of all processors' time. Negative values, caused by the clocks' resolution, become 0."""
         elapsed = time.perf_counter() - self._began
         return max(0.0, (self._seconds() - self._before) / elapsed / (os.cpu_count() or 1))
 
@@ -108,7 +108,7 @@ class Disturbance:
 def started(
     command: Sequence[str], environment: Mapping[str, str], log: Path, *, piped: bool = False
 ) -> Iterator[Group]:
-    """A group while the block runs."""
+    """Runs a group of processes during the block."""
     group = Group(command, environment, log, piped=piped)
     try:
         yield group
@@ -117,7 +117,7 @@ def started(
 
 
 def wait_until_ready(group: Group, url: str) -> None:
-    """Until `url` answers 200. Raises `PeerFailed`."""
+    """Waits until `url` answers 200. Raises `PeerFailed`."""
     while time.perf_counter() < group.began + START_SECONDS:
         if group.process.poll() is not None:
             raise group.failure("it ended while starting")
@@ -129,14 +129,14 @@ def wait_until_ready(group: Group, url: str) -> None:
 
 
 def free_port() -> int:
-    """One that nobody listens on now."""
+    """Returns a port that is free at present."""
     with socket.socket() as chosen:
         chosen.bind(("127.0.0.1", 0))
         return int(chosen.getsockname()[1])
 
 
 def _members(group: int) -> list[int]:
-    """The process ids of a group; those that have ended do not count."""
+    """Returns the ids of a group's processes, except those that have ended."""
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -153,12 +153,13 @@ def _processor_seconds(pid: int) -> float:
 
 
 def _fields(pid: int) -> list[str]:
-    """Those of a process's `stat` from its state on, the third. Raises `OSError` if it has ended."""
+    """Returns the fields of a process's `stat` from the third, its state, on. Raises `OSError` if it has ended."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _proportional_bytes(pid: int) -> int:
-    """A process's memory, pages it shares with others divided by their number (the kernel's `proc.rst`)."""
+    """Returns a process's proportional set size in bytes: shared pages are divided by the number of processes (see the
+    kernel's `proc.rst`)."""
     with suppress(OSError):
         if found := re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE):
             return int(found[1]) * 1024

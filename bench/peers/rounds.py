@@ -1,4 +1,4 @@
-"""Rounds: every peer takes every shape's workload in its turn, and this is repeated."""
+"""Rounds of measurement: in each, every peer runs the workload of every shape."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tenuto.cli.bench import Timed, measure, timing
 from tenuto.cli.bench_apis import Counts
 
 WARM_UP_SEED = 1_000_000
-"""Added to the seed of a run: a warm-up has inputs of its own."""
+"""Offset added to the seed of a run, so that its warm-up has other inputs."""
 
 Say = Callable[[str], None]
 
 
 class Running(ABC):
-    """A peer that has been started. `first_token`: seconds from its start to its first token."""
+    """A started peer. `first_token`: seconds from its start to its first token."""
 
     first_token = 0.0
 
@@ -38,11 +38,11 @@ class Running(ABC):
 
     @abstractmethod
     def run(self, work: WordsWorkload) -> Outcome:
-        """Carry out a workload. Raises `PeerFailed`."""
+        """Runs a workload. Raises `PeerFailed`."""
 
 
 class RunningServer(Running):
-    """Over HTTP, as `tenuto bench` does it."""
+    """A peer measured over HTTP, like in `tenuto bench`."""
 
     def __init__(self, group: Group, server: Server, url: str) -> None:
         super().__init__(group)
@@ -57,7 +57,7 @@ class RunningServer(Running):
 
 
 class RunningProgram(Running):
-    """In its own process, over pipes: only the workload and the times pass through them."""
+    """A peer measured inside its own process. Only the workload and the times pass through pipes."""
 
     def run(self, work: WordsWorkload) -> Outcome:
         inputs = [work.inputs(session) for session in range(work.sessions)]
@@ -69,7 +69,8 @@ class RunningProgram(Running):
             raise self.group.failure(str(error)) from error
 
     def ask(self, line: str) -> str:
-        """Its answer to a line; after an empty one, the line that says that it is ready. Raises `PeerFailed`."""
+        """Sends `line` and returns the answer; if it is empty, sends nothing and returns the first line, which means
+        that the peer is ready. Raises `PeerFailed`."""
         pipe_in, pipe_out = self.group.process.stdin, self.group.process.stdout
         assert pipe_in is not None
         assert pipe_out is not None
@@ -88,7 +89,7 @@ def _timed(turn: dict[str, Any], new: int) -> Timed:
 
 @contextmanager
 def running(peer: Peer, setting: Setting, shape: Shape, vocabulary: tuple[int, ...], log: Path) -> Iterator[Running]:
-    """A peer while the block runs; its first token has come. Raises `PeerFailed`."""
+    """Runs a peer during the block, which starts after its first token. Raises `PeerFailed`."""
     command, environment = peer.command(setting, shape), peer.environment(setting)
     place = free_port()
     ports = [] if peer.server is None else ["--port", str(place)]
@@ -109,8 +110,8 @@ def running(peer: Peer, setting: Setting, shape: Shape, vocabulary: tuple[int, .
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One run of one peer. `resident`: bytes of memory in use at its end. `first_token`: see `Running`. `others`: the
-    share of the processors' time that anybody else used meanwhile. Where the run failed, `error` says why, and there
-    are no figures."""
+    fraction of the processors' time that other processes used meanwhile. If the run failed, `error` is the reason, and
+    `figures` is None."""
 
     peer: str
     shape: Shape
@@ -122,13 +123,13 @@ class Sample:
 
 
 def order(peers: Sequence[Peer], turn: int) -> list[Peer]:
-    """Who goes when: every time another one first."""
+    """Returns the peers rotated by `turn`, so that each is first in turn."""
     first = turn % max(1, len(peers))
     return [*peers[first:], *peers[:first]]
 
 
 class Rounds:
-    """Measures peers. Those that are started once stand still while others are measured."""
+    """Measures peers. Peers that are started only once are suspended while others are measured."""
 
     def __init__(self, setting: Setting, vocabulary: tuple[int, ...], say: Say) -> None:
         self._setting = setting
@@ -138,7 +139,7 @@ class Rounds:
         self._stack = ExitStack()
 
     def run(self, peers: Sequence[Peer], shapes: Sequence[Shape], rounds: int) -> list[Sample]:
-        """All samples, in the order of their measurement."""
+        """Returns all samples, in the order of measurement."""
         samples: list[Sample] = []
         with self._stack, tempfile.TemporaryDirectory() as logs:
             for number in range(rounds):

@@ -1,4 +1,4 @@
-"""The workload: sessions that take turns, and what is told of a run of it."""
+"""The workload, concurrent sessions of several turns, and the figures of a run."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ WARM_UP_TURNS = 2
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """`sessions` at once, each of `turns` turns one after the other."""
+    """`sessions` concurrent sessions, each with `turns` consecutive turns."""
 
     sessions: int
     turns: int
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """From `SESSIONSxTURNS`. Raises `ValueError`."""
+        """Parses `SESSIONSxTURNS`. Raises `ValueError`."""
         sessions, turns = map(int, text.split("x"))
         if sessions < 1 or turns < 2:
             raise ValueError(f"{text}: allowed are at least 1 session and 2 turns")
@@ -35,7 +35,7 @@ class Shape:
 
     @property
     def context(self) -> int:
-        """The most tokens that a session comes to have."""
+        """Number of tokens of a session after its last turn."""
         return self.turns * (NEW_TOKENS + OUTPUT_TOKENS)
 
     def __str__(self) -> str:
@@ -47,8 +47,8 @@ SHAPES = (Shape(1, 40), Shape(4, 20), Shape(16, 10))
 
 @dataclass(frozen=True, slots=True)
 class WordsWorkload(Workload):
-    """A workload whose inputs are words: peers that stream text hold back tokens that end within a character, which
-    arbitrary token ids would provoke."""
+    """A workload whose inputs are words. With arbitrary token ids, peers that stream text would often hold back tokens
+    that end within a character."""
 
     vocabulary: tuple[int, ...]
 
@@ -58,7 +58,7 @@ class WordsWorkload(Workload):
 
 
 def workload(shape: Shape, seed: int, vocabulary: tuple[int, ...], output: int = OUTPUT_TOKENS) -> WordsWorkload:
-    """The workload of `shape`. Another `seed` gives other inputs, which no cache has seen."""
+    """Returns the workload of `shape`. Each `seed` gives different inputs, which no cache has seen."""
     return WordsWorkload(
         sessions=shape.sessions,
         turns=shape.turns,
@@ -73,7 +73,7 @@ def workload(shape: Shape, seed: int, vocabulary: tuple[int, ...], output: int =
 
 
 def word_tokens() -> tuple[int, ...]:
-    """The ids of words that are one token of the default model's."""
+    """Returns the ids of words that are one token in the default model."""
     tokenizer = load_tokenizer(resolve(DEFAULT_MODEL, cache_dir()).path)
     encoded = [tokenizer.encode(f" {word}") for word in WORDS]
     return tuple(ids[0] for ids in encoded if len(ids) == 1)
@@ -81,8 +81,8 @@ def word_tokens() -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A workload that was carried out: its turns, and the seconds it took. Raises `RuntimeError` for turns that
-    failed: a rate of the others would flatter."""
+    """The result of a workload: its turns and the seconds it took. Raises `RuntimeError` if any turn failed, because
+    the rate of the others would look too good."""
 
     timed: Sequence[Timed]
     seconds: float
@@ -90,14 +90,15 @@ class Outcome:
     def __post_init__(self) -> None:
         failed = [turn for turn in self.timed if turn.error is not None or turn.counts is None or turn.first is None]
         if failed or not self.timed:
-            raise RuntimeError(f"{len(failed)} turns failed: {failed[0].error if failed else 'there was none'}")
+            raise RuntimeError(f"{len(failed)} turns failed: {failed[0].error if failed else 'there were no turns'}")
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What is told of a run. `ttft` and `itl`: milliseconds to the first token and between tokens, the medians over the
-    turns in the middle third. `growth`: the TTFT of the last turn over that of the second. `computed`: prompt tokens
-    that were computed a turn in the middle third, if the peer says. `ttft_by_turn`: the median over the sessions."""
+    """The figures of a run. `ttft` and `itl`: milliseconds to the first token and between tokens, medians over the
+    turns in the middle third. `growth`: the TTFT of the last turn over that of the second. `computed`: mean number of
+    prompt tokens computed per turn in the middle third, if the peer reports it. `ttft_by_turn`: medians over the
+    sessions."""
 
     tokens_per_second: float
     ttft: float
@@ -108,7 +109,7 @@ class Figures:
 
 
 def figures(outcome: Outcome) -> Figures:
-    """The figures of a run."""
+    """Computes the figures of a run."""
     turns = max(turn.number for turn in outcome.timed)
     middle = range(turns // 3 + 1, max(2 * turns // 3, turns // 3 + 1) + 1)
     inside = [turn for turn in outcome.timed if turn.number in middle]
@@ -145,5 +146,5 @@ def _generated(turn: Timed) -> int:
 
 
 def _gap(turn: Timed) -> float:
-    """Seconds between tokens. By the number generated, not by that of pieces: one may bring several tokens."""
+    """Returns the mean seconds between tokens. It divides by the number of tokens, as one piece may hold several."""
     return sum(turn.gaps) / max(1, _generated(turn) - 1)

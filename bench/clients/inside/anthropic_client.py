@@ -1,4 +1,4 @@
-"""Anthropic's own client: messages, a stream, and its runner of tools, which asks for a thread first."""
+"""Anthropic's own client: messages, a stream, its tool runner, and the error for prompts that are too long."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""OpenAI's agents: a tool loop over either interface, and a conversation that the server keeps."""
+"""OpenAI's agents: a tool loop over both interfaces, and a conversation that the server stores."""
 
 import asyncio
 import sys
@@ -20,7 +20,7 @@ def look_up(city: str) -> str:
 
 
 async def main() -> None:
-    """Run the agents."""
+    """Runs the agents."""
     client = AsyncOpenAI(base_url=f"{sys.argv[1]}/v1", api_key="none", max_retries=0)
     for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
         agent = Agent(name="a", instructions="Look it up.", model=kind("gpt-4o", client), tools=[look_up])

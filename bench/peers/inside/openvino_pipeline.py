@@ -1,4 +1,5 @@
-"""`python openvino_pipeline.py GGUF THREADS CACHE_GB KV_TYPE`. What it reads and writes: see the package."""
+"""`python openvino_pipeline.py GGUF THREADS CACHE_GB KV_TYPE`: runs workloads on OpenVINO GenAI. The package describes
+input and output."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 
 
 class Turn:
-    """A turn under way: `history`, the session's token ids, grows as its tokens come."""
+    """A running turn. `history`, the session's token ids, grows as tokens come."""
 
     def __init__(self, number: int, history: list[int], handle: Any) -> None:
         self.number = number
@@ -21,24 +22,24 @@ class Turn:
         self.arrivals: list[tuple[float, int]] = []
 
     def read(self) -> None:
-        """Take what has been generated."""
+        """Reads the tokens generated since the last call."""
         while self.handle.can_read():
             ids = [token for output in self.handle.read().values() for token in output.generated_ids]
             self.arrivals.append((time.perf_counter(), len(ids)))
             self.history += ids
 
     def told(self) -> dict[str, Any]:
-        """Its line of the answer. The engine does not say how much of the prompt was cached."""
+        """Returns the turn's part of the answer. The engine does not report the number of cached tokens."""
         generated = sum(count for _, count in self.arrivals)
         counts = {"prompt": self.prompt, "cached": None, "generated": generated}
         return {"number": self.number, "began": self.began, "arrivals": self.arrivals, **counts}
 
 
 class Pipeline:
-    """A pipeline that reuses the state of prefixes it has seen, as a server would run it."""
+    """A pipeline with prefix caching, as in a server."""
 
     def __init__(self, model: str, threads: int, cache_gb: int, kept_as: str) -> None:
-        import openvino  # noqa: PLC0415 - after standard output was put out of the way of what it prints
+        import openvino  # noqa: PLC0415 - prints, so standard output must be redirected first
         import openvino_genai  # noqa: PLC0415
 
         self._openvino, self._genai = openvino, openvino_genai
@@ -74,7 +75,7 @@ class Pipeline:
 
 
 def run(pipeline: Pipeline, inputs: list[list[list[int]]], output: int) -> dict[str, Any]:
-    """Take all turns, one of each session at a time."""
+    """Runs all turns, one turn of each session at a time."""
     began = time.perf_counter()
     ended: list[Turn] = []
     running = {session: pipeline.start(1, list(turns[0]), output) for session, turns in enumerate(inputs)}
@@ -92,9 +93,9 @@ def run(pipeline: Pipeline, inputs: list[list[list[int]]], output: int) -> dict[
 
 
 def main() -> None:
-    """Answer until standard input ends."""
+    """Answers workloads until standard input ends."""
     with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)  # what libraries print is no answer
+        os.dup2(2, 1)  # keep libraries' output out of the answers
         pipeline = Pipeline(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
         print(pipeline.version, file=answers, flush=True)
         for line in sys.stdin:

@@ -1,5 +1,5 @@
-"""Tenuto: `python tenuto_engine.py MODEL CONTEXT MEMORY_BYTES KV_CACHE_DTYPE`. See the package for what it reads and
-writes."""
+"""`python tenuto_engine.py MODEL CONTEXT MEMORY_BYTES KV_CACHE_DTYPE`: runs workloads on Tenuto. The package describes
+input and output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tenuto.api.engine import ModelOptions
 
 
 async def converse(engine: tenuto.AsyncEngine, inputs: list[list[int]], output: int) -> list[dict[str, Any]]:
-    """All turns of one session."""
+    """Runs all turns of one session."""
     told = []
     async with await engine.session() as session:
         for number, tokens in enumerate(inputs, 1):
@@ -32,10 +32,10 @@ async def converse(engine: tenuto.AsyncEngine, inputs: list[list[int]], output: 
 
 
 async def answer(model: str, options: ModelOptions) -> None:
-    """Answer until standard input ends."""
+    """Answers workloads until standard input ends."""
     async with tenuto.AsyncEngine(model, **options) as engine:
         with os.fdopen(os.dup(1), "w") as answers:
-            os.dup2(2, 1)  # what libraries print is no answer
+            os.dup2(2, 1)  # keep libraries' output out of the answers
             print(version("tenuto"), file=answers, flush=True)
             while line := await asyncio.to_thread(sys.stdin.readline):
                 asked = json.loads(line)
