@@ -1,4 +1,4 @@
-"""Who carries moves in tests: nobody waits for threads."""
+"""Carriers of moves for tests, without threads."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ class AtOnce:
         pass
 
     def wait(self, move: Job) -> None:
-        """It has ended."""
+        """Does nothing: the move has ended."""
 
     def close(self) -> None:
-        """There are no threads."""
+        """Does nothing: there are no threads."""
 
 
 class ByHand:
-    """A `Carrier` whose moves advance when a test says so, the oldest first."""
+    """A `Carrier` whose moves advance by hand, the oldest first."""
 
     def __init__(self, piece: int = 2**24) -> None:
         self.piece = piece
-        self.moves: list[Job] = []  # that have not ended
+        self.moves: list[Job] = []  # unfinished moves
 
     def carry(self, move: Job) -> None:
         self.moves.append(move)
 
     def advance(self, pieces: int = 1) -> None:
-        """Copy so many pieces; each move has one more step, in which it ends."""
+        """Copies this many pieces; after its last piece each move takes one more step to end."""
         for _ in range(pieces):
             if self.moves and not self.moves[0].advance():
                 self.moves.pop(0)
 
     def finish(self) -> None:
-        """Have all moves end."""
+        """Ends all moves."""
         while self.moves:
             self.advance()
 

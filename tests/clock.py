@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ManualClock:
-    """A clock that moves only when told."""
+    """A clock that only moves by `advance`."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start
@@ -16,7 +16,7 @@ class ManualClock:
         return 1e9 + self._now
 
     def advance(self, seconds: float) -> None:
-        """Jump forward by `seconds` (>= 0)."""
+        """Jumps forward by `seconds` (>= 0)."""
         if seconds < 0:
             raise ValueError(f"a clock cannot go back by {-seconds} s")
         self._now += seconds

@@ -18,19 +18,19 @@ LONG = ("numerics", "sim")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest tests go first: what is left for the end, several processes can share."""
+    """Puts the longest tests first, so that the processes can share the short ones at the end."""
     items.sort(key=lambda item: item.path.parent.name not in LONG)
 
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
-    """The default model's file, in the user's cache; fetched by the first test that needs it."""
+    """The default model's file, in the user's cache; the first test that needs it fetches it."""
     return pull_default(cache_dir())
 
 
 @pytest.fixture
 def no_umask() -> Iterator[None]:
-    """Files and directories get the modes that they are created with, also those of processes that are started."""
+    """Clears the umask, so that files show the modes they are created with, also in started processes."""
     before = os.umask(0)
     yield
     os.umask(before)

@@ -6,6 +6,6 @@ T = TypeVar("T")
 
 
 def present(value: T | None) -> T:
-    """The value, where a story needs one."""
+    """Returns the value, which must not be `None`."""
     assert value is not None
     return value

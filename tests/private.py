@@ -1,4 +1,4 @@
-"""Who may read the files that we leave."""
+"""A check that the files we leave are private."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def open_to_others(directory: Path) -> Iterator[str]:
-    """What is in a directory that not only its owner may read, write or enter."""
+    """Yields paths below a directory that anyone but the owner may read, write or enter."""
     for path in directory.rglob("*"):
         mode = path.lstat().st_mode & 0o777
         if mode & 0o077:

@@ -15,11 +15,11 @@ from tests.sim.internals import needed_of_session, needed_of_turn
 
 
 class SlotWritten(AssertionError):
-    """A plan writes a slot that a sequence reads."""
+    """Raised when a plan writes a slot that a sequence reads."""
 
 
 def known_histories(engine: Engine, plan: Plan) -> list[Ints]:
-    """Of each row of a plan that is submitted, the tokens below its start that are known; see the witness."""
+    """Returns, for each row of a submitted plan, the known tokens below its start; see the witness."""
     found: list[Ints] = []
     for row, start in zip(plan.rows.tolist(), plan.starts.tolist(), strict=True):
         turn = engine.batch.turns[row]
@@ -29,8 +29,8 @@ def known_histories(engine: Engine, plan: Plan) -> list[Ints]:
 
 
 def check_writes(engine: Engine, plan: Plan) -> None:
-    """Compare all slots that `plan`, which is about to be submitted, writes with those that sessions, checkpoints and
-    open turns read, as far as they are settled. Raises `SlotWritten`."""
+    """Compares all slots that `plan`, about to be submitted, writes with those that sessions, checkpoints and open
+    turns read, as far as they are settled. Raises `SlotWritten`."""
     for row, start, count in zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True):
         turn = engine.batch.turns[row]
         assert turn is not None, f"row {row} has no turn"
@@ -41,11 +41,14 @@ def check_writes(engine: Engine, plan: Plan) -> None:
     for group, moves in zip(engine.memory.states, plan.states, strict=True):
         shared = [slot for slot in moves.writes.tolist() if engine.memory.pools[group].counts[slot] != 1]
         if shared:
-            raise SlotWritten(f"step {plan.step} writes state slots {shared} of group {group}, which several hold")
+            raise SlotWritten(
+                f"step {plan.step} writes state slots {shared} of group {group}, which have several holders"
+            )
 
 
 def _written(table: PagedTable, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Pages that a turn writes at positions [start, stop) and others may read: (page, first slot, last slot + 1)."""
+    """Yields pages that a turn writes at positions [start, stop) and others may read: (page, first slot, last slot +
+    1)."""
     size = table.page_size
     for index in range(start // size, -(-stop // size)):
         own = index - table.first - table.released
@@ -66,7 +69,7 @@ def _check(engine: Engine, what: str, group: int, page: int, first: int, stop: i
 
 
 def _read(memory: SessionMemory, group: int, page: int, size: int) -> Iterator[tuple[int, int]]:
-    """Which slots of `page` a session and its open turn read, as (first, last + 1)."""
+    """Yields the slots of `page` that a session and its open turn read, as (first, last + 1)."""
     for part in chain(needed_of_session(memory)[0], needed_of_turn(memory)[0]):
         if part.group != group:
             continue

@@ -1,4 +1,4 @@
-"""The Python interface on the witness: no model, no tokens but ids, every operation."""
+"""The Python interface on the witness: no model, token ids only, every operation."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def engine() -> Iterator[tenuto.Engine]:
         running.audit()
 
 
-def test_the_files_of_the_disk_tier_go_with_their_engine(tmp_path: Path) -> None:
+def test_the_files_of_the_disk_tier_are_deleted_with_their_engine(tmp_path: Path) -> None:
     options: dict[str, Any] = {"context_length": 256, "memory_bytes": 10_000, "page_size": 4}
     for _ in range(2):
         with tenuto.Engine("witness", disk_tier=str(tmp_path), **options) as running:
@@ -64,7 +64,7 @@ def test_the_files_of_the_disk_tier_go_with_their_engine(tmp_path: Path) -> None
 
 
 def said(history: list[int], count: int) -> list[int]:
-    """What the witness says after a history."""
+    """Returns the witness's output after a history."""
     tokens = list(history)
     for _ in range(count):
         tokens.append(next_token(history_hash(tokens), 1000))
@@ -74,11 +74,11 @@ def said(history: list[int], count: int) -> list[int]:
 def eventually(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20
     while not condition():
-        assert time.monotonic() < deadline, "it never came true"
+        assert time.monotonic() < deadline, "the condition never held"
         time.sleep(0.01)
 
 
-def test_a_session_goes_on_where_its_last_turn_ended(engine: tenuto.Engine) -> None:
+def test_a_session_continues_where_its_last_turn_ended(engine: tenuto.Engine) -> None:
     session = engine.session()
     expected: list[int] = []
     for number in range(5):
@@ -129,7 +129,7 @@ def test_aborting_rolls_back_and_keeping_commits(engine: tenuto.Engine) -> None:
     assert session.history == [1, 2, 3, 4, *said([1, 2, 3, 4], 1)]
 
 
-def test_a_barge_in_keeps_what_its_reader_was_given_and_no_more(engine: tenuto.Engine) -> None:
+def test_a_barge_in_keeps_no_more_than_its_reader_was_given(engine: tenuto.Engine) -> None:
     session = engine.session()
     turn = session.turn([5])
     tokens = turn.tokens()
@@ -142,7 +142,7 @@ def test_a_barge_in_keeps_what_its_reader_was_given_and_no_more(engine: tenuto.E
     assert turn.abort() == result
 
 
-def test_a_stream_that_is_dropped_aborts_its_turn(engine: tenuto.Engine) -> None:
+def test_dropping_a_stream_aborts_its_turn(engine: tenuto.Engine) -> None:
     session = engine.session()
 
     def read_a_little() -> None:
@@ -159,7 +159,7 @@ def test_a_stream_that_is_dropped_aborts_its_turn(engine: tenuto.Engine) -> None
     assert session.info.version == 0
 
 
-def test_a_stream_that_is_left_and_kept_can_be_taken_up_again(engine: tenuto.Engine) -> None:
+def test_a_stream_that_is_left_but_kept_can_be_resumed(engine: tenuto.Engine) -> None:
     turn = engine.session().turn([1], max_new_tokens=30)
     for _ in turn.tokens():
         break
@@ -214,7 +214,7 @@ def test_a_draft_is_computed_before_it_is_sent(engine: tenuto.Engine) -> None:
     assert session.info.turn is None
 
 
-def test_what_is_wrong_is_a_typed_error_and_changes_nothing(engine: tenuto.Engine) -> None:
+def test_a_wrong_call_is_a_typed_error_and_changes_nothing(engine: tenuto.Engine) -> None:
     session = engine.session("mine")
     with pytest.raises(AlreadyExists):
         engine.session("mine")
@@ -250,7 +250,7 @@ def test_wrong_configuration_is_refused_before_anything_is_built() -> None:
             tenuto.Engine("witness", **wrong)  # type: ignore[arg-type]
 
 
-def test_closing_an_engine_ends_what_is_open() -> None:
+def test_closing_an_engine_ends_everything_open() -> None:
     engine = tenuto.Engine("witness")
     turn = engine.session().turn([1])
     next(turn.tokens())
@@ -262,13 +262,13 @@ def test_closing_an_engine_ends_what_is_open() -> None:
     engine.close()
 
 
-def test_an_engine_that_nobody_has_any_more_stops() -> None:
+def test_an_unreferenced_engine_stops() -> None:
     loop = tenuto.Engine("witness")._transport
     gc.collect()
     eventually(lambda: not loop._thread.is_alive())
 
 
-def test_a_model_without_a_tokenizer_takes_token_ids_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_a_tokenizer_accepts_only_token_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     bare = replace(load_model("witness", "cpu", None, 4), tokenizer=None, chat=None)
     monkeypatch.setattr("tenuto.api.transport.load_model", lambda *_: bare)
     with tenuto.Engine("witness") as engine:
@@ -286,7 +286,7 @@ def test_a_model_without_a_tokenizer_takes_token_ids_only(monkeypatch: pytest.Mo
         assert reply.token_ids == said([1], 2)
 
 
-def test_a_model_is_loaded_for_as_long_sessions_as_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_loaded_for_the_configured_context(monkeypatch: pytest.MonkeyPatch) -> None:
     contexts = []
 
     def load(*given: Any) -> Model:
@@ -301,7 +301,7 @@ def test_a_model_is_loaded_for_as_long_sessions_as_there_may_be(monkeypatch: pyt
     assert contexts == [123, 8192, 77]
 
 
-def test_the_asynchronous_face_does_the_same() -> None:
+def test_the_asynchronous_engine_does_the_same() -> None:
     async def talk() -> None:
         async with tenuto.AsyncEngine("witness", page_size=4) as engine:
             session = await engine.session("s")
@@ -369,7 +369,7 @@ def test_an_event_loop_that_ends_leaves_no_turn_behind() -> None:
     asyncio.run(engine.close())
 
 
-def test_the_package_shows_its_names_and_no_others() -> None:
+def test_the_package_exports_exactly_its_public_names() -> None:
     assert "Engine" in dir(tenuto)
     assert all(getattr(tenuto, name) is not None for name in tenuto.__all__)
     with pytest.raises(AttributeError, match="nonsense"):
@@ -399,7 +399,7 @@ def test_the_package_shows_its_names_and_no_others() -> None:
     ],
     ids=str,
 )
-def test_odd_values_are_refused_and_harm_nobody(engine: tenuto.Engine, options: dict) -> None:
+def test_invalid_options_are_refused_and_do_no_harm(engine: tenuto.Engine, options: dict) -> None:
     session = engine.session()
     with pytest.raises(InvalidRequest):
         session.turn([1], **options)
@@ -410,13 +410,13 @@ def test_odd_values_are_refused_and_harm_nobody(engine: tenuto.Engine, options: 
 @pytest.mark.parametrize(
     "given", [[1.9], ["12"], [float("inf")], [True], b"abc", bytearray(b"abc"), np.array(5), None, [None]], ids=str
 )
-def test_what_is_no_input_is_refused(engine: tenuto.Engine, given: Any) -> None:
+def test_invalid_input_is_refused(engine: tenuto.Engine, given: Any) -> None:
     with pytest.raises(InvalidRequest):
         engine.session().turn(given, max_new_tokens=2)
 
 
 @pytest.mark.parametrize("keep", [1.5, float("nan"), "most", True, -2, [1]], ids=str)
-def test_an_odd_keep_is_refused_and_the_turn_goes_on(engine: tenuto.Engine, keep: Any) -> None:
+def test_an_invalid_keep_is_refused_and_the_turn_continues(engine: tenuto.Engine, keep: Any) -> None:
     turn = engine.session().turn([1], max_new_tokens=50)
     with pytest.raises(InvalidRequest):
         turn.abort(keep=keep)
@@ -424,7 +424,7 @@ def test_an_odd_keep_is_refused_and_the_turn_goes_on(engine: tenuto.Engine, keep
     assert turn.token_ids == said([1], 50)
 
 
-def test_an_odd_session_or_fork_is_refused_and_opens_none(engine: tenuto.Engine) -> None:
+def test_invalid_arguments_of_a_session_or_fork_are_refused_and_open_none(engine: tenuto.Engine) -> None:
     session = engine.session()
     for wrong in (
         lambda: engine.session(5),  # type: ignore[arg-type]
@@ -446,7 +446,7 @@ def test_an_ended_turn_can_be_aborted_after_the_engine_was_closed() -> None:
     assert turn.abort() is result
 
 
-def test_a_cancelled_opening_leaves_no_session() -> None:
+def test_cancelling_the_opening_of_a_session_leaves_none() -> None:
     async def open_and_cancel() -> None:
         async with tenuto.AsyncEngine("witness", context_length=CONTEXT) as engine:
             for _ in range(60):
@@ -470,7 +470,7 @@ def test_a_cancelled_abort_still_ends_the_turn() -> None:
             session = await engine.session()
             stream = session.turn([1], max_new_tokens=2000, ignore_eos=True)
             release = threading.Event()
-            engine._transport._service._loop.call(lambda _: release.wait(20))  # so that the abort is still to be done
+            engine._transport._service._loop.call(lambda _: release.wait(20))  # so that the abort is still pending
             aborting = asyncio.create_task(stream.abort())
             await asyncio.sleep(0)
             aborting.cancel()
@@ -483,7 +483,7 @@ def test_a_cancelled_abort_still_ends_the_turn() -> None:
     asyncio.run(abort_and_cancel())
 
 
-def test_a_stream_that_is_closed_before_its_turn_has_begun_leaves_no_turn() -> None:
+def test_closing_a_stream_before_its_turn_begins_leaves_no_turn() -> None:
     async def close_early() -> None:
         async with tenuto.AsyncEngine("witness", context_length=CONTEXT) as engine:
             session = await engine.session()
@@ -515,7 +515,7 @@ def test_input_is_prepared_outside_the_engines_thread(engine: tenuto.Engine, mon
     assert "tenuto-engine" not in threads
 
 
-def test_options_that_only_a_server_takes_are_refused(engine: tenuto.Engine) -> None:
+def test_options_of_servers_are_refused(engine: tenuto.Engine) -> None:
     session = engine.session()
     of_servers: list[Any] = [{"if_busy": "queue"}, {"on_disconnect": "continue"}]
     for options in of_servers:
@@ -524,7 +524,7 @@ def test_options_that_only_a_server_takes_are_refused(engine: tenuto.Engine) -> 
     assert session.info.turn is None
 
 
-def test_an_engine_that_breaks_tells_everyone_who_waits(engine: tenuto.Engine) -> None:
+def test_a_broken_engine_raises_for_every_waiting_caller(engine: tenuto.Engine) -> None:
     broken = tenuto.Engine("witness", context_length=CONTEXT)
     session = broken.session()
     turn = session.turn([1], ignore_eos=True)
@@ -548,7 +548,7 @@ def test_numpy_token_ids_are_token_ids(engine: tenuto.Engine) -> None:
     assert list(turn.tokens()) == said([1, 2], 2)
 
 
-def test_what_a_barge_in_keeps_beyond_what_was_read_is_still_read(engine: tenuto.Engine) -> None:
+def test_output_that_a_barge_in_keeps_beyond_the_tokens_read_can_still_be_read(engine: tenuto.Engine) -> None:
     session = engine.session()
     turn = session.turn([5])
     next(turn.tokens())
@@ -559,7 +559,7 @@ def test_what_a_barge_in_keeps_beyond_what_was_read_is_still_read(engine: tenuto
     assert session.history == [5, *turn.token_ids]
 
 
-def test_a_turn_whose_end_nobody_read_can_be_aborted_after_the_engine_was_closed() -> None:
+def test_a_turn_whose_end_was_not_read_can_be_aborted_after_the_engine_was_closed() -> None:
     with tenuto.Engine("witness", context_length=CONTEXT) as engine:
         session = engine.session()
         turn = session.turn([1], max_new_tokens=2)
@@ -569,7 +569,7 @@ def test_a_turn_whose_end_nobody_read_can_be_aborted_after_the_engine_was_closed
     assert turn.token_ids == said([1], 2)
 
 
-def test_an_engine_that_is_collected_does_not_wait_for_its_thread() -> None:
+def test_collecting_an_engine_does_not_wait_for_its_thread() -> None:
     engine = tenuto.Engine("witness")
     loop, entered, release = engine._transport._service._loop, threading.Event(), threading.Event()
 

@@ -1,5 +1,5 @@
 """Calls in every format, from the template to the caller: a grammar forces the witness to call a function, and the
-result is the next turn. The templates are the shortest of their shape."""
+result is the next turn. The templates are the shortest of their kind."""
 
 from __future__ import annotations
 

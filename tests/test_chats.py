@@ -1,5 +1,5 @@
-"""Chat on sessions: whatever was aborted, rewound, forked or interrupted, the next message is rendered against what is
-really there. A real tokenizer and template; the witness speaks, so what it says is random."""
+"""Chat on sessions: after any abort, rewind, fork or interruption, the next message is rendered against the actual
+history. Tokenizer and template are real; the witness generates random text."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def engine(smollm2_path: Path, template: ChatTemplate) -> Iterator[tenuto.Engine
 
 
 def rendered(template: ChatTemplate, system: str | None, turns: list[Said]) -> list[int]:
-    """The naive history: every turn rendered after all before it."""
+    """Returns the naive history: every turn rendered after all before it."""
     history: list[int] = []
     conversation = None
     for text, answer in turns:
@@ -73,7 +73,7 @@ steps = st.lists(
 
 @settings(max_examples=40, deadline=None)
 @given(system=st.sampled_from([None, "Be brief."]), steps=steps)
-def test_every_turn_follows_what_is_really_there(
+def test_every_turn_follows_the_actual_history(
     engine: tenuto.Engine, template: ChatTemplate, system: str | None, steps: list[tuple[str, int]]
 ) -> None:
     session = engine.session(system=system)
@@ -115,7 +115,7 @@ def test_every_turn_follows_what_is_really_there(
         one.close()
 
 
-def test_a_history_cut_inside_a_message_takes_no_more_messages(engine: tenuto.Engine) -> None:
+def test_a_history_cut_inside_a_message_accepts_no_more_messages(engine: tenuto.Engine) -> None:
     session = engine.session()
     session.chat("hello", max_new_tokens=3).result()
     session.chat("hello again", max_new_tokens=3).result()
@@ -148,11 +148,11 @@ def test_messages_appended_without_an_answer_are_answered_by_an_empty_turn(
             sample.history[:-3] == template.opening([Message("system", "Be brief."), Message("user", "hello")]).tokens
         )
         before = sample.history
-        sample.turn(max_new_tokens=2).result()  # the answer had not ended: it goes on
+        sample.turn(max_new_tokens=2).result()  # the answer had not ended: it continues
         assert sample.history[:-2] == before
 
 
-def test_a_draft_of_a_message_is_what_the_message_begins_with(engine: tenuto.Engine) -> None:
+def test_a_draft_of_a_message_is_a_prefix_of_the_message(engine: tenuto.Engine) -> None:
     session = engine.session()
     session.draft([{"role": "user", "content": "What is the ca"}])
     turn = session.chat("What is the capital?", max_new_tokens=1)

@@ -1,4 +1,4 @@
-"""The demonstration, cut short."""
+"""The demonstration, shortened."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from tenuto import demo
 
 
-def test_the_demo_shows_all_it_promises(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_shows_everything_it_promises(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "QUESTIONS", {name: questions[:3] for name, questions in demo.QUESTIONS.items()})
     monkeypatch.setattr(demo, "ANSWER_TOKENS", 4)
     monkeypatch.setattr(demo, "LONG", 200)
@@ -32,7 +32,7 @@ def test_the_demo_shows_all_it_promises(smollm2_path: Path, monkeypatch: pytest.
     assert "context_exceeded (HTTP 400): history and input have" in shown
     assert "The session is the same as before" in shown
     assert re.search(r"It is back after [\d.]+ s\. The session has \d+ tokens, the same as before the story", shown)
-    lines = " ".join(shown.split())  # they wrap
+    lines = " ".join(shown.split())  # lines wrap
     costs = re.findall(r"(restored|recomputed): of a context of (\d+) tokens it computed (\d+) tokens before", lines)
     assert [name for name, _, _ in costs] == ["restored", "recomputed"]
     assert int(costs[0][1]) > 200

@@ -1,4 +1,4 @@
-"""The examples run, without an error or a warning."""
+"""The examples run without an error or a warning."""
 
 from __future__ import annotations
 

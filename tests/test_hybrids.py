@@ -1,5 +1,5 @@
-"""Models with sliding-window and recurrent layers behind the Python interface: sessions do all that they do elsewhere,
-and say what transformers says to the same history."""
+"""Models with sliding-window and recurrent layers behind the Python interface: sessions support everything, and
+generate what transformers generates from the same history."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.models.tiny_hybrids import VOCABULARY, tiny_bamba, tiny_gemma3, tiny_
 
 
 def tokenizer_of(tokens: int) -> tokenizers.Tokenizer:
-    """A token is a letter; the models here are asked in token ids."""
+    """Makes a tokenizer of one token for each character; the tests use token ids."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())[:tokens]
     backend = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -42,7 +42,7 @@ def engine(reference: PreTrainedModel, tmp_path: Path) -> Iterator[tenuto.Engine
 
 @pytest.fixture
 def said(reference: PreTrainedModel) -> Callable[[list[int], int], list[int]]:
-    """What transformers says after a history, computed anew for every token."""
+    """Returns transformers' output after a history, computed from scratch for every token."""
 
     @torch.inference_mode()
     def say(history: list[int], count: int) -> list[int]:
@@ -54,7 +54,7 @@ def said(reference: PreTrainedModel) -> Callable[[list[int], int], list[int]]:
     return say
 
 
-def test_turns_forks_and_rewinds_say_what_is_said_from_scratch(
+def test_turns_forks_and_rewinds_generate_what_is_generated_from_scratch(
     engine: tenuto.Engine, said: Callable[[list[int], int], list[int]]
 ) -> None:
     session = engine.session()

@@ -1,4 +1,4 @@
-"""Who may know whom: the package layout of docs/architecture.md, read from the source files."""
+"""The allowed imports between packages, as in docs/architecture.md, checked in the source files."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 FACES = ("native", "openai", "anthropic", "sglang")
 """The interfaces of `serve`, each a package of its own."""
 MAY_IMPORT_IN_SERVE = {"shared": {"shared"}, **{face: {face, "shared"} for face in FACES}}
-"""Package of `serve` -> what of `serve` it may import. Modules beside them may import `shared` and each other, and the
-application also the faces."""
+"""Package of `serve` -> the modules of `serve` it may import. Modules beside the packages may import `shared` and each
+other, and the application may import the interfaces too."""
 
 ONE_THING = {"tenuto.session.turn": "tenuto.session.session"}
-"""Modules that have each other as types, and count as one: a session and its open turn are fields of each other."""
+"""Modules that import each other as types and count as one: a session and its open turn refer to each other."""
 
 MAY_IMPORT_TORCH = {"exec", "models", "kernels"}
 WITHOUT_TORCH = ("base", "formats", "memory", "text", "session", "sched", "engine", "exec.witness")
@@ -81,7 +81,7 @@ def part_of(module: str) -> str:
 
 
 def nodes(tree: ast.AST, *, at_import_only: bool) -> Iterator[ast.AST]:
-    """All nodes of a module, or only those that run when it is imported."""
+    """Returns all nodes of a module, or only those that run when it is imported."""
     for node in ast.iter_child_nodes(tree):
         if at_import_only and (
             isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
@@ -93,7 +93,7 @@ def nodes(tree: ast.AST, *, at_import_only: bool) -> Iterator[ast.AST]:
 
 
 def imports(module: str, *, at_import_only: bool = False) -> Iterator[str]:
-    """The full names of what `module` imports; names inside our package are resolved to modules."""
+    """Returns the full names of everything `module` imports; names inside our package are resolved to modules."""
     for node in nodes(ast.parse(MODULES[module].read_text(encoding="utf-8")), at_import_only=at_import_only):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -110,11 +110,11 @@ def test_imports_point_downwards_only(module: str) -> None:
     assert part in MAY_IMPORT, f"{part} has no place in the layout: add it to MAY_IMPORT"
     allowed = MAY_IMPORT[part] | {part}
     wrong = {name for name in imports(module) if name.split(".")[0] == "tenuto" and part_of(name) not in allowed}
-    assert not wrong, f"{module} imports {sorted(wrong)}; {part} may know {sorted(allowed)}"
+    assert not wrong, f"{module} imports {sorted(wrong)}; {part} may import {sorted(allowed)}"
 
 
 @pytest.mark.parametrize("module", [module for module in MODULES if module.startswith("tenuto.serve.")])
-def test_interfaces_meet_only_in_what_they_share_and_in_the_application(module: str) -> None:
+def test_interfaces_share_only_the_shared_modules_and_the_application(module: str) -> None:
     imported = {name.split(".")[2] for name in imports(module) if name.startswith("tenuto.serve.")}
     package = module.split(".")[2]
     if package in MAY_IMPORT_IN_SERVE:
@@ -130,7 +130,7 @@ def test_only_the_executor_side_imports_torch(module: str) -> None:
         assert "torch" not in {name.split(".")[0] for name in imports(module)}
 
 
-def test_the_package_root_imports_nothing_until_asked() -> None:
+def test_the_package_root_imports_nothing_until_needed() -> None:
     if "tenuto" in MODULES:
         assert not [name for name in imports("tenuto", at_import_only=True) if name.startswith("tenuto")]
 
@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 @pytest.mark.parametrize("part", ["memory", "session", "client", "api", "serve"])
-def test_inside_a_package_nothing_knows_what_knows_it_not_even_as_a_type(part: str) -> None:
+def test_imports_inside_a_package_are_acyclic_even_for_types(part: str) -> None:
     graph: dict[str, set[str]] = {}
     for module in (module for module in MODULES if part_of(module) == part):
         one = ONE_THING.get(module, module)
@@ -161,7 +161,7 @@ def test_inside_a_package_nothing_knows_what_knows_it_not_even_as_a_type(part: s
 
 
 @pytest.mark.parametrize("module", [module for module in MODULES if part_of(module) == "engine"])
-def test_the_core_of_the_engine_does_not_know_the_thread_around_it(module: str) -> None:
+def test_the_core_of_the_engine_does_not_import_the_thread_around_it(module: str) -> None:
     thread = "tenuto.engine.thread"
     assert module.startswith(thread) or not [name for name in imports(module) if name.startswith(thread)]
 

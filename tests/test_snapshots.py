@@ -1,4 +1,4 @@
-"""The state of sessions leaves a real model in files, and another engine goes on with it."""
+"""The state of sessions leaves a real model in files, and another engine continues with it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tenuto.memory.tiers.rates import Rates
 from tests.exec.kernels import KERNELS, every_variant, needs_variant
 
 HYBRID = str(Path(__file__).parent / "hybrid" / "model")
-"""Full attention, a sliding window and recurrent state."""
+"""Has full attention, a sliding window and recurrent state."""
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("kept_as", ["auto", "int8"])
-def test_a_model_goes_on_with_state_that_another_engine_has_left_or_exported(
+def test_a_model_continues_with_state_that_another_engine_left_or_exported(
     kernels: str, kept_as: str, tmp_path: Path
 ) -> None:
     if (kernels, kept_as) == ("torch", "int8"):
@@ -70,7 +70,7 @@ def test_state_of_other_weights_or_kernels_is_refused(options: dict[str, Any], t
 
 
 @needs_variant
-def test_a_snapshot_of_keys_and_values_of_another_type_is_left_alone_and_the_session_computed_anew(
+def test_a_snapshot_with_another_type_of_keys_and_values_is_left_alone_and_recomputed(
     tmp_path: Path,
 ) -> None:
     kept: dict[str, Any] = {"journal": str(tmp_path / "journal"), "disk_tier": str(tmp_path / "tier")}
@@ -82,12 +82,12 @@ def test_a_snapshot_of_keys_and_values_of_another_type_is_left_alone_and_the_ses
 
 
 @every_variant
-def test_sessions_in_8_bits_fork_rewind_abort_and_leave_the_device_as_those_in_16_do(
+def test_sessions_in_8_bits_fork_rewind_abort_and_leave_the_device_like_those_in_16(
     variant: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever they went through, what they say next is what is said from scratch; memory is short, and idle sessions
-    yield to host memory. They are brought back even where computing so small a model again would take less time."""
+    """After all of that, their next output equals the output from scratch. Memory is short, and idle sessions yield
+    to host memory; they are restored even where recomputing so small a model would be faster."""
     monkeypatch.setattr(Rates, "worth", lambda *_: True)
     given = [20 + i % 50 for i in range(200)]
     with tenuto.Engine(

@@ -1,4 +1,4 @@
-"""How an engine is told to run."""
+"""The configuration of an engine."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tenuto.base.config import EngineConfig, EngineOptions, cache_dir, engine_co
 from tenuto.base.errors import ConfigError
 
 
-def test_every_field_of_the_configuration_may_be_given() -> None:
+def test_every_field_of_the_configuration_can_be_set() -> None:
     assert [each.name for each in fields(EngineConfig)] == list(EngineOptions.__annotations__)
 
 
-def test_the_context_is_the_models_if_that_is_less_and_nothing_else_is_given() -> None:
+def test_the_context_defaults_to_the_models_and_cannot_exceed_it() -> None:
     assert engine_config({}, max_context=100).context_length == 100
     assert engine_config({}, max_context=2**20).context_length == EngineConfig().context_length
     assert engine_config({"context_length": 50}, max_context=100).context_length == 50
@@ -25,7 +25,7 @@ def test_the_context_is_the_models_if_that_is_less_and_nothing_else_is_given() -
         engine_config({"context_length": 101}, max_context=100)
 
 
-def test_weights_may_be_pairs_of_any_kind_and_are_checked() -> None:
+def test_weights_are_accepted_as_pairs_of_any_kind_and_checked() -> None:
     assert engine_config({"tenant_weights": [["a", 2]]}).tenant_weights == (("a", 2),)  # type: ignore[typeddict-item]
     for wrong in ([["a"]], 3, [["a", 0]], [["a", "b"]], [["a", float("nan")]]):
         with pytest.raises(ConfigError, match="allowed"):
@@ -34,7 +34,7 @@ def test_weights_may_be_pairs_of_any_kind_and_are_checked() -> None:
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The system's temporary directory, for this test."""
+    """Replaces the system's temporary directory for this test."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
@@ -43,7 +43,7 @@ def no_home() -> Path:
     raise RuntimeError("Could not determine home directory.")
 
 
-def test_the_cache_is_where_the_environment_says_else_in_the_home_directory(
+def test_the_cache_is_where_the_environment_says_or_in_the_home_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -53,17 +53,17 @@ def test_the_cache_is_where_the_environment_says_else_in_the_home_directory(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_a_home_that_can_be_written_the_cache_is_a_private_temporary_directory(
+def test_without_a_writable_home_the_cache_is_a_private_temporary_directory(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = temporary / f"tenuto-{os.getuid()}"
-    assert cache_dir({"XDG_CACHE_HOME": "/proc/1/nowhere"}) == expected  # nobody can make a directory there
+    assert cache_dir({"XDG_CACHE_HOME": "/proc/1/nowhere"}) == expected  # no directory can be made there
     assert expected.stat().st_mode & 0o777 == 0o700
     monkeypatch.setattr(Path, "home", no_home)
     assert cache_dir({}) == expected
 
 
-def test_a_temporary_cache_that_others_could_have_made_is_refused(temporary: Path) -> None:
+def test_a_temporary_cache_that_others_might_have_made_is_refused(temporary: Path) -> None:
     place, unwritable = temporary / f"tenuto-{os.getuid()}", {"XDG_CACHE_HOME": "/proc/1/nowhere"}
     place.symlink_to(temporary)
     with pytest.raises(ConfigError, match="not a directory of this user alone: set TENUTO_CACHE"):
@@ -75,7 +75,7 @@ def test_a_temporary_cache_that_others_could_have_made_is_refused(temporary: Pat
         cache_dir(unwritable)
 
 
-def test_a_path_in_a_home_directory_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_in_an_unknown_home_directory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     assert user_path("~/journal") == Path("/home/someone/journal")
     with pytest.raises(ConfigError, match=r"'~nobody-of-this-name/journal' begins with ~.*set HOME"):

@@ -19,7 +19,7 @@ def lines(written: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in written.splitlines()]
 
 
-def test_what_the_standard_library_is_given_comes_out_with_its_fields() -> None:
+def test_records_of_the_standard_library_keep_their_fields() -> None:
     code = """
 import logging
 from tenuto.base.logs import configure_logs
@@ -53,6 +53,6 @@ def test_an_engine_process_logs_in_the_same_structure(capfd: pytest.CaptureFixtu
     assert lines(capfd.readouterr().err) == []
 
 
-def test_a_level_that_does_not_exist_is_refused() -> None:
+def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(ConfigError, match="log_level"):
         asyncio.run(started(WorkerSettings(model="witness", log_level="loud")))

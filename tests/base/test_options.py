@@ -1,4 +1,4 @@
-"""What callers write: every option arrives where it belongs, and what is wrong is refused."""
+"""Options from callers: each sets its own field, and wrong values are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FULL: TurnOptions = {
 }
 
 
-def test_every_option_arrives_where_it_belongs() -> None:
+def test_every_option_sets_its_own_field() -> None:
     assert FULL.keys() | {"grammar"} == TurnOptions.__annotations__.keys() == OPTIONS.keys()
     assert turn_params(FULL) == TurnParams(
         max_new_tokens=9,
@@ -57,12 +57,12 @@ def test_every_option_arrives_where_it_belongs() -> None:
     assert turn_params({"grammar": {"regex": "[0-9]+"}}) == TurnParams(grammar=Grammar("regex", "[0-9]+"))
 
 
-def test_what_may_end_a_turn_too_early_is_not_combined_with_a_grammar_that_may_allow_nothing_else() -> None:
+def test_stop_ids_and_min_new_tokens_cannot_be_combined_with_a_grammar() -> None:
     with pytest.raises(InvalidRequest, match="stop id"):
         turn_params({"grammar": {"regex": "[0-9]+"}, "stop_ids": [7], "min_new_tokens": 1})
 
 
-def test_a_logit_bias_may_be_pairs_of_any_kind() -> None:
+def test_a_logit_bias_is_accepted_as_pairs_of_any_kind() -> None:
     expected = ((7, -100), (8, 1.5))
     for pairs in ([(7, -100), (8, 1.5)], [[7, -100], [8, 1.5]], iter([(7, -100), (8, 1.5)])):
         assert turn_params({"logit_bias": pairs}).sampling.logit_bias == expected  # type: ignore[typeddict-item]
@@ -100,13 +100,13 @@ def test_a_logit_bias_may_be_pairs_of_any_kind() -> None:
     ],
     ids=str,
 )
-def test_what_is_out_of_range_is_refused(options: dict[str, Any]) -> None:
+def test_values_out_of_range_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match="allowed"):
         turn_params(options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bias", [[(7, 1.0)], {7: 1.0}, None])
-def test_a_sampling_takes_its_biases_as_a_tuple(bias: object) -> None:
+def test_sampling_requires_its_biases_as_a_tuple(bias: object) -> None:
     with pytest.raises(InvalidRequest, match="allowed: a tuple of pairs"):
         Sampling(logit_bias=bias)  # type: ignore[arg-type]
 
@@ -114,6 +114,6 @@ def test_a_sampling_takes_its_biases_as_a_tuple(bias: object) -> None:
 @pytest.mark.parametrize(
     "penalty", [{"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": -0.1}], ids=str
 )
-def test_a_sampling_is_penalised_if_a_logit_depends_on_the_tokens_before(penalty: dict[str, Any]) -> None:
+def test_sampling_is_penalised_if_a_logit_depends_on_earlier_tokens(penalty: dict[str, Any]) -> None:
     assert Sampling(**penalty).penalised
     assert not Sampling(0.5, 4, 0.5, min_p=0.1, logit_bias=((7, 1.0),)).penalised

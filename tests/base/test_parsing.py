@@ -30,7 +30,7 @@ from tenuto.base.parsing import parse_level, parse_memory, parse_path, parse_siz
         (None, None),
     ],
 )
-def test_memory_is_given_in_bytes_as_a_size_or_as_a_share(given: Any, expected: float | None) -> None:
+def test_memory_may_be_given_in_bytes_as_a_size_or_as_a_share(given: Any, expected: float | None) -> None:
     value = parse_memory("memory", given)
     assert (value, type(value)) == (expected, type(expected))
     assert parse_memory("memory", value) == value
@@ -58,7 +58,7 @@ def test_memory_is_given_in_bytes_as_a_size_or_as_a_share(given: Any, expected: 
         True,
     ],
 )
-def test_what_is_no_amount_of_memory_is_refused_with_what_is_allowed(given: Any) -> None:
+def test_an_invalid_amount_of_memory_is_refused_with_the_allowed_forms(given: Any) -> None:
     with pytest.raises(ConfigError, match=r"memory is .*allowed"):
         parse_memory("memory", given)
 
@@ -66,12 +66,12 @@ def test_what_is_no_amount_of_memory_is_refused_with_what_is_allowed(given: Any)
 @pytest.mark.parametrize(
     ("given", "size"), [("0", 0), ("123", 123), ("4GiB", 4 << 30), ("1.5 kB", 1500), (0, 0), (4096, 4096)]
 )
-def test_sizes_of_tiers_may_be_nothing(given: Any, size: int) -> None:
+def test_sizes_of_tiers_may_be_zero(given: Any, size: int) -> None:
     assert parse_size("host_tier", given) == size
 
 
 @pytest.mark.parametrize("given", ["", "-1", "0.5", "many", "4 GiX", -1, 0.5, None, True])
-def test_what_is_no_size_is_refused_by_the_name_of_its_option(given: Any) -> None:
+def test_an_invalid_size_is_refused_by_the_name_of_its_option(given: Any) -> None:
     with pytest.raises(ConfigError, match="disk_tier_size"):
         parse_size("disk_tier_size", given)
 
@@ -84,18 +84,18 @@ def test_a_ttl_is_seconds_or_none(given: Any, expected: float | None) -> None:
 
 
 @pytest.mark.parametrize("given", ["", "e", "-1", "inf", False, [1]])
-def test_what_is_no_ttl_is_refused(given: Any) -> None:
+def test_an_invalid_ttl_is_refused(given: Any) -> None:
     with pytest.raises(ConfigError, match=r"session_ttl is .*; allowed: .*seconds, or none"):
         parse_ttl("session_ttl", given)
 
 
-def test_a_path_may_be_text_or_a_path_and_none_is_a_word_for_none() -> None:
+def test_a_path_may_be_text_a_path_object_or_the_word_none() -> None:
     assert [parse_path("journal", given) for given in ("a/b", Path("a/b"), "none", None)] == ["a/b", "a/b", None, None]
     with pytest.raises(ConfigError, match="journal is 3; allowed: a path, or none"):
         parse_path("journal", 3)
 
 
-def test_a_level_of_logs_may_be_in_capitals() -> None:
+def test_a_log_level_may_be_in_capitals() -> None:
     assert parse_level("log_level", "WARNING") == "warning"
     with pytest.raises(ConfigError, match="log_level is 'loud'; allowed: debug, info, warning, error"):
         parse_level("log_level", "loud")

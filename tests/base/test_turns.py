@@ -1,4 +1,4 @@
-"""What a turn brings, added up, and trimmed after an abort."""
+"""The deltas of a turn, joined, and trimmed after an abort."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def delta(*tokens: int, text: str, delivered: int, result: TurnResult | None = N
 
 
 def kept(held: list[Delta], *, delivered: int) -> Delta | None:
-    """What passes of `held`, which come after an abort, when there were two tokens before it."""
+    """Returns the delta that passes the gate when `held` arrive after an abort, with two tokens before it."""
     gate = AbortGate()
     assert gate.take(delta(1, 2, text="ab", delivered=delivered)) is not None
     gate.begin_abort()
@@ -38,7 +38,7 @@ def kept(held: list[Delta], *, delivered: int) -> Delta | None:
     return gate.take(held[-1])
 
 
-def test_deltas_add_up_to_one() -> None:
+def test_deltas_can_be_joined() -> None:
     first, last = delta(1, 2, text="ab", delivered=1), delta(3, text="c", delivered=3, result=ended(3))
     both = joined([first, last])
     assert (both.tokens, both.text, both.delivered, both.result) == ((1, 2, 3), "abc", 3, last.result)
@@ -47,7 +47,7 @@ def test_deltas_add_up_to_one() -> None:
     assert joined([]) == Delta()
 
 
-def test_of_what_comes_after_an_abort_as_much_is_kept_as_was_committed() -> None:
+def test_deltas_after_an_abort_are_kept_as_far_as_they_were_committed() -> None:
     held = [delta(3, text="c", delivered=3), delta(4, 5, text="de", delivered=5, result=ended(4))]
     left = kept(held, delivered=2)
     assert left is not None
@@ -58,7 +58,7 @@ def test_of_what_comes_after_an_abort_as_much_is_kept_as_was_committed() -> None
 @pytest.mark.parametrize(
     "result", [ended(0, committed=False), ended(1), ended(0, committed=False, reason=EndReason.DEADLINE)]
 )
-def test_nothing_more_is_kept_of_a_turn_rolled_back_or_cut_before(result: TurnResult) -> None:
+def test_nothing_more_is_kept_of_a_turn_that_was_rolled_back_or_cut_before(result: TurnResult) -> None:
     held = [delta(3, text="c", delivered=3), delta(4, text="d", delivered=4, result=result)]
     assert kept(held, delivered=1) == Delta(delivered=1, result=result)
 
@@ -80,7 +80,7 @@ def test_a_transcript_waits_for_the_result_once_an_abort_has_begun() -> None:
     assert (transcript.text, transcript.token_ids, transcript.ended) == ("abc", [1, 2, 3], True)
 
 
-def test_a_transcript_raises_what_its_turn_ended_with_whenever_it_is_asked() -> None:
+def test_a_transcript_raises_its_turns_error_at_every_use() -> None:
     transcript = Transcript()
     for ask in (lambda: transcript.take(TurnFailed("no")), lambda: transcript.ended):
         with pytest.raises(TurnFailed):
@@ -88,7 +88,7 @@ def test_a_transcript_raises_what_its_turn_ended_with_whenever_it_is_asked() -> 
 
 
 @pytest.mark.parametrize("wrong", ["none", "most", -1, 1.5, True, ["all"], 2**41])
-def test_what_cannot_be_kept_is_refused(wrong: Any) -> None:
+def test_an_invalid_keep_is_refused(wrong: Any) -> None:
     with pytest.raises(InvalidRequest, match="allowed") as refused:
         check_keep(wrong)
     assert refused.value.param == "keep"

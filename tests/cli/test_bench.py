@@ -38,7 +38,7 @@ def figures(url: str, *arguments: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def test_a_workload_is_the_same_for_the_same_seed_and_others_for_other_sessions() -> None:
+def test_a_workload_depends_only_on_its_seed_and_session() -> None:
     assert WORKLOAD.inputs(0) == WORKLOAD.inputs(0) != WORKLOAD.inputs(1)
     assert [len(tokens) for tokens in WORKLOAD.inputs(2)] == [9, 4, 4]
     assert set().union(*WORKLOAD.inputs(0)) <= set(TOKEN_IDS)
@@ -48,12 +48,12 @@ def test_a_workload_is_the_same_for_the_same_seed_and_others_for_other_sessions(
     assert all(0.05 <= pause <= 0.15 for pause in pauses[1:])
 
 
-def test_tokens_that_come_together_share_the_time_since_those_before() -> None:
+def test_tokens_that_arrive_together_share_the_time_since_the_previous_ones() -> None:
     assert timing(1.0, {3.0: 2, 4.0: 1, 4.5: 0, 6.0: 4}) == (2.0, [0.0, 1.0, 0.5, 0.5, 0.5, 0.5])
     assert timing(1.0, {}) == (None, [])
 
 
-def test_figures_leave_failed_turns_out_and_totals_count_them() -> None:
+def test_figures_leave_out_failed_turns_and_totals_count_them() -> None:
     turns = [
         Timed(1, 9, 0.2, [0.1, 0.3], Counts(9, 0, 3)),
         Timed(1, 9, 0.4, [0.2], Counts(9, None, 2)),
@@ -70,8 +70,8 @@ def test_figures_leave_failed_turns_out_and_totals_count_them() -> None:
 
 
 @pytest.mark.parametrize("api", ["tenuto", "sglang"])
-def test_sessions_in_tokens_are_exact_and_cost_what_is_new(witness: Server, api: str) -> None:
-    seed = {"tenuto": "1", "sglang": "2"}[api]  # what others have said is cached
+def test_sessions_in_tokens_are_exact_and_compute_only_new_tokens(witness: Server, api: str) -> None:
+    seed = {"tenuto": "1", "sglang": "2"}[api]  # output of other runs is cached
     said = figures(witness.url, "--api", api, "--seed", seed, *SMALL)
     assert [one["context"] for one in said["turns"]] == [30, 48, 66]
     assert [one["new"] for one in said["turns"]] == [30, 10, 10]
@@ -123,7 +123,7 @@ def test_errors_are_counted_and_the_status_is_1_only_if_all_turns_fail(witness: 
         (["--history", "oral"], "allowed: session, resend"),
     ],
 )
-def test_what_is_wrong_is_one_line(witness: Server, arguments: list[str], complaint: str) -> None:
+def test_a_wrong_argument_is_reported_in_one_line(witness: Server, arguments: list[str], complaint: str) -> None:
     done = bench(witness.url, *SMALL, *arguments)
     assert done.returncode == 1
     assert complaint in done.stderr.splitlines()[-1]
@@ -131,7 +131,7 @@ def test_what_is_wrong_is_one_line(witness: Server, arguments: list[str], compla
 
 
 @pytest.mark.parametrize("api", ["tenuto", "openai", "sglang"])
-def test_a_server_of_another_kind_is_an_error_of_every_turn(api: str) -> None:
+def test_a_server_of_another_kind_fails_every_turn(api: str) -> None:
     class Other(BaseHTTPRequestHandler):
         def _answer(self) -> None:
             self.rfile.read(int(self.headers.get("content-length", 0)))

@@ -21,8 +21,8 @@ def chunk(data: bytes) -> bytes:
 
 @asynccontextmanager
 async def answering(*answers: list[bytes]) -> AsyncIterator[tuple[BenchHttp, list[bytes]]]:
-    """A server that answers each request with the next of `answers`, in pieces, and closes the connection after an
-    empty one; and the requests it has had, after one entry for every connection."""
+    """Runs a server that answers each request with the next of `answers`, in pieces, and closes the connection after an
+    empty one; yields it with its requests, preceded by one entry for each connection."""
     left, asked, serving = list(answers), list[bytes](), set[asyncio.Task[None] | None]()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -32,9 +32,9 @@ async def answering(*answers: list[bytes]) -> AsyncIterator[tuple[BenchHttp, lis
         while left and not ends:
             try:
                 head = await reader.readuntil(b"\r\n\r\n")
-            except asyncio.IncompleteReadError:  # the client has gone
+            except asyncio.IncompleteReadError:  # the client has disconnected
                 break
-            length = int(*re.findall(rb"(?i)content-length: (\d+)", head))  # of no body 0
+            length = int(*re.findall(rb"(?i)content-length: (\d+)", head))  # 0 without a body
             asked.append(head + await reader.readexactly(length))
             for piece in left.pop(0):
                 writer.write(piece)
@@ -54,7 +54,7 @@ async def read(http: BenchHttp) -> list[TimedEvent]:
     return await http.events("/path", {"a": 1})
 
 
-def test_what_one_read_brings_came_at_one_time_and_connections_are_used_again() -> None:
+def test_events_of_one_read_share_a_time_and_connections_are_reused() -> None:
     async def story() -> None:
         two = chunk(b'data: {"n": 1}\n\n') + chunk(b'event: end\ndata: {"n": 2}\n\n')
         stream = [CHUNKED + two, chunk(b'data: {"n":'), chunk(b" 3}\n\ndata: [DONE]\n\n") + b"0\r\n\r\n"]
@@ -105,7 +105,7 @@ def test_an_answer_without_a_length_ends_with_its_connection() -> None:
         ([b"HTTP/1.1 400 Bad\r\ncontent-length: 4\r\n\r\noops"], TenutoError, "status 400 and no reason"),
     ],
 )
-def test_what_goes_wrong_is_a_typed_error(answer: list[bytes], error: type[TenutoError], says: str) -> None:
+def test_broken_answers_are_typed_errors(answer: list[bytes], error: type[TenutoError], says: str) -> None:
     async def story() -> None:
         async with answering(answer) as (http, _):
             with pytest.raises(error, match=says):
@@ -114,7 +114,7 @@ def test_what_goes_wrong_is_a_typed_error(answer: list[bytes], error: type[Tenut
     asyncio.run(story())
 
 
-def test_a_server_that_is_not_there_is_unreachable() -> None:
+def test_an_absent_server_is_unreachable() -> None:
     async def story() -> None:
         async with BenchHttp(httpx.URL("http://127.0.0.1:9")) as http:
             with pytest.raises(Unreachable):

@@ -1,4 +1,4 @@
-"""The real command line, run as people and scripts run it."""
+"""The real command line, run as by people and scripts."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ OWN_TERMINAL = (
     "import fcntl, os, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
     "signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
 )
-"""Makes standard input the controlling terminal, so that Ctrl-C typed into it interrupts, also where a background job
-has it ignored, then becomes the command."""
+"""Makes standard input the controlling terminal, so that Ctrl-C typed into it interrupts, even in a background job that
+ignores it; then becomes the command."""
 
 
 def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -32,7 +32,7 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
 
 
 class Terminal:
-    """A command in a terminal of its own."""
+    """A command in a new terminal."""
 
     def __init__(self, command: list[str]) -> None:
         self._ours, theirs = os.openpty()
@@ -48,7 +48,7 @@ class Terminal:
         self.shown = ""
 
     def wait_for(self, pattern: str) -> re.Match[str]:
-        """Read until what is shown after the last match matches; that part is then done with."""
+        """Reads until the output after the last match matches, and consumes it."""
         deadline = time.monotonic() + 120
         while (match := re.search(pattern, self.shown)) is None:
             assert time.monotonic() < deadline, f"no {pattern!r} in {self.shown!r}"
@@ -63,7 +63,7 @@ class Terminal:
         os.write(self._ours, keys.encode())
 
     def quit_by(self, key: str) -> int:
-        """Type it until the command ends: Python loses a Ctrl-C that comes just as a prompt begins to wait."""
+        """Types the key until the command ends: Python loses a Ctrl-C that arrives just as a prompt begins to wait."""
         for _ in range(12):
             self.type(key)
             with suppress(subprocess.TimeoutExpired):
@@ -82,7 +82,7 @@ class Terminal:
 def test_help_shows_commands_and_examples_without_loading_a_model() -> None:
     done = run("--help")
     assert done.returncode == 0
-    assert "\n    tenuto demo  " in done.stdout  # an example has a line of its own
+    assert "\n    tenuto demo  " in done.stdout  # each example is on a separate line
     assert "\x1b" not in done.stdout
     assert "/fork" in run("chat", "--help").stdout
     code = "import sys, tenuto.cli; sys.exit(bool({'torch', 'numpy', 'tokenizers'} & set(sys.modules)))"
@@ -95,7 +95,7 @@ def test_the_version_is_the_packages() -> None:
 
 
 @pytest.mark.usefixtures("smollm2_path")
-def test_what_is_wrong_is_one_line_and_a_status() -> None:
+def test_errors_are_one_line_and_a_status() -> None:
     done = run("chat", "--model", "no/such/model")
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(r"tenuto: there is no model 'no/such/model'; .*\n", done.stderr)
@@ -106,15 +106,13 @@ def test_what_is_wrong_is_one_line_and_a_status() -> None:
     assert run("nonsense").returncode == 2
 
 
-def test_pull_says_where_the_model_is(smollm2_path: Path) -> None:
+def test_pull_prints_where_the_model_is(smollm2_path: Path) -> None:
     done = run("pull")
     assert (done.returncode, done.stdout) == (0, f"smollm2 is ready: {smollm2_path}\n")
 
 
 @pytest.mark.parametrize("home", [None, "/proc/self"], ids=["unset", "read-only"])
-def test_without_a_home_of_its_own_it_works_in_a_temporary_directory(
-    home: str | None, smollm2_path: Path, tmp_path: Path
-) -> None:
+def test_without_a_home_it_works_in_a_temporary_directory(home: str | None, smollm2_path: Path, tmp_path: Path) -> None:
     private = tmp_path / f"tenuto-{os.getuid()}"
     private.mkdir(mode=0o700)
     (private / "models").symlink_to(smollm2_path.parent)
@@ -124,7 +122,7 @@ def test_without_a_home_of_its_own_it_works_in_a_temporary_directory(
     assert (done.returncode, done.stdout) == (0, f"smollm2 is ready: {private / 'models' / smollm2_path.name}\n")
 
 
-def test_without_a_compiler_it_says_so_and_pytorch_computes(smollm2_path: Path, tmp_path: Path) -> None:
+def test_without_a_compiler_it_says_so_and_uses_pytorch(smollm2_path: Path, tmp_path: Path) -> None:
     (tmp_path / "models").symlink_to(smollm2_path.parent)  # a cache without kernels
     bare = {**os.environ, "PATH": str(tmp_path), "TENUTO_CACHE": str(tmp_path)}
     done = subprocess.run(
@@ -168,7 +166,7 @@ def test_a_script_of_lines_talks_to_sessions(smollm2_path: Path) -> None:
     assert "\x1b" not in done.stdout
 
 
-def test_a_chat_with_a_journal_goes_on_where_another_ended(tmp_path: Path) -> None:
+def test_a_chat_with_a_journal_continues_where_another_ended(tmp_path: Path) -> None:
     chat = ["chat", "--model", "witness", "--max-new-tokens", "8"]
     lines = ["hello", "/fork", "and again", "/switch 1", "otherwise", "/switch 2", "/fork", "/rewind", "at last"]
     whole = run(*chat, stdin="\n".join(lines))
@@ -188,7 +186,7 @@ def test_a_chat_with_a_journal_goes_on_where_another_ended(tmp_path: Path) -> No
     ]
 
 
-def test_a_chat_that_was_killed_has_what_it_had_answered(tmp_path: Path) -> None:
+def test_a_killed_chat_has_all_its_finished_answers(tmp_path: Path) -> None:
     chat = ["chat", "--model", "witness:0.01", "--journal", str(tmp_path / "journal")]
     process = subprocess.Popen([TENUTO, *chat], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
@@ -205,7 +203,7 @@ def test_a_chat_that_was_killed_has_what_it_had_answered(tmp_path: Path) -> None
     assert re.findall(r"(.) session (\d+): (\d+) turns", again.stdout) == [(" ", "1", "0"), ("*", "2", "0")]
 
 
-def test_a_chat_takes_any_session_of_a_journal_and_gives_its_forks_new_numbers(tmp_path: Path) -> None:
+def test_a_chat_opens_any_session_of_a_journal_and_numbers_its_forks_anew(tmp_path: Path) -> None:
     journal = str(tmp_path / "journal")
     with tenuto.Engine("witness", journal=journal) as engine:
         for name in ("zoo", "3", "10"):
@@ -230,7 +228,7 @@ def test_a_script_stops_at_its_first_error(line: str, complaint: str) -> None:
     assert re.fullmatch(rf"tenuto: .*{complaint}.*\n", done.stderr)
 
 
-def test_ctrl_c_is_a_barge_in_and_at_the_prompt_it_quits(smollm2_path: Path) -> None:
+def test_ctrl_c_is_a_barge_in_and_quits_at_the_prompt(smollm2_path: Path) -> None:
     with Terminal([*CHAT, "--system", "You tell long stories."]) as terminal:
         terminal.wait_for("1> ")
         terminal.type("word " * 600 + "\n")

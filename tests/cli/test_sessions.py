@@ -25,7 +25,7 @@ def witness() -> Iterator[Server]:
 
 @pytest.fixture
 def http(witness: Server) -> Iterator[httpx.Client]:
-    """With two sessions: `one` has two turns, and `two-with-a-rather-long-name` has none."""
+    """A client of a server with two sessions: `one` with two turns, and `two-with-a-rather-long-name` without turns."""
     with witness.client() as client:
         client.post("/v1/sessions", json={"id": "one", "ttl": 300, "metadata": {"made": "by a test"}})
         client.post("/v1/sessions", json={"id": LONG})
@@ -65,12 +65,12 @@ def test_ls_on_a_terminal_shows_whole_ids(witness: Server, http: httpx.Client) -
         terminal.wait_for(f" {LONG} ")
 
 
-def test_an_open_turn_is_the_state_of_its_session(witness: Server, http: httpx.Client) -> None:
+def test_the_state_of_a_session_includes_its_open_turn(witness: Server, http: httpx.Client) -> None:
     http.put("/v1/sessions/one/draft", json={"input": [1, 2]})
     assert sessions(witness, "ls").stdout.splitlines()[1].split()[:2] == ["one", "drafting"]
 
 
-def test_show_has_the_turns_and_nothing_a_terminal_would_obey(witness: Server, http: httpx.Client) -> None:
+def test_show_prints_the_turns_without_control_characters(witness: Server, http: httpx.Client) -> None:
     shown = sessions(witness, "show", "one").stdout
     assert "\x1b" not in shown
     assert "metadata      made by a test\n" in shown
@@ -81,7 +81,7 @@ def test_show_has_the_turns_and_nothing_a_terminal_would_obey(witness: Server, h
     assert (whole["id"], len(whole["history"]), len(whole["history"][1]["input_tokens"])) == ("one", 2, 115)
 
 
-def test_fork_prints_an_id_that_the_next_command_takes(witness: Server, http: httpx.Client) -> None:
+def test_fork_prints_an_id_that_the_next_command_accepts(witness: Server, http: httpx.Client) -> None:
     child = sessions(witness, "fork", "one", "--turn", "1").stdout.strip()
     assert json.loads(sessions(witness, "show", child, "--json").stdout)["tokens"] == 5
     assert sessions(witness, "fork", "one", "--id", "named").stdout == "named\n"
@@ -94,7 +94,7 @@ def test_fork_prints_an_id_that_the_next_command_takes(witness: Server, http: ht
 
 
 @pytest.mark.usefixtures("no_umask")
-def test_a_session_goes_through_a_file_or_a_pipe(witness: Server, http: httpx.Client, tmp_path: Path) -> None:
+def test_a_session_can_be_exported_to_a_file_or_a_pipe(witness: Server, http: httpx.Client, tmp_path: Path) -> None:
     file = str(tmp_path / "one.json")
     assert sessions(witness, "export", "one", file).stdout == ""
     assert sessions(witness, "import", file, "--id", "copy").stdout == "copy\n"
@@ -115,7 +115,7 @@ def test_a_session_goes_through_a_file_or_a_pipe(witness: Server, http: httpx.Cl
     assert sessions(witness, "export", "--state", "copy", state).stdout == ""
     assert not [*open_to_others(tmp_path)]
     again = json.loads(sessions(witness, "import", state, "--id", "again", "--json").stdout)
-    assert (again["tokens"], again["computed"]) == (120, 0)  # as the copy, which has not had a turn
+    assert (again["tokens"], again["computed"]) == (120, 0)  # like the copy, which has had no turn
     Path(state).write_bytes(Path(state).read_bytes()[:-1])
     assert sessions(witness, "import", state).stderr.startswith("tenuto: the file is damaged")
 
@@ -134,7 +134,7 @@ def test_a_session_goes_through_a_file_or_a_pipe(witness: Server, http: httpx.Cl
     ],
     ids=str,
 )
-def test_what_is_wrong_is_one_line_and_a_status(
+def test_errors_are_one_line_and_a_status(
     witness: Server, http: httpx.Client, arguments: list[str], complaint: str
 ) -> None:
     done = sessions(witness, *arguments)
@@ -144,7 +144,7 @@ def test_what_is_wrong_is_one_line_and_a_status(
     assert done.stderr.count("\n") == 1
 
 
-def test_a_key_comes_from_the_environment() -> None:
+def test_the_key_is_read_from_the_environment() -> None:
     with serving("--model", "witness", env={"TENUTO_API_KEY": "secret"}) as server:
         command = [TENUTO, "sessions", "ls", "--json", "--url", server.url]
         for key, status in (("secret", 0), ("wrong", 1)):

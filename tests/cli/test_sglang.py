@@ -13,11 +13,11 @@ from tests.serve.server import serving
 
 
 def given(*arguments: str) -> Any:
-    """The context of a command line with these arguments besides known options."""
+    """Returns the context that keeps these arguments beside the known options."""
     return SimpleNamespace(args=list(arguments))
 
 
-def test_flags_that_ask_for_nothing_here_are_accepted() -> None:
+def test_flags_without_effect_here_are_accepted() -> None:
     flags = ("--enable-mixed-chunk", "--enable-metrics", "--disable-radix-cache", "--tp-size", "1", "--strict")
     tuning = ("--mamba-ssm-dtype", "float32", "--mamba-full-memory-ratio=0.5", "--audit-every", "7")
     with serving("--model-path", "witness", "--context-length", "512", *flags, *tuning) as server:
@@ -34,6 +34,6 @@ def test_more_than_one_device_is_refused() -> None:
 
 
 @pytest.mark.parametrize("wrong", [("--nonsense",), ("x",), ("--mamba-a=1", "x"), ("--mamba-a", "1", "2")])
-def test_what_no_server_knows_is_refused(wrong: tuple[str, ...]) -> None:
+def test_unknown_flags_are_refused(wrong: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match="there is"):
         check(given(*wrong), 1)

@@ -1,4 +1,4 @@
-"""A server of the witness, and a proxy before it that breaks connections."""
+"""A server of the witness, and a proxy in front of it that breaks connections."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tenuto
 from tests.serve.server import Server, serving
 
 CONTEXT = 2**15
-"""Long enough that no turn reaches it before it is aborted."""
+"""So long that every turn is aborted before it."""
 
 
 @pytest.fixture(scope="package")
@@ -33,9 +33,9 @@ def remote(witness: Server) -> Iterator[tenuto.RemoteEngine]:
 
 
 class Proxy:
-    """Passes bytes on to a server. `cuts`: after how many bytes of answers the next connections break, in order; those
-    after them do not. With `refuse` new ones are closed at once. `connections`: how many there were. Answers pass
-    while `answers` is set."""
+    """Forwards bytes to a server. `cuts`: the numbers of answer bytes after which the next connections break, in order;
+    later connections do not. With `refuse`, new ones are closed at once. `connections`: their number so far. Answers
+    pass while `answers` is set."""
 
     def __init__(self, url: str) -> None:
         host, port = url.removeprefix("http://").split(":")
@@ -52,7 +52,7 @@ class Proxy:
         self._threads[0].start()
 
     def cut(self) -> None:
-        """Break all connections."""
+        """Breaks all connections."""
         for one in self._open:
             _shut(one)
 

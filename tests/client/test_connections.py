@@ -1,4 +1,4 @@
-"""What only a client can meet: servers that are not there, connections that break, turns that outlive them."""
+"""Failures that only a client can meet: absent servers, broken connections, turns that outlive them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def through(remote: tenuto.RemoteEngine, proxy: Proxy) -> Iterator[tenuto.Remote
         yield engine
 
 
-def test_a_broken_connection_rolls_its_turn_back_and_says_so(
+def test_a_turn_on_a_broken_connection_is_rolled_back_and_raises(
     remote: tenuto.RemoteEngine, through: tenuto.RemoteEngine, proxy: Proxy
 ) -> None:
     session = through.session()
@@ -58,7 +58,7 @@ def test_a_broken_connection_rolls_its_turn_back_and_says_so(
     assert session.turn([1], max_new_tokens=3, ignore_eos=True).result().kept == 3
 
 
-def test_a_turn_that_continues_misses_nothing_wherever_its_connection_breaks(
+def test_a_turn_that_continues_misses_no_token_wherever_its_connection_breaks(
     remote: tenuto.RemoteEngine, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feed, "FIRST_PAUSE", 0.001)
@@ -78,11 +78,11 @@ def test_a_turn_that_continues_misses_nothing_wherever_its_connection_breaks(
 
 
 def unasked(engine: tenuto.RemoteEngine, session_id: str) -> tenuto.RemoteSession:
-    """A session by way of `engine`, without asking whether there is one."""
+    """Returns a session through `engine` without checking that it exists."""
     return tenuto.RemoteSession(engine, SessionCore(engine._core, session_id))
 
 
-def test_a_server_that_does_not_come_back_is_given_up(
+def test_waiting_for_a_server_that_does_not_return_ends(
     through: tenuto.RemoteEngine, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feed, "PATIENCE_SECONDS", 0.2)
@@ -94,7 +94,7 @@ def test_a_server_that_does_not_come_back_is_given_up(
         turn.result()
 
 
-def test_a_turn_that_continues_goes_on_when_its_stream_is_dropped(remote: tenuto.RemoteEngine) -> None:
+def test_a_turn_with_on_disconnect_continue_outlives_its_stream(remote: tenuto.RemoteEngine) -> None:
     session = remote.session()
     with session.turn([1], max_new_tokens=200, ignore_eos=True, on_disconnect="continue") as turn:
         next(turn.tokens())
@@ -107,7 +107,7 @@ def test_a_turn_that_continues_goes_on_when_its_stream_is_dropped(remote: tenuto
         session.follow("turn-" + 24 * "0")
 
 
-def test_a_turn_that_continues_can_be_aborted(remote: tenuto.RemoteEngine) -> None:
+def test_a_turn_with_on_disconnect_continue_can_be_aborted(remote: tenuto.RemoteEngine) -> None:
     session = remote.session()
     turn = session.turn([1], ignore_eos=True, on_disconnect="continue")
     next(turn.tokens())
@@ -115,7 +115,7 @@ def test_a_turn_that_continues_can_be_aborted(remote: tenuto.RemoteEngine) -> No
     assert session.info.version == 0
 
 
-def test_a_turn_may_wait_for_the_one_before(remote: tenuto.RemoteEngine) -> None:
+def test_a_turn_may_wait_for_the_previous_one(remote: tenuto.RemoteEngine) -> None:
     session = remote.session()
     first = session.turn([1], ignore_eos=True)
     with pytest.raises(SessionBusy):
@@ -129,19 +129,19 @@ def test_a_turn_may_wait_for_the_one_before(remote: tenuto.RemoteEngine) -> None
     assert results[0].usage.prompt == 12
 
 
-def test_a_servers_refusal_names_its_option_as_one_in_this_process_does(remote: tenuto.RemoteEngine) -> None:
+def test_a_server_names_the_refused_option_as_a_local_engine_does(remote: tenuto.RemoteEngine) -> None:
     with pytest.raises(InvalidRequest) as refused:
         remote.session().turn([10**6])
     assert refused.value.param == "input"
 
 
-def test_what_no_session_is_called_is_not_found(remote: tenuto.RemoteEngine) -> None:
+def test_an_unknown_session_is_not_found(remote: tenuto.RemoteEngine) -> None:
     for name in ("", ".", "..", "../..", "a/b", "?", "#", "%2e", "é"):
         with pytest.raises((NotFound, InvalidRequest)):
             remote.attach(name)
 
 
-def test_a_server_that_is_not_there_is_a_typed_error(proxy: Proxy) -> None:
+def test_an_absent_server_is_a_typed_error(proxy: Proxy) -> None:
     proxy.close()
     with tenuto.connect(proxy.url) as engine:
         for call in (engine.sessions, engine.session, lambda: engine.generate([1])):
@@ -157,7 +157,7 @@ def test_a_server_that_is_not_there_is_a_typed_error(proxy: Proxy) -> None:
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "", None, "http://x:port", 5])
-def test_what_is_no_address_is_refused(url: str) -> None:
+def test_an_invalid_address_is_refused(url: str) -> None:
     with pytest.raises(InvalidRequest, match="address"):
         tenuto.connect(url)
 
@@ -206,7 +206,7 @@ def test_a_key_is_sent() -> None:
                 engine.sessions()
 
 
-def test_a_server_that_is_killed_breaks_what_is_open() -> None:
+def test_open_turns_and_later_calls_fail_when_the_server_is_killed() -> None:
     with serving("--model", "witness") as server, tenuto.connect(server.url) as engine:
         turn = engine.session().turn([1], ignore_eos=True)
         next(turn.tokens())
@@ -217,7 +217,7 @@ def test_a_server_that_is_killed_breaks_what_is_open() -> None:
             engine.session()
 
 
-def test_an_engine_that_dies_is_told_from_a_broken_connection() -> None:
+def test_a_turn_raises_when_its_engine_dies() -> None:
     with serving("--model", "witness") as server, tenuto.connect(server.url) as engine:
         turn = engine.session().turn([1], ignore_eos=True)
         next(turn.tokens())
@@ -226,7 +226,7 @@ def test_an_engine_that_dies_is_told_from_a_broken_connection() -> None:
             turn.result()
 
 
-def test_a_client_that_nobody_has_any_more_ends(witness: Server) -> None:
+def test_an_unreferenced_client_ends_its_thread(witness: Server) -> None:
     engine = tenuto.connect(witness.url)
     engine.sessions()
     thread = engine.transport.connection._thread
@@ -243,7 +243,7 @@ def test_a_client_loads_no_model_code(witness: Server) -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_sessions_without_a_name_close_with_their_client_and_others_stay(remote: tenuto.RemoteEngine) -> None:
+def test_unnamed_sessions_close_with_their_client_and_named_ones_stay(remote: tenuto.RemoteEngine) -> None:
     with tenuto.connect(str(remote.transport.connection._http.base_url)) as engine:
         plain, named = engine.session(), engine.session("named", ttl=600)
         plain.append([1])
@@ -258,7 +258,9 @@ def test_sessions_without_a_name_close_with_their_client_and_others_stay(remote:
     assert [info.session_id for info in remote.sessions()] == ["named", "named-fork"]
 
 
-def test_sessions_still_opening_when_their_client_closes_close_too(remote: tenuto.RemoteEngine, proxy: Proxy) -> None:
+def test_sessions_still_opening_when_their_client_closes_are_also_closed(
+    remote: tenuto.RemoteEngine, proxy: Proxy
+) -> None:
     parent = remote.session("parent")
     parent.append([1])
     with tenuto.connect(proxy.url) as engine, ThreadPoolExecutor() as pool:
@@ -273,7 +275,7 @@ def test_sessions_still_opening_when_their_client_closes_close_too(remote: tenut
     assert [info.session_id for info in remote.sessions()] == ["parent"]
 
 
-def test_more_sessions_than_are_deleted_at_once_close_with_their_client(remote: tenuto.RemoteEngine) -> None:
+def test_any_number_of_sessions_close_with_their_client(remote: tenuto.RemoteEngine) -> None:
     async def open_many() -> None:
         async with tenuto.connect_async(str(remote.transport.connection._http.base_url)) as engine:
             await asyncio.gather(*(engine.session() for _ in range(100)))
@@ -284,7 +286,7 @@ def test_more_sessions_than_are_deleted_at_once_close_with_their_client(remote: 
     assert [info.session_id for info in remote.sessions()] == ["kept"]
 
 
-def test_sessions_of_a_client_that_nobody_has_any_more_close(remote: tenuto.RemoteEngine, witness: Server) -> None:
+def test_sessions_of_an_unreferenced_client_are_closed(remote: tenuto.RemoteEngine, witness: Server) -> None:
     def opened() -> set[str]:
         return {info.session_id for info in remote.sessions()}
 
@@ -297,7 +299,7 @@ def test_sessions_of_a_client_that_nobody_has_any_more_close(remote: tenuto.Remo
     eventually(lambda: session_id not in opened())
 
 
-def test_sessions_of_a_client_that_dies_have_a_limit(remote: tenuto.RemoteEngine, witness: Server) -> None:
+def test_sessions_of_a_client_that_dies_expire(remote: tenuto.RemoteEngine, witness: Server) -> None:
     code = f"import os, tenuto; kept = tenuto.connect({witness.url!r}).session(); os._exit(0)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     (left,) = remote.sessions()

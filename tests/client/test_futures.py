@@ -7,7 +7,7 @@ import pytest
 from tenuto.client.futures import Steps, chained
 
 
-def test_steps_go_on_as_their_futures_are_done_and_return_at_last() -> None:
+def test_steps_run_as_their_futures_complete_and_finally_return() -> None:
     first, second = Future[int](), Future[int]()
 
     def steps() -> Steps[int]:
@@ -22,14 +22,14 @@ def test_steps_go_on_as_their_futures_are_done_and_return_at_last() -> None:
     assert outcome.result(0) == 3
 
 
-def test_an_error_is_raised_where_it_is_waited_for_and_may_be_handled_there() -> None:
+def test_an_error_is_raised_where_it_is_awaited_and_can_be_handled_there() -> None:
     first, second = Future[int](), Future[int]()
 
     def steps() -> Steps[int]:
         with pytest.raises(KeyError):
             yield first
         yield second
-        raise AssertionError("nothing comes after an error that is not handled")
+        raise AssertionError("an unhandled error ends the steps")
 
     outcome = chained(steps())
     first.set_exception(KeyError())
@@ -50,7 +50,7 @@ def test_an_error_of_the_first_step_is_the_outcomes() -> None:
         chained(steps()).result(0)
 
 
-def test_cancelling_the_outcome_cancels_what_it_waits_for() -> None:
+def test_cancelling_the_outcome_cancels_the_awaited_future() -> None:
     first, second = Future[int](), Future[int]()
 
     def steps() -> Steps[int]:
@@ -66,7 +66,7 @@ def test_cancelling_the_outcome_cancels_what_it_waits_for() -> None:
         outcome.result(0)
 
 
-def test_what_cannot_be_cancelled_goes_on_though_nobody_waits_for_it() -> None:
+def test_steps_continue_after_a_future_that_cannot_be_cancelled() -> None:
     running, ended = Future[int](), list[int]()
     running.set_running_or_notify_cancel()
 

@@ -11,7 +11,7 @@ from tenuto.client.aio import Mailbox
 from tenuto.client.transport import Event
 
 
-def test_what_is_posted_before_the_loop_looks_comes_in_order_with_one_waking(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_posted_before_the_loop_runs_arrive_in_order_with_one_wakeup(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story() -> None:
         loop, wakings = asyncio.get_running_loop(), list[object]()
         wake = loop.call_soon_threadsafe
@@ -42,7 +42,7 @@ def test_what_is_posted_before_the_loop_looks_comes_in_order_with_one_waking(mon
     asyncio.run(story())
 
 
-def test_who_posts_to_a_loop_that_is_closed_is_told_every_time() -> None:
+def test_posting_to_a_closed_loop_raises_every_time() -> None:
     loop = asyncio.new_event_loop()
     mailbox = Mailbox(loop)
     loop.close()
@@ -51,7 +51,7 @@ def test_who_posts_to_a_loop_that_is_closed_is_told_every_time() -> None:
             mailbox.post(asyncio.Queue(), Delta())
 
 
-def test_a_loop_that_is_closed_before_it_gets_round_to_what_was_posted_is_closed_for_all_who_post_later() -> None:
+def test_a_loop_closed_before_it_handled_an_event_raises_for_all_later_posts() -> None:
     loop = asyncio.new_event_loop()
     mailbox = Mailbox(loop)
     mailbox.post(asyncio.Queue(), Delta())

@@ -54,7 +54,7 @@ def make_async(request: pytest.FixtureRequest, witness: Server) -> Callable[[], 
 
 
 def said(history: list[int], count: int) -> list[int]:
-    """What the witness says after a history."""
+    """Returns the witness's output after a history."""
     tokens = list(history)
     for _ in range(count):
         tokens.append(next_token(history_hash(tokens), 1000))
@@ -64,11 +64,11 @@ def said(history: list[int], count: int) -> list[int]:
 def eventually(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20
     while not condition():
-        assert time.monotonic() < deadline, "it never came true"
+        assert time.monotonic() < deadline, "the condition never held"
         time.sleep(0.01)
 
 
-def test_an_exported_session_is_imported_here_or_elsewhere(engine: AnyEngine, witness: Server) -> None:
+def test_an_exported_session_can_be_imported_here_or_elsewhere(engine: AnyEngine, witness: Server) -> None:
     session = engine.session("kept", system="Be brief.", ttl=60)
     session.chat("hello", max_new_tokens=5).result()
     saved = session.export()
@@ -87,7 +87,7 @@ def test_an_exported_session_is_imported_here_or_elsewhere(engine: AnyEngine, wi
                 engine.import_session(wrong, session_id="never")
 
 
-def test_a_session_with_its_state_goes_through_a_file(engine: AnyEngine, tmp_path: Path) -> None:
+def test_a_session_with_its_state_can_be_saved_to_a_file(engine: AnyEngine, tmp_path: Path) -> None:
     session = engine.session("stated", system="Be brief.", ttl=60)
     session.chat("hello " * 60, max_new_tokens=5).result()
     path = tmp_path / "session"
@@ -133,7 +133,7 @@ def test_asynchronous_clients_export_and_import(make_async: Callable[[], AnyAsyn
     asyncio.run(main())
 
 
-def test_a_session_goes_on_where_its_last_turn_ended(engine: AnyEngine) -> None:
+def test_a_session_continues_where_its_last_turn_ended(engine: AnyEngine) -> None:
     session = engine.session(ttl=60, priority=1)
     expected: list[int] = []
     for number in range(3):
@@ -192,18 +192,18 @@ def test_aborting_rolls_back_and_keeping_commits(engine: AnyEngine) -> None:
     assert session.history == [1, 2, 3, 4, *said([1, 2, 3, 4], 1)]
 
 
-def test_a_barge_in_keeps_what_its_reader_was_given_and_no_more(engine: AnyEngine) -> None:
+def test_a_barge_in_keeps_no_more_than_its_reader_was_given(engine: AnyEngine) -> None:
     session = engine.session()
     turn = session.turn([5], ignore_eos=True)
     heard = [next(turn.tokens()) for _ in range(40)]
     result = turn.abort(keep="delivered")
-    assert 30 < result.kept <= 40  # a last token may have no text of its own yet
+    assert 30 < result.kept <= 40  # the last token may not have its text yet
     assert session.history == [5, *heard[: result.kept]]
     assert list(turn.tokens()) == []
     assert turn.abort() == turn.result() == result
 
 
-def test_what_a_barge_in_keeps_beyond_what_was_read_is_still_read(engine: AnyEngine) -> None:
+def test_output_that_a_barge_in_keeps_beyond_the_tokens_read_can_still_be_read(engine: AnyEngine) -> None:
     session = engine.session()
     turn = session.turn([5], ignore_eos=True)
     next(turn.tokens())
@@ -214,7 +214,7 @@ def test_what_a_barge_in_keeps_beyond_what_was_read_is_still_read(engine: AnyEng
     assert session.history == [5, *turn.token_ids]
 
 
-def test_a_stream_that_is_dropped_aborts_its_turn(engine: AnyEngine) -> None:
+def test_dropping_a_stream_aborts_its_turn(engine: AnyEngine) -> None:
     session = engine.session()
 
     def read_a_little() -> None:
@@ -247,7 +247,7 @@ def test_fork_and_rewind_are_cheap_and_exact(engine: AnyEngine) -> None:
     assert early.history == history[:10]
 
 
-def test_a_trimmed_session_has_the_turns_that_were_chosen(engine: AnyEngine) -> None:
+def test_a_trimmed_session_has_the_chosen_turns(engine: AnyEngine) -> None:
     session = engine.session()
     for number in range(3):
         session.append([number, 9])
@@ -273,7 +273,9 @@ def test_a_session_is_found_again_by_its_name(engine: AnyEngine) -> None:
         engine.attach(5)  # type: ignore[arg-type]
 
 
-def test_a_listing_and_a_history_of_several_pages_are_whole(engine: AnyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listing_and_a_history_of_several_pages_are_complete(
+    engine: AnyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(core, "PAGE", 2)
     session = engine.session()
     for number in range(5):
@@ -326,7 +328,7 @@ def test_a_refusal_names_its_option(engine: AnyEngine) -> None:
     assert refused.value.param == "temperature"
 
 
-def test_numbers_of_numpys_are_numbers_everywhere(engine: AnyEngine) -> None:
+def test_numpy_numbers_are_accepted_everywhere(engine: AnyEngine) -> None:
     session = engine.session(ttl=np.float32(60), priority=np.int8(1), max_tokens=np.int64(100))  # type: ignore[arg-type]
     assert (session.info.ttl, session.info.priority, session.info.limit) == (60, 1, 100)
     options = {"max_new_tokens": np.int16(2), "temperature": np.float32(0.5), "stop_ids": np.array([1, 2])}
@@ -357,7 +359,7 @@ def test_a_draft_is_computed_before_it_is_sent(engine: AnyEngine) -> None:
         session.abort()
 
 
-def test_text_comes_in_pieces_that_are_the_whole(engine: AnyEngine) -> None:
+def test_the_pieces_of_a_text_add_up_to_the_whole(engine: AnyEngine) -> None:
     session = engine.session()
     turn = session.turn([1], max_new_tokens=20, ignore_eos=True)
     pieces = list(turn)
@@ -365,7 +367,7 @@ def test_text_comes_in_pieces_that_are_the_whole(engine: AnyEngine) -> None:
     assert turn.token_ids == said([1], 20)
 
 
-def test_what_is_wrong_is_a_typed_error_and_changes_nothing(engine: AnyEngine) -> None:
+def test_a_wrong_call_is_a_typed_error_and_changes_nothing(engine: AnyEngine) -> None:
     session = engine.session("mine")
     with pytest.raises(AlreadyExists):
         engine.session("mine")
@@ -395,7 +397,7 @@ def test_what_is_wrong_is_a_typed_error_and_changes_nothing(engine: AnyEngine) -
         session.turn([1])
 
 
-def test_an_odd_session_or_fork_is_refused_and_opens_none(engine: AnyEngine) -> None:
+def test_invalid_arguments_of_a_session_or_fork_are_refused_and_open_none(engine: AnyEngine) -> None:
     session = engine.session()
     for wrong in (
         lambda: engine.session(5),  # type: ignore[arg-type]
@@ -414,7 +416,7 @@ def test_an_odd_session_or_fork_is_refused_and_opens_none(engine: AnyEngine) -> 
     assert len(engine.sessions()) == 1
 
 
-def test_options_say_the_same_in_every_form(engine: AnyEngine) -> None:
+def test_options_mean_the_same_in_every_form(engine: AnyEngine) -> None:
     plain = {"max_new_tokens": 5, "temperature": 0.9, "seed": 3, "stop_ids": [1], "logit_bias": {7: 1.0, 8: 2.0}}
     other = {**plain, "max_new_tokens": np.int64(5), "stop_ids": (i for i in [1]), "logit_bias": [(7, 1), (8, 2)]}
     one, two = (engine.session().turn(np.array([1, 2], np.int32), **options) for options in (plain, other))  # type: ignore[arg-type]
@@ -435,7 +437,7 @@ def test_the_audit_accounts_for_every_unit(engine: AnyEngine) -> None:
     assert "every unit accounted for" in str(report)
 
 
-def test_the_asynchronous_face_does_the_same(make_async: Callable[[], AnyAsyncEngine]) -> None:
+def test_the_asynchronous_client_does_the_same(make_async: Callable[[], AnyAsyncEngine]) -> None:
     async def talk() -> None:
         async with make_async() as engine:
             session = await engine.session()
@@ -504,7 +506,7 @@ def test_an_event_loop_that_ends_leaves_no_turn_behind(make_async: Callable[[], 
     asyncio.run(engine.close())
 
 
-def test_a_cancelled_opening_leaves_no_session(make_async: Callable[[], AnyAsyncEngine]) -> None:
+def test_cancelling_the_opening_of_a_session_leaves_none(make_async: Callable[[], AnyAsyncEngine]) -> None:
     async def open_and_cancel() -> None:
         async with make_async() as engine:
             for _ in range(30):
@@ -518,7 +520,7 @@ def test_a_cancelled_opening_leaves_no_session(make_async: Callable[[], AnyAsync
     asyncio.run(asyncio.wait_for(open_and_cancel(), 20))
 
 
-def test_a_cancelled_append_commits_nothing_that_has_not_been_computed(
+def test_a_cancelled_append_commits_nothing_uncomputed(
     make_async: Callable[[], AnyAsyncEngine],
 ) -> None:
     async def append_and_cancel() -> None:
@@ -539,7 +541,7 @@ def test_a_cancelled_append_commits_nothing_that_has_not_been_computed(
 
 
 @pytest.mark.parametrize("where", ["in this process", "over HTTP"])
-def test_closing_ends_what_is_open(where: str, witness: Server) -> None:
+def test_closing_an_engine_ends_everything_open(where: str, witness: Server) -> None:
     engine: AnyEngine = tenuto.connect(witness.url) if where == "over HTTP" else tenuto.Engine("witness")
     session = engine.session(ttl=1)
     ended = session.turn([1], max_new_tokens=2)

@@ -13,12 +13,12 @@ def parsed(stream: bytes) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize("end", ["\n", "\r", "\r\n"])
-def test_names_data_and_ids_are_read_whatever_ends_a_line(end: str) -> None:
+def test_names_data_and_ids_are_read_with_any_line_ending(end: str) -> None:
     lines = ["event: delta", "id: 7", "data: one", "data:two", "", "data:  three", "", ""]
     assert parsed(end.join(lines).encode()) == [("delta", "one\ntwo", "7"), ("message", " three", "7")]
 
 
-def test_what_the_standard_leaves_out_is_left_out() -> None:
+def test_fields_the_standard_ignores_are_ignored() -> None:
     assert parsed(b"\xef\xbb\xbfdata: a\n\n") == [("message", "a", "")]
     assert parsed(b": ping\n\nevent: x\n\ndata: b\n\n") == [("message", "b", "")]  # without data there is no event
     assert parsed(b"retry: 5\nnonsense\nid: a\0b\ndata\n\n") == [("message", "", "")]
@@ -31,7 +31,7 @@ def test_what_the_standard_leaves_out_is_left_out() -> None:
     st.sampled_from([b"\n", b"\r", b"\r\n"]),
     st.data(),
 )
-def test_a_stream_says_the_same_wherever_it_is_cut(texts: list[str], end: bytes, draw: st.DataObject) -> None:
+def test_a_stream_is_parsed_alike_wherever_it_is_cut(texts: list[str], end: bytes, draw: st.DataObject) -> None:
     stream = b"".join(
         b"id: %d" % number + end + b"".join(b"data: " + line.encode() + end for line in text.splitlines()) + end
         for number, text in enumerate(texts)
@@ -44,7 +44,7 @@ def test_a_stream_says_the_same_wherever_it_is_cut(texts: list[str], end: bytes,
     assert events == EventParser().feed(stream)
 
 
-def test_it_reads_what_the_server_writes() -> None:
+def test_the_clients_parser_reads_the_servers_events() -> None:
     said = {"text": "a\nb\u2028\r", "tokens": [1]}
     assert parsed(event("delta", said, 3)) == [("delta", '{"text":"a\\nb\u2028\\r","tokens":[1]}', "3")]
     assert parsed(data("x")) == [("message", '"x"', "")]

@@ -1,4 +1,4 @@
-"""What training loops ask of an engine between rollouts, in this process and on a server."""
+"""Calls that training loops make between rollouts, in this process and on a server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.serve.server import Server, serving
 
 @pytest.fixture(scope="module")
 def witness() -> Iterator[Server]:
-    """A server of its own: its weights are replaced."""
+    """A separate server, since its weights are replaced."""
     with serving("--model", "witness", "--context-length", "512") as server:
         yield server
         server.audit()
@@ -31,7 +31,7 @@ def engine(request: pytest.FixtureRequest, witness: Server) -> Iterator[Any]:
             yield local
 
 
-def test_memory_is_given_back_between_rollouts_and_other_weights_say_something_else(engine: Any) -> None:
+def test_memory_is_released_between_rollouts_and_other_weights_give_other_output(engine: Any) -> None:
     session, twin = engine.session(), engine.session()
     for each in (session, twin):
         each.turn([1, 2, 3], max_new_tokens=4).result()
@@ -46,7 +46,7 @@ def test_memory_is_given_back_between_rollouts_and_other_weights_say_something_e
     engine.update_weights_from_disk("others")
     new = session.turn([4], max_new_tokens=12)
     assert list(new.tokens()) != old
-    assert new.result().usage.cached == 0  # nothing of the old weights is used
+    assert new.result().usage.cached == 0  # no memory of the old weights is used
     session.close()
     twin.close()
 
@@ -78,7 +78,7 @@ def test_a_turn_waits_while_generation_is_paused(engine: Any, retract: bool) -> 
         (lambda engine: engine.update_weights_from_disk("x", abort=1), "abort"),
     ],
 )
-def test_what_is_wrong_is_refused_and_named(engine: Any, call: Any, param: str) -> None:
+def test_wrong_arguments_are_refused_and_named(engine: Any, call: Any, param: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         call(engine)
     assert refused.value.param == param

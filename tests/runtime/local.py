@@ -1,4 +1,4 @@
-"""A link to an engine in this process, for tests of what stands on a link."""
+"""A link to an engine in this process, for tests of code that uses a link."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tenuto.runtime.service import open_service
 
 
 class LocalLink(Link):
-    """A `Link` whose engine runs in a thread of this process. To be made where an event loop runs."""
+    """A `Link` whose engine runs in a thread of this process. Construct it inside an event loop."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        """Loads the model and blocks meanwhile. Raises `ModelError` or `ConfigError`."""
+        """Loads the model, which blocks. Raises `ModelError` or `ConfigError`."""
         super().__init__()
         self._loop = asyncio.get_running_loop()
         self._service = open_service(settings, self._post)

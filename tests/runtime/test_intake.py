@@ -1,5 +1,5 @@
-"""Input on its way into the engine: what cannot fit is not encoded, what is holds nobody up, and what nobody waits for
-any more starts nothing. Encodings are counted, and held, where they happen."""
+"""Input on its way into the engine: input that cannot fit is never encoded, long input delays no other turn, and
+withdrawn input starts none. Encodings are counted, and held, where they happen."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ from tests.runtime.local import LocalLink
 
 CONTEXT = 70_000
 LARGE_INPUT = LONG_INPUT + 1000
-"""From which size on work counts as large in the test of it; the witness takes seconds for what really is."""
+"""The size that counts as large in tests; the witness would need seconds for the real one."""
 LONGEST = len("<|im_start|>")
 """Bytes of the witness's longest token."""
 SECONDS = 60
 
 
 class Encoder:
-    """Stands before `Tokenizer.encode`: notes the length of texts and in which thread they are encoded. Once `hold` was
-    called, long texts wait until `release`."""
+    """Wraps `Tokenizer.encode`: notes the length of each text and the thread that encodes it. After `hold`, long texts
+    wait until `release`."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.seen: list[tuple[int, str]] = []
-        self.held = threading.Event()  # one waits
+        self.held = threading.Event()  # a text is waiting
         self._may_go = threading.Event()
         self._may_go.set()
         encode = Tokenizer.encode
@@ -73,7 +73,7 @@ class Encoder:
         self._may_go.set()
 
     def lengths(self) -> list[int]:
-        """Of the texts that are not merely a template's."""
+        """Returns the lengths of the texts that are more than a template's."""
         return [length for length, _ in self.seen if length > 30]
 
 
@@ -119,7 +119,7 @@ def turn(given: str | list[Any], session: str | None = "s", **rest: Any) -> Star
 
 
 async def ended(link: LocalLink, request: StartTurn) -> Ticket:
-    """The ticket of a turn that has been started, and has ended."""
+    """Runs a turn to its end and returns its ticket."""
     reader = Reader()
     await link.start(request, reader)
     await reader.ended.wait()
@@ -135,7 +135,7 @@ TOO_LONG = "x" * (LONGEST * (CONTEXT + 3))
 
 
 @pytest.mark.parametrize("given", [TOO_LONG, said(TOO_LONG), said("x" * 99) + said(TOO_LONG), [1] * (CONTEXT + 9)])
-def test_what_cannot_fit_is_refused_and_never_encoded(encoder: Encoder, given: str | list[Any]) -> None:
+def test_input_that_cannot_fit_is_refused_and_never_encoded(encoder: Encoder, given: str | list[Any]) -> None:
     async def story(link: LocalLink) -> None:
         for request in (turn(given), turn(given, None), turn(given, markup=True), turn(given, None, markup=True)):
             with pytest.raises(ContextExceeded):
@@ -150,7 +150,7 @@ def test_what_cannot_fit_is_refused_and_never_encoded(encoder: Encoder, given: s
     assert encoder.lengths() == []
 
 
-def test_what_is_left_of_a_context_counts(encoder: Encoder) -> None:
+def test_only_the_rest_of_a_context_counts(encoder: Encoder) -> None:
     context = 20_000
 
     async def story(link: LocalLink) -> None:
@@ -199,7 +199,7 @@ def test_input_is_encoded_outside_the_engines_thread(
     assert "tenuto-engine" not in {thread for _, thread in encoder.seen}
 
 
-def test_others_go_on_while_long_input_is_encoded(encoder: Encoder) -> None:
+def test_other_turns_continue_while_long_input_is_encoded(encoder: Encoder) -> None:
     async def story(link: LocalLink) -> None:
         encoder.hold()
         long = asyncio.ensure_future(ended(link, turn(said("x" * LONG_INPUT))))
@@ -231,7 +231,7 @@ def test_input_is_prepared_again_if_its_session_changes_meanwhile(encoder: Encod
     play(story)
 
 
-def test_a_version_that_has_passed_while_input_was_prepared_refuses_it(encoder: Encoder) -> None:
+def test_input_prepared_for_an_outdated_version_is_refused(encoder: Encoder) -> None:
     async def story(link: LocalLink) -> None:
         await ended(link, turn(said("first")))
         encoder.hold()
@@ -246,7 +246,7 @@ def test_a_version_that_has_passed_while_input_was_prepared_refuses_it(encoder: 
     play(story)
 
 
-def test_a_session_that_is_closed_while_input_is_prepared_refuses_it(encoder: Encoder) -> None:
+def test_input_prepared_for_a_session_closed_meanwhile_is_refused(encoder: Encoder) -> None:
     async def story(link: LocalLink) -> None:
         encoder.hold()
         starting = asyncio.ensure_future(ended(link, turn(said("x" * LONG_INPUT))))
@@ -260,13 +260,11 @@ def test_a_session_that_is_closed_while_input_is_prepared_refuses_it(encoder: En
 
 
 @pytest.mark.parametrize("length", [SHORT_INPUT + 1, LONG_INPUT])
-def test_input_of_a_session_that_is_closed_does_not_begin_in_the_next_one_with_its_id(
-    encoder: Encoder, length: int
-) -> None:
+def test_input_of_a_closed_session_does_not_start_in_the_next_one_with_its_id(encoder: Encoder, length: int) -> None:
     async def story(link: LocalLink) -> None:
         encoder.hold()
         other = asyncio.ensure_future(link.start(turn("x" * LONG_INPUT, None), Reader()))
-        await waiting(encoder.held)  # and with it the lane of the long ones
+        await waiting(encoder.held)  # and with it the lane of long texts
         first = Draft(tenant="t", session="s", input="x" * LONG_INPUT)
         starting: list[asyncio.Future[object]] = [asyncio.ensure_future(link.call(first)) for _ in range(2)]
         starting.append(asyncio.ensure_future(link.start(turn("y" * length), Reader())))
@@ -284,11 +282,11 @@ def test_input_of_a_session_that_is_closed_does_not_begin_in_the_next_one_with_i
     play(story)
 
 
-def test_input_that_came_before_its_session_was_opened_finds_none(encoder: Encoder) -> None:
+def test_input_sent_before_its_session_was_opened_is_refused(encoder: Encoder) -> None:
     async def story(link: LocalLink) -> None:
         encoder.hold()
         other = asyncio.ensure_future(link.start(turn("x" * LONG_INPUT, None), Reader()))
-        await waiting(encoder.held)  # and with it the lane of the long ones
+        await waiting(encoder.held)  # and with it the lane of long texts
         starting = asyncio.ensure_future(link.start(turn("y" * LONG_INPUT, "later"), Reader()))
         await asyncio.sleep(0)  # it is sent
         await link.call(OpenSession(session="later", policy=Policy(tenant="t")))
@@ -301,7 +299,7 @@ def test_input_that_came_before_its_session_was_opened_finds_none(encoder: Encod
     play(story)
 
 
-def test_what_is_refused_anyway_is_refused_before_long_input_is_encoded(encoder: Encoder) -> None:
+def test_a_turn_refused_for_other_reasons_is_refused_before_long_input_is_encoded(encoder: Encoder) -> None:
     async def story(link: LocalLink) -> None:
         long = said("x" * LONG_INPUT)
         for request in (turn(long, "nowhere"), turn(long, version=7), turn(long, limits=Limits(tokens=0))):
@@ -312,7 +310,7 @@ def test_what_is_refused_anyway_is_refused_before_long_input_is_encoded(encoder:
     assert encoder.lengths() == []
 
 
-def test_input_that_is_withdrawn_starts_no_turn_and_is_not_encoded_if_it_was_not_yet(encoder: Encoder) -> None:
+def test_withdrawn_input_starts_no_turn_and_is_not_encoded_if_still_waiting(encoder: Encoder) -> None:
     async def story(link: LocalLink) -> None:
         encoder.hold()
         names = ["first", "second"]
@@ -333,7 +331,7 @@ def test_input_that_is_withdrawn_starts_no_turn_and_is_not_encoded_if_it_was_not
     assert encoder.lengths() == [LONG_INPUT]
 
 
-def test_a_client_that_goes_while_its_input_is_prepared_leaves_no_turn(encoder: Encoder) -> None:
+def test_a_client_that_disconnects_while_its_input_is_prepared_leaves_no_turn(encoder: Encoder) -> None:
     async def story(link: LocalLink) -> None:
         turns = Turns(link)
         encoder.hold()
@@ -344,7 +342,7 @@ def test_a_client_that_goes_while_its_input_is_prepared_leaves_no_turn(encoder: 
             await starting
         while turns.open_turns() and not any(live.rolling_back for live in turns.open_turns()):
             await asyncio.sleep(0.01)
-        await link.call(GetStats())  # what was sent before is known now
+        await link.call(GetStats())  # earlier messages have arrived by now
         encoder.release()
         while turns.open_turns():
             await asyncio.sleep(0.01)
@@ -376,12 +374,12 @@ def test_input_of_one_session_keeps_its_order(encoder: Encoder) -> None:
     ("given", "size"),
     [("abc", 3), ([5] * 9, 9), (said("") * 9999, 9999 * MESSAGE_SIZE), (said("abc"), 3 + MESSAGE_SIZE)],
 )
-def test_input_has_a_size_also_if_its_messages_are_empty(given: str | list[Any], size: int) -> None:
+def test_input_has_a_size_even_if_its_messages_are_empty(given: str | list[Any], size: int) -> None:
     assert size_of(given) == size
 
 
 class Gate:
-    """Holds the engine's thread where it is put into the commands, until `open`."""
+    """Holds the engine's thread at the point where it is queued among the commands, until `open`."""
 
     def __init__(self, link: LocalLink) -> None:
         self.reached, self._opened = threading.Event(), threading.Event()
@@ -395,7 +393,7 @@ class Gate:
         self._opened.set()
 
 
-def test_input_that_has_to_be_prepared_again_is_not_overtaken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_input_that_must_be_prepared_again_is_not_overtaken(monkeypatch: pytest.MonkeyPatch) -> None:
     drafted: list[int] = []
     draft = Engine.draft
 
@@ -414,7 +412,7 @@ def test_input_that_has_to_be_prepared_again_is_not_overtaken(monkeypatch: pytes
             await asyncio.sleep(0)
             between = Gate(link)
             older = asyncio.ensure_future(link.call(Draft(tenant="t", session="s", input="older")))
-            await asyncio.sleep(0)  # its history is not what it seems
+            await asyncio.sleep(0)  # it is prepared for a history that is about to change
             before.open()
             await waiting(between.reached)
             newer = asyncio.ensure_future(link.call(Draft(tenant="t", session="s", input="new")))

@@ -1,4 +1,4 @@
-"""Lanes do the work of tenants in turn."""
+"""Lanes process the work of tenants in turn."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tenuto.runtime.preparation import Preparer
 from tests.text.test_grammars import compiler
 
 
-def test_a_tenants_work_is_done_in_order_and_waits_for_one_piece_of_anothers() -> None:
+def test_a_tenants_work_runs_in_order_and_waits_for_at_most_one_piece_of_anothers() -> None:
     lane, begun, goes_on, done = Lane("test"), threading.Event(), threading.Event(), list[str]()
 
     def hold() -> None:
@@ -36,7 +36,7 @@ def test_a_tenants_work_is_done_in_order_and_waits_for_one_piece_of_anothers() -
     assert done == ["greedy 0", "small 0", "greedy 1", "small 1", "greedy 2", "greedy 3", "greedy 4"]
 
 
-def test_a_mistake_in_one_piece_of_work_does_not_end_a_lane() -> None:
+def test_an_error_in_one_piece_of_work_does_not_end_a_lane() -> None:
     lane, done = Lane("test"), list[int]()
     lane.put(1, lambda: done.append(1 // 0))
     lane.put(1, lambda: done.append(1))
@@ -47,7 +47,7 @@ def test_a_mistake_in_one_piece_of_work_does_not_end_a_lane() -> None:
 @pytest.mark.parametrize(
     ("sizes", "times"), [([LARGE, 1, LARGE], 2), ([LARGE - 1] * (2 * MUCH // LARGE + 3), 2), ([1], 0)]
 )
-def test_free_memory_is_returned_after_large_work_and_after_much(
+def test_free_memory_is_returned_after_large_work_and_after_much_work(
     sizes: list[int], times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     returned: list[int] = []
@@ -67,14 +67,14 @@ def test_a_small_grammar_does_not_wait_for_large_ones_nor_text_for_grammars() ->
         some.close()
 
 
-def test_expressions_that_end_a_turn_are_compiled_and_refused_before_the_engine_has_the_turn() -> None:
+def test_stop_expressions_are_compiled_and_refused_before_the_engine_gets_the_turn() -> None:
     preparer = Preparer(None, None, None)  # type: ignore[arg-type] # which it does not ask
     start = StartTurn(kind="turn", tenant="", input=[1], params=TurnParams(stop_regex=("(",)))
     with pytest.raises(InvalidRequest, match="stop_regex"):
         preparer.prepare(start, Basis.opening(100))
 
 
-def test_only_a_grammar_that_is_not_compiled_yet_is_work_for_its_lane() -> None:
+def test_only_a_grammar_not_yet_compiled_counts_as_work_for_its_lane() -> None:
     preparer = Preparer(None, None, compiler())  # type: ignore[arg-type] # which it does not ask
     for grammar, characters in ((Grammar("regex", "only here[a-z]"), 14), (Grammar("json_object"), 1)):
         start = StartTurn(kind="turn", tenant="", params=TurnParams(grammar=grammar))

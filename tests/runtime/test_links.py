@@ -1,4 +1,4 @@
-"""An engine spoken to by messages: the same in this process and in one of its own."""
+"""An engine driven by messages behaves the same in this process and in a separate one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def separate(settings: WorkerSettings) -> Link:
 
 @pytest.fixture(params=[local, separate], ids=["in this process", "in one of its own"])
 def play(request: pytest.FixtureRequest) -> Callable[[Callable[[Link], Awaitable[None]]], None]:
-    """Runs a story with a link, and sees that memory is sound at its end."""
+    """Runs a story with a link, and audits memory at its end."""
 
     def run(story: Callable[[Link], Awaitable[None]], settings: WorkerSettings = SETTINGS) -> None:
         async def whole() -> None:
@@ -66,7 +66,7 @@ def play(request: pytest.FixtureRequest) -> Callable[[Callable[[Link], Awaitable
 
 
 class Reader:
-    """Takes a turn's news, and waits for its end."""
+    """Collects a turn's events and waits for its end."""
 
     def __init__(self) -> None:
         self.news: list[TurnNews] = []
@@ -91,7 +91,7 @@ def opened(session: str = "s", **rest: Any) -> OpenSession:
     return OpenSession(session=session, policy=Policy(tenant="t"), **rest)
 
 
-def test_a_turn_brings_its_ticket_then_its_tokens_then_its_result(play) -> None:
+def test_a_turn_sends_its_ticket_then_its_tokens_then_its_result(play) -> None:
     async def story(link: Link) -> None:
         await link.call(opened())
         reader = Reader()
@@ -109,7 +109,7 @@ def test_a_turn_brings_its_ticket_then_its_tokens_then_its_result(play) -> None:
     play(story)
 
 
-def test_a_refused_turn_raises_and_brings_nothing(play) -> None:
+def test_a_refused_turn_raises_and_sends_nothing(play) -> None:
     async def story(link: Link) -> None:
         for request, error in (
             (turn("nowhere", [1]), NotFound),
@@ -143,7 +143,7 @@ def test_many_calls_at_once_each_get_their_own_answer(play) -> None:
     play(story)
 
 
-def test_a_tenant_reaches_and_sees_its_own_sessions_alone_and_no_hidden_ones(play) -> None:
+def test_a_tenant_sees_and_uses_only_its_own_visible_sessions(play) -> None:
     async def story(link: Link) -> None:
         await link.call(opened())
         await link.call(OpenSession(session="hidden", policy=Policy(tenant="t", hidden=True)))
@@ -162,7 +162,7 @@ def test_a_tenant_reaches_and_sees_its_own_sessions_alone_and_no_hidden_ones(pla
     play(story)
 
 
-def test_an_abort_names_the_turn_it_means(play) -> None:
+def test_an_abort_applies_only_to_the_turn_it_names(play) -> None:
     async def story(link: Link) -> None:
         await link.call(opened())
         reader = Reader()
@@ -178,7 +178,7 @@ def test_an_abort_names_the_turn_it_means(play) -> None:
     play(story)
 
 
-def test_versions_and_limits_are_checked_where_sessions_live(play) -> None:
+def test_versions_and_limits_are_checked_in_the_engine(play) -> None:
     async def story(link: Link) -> None:
         await link.call(opened(limits=Limits(sessions=1)))
         with pytest.raises(LimitReached):
@@ -196,7 +196,7 @@ def test_versions_and_limits_are_checked_where_sessions_live(play) -> None:
     play(story)
 
 
-def test_dropped_memory_is_counted_with_its_reason_when_it_is_computed_again(play) -> None:
+def test_recomputed_memory_is_counted_with_the_reason_it_was_dropped(play) -> None:
     async def story(link: Link) -> None:
         await link.call(opened())
         for _ in range(2):
@@ -210,7 +210,7 @@ def test_dropped_memory_is_counted_with_its_reason_when_it_is_computed_again(pla
     play(story)
 
 
-def test_text_is_given_back_for_tokens(play) -> None:
+def test_tokens_are_turned_back_into_text(play) -> None:
     async def story(link: Link) -> None:
         reader = Reader()
         await link.start(
@@ -237,7 +237,9 @@ def test_text_is_given_back_for_tokens(play) -> None:
         {"memory": -1},
     ],
 )
-def test_an_engine_that_cannot_be_made_says_why(link: Callable[[WorkerSettings], Awaitable[Link]], settings) -> None:
+def test_an_engine_that_cannot_be_created_gives_the_reason(
+    link: Callable[[WorkerSettings], Awaitable[Link]], settings
+) -> None:
     with pytest.raises(ConfigError):
         asyncio.run(link(WorkerSettings(**{"model": "witness", **settings})))  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""A service whose commits are acknowledged late, or not at all: what it answers meanwhile, and in which order."""
+"""A service whose commits are acknowledged late or never: its answers meanwhile, and their order."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TURN = StartTurn(kind="turn", tenant="t", session="s", input=[1, 2], params=Turn
 
 
 class Journal:
-    """Acknowledges nothing from the first commit of a turn on before it is told to, or fails."""
+    """Acknowledges nothing from the first commit of a turn on until `safe`; fails while `failing`."""
 
     def __init__(self) -> None:
         self.changes: list[Change] = []
@@ -67,7 +67,7 @@ class Stand:
         return call
 
     def told(self) -> list[tuple[int, str]]:
-        """What has been told by the time at which a question that shows nothing is answered."""
+        """Returns the replies so far, up to the answer to a question that reveals nothing."""
         last = self.ask(GetStats())
         told: list[tuple[int, str]] = []
         while not (isinstance(reply := self.replies.get(timeout=20), Answer) and reply.call == last):
@@ -100,7 +100,7 @@ def stand() -> Iterator[Stand]:
     made.service.close()
 
 
-def test_answers_that_show_a_commit_follow_its_last_delta(stand: Stand) -> None:
+def test_answers_that_reveal_a_commit_follow_its_last_delta(stand: Stand) -> None:
     opened, turn = stand.ask(OpenSession(session="s", policy=Policy(tenant="t"))), stand.ask(TURN)
     assert stand.until_committed(1) == [(opened, "answered"), (turn, "answered")]
     requests: tuple[Request[object], ...] = (
@@ -117,7 +117,7 @@ def test_answers_that_show_a_commit_follow_its_last_delta(stand: Stand) -> None:
     stand.acknowledge()
     told = stand.told()
     awaited = {(calls[1], "answered"), (calls[4], "ended"), (calls[5], "answered")}
-    while not awaited <= set(told):  # texts of turns, and tokens of drafts, are made elsewhere
+    while not awaited <= set(told):  # texts of turns and tokens of drafts are made on other threads
         told += stand.told()
     assert told[0] == (turn, "ended")
     assert {call for call, how in told if how == "answered"} == set(calls[:-1])
@@ -146,7 +146,7 @@ def test_while_commits_cannot_be_acknowledged_turns_fail_and_none_begins(stand: 
     assert (again, "answered") in stand.told()
 
 
-def test_the_last_message_says_that_the_engine_has_stopped() -> None:
+def test_the_last_message_reports_that_the_engine_has_stopped() -> None:
     stand = Stand()
     senders: set[str] = set()
 

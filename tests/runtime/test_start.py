@@ -1,4 +1,4 @@
-"""Starting takes as little as possible."""
+"""Starting loads as little as possible."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ assert "torch" not in sys.modules, "PyTorch is loaded"
 
 
 @pytest.mark.skipif(not any_variant, reason="native kernels cannot run here")
-def test_nothing_loads_pytorch_where_native_kernels_compute(smollm2_path: Path) -> None:
+def test_pytorch_is_not_loaded_where_native_kernels_compute(smollm2_path: Path) -> None:
     """From a GGUF file, and from a safetensors file of bfloat16 with recurrent layers."""
     command = [sys.executable, "-c", STORY, str(smollm2_path), str(HYBRID)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Text work is done beside the engine's thread: its calls are noted, or held, where they happen."""
+"""Text work is done outside the engine's thread: its calls are noted, or held, where they happen."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ TEXT_WORK: tuple[tuple[type, str], ...] = (
     (Tokenizer, "written_bytes"),
     (Template, "render"),
 )
-"""All that takes longer than the text of one sampled token."""
+"""All work that takes longer than the text of one sampled token."""
 
 
 class Threads:
-    """Where text work is done. Decoding more than `LONG` tokens waits while it is held."""
+    """Notes the threads of text work. Decoding more than `LONG` tokens waits while it is held."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.of: dict[str, set[str]] = defaultdict(set)
@@ -63,7 +63,7 @@ class Threads:
         return noted
 
     def clear(self) -> None:
-        """Forget what making the engine has noted."""
+        """Clears the notes from making the engine."""
         self.of.clear()
 
 
@@ -120,7 +120,7 @@ def said(text: str) -> list[Message]:
 
 
 @pytest.mark.parametrize("length", [20, LONG // 2 + 1, LONG + 1])
-def test_whatever_is_asked_the_engines_thread_only_decodes_what_is_sampled(threads: Threads, length: int) -> None:
+def test_the_engines_thread_only_decodes_sampled_tokens_whatever_is_requested(threads: Threads, length: int) -> None:
     text = "x" * length
 
     async def story(link: LocalLink) -> None:
@@ -153,7 +153,7 @@ def test_whatever_is_asked_the_engines_thread_only_decodes_what_is_sampled(threa
     assert "tenuto-engine" not in set().union(*threads.of.values())
 
 
-def test_nobody_but_its_own_turn_waits_for_the_text_of_a_long_echo(threads: Threads) -> None:
+def test_only_its_own_turn_waits_for_the_text_of_a_long_echo(threads: Threads) -> None:
     async def story(link: LocalLink) -> None:
         await link.call(OpenSession(session="plain", policy=Policy(tenant="t")))
         threads.may_go.clear()

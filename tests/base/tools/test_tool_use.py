@@ -1,4 +1,4 @@
-"""Calls and thoughts in answers: found as the text arrives, whatever pieces it arrives in, and forced by grammars."""
+"""Calls and reasoning in answers: found as the text arrives, however it is cut, and forced by grammars."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ THOUGHT = "<|channel|>analysis<|message|>hm <x><|end|><|start|>assistant"
         (TAGS, f"<tool_call>\n{ROME}\n</tool_call>", ("", "", [CALLED])),
         (TAGS, f"Let me see.\n<tool_call>{ROME}</tool_call>", ("Let me see.", "", [CALLED])),
         (TAGS, f"<tool_call>{ROME}</tool_call>\n<tool_call>{STOP}</tool_call>\n", ("", "", [CALLED, ("stop", {})])),
-        (TAGS, f"<tool_call>{ROME}", ("", "", [CALLED])),  # cut off, but whole
+        (TAGS, f"<tool_call>{ROME}", ("", "", [CALLED])),  # cut off, but complete
         (
             TAGS,
             '<tool_call>{"name": "stop", "arguments": {"x": "</tool_call>"}}</tool_call> b',
@@ -115,7 +115,7 @@ THOUGHT = "<|channel|>analysis<|message|>hm <x><|end|><|start|>assistant"
         (FUNCTION_TAGS, IN_TAGS, ("", "", [CALLED])),
         (FUNCTION_TAGS, f"Let me see.\n{IN_TAGS}\n{NO_ARGUMENTS}\n", ("Let me see.", "", [CALLED, ("stop", {})])),
         (FUNCTION_TAGS, IN_TAGS[12:-13], ("", "", [CALLED])),  # without the outer tags
-        (FUNCTION_TAGS, IN_TAGS[:-12], ("", "", [CALLED])),  # cut off, but whole
+        (FUNCTION_TAGS, IN_TAGS[:-12], ("", "", [CALLED])),  # cut off, but complete
         (FUNCTION_TAGS, IN_TAGS[:-24], (IN_TAGS[:-24], "", [])),
         (FUNCTION_TAGS, IN_TAGS.replace("\n</parameter>", ""), ("", "", [CALLED])),
         (FUNCTION_TAGS, IN_TAGS.replace("\n", ""), ("", "", [CALLED])),
@@ -169,9 +169,7 @@ THOUGHT = "<|channel|>analysis<|message|>hm <x><|end|><|start|>assistant"
     ],
     ids=str,
 )
-def test_an_answer_is_taken_apart_alike_in_whatever_pieces_it_comes(
-    habits: ModelHabits, text: str, expected: object
-) -> None:
+def test_an_answer_is_parsed_alike_however_it_is_cut(habits: ModelHabits, text: str, expected: object) -> None:
     wanted = (text, "", []) if expected is ... else expected
     assert told(read(habits, [text])) == wanted
     assert told(read(habits, list(text))) == wanted
@@ -198,7 +196,7 @@ def test_an_answer_is_taken_apart_alike_in_whatever_pieces_it_comes(
     ),
     st.randoms(use_true_random=False),
 )
-def test_any_pieces_of_any_text_say_the_same(parts: list[str], habits: ModelHabits, random) -> None:
+def test_any_pieces_of_any_text_are_parsed_alike(parts: list[str], habits: ModelHabits, random) -> None:
     text = "".join(parts)
     cuts = sorted(random.randrange(len(text) + 1) for _ in range(5))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -230,7 +228,7 @@ def test_without_tools_calls_are_text() -> None:
     assert told(read(TAGS, [f"<tool_call>{ROME}</tool_call>"], ())) == (f"<tool_call>{ROME}</tool_call>", "", [])
 
 
-def test_text_is_told_as_soon_as_it_cannot_be_a_call() -> None:
+def test_text_is_delivered_as_soon_as_it_cannot_be_a_call() -> None:
     reader = AnswerReader(TAGS, ["f"])
     assert [reader.push(piece).text for piece in ("Hi", " <", "b>", "<tool", "_call>")] == ["Hi", "", " <b>", "", ""]
 
@@ -249,7 +247,7 @@ def test_text_is_told_as_soon_as_it_cannot_be_a_call() -> None:
         ("twelve", ("integer",), "twelve"),
     ],
 )
-def test_arguments_without_quotation_marks_are_what_their_schema_says(text: str, types: Any, value: Any) -> None:
+def test_unquoted_arguments_are_parsed_by_their_schema(text: str, types: Any, value: Any) -> None:
     said = IN_TAGS.replace("Rome", text)
     schema: Any = {"properties": {"city": {"type": list(types)} if types else {}}}
     use = ToolUse(({"name": "weather", "parameters": schema},))
@@ -258,7 +256,7 @@ def test_arguments_without_quotation_marks_are_what_their_schema_says(text: str,
     assert call.parsed() == {"city": value}
 
 
-def test_text_of_any_kind_is_an_argument_and_what_cannot_be_forced_is_refused() -> None:
+def test_an_argument_may_be_any_text_and_a_schema_that_cannot_be_forced_is_refused() -> None:
     functions = {"weather": {**SCHEMA, "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}
     grammar = calls_grammar(FUNCTION_TAGS, functions, parallel=False)
     with_days = IN_TAGS.replace("</function>", "<parameter=days>\n3\n</parameter>\n</function>")
@@ -275,7 +273,7 @@ def test_text_of_any_kind_is_an_argument_and_what_cannot_be_forced_is_refused() 
 
 @pytest.mark.parametrize("habits", [TAGS, JSON, LLAMA], ids=str)
 @pytest.mark.parametrize("parallel", [False, True])
-def test_what_a_grammar_of_calls_allows_is_read_as_calls(habits: ModelHabits, parallel: bool) -> None:
+def test_every_call_that_a_grammar_allows_is_read_as_a_call(habits: ModelHabits, parallel: bool) -> None:
     grammar = calls_grammar(habits, FUNCTIONS, parallel=parallel)
     one, two = ROME.replace("arguments", habits.arguments), STOP.replace("arguments", habits.arguments)
     tagged = habits.tools == "tags"
@@ -303,7 +301,7 @@ NESTED = {"weather": ARGUMENTS, "weathers": {"type": "object", "maxProperties": 
 
 
 def marked_tokenizer() -> Tokenizer:
-    """Bytes, and the control tokens of all formats."""
+    """Returns a tokenizer of bytes and the control tokens of all formats."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE({text: i for i, text in enumerate(letters)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -342,7 +340,7 @@ COMPILER = GrammarCompiler(MARKED, SIZE, ())  # so that control tokens do not en
 
 
 def wander(grammar: Grammar, random: Random, begun: str, *, markup: bool = False) -> list[int]:
-    """Tokens of a text of the grammar, at random, that begins with `begun`."""
+    """Returns the tokens of a random text of the grammar that begins with `begun`."""
     constraint, said = COMPILER.constraint(grammar), MARKED.encode(begun, special=markup)
     for token in said:
         assert not constraint.push(token)
@@ -363,7 +361,7 @@ def wander(grammar: Grammar, random: Random, begun: str, *, markup: bool = False
 
 @pytest.mark.parametrize("habits", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("thinks", ["no", "tags"])
-def test_whatever_a_grammar_of_calls_can_say_is_read_as_the_same_calls_in_any_pieces(
+def test_any_text_of_a_grammar_of_calls_is_read_as_the_same_calls_however_it_is_cut(
     habits: ModelHabits, thinks: Any
 ) -> None:
     random, several, own_ids = Random(5), 0, habits.short_ids or habits.mark("[CALL_ID]") is not None
@@ -397,7 +395,7 @@ def test_whatever_a_grammar_of_calls_can_say_is_read_as_the_same_calls_in_any_pi
             assert not own_ids or call.id in text
         if habits.tools in ("tags", "list", "json"):
             assert text.rpartition("</think>")[2].count(f'"{habits.arguments}": ') >= len(whole.calls)
-        if habits.tools in ("named", "json"):  # also where nobody has written control tokens out
+        if habits.tools in ("named", "json"):  # also if the control tokens are not written out
             plain = use.reading(habits, grammar).reader("a")
             bare = plain.push(MARKED.decode(tokens))
             bare.add(plain.finish())
@@ -406,7 +404,7 @@ def test_whatever_a_grammar_of_calls_can_say_is_read_as_the_same_calls_in_any_pi
     assert several > 0 or habits.tools == "channels"
 
 
-def test_an_answer_in_shape_is_written_to_its_channel() -> None:
+def test_a_structured_answer_is_written_to_its_channel() -> None:
     habits = FORMATS["channels"]
     shape = shape_of(habits, Grammar.of_schema({"type": "boolean"}), {}, forced=False, parallel=False)
     assert shape is not None
@@ -418,7 +416,7 @@ def test_an_answer_in_shape_is_written_to_its_channel() -> None:
         assert whole.text in ("true", "false")
 
 
-def test_calls_or_an_answer_in_another_shape() -> None:
+def test_a_grammar_can_allow_calls_or_a_structured_answer() -> None:
     grammar = calls_grammar(TAGS, FUNCTIONS, parallel=False, answer=Grammar.of_schema({"type": "boolean"}))
     assert follows(grammar, "true")
     assert follows(grammar, f"<tool_call>\n{ROME}\n</tool_call>")
@@ -428,7 +426,7 @@ def test_calls_or_an_answer_in_another_shape() -> None:
 
 
 @pytest.mark.parametrize("thinks", ["tags", "opened"])
-def test_a_model_that_thinks_does_so_before_it_follows_a_grammar(thinks: Any) -> None:
+def test_a_reasoning_model_reasons_before_it_follows_a_grammar(thinks: Any) -> None:
     habits = ModelHabits("tags", thinks=thinks)
     opening = "" if thinks == "opened" else "<think>"
     call = f"<tool_call>\n{ROME}\n</tool_call>"
@@ -446,7 +444,7 @@ def test_a_model_that_thinks_does_so_before_it_follows_a_grammar(thinks: Any) ->
         assert told(Said(whole.text + rest.text, whole.reasoning, whole.calls + rest.calls)) == expected
 
 
-def test_where_a_grammar_has_no_room_for_thoughts_there_are_none() -> None:
+def test_a_grammar_without_room_for_reasoning_yields_none() -> None:
     habits = ModelHabits("tags", thinks="opened")
     grammar = Grammar("regex", "[0-9]+")
     assert shape_of(habits, grammar, {}, forced=False, parallel=False) == grammar
@@ -454,7 +452,7 @@ def test_where_a_grammar_has_no_room_for_thoughts_there_are_none() -> None:
     assert ToolUse().reading(habits, None).reader().push("hm").reasoning == "hm"
 
 
-def test_a_model_is_told_of_tools_whatever_the_choice() -> None:
+def test_tools_are_rendered_whatever_the_choice() -> None:
     tools = [{"name": "weather", "parameters": SCHEMA}]
     assert ToolUse.of(tools, "none").told == ToolUse.of(tools).told
     assert ToolUse.of(tools, "none").reading(TAGS, None).names == ()
@@ -470,18 +468,18 @@ def test_a_model_is_told_of_tools_whatever_the_choice() -> None:
     ],
     ids=str,
 )
-def test_wrong_tools_are_refused_and_named(options: dict[str, Any], param: str) -> None:
+def test_invalid_tools_are_refused_by_their_field(options: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         ToolUse.among(options)
     assert refused.value.param == param
 
 
-def test_what_others_write_of_a_function_is_not_told() -> None:
+def test_extra_fields_of_a_function_are_not_rendered() -> None:
     wrapped = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}}
     assert ToolUse.of([wrapped]).told == ToolUse.of([{"name": "weather", "parameters": SCHEMA}]).told
 
 
-def test_arguments_are_objects() -> None:
+def test_arguments_must_be_objects() -> None:
     with pytest.raises(InvalidRequest, match="allowed: a schema of an object") as refused:
         calls_grammar(JSON, {"f": {"type": "string"}}, parallel=False)
     assert refused.value.param == "tools"

@@ -1,4 +1,4 @@
-"""Messages: what is sent is what arrives, and every request names the type of its answer."""
+"""Messages arrive as they were sent, and every request names the type of its answer."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ def test_every_request_names_the_type_of_its_answer() -> None:
         OpenSession(session="s", policy=Policy(3, 1.5, tenant="t", hidden=True, metadata=(("a", "b"),))),
     ],
 )
-def test_options_travel_as_themselves(request_: StartTurn | OpenSession) -> None:
+def test_options_are_sent_unchanged(request_: StartTurn | OpenSession) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(request_), type=AnyRequest) == request_
 
 
-def test_deltas_travel_as_themselves() -> None:
+def test_deltas_are_sent_unchanged() -> None:
     entry = TokenLogprob(5, -0.5, (Candidate(6, -0.25, b"\xc3"),), b"x")
     result = TurnResult(EndReason.STOP, True, 2, 1, Usage(3, 1, 1, 4), 9, 50, "end")
     updates = Updates(updates=[(3, Delta((5,), "x", 1, result, (entry,), (None, entry))), (4, Delta())])
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(updates), type=AnyReply) == updates
 
 
-def test_an_error_travels_with_what_it_is_about_and_a_detail_that_only_its_text_has() -> None:
+def test_an_error_arrives_with_its_param_and_a_detail_that_only_its_text_has() -> None:
     sent = EngineStopped("the engine stopped", param="model", detail="InvariantError: turn 3 of s")
     refusal = msgspec.msgpack.decode(msgspec.msgpack.encode(refusal_of(7, sent)), type=AnyReply)
     came = error_of(refusal)
@@ -83,12 +83,12 @@ def test_every_request_can_be_decoded() -> None:
     assert "OfSession" not in kinds
 
 
-def test_a_session_is_shown_as_itself() -> None:
+def test_a_session_view_is_sent_unchanged() -> None:
     info = SessionInfo("s", SessionState.OPEN, None, 1, 2, 30, 20, 70, 100, 0, None, 1.5, {"full": 3}, {"a": "b"})
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(info), type=SessionInfo) == info
 
 
-def test_settings_of_an_engine_are_checked_where_they_are_given() -> None:
+def test_engine_settings_are_checked_when_constructed() -> None:
     with pytest.raises(ConfigError, match="unknown engine options"):
         WorkerSettings(model="witness", config={"no_such_option": 1})  # type: ignore[typeddict-unknown-key]
     for budget in ("token_budget", "mixed_budget"):
