@@ -32,7 +32,7 @@ def check_device(device: str) -> None:
 
 
 def trim() -> None:
-    """Returns the free device memory that PyTorch keeps in reserve to the system."""
+    """Gives the free device memory that PyTorch keeps in reserve back to the system."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()

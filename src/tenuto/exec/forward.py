@@ -56,7 +56,7 @@ class Logits(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Logits and, if it comes at no cost, the likeliest token of each, int32 [outputs] (of equals, the first)."""
+    """Logits and, if it comes at no cost, the likeliest token of each, int32 [outputs]; ties go to the lowest id."""
 
     logits: Logits
     best: Ints | None = None
@@ -107,7 +107,7 @@ class Forward(Protocol):
         ...
 
     def release_units(self) -> None:
-        """Returns the memory of all units to the system; `prepare` allocates it again."""
+        """Gives the memory of all units back to the system; `prepare` allocates it again."""
         ...
 
     def close(self) -> None:

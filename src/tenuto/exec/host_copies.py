@@ -57,7 +57,7 @@ class CudaCopies:
     """Copies of a CUDA device. Host copies are in pinned memory, and stay there while they are parked; copies to the
     device use their own stream. The calling thread waits for an event, but no step waits.
 
-    Tests replace `torch.cuda` and `pinned` by `cuda` and `allocate`.
+    `cuda` and `allocate` replace `torch.cuda` and `pinned` in tests.
     """
 
     def __init__(
@@ -97,5 +97,5 @@ class CudaCopies:
 
 
 def copies_for(device: torch.device) -> HostCopies:
-    """How this device's memory is copied."""
+    """Returns the copies for a device."""
     return CudaCopies(device) if device.type == "cuda" else PlainCopies(device)

@@ -261,8 +261,9 @@ class ModelExecutor:
 
 @dataclass(frozen=True, slots=True)
 class _Samples:
-    """The samples of a plan, each array [samples]. int64: `rows`; `outputs`, the index of the step's token before the
-    sample; `positions`, that of the sampled token. `last`, bool: whether it is its row's last sample in this step."""
+    """The samples of a plan, as arrays [samples], int64 unless noted. `outputs`: index of the step's token before the
+    sample. `positions`: position of the sampled token. `last`, bool: whether it is its row's last sample in this
+    step."""
 
     rows: Longs
     outputs: Longs

@@ -79,7 +79,7 @@ class RowOptions:
         return not self._asking
 
     def draws(self, rows: Longs) -> bool:
-        """Whether any of these rows is not greedy."""
+        """Whether any of `rows` is not greedy."""
         return bool(self._temperature[rows].any())
 
     def choice(self, rows: Longs, positions: Longs) -> Choice:

@@ -78,7 +78,7 @@ class HfCheckpoint:
                 yield name, _as_weight(name, tensor, self._family)
 
     def _check_sizes(self, settings: Settings) -> None:
-        """Raises `ModelError` for sizes that would take memory without data in a file."""
+        """Raises `ModelError` for impossible sizes: more layers than tensors, or empty tensors."""
         layers = settings.get("num_hidden_layers", int, 0)
         if layers > len(self._stored):
             raise ModelError(
@@ -90,7 +90,7 @@ class HfCheckpoint:
 
     def _has_own_head(self) -> bool:
         """Whether the files have an output matrix that differs from the embedding although `config.json` ties the two,
-        for example because an adapter was merged. transformers computes with it."""
+        for example because an adapter was merged. Like transformers, we compute with it."""
         if _HEAD not in self._stored:
             return False
         embedding = next((weight for name, weight in self.weights() if name == _EMBEDDING), None)

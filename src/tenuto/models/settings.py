@@ -104,7 +104,7 @@ class Settings:
                 raise ModelError(f"{self.source} has {key} = {self._values.get(key)!r}; supported: {values[-1]!r}")
 
     def ids(self, key: str) -> set[int]:
-        """Returns a value that is one token id, a list of them, or missing, as a set."""
+        """Returns a set of token ids; the value may be one id, a list, or missing."""
         value = self._values.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if any(type(one) is not int for one in ids):

@@ -93,7 +93,7 @@ class StoredWeight:
                 yield _words(dequantize(rows.reshape(-1), self.kind, (len(rows), *self.shape[1:])), kind)
 
     def select(self, outputs: slice | Longs) -> StoredWeight:
-        """Returns the selected outputs; a matrix is read only when they are."""
+        """Returns the selected outputs; those of a matrix are read on demand."""
         if len(self.shape) < 2:
             return StoredWeight.of(self.elements()[outputs], self.kind)
         count = len(range(*outputs.indices(self.shape[0]))) if isinstance(outputs, slice) else len(outputs)

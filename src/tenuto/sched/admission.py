@@ -21,7 +21,7 @@ RECONSIDERED_AFTER = 8
 
 
 class Restoring(Protocol):
-    """Plans the restoring of sessions whose state has left the device."""
+    """Plans the restoration of sessions whose state has left the device."""
 
     def plan(self, turn: Turn) -> int:
         """Returns the position where a waiting turn would begin if its session were restored for it; 0 if nothing can
@@ -38,9 +38,9 @@ class Admission:
     """Moves turns from the queue into rows while the worst case of their input fits beside the running turns.
 
     The next turn is the first in the queue of the tenant with the lowest load (rows divided by weight). Drafts yield to
-    it, as do running turns of its own tenant with lower priority and rank. A running turn of another tenant yields if
-    that tenant's load, even without the turn, is at least the load the waiting turn's tenant will have. No turn yields
-    to a draft.
+    it, and so do running turns of the same tenant with lower priority and rank. A running turn of another tenant yields
+    if that tenant's load, even without the turn, is at least the load the waiting turn's tenant will have. No turn
+    yields to a draft.
     """
 
     holder_kind: ClassVar[HolderKind] = "admission"

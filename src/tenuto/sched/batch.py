@@ -151,9 +151,9 @@ class Batch:
             rows.mark[row] = self.next_mark(turn, memory.scheduled)
 
     def next_mark(self, turn: Turn, position: int) -> int:
-        """Returns the next position after `position` for a checkpoint of the turn. These are spaced through its input
-        and page-aligned, are wanted by other turns, or are, if it generates, the end of its input, where regenerating
-        resumes."""
+        """Returns the next position after `position` for a checkpoint of the turn. Such positions are page-aligned ones
+        spaced through its input, those that other turns want, and, if the turn generates, the end of its input, where
+        regenerating resumes."""
         end, interval = turn.resume_position, self.memory.shape.checkpoint_interval
         spaced = (position // interval + 1) * interval
         wanted = min((mark for mark in self._wanted_marks.get(turn, ()) if mark > position), default=end)
@@ -162,8 +162,8 @@ class Batch:
         return end if position < end and turn.generating else int(FAR)
 
     def mark_at(self, turn: Turn, position: int) -> None:
-        """Asks for a further checkpoint of a running turn at `position`, if it has not passed that; it is made if a
-        unit is to spare."""
+        """Asks for a further checkpoint of a running turn at `position`, if it has not passed that; it is made only if
+        a unit can be spared."""
         row = self.row_of(turn)
         if position > self.rows.scheduled[row]:
             self._wanted_marks.setdefault(turn, set()).add(position)

@@ -72,8 +72,8 @@ def _sentencepiece() -> Alphabet:
 
 
 def _is_sentencepiece(backend: tokenizers.Tokenizer) -> bool:
-    """Whether the tokenizer only replaces blanks by `SPACE` and back. If it also added or removed a leading blank, the
-    bytes of a text's first token would differ from those elsewhere."""
+    """Whether the tokenizer only replaces blanks with `SPACE` and back. If it also added or removed a leading blank,
+    the bytes of a text's first token would differ from those elsewhere."""
     model = backend.model
     return (
         isinstance(model, BPE)

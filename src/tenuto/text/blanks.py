@@ -36,9 +36,10 @@ class Blanks:
 
 
 def taken_from(backend: tokenizers.Tokenizer) -> Blanks:
-    """Moves the leading blank out of `backend` and returns its settings; `backend` then only replaces blanks by `SPACE`
-    and back. In Llama 2's form the normalizer puts a blank before each text between control tokens. A pre-tokenizer of
-    type Metaspace does so before each text or only before the first. Other backends are left unchanged."""
+    """Moves the leading blank out of `backend` and returns its settings; `backend` then only replaces blanks with
+    `SPACE` and back. In Llama 2's form the normalizer puts a blank before each text between control tokens. A
+    pre-tokenizer of type Metaspace does so before each text or only before the first. Other backends are left
+    unchanged."""
     found = [*steps(backend.normalizer, "normalizers"), *steps(backend.pre_tokenizer, "pretokenizers")]
     match found:
         case [{"type": "Prepend", "prepend": letter}, {"type": "Replace"} as replace] if letter == SPACE:

@@ -200,8 +200,8 @@ class ChatTemplate:
         return None
 
     def _switches(self, asked: Conversation, prompt: str) -> Iterator[tuple[str, bool, Thinks]]:
-        """Yields name and value of each variable that changes how an answer begins to think, with the effect. `prompt`:
-        the text that asks for an answer without these variables."""
+        """Yields each variable and value that change how an answer begins, as thoughts or as text, with the effect.
+        `prompt`: the text that asks for an answer without these variables."""
         usual = thinks_of(self._source, prompt)
         for name in (name for name in SWITCHES if name in self._source):
             for value in (False, True):

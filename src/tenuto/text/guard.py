@@ -15,7 +15,7 @@ _PRIVATE = re.compile("[\U000f0000-\U000ffffd]")
 
 
 class Markup:
-    """The control tokens' texts of a tokenizer, which must not act as markup in users' text."""
+    """The texts of a tokenizer's control tokens, which must not act as markup in users' text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer

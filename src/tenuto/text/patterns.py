@@ -226,8 +226,8 @@ def _of_sequence(sequence: Sequence[_Fragment]) -> _Fragment:
 
 
 def _repeated(part: _Fragment, times: str) -> _Fragment:
-    """Repeats a part. The prefixes are up to one repetition fewer than the maximum, followed by a prefix of the
-    part."""
+    """Repeats a part. A prefix of the result is some whole repetitions, at most one fewer than allowed, and a prefix of
+    the part."""
     most: int | None
     if times[0] == "{":
         least, comma, last = times[1 : times.index("}")].partition(",")

@@ -30,7 +30,7 @@ Protect = Callable[[str], str]
 
 
 def habits_of(source: str, prompt: str, control: Callable[[str], int | None]) -> ModelHabits:
-    """Infers from a chat template the forms in which its model writes. `prompt`: the text that asks for an answer.
+    """Infers from a chat template how its model writes calls and thoughts. `prompt`: the text that asks for an answer.
     `control` returns the control token with a given text, if there is one."""
 
     def written(texts: Sequence[str]) -> tuple[tuple[str, int], ...]:
