@@ -36,19 +36,37 @@ class TurnParams:
     not give them: they follow from the tools and the model's habits.
     """
 
-    max_new_tokens: int | None = option(None, "As many as fit if not given.", Bounds(0, MAX_NEW_TOKENS))
+    max_new_tokens: int | None = option(
+        None,
+        "As many as fit if not given.",
+        Bounds(0, MAX_NEW_TOKENS),
+        names={
+            "openai": "max_tokens",
+            "chat": ("max_completion_tokens", "max_tokens"),
+            "responses": "max_output_tokens",
+            "anthropic": "max_tokens",
+        },
+    )
     sampling: Sampling = GREEDY
-    stop_ids: tuple[int, ...] = option((), "Token ids that end the turn.")
-    stop: tuple[str, ...] = option((), "Strings that end the turn.")
+    stop_ids: tuple[int, ...] = option(
+        (), "Token ids that end the turn.", names={"openai": "stop_token_ids", "sglang": "stop_token_ids"}
+    )
+    stop: tuple[str, ...] = option((), "Strings that end the turn.", names={"anthropic": "stop_sequences"})
     stop_regex: tuple[str, ...] = option(
         (), "Regular expressions, in RE2's syntax, whose first match ends the turn; the text ends before it."
     )
-    include_stop: bool = option(default=False, description="The text keeps the stop that ended the turn.")
+    include_stop: bool = option(
+        default=False,
+        description="The text keeps the stop that ended the turn.",
+        names={"openai": "include_stop_str_in_output"},
+    )
     ignore_eos: bool = option(default=False, description="Do not stop at the model's own end tokens.")
     priority: int | None = option(None, "Higher runs first.", PRIORITIES)
     queue_timeout: float | None = option(None, "Seconds within which it must have started.", SECONDS)
     timeout: float | None = option(None, "Seconds within which it must have ended.", SECONDS)
-    min_new_tokens: int = option(0, "Nothing ends the turn before this many.", Bounds(0, MAX_NEW_TOKENS))
+    min_new_tokens: int = option(
+        0, "Nothing ends the turn before this many.", Bounds(0, MAX_NEW_TOKENS), names={"openai": "min_tokens"}
+    )
     logprobs: int | None = option(None, "Of output tokens, with this many of the likeliest.", Bounds(0, MAX_LOGPROBS))
     input_logprobs: int | None = option(None, "The same for input tokens.", Bounds(0, MAX_LOGPROBS))
     grammar: Grammar | None = option(None, "What the output must follow: an object with one field, the kind.")

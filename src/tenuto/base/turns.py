@@ -159,6 +159,11 @@ class Delta(msgspec.Struct, array_like=True, frozen=True, gc=False):
     logprobs: tuple[TokenLogprob, ...] = ()
     input_logprobs: tuple[TokenLogprob | None, ...] = ()
 
+    @property
+    def says_something(self) -> bool:
+        """Whether it has text or log-probabilities."""
+        return bool(self.text or self.logprobs or self.input_logprobs)
+
 
 def joined(deltas: Sequence[Delta]) -> Delta:
     """The deltas as one."""

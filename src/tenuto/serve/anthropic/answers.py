@@ -11,7 +11,7 @@ from tenuto.base.turns import Delta, EndReason, TurnResult, joined
 from tenuto.serve.anthropic.errors import told
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.live_turn import LiveTurn
-from tenuto.serve.shared.samples import check_end
+from tenuto.serve.shared.samples import check_end, committed
 from tenuto.serve.shared.sse import event
 
 
@@ -35,8 +35,7 @@ class MessageWriter:
 
     async def whole(self) -> dict[str, Any]:
         """The answer, when the turn has ended. Raises the error that it ended with."""
-        result = await self._turn.finished()
-        check_end(self._edge, result)
+        result = await committed(self._edge, self._turn)
         said = _together(self._reader.push(self._turn.reply().text), self._reader.finish())
         self._called = bool(said.calls)
         content: list[dict[str, Any]] = []

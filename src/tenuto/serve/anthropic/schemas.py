@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from tenuto.base.checks import shown
 from tenuto.base.errors import InvalidRequest, Unsupported
-from tenuto.base.options import MAX_NEW_TOKENS, TurnOptions, TurnParams, turn_params
+from tenuto.base.options import TurnOptions
 from tenuto.base.tools.definitions import ModelHabits, ToolCall
 from tenuto.base.tools.grammar import Grammar
 from tenuto.base.tools.tool_use import ToolChoice as Choice
 from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.turns import Message
 from tenuto.serve.shared.errors import DetailedError
+from tenuto.serve.shared.grammars import GrammarField, only_one
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
 from tenuto.serve.shared.placing import placed
-from tenuto.serve.shared.schemas import Messages, field_of, random_seed, unsupported
+from tenuto.serve.shared.schemas import Messages, field_of
+from tenuto.serve.shared.turn_request import TurnRequest, with_options
 from tenuto.serve.shared.undone import ToolList, of_type
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$", examples=["get_weather"])]
-KINDS = ("text", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking")
 
 
 class Block(ForeignObject):
     """A block of a message's content."""
 
+    has_kinds = True
     ignored = frozenset({"cache_control", "caller", "citations", "data", "is_error", "signature", "toolset_name"})
 
     type: Literal["text", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking"]
@@ -39,14 +41,6 @@ class Block(ForeignObject):
     tool_use_id: str = Field("", max_length=256, description="Of a `tool_result`: the call it answers.")
     content: str | Messages[Block] | None = Field(None, description="Of a `tool_result`.")
     tool_name: str = Field("", max_length=256, description="Of a `tool_reference`: a tool that was found.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known(cls, given: Any) -> Any:
-        kind = given.get("type") if isinstance(given, dict) else None
-        if isinstance(kind, str) and kind not in KINDS:
-            raise unsupported("type", f"is {shown(kind)}; that is not supported, allowed: {', '.join(KINDS)}")
-        return given
 
 
 def text_of(content: str | list[Block] | None) -> str:
@@ -120,9 +114,12 @@ class OutputConfig(ForeignObject):
     format: OutputFormat | None = None
 
 
-class Conversation(ForeignObject):
+class Conversation(ForeignObject, TurnRequest):
     """The fields that say what is to be answered."""
 
+    apis = ("anthropic",)
+    input_field = "messages"
+    too_long = "prompt is too long"
     ignored = frozenset({"betas", "cache_control", "diagnostics", "metadata", "user_profile_id", "workspace_id"})
     undone: ClassVar[dict[str, tuple[Any, ...]]] = {
         **dict.fromkeys(("container", "context_management", "fallbacks", "inference_geo", "mcp_servers"), NOTHING),
@@ -141,7 +138,7 @@ class Conversation(ForeignObject):
     tool_choice: ToolChoice | None = Field(None, description="`any`, or a tool, is enforced.")
     output_config: OutputConfig | None = Field(None, description="A JSON schema, which is enforced.")
 
-    @property
+    @cached_property
     def tool_use(self) -> ToolUse:
         """The fields about tools as the engine takes them. Raises `InvalidRequest`."""
         told, choice = tuple(tool.told() for tool in self.tools or ()), self.tool_choice
@@ -160,11 +157,11 @@ class Conversation(ForeignObject):
         messages = [Message("system", system)] if system else []
         return placed(messages + [one for message in self.messages for one in message.rendered()], habits)
 
-    def grammar(self, habits: ModelHabits) -> Grammar | None:
-        """What the answer must follow, if anything. Raises `InvalidRequest`."""
+    def grammar_field(self) -> GrammarField | None:
         shape = self.output_config.format if self.output_config is not None else None
-        answer = Grammar.of_schema(shape.schema_) if shape is not None else None
-        return self.tool_use.grammar(habits, answer)
+        return only_one(
+            ("output_config.format.schema", Grammar.of_schema, shape.schema_ if shape is not None else None)
+        )
 
 
 def unsupported_prefill() -> InvalidRequest:
@@ -186,47 +183,16 @@ class ThreadUnsupported(DetailedError, Unsupported):
         )
 
 
+@with_options("max_new_tokens", "stop", "top_k", "top_p", temperature="1 if not given.")
 class MessagesBody(Conversation):
     """Messages to answer."""
 
     thread: dict[str, Any] | None = Field(None, description="Not supported: clients are told to do without.")
-    max_tokens: int = Field(ge=1, le=MAX_NEW_TOKENS)
+    max_tokens: int = field_of("max_new_tokens", ge=1, default=...)
     stream: bool | None = None
     stop_sequences: list[str] | None = None
-    temperature: float | None = field_of("temperature", "1 if not given.")
-    top_p: float | None = field_of("top_p")
-    top_k: int | None = Field(None, ge=0, le=2**31 - 1)
 
-    def params(self, habits: ModelHabits) -> TurnParams:
-        """The turn's parameters. Raises `InvalidRequest`."""
+    def options(self) -> TurnOptions:
         if self.thread is not None:
             raise ThreadUnsupported
-        temperature = 1.0 if self.temperature is None else self.temperature
-        given: TurnOptions = {"max_new_tokens": self.max_tokens, "temperature": temperature}
-        if temperature > 0:
-            given["seed"] = random_seed()
-        if self.top_p is not None:
-            given["top_p"] = self.top_p
-        if self.top_k is not None:
-            given["top_k"] = self.top_k
-        if self.stop_sequences:
-            given["stop"] = self.stop_sequences
-        grammar = self.grammar(habits)
-        if grammar is not None:
-            given["grammar"] = grammar
-        try:
-            return turn_params(given, self.tool_use.marks(habits))
-        except InvalidRequest as error:
-            error.param = self.param(error.param)
-            raise
-
-    def param(self, option: str | None) -> str | None:
-        """The field that sets an option of the engine."""
-        shaped = self.output_config is not None and self.output_config.format is not None
-        names = {
-            "max_new_tokens": "max_tokens",
-            "stop": "stop_sequences",
-            "input": "messages",
-            "grammar": "output_config.format.schema" if shaped else "tools",
-        }
-        return names.get(option or "", option)
+        return super().options()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from fastapi import Header, Path
@@ -9,11 +10,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tenuto.base.checks import MAX_COUNT
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.options import MAX_PRIORITY, OF_PREFILL
+from tenuto.base.options import MAX_PRIORITY, OF_PREFILL, TOOL_OPTIONS
 from tenuto.base.tools.definitions import MAX_TOOLS, ToolCall, flat_call
+from tenuto.base.tools.grammar import Grammar
 from tenuto.base.tools.tool_use import NAME, ToolUse, unwrapped
 from tenuto.base.turns import Message, TurnInput
 from tenuto.base.views import Record
+from tenuto.serve.shared.grammars import GrammarField, only_one
 from tenuto.serve.shared.schemas import (
     ID_LENGTH,
     ID_PATTERN,
@@ -25,8 +28,8 @@ from tenuto.serve.shared.schemas import (
     at_most,
     field_of,
     required,
-    with_options,
 )
+from tenuto.serve.shared.turn_request import TurnRequest, with_options
 
 MAX_TRIM_TURNS = 100_000
 MAX_FILE_TURNS = 100_000
@@ -112,10 +115,6 @@ class NewFunction(Object):
 
     _unwrap = model_validator(mode="before")(unwrapped)
 
-    def told(self) -> dict[str, Any]:
-        """What the model is told of it."""
-        return self.model_dump(exclude_none=True, exclude={"strict"})
-
 
 class NamedFunction(Object):
     """The function that must be called."""
@@ -125,12 +124,17 @@ class NamedFunction(Object):
     _unwrap = model_validator(mode="before")(unwrapped)
 
 
-class WithTools(Object):
+class WithTools(TurnRequest):
     """The functions that a session is told of."""
 
+    temperature_by_default = 0.0
     tools: Annotated[list[NewFunction], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = Field(
         None, description="Functions that answers may call. A session is told of them with its first messages."
     )
+
+    @cached_property
+    def tool_use(self) -> ToolUse | None:
+        return ToolUse.among(self.model_dump(include=set(TOOL_OPTIONS)))
 
 
 class CallingTools(WithTools):
@@ -140,18 +144,6 @@ class CallingTools(WithTools):
         None, description="`auto` if not given. `required`, or a function, is enforced."
     )
     parallel_tool_calls: bool | None = Field(None, description="Whether there may be several calls; true if not given.")
-
-
-def tool_use_of(body: WithTools) -> ToolUse | None:
-    """The fields about tools as the engine takes them, or `None` if there are none. Raises `InvalidRequest`."""
-    choice = body.tool_choice if isinstance(body, CallingTools) else None
-    return ToolUse.among(
-        {
-            "tools": [tool.told() for tool in body.tools] if body.tools is not None else None,
-            "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice,
-            "parallel_tool_calls": body.parallel_tool_calls if isinstance(body, CallingTools) else None,
-        }
-    )
 
 
 @with_options()
@@ -173,6 +165,9 @@ class NewTurn(CallingTools):
             "examples": [{"input": [{"role": "user", "content": "Hello!"}], "max_new_tokens": 32, "stream": False}]
         }
     )
+
+    def grammar_field(self) -> GrammarField | None:
+        return only_one(("grammar", Grammar.of, self.given().get("grammar")))
 
 
 @with_options(*OF_PREFILL)

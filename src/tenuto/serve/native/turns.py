@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Request, Response
@@ -11,11 +11,9 @@ from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
 from tenuto.base.checks import MAX_COUNT
-from tenuto.base.errors import IllegalTransition, InvalidRequest, SessionBusy, TenutoError
-from tenuto.base.options import turn_params
-from tenuto.base.tools.definitions import NO_TOOLS
+from tenuto.base.errors import IllegalTransition, InvalidRequest, SessionBusy
 from tenuto.base.turns import TurnKind, check_keep, last_role
-from tenuto.base.wire.messages import AbortTurn, Draft, StartTurn
+from tenuto.base.wire.messages import AbortTurn, Draft
 from tenuto.serve.native.answers import TurnEvents, shown, turn_body
 from tenuto.serve.native.schemas import (
     STREAMED,
@@ -29,7 +27,6 @@ from tenuto.serve.native.schemas import (
     Turn,
     TurnId,
     etag,
-    tool_use_of,
     turn_input,
     version_of,
 )
@@ -37,7 +34,7 @@ from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
 from tenuto.serve.shared.idempotency import RequestKey
 from tenuto.serve.shared.live_turn import LiveTurn
-from tenuto.serve.shared.schemas import REFUSALS, IdempotencyKey, options_of, random_seed
+from tenuto.serve.shared.schemas import REFUSALS, IdempotencyKey
 from tenuto.serve.shared.settings import Tenant
 from tenuto.serve.shared.sse import EventStream, while_connected
 
@@ -57,40 +54,24 @@ class TurnCall:
 
     async def start(self, kind: TurnKind, body: NewTurn | NewAppend) -> LiveTurn:
         """The turn, once the engine has accepted it."""
-        options = options_of(body)
-        if options.get("temperature"):
-            options.setdefault("seed", random_seed())
-        params, use, given = turn_params(options), tool_use_of(body), turn_input(body.input)
-        habits = self.edge.model.habits.after(last_role(given))
-        if use is not None and kind != "append":
-            params = replace(params, grammar=use.grammar(habits, params.grammar), marks=use.marks(habits))
-        request = StartTurn(
-            kind=kind,
-            tenant=self.tenant.name,
-            session=self.session_id,
-            input=given,
-            params=params,
-            tools=use.told if use is not None else NO_TOOLS,
-            version=version_of(self.if_match),
-            limits=self.tenant.limits,
-        )
-        starting = self.edge.start(
-            self.tenant,
-            request,
-            queue=body.if_busy == "queue",
-            continues=isinstance(body, NewTurn) and body.on_disconnect == "continue",
-            request_key=await RequestKey.of(self.request, self.idempotency_key),
-        )
+        given = turn_input(body.input)
+        habits, use = self.edge.model.habits.after(last_role(given)), body.tool_use
         try:
-            turn = await while_connected(self.request, starting)
+            with body.naming(self.edge.model.context_length):
+                more = {"kind": kind, "session": self.session_id, "version": version_of(self.if_match)}
+                request = body.start(self.tenant, given, habits, **more)
+                starting = self.edge.start(
+                    self.tenant,
+                    request,
+                    queue=body.if_busy == "queue",
+                    continues=isinstance(body, NewTurn) and body.on_disconnect == "continue",
+                    request_key=await RequestKey.of(self.request, self.idempotency_key),
+                )
+                turn = await while_connected(self.request, starting)
         except SessionBusy as error:
             raise SessionBusy(f"{error}, or if_busy: queue", param=error.param) from None
-        except TenutoError as error:
-            if error.param == "grammar" and "grammar" not in options:
-                error.param = "tools"
-            raise
         if use is not None and kind != "append":
-            turn.reading = use.reading(habits, params.grammar)
+            turn.reading = use.reading(habits, request.params.grammar)
         return turn
 
     async def finish(self, turn: LiveTurn) -> Turn:

@@ -9,10 +9,11 @@ from typing import Any, Protocol
 
 from tenuto.base.errors import TenutoError
 from tenuto.base.turns import Delta, EndReason, TurnResult, joined
+from tenuto.serve.openai.schemas import Generation
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure
 from tenuto.serve.shared.live_turn import LiveTurn
-from tenuto.serve.shared.samples import Samples, check_end
+from tenuto.serve.shared.samples import Samples, check_end, committed
 from tenuto.serve.shared.sse import DONE, data
 
 FINISH_REASONS = {
@@ -50,27 +51,18 @@ class Writer(Protocol):
 
 
 class Choices:
-    """The choices of one request: those of its first prompt, then of its second, and so on.
-
-    `kind`: the `object` of a whole answer. `session_id`: of the client's session that its only turn belongs to, if any.
-    """
+    """The choices of one request: those of its first prompt, then of its second, and so on. `kind`: the `object` of a
+    whole answer."""
 
     def __init__(
-        self,
-        edge: Edge,
-        kind: str,
-        samples: Sequence[Samples],
-        writers: Sequence[Writer],
-        *,
-        usage_at_end: bool = False,
-        session_id: str | None = None,
+        self, edge: Edge, kind: str, samples: Sequence[Samples], writers: Sequence[Writer], body: Generation
     ) -> None:
-        self._edge = edge
-        self._samples = samples
+        self.samples = samples
         self.turns: list[LiveTurn] = [turn for answers in samples for turn in answers.turns]
+        self._edge = edge
         self._writers = writers
-        self._usage_at_end = usage_at_end
-        self._session_id = session_id
+        self._usage_at_end = body.usage_at_end
+        self._session_id = body.session_id
         self._kind = kind
         self._head: dict[str, Any] = {
             "id": f"{'cmpl' if kind == 'text_completion' else 'chatcmpl'}-{secrets.token_hex(12)}",
@@ -83,8 +75,7 @@ class Choices:
         """The answer when all turns have ended. Raises the error that one ended with."""
         choices = []
         for index, (turn, writer) in enumerate(zip(self.turns, self._writers, strict=True)):
-            result = await turn.finished()
-            check_end(self._edge, result)
+            result = await committed(self._edge, turn)
             written = writer.whole(turn.reply())
             choices.append(_choice(index, written, result, called=writer.called))
         return {**self._head, "choices": choices, "usage": self._usage(), **self._session()}
@@ -101,7 +92,7 @@ class Choices:
     def news(self, index: int, deltas: list[Delta]) -> bytes:
         delta, writer = joined(deltas), self._writers[index]
         event = b""
-        if delta.text or delta.logprobs or delta.input_logprobs:
+        if delta.says_something:
             piece = writer.piece(delta)
             event = self._chunk(_choice(index, piece)) if piece is not None else b""
         if delta.result is not None:
@@ -129,13 +120,13 @@ class Choices:
         return {"session_id": self._session_id, "version": result.version}
 
     def _usage(self) -> dict[str, Any]:
-        prompt = sum(samples.prompt_tokens for samples in self._samples)
-        completion = sum(samples.generated_tokens for samples in self._samples)
+        prompt = sum(samples.prompt_tokens for samples in self.samples)
+        completion = sum(samples.generated_tokens for samples in self.samples)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(samples.cached_tokens for samples in self._samples)},
+            "prompt_tokens_details": {"cached_tokens": sum(samples.cached_tokens for samples in self.samples)},
         }
 
 

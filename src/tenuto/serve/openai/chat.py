@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tenuto.base.options import TurnParams
 from tenuto.base.sampling import Candidate, TokenLogprob
 from tenuto.base.tools.answers import AnswerReader, Said
 from tenuto.base.tools.definitions import ToolCall
@@ -14,9 +15,9 @@ from tenuto.base.turns import Delta
 class ChatWriter:
     """Writes one choice; see `answers.Writer`. `reader`: takes the answer apart."""
 
-    def __init__(self, reader: AnswerReader, *, logprobs: bool) -> None:
+    def __init__(self, reader: AnswerReader, params: TurnParams) -> None:
         self._reader = reader
-        self._logprobs = logprobs
+        self._logprobs = params.logprobs is not None
         self._calls = 0
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tenuto.base.options import TurnParams
 from tenuto.base.sampling import TokenLogprob
 from tenuto.base.turns import Delta
 from tenuto.base.wire.messages import Detokenize
@@ -24,13 +25,13 @@ class Echo:
     scores: Sequence[TokenLogprob | None] = ()
 
 
-async def echo_of(edge: Edge, prompt: str | list[int], samples: Samples, *, logprobs: bool) -> Echo:
-    """The echo of a prompt whose turns were started with `echo`."""
+async def echo_of(edge: Edge, prompt: str | list[int], samples: Samples, params: TurnParams) -> Echo:
+    """The echo of a prompt whose turns were started with `echo`, and with these `params`."""
     turn = samples.input_turn
     ticket = turn.ticket
     assert ticket is not None
     text = prompt if isinstance(prompt, str) else ticket.text or ""
-    if not logprobs or not ticket.prompt:
+    if params.logprobs is None or not ticket.prompt:
         return Echo(text)
     first = await edge.link.call(Detokenize(tokens=ticket.prompt[:1]))
     return Echo(text, first.encode(), turn.reply().input_logprobs if samples.prompt is not None else ())
@@ -39,8 +40,8 @@ async def echo_of(edge: Edge, prompt: str | list[int], samples: Samples, *, logp
 class CompletionWriter:
     """Writes one choice; see `answers.Writer`. `silent`: tokens that have no text when sampled."""
 
-    def __init__(self, *, logprobs: bool, echo: Echo | None = None, silent: Iterable[int] = ()) -> None:
-        self._logprobs = logprobs
+    def __init__(self, params: TurnParams, echo: Echo | None = None, silent: Iterable[int] = ()) -> None:
+        self._logprobs = params.logprobs is not None
         self._echo = echo  # until it is written
         self._silent = frozenset(silent)
         self._characters = Characters()

@@ -132,13 +132,13 @@ class Conversations:
         if name is None:
             return GoingOn(self, tenant, None, items)
         self.require_room(tenant)
-        return GoingOn(self, tenant, self.idle(tenant, name), items)
+        return GoingOn(self, tenant, self.idle(tenant, name, "conversation"), items)
 
-    def idle(self, tenant: str, name: str) -> Conversation:
-        """One whose items may change. Raises `NotFound`, `SessionBusy`."""
+    def idle(self, tenant: str, name: str, param: str | None = None) -> Conversation:
+        """One whose items may change. `param`: the field that names it. Raises `NotFound`, `SessionBusy`."""
         found = self.find(tenant, name)
         if found.busy:
-            raise SessionBusy(f"a response in conversation {name} is not complete yet", param="conversation")
+            raise SessionBusy(f"a response in conversation {name} is not complete yet", param=param)
         return found
 
     def require_room(self, tenant: str) -> None:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.tools.grammar import Grammar
-from tenuto.serve.shared.grammars import Choices, GrammarField, Schema, of_rules, of_schema, only_one
+from tenuto.serve.shared.grammars import (
+    Asking,
+    Choices,
+    GrammarField,
+    Schema,
+    of_any_json,
+    of_regex,
+    of_rules,
+    only_one,
+)
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
+from tenuto.serve.shared.turn_request import TurnRequest
 
 
 class JsonSchema(ForeignObject):
@@ -27,19 +37,21 @@ class ResponseFormat(ForeignObject):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
-    def asked(self) -> GrammarField | None:
-        """The grammar. Raises `InvalidRequest` if it has a schema without saying so, or none."""
+    def asking(self) -> tuple[Asking, Asking]:
+        """What it asks for. Raises `InvalidRequest` if it has a schema without saying so, or none."""
         if (self.json_schema is not None) != (self.type == "json_schema"):
             problem = "is missing" if self.json_schema is None else f"is given, and the type is {self.type}"
             raise InvalidRequest(
                 f"response_format.json_schema {problem}; allowed: with type json_schema", param="response_format"
             )
-        if self.type == "json_object":
-            return GrammarField("response_format", Grammar("json_object"))
-        if self.json_schema is None:
-            return None
-        name, schema = "response_format.json_schema.schema", self.json_schema.schema_
-        return GrammarField(name, of_schema(name, True if schema is None else schema))
+        schema = self.json_schema.schema_ if self.json_schema is not None else None
+        if self.json_schema is not None and schema is None:
+            schema = True
+        any_json = True if self.type == "json_object" else None
+        return (
+            ("response_format", of_any_json, any_json),
+            ("response_format.json_schema.schema", Grammar.of_schema, schema),
+        )
 
 
 class StructuredOutputs(ForeignObject):
@@ -55,7 +67,7 @@ class StructuredOutputs(ForeignObject):
     grammar: str | None = None
 
 
-class Structured(ForeignObject):
+class Structured(ForeignObject, TurnRequest):
     """The fields of a request that ask for a grammar; at most one may."""
 
     response_format: ResponseFormat | None = Field(None, description="Text, or JSON; `json_schema` is always enforced.")
@@ -68,31 +80,21 @@ class Structured(ForeignObject):
     ebnf: str | None = Field(None, description="SGLang's name for the same.")
 
     def grammar_field(self) -> GrammarField | None:
-        """What is asked for, and by which field. Raises `InvalidRequest`."""
-        given: dict[str, Grammar | None] = {}
-        if self.response_format is not None and (asked := self.response_format.asked()) is not None:
-            given[asked.name] = asked.grammar
-        if (structured := self.structured_outputs) is not None:
-            own = (structured.json_, structured.regex, structured.choice, structured.grammar)
-            names = [f"structured_outputs.{name}" for name in ("json", "regex", "choice", "grammar")]
-            given |= _grammars(dict(zip(names, own, strict=True)))
-            given["structured_outputs.json_object"] = Grammar("json_object") if structured.json_object else None
-        fields = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "regex", "ebnf")
-        given |= _grammars({name: getattr(self, name) for name in fields})
-        return only_one(given)
-
-
-def _grammars(fields: dict[str, Any]) -> dict[str, Grammar | None]:
-    """The grammars that fields ask for; the last part of a field's name says of which kind."""
-    found: dict[str, Grammar | None] = {}
-    for name, value in fields.items():
-        kind = name.rpartition(".")[2].removeprefix("guided_")
-        if value is None:
-            continue
-        if kind == "json":
-            found[name] = of_schema(name, value)
-        elif kind == "choice":
-            found[name] = Grammar.of_choice(value)
-        else:
-            found[name] = Grammar("regex", value) if kind == "regex" else of_rules(value)
-    return found
+        fields: list[Asking] = [
+            ("guided_json", Grammar.of_schema, self.guided_json),
+            ("guided_regex", of_regex, self.guided_regex),
+            ("guided_choice", Grammar.of_choice, self.guided_choice),
+            ("guided_grammar", of_rules, self.guided_grammar),
+            ("regex", of_regex, self.regex),
+            ("ebnf", of_rules, self.ebnf),
+        ]
+        if (outputs := self.structured_outputs) is not None:
+            fields = [
+                ("structured_outputs.json", Grammar.of_schema, outputs.json_),
+                ("structured_outputs.regex", of_regex, outputs.regex),
+                ("structured_outputs.choice", Grammar.of_choice, outputs.choice),
+                ("structured_outputs.grammar", of_rules, outputs.grammar),
+                ("structured_outputs.json_object", of_any_json, outputs.json_object or None),
+                *fields,
+            ]
+        return only_one(*(self.response_format.asking() if self.response_format is not None else ()), *fields)

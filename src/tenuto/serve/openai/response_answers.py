@@ -13,7 +13,7 @@ from tenuto.base.turns import Delta, EndReason, TurnResult, joined
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure
 from tenuto.serve.shared.live_turn import LiveTurn
-from tenuto.serve.shared.samples import check_end
+from tenuto.serve.shared.samples import check_end, committed
 from tenuto.serve.shared.sse import event
 
 TEXT, THOUGHT = "output_text", "reasoning_text"
@@ -51,8 +51,7 @@ class ResponseWriter:
 
     async def whole(self) -> dict[str, Any]:
         """The response, when the turn has ended. Raises the error that it ended with."""
-        result = await self._turn.finished()
-        check_end(self._edge, result)
+        result = await committed(self._edge, self._turn)
         for said in (self._reader.push(self._turn.reply().text), self._reader.finish()):
             self._parts(said)
         self._close()

@@ -11,33 +11,26 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Depends, Path, Request, Response
 
-from tenuto.base.errors import ContextExceeded, NotFound, SessionBusy, TenutoError
+from tenuto.base.errors import NotFound, SessionBusy, TenutoError
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.views import SessionInfo
 from tenuto.base.wire.messages import CloseSession, Fork, GetSession, OpenSession, StartTurn
 from tenuto.serve.openai.conversation_routes import ConversationsOf
-from tenuto.serve.openai.conversations import GoingOn
 from tenuto.serve.openai.kept_responses import KeptResponses
 from tenuto.serve.openai.response_answers import ResponseWriter
 from tenuto.serve.openai.response_schemas import Item, ResponseBody
 from tenuto.serve.shared.bodies import JsonRoute
-from tenuto.serve.shared.context import context_error
 from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
 from tenuto.serve.shared.live_turn import LiveTurn
+from tenuto.serve.shared.respond import respond, streamed
 from tenuto.serve.shared.schemas import ID_LENGTH, ID_PATTERN, REFUSALS
 from tenuto.serve.shared.settings import Tenant
-from tenuto.serve.shared.sse import EventStream, while_connected
+from tenuto.serve.shared.sse import while_connected
 
 router = APIRouter(route_class=JsonRoute, prefix="/v1/responses", tags=["openai"])
 
 INSTRUCTIONS = "instructions"
 """In the metadata of a response's session: a digest of those that it was asked with."""
-STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The response, or its events",
-        "content": {"application/json": {"schema": {}}, "text/event-stream": {"schema": {"type": "string"}}},
-    }
-}
 READ: dict[int | str, dict[str, Any]] = {
     200: {"description": "The response", "content": {"application/json": {"schema": {"type": "object"}}}}
 }
@@ -56,34 +49,23 @@ async def _kept(request: Request) -> KeptResponses:
 Kept = Annotated[KeptResponses, Depends(_kept)]
 
 
-@router.post("", response_model=None, responses=REFUSALS | STREAMED)
-async def respond(
+@router.post("", response_model=None, responses=REFUSALS | streamed("The response, or its events"))
+async def create(
     edge: EdgeOf, tenant: Caller, body: ResponseBody, request: Request, kept: Kept, conversations: ConversationsOf
 ) -> Response:
     """Answer input. With `previous_response_id`, send only what is new: a fork of its state goes on. With
     `conversation`, the answer is written after its items, and added to them."""
     edge.check_model(body.model)
-    going_on = conversations.go_on(tenant.name, body.conversation_id, body.items)
-    try:
-        return await _respond(edge, tenant, body, request, kept, going_on)
-    except BaseException:
-        going_on.end()
-        raise
-
-
-async def _respond(
-    edge: Edge, tenant: Tenant, body: ResponseBody, request: Request, kept: KeptResponses, going_on: GoingOn
-) -> Response:
-    name, streams = f"resp_{secrets.token_hex(16)}", False
-    try:
-        habits = edge.model.habits.after("tool" if body.answers_call else "")
-        params = body.params(habits)
-        turn = await while_connected(request, _start(edge, tenant, body, params, name, going_on.earlier))
-    except ContextExceeded as error:
-        raise context_error(error, edge.model.context_length, "input", "openai") from None
-    except TenutoError as error:
-        error.param = body.param(error.param)
-        raise
+    name, habits = f"resp_{secrets.token_hex(16)}", edge.model.habits.after("tool" if body.answers_call else "")
+    with body.naming(edge.model.context_length):
+        going_on = conversations.go_on(tenant.name, body.conversation_id, body.items)
+        try:
+            params = body.params(habits)
+            reading = body.tool_use.reading(habits, params.grammar)
+            turn = await while_connected(request, _start(edge, tenant, body, params, name, going_on.earlier))
+        except BaseException:
+            going_on.end()
+            raise
 
     def keep(response: dict[str, Any]) -> None:
         if body.store is not False:
@@ -96,17 +78,8 @@ async def _respond(
         if turn.request.session is not None and (body.store is False or not turn.committed):
             edge.spawn(_close(edge, tenant, name))  # which aborts its turn
 
-    try:
-        reader = body.tool_use.reading(habits, params.grammar).reader(turn.id)
-        writer = ResponseWriter(edge, turn, reader, name, body.echoed(), keep)
-        if body.stream:
-            streams = True
-            return EventStream([turn], writer, leave)
-        whole = await while_connected(request, writer.whole())
-        return Response(msgspec.json.encode(whole), media_type="application/json")
-    finally:
-        if not streams:
-            leave()
+    answer = ResponseWriter(edge, turn, reading.reader(turn.id), name, body.echoed(), keep)
+    return await respond(request, [turn], answer, leave, stream=body.stream)
 
 
 async def _start(

@@ -4,46 +4,37 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from tenuto.base.checks import shown
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.options import MAX_NEW_TOKENS, TurnOptions, TurnParams, turn_params
 from tenuto.base.tools.definitions import ModelHabits, ToolCall
 from tenuto.base.tools.grammar import Grammar
 from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.turns import Message
 from tenuto.serve.openai.tools import FlatNamedTool, FlatTool, tool_use
-from tenuto.serve.shared.grammars import of_schema
+from tenuto.serve.shared.grammars import GrammarField, only_one
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
 from tenuto.serve.shared.placing import placed
-from tenuto.serve.shared.schemas import Id, Messages, field_of, random_seed, unsupported
+from tenuto.serve.shared.schemas import Id, Messages, field_of, unsupported
+from tenuto.serve.shared.turn_request import TurnRequest, with_options
 from tenuto.serve.shared.undone import ToolList, of_type
 
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]
-ITEMS = ("message", "function_call", "function_call_output", "reasoning")
-TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 class ResponsePart(ForeignObject):
     """A piece of an item's content."""
 
+    has_kinds = True
     ignored = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_text(cls, given: Any) -> Any:
-        kind = given.get("type") if isinstance(given, dict) else None
-        if isinstance(kind, str) and kind not in TEXTS:
-            raise unsupported("type", f"is {shown(kind)}; that is not supported, allowed: {', '.join(TEXTS)}")
-        return given
 
 
 def text_of(content: str | list[ResponsePart] | None) -> str:
@@ -54,6 +45,7 @@ def text_of(content: str | list[ResponsePart] | None) -> str:
 class Item(ForeignObject):
     """A message, a call, its result, or thoughts, as they are given or as an earlier response had them."""
 
+    has_kinds = True
     ignored = frozenset({"id", "status", "encrypted_content", "phase", "namespace", "caller"})
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
@@ -67,10 +59,7 @@ class Item(ForeignObject):
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, given: Any) -> Any:
-        kind = given.get("type") if isinstance(given, dict) else None
-        if isinstance(kind, str) and kind not in ITEMS:
-            raise unsupported("type", f"is {shown(kind)}; that is not supported, allowed: {', '.join(ITEMS)}")
+    def _of_someone(cls, given: Any) -> Any:
         if isinstance(given, dict) and given.get("type", "message") == "message" and "role" not in given:
             raise unsupported("role", "is required of a message")
         return given
@@ -100,9 +89,12 @@ class ConversationName(ForeignObject):
     id: str = Field(max_length=256)
 
 
-class ResponseBody(ForeignObject):
+@with_options("max_new_tokens", "temperature", "top_p")
+class ResponseBody(ForeignObject, TurnRequest):
     """Input to answer."""
 
+    apis = ("responses",)
+    too_long = "This model's maximum context length is {limit} tokens"
     ignored = frozenset(
         {
             "client_metadata",
@@ -158,7 +150,7 @@ class ResponseBody(ForeignObject):
     )
     store: bool | None = Field(None, description="Keep the response, to go on from it; true if not given.")
     stream: bool | None = None
-    max_output_tokens: int | None = Field(None, ge=1, le=MAX_NEW_TOKENS, description="As many as fit if not given.")
+    max_output_tokens: int | None = field_of("max_new_tokens", ge=1)
     temperature: float | None = field_of("temperature", "1 if not given.")
     top_p: float | None = field_of("top_p")
     metadata: Metadata | None = None
@@ -169,12 +161,12 @@ class ResponseBody(ForeignObject):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
 
-    @property
+    @cached_property
     def tool_use(self) -> ToolUse:
         """The fields about tools as the engine takes them. Raises `InvalidRequest`."""
         return tool_use(self.tools or (), self.tool_choice, self.parallel_tool_calls)
 
-    @property
+    @cached_property
     def items(self) -> list[Item]:
         """The input as items."""
         return (
@@ -208,13 +200,13 @@ class ResponseBody(ForeignObject):
             return [first, *messages[1:]]
         return [Message("system", self.instructions), *messages]
 
-    def grammar(self, habits: ModelHabits) -> Grammar | None:
-        """What the answer must follow, if anything. Raises `InvalidRequest`."""
-        answer, shape = None, self.text.format if self.text is not None else None
+    def grammar_field(self) -> GrammarField | None:
+        shape = self.text.format if self.text is not None else None
+        schema: Any = None
         if shape is not None and shape.type != "text":
-            schema: Any = {"type": "object"} if shape.type == "json_object" else shape.schema_
-            answer = of_schema("text.format.schema", True if schema is None else schema)
-        return self.tool_use.grammar(habits, answer)
+            schema = {"type": "object"} if shape.type == "json_object" else shape.schema_
+            schema = True if schema is None else schema
+        return only_one(("text.format.schema", Grammar.of_schema, schema))
 
     @property
     def answers_call(self) -> bool:
@@ -222,23 +214,8 @@ class ResponseBody(ForeignObject):
         items = self.items
         return bool(items) and items[-1].type == "function_call_output"
 
-    def params(self, habits: ModelHabits) -> TurnParams:
-        """The turn's parameters. Raises `InvalidRequest`."""
-        temperature = 1.0 if self.temperature is None else self.temperature
-        given: TurnOptions = {"max_new_tokens": self.max_output_tokens, "temperature": temperature}
-        if temperature > 0:
-            given["seed"] = random_seed()
-        if self.top_p is not None:
-            given["top_p"] = self.top_p
-        if (grammar := self.grammar(habits)) is not None:
-            given["grammar"] = grammar
-        return turn_params(given, self.tool_use.marks(habits))
-
-    def param(self, option: str | None) -> str | None:
-        """The field that sets an option of the engine."""
-        shaped = self.text is not None and self.text.format is not None and self.text.format.type != "text"
-        names = {"max_new_tokens": "max_output_tokens", "grammar": "text.format.schema" if shaped else "tools"}
-        return names.get(option or "", option)
+    def field(self, option: str | None) -> str | None:
+        return self.input_field if option == "items" else super().field(option)
 
     def echoed(self) -> dict[str, Any]:
         """The fields of a response that repeat the request."""

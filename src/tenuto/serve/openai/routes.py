@@ -3,45 +3,32 @@ keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
-from tenuto.base.errors import AlreadyExists, ContextExceeded, InvalidRequest, NotFound, SessionBusy, TenutoError
+from tenuto.base.errors import AlreadyExists, InvalidRequest, NotFound, SessionBusy, TenutoError
 from tenuto.base.options import Policy
-from tenuto.base.tools.definitions import NO_TOOLS, ModelHabits
-from tenuto.base.tools.variables import NO_VARIABLES
-from tenuto.base.turns import TurnInput
 from tenuto.base.wire.messages import OpenSession, StartTurn
 from tenuto.serve.openai.answers import Choices, Writer
 from tenuto.serve.openai.chat import ChatWriter
 from tenuto.serve.openai.completions import CompletionWriter, echo_of
 from tenuto.serve.openai.schemas import ChatBody, CompletionBody, Generation
 from tenuto.serve.shared.bodies import JsonRoute
-from tenuto.serve.shared.context import context_error
 from tenuto.serve.shared.edge import DEFAULT_MODEL, Caller, Edge, EdgeOf
 from tenuto.serve.shared.idempotency import RequestKey
 from tenuto.serve.shared.placing import placed
+from tenuto.serve.shared.respond import respond, streamed
 from tenuto.serve.shared.samples import Samples, close_all, start_all
 from tenuto.serve.shared.schemas import REFUSALS, IdempotencyKey
 from tenuto.serve.shared.settings import Tenant
-from tenuto.serve.shared.sse import EventStream, while_connected
+from tenuto.serve.shared.sse import while_connected
 
 router = APIRouter(route_class=JsonRoute, prefix="/v1", tags=["openai"])
 
 MAX_CHOICES = 1024
 """Answers to one request: prompts times `n`."""
-
-
-STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The completion, or its chunks, of which the last is `[DONE]`",
-        "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
-    }
-}
 
 
 # -- models
@@ -77,24 +64,28 @@ def _model(edge: Edge, name: str) -> dict[str, Any]:
 # -- completions
 
 
+STREAMED = streamed("The completion, or its chunks, of which the last is `[DONE]`")
+
+
 @router.post("/completions", response_model=None, responses=REFUSALS | STREAMED)
 async def complete(
     edge: EdgeOf, tenant: Caller, body: CompletionBody, request: Request, idempotency_key: IdempotencyKey = None
 ) -> Response:
     """Continue texts. With `session_id`, the prompt is appended to the session's history and continued."""
     _check(edge, body, len(body.prompts))
-    starts = [_start(edge, tenant, body, prompt) for prompt in body.prompts]
-    samples = await _begin(edge, tenant, body, request, starts, idempotency_key)
-    return await _respond(edge, body, request, samples, lambda: _completion_writers(edge, body, samples))
-
-
-async def _completion_writers(edge: Edge, body: CompletionBody, samples: Sequence[Samples]) -> list[Writer]:
-    logprobs, silent = body.logprobs is not None, edge.model.eos_ids
-    writers: list[Writer] = []
-    for prompt, answers in zip(body.prompts, samples, strict=True):
-        echo = await echo_of(edge, prompt, answers, logprobs=logprobs) if body.echo else None
-        writers += [CompletionWriter(logprobs=logprobs, echo=echo, silent=silent) for _ in answers.turns]
-    return writers
+    with body.naming(edge.model.context_length):
+        more = {"session": body.session_id, "echo": bool(body.echo)}
+        starts = [body.start(tenant, prompt, edge.model.habits, **more) for prompt in body.prompts]
+        samples = await while_connected(request, _begin(edge, tenant, body, request, starts, idempotency_key))
+    try:
+        writers: list[Writer] = []
+        for prompt, start, answers in zip(body.prompts, starts, samples, strict=True):
+            echo = await echo_of(edge, prompt, answers, start.params) if body.echo else None
+            writers += [CompletionWriter(start.params, echo, edge.model.eos_ids) for _ in answers.turns]
+    except BaseException:
+        close_all(samples)
+        raise
+    return await _respond(request, body, Choices(edge, "text_completion", samples, writers, body))
 
 
 # -- chat completions
@@ -106,19 +97,18 @@ async def chat(
 ) -> Response:
     """Answer messages. With `session_id`, send only the new ones: the session has the earlier ones."""
     _check(edge, body, 1)
-    messages = placed([message.rendered() for message in body.messages], edge.model.habits)
-    start = _start(edge, tenant, body, messages)
-    samples = await _begin(edge, tenant, body, request, [start], idempotency_key)
-    return await _respond(edge, body, request, samples, lambda: _chat_writers(edge, body, start, samples))
+    with body.naming(edge.model.context_length):
+        messages = placed([message.rendered() for message in body.messages], edge.model.habits)
+        asker = body.messages[-1].role if body.messages else ""
+        habits = edge.model.habits.told(body.chat_template_kwargs or {}).after(asker)
+        start = body.start(tenant, messages, habits, session=body.session_id, variables=body.variables())
+        reading = body.tool_use.reading(habits, start.params.grammar)
+        samples = await while_connected(request, _begin(edge, tenant, body, request, [start], idempotency_key))
+    writers = [ChatWriter(reading.reader(turn.id), start.params) for turn in samples[0].turns]
+    return await _respond(request, body, Choices(edge, "chat.completion", samples, writers, body))
 
 
-async def _chat_writers(edge: Edge, body: ChatBody, start: StartTurn, samples: Sequence[Samples]) -> list[Writer]:
-    reading = body.tool_use.reading(_habits(edge, body), start.params.grammar)
-    turns = [turn for answers in samples for turn in answers.turns]
-    return [ChatWriter(reading.reader(turn.id), logprobs=bool(body.logprobs)) for turn in turns]
-
-
-# -- from requests to turns, and from turns to answers
+# -- what both have in common
 
 
 def _check(edge: Edge, body: Generation, prompts: int) -> None:
@@ -128,43 +118,18 @@ def _check(edge: Edge, body: Generation, prompts: int) -> None:
         raise InvalidRequest(f"{prompts} prompts with n {body.samples}; allowed: 1 to {MAX_CHOICES} answers in all")
 
 
-def _habits(edge: Edge, body: Generation) -> ModelHabits:
-    """How the model writes, as its template is told."""
-    if not isinstance(body, ChatBody):
-        return edge.model.habits
-    asker = body.messages[-1].role if body.messages else ""
-    return edge.model.habits.told(body.chat_template_kwargs or {}).after(asker)
-
-
-def _start(edge: Edge, tenant: Tenant, body: Generation, turn_input: TurnInput) -> StartTurn:
-    return StartTurn(
-        kind="turn",
-        tenant=tenant.name,
-        session=body.session_id,
-        input=turn_input,
-        params=body.params(_habits(edge, body)),
-        tools=body.tool_use.told if isinstance(body, ChatBody) else NO_TOOLS,
-        variables=body.variables() if isinstance(body, ChatBody) else NO_VARIABLES,
-        echo=isinstance(body, CompletionBody) and bool(body.echo),
-        limits=tenant.limits,
-    )
-
-
 async def _begin(
     edge: Edge, tenant: Tenant, body: Generation, request: Request, starts: list[StartTurn], key: str | None
 ) -> list[Samples]:
     """The samples of every prompt, which the caller closes."""
     if body.session_id is None:
-        starting = start_all(edge, tenant, starts, body.samples)
-    else:
-        starting = _in_session(edge, tenant, starts[0], await RequestKey.of(request, key))
-    try:
-        return await while_connected(request, starting)
-    except ContextExceeded as error:
-        raise context_error(error, edge.model.context_length, body.input_field, "openai") from None
-    except TenutoError as error:
-        error.param = body.param(error.param)
-        raise
+        return await start_all(edge, tenant, starts, body.samples)
+    return await _in_session(edge, tenant, starts[0], await RequestKey.of(request, key))
+
+
+async def _respond(request: Request, body: Generation, answer: Choices) -> Response:
+    """The answer. Its samples are closed once it is sent or the client has gone."""
+    return await respond(request, answer.turns, answer, lambda: close_all(answer.samples), stream=body.stream)
 
 
 async def _in_session(edge: Edge, tenant: Tenant, start: StartTurn, key: RequestKey | None) -> list[Samples]:
@@ -198,27 +163,3 @@ async def _open(edge: Edge, tenant: Tenant, session: str) -> bool:
     except AlreadyExists:
         return False
     return True
-
-
-async def _respond(
-    edge: Edge,
-    body: Generation,
-    request: Request,
-    samples: list[Samples],
-    make_writers: Callable[[], Awaitable[list[Writer]]],
-) -> Response:
-    """The answer, whole or streamed. The samples are closed once it is sent or the client has gone."""
-    kind = "text_completion" if isinstance(body, CompletionBody) else "chat.completion"
-    streams = False
-    try:
-        answer = Choices(
-            edge, kind, samples, await make_writers(), usage_at_end=body.usage_at_end, session_id=body.session_id
-        )
-        streams = bool(body.stream)
-        if streams:
-            return EventStream(answer.turns, answer, lambda: close_all(samples))
-        whole = await while_connected(request, answer.whole())
-        return Response(msgspec.json.encode(whole), media_type="application/json")
-    finally:
-        if not streams:
-            close_all(samples)

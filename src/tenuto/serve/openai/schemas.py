@@ -9,10 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from tenuto.base.checks import shown
 from tenuto.base.errors import InvalidRequest, Unsupported
-from tenuto.base.options import MAX_NEW_TOKENS, TurnOptions, TurnParams, turn_params
 from tenuto.base.sampling import MAX_SEED, MAX_TOKEN_ID
-from tenuto.base.tools.definitions import ModelHabits
-from tenuto.base.tools.grammar import Grammar
 from tenuto.base.tools.variables import FIELD, Variables
 from tenuto.base.turns import Message
 from tenuto.serve.openai.formats import Structured
@@ -27,12 +24,10 @@ from tenuto.serve.shared.schemas import (
     Prompts,
     TokenId,
     field_of,
-    options_of,
-    random_seed,
     required,
     unsupported,
-    with_options,
 )
+from tenuto.serve.shared.turn_request import with_options
 
 IGNORED = frozenset(
     {
@@ -130,22 +125,29 @@ class StreamOptions(ForeignObject):
 @with_options(
     "frequency_penalty",
     "ignore_eos",
+    "include_stop",
     "logit_bias",
+    "min_new_tokens",
     "min_p",
     "presence_penalty",
     "priority",
     "queue_timeout",
     "repetition_penalty",
+    "seed",
     "stop",
+    "stop_ids",
     "stop_regex",
     "timeout",
+    "top_k",
     "top_p",
+    temperature="1 if not given.",
 )
 class Generation(Structured):
-    """The fields that both kinds of completion share. Options added by `with_options` have the engine's names. Fields
-    from `top_k` on are not OpenAI's, nor are `ignore_eos`, `min_p`, `priority`, `repetition_penalty`, `stop_regex` and
-    timeouts."""
+    """The fields that both kinds of completion share. Not OpenAI's are `session_id` and those options of vLLM, SGLang
+    and the engine that OpenAI does not have."""
 
+    apis: ClassVar[tuple[str, ...]] = ("openai",)
+    too_long = "This model's maximum context length is {limit} tokens"
     ignored = IGNORED
     undone = UNDONE
     not_supported = NOT_SUPPORTED
@@ -155,19 +157,12 @@ class Generation(Structured):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     seed: int | None = Field(None, description="Made up by the server if not given.")
-    temperature: float | None = field_of("temperature", "1 if not given.")
     top_k: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID, description="-1 and 0 keep all.")
-    min_tokens: int | None = field_of("min_new_tokens")
-    stop_token_ids: Items[TokenId] | None = field_of("stop_ids")
-    include_stop_str_in_output: bool | None = field_of("include_stop")
     session_id: Id | None = Field(
         None,
         description="The request is a turn of this session, opened if it does not exist: send only what is new."
         " The answer has the session's `version`.",
     )
-
-    input_field: ClassVar[str]
-    """The field with the turn's input."""
 
     @property
     def samples(self) -> int:
@@ -188,58 +183,15 @@ class Generation(Structured):
         if self.session_id is not None and self.samples > 1:
             raise InvalidRequest(f"n is {self.n}; allowed with session_id: 1, or fork the session", param="n")
 
-    def param(self, option: str | None) -> str | None:
-        """The field that sets an option of the engine."""
-        if option == "grammar" and (asked := self.grammar_field()) is not None:
-            return asked.name
-        return {**_FIELDS, "input": self.input_field}.get(option or "", option)
-
-    def params(self, habits: ModelHabits) -> TurnParams:
-        """The turn's parameters, with OpenAI's defaults, for a model with these `habits`. Raises `InvalidRequest`."""
-        try:
-            return turn_params(self.options(habits), self.marks(habits))
-        except InvalidRequest as error:
-            error.param = self.param(error.param)
-            raise
-
-    def wanted_grammar(self, habits: ModelHabits) -> Grammar | None:  # noqa: ARG002 - of chats it depends on them
-        """What answers must follow. Raises `InvalidRequest`."""
-        asked = self.grammar_field()
-        return asked.grammar if asked is not None else None
-
-    def marks(self, habits: ModelHabits) -> tuple[tuple[str, int], ...]:  # noqa: ARG002 - of chats it depends on them
-        """The control tokens that the answer's text has."""
-        return ()
-
-    def options(self, habits: ModelHabits) -> TurnOptions:
-        """The given options, under the engine's names."""
-        given: TurnOptions = {"temperature": 1.0, **options_of(self)}
-        given.pop("logprobs", None)  # which means something else here
-        if self.min_tokens is not None:
-            given["min_new_tokens"] = self.min_tokens
-        if self.stop_token_ids is not None:
-            given["stop_ids"] = self.stop_token_ids
-        if (grammar := self.wanted_grammar(habits)) is not None:
-            given["grammar"] = grammar
-        if self.include_stop_str_in_output is not None:
-            given["include_stop"] = self.include_stop_str_in_output
-        given["top_k"] = max(0, self.top_k or 0)
-        if self.seed is not None:
-            given["seed"] = self.seed & MAX_SEED
-        elif given["temperature"] > 0:
-            given["seed"] = random_seed()
+    def given(self) -> dict[str, Any]:
+        given = super().given()
+        given["top_k"] = max(0, given.get("top_k", 0))
+        if "seed" in given:
+            given["seed"] &= MAX_SEED
         return given
 
 
-_FIELDS = {
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "stop_ids": "stop_token_ids",
-    "include_stop": "include_stop_str_in_output",
-}
-"""Fields by the engine's option names, where the two differ."""
-
-
+@with_options(max_new_tokens="16 if not given.")
 class CompletionBody(Generation):
     """A text to continue."""
 
@@ -253,7 +205,6 @@ class CompletionBody(Generation):
     prompt: str | Items[TokenId] | Prompts[str] | Prompts[Items[TokenId]] = Field(
         description="Text or token ids, or a list of either.", examples=["Once upon a time"]
     )
-    max_tokens: int | None = field_of("max_new_tokens", "16 if not given.")
     logprobs: int | None = Field(None, ge=0, le=5, description="For every token, with this many of the likeliest.")
     echo: bool | None = Field(None, description="Answers begin with the prompt.")
     best_of: int | None = Field(None, description="Must equal `n`.")
@@ -273,31 +224,19 @@ class CompletionBody(Generation):
                 "session_id with several prompts or echo; allowed: one prompt, without echo", param="session_id"
             )
 
-    def options(self, habits: ModelHabits) -> TurnOptions:
-        given = super().options(habits)
-        given["max_new_tokens"] = 16 if self.max_tokens is None else self.max_tokens
-        if self.logprobs is not None:
-            given["logprobs"] = self.logprobs
-            if self.echo:
-                given["input_logprobs"] = self.logprobs
-        return given
+    def given(self) -> dict[str, Any]:
+        asked = {"logprobs": self.logprobs, "input_logprobs": self.logprobs if self.echo else None}
+        return {"max_new_tokens": 16, **super().given(), **asked}
 
 
 class ContentPart(ForeignObject):
     """A piece of a message's content."""
 
+    has_kinds = True
     ignored = frozenset({"cache_control", "prompt_cache_breakpoint"})
 
     type: Literal["text"]
     text: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_text(cls, given: Any) -> Any:
-        kind = given.get("type") if isinstance(given, dict) else None
-        if isinstance(kind, str) and kind != "text":
-            raise unsupported("type", f"is {shown(kind)}; that is not supported, allowed: 'text'")
-        return given
 
 
 class ChatMessage(ForeignObject):
@@ -355,9 +294,11 @@ class ChatMessage(ForeignObject):
         return self
 
 
+@with_options("max_new_tokens")
 class ChatBody(Generation, WithTools):
     """Messages to answer."""
 
+    apis = ("chat", "openai")
     not_supported: ClassVar[dict[str, tuple[Any, ...]]] = {
         **{name: harmless for name, harmless in NOT_SUPPORTED.items() if name != FIELD},
         "add_special_tokens": (None, False),
@@ -366,8 +307,8 @@ class ChatBody(Generation, WithTools):
 
     input_field = "messages"
     messages: Messages[ChatMessage] = Field(description="With `session_id`, only the new ones.")
-    max_tokens: int | None = Field(None, ge=1, le=MAX_NEW_TOKENS, description="As many as fit if not given.")
-    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_NEW_TOKENS, description="The same.")
+    max_tokens: int | None = field_of("max_new_tokens", ge=1)
+    max_completion_tokens: int | None = field_of("max_new_tokens", "The same.", ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = field_of("logprobs", "How many of the likeliest at every place.")
     chat_template_kwargs: dict[str, Any] | None = Field(
@@ -393,31 +334,14 @@ class ChatBody(Generation, WithTools):
         """What the chat template is told. Raises `InvalidRequest`."""
         return Variables.of(self.chat_template_kwargs or {})
 
-    def marks(self, habits: ModelHabits) -> tuple[tuple[str, int], ...]:
-        return self.tool_use.marks(habits)
-
-    def wanted_grammar(self, habits: ModelHabits) -> Grammar | None:
-        return self.tool_use.grammar(habits, super().wanted_grammar(habits))
-
-    def param(self, option: str | None) -> str | None:
-        named = super().param(option)
-        return "tools" if named == "grammar" else named
-
     def check(self) -> None:
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest(
                 "top_logprobs without logprobs; allowed: only with logprobs true", param="top_logprobs"
             )
-        self.tool_use  # noqa: B018 - raises if its fields contradict each other
         if not self.messages and self.session_id is None:
             raise InvalidRequest("there are no messages; allowed: at least one, or a session_id", param="messages")
 
-    def options(self, habits: ModelHabits) -> TurnOptions:
-        given = super().options(habits)
-        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        if limit is not None:
-            given["max_new_tokens"] = limit
-        if self.logprobs:
-            given["logprobs"] = self.top_logprobs or 0
-        return given
+    def given(self) -> dict[str, Any]:
+        return {**super().given(), "logprobs": (self.top_logprobs or 0) if self.logprobs else None}

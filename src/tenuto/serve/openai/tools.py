@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -11,6 +12,7 @@ from tenuto.base.errors import InvalidRequest
 from tenuto.base.tools.definitions import MAX_TOOLS, ToolCall
 from tenuto.base.tools.tool_use import NAME, ToolUse
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
+from tenuto.serve.shared.turn_request import TurnRequest
 from tenuto.serve.shared.undone import ToolList, of_type
 
 Name = Annotated[str, Field(pattern=NAME, examples=["get_weather"])]
@@ -92,7 +94,7 @@ Calls = Annotated[list[GivenCall], Field(fail_fast=True, max_length=MAX_TOOLS)]
 Choice = Literal["none", "auto", "required"] | NamedTool
 
 
-class WithTools(ForeignObject):
+class WithTools(ForeignObject, TurnRequest):
     """The fields of a request about tools."""
 
     tools: ToolList[Annotated[Tool, of_type("function")]] | None = Field(
@@ -103,7 +105,7 @@ class WithTools(ForeignObject):
     tool_choice: Choice | None = Field(None, description="`auto` if not given. `required`, or a function, is enforced.")
     parallel_tool_calls: bool | None = Field(None, description="Whether there may be several calls; true if not given.")
 
-    @property
+    @cached_property
     def tool_use(self) -> ToolUse:
         """The same as the engine takes it. Raises `InvalidRequest`."""
         try:

@@ -17,6 +17,7 @@ from tenuto.serve.sglang.requests import Running
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure
 from tenuto.serve.shared.sse import DONE, Chunk, data
+from tenuto.serve.shared.tasks import all_of
 
 ABORT_MESSAGES = {
     EndReason.ABORT: "the request was aborted",
@@ -26,19 +27,22 @@ ABORT_MESSAGES = {
 }
 
 
-async def whole_answer(edge: Edge, running: Running) -> dict[str, Any]:
-    """The answer to a request whose turn has ended."""
-    running.reply.take(running.accepted.reply())
-    return await _answer(edge, running, running.accepted.result)
-
-
-class AnswerEvents:
-    """The answers as server-sent events, each with all output so far: see `Events`."""
+class Answers:
+    """The answers to a request, whole or as server-sent events, each with all output so far: see `Answer`. `several`:
+    the whole answer is a list."""
 
     def __init__(self, edge: Edge, running: Sequence[Running], *, several: bool) -> None:
         self._edge = edge
         self._running = running
         self._several = several
+
+    async def whole(self) -> Any:
+        await all_of(running.accepted.finished() for running in self._running)
+        answers = []
+        for running in self._running:
+            running.reply.take(running.accepted.reply())
+            answers.append(await _answer(self._edge, running, running.accepted.result))
+        return answers if self._several else answers[0]
 
     def opening(self) -> bytes:
         return b""

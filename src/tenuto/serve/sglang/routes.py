@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
 from fastapi import APIRouter, Request, Response
 
-from tenuto.base.errors import InvalidRequest, TenutoError
-from tenuto.serve.sglang.answers import AnswerEvents, whole_answer
+from tenuto.base.errors import InvalidRequest
+from tenuto.serve.sglang.answers import Answers
 from tenuto.serve.sglang.requests import RequestsOf
 from tenuto.serve.sglang.schemas import AbortRequest, CloseSessionRequest, GenerateRequest, OpenSessionRequest
 from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.edge import Caller, EdgeOf
+from tenuto.serve.shared.respond import respond, streamed
 from tenuto.serve.shared.schemas import REFUSALS
-from tenuto.serve.shared.sse import EventStream, while_connected
-from tenuto.serve.shared.tasks import all_of
+from tenuto.serve.shared.sse import while_connected
 
 router = APIRouter(route_class=JsonRoute, tags=["sglang"])
 
-STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The answer, a list of them for several prompts, or a stream of answers so far",
-        "content": {
-            "application/json": {"schema": {}},
-            "text/event-stream": {"schema": {"type": "string"}},
-        },
-    }
-}
+STREAMED = streamed("The answer, a list of them for several prompts, or a stream of answers so far")
 
 
 @router.post("/open_session", responses=REFUSALS)
@@ -54,21 +43,11 @@ async def generate(
     """Continue one or several texts or lists of tokens, by themselves or in a session."""
     if body.model is not None:
         edge.check_model(body.model)
-    try:
+    with body.naming(edge.model.context_length):
         running = await while_connected(request, requests.start(tenant, body.items()))
-    except TenutoError as error:
-        error.param = body.param(error.param)
-        raise
-    several = len(running) > 1 or body.several
-    if body.stream:
-        events = AnswerEvents(edge, running, several=several)
-        return EventStream([each.accepted for each in running], events, lambda: requests.leave(running))
-    try:
-        await while_connected(request, all_of(each.accepted.finished() for each in running))
-        answers = [await whole_answer(edge, each) for each in running]
-    finally:
-        requests.leave(running)
-    return Response(msgspec.json.encode(answers if several else answers[0]), media_type="application/json")
+    answers = Answers(edge, running, several=len(running) > 1 or body.several)
+    turns = [each.accepted for each in running]
+    return await respond(request, turns, answers, lambda: requests.leave(running), stream=body.stream)
 
 
 @router.post("/abort_request", response_class=Response, responses=REFUSALS)

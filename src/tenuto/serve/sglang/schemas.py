@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 from uuid import uuid4
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from tenuto.base.checks import MAX_COUNT
 from tenuto.base.errors import InvalidRequest, Unsupported
-from tenuto.base.options import MAX_NEW_TOKENS, TurnOptions, TurnParams, turn_params
-from tenuto.base.sampling import MAX_LOGPROBS, MAX_TOKEN_ID
+from tenuto.base.options import TurnOptions, TurnParams, turn_params
+from tenuto.base.sampling import MAX_LOGPROBS
 from tenuto.base.tools.grammar import Grammar
-from tenuto.serve.shared.grammars import GrammarField, of_rules, of_schema, only_one
+from tenuto.serve.shared.grammars import GrammarField, of_regex, of_rules, only_one
+from tenuto.serve.shared.objects import NOTHING, ForeignObject
 from tenuto.serve.shared.samples import MAX_SAMPLES
-from tenuto.serve.shared.schemas import (
-    ID_LENGTH,
-    MAX_PROMPTS,
-    Id,
-    Items,
-    Object,
-    Prompts,
-    TokenId,
-    field_of,
-    options_of,
-    random_seed,
-    unsupported,
-    with_options,
-)
+from tenuto.serve.shared.schemas import ID_LENGTH, MAX_PROMPTS, Id, Items, Prompts, TokenId, field_of
+from tenuto.serve.shared.turn_request import TurnRequest, with_options
 
 GREEDY_BELOW = 1e-6
 """Temperatures below this are 0."""
@@ -52,15 +41,12 @@ StartLength = Annotated[int, Field(ge=-1, le=MAX_COUNT)]
 TopNumber = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
-class SGLangObject(Object):
+class SGLangObject(ForeignObject):
     """An object in a request. An unknown field is refused unless it asks for nothing."""
 
-    model_config = ConfigDict(extra="allow")
-
-    def model_post_init(self, _: Any, /) -> None:
-        for name, value in (self.model_extra or {}).items():
-            if value not in (None, False, "", [], {}) and name not in IGNORED:
-                raise unsupported(name, "is not supported; leave it out")
+    ignored = IGNORED
+    unknown = (*NOTHING, "")
+    complete = False
 
 
 class OpenSessionRequest(SGLangObject):
@@ -149,22 +135,26 @@ class SessionParams(SGLangObject):
     "frequency_penalty",
     "ignore_eos",
     "logit_bias",
+    "max_new_tokens",
     "min_new_tokens",
     "min_p",
     "presence_penalty",
     "repetition_penalty",
+    "seed",
     "stop",
+    "stop_ids",
     "stop_regex",
+    "top_k",
     "top_p",
+    temperature="1 if not given; 0 is greedy.",
 )
-class SamplingParams(SGLangObject):
+class SamplingParams(SGLangObject, TurnRequest):
     """How to generate. `null` means the default, except that `max_new_tokens` `null` means as many as fit."""
 
-    max_new_tokens: int | None = Field(128, ge=0, le=MAX_NEW_TOKENS)
-    temperature: float | None = field_of("temperature", "1 if not given; 0 is greedy.")
-    top_k: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID, description="-1: all.")
-    stop_token_ids: TokenIds | None = field_of("stop_ids")
-    sampling_seed: int | None = field_of("seed")
+    apis = ("sglang",)
+
+    max_new_tokens: int | None = field_of("max_new_tokens", default=128)
+    top_k: int | None = field_of("top_k", "-1: all.", ge=-1)
     json_schema: str | None = Field(None, description="The output is JSON by this schema, given as JSON text.")
     regex: str | None = Field(None, description="The output matches this expression as a whole.")
     ebnf: str | None = Field(None, description="The output follows these rules, written as EBNF or for Lark.")
@@ -175,30 +165,19 @@ class SamplingParams(SGLangObject):
     stream_interval: int | None = Field(None, ge=1, description="No effect: chunks arrive as tokens do.")
 
     def grammar_field(self) -> GrammarField | None:
-        """The grammar that is asked for, and by which field. Raises `InvalidRequest` if there are several."""
         return only_one(
-            {
-                "json_schema": of_schema("json_schema", self.json_schema) if self.json_schema is not None else None,
-                "regex": Grammar("regex", self.regex) if self.regex is not None else None,
-                "ebnf": of_rules(self.ebnf) if self.ebnf is not None else None,
-            }
+            ("json_schema", Grammar.of_schema, self.json_schema),
+            ("regex", of_regex, self.regex),
+            ("ebnf", of_rules, self.ebnf),
         )
 
-    def options(self) -> TurnOptions:
-        """The given options, under the engine's names."""
-        given: TurnOptions = {"temperature": 1.0, **options_of(self)}
-        if self.top_k == 0:
+    def given(self) -> dict[str, Any]:
+        given = super().given()
+        if given.get("top_k") == 0:
             raise InvalidRequest("top_k is 0; allowed: -1 for all, or at least 1", param="top_k")
-        if self.top_k == -1:
-            del given["top_k"]
-        if (asked := self.grammar_field()) is not None:
-            given["grammar"] = asked.grammar
-        if self.stop_token_ids:
-            given["stop_ids"] = self.stop_token_ids
-        if given["temperature"] < GREEDY_BELOW:
-            del given["temperature"]
-        else:
-            given["seed"] = self.sampling_seed if self.sampling_seed is not None else random_seed()
+        given["top_k"] = max(0, given.get("top_k", 0))
+        if given.get("temperature", 1.0) < GREEDY_BELOW:
+            given["temperature"] = 0.0
         return given
 
 
@@ -228,7 +207,8 @@ class Item:
     output: OutputOptions
 
 
-class GenerateRequest(SGLangObject):
+@with_options("priority")
+class GenerateRequest(SGLangObject, TurnRequest):
     """One prompt to continue, or a list of them. A value that is not a list applies to all of them."""
 
     text: str | Prompts[str] | None = None
@@ -243,7 +223,6 @@ class GenerateRequest(SGLangObject):
     top_logprobs_num: TopNumber | Prompts[TopNumber] | None = None
     return_text_in_logprobs: bool | None = None
     session_params: SessionParams | Prompts[SessionParams] | None = None
-    priority: int | None = None
     model: str | None = Field(None, description="If given: as listed by `/v1/models`, or `default`.")
 
     @property
@@ -252,16 +231,14 @@ class GenerateRequest(SGLangObject):
         ids = self.input_ids
         return isinstance(self.text, list) or bool(ids and isinstance(ids[0], list))
 
-    def param(self, option: str | None) -> str | None:
-        """The field that sets an option of the engine."""
+    def field(self, option: str | None) -> str | None:
         if option == "input":
             return "text" if self.text is not None else "input_ids"
-        name = {"stop_ids": "stop_token_ids", "seed": "sampling_seed"}.get(option or "", option)
-        if name == "grammar" and isinstance(self.sampling_params, SamplingParams):
-            asked = self.sampling_params.grammar_field()
-            name = asked.name if asked is not None else name
-        inner = name in SamplingParams.model_fields and isinstance(self.sampling_params, SamplingParams)
-        return f"sampling_params.{name}" if inner else name
+        if isinstance(self.sampling_params, SamplingParams):
+            inner = self.sampling_params.field(option)
+            if inner in SamplingParams.model_fields:
+                return f"sampling_params.{inner}"
+        return super().field(option)
 
     def items(self) -> list[Item]:
         """One item per prompt. Raises `InvalidRequest` for conflicting fields."""
@@ -317,12 +294,11 @@ class GenerateRequest(SGLangObject):
         output: OutputOptions,
     ) -> Item:
         options = params.options()
+        options.update(cast("TurnOptions", self.given()))
         if output.logprobs:
             options["logprobs"] = output.top_logprobs
             if output.logprob_start >= 0:
                 options["input_logprobs"] = output.top_logprobs
-        if self.priority is not None:
-            options["priority"] = self.priority
         n, turn = params.n or 1, turn_params(options)
         if session is None or session.id is None:
             return Item(rid, family, part, turn, None, n, output)

@@ -1,8 +1,9 @@
-"""The fields by which clients of several interfaces ask for a grammar."""
+"""The fields by which clients of several APIs ask for a grammar."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
@@ -22,24 +23,35 @@ class GrammarField(NamedTuple):
     grammar: Grammar
 
 
+of_regex = partial(Grammar, "regex")
+
+
+def of_any_json(_: bool) -> Grammar:
+    """An object, whatever is in it."""
+    return Grammar("json_object")
+
+
 def of_rules(rules: str) -> Grammar:
     """A grammar written as EBNF, or for Lark."""
     return Grammar("ebnf" if "::=" in rules else "lark", rules)
 
 
-def of_schema(name: str, schema: object) -> Grammar:
-    """JSON by the schema in the field `name`. Raises `InvalidRequest`."""
-    try:
-        return Grammar.of_schema(schema)
-    except InvalidRequest as error:
-        error.param = name
-        raise
+Asking = tuple[str, Callable[[Any], Grammar], Any]
+"""The name of a field that may ask for a grammar, what makes one of its value, and the value; `None` asks for none."""
 
 
-def only_one(given: Mapping[str, Grammar | None]) -> GrammarField | None:
-    """The grammar that the request's fields, by name, ask for, if one does; several may ask for the same. Raises
+def only_one(*fields: Asking) -> GrammarField | None:
+    """The grammar that the fields of a request ask for, if one does; several may ask for the same. Raises
     `InvalidRequest` if they ask for different ones."""
-    asked = [GrammarField(name, grammar) for name, grammar in given.items() if grammar is not None]
+    asked: list[GrammarField] = []
+    for name, make, value in fields:
+        if value is None:
+            continue
+        try:
+            asked.append(GrammarField(name, make(value)))
+        except InvalidRequest as error:
+            error.param = name
+            raise
     if len({field.grammar for field in asked}) > 1:
         names = " and ".join(name for name, _ in asked)
         raise InvalidRequest(f"there are {names}; allowed: one of them, or the same in each", param=asked[1].name)

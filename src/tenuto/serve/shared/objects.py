@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from pydantic import model_validator
 
@@ -16,27 +16,44 @@ NOTHING: tuple[Any, ...] = (None, False, [], {})
 
 
 class ForeignObject(Object):
-    """An object in a request. Known fields that are not supported are refused unless they ask for nothing; a field that
-    is not known at all may be `null`, which is as if it were not given. `ignored`: fields that never change an answer.
-    `undone`: fields that ask for what is left undone, and said, with the values that ask for nothing."""
+    """An object in a request of another API. Known fields that are not supported are refused unless they ask for
+    nothing. `ignored`: fields that never change an answer. `undone`: fields that ask for what is left undone, and said,
+    with the values that ask for nothing. `unknown`: values with which a field that is not known at all is as if it were
+    not given; with others it is refused, as `unsupported` where the API's list of fields is not complete.
+    `has_kinds`: clients may know other values of its field `type`, which are not supported."""
 
     ignored: ClassVar[frozenset[str]] = frozenset()
     undone: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    not_supported: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    unknown: ClassVar[tuple[Any, ...]] = (None,)
+    complete: ClassVar[bool] = True
+    has_kinds: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        for name, harmless in cls.not_supported.items():
-            if name in given and not any(given[name] == value for value in harmless):
-                raise unsupported(name, f"is {shown(given[name])}; it is not supported, allowed: to leave it out")
-        for name, harmless in cls.undone.items():
-            if name in given and not any(given[name] == value for value in harmless):
-                leave_undone(name)
+        kind = given.get("type")
+        if cls.has_kinds and isinstance(kind, str):
+            kinds = get_args(cls.model_fields["type"].annotation)
+            if kind not in kinds:
+                allowed = ", ".join(kinds) if len(kinds) > 1 else shown(kinds[0])
+                raise unsupported("type", f"is {shown(kind)}; that is not supported, allowed: {allowed}")
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        left_out = cls.ignored.union(
-            cls.not_supported, cls.undone, (name for name, value in given.items() if value is None)
-        )
-        return {name: value for name, value in given.items() if name in known or name not in left_out}
+        return {name: value for name, value in given.items() if name in known or not cls._left_out(name, value)}
+
+    @classmethod
+    def _left_out(cls, name: str, value: Any) -> bool:
+        """Whether a field that the class does not have is as if it were not given. Raises if it is not supported."""
+        if name in cls.not_supported:
+            if value not in cls.not_supported[name]:
+                raise unsupported(name, f"is {shown(value)}; it is not supported, allowed: to leave it out")
+        elif name in cls.undone:
+            if value not in cls.undone[name]:
+                leave_undone(name)
+        elif name not in cls.ignored and value not in cls.unknown:
+            if not cls.complete:
+                raise unsupported(name, "is not supported; leave it out")
+            return False
+        return True

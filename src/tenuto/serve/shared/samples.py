@@ -39,7 +39,7 @@ class Samples:
 
     @property
     def input_turn(self) -> LiveTurn:
-        """The turn whose ticket and input logprobs are those of the prompt."""
+        """The turn whose ticket, and scores of the input, are those of the prompt."""
         return self.prompt if self.prompt is not None else self.turns[0]
 
     @property
@@ -88,7 +88,7 @@ class Samples:
         params = TurnParams(**{name: getattr(request.params, name) for name in OF_PREFILL})
         append = msgspec.structs.replace(request, kind="append", session=root, params=params)
         self.prompt = await self._edge.start(tenant, append)
-        check_end(self._edge, await self.prompt.finished())
+        await committed(self._edge, self.prompt)
 
     async def _fork(self, root: str, child: str) -> str:
         tenant = self._tenant
@@ -127,6 +127,13 @@ def close_all(all_samples: Iterable[Samples]) -> None:
     """See `Samples.close`."""
     for samples in all_samples:
         samples.close()
+
+
+async def committed(edge: Edge, turn: LiveTurn) -> TurnResult:
+    """Wait for the turn's end. Raises why it was not committed."""
+    result = await turn.finished()
+    check_end(edge, result)
+    return result
 
 
 def check_end(edge: Edge, result: TurnResult) -> None:

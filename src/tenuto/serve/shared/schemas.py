@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable
 from dataclasses import fields
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Header
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from tenuto.base.checks import Bounds
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.options import MAX_STOP_IDS, OPTIONS, Policy, TurnOptions
-from tenuto.base.sampling import MAX_BIASES, MAX_SEED, MAX_TOKEN_ID
+from tenuto.base.options import MAX_STOP_IDS, OPTIONS, Policy
+from tenuto.base.sampling import MAX_BIASES, MAX_TOKEN_ID
 
 T = TypeVar("T")
-M = TypeVar("M", bound=BaseModel)
 
 ID_PATTERN = r"^(\.{0,2}[A-Za-z0-9_:-]|\.{3})[A-Za-z0-9._:-]*$"
 """Of a session's id, which needs no quoting in a URL. Excludes `.` and `..`, which clients remove from URLs."""
@@ -84,8 +81,9 @@ class Object(BaseModel):
 _OF_SESSIONS = {each.name: each for each in fields(Policy)}
 
 
-def field_of(name: str, description: str | None = None) -> Any:
-    """A request field with the bounds and description of the engine's option of this name, a turn's or a session's."""
+def field_of(name: str, description: str | None = None, *, default: Any = None, **own: Any) -> Any:
+    """A request field with the bounds and description of the engine's option of this name, a turn's or a session's.
+    `own`: bounds that are others here."""
     given = (OPTIONS.get(name) or _OF_SESSIONS[name]).metadata
     bounds: Bounds | None = given["bounds"]
     limits: dict[str, Any] = {}
@@ -93,38 +91,15 @@ def field_of(name: str, description: str | None = None) -> Any:
         limits = {"gt" if bounds.above else "ge": bounds.low, "le": bounds.high}
     elif name == "stop_ids":
         limits = {"max_length": MAX_STOP_IDS}
-    return Field(None, description=description or given["description"] or None, **limits)
+    return Field(default, description=description or given["description"] or None, **{**limits, **own})
 
 
-def with_options(*names: str) -> Callable[[type[M]], type[M]]:
-    """A class decorator that adds the engine's options with these names, or all of them, as optional fields with their
-    bounds and descriptions. `options_of` reads them."""
-
-    def add(model: type[M]) -> type[M]:
-        chosen: dict[str, Any] = {name: (_type_of(name) | None, field_of(name)) for name in names or OPTIONS}
-        return create_model(
-            model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **chosen
-        )
-
-    return add
-
-
-def _type_of(name: str) -> Any:
+def type_of(name: str) -> Any:
+    """The type of a request field for the engine's option of this name."""
     if name in _TYPES:
         return _TYPES[name]
     bounds = OPTIONS[name].metadata["bounds"]
     return bool if bounds is None else type(bounds.low)
-
-
-def options_of(request: BaseModel) -> TurnOptions:
-    """The options that a request sets, under the engine's names."""
-    given = {name: getattr(request, name, None) for name in OPTIONS}
-    return cast("TurnOptions", {name: value for name, value in given.items() if value is not None})
-
-
-def random_seed() -> int:
-    """A seed for turns that sample without one."""
-    return secrets.randbelow(MAX_SEED + 1)
 
 
 def unsupported(field: str, problem: str) -> PydanticCustomError:

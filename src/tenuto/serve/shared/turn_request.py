@@ -1,0 +1,144 @@
+"""Requests that start turns. The engine's options are their fields, under the names that each API gives them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, TypeVar, cast
+
+from pydantic import create_model
+
+from tenuto.base.errors import ContextExceeded, TenutoError
+from tenuto.base.options import OPTIONS, TurnOptions, TurnParams, turn_params
+from tenuto.base.sampling import MAX_SEED
+from tenuto.base.tools.definitions import NO_TOOLS, ModelHabits
+from tenuto.base.tools.grammar import Grammar
+from tenuto.base.tools.tool_use import ToolUse
+from tenuto.base.turns import TurnInput
+from tenuto.base.wire.messages import StartTurn
+from tenuto.serve.shared.grammars import GrammarField
+from tenuto.serve.shared.schemas import Object, field_of, type_of
+from tenuto.serve.shared.settings import Tenant
+
+R = TypeVar("R", bound="TurnRequest")
+
+
+class ContextLengthExceeded(ContextExceeded):
+    """`ContextExceeded`, with the code that OpenAI's clients know."""
+
+    code = "context_length_exceeded"
+
+
+class TurnRequest(Object):
+    """A request that starts turns.
+
+    `apis`: those whose names the fields have, the nearest first. `setting`: by option, the fields that set it, the one
+    that takes precedence first; `with_options` fills it. `temperature_by_default`: of the API. `input_field`: the field
+    with the input. `too_long`: how the API's clients recognize an input that is too long for the model's context, of
+    `{limit}` tokens; empty if they do not.
+    """
+
+    apis: ClassVar[tuple[str, ...]] = ()
+    setting: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    temperature_by_default: ClassVar[float] = 1.0
+    input_field: ClassVar[str] = "input"
+    too_long: ClassVar[str] = ""
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """What the answer may call, if the request mentions tools. Raises `InvalidRequest`."""
+        return None
+
+    def grammar_field(self) -> GrammarField | None:
+        """The grammar that the answer's text must follow, and the field that asks for it, if one does. Raises
+        `InvalidRequest`."""
+        return None
+
+    def given(self) -> dict[str, Any]:
+        """The options that the request sets, under the engine's names."""
+        chosen = {option: getattr(self, self._field_of(names)) for option, names in self.setting.items()}
+        return {option: value for option, value in chosen.items() if value is not None}
+
+    def options(self) -> TurnOptions:
+        """The given options and the API's defaults, under the engine's names. A turn that samples has a seed. Raises
+        `InvalidRequest`."""
+        options = {"temperature": self.temperature_by_default, **self.given()}
+        if options["temperature"]:
+            options.setdefault("seed", secrets.randbelow(MAX_SEED + 1))
+        if (asked := self.grammar_field()) is not None:
+            options["grammar"] = asked.grammar
+        return cast("TurnOptions", options)
+
+    def params(self, habits: ModelHabits) -> TurnParams:
+        """The options of the turn, for a model with these `habits`. Raises `InvalidRequest`."""
+        options, use = self.options(), self.tool_use
+        if use is None:
+            return turn_params(options)
+        options["grammar"] = use.grammar(habits, cast("Grammar | None", options.get("grammar")))
+        return turn_params(options, use.marks(habits))
+
+    def start(self, tenant: Tenant, given: TurnInput, habits: ModelHabits, **more: Any) -> StartTurn:
+        """The turn with the input `given`. `more`: other fields of `StartTurn`. Raises `InvalidRequest`."""
+        params, use = self.params(habits), self.tool_use
+        tools = use.told if use is not None else NO_TOOLS
+        start = {"kind": "turn", "tenant": tenant.name, "limits": tenant.limits, **more}
+        return StartTurn(input=given, params=params, tools=tools, **start)
+
+    def field(self, option: str | None) -> str | None:
+        """The field of the request that sets what the engine calls `option`, as the client has spelled it."""
+        if option == "input":
+            return self.input_field
+        if option == "grammar":
+            asked = self.grammar_field()
+            return asked.name if asked is not None else "tools"
+        names = self.setting.get(option) if option is not None else None
+        return self._field_of(names) if names is not None else option
+
+    def _field_of(self, names: tuple[str, ...]) -> str:
+        """The first of these fields that is given, or else the last."""
+        return next((name for name in names if getattr(self, name) is not None), names[-1])
+
+    @contextmanager
+    def naming(self, limit: int) -> Iterator[None]:
+        """Errors that are raised inside the block name fields as the client has. `limit`: of the context, in tokens."""
+        try:
+            yield
+        except ContextExceeded as error:
+            if not self.too_long:
+                error.param = self.field(error.param)
+                raise
+            said = f"{self.too_long.format(limit=limit)}: {error.message}"
+            raise ContextLengthExceeded(said, param=self.field("input")) from None
+        except TenutoError as error:
+            error.param = self.field(error.param)
+            raise
+
+
+def with_options(*names: str, **described: str) -> Callable[[type[R]], type[R]]:
+    """A class decorator that adds options of the engine, these or all of them, as optional fields with their bounds and
+    descriptions, under the names of the class's `apis`. `described`: options with a description of their own. Fields
+    that the class has itself stay as they are."""
+
+    def add(model: type[R]) -> type[R]:
+        chosen = (*names, *described) or OPTIONS
+        setting = {option: _names_of(option, model.apis) for option in chosen}
+        fields: dict[str, Any] = {
+            name: (type_of(option) | None, field_of(option, described.get(option)))
+            for option, own in setting.items()
+            for name in own
+            if name not in model.model_fields
+        }
+        made = create_model(
+            model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **fields
+        )
+        made.setting = {**model.setting, **setting}
+        return made
+
+    return add
+
+
+def _names_of(option: str, apis: tuple[str, ...]) -> tuple[str, ...]:
+    """What the nearest of these APIs that has its own names for the option calls it."""
+    names: Mapping[str, tuple[str, ...]] = OPTIONS[option].metadata["names"]
+    return next((names[api] for api in apis if api in names), (option,))
