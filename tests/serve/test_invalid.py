@@ -24,6 +24,7 @@ GENERATE: dict[str, Any] = {"input_ids": [1], "sampling_params": {"max_new_token
 PLACES: dict[str, dict[str, Any]] = {
     "/v1/completions": COMPLETION,
     "/v1/chat/completions": CHAT,
+    "/v1/responses": {"model": "witness", "input": "a", "max_output_tokens": 1},
     "/generate": GENERATE,
     "/v1/sessions": {"id": "invalid"},
     "/v1/sessions/invalid/turns": {"input": [1], "max_new_tokens": 1, "stream": False},
@@ -33,6 +34,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "/open_session": {"capacity_of_str_len": 1},
     "/abort_request": {"rid": "a"},
 }
+SCHEMA = "response_format.json_schema.schema"
 OF_PYTHON = re.compile(
     r"Input should|instance of|list\[|dict\[|constrained|function-|literal|nullable|Extra inputs|Field "
 )
@@ -157,6 +159,13 @@ def test_a_refusal_names_the_field_as_written_and_the_allowed_values(
         ("/v1/completions", {"prompt": [1] * 5000}, "prompt"),
         ("/v1/completions", {"max_tokens": 1, "min_tokens": 2}, "min_tokens"),
         ("/v1/completions", {"logit_bias": {"5": 1e9}}, "logit_bias"),
+        ("/v1/completions", {"guided_regex": ""}, "guided_regex"),
+        ("/v1/completions", {"structured_outputs": {"choice": [""]}}, "structured_outputs.choice"),
+        ("/v1/completions", {"guided_grammar": "root ::= oops"}, "guided_grammar"),
+        ("/v1/chat/completions", {"max_completion_tokens": 1, "min_tokens": 2}, "min_tokens"),
+        ("/v1/chat/completions", {"response_format": {"type": "json_schema", "json_schema": {"schema": "a"}}}, SCHEMA),
+        ("/v1/chat/completions", {"stop": ["a"] * 100}, "stop"),
+        ("/v1/responses", {"text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "text.format.schema"),
         ("/v1/completions", {"best_of": 3}, "best_of"),
         ("/v1/completions", {"model": "other"}, "model"),
         ("/v1/completions", {"n": 2, "session_id": "a"}, "n"),
@@ -166,6 +175,8 @@ def test_a_refusal_names_the_field_as_written_and_the_allowed_values(
         ("/v1/chat/completions", {"top_logprobs": 1}, "top_logprobs"),
         ("/generate", {"sampling_params": {"top_p": 5.0}}, "sampling_params.top_p"),
         ("/generate", {"sampling_params": {"top_k": 0}}, "sampling_params.top_k"),
+        ("/generate", {"sampling_params": [{"top_k": 0}]}, "sampling_params[0].top_k"),
+        ("/generate", {"sampling_params": {"regex": ""}}, "sampling_params.regex"),
         ("/generate", {"input_ids": [10**6]}, "input_ids"),
         ("/v1/sessions/invalid/turns", {"min_new_tokens": 5}, "min_new_tokens"),
         ("/v1/sessions/invalid/turns", {"input": [10**6]}, "input"),
@@ -177,6 +188,14 @@ def test_refusals_by_the_engine_also_name_the_field(
     answer = http.post(path, json={**PLACES[path], **change})
     assert error_of(answer, answer.status_code)["param"] == param
     assert answer.status_code in (400, 404)
+
+
+def test_an_item_that_a_conversation_cannot_keep_is_named_where_it_was_given(http: httpx.Client) -> None:
+    orphan = [{"type": "function_call_output", "output": "a"}]
+    name = http.post("/v1/conversations", json={}).json()["id"]
+    response = {"model": "witness", "input": orphan, "conversation": name}
+    assert error_of(http.post("/v1/responses", json=response))["param"] == "input"
+    assert error_of(http.post(f"/v1/conversations/{name}/items", json={"items": orphan}))["param"] == "items"
 
 
 def test_openais_client_learns_which_field_was_wrong(witness: Server) -> None:

@@ -91,8 +91,8 @@ def option(
     """A field of a dataclass of options, with a description for users, and what it may be besides its default: within
     `bounds`, one of `choices`, or a value that `parse` accepts, which gets the option's name and returns the value to
     keep. The command line calls its value `metavar`, and accepts further `flags`, aliases in Typer's notation. A
-    `secret` is not shown. `internal`: the reason why users cannot set it by its name. `names`: what other APIs call it; of several names that one of
-    them has for it, the first takes precedence."""
+    `secret` is not shown. `internal`: the reason why users cannot set it by its name. `names`: what other APIs call it;
+    of several names that one of them has for it, the first takes precedence."""
     metadata: dict[str, Any] = {"description": description, "bounds": bounds, "choices": choices, "parse": parse}
     metadata |= {"metavar": metavar, "flags": flags, "secret": secret, "internal": internal}
     metadata["names"] = {api: (name,) if isinstance(name, str) else name for api, name in names.items()}

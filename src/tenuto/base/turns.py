@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
 from typing import Literal
@@ -15,6 +15,7 @@ from tenuto.base.errors import InvalidRequest, TenutoError
 from tenuto.base.options import MAX_NEW_TOKENS
 from tenuto.base.sampling import MAX_TOKEN_ID, TokenLogprob
 from tenuto.base.tools.definitions import ToolCall
+from tenuto.base.wire.bodies import named
 
 TurnKind = Literal["turn", "append", "regenerate"]
 """Append input and generate; append input alone; generate the last turn's output again."""
@@ -124,10 +125,10 @@ class Usage:
     """Exact token counts of an ended turn. `prompt`: history and input; `cached`: those whose state was in memory
     already; `generated`: sampled tokens; `computed`: tokens computed, repeats after a preemption included."""
 
-    prompt: int
-    cached: int
-    generated: int
-    computed: int
+    prompt: int = field(metadata=named("prompt_tokens"))
+    cached: int = field(metadata=named("cached_tokens"))
+    generated: int = field(metadata=named("completion_tokens"))
+    computed: int = field(metadata=named("computed_tokens"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import msgspec
 from tenuto.base.config import EngineConfig
 from tenuto.base.tools.definitions import ModelHabits
 from tenuto.base.turns import Delta, TurnState
+from tenuto.base.wire.bodies import named
 
 SessionKey = tuple[str, str]
 """A session's tenant, and its id among the sessions of that tenant."""
@@ -36,7 +37,7 @@ class SessionInfo:
     since its last turn ended, 0 while one is open; ignored by `==`. `memory`: units that it and its turn need, by
     group; `cached`: units that they hold besides, of checkpoints that only save work."""
 
-    session_id: str
+    session_id: str = field(metadata=named("id"))
     state: SessionState
     turn: TurnState | None
     version: int
@@ -44,7 +45,7 @@ class SessionInfo:
     tokens: int
     computed: int
     context_left: int
-    limit: int
+    limit: int = field(metadata=named("max_tokens"))
     priority: int
     ttl: float | None
     idle_seconds: float = field(compare=False)
@@ -156,6 +157,11 @@ class Ticket(View, frozen=True, kw_only=True):
     version: int
     prompt: list[int] = []
     text: str | None = None
+
+    @property
+    def told(self) -> dict[str, int]:
+        """The counts that clients are told."""
+        return {"prompt_tokens": self.prompt_tokens, "max_new_tokens": self.max_new_tokens}
 
 
 class KeptTurn(View, frozen=True, kw_only=True):

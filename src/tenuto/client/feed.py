@@ -14,11 +14,12 @@ import msgspec
 
 from tenuto.base.errors import Disconnected, EngineStopped, TenutoError, Unreachable
 from tenuto.base.tools.answers import Reading
-from tenuto.base.turns import Delta, Keep
+from tenuto.base.turns import Delta, Keep, TurnResult
+from tenuto.base.wire.bodies import read_body
 from tenuto.client.connection import Connection
 from tenuto.client.sse import EventParser, ServerEvent
 from tenuto.client.transport import Deliver, RunningTurn
-from tenuto.client.wire import error_from, session_path, turn_result
+from tenuto.client.wire import error_from, session_path
 
 PATIENCE_SECONDS = 30.0
 """How long to keep reconnecting without receiving anything new."""
@@ -98,7 +99,7 @@ class Feed(RunningTurn):
             return await self._follow()
         turn = await self._connection.ask("POST", f"{self._path}/append", self._source.body)
         self.accept()
-        return Delta(result=turn_result(turn))
+        return Delta(result=read_body(TurnResult, turn))
 
     async def _follow(self) -> Delta:
         """Deliver events up to the last, which is returned. A turn that continues is resumed on a new connection."""
@@ -156,7 +157,7 @@ class Feed(RunningTurn):
                 self._received = (self._received[0] + len(body["tokens"]), self._received[1] + len(body["text"]))
                 self.take(Delta(tuple(body["tokens"]), body["text"], self._delivered))
             case "committed" | "aborted":
-                return Delta((), "", self._delivered, turn_result(body))
+                return Delta((), "", self._delivered, read_body(TurnResult, body))
         return None
 
     async def _look_up(self) -> Delta:
@@ -164,5 +165,5 @@ class Feed(RunningTurn):
         if self.turn_id is not None and self._source.continues:
             turn = await self._connection.ask("GET", f"{self._path}/turns/{self.turn_id}")
             if turn["usage"] is not None and (len(turn["tokens"]), len(turn["text"])) == self._received:
-                return Delta((), "", self._delivered, turn_result(turn))
+                return Delta((), "", self._delivered, read_body(TurnResult, turn))
         raise Disconnected("the stream of the turn ended before the turn")

@@ -14,8 +14,9 @@ from tenuto.base.errors import InvalidRequest, NotFound, TenutoError
 from tenuto.base.options import OF_PREFILL, OF_SAMPLING, TOOL_OPTIONS, TurnParams
 from tenuto.base.tools.grammar import Grammar
 from tenuto.base.tools.tool_use import ToolUse
-from tenuto.base.turns import EndReason, Message, TurnInput, TurnKind, TurnResult, Usage
+from tenuto.base.turns import Message, TurnInput, TurnKind
 from tenuto.base.views import Record, RecordPage, SessionInfo, SessionPage
+from tenuto.base.wire.bodies import read_body
 from tenuto.base.wire.messages import (
     AbortTurn,
     Audit,
@@ -117,9 +118,10 @@ def answer_from(request: Request[T], body: Any) -> T:
 def _answer(kind: type, body: Any) -> Any:
     """Rearrange an answer so that it converts to `kind`."""
     if kind is SessionInfo:
-        return session_info(body)
+        return read_body(SessionInfo, body)
     if kind is SessionPage:
-        return SessionPage(sessions=[session_info(view) for view in body["data"]], more=body["next"] is not None)
+        sessions = [read_body(SessionInfo, view) for view in body["data"]]
+        return SessionPage(sessions=sessions, more=body["next"] is not None)
     if kind is RecordPage:
         return RecordPage(records=msgspec.convert(body["data"], list[Record]), more=body["next"] is not None)
     return {bool: True, type(None): None}.get(kind, body)
@@ -184,26 +186,6 @@ def tools_body(kind: TurnKind, use: ToolUse) -> dict[str, Any]:
         body["tool_choice"] = {"name": use.only} if use.only else use.choice
         body["parallel_tool_calls"] = use.parallel
     return body
-
-
-def session_info(body: dict[str, Any]) -> SessionInfo:
-    """Convert a session's JSON."""
-    return msgspec.convert({**body, "session_id": body["id"], "limit": body["max_tokens"]}, SessionInfo)
-
-
-def turn_result(body: dict[str, Any]) -> TurnResult:
-    """Convert the JSON of an ended turn."""
-    usage = body["usage"]
-    return TurnResult(
-        EndReason(body["reason"]),
-        body["committed"],
-        body["version"],
-        body["kept"],
-        Usage(usage["prompt_tokens"], usage["cached_tokens"], usage["completion_tokens"], usage["computed_tokens"]),
-        body["max_new_tokens"],
-        body["context_left"],
-        body.get("stop"),
-    )
 
 
 def error_from(status: int, content: bytes) -> TenutoError:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from tenuto.base.errors import InvalidRequest, Unsupported
-from tenuto.base.options import TurnOptions
+from tenuto.base.options import MAX_NEW_TOKENS, TurnOptions
 from tenuto.base.tools.definitions import ModelHabits, ToolCall
 from tenuto.base.tools.grammar import Grammar
 from tenuto.base.tools.tool_use import ToolChoice as Choice
@@ -19,7 +19,7 @@ from tenuto.serve.shared.errors import DetailedError
 from tenuto.serve.shared.grammars import GrammarField, only_one
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
 from tenuto.serve.shared.placing import placed
-from tenuto.serve.shared.schemas import Messages, field_of
+from tenuto.serve.shared.schemas import Messages
 from tenuto.serve.shared.turn_request import TurnRequest, with_options
 from tenuto.serve.shared.undone import ToolList, of_type
 
@@ -183,12 +183,12 @@ class ThreadUnsupported(DetailedError, Unsupported):
         )
 
 
-@with_options("max_new_tokens", "stop", "top_k", "top_p", temperature="1 if not given.")
+@with_options("top_k", "top_p", temperature="1 if not given.")
 class MessagesBody(Conversation):
     """Messages to answer."""
 
     thread: dict[str, Any] | None = Field(None, description="Not supported: clients are told to do without.")
-    max_tokens: int = field_of("max_new_tokens", ge=1, default=...)
+    max_tokens: int = Field(ge=1, le=MAX_NEW_TOKENS)
     stream: bool | None = None
     stop_sequences: list[str] | None = None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import msgspec
@@ -13,8 +12,9 @@ from tenuto.base.sampling import Candidate, TokenLogprob
 from tenuto.base.tools.answers import Said
 from tenuto.base.turns import Delta, joined
 from tenuto.base.views import SessionInfo, Ticket
+from tenuto.base.wire.bodies import body_of
 from tenuto.base.wire.messages import Request
-from tenuto.serve.native.schemas import Session, Turn, Usage, etag
+from tenuto.serve.native.schemas import Session, Turn, etag
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure
 from tenuto.serve.shared.live_turn import LiveTurn
@@ -32,37 +32,29 @@ async def shown(edge: Edge, tenant: Tenant, request: Request[SessionInfo], respo
 def session_body(edge: Edge, tenant: Tenant, info: SessionInfo) -> Session:
     """A session as it is now."""
     turn = edge.turns.queues.open_turn((tenant.name, info.session_id))
-    own = {"id": info.session_id, "max_tokens": info.limit, "turn_id": turn.id if turn is not None else None}
-    return Session.model_validate(own | {each.name: getattr(info, each.name) for each in fields(info)})
+    return Session.model_validate({**body_of(info), "turn_id": turn.id if turn is not None else None})
 
 
 def turn_body(turn: LiveTurn) -> Turn:
     """A turn as it is now."""
-    reply, result = turn.reply(), turn.result
-    body = Turn(
-        id=turn.id,
-        session_id=turn.request.session or "",
-        state=turn.state,
-        text=reply.text,
-        tokens=list(reply.tokens),
-        logprobs=[_logprob(entry) for entry in reply.logprobs] or None,
-        input_logprobs=[_logprob(entry) if entry is not None else None for entry in reply.input_logprobs] or None,
+    reply, said = turn.reply(), turn.said()
+    known: dict[str, Any] = turn.ticket.told if turn.ticket is not None else {}
+    if turn.result is not None:
+        known = body_of(turn.result)
+    of_input = [_logprob(entry) if entry is not None else None for entry in reply.input_logprobs]
+    return Turn.model_validate(
+        {
+            "id": turn.id,
+            "session_id": turn.request.session or "",
+            "state": turn.state,
+            "text": reply.text,
+            "message": said.message() if said is not None else None,
+            "tokens": reply.tokens,
+            "logprobs": [_logprob(entry) for entry in reply.logprobs] or None,
+            "input_logprobs": of_input or None,
+            **known,
+        }
     )
-    if (said := turn.said()) is not None:
-        body.message = said.message()
-    if turn.ticket is not None:
-        body.max_new_tokens = turn.ticket.max_new_tokens
-    if result is not None:
-        body.reason, body.committed = result.reason.value, result.committed
-        body.kept, body.stop = result.kept, result.stop
-        body.version, body.context_left = result.version, result.context_left
-        body.usage = Usage(
-            prompt_tokens=result.usage.prompt,
-            cached_tokens=result.usage.cached,
-            completion_tokens=result.usage.generated,
-            computed_tokens=result.usage.computed,
-        )
-    return body
 
 
 class Plain(msgspec.Struct, gc=False):
@@ -118,9 +110,8 @@ def _started(turn: LiveTurn, ticket: Ticket) -> bytes:
     body: dict[str, Any] = {
         "turn_id": turn.id,
         "session_id": ticket.session,
-        "prompt_tokens": ticket.prompt_tokens,
-        "max_new_tokens": ticket.max_new_tokens,
         "version": ticket.version,
+        **ticket.told,
     }
     if turn.reading is not None:
         body["reading"] = turn.reading

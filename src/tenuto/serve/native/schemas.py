@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tenuto.base.checks import MAX_COUNT
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.options import MAX_PRIORITY, OF_PREFILL, TOOL_OPTIONS
+from tenuto.base.options import MAX_PRIORITY, OF_PREFILL, OPTIONS, TOOL_OPTIONS
 from tenuto.base.tools.definitions import MAX_TOOLS, ToolCall, flat_call
 from tenuto.base.tools.grammar import Grammar
 from tenuto.base.tools.tool_use import NAME, ToolUse, unwrapped
@@ -146,7 +146,7 @@ class CallingTools(WithTools):
     parallel_tool_calls: bool | None = Field(None, description="Whether there may be several calls; true if not given.")
 
 
-@with_options()
+@with_options(*OPTIONS)
 class NewTurn(CallingTools):
     """A turn to start, with its options; those not given have the engine's defaults. With `tools`, also an empty list,
     the answer is taken apart into content, reasoning and calls."""

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from tenuto.base.errors import InvalidRequest
+from tenuto.base.options import MAX_NEW_TOKENS
 from tenuto.base.tools.definitions import ModelHabits, ToolCall
 from tenuto.base.tools.grammar import Grammar
 from tenuto.base.tools.tool_use import ToolUse
@@ -89,7 +90,7 @@ class ConversationName(ForeignObject):
     id: str = Field(max_length=256)
 
 
-@with_options("max_new_tokens", "temperature", "top_p")
+@with_options("temperature", "top_p")
 class ResponseBody(ForeignObject, TurnRequest):
     """Input to answer."""
 
@@ -150,7 +151,7 @@ class ResponseBody(ForeignObject, TurnRequest):
     )
     store: bool | None = Field(None, description="Keep the response, to go on from it; true if not given.")
     stream: bool | None = None
-    max_output_tokens: int | None = field_of("max_new_tokens", ge=1)
+    max_output_tokens: int | None = Field(None, ge=1, le=MAX_NEW_TOKENS, description="As many as fit if not given.")
     temperature: float | None = field_of("temperature", "1 if not given.")
     top_p: float | None = field_of("top_p")
     metadata: Metadata | None = None

@@ -125,9 +125,7 @@ class StreamOptions(ForeignObject):
 @with_options(
     "frequency_penalty",
     "ignore_eos",
-    "include_stop",
     "logit_bias",
-    "min_new_tokens",
     "min_p",
     "presence_penalty",
     "priority",
@@ -135,7 +133,6 @@ class StreamOptions(ForeignObject):
     "repetition_penalty",
     "seed",
     "stop",
-    "stop_ids",
     "stop_regex",
     "timeout",
     "top_k",
@@ -294,7 +291,7 @@ class ChatMessage(ForeignObject):
         return self
 
 
-@with_options("max_new_tokens")
+@with_options()
 class ChatBody(Generation, WithTools):
     """Messages to answer."""
 

@@ -74,7 +74,7 @@ def _asks(edge: Edge, running: Running, result: TurnResult | None) -> bool:
     """Whether the engine must be asked for texts."""
     output = running.item.output
     stop = result.stop if result is not None else None
-    unknown = output.logprobs and running.prompt_logprobs is None
+    unknown = running.item.scored and running.prompt_logprobs is None
     return unknown or output.special_tokens or _differs(edge, stop, trim_stop=output.trim_stop)
 
 
@@ -82,7 +82,7 @@ async def _answer(edge: Edge, running: Running, result: TurnResult | None, deliv
     """The output of a request so far. `result`: of its turn, once it has ended; before that, `delivered` is the number
     of tokens with delivered text."""
     answer = _plain(edge, running, result)
-    if running.item.output.logprobs:
+    if running.item.scored:
         answer["meta_info"] |= await _logprobs(edge, running)
     if _asks(edge, running, result):
         answer["text"] = await _text(edge, running, result, delivered)
@@ -158,7 +158,7 @@ async def _logprobs(edge: Edge, running: Running) -> dict[str, Any]:
     output = running.item.output
     prompt = await _prompt_logprobs(edge, running) if output.logprob_start >= 0 else []
     lists = {"input_token_logprobs": msgspec.Raw(msgspec.json.encode([entry for entry, _ in prompt]))}
-    if output.top_logprobs:
+    if running.item.params.logprobs:
         lists["input_top_logprobs"] = msgspec.Raw(msgspec.json.encode([top for _, top in prompt]))
     if running.reply.token_ids:  # with the first of which those of the prompt have come
         running.prompt_logprobs = lists
@@ -168,7 +168,7 @@ async def _logprobs(edge: Edge, running: Running) -> dict[str, Any]:
 def _known_logprobs(running: Running, prompt: dict[str, msgspec.Raw]) -> dict[str, Any]:
     """`_logprobs`, with those of the prompt."""
     output = running.item.output
-    lists = running.output_logprobs.lists(running.reply, top=bool(output.top_logprobs), text=output.token_text)
+    lists = running.output_logprobs.lists(running.reply, top=bool(running.item.params.logprobs), text=output.token_text)
     return prompt | lists
 
 

@@ -140,9 +140,7 @@ class SessionParams(SGLangObject):
     "min_p",
     "presence_penalty",
     "repetition_penalty",
-    "seed",
     "stop",
-    "stop_ids",
     "stop_regex",
     "top_k",
     "top_p",
@@ -186,9 +184,7 @@ class OutputOptions:
     """What the answer shows. `logprob_start`: the first prompt token whose log-probability is wanted, -1 for none.
     `special_tokens`: the text has control tokens. `trim_stop`: the text leaves out the stop that ended it."""
 
-    logprobs: bool
     logprob_start: int
-    top_logprobs: int
     token_text: bool
     special_tokens: bool
     trim_stop: bool
@@ -205,6 +201,11 @@ class Item:
     session: SessionParams | None
     n: int
     output: OutputOptions
+
+    @property
+    def scored(self) -> bool:
+        """Whether the answer has log-probabilities."""
+        return self.params.logprobs is not None
 
 
 @with_options("priority")
@@ -235,10 +236,19 @@ class GenerateRequest(SGLangObject, TurnRequest):
         if option == "input":
             return "text" if self.text is not None else "input_ids"
         if isinstance(self.sampling_params, SamplingParams):
-            inner = self.sampling_params.field(option)
-            if inner in SamplingParams.model_fields:
-                return f"sampling_params.{inner}"
+            return self._place(0, self.sampling_params, option)
         return super().field(option)
+
+    def _place(self, number: int, params: SamplingParams, option: str | None) -> str | None:
+        """The field that sets an option for the prompt of this `number`, which has these `params`."""
+        inner = params.field(option)
+        if inner not in SamplingParams.model_fields:
+            return super().field(option)
+        return (
+            f"sampling_params[{number}].{inner}"
+            if isinstance(self.sampling_params, list)
+            else f"sampling_params.{inner}"
+        )
 
     def items(self) -> list[Item]:
         """One item per prompt. Raises `InvalidRequest` for conflicting fields."""
@@ -253,60 +263,53 @@ class GenerateRequest(SGLangObject, TurnRequest):
         names = self.rid if isinstance(self.rid, list) else None
         if names is None:
             names = [f"{family}_{i}" for i in range(count)] if self.several else [family]
-        params = [
-            given or SamplingParams.model_validate({})
-            for given in _each("sampling_params", self.sampling_params, count)
-        ]
-        sessions = _each("session_params", self.session_params, count)
-        outputs = self._outputs(params)
         rids: list[str] = _each("rid", names, count)
+        of_prompts = ("sampling_params", "session_params", "return_logprob", "logprob_start_len", "top_logprobs_num")
+        lists = [_each(name, getattr(self, name), count) for name in of_prompts]
         return [
-            self._item(rid, family, *parts) for rid, *parts in zip(rids, inputs, params, sessions, outputs, strict=True)
-        ]
-
-    def _outputs(self, params: list[SamplingParams]) -> list[OutputOptions]:
-        count = len(params)
-        return [
-            OutputOptions(
-                logprobs=bool(wanted),
-                logprob_start=start if wanted and start is not None else -1,
-                top_logprobs=top or 0,
-                token_text=bool(self.return_text_in_logprobs),
-                special_tokens=one.skip_special_tokens is False,
-                trim_stop=not one.no_stop_trim,
-            )
-            for one, wanted, start, top in zip(
-                params,
-                _each("return_logprob", self.return_logprob, count),
-                _each("logprob_start_len", self.logprob_start_len, count),
-                _each("top_logprobs_num", self.top_logprobs_num, count),
-                strict=True,
-            )
+            self._item(number, rid, family, *parts)
+            for number, (rid, *parts) in enumerate(zip(rids, inputs, *lists, strict=True))
         ]
 
     def _item(
         self,
+        number: int,
         rid: str,
         family: str,
         part: str | list[int],
-        params: SamplingParams,
+        params: SamplingParams | None,
         session: SessionParams | None,
-        output: OutputOptions,
+        wanted: bool | None,
+        start: int | None,
+        top: int | None,
     ) -> Item:
-        options = params.options()
-        options.update(cast("TurnOptions", self.given()))
-        if output.logprobs:
-            options["logprobs"] = output.top_logprobs
-            if output.logprob_start >= 0:
-                options["input_logprobs"] = output.top_logprobs
-        n, turn = params.n or 1, turn_params(options)
-        if session is None or session.id is None:
-            return Item(rid, family, part, turn, None, n, output)
-        if n > 1:
+        params = params or SamplingParams.model_validate({})
+        start = start if wanted and start is not None else -1
+        try:
+            options = params.options()
+            options.update(cast("TurnOptions", self.given()))
+            if wanted:
+                options["logprobs"] = top or 0
+                if start >= 0:
+                    options["input_logprobs"] = top or 0
+            turn = turn_params(options)
+        except InvalidRequest as error:
+            error.param = self._place(number, params, error.param)
+            raise
+        n = params.n or 1
+        if session is not None and session.id is None:
+            session = None
+        if session is not None and n > 1:
             raise Unsupported(
                 f"n is {n}; allowed in a session: 1; continue one request several times instead", param="n"
             )
-        return Item(rid, family, part, turn, session, 1, output)
+        output = OutputOptions(
+            logprob_start=start,
+            token_text=bool(self.return_text_in_logprobs),
+            special_tokens=params.skip_special_tokens is False,
+            trim_stop=not params.no_stop_trim,
+        )
+        return Item(rid, family, part, turn, session, n, output)
 
 
 def _each(name: str, given: Any, count: int) -> list[Any]:

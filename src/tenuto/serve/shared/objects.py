@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, get_args
 
 from pydantic import model_validator
@@ -40,20 +40,23 @@ class ForeignObject(Object):
             if kind not in kinds:
                 allowed = ", ".join(kinds) if len(kinds) > 1 else shown(kinds[0])
                 raise unsupported("type", f"is {shown(kind)}; that is not supported, allowed: {allowed}")
+        for name, harmless in cls.not_supported.items():
+            if name in given and given[name] not in harmless:
+                raise unsupported(name, f"is {shown(given[name])}; it is not supported, allowed: to leave it out")
+        for name, harmless in cls.undone.items():
+            if name in given and given[name] not in harmless:
+                leave_undone(name)
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        return {name: value for name, value in given.items() if name in known or not cls._left_out(name, value)}
+        left_out = cls.ignored.union(cls.not_supported, cls.undone)
+        return {
+            name: value for name, value in given.items() if name in known or not cls._ignores(name, value, left_out)
+        }
 
     @classmethod
-    def _left_out(cls, name: str, value: Any) -> bool:
-        """Whether a field that the class does not have is as if it were not given. Raises if it is not supported."""
-        if name in cls.not_supported:
-            if value not in cls.not_supported[name]:
-                raise unsupported(name, f"is {shown(value)}; it is not supported, allowed: to leave it out")
-        elif name in cls.undone:
-            if value not in cls.undone[name]:
-                leave_undone(name)
-        elif name not in cls.ignored and value not in cls.unknown:
-            if not cls.complete:
-                raise unsupported(name, "is not supported; leave it out")
-            return False
-        return True
+    def _ignores(cls, name: str, value: Any, left_out: Collection[str]) -> bool:
+        """Whether a field that the class does not have is as if it were not given."""
+        if name in left_out or value in cls.unknown:
+            return True
+        if not cls.complete:
+            raise unsupported(name, "is not supported; leave it out")
+        return False

@@ -116,18 +116,18 @@ class TurnRequest(Object):
 
 
 def with_options(*names: str, **described: str) -> Callable[[type[R]], type[R]]:
-    """A class decorator that adds options of the engine, these or all of them, as optional fields with their bounds and
-    descriptions, under the names of the class's `apis`. `described`: options with a description of their own. Fields
-    that the class has itself stay as they are."""
+    """A class decorator that adds options of the engine as optional fields with their bounds and descriptions: these,
+    and all that have names of their own in the class's `apis`. `described`: options with a description of their own.
+    Fields that the class has itself stay as they are."""
 
     def add(model: type[R]) -> type[R]:
-        chosen = (*names, *described) or OPTIONS
-        setting = {option: _names_of(option, model.apis) for option in chosen}
+        chosen = (*names, *described, *(option for option in OPTIONS if aliases_of(option, model.apis)))
+        setting = {option: aliases_of(option, model.apis) or (option,) for option in chosen}
         fields: dict[str, Any] = {
             name: (type_of(option) | None, field_of(option, described.get(option)))
             for option, own in setting.items()
             for name in own
-            if name not in model.model_fields
+            if name not in model.model_fields or option in described
         }
         made = create_model(
             model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **fields
@@ -138,7 +138,7 @@ def with_options(*names: str, **described: str) -> Callable[[type[R]], type[R]]:
     return add
 
 
-def _names_of(option: str, apis: tuple[str, ...]) -> tuple[str, ...]:
-    """What the nearest of these APIs that has its own names for the option calls it."""
+def aliases_of(option: str, apis: tuple[str, ...]) -> tuple[str, ...]:
+    """What the nearest of these APIs that has names of its own for the option calls it; empty if all use ours."""
     names: Mapping[str, tuple[str, ...]] = OPTIONS[option].metadata["names"]
-    return next((names[api] for api in apis if api in names), (option,))
+    return next((names[api] for api in apis if api in names), ())
