@@ -290,7 +290,7 @@ def a_wrong_guess_is_kept() -> Any:
     return replaced(Memory, "reject", lambda original: lambda self, row, start, position: None)
 
 
-def a_stale_result_is_taken() -> Any:
+def a_stale_result_is_accepted() -> Any:
     """A result that arrives after its turn has left the row goes to the turn now in that row."""
 
     def make(original: Any) -> Any:
@@ -326,6 +326,6 @@ FAULTS = (
     a_source_is_evicted_between_match_and_use,
     a_page_has_two_owners_while_totals_balance,
     a_wrong_guess_is_kept,
-    a_stale_result_is_taken,
+    a_stale_result_is_accepted,
     a_fork_writes_its_parents_page,
 )

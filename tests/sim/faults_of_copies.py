@@ -18,12 +18,12 @@ from tenuto.session.turn import Turn
 from tests.sim.faults import replaced
 
 
-def a_page_is_given_out_while_a_copy_writes_it() -> Any:
+def a_page_is_handed_out_while_a_copy_writes_it() -> Any:
     """When the turn that the copy was for is aborted, its units are handed out at once."""
     return replaced(Pool, "copy_begins", lambda original: lambda self, units: None)
 
 
-def units_that_a_copy_wrote_are_never_given_back() -> Any:
+def units_that_a_copy_wrote_are_never_freed() -> Any:
     """Units released while a copy writes them are never freed."""
     return replaced(Pool, "copy_ended", lambda original: lambda self, units: None)
 
@@ -41,7 +41,7 @@ def a_turn_starts_before_its_copies_have_arrived() -> Any:
     return replaced(Tiers, "bring_back", make)
 
 
-def what_is_on_its_way_for_another_is_not_waited_for() -> Any:
+def moves_that_another_session_began_are_not_waited_for() -> Any:
     """Two sessions share units: the one whose turn starts later waits only for its own moves."""
 
     def make(original: Any) -> Any:
@@ -66,12 +66,12 @@ def a_move_that_another_waits_for_is_cancelled() -> Any:
     return replaced(MovesUnderWay, "give_up", make)
 
 
-def a_copy_that_failed_is_taken_for_what_was_parked() -> Any:
+def a_failed_copy_counts_as_restored() -> Any:
     """The result of a move is never checked."""
     return replaced(Job, "usable", lambda original: property(lambda self: not self.cancelled))
 
 
-def a_session_keeps_what_has_not_arrived() -> Any:
+def a_session_keeps_memory_that_has_not_arrived() -> Any:
     """A turn is aborted while its session's memory arrives, and the session keeps that memory as if it were
     complete."""
 
@@ -86,12 +86,12 @@ def a_session_keeps_what_has_not_arrived() -> Any:
     return replaced(Parking, "give_up", make)
 
 
-def a_fork_takes_what_has_not_arrived() -> Any:
+def a_fork_shares_memory_that_has_not_arrived() -> Any:
     """A session whose memory is still arriving is forked as if it were complete."""
     return replaced(Parking, "begun", lambda original: lambda self, turn: None)
 
 
-def what_a_file_holds_is_not_compared() -> Any:
+def the_content_of_a_file_is_not_compared() -> Any:
     """The content of a file is not checked, so files that were swapped are mistaken for each other."""
 
     def make(original: Any) -> Any:
@@ -109,14 +109,14 @@ def a_full_disk_is_written_to() -> Any:
 
 
 FAULTS_OF_COPIES = (
-    a_page_is_given_out_while_a_copy_writes_it,
-    units_that_a_copy_wrote_are_never_given_back,
+    a_page_is_handed_out_while_a_copy_writes_it,
+    units_that_a_copy_wrote_are_never_freed,
     a_turn_starts_before_its_copies_have_arrived,
-    what_is_on_its_way_for_another_is_not_waited_for,
+    moves_that_another_session_began_are_not_waited_for,
     a_move_that_another_waits_for_is_cancelled,
-    a_copy_that_failed_is_taken_for_what_was_parked,
-    a_session_keeps_what_has_not_arrived,
-    a_fork_takes_what_has_not_arrived,
-    what_a_file_holds_is_not_compared,
+    a_failed_copy_counts_as_restored,
+    a_session_keeps_memory_that_has_not_arrived,
+    a_fork_shares_memory_that_has_not_arrived,
+    the_content_of_a_file_is_not_compared,
     a_full_disk_is_written_to,
 )

@@ -13,12 +13,12 @@ from tenuto.session.journal import Journal
 from tests.sim.faults import replaced
 
 
-def a_damaged_row_is_believed() -> Any:
+def a_damaged_row_is_trusted() -> Any:
     """Checksums are not compared."""
     return replaced(rows, "check", lambda original: lambda name, row, given: None)
 
 
-def a_row_that_is_gone_is_not_missed() -> Any:
+def a_missing_row_is_not_noticed() -> Any:
     """Row counts are not compared."""
 
     def make(original: Any) -> Any:
@@ -33,12 +33,12 @@ def a_row_that_is_gone_is_not_missed() -> Any:
     return replaced(rows.SessionRows, "_tokens", make)
 
 
-def a_log_that_has_lost_its_end_is_believed() -> Any:
+def a_truncated_log_is_trusted() -> Any:
     """The number of acknowledged changes is not checked."""
     return replaced(Acknowledged, "read", lambda original: lambda self, owner: 0)
 
 
-def changes_behind_damage_in_the_log_are_given_up() -> Any:
+def changes_after_damage_in_the_log_are_dropped() -> Any:
     """SQLite drops them, and recovery does not look for them."""
 
     def make(original: Any) -> Any:
@@ -56,9 +56,9 @@ def a_damaged_session_leaves_no_trace() -> Any:
 
 
 FAULTS_OF_JOURNALS = (
-    a_damaged_row_is_believed,
-    a_row_that_is_gone_is_not_missed,
-    a_log_that_has_lost_its_end_is_believed,
-    changes_behind_damage_in_the_log_are_given_up,
+    a_damaged_row_is_trusted,
+    a_missing_row_is_not_noticed,
+    a_truncated_log_is_trusted,
+    changes_after_damage_in_the_log_are_dropped,
     a_damaged_session_leaves_no_trace,
 )

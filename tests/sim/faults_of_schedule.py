@@ -29,7 +29,7 @@ from tenuto.session.turn import Turn
 from tests.sim.faults import replaced, together
 
 
-def limbo_is_given_back_before_the_step_is_collected() -> Any:
+def limbo_is_freed_before_the_step_is_collected() -> Any:
     """Units that a step in flight may still touch can be handed out."""
 
     def make(original: Any) -> Any:
@@ -54,7 +54,7 @@ def a_preempted_turn_loses_its_age() -> Any:
     return together(replaced(Lifecycle, "preempt", make), replaced(Lifecycle, "pause", make))
 
 
-def preemption_does_not_ask_for_a_higher_priority() -> Any:
+def preemption_does_not_require_a_higher_priority() -> Any:
     """A turn that has waited longer takes the row of another turn of the same priority."""
 
     def make(original: Any) -> Any:
@@ -78,7 +78,7 @@ def keep_delivered_keeps_everything() -> Any:
     return replaced(Turn, "delivered", lambda original: property(lambda self: len(self.output)))
 
 
-def late_input_scores_go_to_whoever_has_the_row() -> Any:
+def late_input_scores_go_to_the_next_turn_in_the_row() -> Any:
     """Log-probabilities of a turn's input that arrive after it has left go to the turn now in its row."""
 
     def make(original: Any) -> Any:
@@ -121,7 +121,7 @@ def admission_does_not_count_the_copy_of_the_tail() -> Any:
     )
 
 
-def a_refused_turn_is_not_looked_at_again_while_others_run() -> Any:
+def a_refused_turn_is_not_reconsidered_while_others_run() -> Any:
     """It waits until nothing runs, even if room has been freed."""
 
     def make(original: Any) -> Any:
@@ -308,7 +308,7 @@ def the_audit_of_a_step_in_flight_looks_at_nothing() -> Any:
     return replaced(Auditor, "_touched", lambda original: lambda self, flights: [])
 
 
-def a_pinned_session_yields_as_any_other() -> Any:
+def a_pinned_session_yields_like_any_other() -> Any:
     """A pinned session is listed among the evictable ones."""
 
     def make(original: Any) -> Any:
@@ -323,7 +323,7 @@ def a_pinned_session_yields_as_any_other() -> Any:
     return replaced(Pressure, "_place", make)
 
 
-def what_pinned_sessions_keep_counts_as_free() -> Any:
+def pinned_memory_counts_as_free() -> Any:
     """Turns are admitted as if pinned memory could yield."""
 
     def make(original: Any) -> Any:
@@ -339,25 +339,25 @@ def what_pinned_sessions_keep_counts_as_free() -> Any:
     return replaced(Pressure, "_held_by", make)
 
 
-def sessions_are_pinned_without_asking_for_room() -> Any:
+def sessions_are_pinned_without_checking_for_room() -> Any:
     """No turn may fit beside them."""
     return replaced(Pins, "require", lambda original: lambda self, limit: None)
 
 
 FAULTS_OF_SCHEDULE = (
-    a_pinned_session_yields_as_any_other,
-    what_pinned_sessions_keep_counts_as_free,
-    sessions_are_pinned_without_asking_for_room,
-    limbo_is_given_back_before_the_step_is_collected,
+    a_pinned_session_yields_like_any_other,
+    pinned_memory_counts_as_free,
+    sessions_are_pinned_without_checking_for_room,
+    limbo_is_freed_before_the_step_is_collected,
     a_preempted_turn_loses_its_age,
-    preemption_does_not_ask_for_a_higher_priority,
+    preemption_does_not_require_a_higher_priority,
     the_purge_of_timers_drops_live_ones,
     keep_delivered_keeps_everything,
-    late_input_scores_go_to_whoever_has_the_row,
+    late_input_scores_go_to_the_next_turn_in_the_row,
     the_checkpoint_budget_is_the_whole_pool,
     spaced_checkpoints_are_not_aligned_to_pages,
     admission_does_not_count_the_copy_of_the_tail,
-    a_refused_turn_is_not_looked_at_again_while_others_run,
+    a_refused_turn_is_not_reconsidered_while_others_run,
     a_suspect_shares_steps,
     bisection_never_splits,
     suspects_are_never_cleared,

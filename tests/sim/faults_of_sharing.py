@@ -21,7 +21,7 @@ from tenuto.session.turn import Turn
 from tests.sim.faults import replaced
 
 
-def a_tail_goes_along_with_its_session() -> Any:
+def a_tail_moves_along_with_its_session() -> Any:
     """A session that has held a tail claims the tail of the page that is now its last."""
 
     def make(original: Any) -> Any:
@@ -51,7 +51,7 @@ def limbo_of_the_second_step_is_merged_with_the_firsts() -> Any:
     return replaced(Pool, "step_settled", make)
 
 
-def what_was_computed_for_a_turn_that_left_its_row_is_forgotten() -> Any:
+def tokens_computed_for_a_turn_that_left_its_row_are_forgotten() -> Any:
     """The step settles without crediting the turn."""
     return replaced(Settler, "_settle_left", lambda original: lambda self, turn, settled: None)
 
@@ -101,7 +101,7 @@ def cached_checkpoints_are_never_evicted_for_room() -> Any:
     return replaced(CheckpointCache, "evict_for", lambda original: lambda self, groups: False)
 
 
-def what_running_turns_will_need_is_not_counted() -> Any:
+def future_needs_of_running_turns_are_not_counted() -> Any:
     """Admission hands out the pages that running turns need for tokens they already know."""
     return replaced(
         Admission, "_pledged", lambda original: lambda self, turn: np.zeros(len(self._memory.pools), np.int64)
@@ -118,12 +118,12 @@ def a_tenants_weight_is_ignored() -> Any:
     return replaced(Shares, "weight", lambda original: lambda self, turn: 1.0)
 
 
-def nobody_notes_when_a_tenant_last_started() -> Any:
+def the_last_start_of_a_tenant_is_not_noted() -> Any:
     """Among tenants with equally many rows, the one with the oldest turn always comes next."""
     return replaced(Shares, "last_start", lambda original: lambda self, turn: 0)
 
 
-def whose_turn_it_is_has_nothing_to_do_with_tenants() -> Any:
+def the_next_turn_is_chosen_without_regard_to_tenants() -> Any:
     """A tenant whose many turns came first gets all rows."""
 
     def make(original: Any) -> Any:
@@ -136,7 +136,7 @@ def whose_turn_it_is_has_nothing_to_do_with_tenants() -> Any:
     return replaced(Admission, "_next", make)
 
 
-def nobody_yields_to_another_tenant() -> Any:
+def no_turn_yields_to_another_tenant() -> Any:
     """A tenant that has all rows keeps them."""
 
     def make(original: Any) -> Any:
@@ -165,17 +165,17 @@ def tokens_go_to_the_first_tenant() -> Any:
 
 
 FAULTS_OF_SHARING = (
-    a_tail_goes_along_with_its_session,
+    a_tail_moves_along_with_its_session,
     limbo_of_the_second_step_is_merged_with_the_firsts,
-    what_was_computed_for_a_turn_that_left_its_row_is_forgotten,
+    tokens_computed_for_a_turn_that_left_its_row_are_forgotten,
     a_retry_keeps_the_failed_steps_checkpoint,
     a_shared_checkpoint_is_released_by_the_first_of_two,
     cached_checkpoints_are_never_evicted_for_room,
-    what_running_turns_will_need_is_not_counted,
+    future_needs_of_running_turns_are_not_counted,
     a_paused_turn_loses_its_memory,
     a_tenants_weight_is_ignored,
-    nobody_notes_when_a_tenant_last_started,
-    whose_turn_it_is_has_nothing_to_do_with_tenants,
-    nobody_yields_to_another_tenant,
+    the_last_start_of_a_tenant_is_not_noted,
+    the_next_turn_is_chosen_without_regard_to_tenants,
+    no_turn_yields_to_another_tenant,
     tokens_go_to_the_first_tenant,
 )
