@@ -42,7 +42,7 @@ def test_a_python_example_runs(
     code = example.text
     if SERVER in code:
         code = code.replace(SERVER, request.getfixturevalue("server").url)
-    exec(compile(code, str(example), "exec"), {"__name__": "__main__"})
+    exec(compile(code, str(example), "exec", dont_inherit=True), {"__name__": "__main__"})
     assert capsys.readouterr().out
 
 

@@ -18,6 +18,8 @@ from typer.main import get_command
 import tenuto
 from tenuto.base.options import OPTIONS
 from tenuto.cli import app
+from tenuto.cli.options import SERVER
+from tenuto.cli.settings import ServerSettings
 from tests.docs.pages import PAGES, PRESENT, ROOT, blocks, name_of, spans
 from tests.serve.server import serving
 
@@ -33,16 +35,6 @@ def helped(*command: str) -> str:
     environment = {**os.environ, "COLUMNS": "80"}
     shown = subprocess.run([program, *command, "--help"], capture_output=True, text=True, check=True, env=environment)
     return shown.stdout
-
-
-def flags_of_the_server() -> dict[str, str]:
-    """The flags that `tenuto serve --help` shows, and what it says of each."""
-    shown = helped("serve").partition("Options:")[2]
-    found: dict[str, str] = {}
-    for entry in re.split(r"^  (?=--)", shown, flags=re.MULTILINE)[1:]:
-        names, _, text = " ".join(entry.split()).partition("  ")
-        found |= dict.fromkeys(re.findall(r"(?<![\w-])--[a-z][a-z-]+", names.partition(" <")[0]), text or names)
-    return found
 
 
 def commands() -> list[str]:
@@ -102,29 +94,33 @@ def test_a_flag_on_a_page_exists(page: Path) -> None:
     assert not named - known_flags() - {"--mamba-"}
 
 
-def in_bytes(text: str) -> str:
-    """A size as a number, and any other default as it is."""
-    found = re.fullmatch(r"(\d+) (MiB|GiB)", text)
-    return str(int(found[1]) * (2**20 if found[2] == "MiB" else 2**30)) if found else text
+def default(written: str) -> Any:
+    """What a page gives as a default."""
+    if found := re.fullmatch(r"(\d+) (MiB|GiB)", written):
+        return int(found[1]) * (2**20 if found[2] == "MiB" else 2**30)
+    known: dict[str, Any] = {"on": True, "off": False, "none": None}
+    text = written.strip("`")
+    return known[text] if text in known else float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else text
 
 
-def test_the_page_of_operations_has_every_flag_of_the_server_with_its_default() -> None:
+def test_the_page_of_operations_has_every_option_of_the_server_with_its_default() -> None:
     page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
-    section = page.partition("## Flags of the server")[2].partition("\n## ")[0]
-    rows = dict(re.findall(r"^\| `(--[a-z-]+)`(?:, `--[a-z-]+`)* \| ([^|]+) \|", section, re.MULTILINE))
-    shown = flags_of_the_server()
-    named = set(re.findall(r"`(--[a-z-]+)`", section))
-    negations = {flag for flag in shown if flag.startswith("--no-") and f"--{flag[5:]}" in shown}
-    assert shown.keys() - negations - {"--help", "--model-path"} <= named
-    for flag, written in rows.items():
-        found = re.search(r"\[(?:[^\]]*; )?default: ([^;\]]+)", shown[flag])
-        if found is None or found[1] == "none":
-            assert not written.strip("`").isdigit(), flag
-            continue
-        default = re.sub(r"^\[|\.0$", "", found[1].replace("- ", "-"))
-        name = flag.removeprefix("--")
-        expected = {"on": name, "off": f"no-{name}"}.get(written, in_bytes(written.split(",")[0].strip("`")))
-        assert default == expected, flag
+    section = page.partition("### Options of the server")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(--[a-z0-9-]+)` \| ([^|]+) \|", section, re.MULTILINE))
+    declared = {option.flag: option.declared.default for option in SERVER.values()}
+    assert rows.keys() == declared.keys()
+    assert {flag: default(written) for flag, written in rows.items()} == {
+        flag: value if value not in ("", ()) else None for flag, value in declared.items()
+    }
+
+
+def test_the_file_of_settings_on_the_page_of_operations_is_one(tmp_path: Path) -> None:
+    (example,) = [block for block in blocks("toml") if "# tenuto.toml" in block.text]
+    path = tmp_path / "tenuto.toml"
+    path.write_text(example.text)
+    settings = ServerSettings.resolve({}, path)
+    assert settings.serve.served_model_name == ("smollm2", "small")
+    assert settings.worker.memory == 4 * 2**30
 
 
 def test_the_page_of_sessions_has_every_option_of_a_turn() -> None:
