@@ -6,6 +6,8 @@ import os
 import re
 import tomllib
 
+import pytest
+
 from tests.docs.pages import ROOT
 
 
@@ -32,3 +34,8 @@ def test_the_public_workflow_runs_the_script_that_runs_anywhere_on_both_architec
     assert re.findall(r"^ +- run: (.+)$", workflow, re.MULTILINE) == [".ci/run"]
     assert "runner: [ubuntu-24.04, ubuntu-24.04-arm]" in workflow
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+@pytest.mark.parametrize(("page", "lines"), [("README.md", 200), ("docs/architecture.md", 130)])
+def test_the_pages_that_newcomers_read_first_stay_short(page: str, lines: int) -> None:
+    assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= lines
