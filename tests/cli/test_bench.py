@@ -118,7 +118,7 @@ def test_errors_are_counted_and_the_status_is_1_only_if_all_turns_fail(witness: 
     ("arguments", "complaint"),
     [
         (["--url", "http://127.0.0.1:9"], "no turn succeeded"),
-        (["--url", "nowhere"], "no address"),
+        (["--url", "nowhere"], "not the address"),
         (["--api", "smtp"], "allowed: tenuto, openai, sglang"),
         (["--history", "oral"], "allowed: session, resend"),
     ],

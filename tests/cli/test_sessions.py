@@ -130,7 +130,7 @@ def test_a_session_can_be_exported_to_a_file_or_a_pipe(witness: Server, http: ht
         (["fork", "one", "--id", "one"], "one"),
         (["show", "a/b"], ""),
         (["ls", "--url", "http://127.0.0.1:9"], "no connection"),
-        (["ls", "--url", "nowhere"], "no address"),
+        (["ls", "--url", "nowhere"], "not the address"),
     ],
     ids=str,
 )

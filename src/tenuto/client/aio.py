@@ -29,7 +29,7 @@ async def _answer(future: Future[T]) -> T:
 
 
 async def _opened(future: Future[SessionCore]) -> SessionCore:
-    """Wait for a session to open. If the caller is cancelled meanwhile, the session is closed once it is open."""
+    """Wait for a session to open. If the caller is cancelled meanwhile, close the session once it is open."""
     try:
         return await asyncio.shield(asyncio.wrap_future(future))
     except asyncio.CancelledError:
@@ -44,7 +44,7 @@ def _close_orphan(opened: Future[SessionCore]) -> None:
 
 
 class AsyncClient(ClientBase, Generic[AsyncSessionT]):
-    """As `Client`."""
+    """The asynchronous `Client`."""
 
     session_type: type[AsyncSessionT]
 
@@ -59,7 +59,7 @@ class AsyncClient(ClientBase, Generic[AsyncSessionT]):
         await self.close()
 
     def mailbox(self) -> Mailbox:
-        """The running loop's."""
+        """Return the mailbox of the running loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._mailboxes:
             still = {each: mailbox for each, mailbox in self._mailboxes.items() if not each.is_closed()}
@@ -131,7 +131,7 @@ class AsyncClient(ClientBase, Generic[AsyncSessionT]):
 
 
 class AsyncTurnStream(TurnStreamBase):
-    """As `TurnStream`. Cancelling a task that waits for the stream closes it."""
+    """The asynchronous `TurnStream`. Cancelling a task that waits for the stream closes the stream."""
 
     def __init__(self, engine: ClientBase, start: Callable[[Deliver], TurnReader]) -> None:
         assert isinstance(engine, AsyncClient)
@@ -148,7 +148,7 @@ class AsyncTurnStream(TurnStreamBase):
         raise StopAsyncIteration
 
     async def parts(self) -> AsyncIterator[Said]:
-        """Iterate over the answer as it arrives, taken apart: text, reasoning and calls."""
+        """Iterate over the parsed answer as it arrives: text, reasoning and calls."""
         while await self._next() is not None:
             if self._reader.latest:
                 yield self._reader.latest
@@ -166,7 +166,7 @@ class AsyncTurnStream(TurnStreamBase):
                 yield token
 
     async def result(self) -> TurnResult:
-        """Wait for the turn to end."""
+        """Wait for the turn to end and return its result."""
         while await self._next() is not None:
             pass
         result = self._reader.result
@@ -189,10 +189,10 @@ class AsyncTurnStream(TurnStreamBase):
 
 
 class Mailbox:
-    """Takes events from other threads to `loop`: all that come before it gets round to them at once, since waking it
-    for each of a step's tokens takes longer than all else that is done for them.
+    """Passes events from other threads to `loop`. One wake-up delivers all events that have come by then, because
+    waking the loop for each token of a step would take longer than everything else that is done for it.
 
-    Invariant: while `_letters` has any, the loop has been woken and `_woken` is set, or it is just being emptied.
+    Invariant: while `_letters` is not empty, the loop has been woken and `_woken` is set, or `_empty` is running.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -201,9 +201,9 @@ class Mailbox:
         self._woken = False
 
     def post(self, events: asyncio.Queue[Event], event: Event) -> None:
-        """Put `event` into `events`, in the loop's thread. Any thread may call it. Raises `RuntimeError` if the loop is
-        closed."""
-        if self._loop.is_closed():  # perhaps before it got round to letters that it was woken for
+        """Put `event` into `events`, in the loop's thread. Any thread may call this. Raises `RuntimeError` if the loop
+        is closed."""
+        if self._loop.is_closed():  # it may have been woken but closed before it delivered the events
             self._letters.clear()
             raise RuntimeError("the event loop is closed")
         self._letters.append((events, event))
@@ -217,7 +217,7 @@ class Mailbox:
                 raise
 
     def _empty(self) -> None:
-        self._woken = False  # first: what is posted from now on may not be seen below
+        self._woken = False  # first: events posted from now on may be missed below
         with suppress(IndexError):
             while True:
                 events, event = self._letters.popleft()
@@ -225,7 +225,7 @@ class Mailbox:
 
 
 class AsyncSession(SessionBase):
-    """As `Session`."""
+    """The asynchronous `Session`."""
 
     stream_type: ClassVar[type[AsyncTurnStream]] = AsyncTurnStream
 
@@ -244,7 +244,8 @@ class AsyncSession(SessionBase):
         return await _answer(self._core.history())
 
     def turn(self, input: Input = (), **options: Unpack[ChatOptions]) -> AsyncTurnStream:  # noqa: A002 - as above
-        """See `Session.turn`. The turn starts at once; the engine's errors are raised when the stream is first read."""
+        """See `Session.turn`. The turn starts at once; the engine's errors are raised at the first read of the
+        stream."""
         return self._start("turn", input, options)
 
     def chat(self, text: str, **options: Unpack[ChatOptions]) -> AsyncTurnStream:

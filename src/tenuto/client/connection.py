@@ -1,4 +1,4 @@
-"""HTTP requests to one server, on an event loop in a thread of its own."""
+"""HTTP requests to one server, on an event loop in a separate thread."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ T = TypeVar("T")
 
 CONNECT_SECONDS = 10.0
 IDLE_SECONDS = 2.0
-"""How long an idle connection is kept: less than servers do, so that requests do not meet a closed one."""
+"""Time for which an idle connection is kept; shorter than on servers, so that no request meets a closed one."""
 END_SECONDS = 5.0
-"""On closing, how long to wait for sessions to open, then for requests to end, and again for the leftovers to be
+"""Maximum time, on closing, to wait for sessions to open, then for requests to end, then for leftovers to be
 deleted."""
 PIECE = 2**20
 """Bytes of a file sent or received at once."""
 MAX_DELETIONS = 32
-"""How many leftovers are deleted concurrently."""
+"""Number of leftovers deleted concurrently."""
 
 
 class Connection:
-    """Sends requests to the server at `url`. Its coroutines run in its own thread; `call` takes them there."""
+    """Sends requests to the server at `url`. Its coroutines run in its own thread, started by `call`."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         """Raises `InvalidRequest` if `url` is not a valid address."""
@@ -43,7 +43,7 @@ class Connection:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=IDLE_SECONDS),
         )
         self.leftovers: set[str] = set()  # paths to delete on closing; used only in its own thread
-        self._unbroken: set[asyncio.Task[Any]] = set()  # as `leftovers`
+        self._unbroken: set[asyncio.Task[Any]] = set()  # tasks to wait for; used only in its own thread
         self._loop = asyncio.new_event_loop()
         self._stopped = False
         self._lock = threading.RLock()  # reentrant: a finalizer may stop it in the middle of anything
@@ -65,7 +65,7 @@ class Connection:
 
     @contextmanager
     def unbroken(self) -> Iterator[None]:
-        """Closing the connection waits for the current task to leave the block, before it cancels anything."""
+        """Make closing the connection wait, before it cancels requests, until the current task has left the block."""
         task = asyncio.current_task()
         assert task is not None
         self._unbroken.add(task)
@@ -82,7 +82,7 @@ class Connection:
                 self._loop.call_soon_threadsafe(self._loop.stop)  # after everything that `call` has accepted
 
     def close(self) -> None:
-        """As `request_stop`, and wait for the thread."""
+        """Do `request_stop`, and wait for the thread."""
         self.request_stop()
         self._thread.join()
 
@@ -97,18 +97,18 @@ class Connection:
         try:
             return msgspec.json.decode(content)
         except msgspec.DecodeError as error:
-            raise TenutoError(f"the server's answer is not understood: {error}; is it one of Tenuto's?") from error
+            raise TenutoError(f"the server's answer is not valid JSON: {error}; is this a Tenuto server?") from error
 
     async def download(self, path: str, target: Path) -> None:
-        """Write an answer to a file, piece by piece; a file that is there is replaced once all of it has come. Raises
-        what `ask` raises, and `InvalidRequest` if the file cannot be written."""
+        """Write an answer to a file, piece by piece. An existing file is replaced once the answer is complete. Raises
+        the errors of `ask`, and `InvalidRequest` if the file cannot be written."""
         async with self.stream("GET", path) as response:
             with replacing(target) as file:
                 async for piece in response.aiter_bytes(PIECE):
                     await asyncio.to_thread(file.write, piece)
 
     async def upload(self, path: str, source: Path, **query: Any) -> Any:
-        """As `ask`, with a file as the body, which is read piece by piece."""
+        """Send a request like `ask`, with a file as the body, read piece by piece."""
 
         async def pieces() -> AsyncIterator[bytes]:
             with source.open("rb") as file:
@@ -122,8 +122,8 @@ class Connection:
     async def stream(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, **query: Any
     ) -> AsyncIterator[httpx.Response]:
-        """As `ask`, but leave the answer to be read in the block, where a broken connection raises `Disconnected`. A
-        `body` that yields bytes is sent as it is."""
+        """Send a request like `ask`; the answer is read in the block, where a broken connection raises `Disconnected`.
+        A `body` that yields bytes is sent unchanged."""
         raw = isinstance(body, AsyncIterator)
         content = body if raw or body is None else encode(body)
         if content is not None:
@@ -140,11 +140,11 @@ class Connection:
 def checked_url(url: object) -> httpx.URL:
     """Parse the address of a server. Raises `InvalidRequest` if it is not valid."""
     try:
-        checked = httpx.URL(url)  # type: ignore[arg-type] # whatever the caller gave
+        checked = httpx.URL(url)  # type: ignore[arg-type] # checked here
     except (httpx.InvalidURL, TypeError) as error:
-        raise InvalidRequest(f"{url!r} is no address of a server: {error}") from None
+        raise InvalidRequest(f"{url!r} is not the address of a server: {error}") from None
     if checked.scheme not in ("http", "https") or not checked.host:
-        raise InvalidRequest(f"{url!r} is no address of a server; allowed: http://HOST:PORT or https://HOST")
+        raise InvalidRequest(f"{url!r} is not the address of a server; allowed: http://HOST:PORT or https://HOST")
     return checked
 
 

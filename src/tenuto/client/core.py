@@ -49,12 +49,12 @@ from tenuto.client.futures import Steps, chained
 from tenuto.client.transport import Deliver, Options, RunningTurn, Transport
 
 PAGE = 1000
-"""How many sessions or turns one request lists at most."""
+"""Maximum number of sessions or turns listed by one request."""
 
 
 class TurnReader(Transcript):
-    """Collects the output of a running turn. Its user passes it the events and decides how to wait for them. `said`:
-    the answer read so far, taken apart if it was asked for with tools, and `latest`: what the last event added."""
+    """Collects the output of a running turn. The caller waits for events and passes them in. `said`: the answer read so
+    far, parsed if the turn was given tools. `latest`: the part that the last event added."""
 
     def __init__(self, running: RunningTurn) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class TurnReader(Transcript):
         return passed
 
     def abort(self, keep: Keep) -> Future[TurnResult]:
-        """End the turn; see `TurnStream.abort` for `keep`. Raises `InvalidRequest`."""
+        """End the turn; see `TurnStream.abort`. Raises `InvalidRequest`."""
         kept = self.tokens_to_keep(keep)
         if self.result is not None:
             return self.running.ended
@@ -120,7 +120,7 @@ class EngineCore:
     def start(
         self, session: str | None, kind: TurnKind, given: Input, options: Options, deliver: Deliver
     ) -> TurnReader:
-        """Start a turn on a session, or (`None`) on an ephemeral one of its own."""
+        """Start a turn on a session, or on a new ephemeral one if `session` is `None`."""
         parsed = turn_input(given)
         if session is None and not parsed:
             raise InvalidRequest("the input is empty, and there is nothing to continue")
@@ -206,7 +206,7 @@ class SessionCore:
         return chained(self._history())
 
     def _history(self) -> Steps[list[int]]:
-        """The committed tokens at one moment, even if several requests are needed to list them."""
+        """Return the committed tokens at one moment, even if listing them takes several requests."""
         page: RecordPage = yield self._turns_from(1)
         while page.more:
             before: SessionInfo = yield self.info()
@@ -239,7 +239,7 @@ class SessionCore:
 
 
 def _parts(tags: Sequence[str] | None) -> list[MemoryPart]:
-    """Parts of the model's memory, all if not given. Raises `InvalidRequest`."""
+    """Check the tags of parts of memory; the default is all. Raises `InvalidRequest`."""
     chosen = PARTS if tags is None else items("tags", tags, "a list of parts of memory")
     for tag in chosen:
         if tag not in PARTS:

@@ -1,4 +1,4 @@
-"""What the synchronous and the asynchronous client have in common."""
+"""Common base classes of the synchronous and the asynchronous client."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ClientBase:
 
 
 class SessionBase:
-    """A conversation that owns its model state. Made by an engine, `fork` and `trim`."""
+    """A conversation that owns its model state, created by an engine, `fork` or `trim`."""
 
     def __init__(self, engine: ClientBase, core: SessionCore) -> None:
         self._engine = engine  # keeps the engine open while the session is in use
@@ -42,22 +42,22 @@ class TurnStreamBase:
 
     @property
     def text(self) -> str:
-        """All text read so far, as the model wrote it."""
+        """All text read so far, unparsed."""
         return self._reader.text
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        """The calls read so far, of a turn that was given `tools`."""
+        """The tool calls read so far, if the turn was given `tools`."""
         return list(self._reader.said.calls)
 
     @property
     def reasoning(self) -> str:
-        """What the model thought before its answer, as far as it was read, of a turn that was given `tools`."""
+        """The model's reasoning read so far, if the turn was given `tools`."""
         return self._reader.said.reasoning
 
     @property
     def message(self) -> dict[str, Any]:
-        """All of the answer read so far as an assistant's message; its `content` is `None` if it only calls."""
+        """The answer read so far as an assistant's message; its `content` is `None` if it only has tool calls."""
         return self._reader.said.message()
 
     @property
@@ -71,5 +71,5 @@ class TurnStreamBase:
         return self._reader.running.time_to_first_token
 
     def close(self) -> None:
-        """Stop reading. An open turn is aborted, unless a server was told to let it continue."""
+        """Stop reading. An open turn is aborted, except on a server if `on_disconnect` says otherwise."""
         self._closer()

@@ -1,4 +1,4 @@
-"""Operations that wait for several futures in turn, as one future for synchronous and asynchronous callers."""
+"""Chains of futures as one future, for synchronous and asynchronous callers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Steps = Generator[Future[Any], Any, T]
 
 
 def chained(steps: Steps[T]) -> Future[T]:
-    """A future for the return value of `steps`, which continue in whichever thread completes each future. Cancelling it
-    cancels the future that they wait for."""
+    """Return a future for the return value of `steps`, which continue in the thread that completes each future.
+    Cancelling it cancels the future that the steps wait for."""
     outcome: Future[T] = Future()
     awaited: Future[Any] | None = None
 

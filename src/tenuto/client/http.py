@@ -1,4 +1,4 @@
-"""The transport to a server."""
+"""The transport to a server over HTTP."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ACTIONS = {"turn": "turns", "append": "append", "regenerate": "regenerate"}
 
 
 class HttpTransport:
-    """HTTP to the server at `url`. Closing it closes the sessions that it opened without an id."""
+    """Sends requests over HTTP to the server at `url`. Closing it closes the sessions that it opened without an id."""
 
     options = SERVER_OPTIONS
 
@@ -47,7 +47,7 @@ class HttpTransport:
 
     async def _ask(self, request: Request[T]) -> T:
         exchange = exchange_of(request)
-        if _opens_without_id(exchange):  # only the answer tells which session to close
+        if _opens_without_id(exchange):  # the id of the session to close is only in the answer
             with self.connection.unbroken():
                 return await self._answer(request, exchange)
         return await self._answer(request, exchange)
@@ -79,7 +79,7 @@ class HttpTransport:
         return Feed(self.connection, Source(request.session, _ACTIONS[request.kind], body), deliver)
 
     def follow(self, session: str, turn_id: str, deliver: Deliver) -> RunningTurn:
-        """Read the events of a turn that was started earlier, from the first."""
+        """Read all events of a turn that was started earlier."""
         return Feed(self.connection, Source(session, turn_id=str(turn_id)), deliver)
 
     def request_stop(self) -> None:

@@ -16,18 +16,18 @@ from tenuto.client.transport import Deliver
 
 
 def connect(url: str, api_key: str | None = None) -> RemoteEngine:
-    """A client of the server at `url`, used like a `tenuto.Engine`. No request is sent before the first operation.
+    """Return a client of the server at `url`, used like a `tenuto.Engine`. Sends no request before the first operation.
     Every operation may raise `Unreachable`, `Disconnected` or `Unauthorized`, besides its own errors."""
     return RemoteEngine(url, api_key)
 
 
 def connect_async(url: str, api_key: str | None = None) -> AsyncRemoteEngine:
-    """See `connect`. It is not awaited: `async with tenuto.connect_async(url) as engine`."""
+    """See `connect`. Do not await it: `async with tenuto.connect_async(url) as engine`."""
     return AsyncRemoteEngine(url, api_key)
 
 
 class RemoteTurnStream(TurnStream):
-    """As `TurnStream`, for a turn on a server."""
+    """A `TurnStream` of a turn on a server."""
 
     @property
     def turn_id(self) -> str | None:
@@ -36,17 +36,17 @@ class RemoteTurnStream(TurnStream):
 
 
 class RemoteSession(Session):
-    """As `Session`, on a server. `RemoteOptions` decide what becomes of a turn when its connection breaks."""
+    """A `Session` on a server. `RemoteOptions` decide what happens to a turn when its connection breaks."""
 
     stream_type: ClassVar[type[TurnStream]] = RemoteTurnStream
     _engine: RemoteEngine
 
     def follow(self, turn_id: str) -> RemoteTurnStream:
-        """Stream a running or recently ended turn from its beginning. When the stream is dropped, the turn goes on if
+        """Stream a running or recently ended turn from its beginning. When the stream is dropped, the turn continues if
         it has other readers or was started to continue without any. Raises `NotFound`."""
         return RemoteTurnStream(self._engine, partial(_follow, self._engine.transport, self.id, turn_id))
 
-    if TYPE_CHECKING:  # as those of `Session`, with the options that a server takes
+    if TYPE_CHECKING:  # the methods of `Session`, with a server's options
 
         def turn(self, input: Input = (), **options: Unpack[RemoteOptions]) -> RemoteTurnStream: ...  # noqa: A002 - as there
         def chat(self, text: str, **options: Unpack[RemoteOptions]) -> RemoteTurnStream: ...
@@ -55,7 +55,7 @@ class RemoteSession(Session):
 
 
 class RemoteEngine(Client[RemoteSession]):
-    """An engine on a server, made by `tenuto.connect`. Close it, or use it as a context manager; that also closes
+    """An engine on a server, created by `tenuto.connect`. Close it, or use it as a context manager; that also closes
     sessions, forks and trims that were opened without an id."""
 
     session_type = RemoteSession
@@ -97,7 +97,7 @@ class AsyncRemoteSession(AsyncSession):
 
 
 class AsyncRemoteEngine(AsyncClient[AsyncRemoteSession]):
-    """The asynchronous `RemoteEngine`, made by `tenuto.connect_async`."""
+    """The asynchronous `RemoteEngine`, created by `tenuto.connect_async`."""
 
     session_type = AsyncRemoteSession
 
@@ -106,7 +106,7 @@ class AsyncRemoteEngine(AsyncClient[AsyncRemoteSession]):
         super().__init__(self.transport)
 
     async def context_length(self) -> int:
-        """The most tokens a session's history may have."""
+        """Return the maximum number of tokens of a session's history."""
         return await asyncio.wrap_future(self._core.context_length())
 
     if TYPE_CHECKING:

@@ -18,18 +18,18 @@ class ServerEvent(NamedTuple):
 
 
 class EventParser:
-    """Parses a stream in pieces, however it is cut. An incomplete event at the end is discarded."""
+    """Parses a stream that arrives in arbitrary pieces. An incomplete event at the end is discarded."""
 
     def __init__(self) -> None:
         self._rest = b""  # the incomplete last line
-        self._after_cr = False  # a newline that comes next belongs to this line end
-        self._begun = False  # the byte order mark, if any, is over
+        self._after_cr = False  # a newline at the start of the next piece belongs to the last line end
+        self._begun = False  # the place of a byte order mark has been passed
         self._name = ""
         self._data: list[str] = []
         self._id = ""
 
     def feed(self, piece: bytes) -> list[ServerEvent]:
-        """The events that `piece` completes."""
+        """Return the events that `piece` completes."""
         if not piece:
             return []
         if self._after_cr:
@@ -37,7 +37,7 @@ class EventParser:
         self._after_cr = piece.endswith(b"\r")
         whole = self._rest + piece if self._rest else piece
         if not self._begun:
-            if whole != _BOM and _BOM.startswith(whole):  # it may be complete with the next piece
+            if whole != _BOM and _BOM.startswith(whole):  # the next piece may complete the mark
                 self._rest = whole
                 return []
             whole, self._begun = whole.removeprefix(_BOM), True
@@ -51,7 +51,7 @@ class EventParser:
         return events
 
     def _field(self, line: str) -> None:
-        field, _, value = line.partition(":")  # the field of a comment is empty
+        field, _, value = line.partition(":")  # comments have an empty field name
         if value[:1] == " ":
             value = value[1:]
         if field == "data":

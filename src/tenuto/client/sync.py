@@ -31,7 +31,7 @@ class Closing(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release what this holds."""
+        """Release this object's resources."""
 
 
 class Client(Closing, ClientBase, Generic[SessionT]):
@@ -41,7 +41,7 @@ class Client(Closing, ClientBase, Generic[SessionT]):
 
     @property
     def context_length(self) -> int:
-        """The most tokens a session's history may have."""
+        """Maximum number of tokens of a session's history."""
         return self._core.context_length().result()
 
     def session(
@@ -55,11 +55,11 @@ class Client(Closing, ClientBase, Generic[SessionT]):
         pinned: bool = False,
     ) -> SessionT:
         """Open a session. `system` is the system message. The session is closed after `ttl` seconds without a turn;
-        `max_tokens` limits its history. The memory of a `pinned` session never yields to others; room for `max_tokens`
-        is set aside. Raises `AlreadyExists`, `Overloaded` or `InvalidRequest`.
+        `max_tokens` limits its history. The memory of a `pinned` session never yields to others, and space for
+        `max_tokens` is reserved. Raises `AlreadyExists`, `Overloaded` or `InvalidRequest`.
 
-        A server applies its own TTL if none is given, and may raise `LimitReached`. A session that was given an id
-        stays open there when the client is closed, and can be found again with `attach`."""
+        A server has a default TTL and may raise `LimitReached`. Sessions on a server that were given an id stay open
+        when the client is closed; `attach` finds them again."""
         policy = Policy(priority, ttl, max_tokens, pinned=pinned)
         return self.session_type(self, self._core.open(session_id, system, policy).result())
 
@@ -68,18 +68,18 @@ class Client(Closing, ClientBase, Generic[SessionT]):
         return self.session_type(self, self._core.attach(session_id).result())
 
     def import_session(self, exported: bytes | str, *, session_id: str | None = None) -> SessionT:
-        """Open a session that `Session.export` has saved, here or elsewhere, under its own id or another. Raises
-        `InvalidRequest` if it is damaged or of another model, and what `session` raises."""
+        """Open a session from the result of `Session.export`, under its own id or another. Raises `InvalidRequest` if
+        it is damaged or belongs to another model, and the errors of `session`."""
         return self.session_type(self, self._core.import_session(exported, session_id).result())
 
     def import_file(self, path: str | PathLike[str], *, session_id: str | None = None) -> SessionT:
-        """Open a session from a file that `Session.export_file` has written, here or elsewhere: its next turn computes
-        only what is new. Raises `InvalidRequest` if the file is damaged, of another model or of other weights, and what
-        `session` raises."""
+        """Open a session, with its state, from a file written by `Session.export_file`, so that its next turn computes
+        only new tokens. Raises `InvalidRequest` if the file is damaged or belongs to another model or other weights,
+        and the errors of `session`."""
         return self.session_type(self, self._core.import_file(path, session_id).result())
 
     def generate(self, input: Input, **options: Unpack[ChatOptions]) -> TurnStream:  # noqa: A002 - the natural name
-        """Run one turn in a session of its own, which is closed when the turn ends."""
+        """Run one turn in a new session, which is closed when the turn ends."""
         return self.session_type.stream_type(self, partial(self._core.start, None, "turn", input, options))
 
     def sessions(self) -> list[SessionInfo]:
@@ -87,38 +87,39 @@ class Client(Closing, ClientBase, Generic[SessionT]):
         return self._core.sessions().result()
 
     def audit(self) -> AuditReport:
-        """Recount every unit of memory from its holders. Raises `EngineStopped` if anything is wrong. Servers may
+        """Recount every unit of memory from its holders. Raises `EngineStopped` if the count is wrong. Servers may
         require an admin key."""
         return self._core.audit().result()
 
     def pause_generation(self, *, retract: bool = False) -> None:
-        """Take no more steps until `continue_generation`: open turns wait, and with `retract` give up what memory they
-        have acquired, to compute it again. New turns queue. As the next four: servers may require an admin key."""
+        """Take no more steps until `continue_generation`. Open turns wait; with `retract` they release the memory they
+        have acquired and compute it again later. New turns queue. Servers may require an admin key for this and the
+        next four methods."""
         self._core.pause(retract=retract).result()
 
     def continue_generation(self) -> None:
-        """Go on after `pause_generation`."""
+        """Continue after `pause_generation`."""
         self._core.go_on().result()
 
     def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
-        """Give the memory of sessions (tag "kv_cache"), the weights ("weights") or both back to the system. Sessions
-        keep their tokens; turns are refused with `MemoryReleased` until all is resumed. Raises `IllegalTransition`
-        while turns run, unless generation is paused."""
+        """Return the memory of sessions (tag "kv_cache"), of the weights ("weights") or both to the system. Sessions
+        keep their tokens; turns are refused with `MemoryReleased` until everything is resumed. Raises
+        `IllegalTransition` while turns run, unless generation is paused."""
         self._core.release_memory(tags).result()
 
     def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate memory again, and read the weights again. What sessions need of their state is computed again."""
+        """Allocate the memory and read the weights again. Sessions compute their state again when they need it."""
         self._core.resume_memory(tags).result()
 
     def update_weights_from_disk(self, model_path: str | PathLike[str], *, abort: bool = False) -> None:
-        """Compute with the weights of another model of the same shape from now on. Nothing that was computed with the
-        old ones is used again. Open turns go on from their tokens, or with `abort` end. Raises `InvalidRequest`, with
-        nothing changed, if the weights cannot be read or are of another shape."""
+        """Switch to the weights of another model of the same shape. State computed with the old weights is not used
+        again. Open turns continue from their tokens, or with `abort` end. Raises `InvalidRequest`, without any change,
+        if the weights cannot be read or have another shape."""
         self._core.update_weights(model_path, abort=abort).result()
 
     def close(self) -> None:
         """Stop an engine in this process; on a server, close the sessions that this client opened without an id.
-        Readers of open turns get `EngineStopped`."""
+        Reading an open turn then raises `EngineStopped`."""
         self._closer.detach()
         self._core.transport.close()
 
@@ -126,14 +127,14 @@ class Client(Closing, ClientBase, Generic[SessionT]):
 class TurnStream(TurnStreamBase, Closing):
     """A turn in progress. Iterating yields text as it is delivered; iteration can be stopped and resumed.
 
-    Dropping or closing the stream before the turn has ended aborts the turn, unless a server was told to let it
-    continue. Only one thread may read the stream; any thread may abort it.
+    Dropping or closing the stream before the turn has ended aborts the turn, except on a server if `on_disconnect` says
+    otherwise. Only one thread may read the stream; any thread may abort it.
     """
 
     def __init__(self, engine: ClientBase, start: Callable[[Deliver], TurnReader]) -> None:
         self._events: SimpleQueue[Event] = SimpleQueue()
         super().__init__(engine, start, self._events.put)
-        self._reader.running.started.result()  # raises the error if it was refused
+        self._reader.running.started.result()  # raises the error if the turn was refused
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -145,7 +146,7 @@ class TurnStream(TurnStreamBase, Closing):
         raise StopIteration
 
     def parts(self) -> Iterator[Said]:
-        """Iterate over the answer as it arrives, taken apart: text, reasoning and calls."""
+        """Iterate over the parsed answer as it arrives: text, reasoning and calls."""
         while self._next() is not None:
             if self._reader.latest:
                 yield self._reader.latest
@@ -156,7 +157,7 @@ class TurnStream(TurnStreamBase, Closing):
             yield from event.tokens
 
     def result(self) -> TurnResult:
-        """Wait for the turn to end."""
+        """Wait for the turn to end and return its result."""
         while self._next() is not None:
             pass
         result = self._reader.result
@@ -164,10 +165,10 @@ class TurnStream(TurnStreamBase, Closing):
         return result
 
     def abort(self, keep: Keep = None) -> TurnResult:
-        """End the turn now. By default it is rolled back. With `keep` this is a barge-in: the input is committed with
-        that many output tokens, or with all whose text was read from this stream ("delivered"). Kept tokens that were
-        not read yet can still be read, with their text unless it is joined to that of tokens not kept. If the turn has
-        already ended, its result is returned."""
+        """End the turn now. By default it is rolled back. With `keep` this is a barge-in: the input is committed
+        together with that many output tokens, or with those whose text was read from this stream ("delivered"). Kept
+        tokens that were not read yet can still be read, except text that was joined to that of other tokens. If the
+        turn has already ended, its result is returned."""
         return self._reader.abort(keep).result()
 
     def _next(self) -> Delta | None:
@@ -175,7 +176,7 @@ class TurnStream(TurnStreamBase, Closing):
 
 
 class Session(Closing, SessionBase):
-    """A conversation that owns its model state. Made by an engine, `fork` and `trim`."""
+    """A conversation that owns its model state, created by an engine, `fork` or `trim`."""
 
     stream_type: ClassVar[type[TurnStream]] = TurnStream
 
@@ -191,7 +192,7 @@ class Session(Closing, SessionBase):
 
     def turn(self, input: Input = (), **options: Unpack[ChatOptions]) -> TurnStream:  # noqa: A002 - as above
         """Append `input` and generate; without input, continue from the history. Raises `SessionBusy`,
-        `ContextExceeded`, `InvalidRequest`, `IllegalTransition` or `Overloaded`; then nothing has changed."""
+        `ContextExceeded`, `InvalidRequest`, `IllegalTransition` or `Overloaded`, without any change."""
         return self._start("turn", input, options)
 
     def chat(self, text: str, **options: Unpack[ChatOptions]) -> TurnStream:
@@ -199,7 +200,7 @@ class Session(Closing, SessionBase):
         return self._start("turn", [{"role": "user", "content": text}], options)
 
     def append(self, input: Input, **options: Unpack[ChatOptions]) -> TurnResult:  # noqa: A002 - as above
-        """Append `input`, compute it and commit it, without generating."""
+        """Append, compute and commit `input` without generating."""
         return self._start("append", input, options).result()
 
     def regenerate(self, **options: Unpack[ChatOptions]) -> TurnStream:
@@ -210,12 +211,12 @@ class Session(Closing, SessionBase):
         return self.stream_type(self._engine, partial(self._core.start, kind, given, options))
 
     def draft(self, input: Input) -> None:  # noqa: A002 - as above
-        """Compute input ahead of its turn. Call it with the whole input so far, again whenever that changes. `turn`
+        """Compute input ahead of its turn. Call this with the whole input so far, and again whenever it changes. `turn`
         then continues from the prefix that its input shares with the draft."""
         self._core.draft(input).result()
 
     def abort(self) -> None:
-        """Roll back the open turn or draft. Raises `IllegalTransition` if there is none."""
+        """Roll back the open turn or draft. Raises `IllegalTransition` without one."""
         self._core.abort().result()
 
     def fork(self, turn: int | None = None, position: int | None = None, *, session_id: str | None = None) -> Self:
@@ -229,11 +230,11 @@ class Session(Closing, SessionBase):
         return type(self)(self._engine, self._core.trim(turns, session_id).result())
 
     def export(self) -> bytes:
-        """The session as of its last commit, as a JSON file for `Client.import_session`. Texts are in it as tokens."""
+        """Return the session at its last commit as JSON, for `Client.import_session`. It contains texts as tokens."""
         return self._core.export().result()
 
     def export_file(self, path: str | PathLike[str]) -> None:
-        """Write the session as of its last commit to a file, with its state, for `Client.import_file`. Raises
+        """Write the session at its last commit, with its state, to a file for `Client.import_file`. Raises
         `SessionBusy` while a turn is open."""
         self._core.export_file(path).result()
 

@@ -1,4 +1,4 @@
-"""The interface between the client and the ways to reach an engine."""
+"""The interface between clients and the transports that reach an engine."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 Event = Delta | TenutoError
 Deliver = Callable[[Event], None]
-"""Passes an event from the transport's thread to the reader: a delta, the last of which has the turn's result, or the
-error that ends the turn. It must not block. If it raises, the reader is taken to be gone."""
+"""Passes an event from the transport's thread to the reader. An event is a delta, the last of which has the turn's
+result, or the error that ends the turn. The function must not block. If it raises, the reader counts as gone."""
 
 
 Options = Mapping[str, object]
@@ -34,7 +34,7 @@ class Transport(Protocol):
 
     @property
     def options(self) -> frozenset[str]:
-        """The names of a turn's options that it supports besides those of `TurnOptions`."""
+        """Names of a turn's supported options in addition to those of `TurnOptions`."""
         ...
 
     def call(self, request: Request[T]) -> Future[T]:
@@ -43,8 +43,8 @@ class Transport(Protocol):
         ...
 
     def start(self, request: StartTurn, options: Options, use: ToolUse | None, deliver: Deliver) -> RunningTurn:
-        """Start a turn; with `use`, its answer is taken apart. A server uses its own defaults for what is not in
-        `options`. Raises `EngineStopped` if the transport is closed, and `InvalidRequest`."""
+        """Start a turn; with `use`, its answer is parsed. A server has its own defaults for missing `options`. Raises
+        `EngineStopped` if the transport is closed, and `InvalidRequest`."""
         ...
 
     def request_stop(self) -> None:
@@ -52,17 +52,17 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop and wait until that is done. Calls and turns in progress end with `EngineStopped`."""
+        """Stop and wait for the end. Calls and turns in progress end with `EngineStopped`."""
         ...
 
 
 class RunningTurn(ABC):
-    """A turn that a transport was asked to start. The transport reports its progress by calling `accept`, `take` and
-    `fail`, never two at a time."""
+    """A turn started by a transport, which reports its progress by calling `accept`, `take` and `fail`, one at a
+    time."""
 
     def __init__(self, deliver: Deliver) -> None:
         self.turn_id: str | None = None  # its id on a server
-        self.reading: Reading | None = None  # how its answer is taken apart, if it is; set before any text comes
+        self.reading: Reading | None = None  # how its answer is parsed, if at all; set before any text comes
         self.started = _pending(Future[None]())  # done when the engine accepts or refuses it
         self.ended = _pending(Future[TurnResult]())
         self.time_to_first_token: float | None = None  # seconds
@@ -70,12 +70,12 @@ class RunningTurn(ABC):
         self._asked = time.perf_counter()
 
     def accept(self) -> None:
-        """The engine has accepted the turn."""
+        """Record that the engine has accepted the turn."""
         if not self.started.done():
             self.started.set_result(None)
 
     def take(self, delta: Delta) -> None:
-        """Pass on a delta. If it has a result, the turn has ended."""
+        """Pass on a delta; one with a result ends the turn."""
         if self.time_to_first_token is None and delta.tokens:
             self.time_to_first_token = time.perf_counter() - self._asked
         if delta.result is not None:
@@ -83,7 +83,7 @@ class RunningTurn(ABC):
         self._tell(delta)
 
     def fail(self, error: TenutoError) -> None:
-        """The turn was refused, or has ended with an error."""
+        """Record that the turn was refused or has ended with an error."""
         if not self.started.done():
             self.started.set_exception(error)
         self.ended.set_exception(error)
@@ -96,7 +96,7 @@ class RunningTurn(ABC):
             self.disconnect()
 
     def abort(self, keep: Keep) -> Future[TurnResult]:
-        """End the turn unless it has ended. The future gets its result, or the error that it ended with."""
+        """End the turn unless it has ended. The future gets the turn's result, or the error that ended it."""
 
         def steps() -> Steps[TurnResult]:
             yield self.started
@@ -109,11 +109,11 @@ class RunningTurn(ABC):
 
     @abstractmethod
     def _end(self, keep: Keep) -> Future[Any]:
-        """Ask the engine to end the turn, which has started. May raise the errors that `abort` suppresses."""
+        """Request the end of the turn, which has started. May raise the errors that `abort` suppresses."""
 
     @abstractmethod
     def disconnect(self) -> None:
-        """Stop reading: an open turn is rolled back, unless it is to continue without a reader. Does not wait."""
+        """Stop reading. An open turn is rolled back, unless it may continue without a reader. Does not wait."""
 
 
 def _pending(future: Future[T]) -> Future[T]:

@@ -1,1 +1,1 @@
-"""Running engines: from a model's name to an engine that answers messages, in this process or in one of its own."""
+"""Running engines: loads a model by name and runs an engine that answers messages, in this process or another."""

@@ -1,4 +1,4 @@
-"""Makes tokens of what commands bring, while the engine's thread goes on with its steps."""
+"""The intake: turns the input of commands into tokens while the engine's thread continues with its steps."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from tenuto.session.session import Session
 log = logging.getLogger("tenuto.runtime")
 
 SHORT_INPUT = 2**12
-"""Characters, or tokens, up to which input is prepared by whoever puts it in: that takes a millisecond or two, and
-another thread might have to wait longer for its turn. Input that is `LONG` is prepared only after the engine has said
-that its session would take it."""
+"""Input of at most this many characters or tokens is prepared in the calling thread. That takes a millisecond or two;
+handing it to another thread could take longer. Input that is `LONG` is prepared only after the engine has confirmed
+that its session would accept it."""
 
 
 @dataclass(slots=True, eq=False)
 class Input:
-    """A command's input on its way into the engine. `subscriber`: of the turn that it starts, if it starts one.
-    `answer` is called with the command's answer, before anything that the turn brings, or `refuse` with an error."""
+    """A command's input on its way into the engine. `subscriber`: receives the events of the turn it starts, if any.
+    `answer` is called with the command's answer, before any event of the turn, or `refuse` with an error."""
 
     command: StartTurn | Draft
     subscriber: Subscriber | None
-    answer: Callable[[Any], None]  # with what a command of this type is answered with
+    answer: Callable[[Any], None]  # takes the answer of the command's type
     refuse: Callable[[BaseException], None]
     size: int = field(init=False)  # see `size_of`
     withdrawn: bool = field(default=False, init=False)
-    lane: Lane | None = field(default=None, init=False)  # that it is in, or comes from; written by the intake
-    number: int = field(default=0, init=False)  # of all inputs, as they came; written by the intake
-    meant: Session | None = field(default=None, init=False)  # had the id when it came; the engine's thread alone
-    met: bool = field(default=False, init=False)  # `meant` is known
+    lane: Lane | None = field(default=None, init=False)  # its lane, until `_end`; written by the intake
+    number: int = field(default=0, init=False)  # counts all inputs in order of arrival; written by the intake
+    meant: Session | None = field(default=None, init=False)  # the session it is for; only for the engine's thread
+    met: bool = field(default=False, init=False)  # whether `meant` is set; only for the engine's thread
 
     def __post_init__(self) -> None:
         self.size = size_of(self.command.input)
@@ -53,15 +53,15 @@ class Input:
 
     @property
     def session(self) -> SessionKey | None:
-        """`None` for one of its own."""
+        """The key of its session; `None` if it opens its own."""
         return self.command.key
 
 
 class Intake:
-    """Takes input in, in the order in which it came as far as one session is concerned.
+    """Takes in input, in the order of arrival for each session.
 
-    Invariant: `_pending` has how much input of each session is on its way, and in which lane, and `_returned` the
-    numbers of what has to be prepared again, none of which is overtaken by a later one; under `_lock`.
+    Invariant: for each session, `_pending` has the lane and the number of inputs on their way, and `_returned` the
+    numbers of inputs that must be prepared again. No later input overtakes these. Both are under `_lock`.
     """
 
     def __init__(self, dispatcher: Dispatcher, preparer: Preparer, loop: EngineLoop, lanes: Lanes) -> None:
@@ -76,13 +76,13 @@ class Intake:
         self._named: dict[str, Input] = {}
 
     def put(self, item: Input) -> None:
-        """Take it in as soon as possible. For any thread but the engine's."""
+        """Takes in an input as soon as possible. Not for the engine's thread."""
         with self._lock:
             item.number = next(self._numbers)
             waits = item.session in self._pending
         if item.size > SHORT_INPUT or waits or self._preparer.to_compile(item.command) or not self._take_at_once(item):
             if item.session is not None:
-                self._loop.call(lambda engine: _meet(engine, item))  # before any other session can have the id
+                self._loop.call(lambda engine: _meet(engine, item))  # before another session can get the id
             self._put(item)
 
     def _put(self, item: Input) -> None:
@@ -97,7 +97,8 @@ class Intake:
         lane.put(item.size, lambda: self._take(item), item.command.tenant)
 
     def _take_at_once(self, item: Input) -> bool:
-        """False if the engine has to be asked first, or the input would be refused."""
+        """Prepares and posts an input in the calling thread. Returns False if it needs an answer from the engine first,
+        or would be refused."""
         basis = self._guess(item)
         if basis is None:
             return False
@@ -111,7 +112,8 @@ class Intake:
         return True
 
     def withdraw(self, name: str) -> bool:
-        """Nobody wants this input any more: it is refused, unless it is in the engine by now. Whether there was any."""
+        """Withdraws an input, so that it is refused unless it is in the engine already. Returns whether it was
+        found."""
         with self._lock:
             item = self._named.get(name)
         if item is None:
@@ -129,8 +131,8 @@ class Intake:
         except TenutoError as error:
             self._end(item, finished=True)
             item.refuse(error)
-        except Exception as error:  # our mistake, and one request's
-            log.exception("input could not be item in")
+        except Exception as error:  # a bug of ours, which must fail only this request
+            log.exception("input could not be taken in")
             self._end(item, finished=True)
             item.refuse(error)
 
@@ -139,8 +141,8 @@ class Intake:
             raise self._loop.stopped.error()
 
     def _prepare(self, item: Input) -> Prepared:
-        """Short input is prepared against what its session seems to be; only if that does not go well, or it is long,
-        the engine is asked, which takes a step."""
+        """Prepares an input. Short input is tried with a guess of its session's state; if that fails, or the input is
+        long, the engine provides the state, which takes a step."""
         basis = self._guess(item)
         while True:
             sure = basis is None or item.session is None
@@ -158,7 +160,8 @@ class Intake:
         self._loop.execute(lambda engine: self._begin(engine, item, prepared), lambda done: self._begun(item, done))
 
     def _guess(self, item: Input) -> Basis | None:
-        """What the input is prepared against, as far as that can be seen from here."""
+        """Returns the probable state of the input's session, seen from this thread; None if the engine must provide
+        it."""
         return self._dispatcher.guess(item.command) if item.session is None or item.size < LONG else None
 
     # -- in the engine's thread
@@ -168,7 +171,7 @@ class Intake:
         return self._dispatcher.basis(item.command)
 
     def _begin(self, engine: Engine, item: Input, prepared: Prepared) -> Ticket | SessionInfo | None:
-        """Carry the command out. `None` if its input has to be prepared again."""
+        """Executes the command. Returns `None` if its input must be prepared again."""
         _require_wanted(item)
         _meet(engine, item)
         _require_meant(engine, item)
@@ -211,7 +214,7 @@ class Intake:
             self._put(item)
 
     def _end(self, item: Input, *, finished: bool) -> None:
-        """It is in no lane any more, if it was in one; nor does it come back, if it is finished."""
+        """Removes an input from its lane, and if it is finished, also from the returned ones."""
         with self._lock:
             self._named.pop(item.command.name, None)
             if item.session is not None and item.lane is not None:
@@ -226,7 +229,7 @@ class Intake:
 
 
 def size_of(given: TurnInput) -> int:
-    """Characters of text or messages, or token ids; a message counts for something besides its content."""
+    """Returns the number of characters of text or messages, or of token ids. Messages count with an overhead."""
     if isinstance(given, str):
         return len(given)
     if given and isinstance(given[0], Message):
@@ -236,19 +239,20 @@ def size_of(given: TurnInput) -> int:
 
 def _require_wanted(item: Input) -> None:
     if item.withdrawn:
-        raise TurnAborted("the turn was given up before it began")
+        raise TurnAborted("the turn was withdrawn before it began")
 
 
 def _meet(engine: Engine, item: Input) -> None:
-    """The session that has the input's id now is the one that it is meant for, unless that is known."""
+    """Records the session that an input is meant for: the one that has its id now. Later calls do nothing."""
     if not item.met and item.session is not None:
         tenant, session_id = item.session
-        item.meant = engine.sessions.find(session_id, tenant)  # if there is none, it will be refused
+        item.meant = engine.sessions.find(session_id, tenant)  # if not found, the input will be refused
     item.met = True
 
 
 def _require_meant(engine: Engine, item: Input) -> None:
-    """Raises `NotFound`, also if the session was opened since, or `SessionClosed` if another has the id by now."""
+    """Raises `NotFound` if the input's session did not exist when it came, and `SessionClosed` if another has the id
+    now."""
     if item.session is None:
         return
     tenant, session_id = item.session
@@ -256,4 +260,4 @@ def _require_meant(engine: Engine, item: Input) -> None:
     if item.meant is None:
         raise NotFound(f"there was no session {session_id!r} when this input came")
     if session is not item.meant:
-        raise SessionClosed(f"the session with the id {session_id} was another when this input came")
+        raise SessionClosed(f"the session {session_id!r} that this input was for is closed, and another has its id now")

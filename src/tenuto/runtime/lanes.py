@@ -1,4 +1,4 @@
-"""Text work beside the engine's thread. Long work does not hold up short work, and tenants do not hold up each
+"""Threads for text work outside the engine's thread. Long work does not delay short work, and tenants do not delay each
 other."""
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from tenuto.base.heap import give_back
 log = logging.getLogger("tenuto.runtime")
 
 LONG = 2**15
-"""Characters, or tokens, from which on work is long."""
+"""Work on at least this many characters or tokens is long."""
 LARGE = 2**18
-"""After one piece of work on so much, free memory is returned to the system."""
+"""After work of at least this size, free memory is returned to the system."""
 MUCH = 2**22
-"""Likewise after several on so much together."""
+"""After several pieces of work of this total size, free memory is also returned."""
 
 
 LARGE_GRAMMAR = 2**12
-"""Characters of a grammar's source from which on compiling it may take seconds."""
+"""Compiling a grammar whose source has at least this many characters may take seconds."""
 
 
 class Work(NamedTuple):
-    """`size`: in characters or tokens. `do` sees to its errors itself."""
+    """A piece of work. `size`: in characters or tokens. `do` must handle its errors."""
 
     size: int
     do: Callable[[], None]
 
 
 class Lane:
-    """A thread that does one thing after the other: for tenants in turn, for one tenant in order.
+    """A thread that does one piece of work after the other: alternating between tenants, in order for each tenant.
 
-    Invariant: `_waiting` has the tenants for which something waits, the next one first; under `_changed`.
+    Invariant: `_waiting` has the tenants with waiting work, the next one first; under `_changed`.
     """
 
     def __init__(self, name: str) -> None:
@@ -46,13 +46,13 @@ class Lane:
         self._thread.start()
 
     def put(self, size: int, do: Callable[[], None], tenant: str = "") -> None:
-        """Have something done; see `Work`."""
+        """Queues work; see `Work`."""
         with self._changed:
             self._waiting.setdefault(tenant, deque()).append(Work(size, do))
             self._changed.notify()
 
     def close(self) -> None:
-        """Do what is waiting, and end."""
+        """Finishes the waiting work and ends the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -66,15 +66,15 @@ class Lane:
             done += size
             try:
                 work.do()
-            except Exception:  # a mistake of ours; others wait
+            except Exception:  # a bug of ours, which must not stop other work
                 log.exception("text work failed")
-            del work  # the next may be long in coming
+            del work  # do not keep it alive until the next one comes
             if size >= LARGE or done >= MUCH:
                 give_back()
                 done = 0
 
     def _next(self) -> Work | None:
-        """The next thing to do, or `None` at the end."""
+        """Waits for the next piece of work and returns it; None at the end."""
         with self._changed:
             while not self._waiting:
                 if self._closed:
@@ -88,16 +88,16 @@ class Lane:
 
 
 class Lanes:
-    """One for short work, one for long work, two for work with a grammar to be compiled, small or large, and one for
-    files."""
+    """The lanes: one for short work, one for long work, two for work that compiles a small or large grammar, and one
+    for files."""
 
     def __init__(self) -> None:
         self.short, self.long, self.files = Lane("short"), Lane("long"), Lane("files")
         self.grammars, self.large_grammars = Lane("grammars"), Lane("large-grammars")
 
     def of(self, size: int, grammar: int = 0) -> Lane:
-        """The lane for work on `size` characters or tokens, and on a grammar of that many characters, if it has to be
-        compiled."""
+        """Returns the lane for work on `size` characters or tokens that compiles a grammar of `grammar` characters (0:
+        none)."""
         if size >= LONG:
             return self.long
         if grammar:

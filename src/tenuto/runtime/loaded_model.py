@@ -16,8 +16,8 @@ from tenuto.runtime.models import Model
 
 
 class LoadedModel:
-    """Reads weights outside the engine's thread, and has the engine use them. `model` is the model with the weights
-    that the engine computes with; written by `execute`, which one thread calls."""
+    """Reads weights outside the engine's thread and makes the engine use them. `model` is the model with the weights in
+    use; `execute` writes it, and only one thread may call that."""
 
     def __init__(self, model: Model, config: EngineConfig, loop: EngineLoop, dispatcher: Dispatcher) -> None:
         self.model = model
@@ -31,8 +31,8 @@ class LoadedModel:
         return self.model.fingerprint
 
     def execute(self, request: ReleaseMemory | ResumeMemory | UpdateWeights) -> None:
-        """Releases memory, allocates it again, or replaces the weights. Raises `Overloaded` if there is no memory, and
-        `InvalidRequest` for weights that cannot be used."""
+        """Releases memory, allocates it again, or replaces the weights. Raises `Overloaded` if memory is short, and
+        `InvalidRequest` if the weights cannot be used."""
         match request:
             case ReleaseMemory():
                 self._loop.call(lambda _: self._dispatcher.execute(request)).result()
@@ -68,13 +68,13 @@ class LoadedModel:
         self.model = model
 
     def _use(self, weights: Weights | None, work: Callable[[Engine], None]) -> None:
-        """Has the engine use what was read; if that fails, the weights are closed. Raises `Overloaded` if there is no
-        memory."""
+        """Makes the engine use the weights that were read; closes them if that fails. Raises `Overloaded` if memory is
+        short."""
         try:
             self._loop.call(work).result()
         except BaseException as error:
             if weights is not None:
                 weights.close()
             if isinstance(error, ConfigError):
-                raise Overloaded(f"there is no memory for that now: {error.message}") from error
+                raise Overloaded(f"there is not enough memory at present: {error.message}") from error
             raise

@@ -1,4 +1,4 @@
-"""Input to tokens, as the commands that bring it want it. For any thread but the engine's."""
+"""Preparation of commands' input as tokens. Not for use in the engine's thread."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class Preparer:
         self._grammars = grammars
 
     def to_compile(self, command: StartTurn | Draft) -> int:
-        """Characters of the command's grammar, if it has one that is still to be compiled, which may take long."""
+        """Returns the number of characters of the command's grammar if it must still be compiled, otherwise 0."""
         grammar = command.params.grammar if isinstance(command, StartTurn) else None
         if grammar is None or self._grammars is None or self._grammars.has(grammar):
             return 0
         return max(1, len(grammar.source))
 
     def prepare(self, command: StartTurn | Draft, basis: Basis) -> Prepared:
-        """The tokens that the command appends to what `basis` says, and its grammar. Raises as `Renderer.prepare` and
-        `GrammarCompiler.constraint`."""
+        """Returns the tokens that the command appends to `basis`, and its grammar. Raises the errors of
+        `Renderer.prepare` and `GrammarCompiler.constraint`."""
         if not isinstance(command, StartTurn):
             prompt = parse_input(command.input, self._tokenizer, basis.room(generate=False), basis.last_token)
             return self._renderer.prepare(basis, prompt, generate=False)
-        stop_patterns(command.params.stop_regex)  # the engine's thread finds them compiled
+        stop_patterns(command.params.stop_regex)  # compiles them before the engine's thread needs them
         if command.kind == "regenerate":
             prepared = Prepared(basis, array("i"), None)
         else:
@@ -51,7 +51,7 @@ class Preparer:
         return prepared._replace(constraint=self._grammars.constraint(grammar))
 
     def tokens(self, request: Tokenize) -> array[int]:
-        """What `request` asks for. Raises as `Renderer.prepare`."""
+        """Returns the tokens of a `Tokenize` request. Raises the errors of `Renderer.prepare`."""
         start = StartTurn(
             kind="turn",
             tenant="",
@@ -85,7 +85,7 @@ class Preparer:
 
 
 def _generates(command: StartTurn) -> bool:
-    """Whether an answer is asked for after the input."""
+    """Whether the command generates an answer after its input."""
     if command.session is None:
         return command.params.max_new_tokens != 0
     return command.kind == "turn"

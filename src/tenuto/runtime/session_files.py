@@ -1,4 +1,4 @@
-"""Files with a session and its state: how they are written from a running engine, and how one becomes a session."""
+"""Files with a session and its state: writes them from a running engine and opens sessions from them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tenuto.runtime.loaded_model import LoadedModel
 
 
 class SessionFiles:
-    """Writes and reads files of sessions, outside the engine's thread. One file at a time, so that there is one copy of
-    a state at a time."""
+    """Writes and reads files of sessions outside the engine's thread, one file at a time, so that there is at most one
+    copy of a state."""
 
     def __init__(self, loaded: LoadedModel, loop: EngineLoop, dispatcher: Dispatcher, states: SessionStates) -> None:
         self._loaded = loaded
@@ -30,7 +30,7 @@ class SessionFiles:
 
     def export(self, request: ExportSession, path: Path) -> SessionDocument:
         """Writes a session and its state to a file, and returns the session. The state is copied between two steps; the
-        file is written while steps go on."""
+        file is written while steps continue."""
 
         def take(engine: Engine) -> tuple[SessionDocument, CopiedState | LentUnits]:
             return self._dispatcher.execute(request), engine.state(request.session, request.tenant)
@@ -54,12 +54,12 @@ class SessionFiles:
             self._states.check(file)
             file.verify()
             if file.document != request.document:
-                raise InvalidRequest("the file has another session than the request")
+                raise InvalidRequest("the sessions in the file and in the request differ")
             undo.pop_all()
         return file
 
     def open(self, engine: Engine, request: ImportSession, file: StateFile) -> SessionInfo:
-        """Opens the session with the state in `file`, and closes the file. In the engine's thread."""
+        """Opens the session with the state in `file`, and closes the file. Runs in the engine's thread."""
         with closing(file):
             session = self._dispatcher.execute(request).session_id
             engine.put_state(session, file, request.tenant)

@@ -1,4 +1,4 @@
-"""The texts of what answers and updates show as tokens. For any thread but the engine's."""
+"""Texts for the tokens in answers and updates. Not for use in the engine's thread."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from tenuto.text.tokenizer import Tokenizer
 
 
 class Texts:
-    """Decodes with a model's tokenizer, if it has one."""
+    """Adds texts to answers with a model's tokenizer; without one, answers are unchanged."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
 
     def of(self, tokens: Iterable[int], *, special: bool = True) -> str:
-        """Their text, with the control tokens written out if `special`. Raises `InvalidRequest` without a tokenizer."""
+        """Returns the text of `tokens`, with control tokens spelled out if `special`. Raises `InvalidRequest` without a
+        tokenizer."""
         if self._tokenizer is None:
             raise InvalidRequest("text needs a tokenizer, and this engine has none")
         return self._tokenizer.decode(tokens, special=special)
 
     def of_ticket(self, ticket: Ticket) -> Ticket:
-        """With the text of its prompt."""
+        """Adds the text of a ticket's prompt."""
         return msgspec.structs.replace(ticket, text=self.of(ticket.prompt)) if self._tokenizer is not None else ticket
 
     def of_page(self, page: RecordPage) -> RecordPage:
-        """With the texts of its turns."""
+        """Adds the texts of a page's turns."""
         if self._tokenizer is None:
             return page
         records = [
@@ -41,12 +42,12 @@ class Texts:
         return msgspec.structs.replace(page, records=records)
 
     def of_kept(self, turn: KeptTurn) -> KeptTurn:
-        """With the texts that its answers had."""
+        """Adds the texts of a kept turn's prompt and log-probabilities."""
         ticket = self.of_ticket(turn.ticket) if turn.ticket.prompt else turn.ticket
         return msgspec.structs.replace(turn, ticket=ticket, output=self.of_delta(turn.output))
 
     def of_delta(self, delta: Delta) -> Delta:
-        """With what the tokens of its log-probabilities say."""
+        """Adds the bytes of the tokens in a delta's log-probabilities."""
         tokenizer = self._tokenizer
         if tokenizer is None or not (delta.logprobs or delta.input_logprobs):
             return delta
