@@ -1,7 +1,7 @@
 """PyTorch that rounds where the native kernels round: a reference whose error is what their arithmetic may lose.
 
-A product rounds its inputs by the kind of its weights (`form_for` in `matrix.h`): quantized weights take inputs of 8
-bits in blocks of 32, or of 15 bits where one value is far above the rest of its block, and bfloat16 weights take
+A product rounds its inputs by the kind of its weights (`input_type` in `matmul_input.h`): quantized weights take inputs
+of 8 bits in blocks of 32, or of 15 bits where one value is far above the rest of its block, and bfloat16 weights take
 bfloat16; with AMX, steps of five rows or more multiply bfloat16 unless weights are float32. Keys and values are kept in
 bfloat16 (or in bytes, `test_kv_cache_dtype`). With weights in `KEPT`, `avx2` and `avx512` round nothing else, so they
 agree with this reference to within float32, except where a value lies so near the middle between two quants that it
@@ -25,7 +25,8 @@ from tenuto.models import attention, decoder, experts, gated_delta, mamba2, mlp
 from tenuto.models.decoder import Decoder
 
 UNEVEN = 23
-"""As in `matrix.h`: blocks whose highest square is more than this times the mean square have inputs of 15 bits."""
+"""`OUTLIER_RATIO` of `matmul_input.h`: blocks whose highest square is more than this times the mean square have inputs
+of 15 bits."""
 ROUTERS = 16
 """Products with fewer outputs choose experts: their weights and inputs stay float32."""
 KEPT = (Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.F16, Kind.F32)

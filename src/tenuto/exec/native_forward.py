@@ -12,8 +12,7 @@ from tenuto.base.errors import ConfigError
 from tenuto.base.groups import MemorySpec
 from tenuto.base.plan import Bytes, Ints, Plan, TableChanges
 from tenuto.exec.forward import Longs, Outputs, Singles, describe
-from tenuto.kernels.elements import KVCacheDtype
-from tenuto.kernels.native.library import Library, Moves, OpKind, Step
+from tenuto.kernels.native.library import GroupStep, Library, OpKind, Step
 from tenuto.kernels.native.sampling import logprobs, sample
 from tenuto.kernels.sampling import Choice, Masks
 from tenuto.models.config import Attention, ModelConfig
@@ -102,7 +101,9 @@ class NativeForward:
         weights = "native, values apart, plain weights" if self._model.plain else "native, values apart"
         if not self._kept_as:
             return weights
-        return f"{weights}, 8-bit keys and values but for {sorted(self._model.wide)}, scaled keys"
+        kept = self._model.kv_cache_dtype
+        scaled = ", scaled keys" if kept.scaled_keys else ""
+        return f"{weights}, {kept.words} but for {sorted(self._model.wide)}{scaled}"
 
     @property
     def description(self) -> str:
@@ -112,10 +113,11 @@ class NativeForward:
     @property
     def _kept_as(self) -> str:
         """Description of keys and values that are not in 16 bits; "" if all are."""
-        if self._model.kv_cache_dtype is not KVCacheDtype.INT8:
+        words = self._model.kv_cache_dtype.words
+        if not words:
             return ""
         wide, layers = len(self._model.wide), sum(isinstance(mixer, Attention) for mixer in self._model.config.mixers)
-        return "8-bit keys and values" + (f", of 16 bits in {wide} of {layers} layers" if wide else "")
+        return words + (f", of 16 bits in {wide} of {layers} layers" if wide else "")
 
     @property
     def wide(self) -> frozenset[int]:
@@ -160,7 +162,7 @@ class NativeForward:
             at + 4 * rows,
             at + 8 * rows,
             at + 12 * rows,
-            self._moves(plan),
+            self._group_steps(plan),
             at + 12 * rows + 4 * len(tokens),
             self._logits.ctypes.data,
             _address(self._best),
@@ -171,17 +173,17 @@ class NativeForward:
         logits = NativeLogits(self._library, self._handle, self._logits[: len(outputs)])
         return Outputs(logits, self._best[: len(outputs)].copy())
 
-    def _moves(self, plan: Plan) -> Array[Moves]:
+    def _group_steps(self, plan: Plan) -> Array[GroupStep]:
         """Returns each group's page table or state moves for a step, as pointers into `plan` and the page tables."""
         states = iter(plan.states)
         made = []
         for group in range(len(self.spec.groups)):
             if table := self._tables.get(group):
-                made.append(Moves(_address(table.pages), table.pages.shape[1]))
+                made.append(GroupStep(_address(table.pages), table.pages.shape[1]))
             else:
                 moves = next(states)
-                made.append(Moves(reads=_address(moves.reads), writes=_address(moves.writes)))
-        return (Moves * len(made))(*made)
+                made.append(GroupStep(reads=_address(moves.reads), writes=_address(moves.writes)))
+        return (GroupStep * len(made))(*made)
 
     def read_units(self, group: int, units: Ints) -> Bytes:
         copied: Bytes = self.memory(group)[units]

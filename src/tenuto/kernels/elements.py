@@ -1,13 +1,14 @@
-"""Types of elements, and what a state slot consists of; shared by kernels in PyTorch and without."""
+"""Types of elements, of keys and values, and of the parts of a state slot. PyTorch and native kernels share them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Self
 
 
 class Element(StrEnum):
-    """A type of floats, by the name that PyTorch and model files have for it."""
+    """A floating-point type, by the name that PyTorch and model files use."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -15,21 +16,47 @@ class Element(StrEnum):
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """The size of an element, in bytes."""
         return 4 if self is Element.FLOAT32 else 2
 
 
 class KVCacheDtype(StrEnum):
-    """What keys and values in memory are: what computes decides (`auto`), or bytes,
-    which are multiplied with what every 32 dimensions of a key have, and every value of a head."""
+    """The type of keys and values in memory. `number` is its number in `KvType` of `kv_cache.h`. `words` describe it to
+    users. Keys that are quantized want `scaled_keys`: outlier dimensions are scaled down before.
 
-    AUTO = "auto"
-    INT8 = "int8"
+    - `auto`: the floats that the executor computes with.
+    - `int8`: 8-bit quants, with a scale for every 32 dimensions of a key, and for every value.
+    """
+
+    number: int
+    words: str
+    scaled_keys: bool
+
+    def __new__(cls, name: str, number: int = 0, words: str = "", scaled_keys: bool = False) -> Self:
+        member = str.__new__(cls, name)
+        member._value_ = name
+        member.number = number
+        member.words = words
+        member.scaled_keys = scaled_keys
+        return member
+
+    AUTO = "auto", 0
+    INT8 = "int8", 1, "8-bit keys and values", True
+
+    def slot_bytes(self, head_dim: int, element: Element) -> int:
+        """Returns the size of a key and a value of `head_dim` dimensions with their scales. `element` is the type of
+        elements, or of scales. `kv_cache.h` has the layout."""
+        match self:
+            case KVCacheDtype.AUTO:
+                return 2 * head_dim * element.size
+            case KVCacheDtype.INT8:
+                parts = -(-head_dim // 32)
+                return 2 * head_dim + (parts + 2) // 2 * 2 * element.size
 
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """One of the arrays a layer's state consists of."""
+    """One of the arrays of a layer's state."""
 
     shape: tuple[int, ...]
     element: Element

@@ -6,29 +6,24 @@ import math
 from dataclasses import dataclass
 
 from tenuto.base.groups import GroupSpec, Kind, MemorySpec
-from tenuto.kernels.elements import Element, StatePart
+from tenuto.kernels.elements import Element, KVCacheDtype, StatePart
 from tenuto.models.config import Attention, GatedDelta, Mamba, Mamba2, ModelConfig, Recurrent
 
 
 @dataclass(frozen=True, slots=True)
 class PageShape:
     """Memory of an attention layer: keys and values of `kv_heads` heads with `head_dim` elements, for the last `window`
-    tokens (0: for all). With `in_bytes`, keys and values are stored as bytes, and `element` is the type of their
-    scales: one per 32 dimensions of a key and one per value, padded to an even number."""
+    tokens (0: for all). `element` is the type of the elements, or, if `kv_type` is quantized, of their scales."""
 
     window: int
     kv_heads: int
     head_dim: int
     element: Element
-    in_bytes: bool = False
+    kv_type: KVCacheDtype = KVCacheDtype.AUTO
 
     def unit_bytes(self, page_size: int) -> int:
         """Returns the size, in bytes, of one layer's part of a page with `page_size` token slots."""
-        if self.in_bytes:
-            each = self.head_dim + ((self.head_dim + 31) // 32 + 2) // 2 * self.element.size
-        else:
-            each = self.head_dim * self.element.size
-        return 2 * page_size * self.kv_heads * each
+        return page_size * self.kv_heads * self.kv_type.slot_bytes(self.head_dim, self.element)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +59,18 @@ def layer_groups(
     element: Element,
     convolutions: Element | None = None,
     *,
-    in_bytes: bool = False,
+    kv_type: KVCacheDtype = KVCacheDtype.AUTO,
     wide: frozenset[int] = frozenset(),
 ) -> tuple[LayerGroup, ...]:
     """Returns a model's memory groups in the order of their first layers. Keys and values have elements of type
-    `element`; with `in_bytes`, they are stored as bytes except for the mixers in `wide`. States of convolutions are of
-    type `convolutions`, by default `element`."""
+    `element`, or are of type `kv_type` except for the mixers in `wide`. States of convolutions are of type
+    `convolutions`, by default `element`."""
     found: dict[PageShape | StateShape, list[int]] = {}
     for i, mixer in enumerate(config.mixers):
         match mixer:
             case Attention() as a:
-                as_bytes = in_bytes and i not in wide
-                shape: PageShape | StateShape = PageShape(a.window, a.kv_heads, a.head_dim, element, as_bytes)
+                own_type = KVCacheDtype.AUTO if i in wide else kv_type
+                shape: PageShape | StateShape = PageShape(a.window, a.kv_heads, a.head_dim, element, own_type)
             case recurrent:
                 shape = StateShape(state_parts(recurrent, convolutions or element, Element(config.state_dtype)))
         found.setdefault(shape, []).append(i)

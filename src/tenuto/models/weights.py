@@ -15,6 +15,7 @@ from gguf import quants
 from tenuto.base.errors import ModelError
 from tenuto.formats.gguf_file import GgufTensor
 from tenuto.formats.mapped import Span
+from tenuto.kernels.native.formats import FORMATS
 
 Bytes = npt.NDArray[np.uint8]
 Longs = npt.NDArray[np.int64]
@@ -173,15 +174,15 @@ _QUANTIZED: dict[Kind, tuple[int, Callable[[Bytes], Floats]]] = {
     Kind.Q8_0: (34, _q8_0),
 }
 """For each type, the bytes of a block and the function that decodes blocks."""
-_BY_THE_PACKAGE = tuple(getattr(Kind, name) for name in ("Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"))
+_BY_THE_PACKAGE = tuple(kind for kind in FORMATS if kind not in _QUANTIZED)
 
 
 def dequantize(data: Bytes, kind: Kind, shape: tuple[int, ...]) -> Floats:
     """Decodes a tensor of GGML type `kind` to float32 of `shape`.
 
     `data` is uint8 [bytes], the raw little-endian bytes. The result equals that of `gguf.quants.dequantize` bit for
-    bit. Raises `ModelError` if the type is not one of F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K.
-    Layout of the blocks: `ggml-common.h`.
+    bit. Raises `ModelError` unless the type is F32, F16, BF16 or one of `FORMATS`. Layout of the blocks:
+    `ggml-common.h`.
     """
     if kind is Kind.BF16:
         return (data.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32).reshape(shape)

@@ -25,18 +25,18 @@ VARIANTS = {
     "avx512": _AVX512,
     "avx2": _AVX2,
 }
-"""What each variant needs, in the compilers' words; the best first."""
+"""The CPU features of each variant, by the names that compilers have for them; the best variant first."""
 _KERNEL_NAMES = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16"}
-"""Where Linux's word for a feature is another, besides `_` for `-`."""
+"""Linux's names of features, where they differ by more than `_` for `-`."""
 
 
 class Unavailable(Exception):
-    """There are no native kernels here; the message says why."""
+    """Native kernels cannot be used here; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What decides how kernels are made: the CPU's features in Linux's words, and the compiler, if there is one."""
+    """The CPU's features, by Linux's names, and the compiler or `None`: they decide which kernels can be compiled."""
 
     features: frozenset[str]
     compiler: str | None
@@ -46,7 +46,7 @@ class Machine:
         return cls(_features(), next(filter(None, map(shutil.which, _COMPILERS)), None))
 
     def variants(self) -> list[str]:
-        """Those this CPU can run, the best first."""
+        """Returns the variants that this CPU can run, the best first."""
         return [name for name, needs in VARIANTS.items() if self.features.issuperset(map(_kernel_name, needs))]
 
 
@@ -63,8 +63,8 @@ def _features() -> frozenset[str]:
 
 
 def library(cache: Path, machine: Machine, variant: str, say: Callable[[str], None]) -> Path:
-    """The compiled kernels of `variant`. They are made if the cache has none of these sources and flags; two processes
-    at once make them once. `say` is told before a compilation.
+    """Returns the path of the compiled kernels of `variant`, and compiles them unless the cache has them for the same
+    sources and flags. Two processes at once compile them once. `say` is called with a message before a compilation.
 
     Raises `ConfigError` if this CPU cannot run `variant`, and `Unavailable` if there is no compiler, or if it fails.
     """
@@ -95,13 +95,13 @@ def _make(path: Path, compiler: str, flags: Sequence[str], say: Callable[[str], 
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if path.exists():  # another process has made it meanwhile
+            if path.exists():  # another process has compiled it meanwhile
                 return
             say(f"Compiling kernels for this CPU ({path.stem.partition('-')[0]}), once: a few seconds.")
             with tempfile.TemporaryDirectory(dir=path.parent) as directory:
                 made = Path(directory) / path.name
                 command = [compiler, *flags, "-o", str(made), str(SOURCES / "forward.cpp")]
-                done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own words
+                done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - fixed arguments
                 if done.returncode:
                     raise Unavailable(f"{compiler} failed: {_last_lines(done.stderr)}")
                 made.replace(path)

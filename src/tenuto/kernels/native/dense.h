@@ -1,11 +1,11 @@
-// Operations that compute each token by itself.
+// Operations that compute each token independently.
 #pragma once
 
-#include "work.h"
+#include "workspace.h"
 
-// 1 / rms of `width` floats; there are `count`, a multiple of 16, and those behind are zero.
+// Returns 1 / rms of `width` floats, which zeros fill up to `count`, a multiple of 16.
 INLINE float inverse_rms(const float *x, int count, int width, float epsilon) {
-  f32x16 squares = {}, others = {}; // so that one need not wait for the other
+  f32x16 squares = {}, others = {}; // two sums, so that an addition need not wait for the one before
   int k = 0;
   for (; k + LANES < count; k += 2 * LANES) {
     const f32x16 a = load<f32x16>(x + k), b = load<f32x16>(x + k + LANES);
@@ -18,7 +18,7 @@ INLINE float inverse_rms(const float *x, int count, int width, float epsilon) {
 
 INLINE f32x16 activate(int activation, f32x16 gate, f32x16 up) {
   switch (activation) {
-  case GELU_TANH: // 1 + tanh(u) is twice the sigmoid of 2 u
+  case GELU_TANH: // 1 + tanh(u) = 2 sigmoid(2 u)
     return gate * sigmoid16((gate + gate * gate * gate * 0.044715f) * 1.5957691f) * up;
   case CLAMPED:
     gate = select(gate > 7.0f, splat(7.0f), gate);
@@ -33,7 +33,7 @@ INLINE f32x16 activate(int activation, f32x16 gate, f32x16 up) {
 
 INLINE f32x16 bias_of(const Matrix &w, int panel) { return w.bias ? load<f32x16>(w.bias + panel * LANES) : f32x16{}; }
 
-static void embed(Work &work, const TenutoOp &op, Member &member) {
+static void embed(Workspace &work, const TenutoOp &op, Member &member) {
   for (int token; (token = work.team.take(member.number, work.tokens())) >= 0;) {
     float *to = work.x(token);
     weight_row(op.first, work.step->tokens[token], to);
@@ -51,9 +51,9 @@ static void embed(Work &work, const TenutoOp &op, Member &member) {
   }
 }
 
-static void norm(Work &work, const TenutoOp &op, Member &member, int count, const int32_t *which) {
-  constexpr int ROWS_AHEAD = 3; // that are asked for, for another core may have them
-  const Input to = work.a(work.model.hidden, count, op.reader);
+static void norm(Workspace &work, const TenutoOp &op, Member &member, int count, const int32_t *which) {
+  constexpr int ROWS_AHEAD = 3; // prefetched, since another core may have them in its caches
+  const Input to = work.a(work.model.hidden, count, op.consumer);
   for (int i = work.team.begin_of(member.number, count); i < work.team.begin_of(member.number + 1, count); i++) {
     const float *from = work.x(which ? which[i] : i);
     const float factor = inverse_rms(from, work.widths.hidden, work.model.hidden, op.epsilon);
@@ -67,7 +67,7 @@ static void norm(Work &work, const TenutoOp &op, Member &member, int count, cons
   }
 }
 
-static void post(Work &work, const TenutoOp &op, Member &member) {
+static void post(Workspace &work, const TenutoOp &op, Member &member) {
   const int width = work.widths.hidden;
   for (int token; (token = work.team.take(member.number, work.tokens())) >= 0;) {
     float *from = work.y(token), *to = work.x(token);
@@ -81,24 +81,25 @@ static void post(Work &work, const TenutoOp &op, Member &member) {
 }
 
 #if TENUTO_AMX
-// `add` by tiles that begin with what the products are added to; false if that is not all there is to do.
-static bool add_tiles(Work &work, const TenutoOp &op, Member &member) {
-  constexpr int PANELS = 2; // at once
+// Does what `add` does, by tiles that start from the values to which products are added. Returns false if the operation
+// needs more than that.
+static bool add_tiles(Workspace &work, const TenutoOp &op, Member &member) {
+  constexpr int PANELS = 2; // of a task
   const Matrix &w = op.first;
   const Input from = work.b(w);
-  if (from.form != Form::HALVES || op.second.panels || w.bias || op.column >= 0 || op.scale != 1.0f)
+  if (from.type != InputType::BF16 || op.second.panels || w.bias || op.column >= 0 || op.scale != 1.0f)
     return false;
   work.share((w.panels + PANELS - 1) / PANELS, work.tokens(), member, [&](int task, int first, int last) {
     const int panel = task * PANELS;
-    tiles::product(w, panel, std::min(PANELS, w.panels - panel), from, first, last,
-                   {work.target(op, first) + panel * LANES, work.widths.hidden, LANES}, true,
-                   member.buffer.as<uint8_t>());
+    amx::product(w, panel, std::min(PANELS, w.panels - panel), from, first, last,
+                 {work.target(op, first) + panel * LANES, work.widths.hidden, LANES}, true,
+                 member.buffer.as<uint8_t>());
   });
   return true;
 }
 #endif
 
-static void add(Work &work, const TenutoOp &op, Member &member) {
+static void add(Workspace &work, const TenutoOp &op, Member &member) {
 #if TENUTO_AMX
   if (add_tiles(work, op, member))
     return;
@@ -120,7 +121,8 @@ static void add(Work &work, const TenutoOp &op, Member &member) {
              });
 }
 
-// Two neighbouring panels, of 32 gates and what they gate, if there is that, become one block of an input.
+// Computes one block of an input from two neighbouring panels of gates and, unless `up` is empty, of the values that
+// they gate.
 INLINE void gate_block(const Matrix &gate, const Matrix &up, int block, const TenutoOp &op, const Input &from,
                        const Input &to, int start, int end, Member &member) {
   const int panels = std::min(2, gate.panels - 2 * block);
@@ -129,17 +131,17 @@ INLINE void gate_block(const Matrix &gate, const Matrix &up, int block, const Te
     const int first = start + runs.begin(run), last = start + runs.begin(run + 1);
     const int64_t step = (int64_t)(last - first) * LANES;
     float *gates = member.products.as<float>(), *ups = gates + panels * step;
-    product(gate, 2 * block, panels, from, member.uneven, first, last, gates, member.buffer.as<uint8_t>());
+    product(gate, 2 * block, panels, from, member.outliers, first, last, gates, member.buffer.as<uint8_t>());
     if (up.panels)
-      product(up, 2 * block, panels, from, member.uneven, first, last, ups, member.buffer.as<uint8_t>());
+      product(up, 2 * block, panels, from, member.outliers, first, last, ups, member.buffer.as<uint8_t>());
     else
       ups = gates;
     for (int row = first; row < last; row++) {
       f32x16 out[2] = {};
       for (int p = 0; p < panels; p++) {
         const int64_t at = p * step + (int64_t)(row - first) * LANES;
-        const f32x16 opened = load<f32x16>(gates + at) + bias_of(gate, 2 * block + p);
-        out[p] = activate(op.activation, op.gate_scale == 1.0f ? opened : opened * op.gate_scale,
+        const f32x16 gated_by = load<f32x16>(gates + at) + bias_of(gate, 2 * block + p);
+        out[p] = activate(op.activation, op.gate_scale == 1.0f ? gated_by : gated_by * op.gate_scale,
                           load<f32x16>(ups + at) + bias_of(up, 2 * block + p));
       }
       to.set(row, block, out[0], out[1]);
@@ -147,15 +149,15 @@ INLINE void gate_block(const Matrix &gate, const Matrix &up, int block, const Te
   }
 }
 
-static void gated(Work &work, const TenutoOp &op, Member &member) {
-  const Input from = work.a(op.first), to = work.b(op.first.outputs, op.reader);
-  member.uneven.find(from, 0, work.runs(work.tokens()));
+static void gated(Workspace &work, const TenutoOp &op, Member &member) {
+  const Input from = work.a(op.first), to = work.b(op.first.outputs, op.consumer);
+  member.outliers.find(from, 0, work.runs(work.tokens()));
   work.share(to.blocks, work.tokens(), member, [&](int block, int first, int last) {
     gate_block(op.first, op.second, block, op, from, to, first, last, member);
   });
 }
 
-static void project(Work &work, const TenutoOp &op, Member &member) {
+static void project(Workspace &work, const TenutoOp &op, Member &member) {
   const float *values = member.products.as<float>();
   work.share(op.first, op.second, 2, work.a(op.first), work.tokens(), member,
              [&](const Matrix &w, int panel, int count, int first, int last) {
@@ -169,10 +171,10 @@ static void project(Work &work, const TenutoOp &op, Member &member) {
              });
 }
 
-static void logits(Work &work, const TenutoOp &op, Member &member) {
+static void logits(Workspace &work, const TenutoOp &op, Member &member) {
   const TenutoStep &step = *work.step;
   const int vocab = work.model.vocab;
-  const Input from = work.a(op.first.inputs, step.outputs_count, op.first.kind);
+  const Input from = work.a(op.first.inputs, step.outputs_count, op.first.format);
   float *values = member.products.as<float>();
   work.share(op.first, op.second, 4, from, step.outputs_count, member,
              [&](const Matrix &, int panel, int count, int first, int last) {

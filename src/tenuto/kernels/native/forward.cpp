@@ -1,6 +1,5 @@
-// The forward pass of a step: a list of operations, made once from the model's description, carried out over the arrays
-// of a plan by a team of threads.
-#include "attending.h"
+// The forward pass: a team of threads runs the model's list of operations over the arrays of a step.
+#include "attention_layer.h"
 #include "experts.h"
 #include "recurrent.h"
 
@@ -31,9 +30,9 @@ public:
         groups_[g].states = std::make_unique<States>(model.groups[g]);
     }
     for (const TenutoOp &op : ops_)
-      if (op.attention && !attending(*op.attention)) {
+      if (op.attention && !attention(*op.attention)) {
         const TenutoAttention &a = *op.attention;
-        attending_.push_back(std::make_unique<Attending>(work_, *groups_[a.group].pages, a.group, a.heads));
+        attention_.push_back(std::make_unique<AttentionLayers>(work_, *groups_[a.group].pages, a.group, a.heads));
       }
   }
 
@@ -60,12 +59,12 @@ public:
   void step(const TenutoStep &step) {
     work_.begin(step);
     experts_.begin();
-    for (auto &attending : attending_)
-      attending->lay_out();
+    for (auto &layers : attention_)
+      layers->lay_out();
     work_.team.run([&](int member) {
       double began = Team::seconds();
       for (const TenutoOp &op : ops_) {
-        carry_out(op, work_.members[member]);
+        run(op, work_.members[member]);
         work_.team.barrier();
         if (member == 0) {
           const double ended = Team::seconds();
@@ -74,7 +73,7 @@ public:
         }
       }
 #if TENUTO_AMX
-      tiles::release();
+      amx::release();
 #endif
     });
     for (int i = 0; i < step.outputs_count; i++) {
@@ -101,24 +100,24 @@ public:
   }
 
 private:
-  Attending *attending(const TenutoAttention &a) const {
-    for (auto &attending : attending_)
-      if (attending->serves(a))
-        return attending.get();
+  AttentionLayers *attention(const TenutoAttention &a) const {
+    for (auto &layers : attention_)
+      if (layers->serves(a))
+        return layers.get();
     return nullptr;
   }
   const States &states(const TenutoOp &op) const { return *groups_[op.recurrent->group].states; }
 
-  void carry_out(const TenutoOp &op, Member &member) {
+  void run(const TenutoOp &op, Member &member) {
     switch (op.kind) {
     case EMBED:
       return embed(work_, op, member);
     case NORM:
       return norm(work_, op, member, work_.tokens(), nullptr);
     case QKV:
-      return attending(*op.attention)->project(op, member);
+      return attention(*op.attention)->project(op, member);
     case ATTEND:
-      return attending(*op.attention)->attend(op, member);
+      return attention(*op.attention)->attend(op, member);
     case ADD:
       return add(work_, op, member);
     case GATED:
@@ -145,9 +144,9 @@ private:
   }
 
   const std::vector<TenutoOp> ops_;
-  Work work_;
+  Workspace work_;
   std::vector<GroupMemory> groups_;
-  std::vector<std::unique_ptr<Attending>> attending_;
+  std::vector<std::unique_ptr<AttentionLayers>> attention_;
   ExpertWork experts_;
 };
 
@@ -155,7 +154,7 @@ template <class Does> int guarded(Does does) {
   try {
     does();
     return 0;
-  } catch (const std::exception &) { // memory, or threads
+  } catch (const std::exception &) { // no memory, or no threads
     return 1;
   }
 }
@@ -164,20 +163,10 @@ template <class Does> int guarded(Does does) {
 
 extern "C" {
 
-// What the library was made for.
-const char *tenuto_variant() {
-#if TENUTO_AMX
-  return "amx";
-#elif TENUTO_BF16
-  return "avx512_bf16";
-#elif TENUTO_AVX512
-  return "avx512";
-#else
-  return "avx2";
-#endif
-}
+// Returns the variant that this library was compiled for.
+const char *tenuto_variant() { return TENUTO_VARIANT; }
 
-// Ask the system for what this process needs; 0 if it may run.
+// Asks the system for permission to use AMX; returns 0 if this library may be used.
 int tenuto_permit() {
 #if TENUTO_AMX
   return (int)syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
@@ -186,32 +175,33 @@ int tenuto_permit() {
 #endif
 }
 
-// All that operations point to is kept by the caller until `tenuto_close`. Null if there is no memory.
+// Returns a forward pass, or null if there is not enough memory. The caller keeps the memory that operations point to
+// until `tenuto_close`.
 void *tenuto_open(const TenutoModel *model, const TenutoOp *ops, int count, int threads) {
   Forward *forward = nullptr;
   guarded([&] { forward = new Forward(*model, ops, count, threads); });
   return forward;
 }
 
-// 0, or 1 if there is no memory for `units[g]` units of each group.
+// Allocates `units[g]` units of each group. Returns 1 if there is not enough memory, or else 0.
 int tenuto_prepare(void *forward, const int64_t *units) {
   return guarded([&] { ((Forward *)forward)->prepare(units); });
 }
 
-// Copy whole units of a group.
+// Copies whole units of a group.
 void tenuto_copy(void *forward, int group, int count, const int32_t *sources, const int32_t *targets) {
   ((Forward *)forward)->copy(group, count, sources, targets);
 }
 
-// Where the units of a group are, one after another.
+// Returns the units of a group, one after another.
 void *tenuto_memory(void *forward, int group) { return ((Forward *)forward)->memory(group); }
 
-// 0, or 1 if there is no memory.
+// Computes a step. Returns 1 if there is not enough memory, or else 0.
 int tenuto_step(void *forward, const TenutoStep *step) {
   return guarded([&] { ((Forward *)forward)->step(*step); });
 }
 
-// Choose tokens.
+// Samples tokens.
 void tenuto_sample(void *forward, const TenutoDraws *draws) { ((Forward *)forward)->sample(*draws); }
 
 void tenuto_close(void *forward) { delete (Forward *)forward; }

@@ -1,8 +1,10 @@
-// The C interface over raw pointers; `library.py` describes it once more. All that is pointed to is kept by the caller.
+// The C interface over raw pointers. `library.py` declares the same structures; a test compares them. The caller keeps
+// the memory that pointers refer to.
 #pragma once
 
-#include "matrix.h"
+#include "kv_cache.h"
 #include "sampling.h"
+#include "weight_formats.h"
 
 namespace {
 
@@ -30,50 +32,54 @@ enum Activation : int32_t { SILU = 0, GELU_TANH = 1, CLAMPED = 2, RELU2 = 3 };
 
 extern "C" {
 
-// The pairs (i, i + pairs) of a head are turned by `frequencies` radians a token, float [pairs], and multiplied by
-// `magnitude`.
+// A rotary embedding. The pairs (i, i + pairs) of a head are rotated by `frequencies` radians per token, float [pairs],
+// and multiplied by `magnitude`.
 struct TenutoRope {
   int32_t pairs;
   float magnitude;
   const float *frequencies;
 };
 
-// A memory group of `layers` layers. Of pages: keys and values of `kv_heads` heads of `head_dim` elements, of the last
-// `window` tokens, or with 0 of all, as bfloat16 or, with `in_bytes`, quants (see `Cache`). Of state slots, where
-// `kv_heads` is 0: for each layer float [kept][convolved], the last inputs of the convolution, and then float
-// [recurrent].
+// A memory group of `layers` layers: attention layers with pages, or recurrent layers with state slots.
+//   Pages have keys and values of the type `kv_type`, a `KvType`, of `kv_heads` heads of `head_dim` dimensions. A token
+//   attends to the last `window` tokens, or with 0 to all.
+//   State slots (`kv_heads` is 0) have for each layer the last inputs of the convolution, float [conv_tokens]
+//   [conv_channels], and the recurrent state, float [state_floats].
 struct TenutoGroup {
-  int32_t layers, kv_heads, head_dim, window, in_bytes, kept, convolved, recurrent;
+  int32_t layers, kv_heads, head_dim, window, kv_type, conv_tokens, conv_channels, state_floats;
 };
 
-// An attention layer, number `place` of its memory group. `rope` is -1 where positions do not count. With `gated` the
-// projection of queries has each head's gate behind its query. Scores are multiplied by `scale`, then kept within `cap`
-// by a hyperbolic tangent unless that is 0. Norms float [head_dim], and sinks float [heads], scores of attending to
-// nothing, may be null. So may `key_scales`, float [kv_heads][head_dim]: powers of two that rotated keys are multiplied
-// by, and queries divided by.
+// An attention layer: layer number `layer` of its memory group. `rope` is -1 for a layer without positions. With
+// `gated`, the query projection has each head's gate behind its query. Scores are multiplied by `scale`, and then
+// limited to `cap` by a hyperbolic tangent unless that is 0. These may be null: norms, float [head_dim]; `sinks`, the
+// scores of a key without a value, float [heads]; and `key_scales`, powers of two by which rotated keys are multiplied
+// and queries divided, float [kv_heads][head_dim].
 struct TenutoAttention {
-  int32_t group, place, heads, rope, gated;
+  int32_t group, layer, heads, rope, gated;
   float scale, cap, epsilon;
   const float *query_norm, *key_norm, *sinks, *key_scales;
 };
 
-// A recurrent layer, number `place` of its memory group. `heads` heads of `head_dim` lanes have states float
-// [size][head_dim]; `groups` groups of them share what is written with and read by, `size` elements each. The
-// convolution's weights are float [kernel][convolved], its bias float [convolved] or null. `inputs`, `gate`, `steps`
-// and `writes` are columns of what was projected: what is convolved, the output gate, and what of each head makes its
-// time step or decay, and (DELTA) how strongly it writes. `rates`, `step_bias` and `skip` are float [heads]. The norm,
-// float [heads * head_dim] or null, is that of `norm_groups` equal parts, after the gate if that comes first. Gates and
-// steps are multiplied by `gate_scale` and `step_scale`.
+// A recurrent layer: layer number `layer` of its memory group. Each of `heads` heads has a state, float [state_size]
+// [head_dim]. Heads form `groups` groups, which share the vectors of `state_size` elements that write to the state and
+// read from it. The convolution has weights, float [kernel][conv_channels], and a bias, float [conv_channels] or null.
+// `*_column` is the first column, among the projected ones, of the convolution's inputs, of the output gate, of each
+// head's time step or decay, and (DELTA) of each head's write strength. `rates`, `step_bias` and `skip` are float
+// [heads]. The norm, float [heads * head_dim] or null, normalises `norm_groups` equal parts, after the gate if
+// `gate_first`. Gates and steps are multiplied by `gate_scale` and `step_scale`.
 struct TenutoRecurrent {
-  int32_t group, place, heads, head_dim, groups, size, kernel, inputs, gate, steps, writes, norm_groups, gate_first;
-  float least_step, most_step, gate_scale, step_scale, epsilon;
+  int32_t group, layer, heads, head_dim, groups, state_size, kernel;
+  int32_t conv_column, gate_column, step_column, write_column;
+  int32_t norm_groups, gate_first;
+  float min_step, max_step, gate_scale, step_scale, epsilon;
   const float *weights, *bias, *rates, *step_bias, *skip, *norm;
 };
 
-// `chosen` of `count` networks compute a token: those with the highest scores, the first projected columns. Their
-// weights are probabilities among all, or with `normalised` among the chosen, times `scale`. With a `correction`, float
-// [count], weights are sigmoids of scores, with `normalised` divided by their sum, and the correction is added to
-// choose. Each of the matrices is [count]; without gates `up` is null, and `gate` has the projections up.
+// A mixture of experts. Each token is computed by `chosen` of `count` experts: those with the highest scores, which are
+// the first projected columns. An expert's weight is its probability among all experts, or with `normalised` among the
+// chosen ones, times `scale`. With a `correction`, float [count], weights are sigmoids of the scores, with `normalised`
+// divided by their sum, and experts are chosen by sigmoid plus correction. Matrices are arrays of `count`. Experts
+// without gates have a null `up`, and their up projections are in `gate`.
 struct TenutoExperts {
   int32_t count, chosen, normalised;
   float scale;
@@ -81,21 +87,26 @@ struct TenutoExperts {
   const Matrix *gate, *up, *down;
 };
 
-// One operation. x and y are float [tokens][hidden]; y is zero between layers. There are two inputs of products, A and
-// B, and what was projected, P, float.
-//   EMBED: x = scale * rows of `first`.             NORM: A = x / rms(x) * norm.
-//   QKV: queries, keys, values = A times first, second, third; rotated; keys and values go to the cache.
-//   ATTEND: B = attention of the queries.
-//   ADD: x, or y with `apart`, += scale * (B times first), times the sigmoid of P's column `column` if that is not -1.
-//   GATED: B = activation(gate_scale * (A times first)) * (A times second); without a second, activation(A times
-//   first). POST: x += scale * y / rms(y) * norm, or scale * y if that is null; y = 0.    PROJECT: P = A times first,
-//   and behind it A times second. CONVOLVE, then SCAN (Mamba-2) or DELTA (the gated delta rule), then GATE: B = what
-//   the recurrent layer gives. EXPERTS: x, or y with `apart`, += scale * what the networks chosen by P make of A.
-//   SELECT: as NORM, only for tokens whose logits are wanted.
-//   LOGITS: scale * (A times first), kept within `cap` by a hyperbolic tangent unless that is 0.
-// `reader` is the kind of the matrices that the A or B that an operation makes is multiplied with.
+// An operation. x and y are float [tokens][hidden]; y is zero between layers. A and B are inputs of products; P, float,
+// has the results of PROJECT.
+//   EMBED      x = scale * rows of `first`.
+//   NORM       A = x / rms(x) * norm.
+//   QKV        queries, keys and values = A times first, second and third; rotated. Keys and values go to the cache.
+//   ATTEND     B = attention of the queries.
+//   ADD        x, or with `apart` y, += scale * (B times first), times the sigmoid of column `column` of P unless -1.
+//   GATED      B = activation(gate_scale * (A times first)) * (A times second), or without a second activation(A times
+//              first).
+//   POST       x += scale * y / rms(y) * norm, or scale * y if norm is null; y = 0.
+//   PROJECT    P = A times first, followed by A times second.
+//   CONVOLVE, then SCAN (Mamba-2) or DELTA (the gated delta rule), then GATE: B = the output of the recurrent layer.
+//   EXPERTS    x, or with `apart` y, += scale * the output of the experts that P chooses, for A.
+//   SELECT     as NORM, for the tokens whose logits are wanted.
+//   LOGITS     scale * (A times first), limited to `cap` by a hyperbolic tangent unless that is 0.
+// `consumer` is the format of the matrices that the A or B which an operation computes is multiplied with.
 struct TenutoOp {
-  int32_t kind, reader, activation, apart, column;
+  int32_t kind;
+  PanelFormat consumer;
+  int32_t activation, apart, column;
   float epsilon, scale, gate_scale, cap;
   const float *norm;
   Matrix first, second, third;
@@ -110,29 +121,30 @@ struct TenutoModel {
   const TenutoRope *ropes;
 };
 
-// A step in one memory group. Of pages: `table`, page tables by row id, `width` entries apart. Of state slots: for each
-// row the slot that is read, negative for the zero state, and the slot that is written, int32 [rows].
-struct TenutoMoves {
+// A step's memory in one group. With pages: `table`, page tables by row id, `width` entries each. With state slots: the
+// slots that each row reads, negative for the zero state, and writes, int32 [rows].
+struct TenutoGroupStep {
   const int32_t *table;
   int64_t width;
   const int32_t *reads, *writes;
 };
 
-// A plan's arrays, all int32: `row_ids`, `starts`, `counts` [rows]; `tokens` [sum(counts)]; `outputs` [outputs], after
-// which tokens logits are wanted; `moves` [groups]. Results: `logits` float [outputs][vocab], and `best` int32
-// [outputs], the first of the likeliest tokens. How long operations took is added to `op_seconds`, by kind.
+// A step. The arrays of its plan are int32: `row_ids`, `starts`, `counts` [rows]; `tokens` [sum(counts)]; and `outputs`
+// [outputs_count], the tokens whose logits are wanted. `groups` is [memory groups]. Results are `logits`, float
+// [outputs] [vocab], and `best`, int32 [outputs], the first of the likeliest tokens. The duration of operations is
+// added to `op_seconds`, by kind.
 struct TenutoStep {
   int32_t rows, tokens_count, outputs_count;
   const int32_t *row_ids, *starts, *counts, *tokens;
-  const TenutoMoves *moves;
+  const TenutoGroupStep *groups;
   const int32_t *outputs;
   float *logits;
   int32_t *best;
   double *op_seconds;
 };
 
-// `rows` tokens to choose: `logits` float [rows][vocab], `options` [rows], `tokens` int32 [rows]. `masks` [rows] or
-// null: for each row null or its mask, of `words` words, see `forbid`; it changes the logits.
+// Samples `rows` tokens: `logits` float [rows][vocab], `options` [rows], `tokens` int32 [rows]. `masks`, [rows] or
+// null, has for each row null or its mask of `words` words (see `forbid`), which changes the logits.
 struct TenutoDraws {
   int32_t rows, words;
   float *logits;

@@ -1,4 +1,5 @@
-"""The C interface of the native kernels; `interface.h` and `matrix.h` say what each field means."""
+"""The C interface of the native kernels. `interface.h` and `weight_formats.h` describe the fields; a test compares
+layouts."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from tenuto.kernels.native.build import Unavailable
 
 
 class OpKind(IntEnum):
-    """What an operation does."""
+    """The kind of an operation."""
 
     EMBED = 0
     NORM = 1
@@ -32,7 +33,7 @@ class OpKind(IntEnum):
 
 
 class Activation(IntEnum):
-    """What is made of a gate and what it gates; by the names in `models.config.ACTIVATIONS`."""
+    """The activation of a gate, in the order of `models.config.ACTIVATIONS`."""
 
     SILU = 0
     GELU_TANH = 1
@@ -40,24 +41,11 @@ class Activation(IntEnum):
     RELU2 = 3
 
 
-class PanelKind(IntEnum):
-    """How a panel's weights are stored."""
-
-    NIBBLES = 0
-    NIBBLES_MIN = 1
-    BYTES = 2
-    FIVES_MIN = 3
-    PAIRS = 4
-    SIXES = 5
-    FLOAT32 = 6
-    FLOAT16 = 7
-
-
 class Matrix(ctypes.Structure):
-    """A weight matrix in panels."""
+    """A weight matrix in panels; `format` is a `PanelFormat`."""
 
     _fields_ = (
-        ("kind", c_int32),
+        ("format", c_int32),
         ("outputs", c_int32),
         ("inputs", c_int32),
         ("panels", c_int32),
@@ -68,7 +56,7 @@ class Matrix(ctypes.Structure):
 
 
 class Rope(ctypes.Structure):
-    """How heads are rotated."""
+    """A rotary embedding."""
 
     _fields_ = (("pairs", c_int32), ("magnitude", c_float), ("frequencies", c_void_p))
 
@@ -81,10 +69,10 @@ class Group(ctypes.Structure):
         ("kv_heads", c_int32),
         ("head_dim", c_int32),
         ("window", c_int32),
-        ("in_bytes", c_int32),
-        ("kept", c_int32),
-        ("convolved", c_int32),
-        ("recurrent", c_int32),
+        ("kv_type", c_int32),
+        ("conv_tokens", c_int32),
+        ("conv_channels", c_int32),
+        ("state_floats", c_int32),
     )
 
 
@@ -93,7 +81,7 @@ class Attention(ctypes.Structure):
 
     _fields_ = (
         ("group", c_int32),
-        ("place", c_int32),
+        ("layer", c_int32),
         ("heads", c_int32),
         ("rope", c_int32),
         ("gated", c_int32),
@@ -112,20 +100,20 @@ class Recurrent(ctypes.Structure):
 
     _fields_ = (
         ("group", c_int32),
-        ("place", c_int32),
+        ("layer", c_int32),
         ("heads", c_int32),
         ("head_dim", c_int32),
         ("groups", c_int32),
-        ("size", c_int32),
+        ("state_size", c_int32),
         ("kernel", c_int32),
-        ("inputs", c_int32),
-        ("gate", c_int32),
-        ("steps", c_int32),
-        ("writes", c_int32),
+        ("conv_column", c_int32),
+        ("gate_column", c_int32),
+        ("step_column", c_int32),
+        ("write_column", c_int32),
         ("norm_groups", c_int32),
         ("gate_first", c_int32),
-        ("least_step", c_float),
-        ("most_step", c_float),
+        ("min_step", c_float),
+        ("max_step", c_float),
         ("gate_scale", c_float),
         ("step_scale", c_float),
         ("epsilon", c_float),
@@ -139,7 +127,7 @@ class Recurrent(ctypes.Structure):
 
 
 class Experts(ctypes.Structure):
-    """A layer's experts."""
+    """A mixture of experts."""
 
     _fields_ = (
         ("count", c_int32),
@@ -154,11 +142,11 @@ class Experts(ctypes.Structure):
 
 
 class Op(ctypes.Structure):
-    """One operation."""
+    """An operation."""
 
     _fields_ = (
         ("kind", c_int32),
-        ("reader", c_int32),
+        ("consumer", c_int32),
         ("activation", c_int32),
         ("apart", c_int32),
         ("column", c_int32),
@@ -190,14 +178,14 @@ class Model(ctypes.Structure):
     )
 
 
-class Moves(ctypes.Structure):
-    """A step in one memory group."""
+class GroupStep(ctypes.Structure):
+    """A step's memory in one group."""
 
     _fields_ = (("table", c_void_p), ("width", c_int64), ("reads", c_void_p), ("writes", c_void_p))
 
 
 class Step(ctypes.Structure):
-    """A plan's arrays, and where the results go."""
+    """A step: the arrays of its plan, and of its results."""
 
     _fields_ = (
         ("rows", c_int32),
@@ -207,7 +195,7 @@ class Step(ctypes.Structure):
         ("starts", c_void_p),
         ("counts", c_void_p),
         ("tokens", c_void_p),
-        ("moves", POINTER(Moves)),
+        ("groups", POINTER(GroupStep)),
         ("outputs", c_void_p),
         ("logits", c_void_p),
         ("best", c_void_p),
@@ -216,7 +204,7 @@ class Step(ctypes.Structure):
 
 
 class SamplingOptions(ctypes.Structure):
-    """How one token is chosen."""
+    """The sampling options of one token."""
 
     _fields_ = (
         ("temperature", c_double),
@@ -228,7 +216,7 @@ class SamplingOptions(ctypes.Structure):
 
 
 class Draws(ctypes.Structure):
-    """Tokens to choose."""
+    """Tokens to sample."""
 
     _fields_ = (
         ("rows", c_int32),
@@ -241,10 +229,10 @@ class Draws(ctypes.Structure):
 
 
 class Library:
-    """A loaded library. Calls let other Python threads run."""
+    """A loaded library. Calls release the GIL."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `Unavailable` if it cannot be loaded, or if the system does not permit what it needs."""
+        """Raises `Unavailable` if it cannot be loaded, or if the system does not permit AMX."""
         try:
             loaded = ctypes.CDLL(str(path))
         except OSError as error:
@@ -271,5 +259,5 @@ class Library:
 
 @cache
 def loaded(path: Path) -> Library:
-    """The library at `path`, loaded once a process. Raises as `Library`."""
+    """Returns the library at `path`, loaded once per process. Raises what `Library` raises."""
     return Library(path)

@@ -4,9 +4,9 @@
 #include <new>
 #include <sys/mman.h>
 
-#include "matrix.h"
+#include "matmul_input.h"
 
-// Memory in large pages where the system has them, zero at first.
+// Memory in large pages where the system has them, initialised to zero.
 class Memory {
 public:
   Memory() = default;
@@ -14,7 +14,7 @@ public:
   Memory &operator=(const Memory &) = delete;
   ~Memory() { release(); }
 
-  // Raises std::bad_alloc. What was here is gone.
+  // Replaces the memory. Raises std::bad_alloc.
   void resize(int64_t bytes) {
     release();
     if (bytes == 0)
@@ -40,7 +40,7 @@ private:
   int64_t bytes_ = 0;
 };
 
-int round_up(int n, int to) { return (n + to - 1) / to * to; }
+inline int round_up(int n, int to) { return (n + to - 1) / to * to; }
 
 // An input of products with its own memory.
 class OwnInput {
@@ -48,22 +48,22 @@ public:
   void resize(int tokens, int columns) {
     int64_t cells = (int64_t)round_up(tokens, 2 * LANES) * round_up(columns, BLOCK), blocks = cells / BLOCK;
     values_.resize(cells * sizeof(float) + 64), fine_.resize(cells + 64);
-    scales_.resize(blocks * 4 + 64), sums_.resize(blocks * 4 + 64), low_sums_.resize(blocks * 4 + 64);
-    fine_too_.resize(blocks + 64);
+    scales_.resize(blocks * 4 + 64), sums_.resize(blocks * 4 + 64), first_half_sums_.resize(blocks * 4 + 64);
+    has_fine_.resize(blocks + 64);
   }
-  Input view(int columns, Form form) const {
+  Input view(int columns, InputType type) const {
     return {round_up(columns, BLOCK) / BLOCK,
-            form,
+            type,
             values_.as<int8_t>(),
             fine_.as<int8_t>(),
             scales_.as<float>(),
             sums_.as<float>(),
-            low_sums_.as<float>(),
-            fine_too_.as<uint8_t>(),
-            values_.as<Half>(),
+            first_half_sums_.as<float>(),
+            has_fine_.as<uint8_t>(),
+            values_.as<PairElement>(),
             values_.as<float>()};
   }
 
 private:
-  Memory values_, fine_, scales_, sums_, low_sums_, fine_too_;
+  Memory values_, fine_, scales_, sums_, first_half_sums_, has_fine_;
 };

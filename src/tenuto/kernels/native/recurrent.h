@@ -1,5 +1,5 @@
 // Recurrent layers: Mamba-2 (Dao and Gu, arXiv:2405.21060) and gated delta nets (Yang et al., arXiv:2412.06464), token
-// by token, so that results do not depend on how tokens are cut into steps.
+// by token, so that results do not depend on the steps in which tokens are computed.
 #pragma once
 
 #include "dense.h"
@@ -9,42 +9,45 @@ class States {
 public:
   explicit States(const TenutoGroup &group) : group_(group) {}
   int64_t unit_bytes() const { return group_.layers * layer_floats() * 4; }
-  int kept() const { return group_.kept; }
-  int convolved() const { return group_.convolved; }
+  int conv_tokens() const { return group_.conv_tokens; }
+  int conv_channels() const { return group_.conv_channels; }
 
-  // Of a layer in a slot; null for the zero state. The last inputs of the convolution, [kept][convolved].
-  float *convolution(int slot, int place) const {
-    return slot < 0 ? nullptr : data + (slot * (int64_t)group_.layers + place) * layer_floats();
+  // Return the state of a layer in a slot, or null for the zero state: the last inputs of the convolution,
+  // [conv_tokens] [conv_channels], and the recurrent state.
+  float *convolution(int slot, int layer) const {
+    return slot < 0 ? nullptr : data + (slot * (int64_t)group_.layers + layer) * layer_floats();
   }
-  float *recurrent(int slot, int place) const {
-    float *const layer = convolution(slot, place);
-    return layer ? layer + (int64_t)group_.kept * group_.convolved : nullptr;
+  float *recurrent(int slot, int layer) const {
+    float *const state = convolution(slot, layer);
+    return state ? state + (int64_t)group_.conv_tokens * group_.conv_channels : nullptr;
   }
 
   float *data = nullptr;
 
 private:
-  int64_t layer_floats() const { return (int64_t)group_.kept * group_.convolved + group_.recurrent; }
+  int64_t layer_floats() const { return (int64_t)group_.conv_tokens * group_.conv_channels + group_.state_floats; }
   const TenutoGroup group_;
 };
 
-constexpr int STRIPS = 4; // vectors of channels, or of a head's lanes, that are computed together
+constexpr int STRIPS = 4; // vectors of channels, or of a head, that are computed together
 
-// A causal convolution of each channel and then x * sigmoid(x). The state is what precedes the next token.
-static void convolve(Work &work, const States &states, const TenutoOp &op, Member &member) {
+// Computes a causal convolution of each channel, and then x * sigmoid(x). The state has the inputs before the next
+// token.
+static void convolve(Workspace &work, const States &states, const TenutoOp &op, Member &member) {
   const TenutoRecurrent &r = *op.recurrent;
-  const TenutoMoves &moves = work.moves(r.group);
-  const int kept = states.kept(), width = states.convolved(), blocks = (width + STRIPS * LANES - 1) / (STRIPS * LANES);
+  const TenutoGroupStep &slots = work.group_step(r.group);
+  const int kept = states.conv_tokens(), width = states.conv_channels(),
+            blocks = (width + STRIPS * LANES - 1) / (STRIPS * LANES);
   for (int task; (task = work.team.take(member.number, work.step->rows * blocks)) >= 0;) {
     const int row = task / blocks, from = task % blocks * STRIPS * LANES, to = std::min(width, from + STRIPS * LANES);
     const int first = work.batch.first(row), count = work.step->counts[row];
-    const float *before = states.convolution(moves.reads[row], r.place);
-    float *after = states.convolution(moves.writes[row], r.place);
+    const float *before = states.convolution(slots.reads[row], r.layer);
+    float *after = states.convolution(slots.writes[row], r.layer);
     for (int channel = from; channel < to; channel += LANES) {
-      // The input of the row's token i, or of one before the step.
+      // Returns the input of token i of the row, which is negative for tokens before the step.
       auto input = [&](int i) __attribute__((always_inline)) {
         if (i >= 0)
-          return load<f32x16>(work.projected(first + i) + r.inputs + channel);
+          return load<f32x16>(work.projected(first + i) + r.conv_column + channel);
         return before ? load<f32x16>(before + (int64_t)(kept + i) * width + channel) : f32x16{};
       };
       for (int i = 0; i < count; i++) {
@@ -61,10 +64,10 @@ static void convolve(Work &work, const States &states, const TenutoOp &op, Membe
 
 INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
-// WIDTH vectors of a head's lanes: the state h, [size][lanes], becomes decay * h + in x^T, and gives h out.
+// Updates WIDTH vectors of a head's state h, [size][lanes], to decay * h + in x^T, and computes h out.
 template <int WIDTH>
 INLINE void scan_lanes(const float *before, float *after, int lanes, int size, float decay, const float *in,
-                       const float *out, const f32x16 *x, f32x16 *given) {
+                       const float *out, const f32x16 *x, f32x16 *output) {
   f32x16 entering[WIDTH], sum[WIDTH] = {};
   for (int v = 0; v < WIDTH; v++)
     entering[v] = x[v];
@@ -76,10 +79,10 @@ INLINE void scan_lanes(const float *before, float *after, int lanes, int size, f
       sum[v] += h * out[n];
     }
   for (int v = 0; v < WIDTH; v++)
-    given[v] = sum[v];
+    output[v] = sum[v];
 }
 
-// Call `use(lane, width)` for all lanes of a head, `width` vectors together.
+// Calls `use(lane, width)` for all lanes of a head, `width` vectors at a time.
 template <class Use> INLINE void by_strips(int lanes, Use use) {
   int lane = 0;
   for (; lane + STRIPS * LANES <= lanes; lane += STRIPS * LANES)
@@ -88,48 +91,48 @@ template <class Use> INLINE void by_strips(int lanes, Use use) {
     use(lane, std::integral_constant<int, 1>());
 }
 
-// Where a head's state is after the step, and where it is before: there, too, but with the zero state.
-INLINE const float *state_before(const States &states, const TenutoMoves &moves, const TenutoRecurrent &r, int row,
+// Returns a head's state before the step. The zero state is written to `after`, the state after the step.
+INLINE const float *state_before(const States &states, const TenutoGroupStep &slots, const TenutoRecurrent &r, int row,
                                  int64_t offset, float *after, int64_t floats) {
-  const float *before = states.recurrent(moves.reads[row], r.place);
+  const float *before = states.recurrent(slots.reads[row], r.layer);
   if (before)
     return before + offset;
   memset(after, 0, sizeof(float) * floats);
   return after;
 }
 
-// Mamba-2: a head's lanes enter its state times their step, by what its group writes with, and are read by what it
-// reads with.
-static void scan(Work &work, const States &states, const TenutoOp &op, Member &member) {
+// Mamba-2. The state h of a head becomes decay * h + step * B x^T and gives h C, where its group has B and C.
+static void scan(Workspace &work, const States &states, const TenutoOp &op, Member &member) {
   const TenutoRecurrent &r = *op.recurrent;
-  const TenutoMoves &moves = work.moves(r.group);
-  const int64_t floats = (int64_t)r.size * r.head_dim;
+  const TenutoGroupStep &slots = work.group_step(r.group);
+  const int64_t floats = (int64_t)r.state_size * r.head_dim;
   for (int task; (task = work.team.take(member.number, work.step->rows * r.heads)) >= 0;) {
     const int row = task / r.heads, head = task % r.heads, group = head / (r.heads / r.groups);
     const int first = work.batch.first(row);
-    float *const after = states.recurrent(moves.writes[row], r.place) + head * floats;
-    const float *before = state_before(states, moves, r, row, head * floats, after, floats);
+    float *const after = states.recurrent(slots.writes[row], r.layer) + head * floats;
+    const float *before = state_before(states, slots, r, row, head * floats, after, floats);
     for (int token = first; token < first + work.step->counts[row]; token++, before = after) {
       const float *x = work.convolved(token) + head * r.head_dim;
-      const float *in = work.convolved(token) + r.heads * r.head_dim + group * r.size, *out = in + r.groups * r.size;
-      float step = softplus(work.projected(token)[r.steps + head] * r.step_scale + r.step_bias[head]);
-      step = std::min(std::max(step, r.least_step), r.most_step);
+      const float *in = work.convolved(token) + r.heads * r.head_dim + group * r.state_size,
+                  *out = in + r.groups * r.state_size;
+      float step = softplus(work.projected(token)[r.step_column + head] * r.step_scale + r.step_bias[head]);
+      step = std::min(std::max(step, r.min_step), r.max_step);
       const float decay = expf(step * r.rates[head]);
       by_strips(r.head_dim, [&](int lane, auto width) {
         constexpr int WIDTH = decltype(width)::value;
-        f32x16 entering[WIDTH], given[WIDTH];
+        f32x16 entering[WIDTH], output[WIDTH];
         for (int v = 0; v < WIDTH; v++)
           entering[v] = load<f32x16>(x + lane + v * LANES) * step;
-        scan_lanes<WIDTH>(before + lane, after + lane, r.head_dim, r.size, decay, in, out, entering, given);
+        scan_lanes<WIDTH>(before + lane, after + lane, r.head_dim, r.state_size, decay, in, out, entering, output);
         for (int v = 0; v < WIDTH; v++)
-          store(work.found(token) + head * r.head_dim + lane + v * LANES,
-                given[v] + load<f32x16>(x + lane + v * LANES) * r.skip[head]);
+          store(work.recurrent_output(token) + head * r.head_dim + lane + v * LANES,
+                output[v] + load<f32x16>(x + lane + v * LANES) * r.skip[head]);
       });
     }
   }
 }
 
-// Of `size` elements, scaled to length `length`; 1e-6 is added to the square of theirs.
+// Scales a vector of `size` elements to `length`; 1e-6 is added to its squared length before.
 INLINE void normalise(const float *from, int size, float length, float *to) {
   float squares = 1e-6f;
   for (int i = 0; i < size; i++)
@@ -141,48 +144,48 @@ INLINE void normalise(const float *from, int size, float length, float *to) {
 
 // The gated delta rule: the state S, [size][lanes], becomes T + k u^T with T = decay * S and u = strength * (v - T^T
 // k), and gives S^T q.
-static void delta(Work &work, const States &states, const TenutoOp &op, Member &member) {
+static void delta(Workspace &work, const States &states, const TenutoOp &op, Member &member) {
   const TenutoRecurrent &r = *op.recurrent;
-  const TenutoMoves &moves = work.moves(r.group);
-  const int64_t floats = (int64_t)r.size * r.head_dim;
-  float *const query = member.row.data(), *const key = query + r.size;
+  const TenutoGroupStep &slots = work.group_step(r.group);
+  const int64_t floats = (int64_t)r.state_size * r.head_dim;
+  float *const query = member.row.data(), *const key = query + r.state_size;
   for (int task; (task = work.team.take(member.number, work.step->rows * r.heads)) >= 0;) {
     const int row = task / r.heads, head = task % r.heads, group = head / (r.heads / r.groups);
     const int first = work.batch.first(row);
-    float *const after = states.recurrent(moves.writes[row], r.place) + head * floats;
-    const float *before = state_before(states, moves, r, row, head * floats, after, floats);
+    float *const after = states.recurrent(slots.writes[row], r.layer) + head * floats;
+    const float *before = state_before(states, slots, r, row, head * floats, after, floats);
     for (int token = first; token < first + work.step->counts[row]; token++, before = after) {
       const float *channels = work.convolved(token), *projected = work.projected(token);
-      normalise(channels + group * r.size, r.size, 1.0f / sqrtf((float)r.size), query);
-      normalise(channels + (r.groups + group) * r.size, r.size, 1.0f, key);
-      const float *value = channels + 2 * r.groups * r.size + head * r.head_dim;
-      const float decay = expf(softplus(projected[r.steps + head] + r.step_bias[head]) * r.rates[head]);
-      const float strength = 1.0f / (1.0f + expf(-projected[r.writes + head]));
+      normalise(channels + group * r.state_size, r.state_size, 1.0f / sqrtf((float)r.state_size), query);
+      normalise(channels + (r.groups + group) * r.state_size, r.state_size, 1.0f, key);
+      const float *value = channels + 2 * r.groups * r.state_size + head * r.head_dim;
+      const float decay = expf(softplus(projected[r.step_column + head] + r.step_bias[head]) * r.rates[head]);
+      const float strength = 1.0f / (1.0f + expf(-projected[r.write_column + head]));
       by_strips(r.head_dim, [&](int lane, auto width) {
         constexpr int WIDTH = decltype(width)::value;
-        f32x16 known[WIDTH] = {}, written[WIDTH], given[WIDTH];
-        for (int n = 0; n < r.size; n++)
+        f32x16 recalled[WIDTH] = {}, update[WIDTH], output[WIDTH];
+        for (int n = 0; n < r.state_size; n++)
 #pragma GCC unroll 4
           for (int v = 0; v < WIDTH; v++)
-            known[v] += load<f32x16>(before + (int64_t)n * r.head_dim + lane + v * LANES) * key[n];
+            recalled[v] += load<f32x16>(before + (int64_t)n * r.head_dim + lane + v * LANES) * key[n];
         for (int v = 0; v < WIDTH; v++)
-          written[v] = (load<f32x16>(value + lane + v * LANES) - known[v] * decay) * strength;
-        scan_lanes<WIDTH>(before + lane, after + lane, r.head_dim, r.size, decay, key, query, written, given);
+          update[v] = (load<f32x16>(value + lane + v * LANES) - recalled[v] * decay) * strength;
+        scan_lanes<WIDTH>(before + lane, after + lane, r.head_dim, r.state_size, decay, key, query, update, output);
         for (int v = 0; v < WIDTH; v++)
-          store(work.found(token) + head * r.head_dim + lane + v * LANES, given[v]);
+          store(work.recurrent_output(token) + head * r.head_dim + lane + v * LANES, output[v]);
       });
     }
   }
 }
 
-// What was found, gated and normalised, becomes the next product's input.
-static void gate(Work &work, const TenutoOp &op, Member &member) {
+// Gates and normalises the layer's output, which becomes the next product's input.
+static void gate(Workspace &work, const TenutoOp &op, Member &member) {
   const TenutoRecurrent &r = *op.recurrent;
   const int width = r.heads * r.head_dim, part = width / r.norm_groups;
-  const Input to = work.b(width, op.reader);
+  const Input to = work.b(width, op.consumer);
   float *const row = member.row.data();
   for (int token; (token = work.team.take(member.number, work.tokens())) >= 0;) {
-    const float *found = work.found(token), *gates = work.projected(token) + r.gate;
+    const float *found = work.recurrent_output(token), *gates = work.projected(token) + r.gate_column;
     for (int begin = 0; begin < width; begin += part) {
       auto opened = [&](int d)
                         __attribute__((always_inline)) { return silu16(load<f32x16>(gates + d) * r.gate_scale); };

@@ -1,5 +1,5 @@
-// Choosing a token from logits. `kernels/torch_sampling.py` does the same with PyTorch, and
-// `kernels/sampling.py` says what the options mean.
+// Sampling a token from logits. `kernels/torch_sampling.py` does the same with PyTorch, and `kernels/sampling.py`
+// describes the options.
 #pragma once
 
 #include <algorithm>
@@ -7,13 +7,14 @@
 
 #include "simd.h"
 
-// `uniform` in [0, 1); `top_k` 0 for all; `temperature` 0 for the first of the likeliest.
+// Options of one token: `uniform` is a random number in [0, 1). `top_k` is 0 for all tokens. `temperature` is 0 for the
+// likeliest token, the first among equals.
 struct SamplingOptions {
   double temperature, top_p, min_p, uniform;
   int64_t top_k;
 };
 
-// The first of the likeliest tokens.
+// Returns the likeliest token, the first among equals.
 static int likeliest(const float *logits, int vocab) {
   int best = 0;
   float highest = -INFINITY;
@@ -28,8 +29,8 @@ static int likeliest(const float *logits, int vocab) {
   return best;
 }
 
-// Set the logits of tokens whose bits in `mask`, of `words` words, are clear to minus infinity; tokens behind the last
-// word are not allowed either. A row that may sample none keeps all.
+// Sets the logits of forbidden tokens to minus infinity: those whose bits in `mask`, of `words` words, are clear, and
+// those behind the last word. A mask that forbids all tokens changes nothing.
 static void forbid(float *logits, int vocab, const uint32_t *mask, int words) {
   bool any = false;
   for (int word = 0; word < words && word * 32 < vocab && !any; word++)
@@ -50,7 +51,7 @@ static void forbid(float *logits, int vocab, const uint32_t *mask, int words) {
   }
 }
 
-// Chooses tokens, one after another, with work space of its own.
+// Samples one token at a time. It has its own buffers.
 class Sampler {
 public:
   explicit Sampler(int vocab) : vocab_(vocab), weights_((vocab + STRIP - 1) / STRIP * STRIP) {
@@ -68,16 +69,16 @@ public:
   }
 
 private:
-  static constexpr int STRIP = 1024; // tokens whose weights are added up before the search for one
-  static constexpr int BINS = 1024;  // of weights from 0 to 1, by their first bits: eight for each power of two
+  static constexpr int STRIP = 1024; // tokens whose weights are added before a search for one of them
+  static constexpr int BINS = 1024;  // of weights from 0 to 1, by their leading bits: eight bins for each power of two
 
-  // The least weight that is kept, and how many tokens of just that weight, the first.
+  // The least weight that is kept, and the number of tokens of exactly that weight that are kept, the first ones.
   struct Edge {
     float least = 0.0f;
     int64_t equals = INT64_MAX;
   };
 
-  // Weights relative to the likeliest token; 0 behind the vocabulary.
+  // Computes weights relative to the likeliest token, and 0 behind the vocabulary.
   void weigh(const float *logits, float highest, float temperature) {
     for (int i = 0; i < (int)weights_.size(); i += 16) {
       f32x16 logit = splat(-INFINITY);
@@ -85,7 +86,7 @@ private:
         logit = load<f32x16>(logits + i);
       else if (i < vocab_)
         memcpy(&logit, logits + i, sizeof(float) * (vocab_ - i));
-      const f32x16 below = (logit - highest) / temperature; // not for NaN, and none of those is likeliest
+      const f32x16 below = (logit - highest) / temperature; // false for NaN
       store(&weights_[i], exp_nonpositive(select(below <= 0.0f, below, splat(-INFINITY))));
     }
   }
@@ -96,7 +97,7 @@ private:
     return std::min((int)(bits >> 20), BINS - 1);
   }
 
-  // Set to zero what the options exclude. Most weights are tiny and seldom matter: they are looked at if they do.
+  // Sets the weights that the options exclude to zero. Most weights are tiny; they are examined only if they matter.
   void limit(const SamplingOptions &options) {
     Edge edge;
     const bool by_count = options.top_k > 0 && options.top_k < vocab_;
@@ -124,7 +125,7 @@ private:
     return sum16(sums);
   }
 
-  // Weights of at least `least`.
+  // Sorts weights of at least `least` into bins.
   void sort_into_bins(float least) {
     std::fill(counts_, counts_ + BINS, 0);
     std::fill(sums_, sums_ + BINS, 0.0);
@@ -139,8 +140,8 @@ private:
     }
   }
 
-  // Where the likeliest tokens end that are `count`, or have `share` of the weight, whichever is less; at least one.
-  // `total` becomes their weight. False if the bins do not hold so many.
+  // Finds the edge of the likeliest tokens: `count` tokens, or those with `share` of the weight, whichever are fewer,
+  // but at least one. Sets `total` to their weight. Returns false if the bins do not have as many.
   bool find_edge(int64_t count, double share, Edge &edge, double &total) {
     total = 0;
     for (int bin = BINS - 1; bin >= 0; bin--) {
@@ -162,7 +163,7 @@ private:
     return false;
   }
 
-  // The weights in a bin, the highest first.
+  // Returns the weights in a bin, in descending order.
   const std::vector<float> &sorted(int bin) {
     within_.clear();
     const float least = float_of((uint16_t)(bin << 4));
@@ -188,7 +189,7 @@ private:
         weights_[i] = 0.0f;
   }
 
-  // The token at `uniform` of the weight, in order of ids; `best` if there is none.
+  // Returns the token at the fraction `uniform` of the weight, in order of ids, or `best` if all weights are 0.
   int draw(double uniform, int best) {
     strips_.clear();
     double total = 0;
@@ -203,7 +204,7 @@ private:
     for (int i = (int)strip * STRIP; i < vocab_ && i < (int)(strip + 1) * STRIP; i++) {
       if (weights_[i] <= 0)
         continue;
-      token = i; // the last with a weight, should rounding let none reach the target
+      token = i; // the last one, if rounding keeps the sum below the target
       if ((below += weights_[i]) > target)
         break;
     }
@@ -212,7 +213,7 @@ private:
 
   int vocab_;
   std::vector<float> weights_, within_;
-  std::vector<double> strips_; // weight up to the end of each
+  std::vector<double> strips_; // cumulative weight at the end of each strip
   int64_t counts_[BINS];
   double sums_[BINS];
 };

@@ -1,4 +1,4 @@
-"""Choosing tokens with the native kernels, and how likely tokens are."""
+"""Samples tokens with the native kernels, and computes log-probabilities."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tenuto.kernels.sampling import Choice, Longs, Masks, Singles
 
 _OPTIONS = np.dtype(SamplingOptions)
 _ROWS = 8
-"""Whose log-probabilities are computed together, so that what is made on the way stays small."""
+"""The number of rows whose log-probabilities are computed together, so that intermediate arrays stay small."""
 
 
 def sample(library: Library, forward: int, logits: Singles, choice: Choice, masks: Masks | None = None) -> Longs:
-    """As `kernels.torch_sampling.sample` after `mask`, in float32, by the threads of `forward`, an open forward pass of
-    `library` whose vocabulary `logits` are for. With masks it changes the logits if they are contiguous."""
+    """Does what `kernels.torch_sampling.mask` and `sample` do, in float32, with the threads of `forward`. That is an
+    open forward pass of `library` with the vocabulary of `logits`. Masks change the logits if they are contiguous."""
     logits, tokens = np.ascontiguousarray(logits), np.empty(len(logits), np.int32)
     options = np.empty(len(logits), _OPTIONS)
     for name in _OPTIONS.names or ():
@@ -40,7 +40,7 @@ def sample(library: Library, forward: int, logits: Singles, choice: Choice, mask
 
 
 def logprobs(logits: Singles, tokens: Longs, most: int) -> tuple[Singles, Longs, Singles]:
-    """As `kernels.torch_sampling.logprobs`."""
+    """Does what `kernels.torch_sampling.logprobs` does."""
     pieces = [slice(first, first + _ROWS) for first in range(0, max(1, len(logits)), _ROWS)]
     chosen, ids, top = zip(*(_logprobs(logits[piece], tokens[piece], most) for piece in pieces), strict=True)
     return np.concatenate(chosen), np.concatenate(ids), np.concatenate(top)
@@ -51,16 +51,16 @@ def _logprobs(logits: Singles, tokens: Longs, most: int) -> tuple[Singles, Longs
     with np.errstate(all="ignore"):  # logits may be anything
         highest = logits.max(axis=1, keepdims=True)
         total = highest + np.log(np.exp(logits - highest).sum(axis=1, keepdims=True))
-        chosen = _told(logits[rows, tokens[:, None]] - total)[:, 0]
+        chosen = _clamped(logits[rows, tokens[:, None]] - total)[:, 0]
         if not most:
             return chosen, np.zeros((len(logits), 0), np.int64), np.zeros((len(logits), 0), np.float32)
-        ranked = np.where(np.isnan(logits), np.inf, logits)  # as PyTorch ranks what is no number
+        ranked = np.where(np.isnan(logits), np.inf, logits)  # as PyTorch ranks NaN
         first = max(0, logits.shape[1] - most)
         likeliest = np.argpartition(ranked, first, axis=1)[:, first:]
         order = np.argsort(-ranked[rows, likeliest], axis=1, kind="stable")
         ids = np.take_along_axis(likeliest, order, axis=1)
-        return chosen, ids, _told(logits[rows, ids] - total)
+        return chosen, ids, _clamped(logits[rows, ids] - total)
 
 
-def _told(values: Singles) -> Singles:
+def _clamped(values: Singles) -> Singles:
     return np.nan_to_num(values, nan=LEAST_LOGPROB).clip(LEAST_LOGPROB, 0.0)

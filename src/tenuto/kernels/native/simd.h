@@ -1,32 +1,11 @@
-// Vectors of 16 lanes on any x86-64 with AVX2. What a variant lacks is written with what it has.
+// Vectors of 16 lanes on any x86-64 with AVX2: bfloat16, and functions of floats.
 #pragma once
 
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <immintrin.h>
-
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-#define TENUTO_AVX512 1
-#endif
-#if defined(__AVX512BF16__)
-#define TENUTO_BF16 1
-#endif
-#if defined(__AMX_INT8__) && defined(__AMX_BF16__)
-#define TENUTO_AMX 1
-#else
-#define TENUTO_AMX 0
-#endif
-
-#define INLINE static inline __attribute__((always_inline))
-
-typedef uint16_t u16x16 __attribute__((vector_size(32), aligned(32)));
-typedef int8_t i8x16 __attribute__((vector_size(16)));
-
+#include "target.h"
 #if TENUTO_AVX512
-#include "one_register.h"
+#include "vectors_avx512.h"
 #else
-#include "two_registers.h"
+#include "vectors_avx2.h"
 #endif
 
 INLINE f32x16 splat(float x) { return f32x16{} + x; }
@@ -36,7 +15,7 @@ INLINE float lane_of(f32x16 v, int lane) {
   return lanes[lane];
 }
 
-// bfloat16, rounded to the nearest even; in the low 16 bits of each lane. Not for NaN.
+// Rounds to bfloat16, to the nearest and to even between two, in the low 16 bits of each lane. `v` must not be NaN.
 INLINE u32x16 to_bf16_bits(f32x16 v) {
   u32x16 bits = as<u32x16>(v);
   return (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
@@ -60,44 +39,44 @@ INLINE float float_of(uint16_t bf16) {
   return x;
 }
 
-// What vectors of pairs of bfloat16 are multiplied with: such pairs themselves, or floats where there is no instruction
-// for bfloat16. A vector of pairs has the first of each in the low half of its lane; dot_pair is, in lane n, acc +
-// a[n][0] b[0] + a[n][1] b[1].
+// Dot products of pairs of bfloat16. A `Pairs` has 16 pairs; in memory the first of a pair is in the low half of its
+// lane. `dot_pair` adds a[n][0] b[0] + a[n][1] b[1] to lane n of `acc`. `b` is a pair of `PairElement`: bfloat16, or
+// float on CPUs without an instruction for bfloat16.
 INLINE f32x16 bf16_to_float(const uint16_t *p) { return as<f32x16>(widened(load<u16x16>(p)) << 16); }
 #if TENUTO_BF16
-typedef uint16_t Half;
+typedef uint16_t PairElement;
 typedef u32x16 Pairs;
 typedef uint32_t Pair;
-INLINE void store_halves(Half *to, f32x16 v) { store(to, to_bf16(v)); }
-INLINE f32x16 load_halves(const Half *p) { return bf16_to_float(p); }
+INLINE void store_elements(PairElement *to, f32x16 v) { store(to, to_bf16(v)); }
+INLINE f32x16 load_elements(const PairElement *p) { return bf16_to_float(p); }
 INLINE Pairs load_pairs(const void *p) { return load<u32x16>(p); }
 INLINE f32x16 dot_pair(f32x16 acc, Pairs a, Pair b) {
   return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)_mm512_set1_epi32((int)b));
 }
 #else
-typedef float Half;
+typedef float PairElement;
 struct Pairs {
   f32x16 first, second;
 };
 struct Pair {
   float first, second;
 };
-INLINE void store_halves(Half *to, f32x16 v) { store(to, v); }
-INLINE f32x16 load_halves(const Half *p) { return load<f32x16>(p); }
+INLINE void store_elements(PairElement *to, f32x16 v) { store(to, v); }
+INLINE f32x16 load_elements(const PairElement *p) { return load<f32x16>(p); }
 INLINE Pairs load_pairs(const void *p) {
   u32x16 v = load<u32x16>(p);
   return {as<f32x16>(v << 16), as<f32x16>(v & 0xFFFF0000u)};
 }
 INLINE f32x16 dot_pair(f32x16 acc, Pairs a, Pair b) { return acc + a.first * b.first + a.second * b.second; }
 #endif
-INLINE Pair pair_at(const Half *p) {
+INLINE Pair pair_at(const PairElement *p) {
   Pair pair;
   memcpy(&pair, p, sizeof pair);
   return pair;
 }
 
-// 2^(y - base) for y <= base, relative error about 1e-7; 0 below 2^-126. 2^f on [-1/2, 1/2] by its Taylor polynomial.
-// Another base makes the result another power of two times as large, to the bit.
+// Returns 2^(y - base) for y <= base with a relative error of about 1e-7, and 0 below 2^-126. The fraction's power, on
+// [-1/2, 1/2], is its Taylor polynomial. Changing `base` scales the result by a power of two, exactly.
 INLINE f32x16 power_of_two(f32x16 y, int base) {
   y = max16(y, splat((float)base - 127.0f));
   const i32x16 whole = nearest(y);
@@ -111,18 +90,18 @@ INLINE f32x16 power_of_two(f32x16 y, int base) {
   p = p * f + 1.0f;
   return p * as<f32x16>((whole + (127 - base)) << 23);
 }
-// Whole numbers from here on are too large for `power_of_two` to count in.
+// `power_of_two` cannot represent bases of at least this size.
 constexpr float LARGE = 0x1p22f;
-// As `power_of_two`, for any whole `base`. If that is large, y - base is exact wherever the power is not 0; for NaN
-// the power is 0.
+// Returns the same for any whole `base`. With a large base, y - base is exact wherever the power is not 0. The power of
+// NaN is 0.
 INLINE f32x16 power_below(f32x16 y, float base) {
   if (fabsf(base) < LARGE)
     return power_of_two(y, (int)base);
   return power_of_two(-max16(f32x16{}, base - y), 0);
 }
-// The lowest whole number that is not below any of the numbers whose highest is given, which may be infinite.
+// Rounds up to a whole number; infinity becomes the largest float.
 INLINE float whole_above(float highest) { return std::fmin(ceilf(highest), 3.4028235e38f); }
-// 2^whole for a whole number up to 0; 0 below 2^-126.
+// Returns 2^whole for a whole number of at most 0, and 0 below 2^-126.
 INLINE float power_of_two(float whole) {
   const uint32_t bits = whole < -126.0f ? 0 : (uint32_t)(127 + (int)whole) << 23;
   float x;
@@ -132,14 +111,14 @@ INLINE float power_of_two(float whole) {
 
 constexpr float LOG2_E = 1.44269504f;
 
-// exp(x) for x <= 0, relative error about 1e-7, for small x more; 0 below -87.
+// Returns exp(x) for x <= 0, and 0 below -87. The relative error is about 1e-7, and more for very negative x.
 INLINE f32x16 exp_nonpositive(f32x16 x) { return power_of_two(x * LOG2_E, 0); }
 
-// 1 / (1 + exp(-x)), for any x.
+// Returns 1 / (1 + exp(-x)), for any x.
 INLINE f32x16 sigmoid16(f32x16 x) {
 #if TENUTO_AVX512
-  // 2^y, of which the fraction by a polynomial as in `exp_nonpositive` but on [0, 1]; then a Newton step for 1 / (1 +
-  // 2^y).
+  // Computes 2^y; the fraction's power is a polynomial as in `exp_nonpositive`, but on [0, 1]. Then takes a Newton step
+  // for 1 / (1 + 2^y).
   const __m512 y = _mm512_min_ps((__m512)(x * -1.44269504f), _mm512_set1_ps(126.0f));
   const f32x16 f = (f32x16)_mm512_reduce_ps(y, 1);
   f32x16 p = splat(0.00187757658f);
@@ -155,17 +134,17 @@ INLINE f32x16 sigmoid16(f32x16 x) {
   return select(x < 0.0f, e, splat(1.0f)) / (1.0f + e);
 #endif
 }
-// x / (1 + exp(-x)), for any x.
+// Returns x / (1 + exp(-x)), for any x.
 INLINE f32x16 silu16(f32x16 x) { return x * sigmoid16(x); }
 
-// The hyperbolic tangent, absolute error about 1e-7, for any x.
+// Returns the hyperbolic tangent of any x with an absolute error of about 1e-7.
 INLINE f32x16 tanh16(f32x16 x) {
   f32x16 e = exp_nonpositive(select(x < 0.0f, x, -x) * 2.0f); // exp(-2 |x|)
   f32x16 size = (splat(1.0f) - e) / (1.0f + e);
   return select(x < 0.0f, -size, size);
 }
 
-// What is not finite becomes 0, what would not be finite as bfloat16 the largest that is.
+// Replaces infinity and NaN with 0, and clamps other values to the range of bfloat16.
 INLINE f32x16 storable(f32x16 x) {
   const float most = 3.3895314e38f;
   x = select((as<i32x16>(x) & 0x7F800000) != 0x7F800000, x, f32x16{});

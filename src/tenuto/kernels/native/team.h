@@ -1,5 +1,5 @@
-// A team of threads that carries out one step after another. Within a step its members meet at barriers and share out
-// tasks by counting; between steps they spin briefly and then sleep, so that an idle server costs nothing.
+// A team of threads that computes one step after another. Within a step its members meet at barriers, and take tasks
+// from counters. Between steps they spin briefly and then sleep, so that an idle server uses no CPU time.
 #pragma once
 
 #include <atomic>
@@ -17,7 +17,7 @@
 
 class Team {
 public:
-  // Raises std::system_error if there can be no more threads.
+  // Raises std::system_error if a thread cannot be started.
   explicit Team(int size) : size_(size), shares_(size) {
     try {
       for (int i = 1; i < size; i++)
@@ -32,14 +32,14 @@ public:
 
   int size() const { return size_; }
 
-  // From some moment on.
+  // Returns the time since some fixed moment.
   static double seconds() {
     timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
   }
 
-  // Have every member, the caller as number 0, call `work(member)`; return when all have.
+  // Runs `work(member)` in every member, with the caller as member 0, and waits for all.
   void run(const std::function<void(int)> &work) {
     work_ = &work;
     if (size_ > 1)
@@ -48,11 +48,11 @@ public:
     barrier();
   }
 
-  // The first of `tasks` that are a member's own.
+  // Returns the first of a member's own tasks.
   int begin_of(int member, int tasks) const { return (int)((int64_t)tasks * member / size_); }
 
-  // The next of `tasks`, shared out since the last barrier, that `member` does, or -1. It has a run of them of its own,
-  // so that it reads memory in order, and does what is left of the others' when that is done.
+  // Takes the next of `tasks` for `member`, or returns -1 if none is left since the last barrier. Each member has a run
+  // of tasks of its own, so that it reads memory in order, and afterwards helps the others.
   int take(int member, int tasks) {
     for (int i = 0; i < size_; i++) {
       const int owner = (member + i) % size_;
@@ -67,7 +67,7 @@ public:
     return -1;
   }
 
-  // Wait for all members. What each has written before is seen by all after; tasks are shared out anew.
+  // Waits for all members. All of them then see what each has written, and can take tasks again.
   void barrier() {
     unsigned phase = phase_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
@@ -80,7 +80,7 @@ public:
     for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) {
       _mm_pause();
       if (spins > 300)
-        sched_yield(); // another process may have the core that the last one needs
+        sched_yield(); // the last member may need a core that another process has
     }
   }
 
@@ -116,7 +116,7 @@ private:
     }
   }
 
-  // Wait until the generation is no longer `seen`.
+  // Waits until the generation differs from `seen`.
   void await(int seen) {
     const double until = seconds() + SPIN_SECONDS;
     for (int spins = 0; generation_.load(std::memory_order_acquire) == seen; spins++) {

@@ -1,1 +1,1 @@
-"""Models as operations of the native kernels."""
+"""Translates models to operations of the native kernels."""

@@ -1,4 +1,4 @@
-"""Feed-forward networks and experts as operations, as `mixers` has mixers."""
+"""Makes the operations of feed-forward networks and of mixtures of experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PARTS = ("gate_proj", "up_proj")
 
 
 def feed_forward(b: Building, shape: Mlp | Experts, name: str, *, apart: bool) -> list[Op]:
-    """The operations of a layer whose weights' names begin with `name`; the first is a norm."""
+    """Returns the operations of a layer; the first is a norm. The names of its weights begin with `name`."""
     match shape:
         case Mlp():
             return _mlp(b, shape, name, apart=apart)
@@ -30,7 +30,7 @@ def _mlp(b: Building, mlp: Mlp, name: str, *, apart: bool) -> list[Op]:
         b.norm(OpKind.NORM, f"{name}post_attention_layernorm", inner[0]),
         op(
             OpKind.GATED,
-            reader=down.kind,
+            consumer=down.format,
             activation=_activation(mlp.activation),
             gate_scale=mlp.gate_scale,
             **dict(zip(("first", "second"), inner, strict=False)),
@@ -40,12 +40,13 @@ def _mlp(b: Building, mlp: Mlp, name: str, *, apart: bool) -> list[Op]:
 
 
 def _experts(b: Building, e: Experts, name: str, *, apart: bool) -> list[Op]:
-    """The router's scores and the shared network's gate are projected; then the shared network computes all tokens, and
-    the others those they are chosen for. The input is normalised once more for them if they are stored in other types,
-    as in GGUF files, whose routers are float32: together they would all have to be."""
+    """Returns the operations of a mixture of experts. The router's scores and the gate of the shared expert are
+    projected. Then the shared expert computes all tokens, and each other expert those that the router chooses it for.
+    The input is normalised a second time if router and experts are stored in different types, as in GGUF files, whose
+    routers are float32: one input for both would make the experts float32, too."""
     part, hidden, activation = f"{name}mlp.", b.config.hidden, _activation(e.activation)
     halves = _halves(e.activation)
-    b.panels.require(f"{part}gate.weight", e.count, hidden)  # before anything is made for each expert
+    b.panels.require(f"{part}gate.weight", e.count, hidden)  # before any memory is allocated for each expert
     own, shared = [f"{part}experts.{i}." for i in range(e.count)], f"{part}shared_expert."
     scored = {f"{part}gate": e.count}
     gate = {f"{part}shared_expert_gate": 1} if e.shared and e.shared_gate else {}
@@ -76,7 +77,7 @@ def _experts(b: Building, e: Experts, name: str, *, apart: bool) -> list[Op]:
         column = scores.panels * LANES if e.shared_gate else -1
         inside = dict(zip(("first", "second"), beside, strict=False))
         ops += [
-            op(OpKind.GATED, reader=out.kind, activation=activation, **inside),
+            op(OpKind.GATED, consumer=out.format, activation=activation, **inside),
             b.add(out, apart=apart, column=column),
         ]
     scale = 1.0 if apart else b.config.residual_scale
@@ -84,7 +85,7 @@ def _experts(b: Building, e: Experts, name: str, *, apart: bool) -> list[Op]:
 
 
 def _halves(activation: str) -> tuple[str, ...]:
-    """What is projected in."""
+    """Returns the names of the projections into the network."""
     return _PARTS[1:] if activation in UNGATED else _PARTS
 
 

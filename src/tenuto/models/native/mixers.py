@@ -1,5 +1,5 @@
-"""Attention, Mamba-2 and gated delta nets as operations. Each gives what is added to the residual stream, or is put
-`apart` to be normalised before."""
+"""Makes the operations of attention, Mamba-2 and gated delta nets. The output of each is added to the residual stream,
+or put `apart` to be normalised before."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tenuto.models.weights import Floats
 
 
 def mixer(b: Building, shape: Mixer, layer: int, name: str, *, apart: bool) -> list[Op]:
-    """The operations of mixer number `layer` of the model, whose weights' names begin with `name`; the first is a
-    norm."""
+    """Returns the operations of mixer number `layer` of the model; the first is a norm. The names of its weights begin
+    with `name`."""
     match shape:
         case Attention():
             return _attention(b, shape, layer, name, apart=apart)
@@ -57,13 +57,13 @@ def _attention(b: Building, a: Attention, layer: int, name: str, *, apart: bool)
     return [
         b.norm(OpKind.NORM, f"{name}input_layernorm", q),
         op(OpKind.QKV, first=q, second=k, third=v, attention=shape),
-        op(OpKind.ATTEND, reader=out.kind, attention=shape),
+        op(OpKind.ATTEND, consumer=out.format, attention=shape),
         b.add(out, apart=apart, scale=a.out_scale),
     ]
 
 
 def _mamba2(b: Building, m: Mamba2, layer: int, name: str, *, apart: bool) -> list[Op]:
-    """What is projected in is a gate, what is convolved, and time steps."""
+    """Returns the operations of Mamba-2. Its projections are the gate, the convolution's inputs, and time steps."""
     part, hidden, panels = f"{name}mamba.", b.config.hidden, b.panels
     projected = {f"{part}in_proj": m.channels + m.convolved + m.heads}
     (first,) = panels.matrices(projected, hidden, bias=m.proj_bias)
@@ -71,21 +71,21 @@ def _mamba2(b: Building, m: Mamba2, layer: int, name: str, *, apart: bool) -> li
     group, place = b.places[layer]
     shape = library.Recurrent(
         group=group,
-        place=place,
+        layer=place,
         heads=m.heads,
         head_dim=m.head_dim,
         groups=m.groups,
-        size=m.state,
+        state_size=m.state,
         kernel=m.kernel,
-        inputs=m.channels,
-        gate=0,
-        steps=m.channels + m.convolved,
+        conv_column=m.channels,
+        gate_column=0,
+        step_column=m.channels + m.convolved,
         norm_groups=m.groups,
         gate_first=m.gate_first,
         gate_scale=m.gate_scale,
         step_scale=m.step_scale,
-        least_step=m.least_step,
-        most_step=m.most_step,
+        min_step=m.least_step,
+        max_step=m.most_step,
         epsilon=b.config.norm_eps,
         weights=_convolution(b, part, m.convolved, m.kernel, _scales(m)),
         bias=panels.vector(f"{part}conv1d.bias", m.convolved) if m.conv_bias else None,
@@ -99,15 +99,16 @@ def _mamba2(b: Building, m: Mamba2, layer: int, name: str, *, apart: bool) -> li
 
 
 def _gated_delta(b: Building, d: GatedDelta, layer: int, name: str, *, apart: bool) -> list[Op]:
-    """Files have one part a key head, of its query, its key, and the values and output gates it serves, and another of
-    their write strengths and decays; here heads follow each other by what they are for."""
+    """Returns the operations of a gated delta net. In files a projection has one part for each key head: its query, its
+    key and the values and output gates of its value heads; another projection has their write strengths and decays.
+    Here the queries of all heads come first, then their keys, and so on."""
     part, hidden, panels = f"{name}linear_attn.", b.config.hidden, b.panels
     served, values = d.value_heads // d.key_heads, d.value_heads * d.value_dim
     sizes = {
         f"{part}in_proj_qkvz": [d.key_dim, d.key_dim, served * d.value_dim, served * d.value_dim],
         f"{part}in_proj_ba": [served, served],
     }
-    for key, parts in sizes.items():  # before anything is made for each output
+    for key, parts in sizes.items():  # before any memory is allocated for each output
         panels.require(f"{key}.weight", d.key_heads * sum(parts), hidden)
     first, second = panels.matrices(
         {key: d.key_heads * sum(parts) for key, parts in sizes.items()},
@@ -119,16 +120,16 @@ def _gated_delta(b: Building, d: GatedDelta, layer: int, name: str, *, apart: bo
     behind = first.panels * LANES
     shape = library.Recurrent(
         group=group,
-        place=place,
+        layer=place,
         heads=d.value_heads,
         head_dim=d.value_dim,
         groups=d.key_heads,
-        size=d.key_dim,
+        state_size=d.key_dim,
         kernel=d.kernel,
-        inputs=0,
-        gate=d.convolved,
-        steps=behind + d.value_heads,
-        writes=behind,
+        conv_column=0,
+        gate_column=d.convolved,
+        step_column=behind + d.value_heads,
+        write_column=behind,
         norm_groups=d.value_heads,
         gate_first=False,
         gate_scale=1.0,
@@ -157,29 +158,29 @@ def _recurrent(
         op(OpKind.PROJECT, **dict(zip(("first", "second"), projections, strict=False))),
         op(OpKind.CONVOLVE, recurrent=pointed),
         op(scan, recurrent=pointed),
-        op(OpKind.GATE, reader=out.kind, recurrent=pointed),
+        op(OpKind.GATE, consumer=out.format, recurrent=pointed),
         give,
     ]
 
 
 def _convolution(b: Building, part: str, channels: int, kernel: int, scales: Floats | None = None) -> int:
-    """The address of a convolution's weights, [kernel][channels], times `scales`, [channels], of its inputs."""
+    """Returns the address of a convolution's weights, [kernel][channels], times `scales` of its inputs, [channels]."""
     weights = b.panels.tensor(f"{part}conv1d.weight", channels, 1, kernel)[:, 0].T
     return b.panels.floats(weights if scales is None else weights * scales)
 
 
 def _scales(m: Mamba2) -> Floats:
-    """What each channel of the convolution's inputs is multiplied by."""
+    """Returns the factor of each channel of the convolution's inputs."""
     return np.repeat(np.array(m.input_scales, np.float32), m.convolved_parts)
 
 
 def _rates(logarithms: Floats) -> Floats:
-    """How fast states decay, to the nearest float32."""
+    """Returns the decay rates of states, rounded to float32."""
     return -np.exp(logarithms, dtype=np.float64).astype(np.float32)
 
 
 def _by_part(heads: int, sizes: list[int]) -> npt.NDArray[np.int64]:
-    """Where outputs are that each of `heads` heads has one after the other, in parts of `sizes`: those of the first
-    part of all heads, then those of the second, and so on."""
+    """Returns the order that sorts outputs by part. Outputs are stored head by head, each with parts of `sizes`
+    outputs; the result has the first parts of all `heads` heads, then the second parts, and so on."""
     whole = np.arange(heads * sum(sizes)).reshape(heads, -1)
     return np.concatenate([part.ravel() for part in np.split(whole, np.cumsum(sizes)[:-1], axis=1)])

@@ -1,4 +1,4 @@
-"""What the native kernels cannot run."""
+"""Finds out whether the native kernels can run a model."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from tenuto.kernels.native.pack import LANES
 from tenuto.models.config import Attention, Experts, GatedDelta, Layer, Mamba, Mamba2, Mlp, ModelConfig
 
 MAX_HEAD_DIM = 1024
-"""What `attending.h` has room for."""
+"""The size of the arrays in `attention_layer.h`."""
 
 
 def obstacle(config: ModelConfig) -> str | None:
-    """Why the native kernels cannot run a model of this shape, if they cannot."""
+    """Returns the reason why the native kernels cannot run a model of this shape, or `None` if they can."""
     if any(isinstance(mixer, Mamba) for mixer in config.mixers):
         return "it has layers of Mamba, which they do not compute, only those of Mamba-2"
     sizes = dict.fromkeys(size for layer in config.layers for size in _sizes(layer))
@@ -28,13 +28,13 @@ def obstacle(config: ModelConfig) -> str | None:
 
 
 def _sizes(layer: Layer) -> Iterator[tuple[str, int]]:
-    """What must be a multiple of 16, and its name."""
+    """Yields the sizes that must be multiples of 16, with their names."""
     for mixer in layer.mixers:
         match mixer:
             case Attention() as a:
                 yield "head_dim", a.head_dim
             case Mamba():
-                pass  # which is an obstacle by itself
+                pass  # an obstacle by itself
             case Mamba2() as m:
                 yield "Mamba-2 head", m.head_dim
                 yield "convolution", m.convolved

@@ -1,4 +1,4 @@
-"""A model of any mix of layers as a list of operations of the native kernels."""
+"""Makes a list of operations of the native kernels from a model with any mix of layers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tenuto.models.weights import StoredWeight
 class NativeProgram:
     """A model's weights, and the operations of its forward pass.
 
-    Keys and values are bfloat16 or bytes, in whole blocks of 16 token slots, states of convolutions and recurrences
-    float32.
-    Invariant: what `ops` and `model` point to lives as long as this.
+    Keys and values are bfloat16 or of another `KVCacheDtype`, in whole blocks of 16 token slots. States of convolutions
+    and recurrences are float32.
+    Invariant: the memory that `ops` and `model` point to lives as long as this object.
     """
 
     def __init__(
@@ -38,21 +38,23 @@ class NativeProgram:
         kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO,
         wide: frozenset[int] | None = None,
     ) -> None:
-        """`weights` as `ModelCheckpoint.weights` says; with `plain` they become bfloat16. `wide`: as in `KeyScales`, if
-        that has been decided before. Raises `ModelError` if one is missing, of a wrong shape, or unknown, or if there
-        is an `obstacle`."""
+        """`weights` are those of `ModelCheckpoint.weights`; with `plain` they are converted to bfloat16. `wide` is
+        `KeyScales.wide`, if the layout of memory has been decided before. Raises `ModelError` if a weight is missing,
+        unknown or of a wrong shape, or if there is an `obstacle`."""
         reason = obstacle(config)
         if reason is not None:
             raise ModelError(f"the native kernels cannot run this model: {reason}")
         self.config = config
         self.plain = plain
         self.kv_cache_dtype = kv_cache_dtype
-        in_bytes = kv_cache_dtype is KVCacheDtype.INT8
         self._panels = Panels(weights, plain=plain)
-        keys = key_scales(config, self._panels, wide) if in_bytes else KeyScales({}, frozenset())
+        scaled = kv_cache_dtype.scaled_keys
+        keys = key_scales(config, self._panels, wide) if scaled else KeyScales({}, frozenset())
         self.wide = keys.wide
-        """Mixers whose keys and values are in 16 bits though others are in bytes."""
-        groups = layer_groups(config, Element.BFLOAT16, convolutions=Element.FLOAT32, in_bytes=in_bytes, wide=self.wide)
+        """Mixers whose keys and values have 16 bits although those of others are quantized."""
+        groups = layer_groups(
+            config, Element.BFLOAT16, convolutions=Element.FLOAT32, kv_type=kv_cache_dtype, wide=self.wide
+        )
         self.spec = memory_spec(groups, page_size, -(-page_size // LANES) * LANES)
         self._building = Building(config, self._panels, groups, keys.scales)
         ops = self._operations()
@@ -71,7 +73,7 @@ class NativeProgram:
 
     @property
     def weight_bytes(self) -> int:
-        """Memory taken by the weights, in bytes."""
+        """The size of the weights in memory, in bytes."""
         return self._panels.size
 
     def _operations(self) -> list[Op]:
@@ -87,8 +89,8 @@ class NativeProgram:
         return [*ops, b.norm(OpKind.SELECT, "model.norm", head), logits]
 
     def _layer(self, layer: Layer, name: str, first: int) -> list[Op]:
-        """The operations of a layer whose weights' names begin with `name`, and whose mixers have the numbers from
-        `first` on."""
+        """Returns the operations of a layer. The names of its weights begin with `name`, and the numbers of its mixers
+        with `first`."""
         b, apart, ops = self._building, layer.post_norms or layer.beside is not None, list[Op]()
         for number, mixing in enumerate(layer.mixers, first):
             ops += mixer(b, mixing, number, name, apart=apart)

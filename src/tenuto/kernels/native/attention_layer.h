@@ -1,18 +1,19 @@
-// Attention layers: queries, keys and values, and who attends to what.
+// Attention layers: queries, keys and values, and the tasks that attention is divided into.
 #pragma once
 
+#include "attention.h"
 #include "dense.h"
 
 // Tokens of a row, from `query` on, and a key head.
-struct Piece {
+struct QueryRange {
   int row, head, query, queries;
 };
 
 struct AttentionTask {
-  Piece piece;
-  int from;        // the first chunk that any of its queries sees
-  int part, parts; // a part of how many: of one chunk each from there on, or one of all
-  int group;       // of tasks that together have all parts: whoever is last joins them
+  QueryRange range;
+  int from;        // the first chunk that any of its queries attends to
+  int part, parts; // with several parts, each has one chunk from there on; a single part has all chunks
+  int group;       // of tasks with all parts of a range: the last one merges their results
   int64_t slot;    // of the group's partial results, [parts][query rows]
 };
 
@@ -22,11 +23,11 @@ public:
   Pages(const TenutoGroup &group, int page_size) : window_(group.window) {
     cache.page_size = page_size, cache.blocks = round_up(page_size, LANES) / LANES;
     cache.layers = group.layers, cache.kv_heads = group.kv_heads, cache.head_dim = group.head_dim;
-    cache.bytes = group.in_bytes != 0;
+    cache.type = (KvType)group.kv_type;
   }
   int64_t unit_bytes() const { return cache.page_bytes(); }
-  int window() const { return window_; } // tokens that one sees, or 0 for all
-  // The first token that one at `position` sees.
+  int window() const { return window_; } // tokens that a query attends to, or 0 for all
+  // Returns the first token that a query at `position` attends to.
   int first_seen(int position) const { return window_ ? std::max(0, position - window_ + 1) : 0; }
 
   Cache cache;
@@ -35,57 +36,57 @@ private:
   int window_;
 };
 
-// What the layers do that have one memory group and as many heads.
-class Attending {
+// Runs the layers of one memory group that have `heads` query heads.
+class AttentionLayers {
 public:
-  Attending(Work &work, const Pages &pages, int group, int heads)
+  AttentionLayers(Workspace &work, const Pages &pages, int group, int heads)
       : work_(work), pages_(pages), group_(group), heads_(heads) {}
 
   bool serves(const TenutoAttention &a) const { return a.group == group_ && a.heads == heads_; }
 
-  // Who attends to what in this step.
+  // Divides the attention of a step into tasks.
   void lay_out() {
     const TenutoStep &step = *work_.step;
-    pieces_.clear(), tasks_.clear();
+    ranges_.clear(), tasks_.clear();
     for (int row = 0; row < step.rows; row++)
-      for (int end = step.counts[row], query; end > 0; end = query) { // what takes longest first
-        query = std::max(0, end - most_tokens());
+      for (int end = step.counts[row], query; end > 0; end = query) { // longest first
+        query = std::max(0, end - max_tokens());
         for (int head = 0; head < pages_.cache.kv_heads; head++)
-          pieces_.push_back({row, head, query, end - query});
+          ranges_.push_back({row, head, query, end - query});
       }
     groups_ = 0, slots_ = 0;
     const int team = work_.team.size();
-    if ((int)pieces_.size() >= 8 * team) {
-      for (const Piece &piece : pieces_)
-        add_tasks(piece, false);
-    } else { // long ones are dealt out to the members, what is left over is divided between them; others by chunks
-      auto is_long = [&](const Piece &piece) { return piece.queries * a_key() >= LANES * team; };
-      const int each = (int)std::count_if(pieces_.begin(), pieces_.end(), is_long) / team;
+    if ((int)ranges_.size() >= 8 * team) {
+      for (const QueryRange &range : ranges_)
+        add_tasks(range, false);
+    } else { // each member gets as many long ranges, the rest of those are divided among members, short ones by chunks
+      auto is_long = [&](const QueryRange &range) { return range.queries * queries_per_kv() >= LANES * team; };
+      const int each = (int)std::count_if(ranges_.begin(), ranges_.end(), is_long) / team;
       for (int member = 0; member < team; member++) {
         int i = 0;
-        for (const Piece &piece : pieces_) {
-          const int from = piece.queries * member / team, to = piece.queries * (member + 1) / team;
-          if (is_long(piece) && i >= each * team)
-            add_tasks({piece.row, piece.head, piece.query + from, to - from}, false);
-          else if (is_long(piece) && i / each == member)
-            add_tasks(piece, false);
-          i += is_long(piece);
+        for (const QueryRange &range : ranges_) {
+          const int from = range.queries * member / team, to = range.queries * (member + 1) / team;
+          if (is_long(range) && i >= each * team)
+            add_tasks({range.row, range.head, range.query + from, to - from}, false);
+          else if (is_long(range) && i / each == member)
+            add_tasks(range, false);
+          i += is_long(range);
         }
       }
-      for (const Piece &piece : pieces_)
-        if (!is_long(piece))
-          add_tasks(piece, true);
+      for (const QueryRange &range : ranges_)
+        if (!is_long(range))
+          add_tasks(range, true);
     }
     if (slots_ > partial_room_) {
       const int64_t room = slots_ + slots_ / 4;
-      partial_room_ = 0; // until it is there
+      partial_room_ = 0; // until it is allocated
       partials_.resize(room * partial_bytes(dim()));
       partial_room_ = room;
     }
-    if (groups_ > (int)joined_.size())
-      joined_ = std::vector<std::atomic<int>>(2 * groups_);
+    if (groups_ > (int)finished_.size())
+      finished_ = std::vector<std::atomic<int>>(2 * groups_);
     for (int i = 0; i < groups_; i++)
-      joined_[i].store(0, std::memory_order_relaxed);
+      finished_[i].store(0, std::memory_order_relaxed);
   }
 
   void project(const TenutoOp &op, Member &member) {
@@ -93,12 +94,12 @@ public:
     const int panels = dim() / LANES, first = a.gated ? 2 * a.heads : a.heads;
     const int values = first + pages_.cache.kv_heads, all = values + pages_.cache.kv_heads;
     const Input from = work_.a(op.first);
-    member.uneven.find(from, 0, work_.runs(work_.tokens()));
+    member.outliers.find(from, 0, work_.runs(work_.tokens()));
     work_.share(all, work_.tokens(), member, [&](int head, int begin, int end) {
       const Matrix &w = head < first ? op.first : head < values ? op.second : op.third;
       const int own = head < first ? head : head < values ? head - first : head - values;
       float *const products = member.products.as<float>();
-      product(w, own * panels, panels, from, member.uneven, begin, end, products, member.buffer.as<uint8_t>());
+      product(w, own * panels, panels, from, member.outliers, begin, end, products, member.buffer.as<uint8_t>());
       for (int token = begin; token < end; token++) {
         alignas(64) float vector[1024];
         for (int p = 0; p < panels; p++) {
@@ -106,13 +107,13 @@ public:
           store(vector + p * LANES, v + bias_of(w, own * panels + p));
         }
         if (head >= values)
-          keep(a, token, own, vector, true);
+          write_to_cache(a, token, own, vector, true);
         else if (head >= first)
-          rotate(a, a.key_norm, token, vector), scale(a, own, vector), keep(a, token, own, vector, false);
+          rotate(a, a.key_norm, token, vector), scale_key(a, own, vector), write_to_cache(a, token, own, vector, false);
         else if (!a.gated)
-          ask(a, token, own, vector);
+          store_query(a, token, own, vector);
         else if (own % 2 == 0)
-          ask(a, token, own / 2, vector);
+          store_query(a, token, own / 2, vector);
         else
           memcpy(work_.gates(token) + own / 2 * dim(), vector, sizeof(float) * dim());
       }
@@ -121,29 +122,29 @@ public:
 
   void attend(const TenutoOp &op, Member &member) {
     const TenutoAttention &a = *op.attention;
-    const Input to = work_.b(a.heads * dim(), op.reader);
+    const Input to = work_.b(a.heads * dim(), op.consumer);
     const int count = (int)tasks_.size();
     const int first = work_.team.begin_of(member.number, count), last = work_.team.begin_of(member.number + 1, count);
     for (int i; (i = work_.team.take(member.number, count)) >= 0;) {
       const AttentionTask &task = tasks_[i];
       attend(task, a, i >= first && i + 1 < last ? &tasks_[i + 1] : nullptr);
-      if (joined_[task.group].fetch_add(1, std::memory_order_acq_rel) + 1 < task.parts)
+      if (finished_[task.group].fetch_add(1, std::memory_order_acq_rel) + 1 < task.parts)
         continue;
-      joined_[task.group].store(0, std::memory_order_relaxed);
-      for (int r = 0; r < task.piece.queries * a_key(); r++) {
-        Partial *result = partial(task, 0, r);
+      finished_[task.group].store(0, std::memory_order_relaxed);
+      for (int r = 0; r < task.range.queries * queries_per_kv(); r++) {
+        PartialAttention *result = partial(task, 0, r);
         for (int part = 1; part < task.parts; part++)
-          add_part(result, partial(task, part, r), dim());
-        const int token = work_.batch.first(task.piece.row) + task.piece.query + r / a_key();
-        deliver(a, to, token, task.piece.head * a_key() + r % a_key(), result);
+          add_partial(result, partial(task, part, r), dim());
+        const int token = work_.batch.first(task.range.row) + task.range.query + r / queries_per_kv();
+        finish(a, to, token, task.range.head * queries_per_kv() + r % queries_per_kv(), result);
       }
     }
     if (dim() % BLOCK == 0)
       return;
-    work_.team.barrier(); // heads share blocks
+    work_.team.barrier(); // a block of the input has parts of two heads
     const int width = a.heads * dim();
     for (int token; (token = work_.team.take(member.number, work_.tokens())) >= 0;) {
-      const float *from = work_.attended(token);
+      const float *from = work_.attention_output(token);
       for (int b = 0; b < to.blocks; b++) {
         f32x16 high = b * BLOCK + LANES < width ? load<f32x16>(from + b * BLOCK + LANES) : f32x16{};
         to.set(token, b, load<f32x16>(from + b * BLOCK), high);
@@ -152,26 +153,26 @@ public:
   }
 
 private:
-  void add_tasks(const Piece &piece, bool by_chunks) {
-    const int at = work_.step->starts[piece.row] + piece.query;
+  void add_tasks(const QueryRange &range, bool by_chunks) {
+    const int at = work_.step->starts[range.row] + range.query;
     const int from = pages_.cache.block_of(pages_.first_seen(at)) / CHUNK;
-    const int parts = by_chunks ? pages_.cache.block_of(at + piece.queries - 1) / CHUNK + 1 - from : 1;
+    const int parts = by_chunks ? pages_.cache.block_of(at + range.queries - 1) / CHUNK + 1 - from : 1;
     for (int part = 0; part < parts; part++)
-      tasks_.push_back({piece, from, part, parts, groups_, slots_});
-    slots_ += (int64_t)piece.queries * a_key() * parts, groups_++;
+      tasks_.push_back({range, from, part, parts, groups_, slots_});
+    slots_ += (int64_t)range.queries * queries_per_kv() * parts, groups_++;
   }
 
   int dim() const { return pages_.cache.head_dim; }
-  int a_key() const { return heads_ / pages_.cache.kv_heads; } // query heads that share a key head
-  // How many of a row's tokens one task attends for, at most.
-  int most_tokens() const { return std::max(1, MOST_GROUPS * LANES / a_key()); }
-  // The result of a query row, of one part.
-  Partial *partial(const AttentionTask &task, int part, int row) const {
-    const int64_t slot = task.slot + (int64_t)part * task.piece.queries * a_key() + row;
-    return (Partial *)(partials_.as<char>() + slot * partial_bytes(dim()));
+  int queries_per_kv() const { return heads_ / pages_.cache.kv_heads; } // query heads that share a KV head
+  // Returns the number of a row's tokens that a task has at most.
+  int max_tokens() const { return std::max(1, MAX_GROUPS * LANES / queries_per_kv()); }
+  // Returns the result of a query row for one part.
+  PartialAttention *partial(const AttentionTask &task, int part, int row) const {
+    const int64_t slot = task.slot + (int64_t)part * task.range.queries * queries_per_kv() + row;
+    return (PartialAttention *)(partials_.as<char>() + slot * partial_bytes(dim()));
   }
 
-  // Normalise a head, and turn its leading pairs (i, i + pairs) by their angles.
+  // Normalises a head, and rotates its leading pairs (i, i + pairs) by their angles.
   void rotate(const TenutoAttention &a, const float *norm, int token, float *v) const {
     if (norm) {
       const float factor = inverse_rms(v, dim(), dim(), a.epsilon);
@@ -189,30 +190,31 @@ private:
     }
   }
 
-  // Multiply a rotated key with its scales.
-  void scale(const TenutoAttention &a, int head, float *v) const {
+  // Multiplies a rotated key by its scales.
+  void scale_key(const TenutoAttention &a, int head, float *v) const {
     for (int d = 0; d < dim() && a.key_scales; d += LANES)
       store(v + d, load<f32x16>(v + d) * load<f32x16>(a.key_scales + head * dim() + d));
   }
 
-  // Keep a query of this step.
-  void ask(const TenutoAttention &a, int token, int head, float *vector) const {
+  // Stores a query of this step, multiplied by the scale of its scores.
+  void store_query(const TenutoAttention &a, int token, int head, float *vector) const {
     rotate(a, a.query_norm, token, vector);
-    Half *to = work_.query(token, head / a_key(), a_key(), dim()) + head % a_key() * dim();
+    PairElement *to =
+        work_.query(token, head / queries_per_kv(), queries_per_kv(), dim()) + head % queries_per_kv() * dim();
     for (int d = 0; d < dim() && a.key_scales; d += LANES)
-      store(vector + d, load<f32x16>(vector + d) / load<f32x16>(a.key_scales + head / a_key() * dim() + d));
+      store(vector + d, load<f32x16>(vector + d) / load<f32x16>(a.key_scales + head / queries_per_kv() * dim() + d));
     for (int d = 0; d < dim(); d += LANES)
-      store_halves(to + d, storable(load<f32x16>(vector + d) * (a.scale * LOG2_E)));
+      store_elements(to + d, storable(load<f32x16>(vector + d) * (a.scale * LOG2_E)));
   }
 
-  // Write a key or a value to its page.
-  void keep(const TenutoAttention &a, int token, int head, float *vector, bool value) const {
+  // Writes a key or a value to its page.
+  void write_to_cache(const TenutoAttention &a, int token, int head, float *vector, bool value) const {
     const Cache &cache = pages_.cache;
     for (int d = 0; d < dim(); d += LANES)
       store(vector + d, storable(load<f32x16>(vector + d)));
     const int at = work_.batch.position(token), slot = at % cache.page_size;
     const int page = work_.pages(group_, work_.batch.row_of(token))[at / cache.page_size];
-    char *block = cache.block(a.place, page, head, slot / LANES);
+    char *block = cache.block(a.layer, page, head, slot / LANES);
     if (value)
       cache.write_value(block, slot % LANES, vector);
     else
@@ -220,41 +222,41 @@ private:
   }
 
   void attend(const AttentionTask &task, const TenutoAttention &a, const AttentionTask *next) const {
-    const int row = task.piece.row, token = work_.batch.first(row) + task.piece.query;
-    const QueryRows rows = {work_.query(token, task.piece.head, a_key(), dim()),
+    const int row = task.range.row, token = work_.batch.first(row) + task.range.query;
+    const QueryRows rows = {work_.query(token, task.range.head, queries_per_kv(), dim()),
                             (char *)partial(task, task.part, 0),
-                            task.piece.queries * a_key(),
+                            task.range.queries * queries_per_kv(),
                             work_.batch.position(token),
-                            a_key(),
+                            queries_per_kv(),
                             pages_.window(),
                             dim(),
-                            work_.step->counts[row] * a_key() >= 2 * LANES};
+                            work_.step->counts[row] * queries_per_kv() >= 2 * LANES};
     const Span own = span(task, a), then = next ? span(*next, a) : own;
     ::attend(own, rows, a.cap * LOG2_E, next ? &then : nullptr);
   }
 
-  // What the queries of a task attend to.
+  // Returns the blocks that the queries of a task attend to.
   Span span(const AttentionTask &task, const TenutoAttention &a) const {
     const Cache &cache = pages_.cache;
-    const int position = work_.step->starts[task.piece.row] + task.piece.query;
+    const int position = work_.step->starts[task.range.row] + task.range.query;
     int begin = cache.block_of(pages_.first_seen(position));
     if (cache.pairs())
       begin -= begin % 2;
-    const int end = cache.block_of(position + task.piece.queries - 1) + 1, from = (task.from + task.part) * CHUNK;
-    return {{cache, a.place, task.piece.head, work_.pages(group_, task.piece.row), end},
+    const int end = cache.block_of(position + task.range.queries - 1) + 1, from = (task.from + task.part) * CHUNK;
+    return {{cache, a.layer, task.range.head, work_.pages(group_, task.range.row), end},
             std::max(from, begin),
             task.parts > 1 ? std::min(from + CHUNK, end) : end};
   }
 
-  // What a head of a token has attended to becomes part of the next product's input.
-  void deliver(const TenutoAttention &a, const Input &to, int token, int head, Partial *result) const {
-    float inverse = result->sum > 0.0f ? 1.0f / result->sum : 0.0f; // 0 if no score is a number
+  // Normalises the result of a head of a token, and stores it in the next product's input.
+  void finish(const TenutoAttention &a, const Input &to, int token, int head, PartialAttention *result) const {
+    float inverse = result->sum > 0.0f ? 1.0f / result->sum : 0.0f; // 0 if all scores are NaN
     if (a.sinks) {
-      const float sink = a.sinks[head] * LOG2_E, highest = std::max(result->highest, sink);
-      const float kept = exp2f(result->highest - highest);
+      const float sink = a.sinks[head] * LOG2_E, highest = std::max(result->max_score, sink);
+      const float kept = exp2f(result->max_score - highest);
       inverse = kept / (result->sum * kept + exp2f(sink - highest));
     }
-    float *values = weighted(result);
+    float *values = weighted_values(result);
     if (a.gated) {
       const float *gate = work_.gates(token) + head * dim();
       for (int d = 0; d < dim(); d += LANES)
@@ -266,19 +268,19 @@ private:
                load<f32x16>(values + d + LANES) * inverse);
       return;
     }
-    float *whole = work_.attended(token) + head * dim();
+    float *whole = work_.attention_output(token) + head * dim();
     for (int d = 0; d < dim(); d += LANES)
       store(whole + d, load<f32x16>(values + d) * inverse);
   }
 
-  Work &work_;
+  Workspace &work_;
   const Pages &pages_;
   const int group_, heads_;
-  std::vector<Piece> pieces_;
+  std::vector<QueryRange> ranges_;
   std::vector<AttentionTask> tasks_;
   int groups_ = 0; // of tasks
   int64_t slots_ = 0;
-  std::vector<std::atomic<int>> joined_;
+  std::vector<std::atomic<int>> finished_;
   Memory partials_;
   int64_t partial_room_ = 0;
 };

@@ -1,8 +1,13 @@
-// Vectors of 16 lanes in two registers of 32 bytes (AVX2). The compiler would keep vectors of 64 bytes in memory.
+// Vectors of 16 lanes, each in two registers of 32 bytes (AVX2). The compiler would keep vectors of 64 bytes in memory.
 #pragma once
 
 #include <type_traits>
 #include <utility>
+
+#include "target.h"
+
+typedef uint16_t u16x16 __attribute__((vector_size(32), aligned(32)));
+typedef int8_t i8x16 __attribute__((vector_size(16)));
 
 template <class V> struct Twice {
   V low, high;
@@ -43,7 +48,7 @@ typedef Twice<f32x8> f32x16;
 typedef Twice<i32x8> i32x16;
 typedef Twice<u32x8> u32x16;
 
-template <class V> struct Moves {
+template <class V> struct Transfer {
   static V load(const void *p) {
     V v;
     memcpy(&v, p, sizeof v);
@@ -51,14 +56,14 @@ template <class V> struct Moves {
   }
   static void store(void *p, V v) { memcpy(p, &v, sizeof v); }
 };
-template <class V> struct Moves<Twice<V>> {
-  static Twice<V> load(const void *p) { return {Moves<V>::load(p), Moves<V>::load((const char *)p + 32)}; }
-  static void store(void *p, Twice<V> v) { Moves<V>::store(p, v.low), Moves<V>::store((char *)p + 32, v.high); }
+template <class V> struct Transfer<Twice<V>> {
+  static Twice<V> load(const void *p) { return {Transfer<V>::load(p), Transfer<V>::load((const char *)p + 32)}; }
+  static void store(void *p, Twice<V> v) { Transfer<V>::store(p, v.low), Transfer<V>::store((char *)p + 32, v.high); }
 };
-template <class V> INLINE V load(const void *p) { return Moves<V>::load(p); }
-template <class V> INLINE void store(void *p, V v) { Moves<V>::store(p, v); }
+template <class V> INLINE V load(const void *p) { return Transfer<V>::load(p); }
+template <class V> INLINE void store(void *p, V v) { Transfer<V>::store(p, v); }
 
-template <class To, class V> INLINE To as(Twice<V> v) { // the same bits
+template <class To, class V> INLINE To as(Twice<V> v) { // reinterprets the bits
   return {(decltype(To::low))v.low, (decltype(To::high))v.high};
 }
 template <class Mask, class V> INLINE Twice<V> select(Mask mask, Twice<V> yes, Twice<V> no) {
@@ -78,7 +83,7 @@ INLINE f32x16 fused(f32x16 a, f32x16 b, f32x16 c) {
 INLINE i32x16 nearest(f32x16 x) {
   return {(i32x8)_mm256_cvtps_epi32((__m256)x.low), (i32x8)_mm256_cvtps_epi32((__m256)x.high)};
 }
-INLINE f32x16 half_to_float(const void *p) { // 16 float16
+INLINE f32x16 float16_to_float(const void *p) { // 16 float16
   return {(f32x8)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
           (f32x8)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p + 1))};
 }
@@ -94,43 +99,44 @@ INLINE float highest16(f32x16 v) {
   four = _mm_max_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
 }
-INLINE u16x16 to_words(u32x16 v) { // within 16 bits
+INLINE u16x16 to_words(u32x16 v) { // lanes must fit 16 bits
   const __m256i packed = _mm256_packus_epi32((__m256i)v.low, (__m256i)v.high);
-  return (u16x16)_mm256_permute4x64_epi64(packed, 0xD8); // the instruction works on halves
+  return (u16x16)_mm256_permute4x64_epi64(packed, 0xD8); // the pack instruction works on each half by itself
 }
 INLINE u32x16 widened(u16x16 v) {
   const __m256i all = (__m256i)v;
   return {(u32x8)_mm256_cvtepu16_epi32(_mm256_castsi256_si128(all)),
           (u32x8)_mm256_cvtepu16_epi32(_mm256_extracti128_si256(all, 1))};
 }
-// Write the low word, or byte, of each lane to number `place` of the two, or four, at `to`; others are not touched, for
-// another thread may write them.
-INLINE void store_words(uint16_t *to, int place, u32x16 v) {
+// Stores the low word of each lane as word `index` of the lane's pair at `to`, or the low byte as byte `index` of its
+// four. The other words and bytes are not written: another thread may be writing them.
+INLINE void store_words(uint16_t *to, int index, u32x16 v) {
   uint32_t lanes[16];
   store(lanes, v);
   for (int i = 0; i < 16; i++)
-    to[2 * i + place] = (uint16_t)lanes[i];
+    to[2 * i + index] = (uint16_t)lanes[i];
 }
-INLINE void store_bytes(uint8_t *to, int place, u32x16 v) {
+INLINE void store_bytes(uint8_t *to, int index, u32x16 v) {
   uint32_t lanes[16];
   store(lanes, v);
   for (int i = 0; i < 16; i++)
-    to[4 * i + place] = (uint8_t)lanes[i];
+    to[4 * i + index] = (uint8_t)lanes[i];
 }
-INLINE i8x16 to_bytes(i32x16 v) { // within 8 bits
+INLINE i8x16 to_bytes(i32x16 v) { // lanes must fit 8 bits
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)v.low, (__m256i)v.high), 0xD8);
   return (i8x16)_mm_packs_epi16(_mm256_castsi256_si128(packed), _mm256_extracti128_si256(packed, 1));
 }
 
-constexpr int OFFSET = 128; // what `add` takes off weights of 8 bits
+constexpr int OFFSET = 128; // subtracted from 8-bit weights by `Dot::add`
 
-// The products of a block of unsigned weights of so many bits with signed inputs above -128. A vector has 4 weights, of
-// neighbouring inputs, for each of 16 outputs. There is an instruction for sums of two products, of 16 bits: with 4
-// bits they have room for a whole block; weights of 8 bits become signed, and lend their sign to the inputs.
+// The dot products of a block of unsigned weights of `BITS` bits with signed inputs above -128. A vector has 4 weights,
+// of neighbouring inputs, for each of 16 outputs. The instruction adds pairs of products into 16 bits. Weights of at
+// most 4 bits leave room for the sums of a whole block. Weights of 8 bits are made signed first, and their signs are
+// moved to the inputs.
 struct Dot {
   __m256i low = {}, high = {};
 
-  // Lane n: + the products of the four bytes w[4 n ...] and the four at `x`.
+  // Adds to lane n the dot product of the four bytes w[4 n ...] and the four bytes at `x`.
   template <int BITS> void add(u32x16 w, const int8_t *x) {
     int32_t quad;
     memcpy(&quad, x, 4);
@@ -146,7 +152,7 @@ struct Dot {
 
 private:
   template <int BITS> static __m256i with(__m256i sum, __m256i w, __m256i x) {
-    if (BITS == 4)
+    if (BITS <= 4)
       return _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x));
     if (BITS == 8) {
       const __m256i q = _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80));
@@ -156,7 +162,7 @@ private:
   }
 };
 
-// The products of signed bytes, four for each of 16 lanes, with the four unsigned bytes below 128 at `x`.
+// The dot products of signed bytes, four for each of 16 lanes, with the four unsigned bytes below 128 at `x`.
 struct UnsignedDot {
   __m256i low = {}, high = {};
 
@@ -170,4 +176,5 @@ struct UnsignedDot {
   i32x16 total() const { return {(i32x8)low, (i32x8)high}; }
 };
 
-constexpr int ROWS_A_PRODUCT = 4, ROWS_AN_ATTENTION = 2, VECTORS_OF_VALUES = 2; // that registers have room for
+// The numbers of input rows, query rows and vectors of values that fit into the registers.
+constexpr int MATMUL_ROWS = 4, ATTENTION_ROWS = 2, VALUE_VECTORS = 2;

@@ -9,23 +9,23 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from tenuto.kernels.native.blocks import FORMATS
 from tenuto.kernels.native.build import SOURCES, VARIANTS, Machine
-from tenuto.kernels.native.library import Matrix, PanelKind
+from tenuto.kernels.native.formats import FORMATS, PanelFormat
+from tenuto.kernels.native.library import Matrix
 from tenuto.kernels.native.pack import Arena, pack_floats, pack_quantized
 from tests.models.quantize import quantize
 
 HERE = Machine.this()
 OUTPUTS, INPUTS = 40, 512
 BLOCKS = INPUTS // 32
-LAYOUTS: dict[PanelKind, tuple[int, int | None]] = {
-    PanelKind.NIBBLES: (4, -8),
-    PanelKind.NIBBLES_MIN: (4, None),
-    PanelKind.FIVES_MIN: (5, None),
-    PanelKind.SIXES: (6, -32),
-    PanelKind.BYTES: (8, -128),
+LAYOUTS: dict[PanelFormat, tuple[int, int | None]] = {
+    PanelFormat.Q4_0: (4, -8),
+    PanelFormat.Q4_1: (4, None),
+    PanelFormat.Q5_1: (5, None),
+    PanelFormat.Q6_K: (6, -32),
+    PanelFormat.Q8_0: (8, -128),
 }
-"""Vectors of a block, and what its minimum is in scales, unless it has one of its own."""
+"""For each format, the vectors of a block, and its minimum in scales, or `None` if panels have minima."""
 EXACT = {Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0}
 
 needs_avx512 = pytest.mark.skipif(
@@ -48,8 +48,8 @@ def panels_of(matrix: Matrix) -> np.ndarray:
 
 
 def weights_of(matrix: Matrix) -> np.ndarray:
-    """A quantized matrix as `matrix.h` describes it, float32 [outputs, inputs]."""
-    panels, (vectors, lowest) = panels_of(matrix), LAYOUTS[PanelKind(matrix.kind)]
+    """Returns the weights of a quantized matrix as `weight_formats.h` describes them, float32 [outputs, inputs]."""
+    panels, (vectors, lowest) = panels_of(matrix), LAYOUTS[PanelFormat(matrix.format)]
     end = BLOCKS * vectors * 64
     quads = panels[:, :end].reshape(-1, BLOCKS, vectors, 16, 4).transpose(0, 3, 1, 2, 4).reshape(-1, BLOCKS, vectors, 4)
     quants: np.ndarray = quads
@@ -74,9 +74,10 @@ def weights_of(matrix: Matrix) -> np.ndarray:
 def tolerance(kind: Kind, data: np.ndarray) -> np.ndarray:
     """What a weight may be off, [outputs, inputs]: nothing, or what rounding scale and minimum to float16 changes."""
     blocks = FORMATS[kind].split(data.reshape(len(data), -1, gguf.GGML_QUANT_SIZES[kind][1]))
-    highest = np.abs(blocks.scales.astype(np.float32)) * 32
-    if blocks.second is not None:
-        highest += np.abs(blocks.second.astype(np.float32)) * (32 if kind is Kind.Q6_K else 1)
+    scales, *second = (np.abs(values.astype(np.float32)) for values in blocks.float16s)
+    highest = scales * 32
+    for values in second:
+        highest += values * (32 if kind is Kind.Q6_K else 1)
     return np.repeat(highest * (0 if kind in EXACT else 2**-11), 32, axis=1)
 
 
@@ -95,12 +96,12 @@ def test_a_matrix_that_is_packed_in_pieces_is_the_same(monkeypatch: pytest.Monke
 
 
 PROBE = """
-#include "matrix.h"
+#include "matmul.h"
 extern "C" void unpack_all(const Matrix *w, uint8_t *out) {
   for (int p = 0, blocks = w->inputs / BLOCK; p < w->panels; p++)
     for (int b = 0; b < blocks; b++, out += 1024)
-      by_kind(w->kind, [&](auto kind) {
-        tiles::unpack<decltype(kind)::value>(w->data + p * w->stride, blocks, b, out, [](int) {});
+      with_format(w->format, [&](auto format) {
+        amx::unpack<decltype(format)>(w->data + p * w->stride, blocks, b, out, [](int) {});
       });
 }
 """
@@ -144,7 +145,7 @@ def test_what_tiles_are_given_are_the_panels_weights_as_bfloat16(unpack_all: Cal
 @needs_avx512
 def test_so_are_those_of_float16(unpack_all: Callable[..., int]) -> None:
     values, arena = np.random.default_rng(1).standard_normal((OUTPUTS, INPUTS)).astype(np.float16), Arena()
-    matrix = pack_floats([values.view(np.uint16)], OUTPUTS, INPUTS, PanelKind.FLOAT16, arena)
+    matrix = pack_floats([values.view(np.uint16)], OUTPUTS, INPUTS, PanelFormat.F16, arena)
     found = unpacked(unpack_all, matrix, arena)
     assert (np.abs(found - values) <= np.abs(values) * LAST_PLACE).all()
     assert abs((found / values).mean() - 1) < 2e-4

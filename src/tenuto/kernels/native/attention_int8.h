@@ -1,0 +1,169 @@
+// Attention to the quants of an INT8 cache, by products of integers and without unpacking. Queries and softmax weights
+// become quants of 15 and 14 bits, 128 * coarse + fine, so that they lose much less by rounding than keys and values
+// have lost. Tiles would be no faster: computing softmax weights takes longer than the products.
+#pragma once
+
+#include <type_traits>
+
+#include "attention_blocks.h"
+#include "matmul_input.h"
+
+constexpr float MAX_QUERY_QUANT = 127.0f * 128.0f, MAX_WEIGHT_QUANT = 127.0f * 129.0f; // the highest quants
+// Products with keys exceed the true ones by so much times the sum of the query's quants.
+constexpr int KEY_OFFSET = 128 - OFFSET;
+
+// Combines the products of coarse and of fine quants, and subtracts `offset`.
+INLINE f32x16 combined(i32x16 coarse, i32x16 fine, uint32_t offset = 0) {
+  return to_float(as<i32x16>((as<u32x16>(coarse) << 7) + as<u32x16>(fine) - offset));
+}
+
+// Query rows as quants, and for each part of 32 dimensions the offset to subtract from its products with keys.
+template <int ROWS> struct QuantizedQueries {
+  alignas(64) int8_t coarse[ROWS][1024], fine[ROWS][1024];
+  float scales[ROWS];
+  uint32_t offsets[ROWS][1024 / BLOCK];
+
+  QuantizedQueries(const QueryRows &rows, int row, int dim) {
+    for (int r = 0; r < ROWS; r++) {
+      const PairElement *query = rows.query(row + r);
+      f32x16 most = {};
+      for (int d = 0; d < dim; d += LANES)
+        most = max16(most, max16(load_elements(query + d), -load_elements(query + d)));
+      const float highest = highest16(most), inverse = highest > 1e-30f ? MAX_QUERY_QUANT / highest : 0.0f;
+      for (int part = 0; part * BLOCK < dim; part++) {
+        i32x16 sum = {};
+        for (int d = part * BLOCK; d < std::min(dim, (part + 1) * BLOCK); d += LANES) {
+          const i32x16 quants = nearest(load_elements(query + d) * inverse), high = (quants + 64) >> 7;
+          store(coarse[r] + d, to_bytes(high));
+          store(fine[r] + d, to_bytes(quants - (high << 7)));
+          sum += quants;
+        }
+        offsets[r][part] = (uint32_t)KEY_OFFSET * (uint32_t)(int32_t)sum16(to_float(sum));
+      }
+      scales[r] = highest / MAX_QUERY_QUANT;
+    }
+  }
+};
+
+// The factors for the values of a row: `correction` for those so far, and `scale` for the quants of a chunk's weights.
+struct ChunkWeights {
+  float correction, scale;
+
+  void add(float *to, i32x16 coarse, i32x16 fine) const {
+    store(to, fused(load<f32x16>(to), splat(correction), combined(coarse, fine) * scale));
+  }
+};
+
+// Does what `softmax_chunk` does, but the weights are relative to the chunk's highest score, and multiplied by the
+// scales of their values. The highest quant stands for the highest scale among the keys that the row attends to, so it
+// does not depend on other rows. This is not inlined, and other places use `fused`, so that a row's result does not
+// depend on the number of rows computed with it.
+static __attribute__((noinline)) ChunkWeights softmax_chunk_int8(const float *scores, const float *value_scales,
+                                                                 uint8_t *coarse, uint8_t *fine, int count,
+                                                                 PartialAttention &row) {
+  f32x16 top = splat(MASKED), most = {};
+  for (int i = 0; i < count; i++) {
+    const f32x16 score = load<f32x16>(scores + i * LANES);
+    top = max16(score, top); // in this order, so that NaN is ignored
+    most = max16(most, select(score > MASKED, load<f32x16>(value_scales + i * LANES), f32x16{}));
+  }
+  const float scale = highest16(most) / MAX_WEIGHT_QUANT, own = whole_above(highest16(top));
+  if (own <= MASKED) { // all are masked
+    memset(coarse, 0, count * LANES);
+    memset(fine, 0, count * LANES);
+    return {1.0f, 0.0f};
+  }
+  const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+  f32x16 sum = {};
+  for (int i = 0; i < count; i++) {
+    const f32x16 weight = power_below(load<f32x16>(scores + i * LANES), own);
+    const i32x16 quants =
+        nearest(weight * load<f32x16>(value_scales + i * LANES) * inverse); // in this order, to stay finite
+    sum += weight;
+    store(coarse + i * LANES, to_bytes(quants >> 7));
+    store(fine + i * LANES, to_bytes(quants & 127));
+  }
+  const float max_score = std::max(row.max_score, own);
+  const float correction = power_of_two(row.max_score - max_score), kept = power_of_two(own - max_score);
+  row = {max_score, row.sum * correction + sum16(sum) * kept};
+  return {correction, kept * scale};
+}
+
+// Does what `attend_pairs` does, for an INT8 cache.
+template <int ROWS>
+static void attend_int8(const Blocks &blocks, const QueryRows &rows, int row, int from, int to, float cap) {
+  const Cache &cache = blocks.cache;
+  const int dim = cache.head_dim;
+  const QuantizedQueries<ROWS> queries(rows, row, dim);
+  alignas(64) float scores[ROWS][CHUNK * LANES], value_scales[CHUNK * LANES];
+  alignas(64) uint8_t coarse_weights[ROWS][CHUNK * LANES], fine_weights[ROWS][CHUNK * LANES];
+  ChunkWeights chunk_weights[ROWS];
+  for (int start = from, count; start < to; start += count) {
+    const Chunk chunk = blocks.chunk(start, to);
+    count = chunk.count;
+    for (int i = 0; i < count; i++) {
+      const char *keys = chunk.at[i], *values = keys + LANES * dim;
+      const char *next = blocks.at(std::min(start + i + PREFETCH_BLOCKS, blocks.count - 1));
+      f32x16 sums[ROWS] = {};
+      __builtin_prefetch(KvInt8::scales(cache, next, 0));
+      for (int part = 0; part < KvInt8::parts(cache); part++) {
+        Dot coarse[ROWS], fine[ROWS];
+        for (int d = part * BLOCK; d < std::min(dim, (part + 1) * BLOCK); d += 4) {
+          __builtin_prefetch(next + d * LANES);
+          __builtin_prefetch(values + d * LANES);
+          const u32x16 key = load<u32x16>(keys + d * LANES);
+#pragma GCC unroll 8
+          for (int r = 0; r < ROWS; r++) {
+            coarse[r].template add<8>(key, queries.coarse[r] + d);
+            fine[r].template add<8>(key, queries.fine[r] + d);
+          }
+        }
+        const f32x16 key_scales = bf16_to_float(KvInt8::scales(cache, keys, part));
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++)
+          sums[r] =
+              fused(combined(coarse[r].template total<8>(), fine[r].template total<8>(), queries.offsets[r][part]),
+                    key_scales, sums[r]);
+      }
+      store(value_scales + i * LANES, bf16_to_float(KvInt8::scales(cache, keys, KvInt8::parts(cache))));
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; r++)
+        store(&scores[r][i * LANES],
+              chunk.masked(sums[r] * queries.scales[r], i, rows.first(row + r), rows.end(row + r)));
+    }
+    for (int r = 0; r < ROWS; r++) {
+      if (cap != 0.0f)
+        soft_cap(cap, scores[r], count, 1);
+      chunk_weights[r] =
+          softmax_chunk_int8(scores[r], value_scales, coarse_weights[r], fine_weights[r], count, *rows.result(row + r));
+    }
+    auto add_values = [&](int d, auto width) {
+      constexpr int WIDTH = decltype(width)::value;
+      UnsignedDot coarse[ROWS][WIDTH], fine[ROWS][WIDTH];
+      for (int i = 0; i < count; i++) {
+        const char *values = chunk.at[i] + LANES * dim + 4 * d;
+        for (int slot = i * LANES; slot < (i + 1) * LANES; slot += 4, values += 4 * dim) {
+          u32x16 four[WIDTH];
+          for (int v = 0; v < WIDTH; v++)
+            four[v] = load<u32x16>(values + v * 4 * LANES);
+#pragma GCC unroll 8
+          for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < WIDTH; v++) {
+              coarse[r][v].add(four[v], &coarse_weights[r][slot]);
+              fine[r][v].add(four[v], &fine_weights[r][slot]);
+            }
+        }
+      }
+      for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < WIDTH; v++)
+          chunk_weights[r].add(weighted_values(rows.result(row + r)) + d + v * LANES, coarse[r][v].total(),
+                               fine[r][v].total());
+    };
+    constexpr int WIDTH = VALUE_VECTORS < 4 ? 1 : ROWS <= 3 ? 4 : 2; // twice as many sums have to fit into registers
+    int d = 0;
+    for (; d + WIDTH * LANES <= dim; d += WIDTH * LANES)
+      add_values(d, std::integral_constant<int, WIDTH>());
+    for (; d < dim; d += LANES)
+      add_values(d, std::integral_constant<int, 1>());
+  }
+}

@@ -1,0 +1,162 @@
+// The rows that weight matrices are multiplied with: their number formats, and the order in which products take them.
+#pragma once
+
+#include <algorithm>
+#include <climits>
+#include <vector>
+
+#include "weight_formats.h"
+
+constexpr int ROWS_AT_ONCE = 256; // input rows of one product
+
+// The number format of input rows: pairs of bfloat16 (see `PairElement`), quants, or float.
+enum class InputType { BF16, INT8, F32 };
+// The number of rows from which tiles are faster, although weights have to be unpacked for them; measured with one core
+// of a Xeon with AMX.
+constexpr int rows_for_tiles(PanelFormat format) { return format == PanelFormat::F16 ? 4 : 5; }
+// Returns the type of `rows` input rows for products with a matrix of `format`. Tiles multiply bfloat16, except with
+// float32 weights.
+constexpr InputType input_type(PanelFormat format, int rows) {
+  if (format == PanelFormat::BF16 || (TENUTO_AMX && format != PanelFormat::F32 && rows >= rows_for_tiles(format)))
+    return InputType::BF16;
+  return format == PanelFormat::F32 || format == PanelFormat::F16 ? InputType::F32 : InputType::INT8;
+}
+
+// Quants of the input have 8 bits, or 15 bits as 128 * quants + fine. Blocks have 15 bits if their highest square is
+// more than `OUTLIER_RATIO` times their mean square, so that 8 bits would leave few steps to the other values. Up to a
+// tenth of the blocks are such outliers, and most of the error of 8 bits is in them. With AMX all blocks have 15 bits:
+// only few rows are then multiplied as quants, and memory is slower than the additional products.
+constexpr bool ALWAYS_15_BITS = TENUTO_AMX;
+constexpr float OUTLIER_RATIO = 23.0f;
+constexpr float FINE_STEP = 1.0f / 128.0f; // of a quant
+
+// Input rows in tiles of 16 rows and blocks of 32 columns. `type` says which arrays are used.
+//   INT8: `quants` and `fine`, int8 [rows / 16][blocks][16][32]. For each block of a row, [rows / 16][blocks][16]:
+//         float `scales` of `quants`, the sums of the values that the quants stand for, of all 32 (`sums`) and of the
+//         first 16 (`first_half_sums`), and `has_fine`, whether the block has 15 bits.
+//   BF16: `pairs`, and F32: `floats`, [rows / 16][blocks][16][32].
+struct Input {
+  int blocks;
+  InputType type;
+  int8_t *quants, *fine;
+  float *scales, *sums, *first_half_sums;
+  uint8_t *has_fine;
+  PairElement *pairs;
+  float *floats;
+
+  // Returns the index of a block of a row.
+  int64_t index(int row, int block) const { return ((int64_t)(row / LANES) * blocks + block) * LANES + row % LANES; }
+
+  // Sets columns 32 * block to 32 * block + 31 of a row. Quants are x / scale, rounded to the nearest; the highest |x|
+  // becomes 127, or 127 * 128 with 15 bits.
+  void set(int row, int block, f32x16 a, f32x16 b) const {
+    int64_t at = index(row, block);
+    if (type == InputType::BF16) {
+      store_elements(pairs + at * BLOCK, a);
+      store_elements(pairs + at * BLOCK + LANES, b);
+      return;
+    }
+    if (type == InputType::F32) {
+      store(floats + at * BLOCK, a);
+      store(floats + at * BLOCK + LANES, b);
+      return;
+    }
+    float highest = highest16(max16(max16(a, -a), max16(b, -b)));
+    const bool fifteen_bits = ALWAYS_15_BITS || highest * highest * BLOCK > OUTLIER_RATIO * sum16(a * a + b * b);
+    const float most = fifteen_bits ? 127.0f * 128.0f : 127.0f;
+    float scale = highest / most, inverse = highest > 0.0f ? most / highest : 0.0f;
+    const i32x16 qa = nearest(a * inverse), qb = nearest(b * inverse);
+    i32x16 coarse_a = qa, coarse_b = qb;
+    if (fifteen_bits) {
+      coarse_a = (qa + 64) >> 7, coarse_b = (qb + 64) >> 7;
+      store(fine + at * BLOCK, to_bytes(qa - (coarse_a << 7)));
+      store(fine + at * BLOCK + 16, to_bytes(qb - (coarse_b << 7)));
+    }
+    store(quants + at * BLOCK, to_bytes(coarse_a));
+    store(quants + at * BLOCK + 16, to_bytes(coarse_b));
+    has_fine[at] = fifteen_bits;
+    scales[at] = fifteen_bits ? scale / FINE_STEP : scale;
+    sums[at] = scale * sum16(to_float(qa + qb));
+    first_half_sums[at] = scale * sum16(to_float(qa));
+  }
+
+  // Copies row `from_row` of another input of the same type to `row`.
+  void copy_row(int row, const Input &other, int from_row) const {
+    for (int block = 0; block < blocks; block++) {
+      const int64_t to = index(row, block), from = other.index(from_row, block);
+      if (type == InputType::BF16) {
+        memcpy(pairs + to * BLOCK, other.pairs + from * BLOCK, sizeof(PairElement) * BLOCK);
+      } else if (type == InputType::F32) {
+        memcpy(floats + to * BLOCK, other.floats + from * BLOCK, sizeof(float) * BLOCK);
+      } else {
+        memcpy(quants + to * BLOCK, other.quants + from * BLOCK, BLOCK);
+        memcpy(fine + to * BLOCK, other.fine + from * BLOCK, BLOCK);
+        scales[to] = other.scales[from], sums[to] = other.sums[from], first_half_sums[to] = other.first_half_sums[from];
+        has_fine[to] = other.has_fine[from];
+      }
+    }
+  }
+};
+
+// The runs of rows that products take at once: `count` runs of about equal length, by default as few as possible.
+struct Runs {
+  int rows, count;
+
+  explicit Runs(int rows) : Runs(rows, (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE) {}
+  Runs(int rows, int count) : rows(rows), count(count) {}
+  // Returns the first row of a run, a multiple of 16; with `run` equal to `count`, the end of the last run.
+  int begin(int run) const {
+    const int64_t tiles = (rows + LANES - 1) / LANES;
+    return std::min(rows, (int)(tiles * run / count) * LANES);
+  }
+};
+
+// The blocks of an input's rows that have outliers, so 15 bits. Within a run of rows they are sorted by block, so that
+// a block of weights is loaded once for several rows.
+class OutlierBlocks {
+public:
+  struct Entry {
+    int32_t row, block, at; // `at`: `Input::index`
+  };
+
+  // Reserves room for inputs of `rows` rows and `blocks` blocks.
+  void reserve(int rows, int blocks) {
+    entries_.reserve((int64_t)rows * blocks);
+    runs_.reserve(rows / LANES + 2);
+  }
+
+  // Finds those of the rows from `from` on, a multiple of 16, which products take in `runs`.
+  void find(const Input &x, int from, const Runs &runs) {
+    entries_.clear(), runs_.clear();
+    for (int run = 0; run < runs.count && x.type == InputType::INT8 && !ALWAYS_15_BITS; run++) {
+      const int first = from + runs.begin(run), last = from + runs.begin(run + 1);
+      runs_.push_back({first, (int)entries_.size()});
+      for (int block = 0; block < x.blocks; block++)
+        for (int eight = first; eight < last; eight += 8) {
+          uint64_t flags = load<uint64_t>(x.has_fine + x.index(eight, block));
+          for (; flags; flags &= flags - 1)
+            if (const int row = eight + __builtin_ctzll(flags) / 8; row < last)
+              entries_.push_back({row, block, (int32_t)x.index(row, block)});
+        }
+    }
+    runs_.push_back({INT_MAX, (int)entries_.size()});
+  }
+
+  // Return the entries of the run that begins with row `first`.
+  const Entry *begin(int first) const { return entries_.data() + run_at(first)[0].entries; }
+  const Entry *end(int first) const { return entries_.data() + run_at(first)[1].entries; }
+
+private:
+  struct Run {
+    int first, entries; // the first row, and the first entry
+  };
+  const Run *run_at(int first) const {
+    const Run *found = runs_.data();
+    while (found->first < first)
+      found++;
+    return found;
+  }
+
+  std::vector<Entry> entries_;
+  std::vector<Run> runs_;
+};

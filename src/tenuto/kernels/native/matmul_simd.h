@@ -1,0 +1,173 @@
+// Products of a panel of weights and a few input rows, by instructions of vectors.
+#pragma once
+
+#include <type_traits>
+
+#include "matmul_input.h"
+
+// Weights are prefetched so many bytes ahead, into the second cache; a panel's scales and the next panel follow without
+// a gap.
+constexpr int PREFETCH_DISTANCE = 24576;
+
+// Adds the product of a block of a quantized panel and a block of an input row to `acc`. All kernels below add in this
+// order, so a row's result does not depend on the rows that it is computed with.
+INLINE f32x16 add_block(f32x16 acc, i32x16 sum, Scales w, float scale, float quant_sum) {
+  acc += to_float(sum) * (w.scale * scale);
+  return acc + w.minimum * quant_sum;
+}
+
+// Multiplies ROWS rows of an input tile, from row `from` of the tile on, by a panel. The `fine` quants of outlier
+// blocks are left to `add_fine`.
+template <class Format, int ROWS>
+static void quantized_rows(const uint8_t *panel, const Input &x, int tile, int from, float *out) {
+  constexpr int BITS = Format::BITS, PARTS = Format::PARTS;
+  const int blocks = x.blocks;
+  const uint8_t *behind = panel + (int64_t)blocks * Format::BLOCK_BYTES;
+  int64_t at = (int64_t)tile * blocks * LANES + from;
+  f32x16 acc[ROWS] = {};
+  const uint8_t *ahead = panel + PREFETCH_DISTANCE;
+  for (int b = 0; b < blocks; b++, at += LANES) {
+    const uint8_t *block = panel + (int64_t)b * Format::BLOCK_BYTES;
+    for (int i = 0; i < Format::BLOCK_BYTES + 64; i += 64, ahead += 64)
+      __builtin_prefetch(ahead, 0, 2);
+#pragma GCC unroll 2
+    for (int part = 0; part < PARTS; part++) {
+      Dot dots[ROWS], fine[ROWS];
+#pragma GCC unroll 8
+      for (int j = part * (8 / PARTS); j < (part + 1) * (8 / PARTS); j++) {
+        const u32x16 w = Format::quads(block, j);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++) {
+          dots[r].template add<BITS>(w, x.quants + (at + r) * BLOCK + 4 * j);
+          if (ALWAYS_15_BITS)
+            fine[r].template add<BITS>(w, x.fine + (at + r) * BLOCK + 4 * j);
+        }
+      }
+      const Scales s = scales_of<Format>(behind, blocks, b, part);
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; r++) {
+        i32x16 sum = dots[r].template total<BITS>();
+        float scale = x.scales[at + r];
+        if (ALWAYS_15_BITS)
+          sum = (sum << 7) + fine[r].template total<BITS>(), scale *= FINE_STEP;
+        const float first = PARTS > 1 ? x.first_half_sums[at + r] : x.sums[at + r];
+        acc[r] = add_block(acc[r], sum, s, scale, part ? x.sums[at + r] - first : first);
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; r++)
+    store(out + r * LANES, acc[r]);
+}
+
+// Adds the products of the `fine` quants of outlier blocks; row 0 of `out` is row `first` of the input.
+template <class Format>
+static void add_fine(const uint8_t *panel, const Input &x, const OutlierBlocks::Entry *entry,
+                     const OutlierBlocks::Entry *end, int first, float *out) {
+  constexpr int BITS = Format::BITS, PARTS = Format::PARTS;
+  const uint8_t *behind = panel + (int64_t)x.blocks * Format::BLOCK_BYTES;
+  u32x16 weights[8];
+  f32x16 scales[PARTS];
+  for (int there = -1; entry < end; entry++) {
+    if (entry->block != there) {
+      there = entry->block;
+#pragma GCC unroll 8
+      for (int j = 0; j < 8; j++)
+        weights[j] = Format::quads(panel + (int64_t)there * Format::BLOCK_BYTES, j);
+#pragma GCC unroll 2
+      for (int part = 0; part < PARTS; part++)
+        scales[part] = scales_of<Format>(behind, x.blocks, there, part).scale;
+    }
+    const int64_t at = entry->at;
+    const float scale = x.scales[at] * FINE_STEP;
+    float *to = out + (int64_t)(entry->row - first) * LANES;
+    f32x16 acc = load<f32x16>(to);
+#pragma GCC unroll 2
+    for (int part = 0; part < PARTS; part++) {
+      Dot even, odd; // two sums, so that an addition need not wait for the one before
+#pragma GCC unroll 8
+      for (int j = part * (8 / PARTS); j < (part + 1) * (8 / PARTS); j += 2) {
+        even.template add<BITS>(weights[j], x.fine + at * BLOCK + 4 * j);
+        odd.template add<BITS>(weights[j + 1], x.fine + at * BLOCK + 4 * j + 4);
+      }
+      acc += to_float(even.template total<BITS>() + odd.template total<BITS>()) * (scales[part] * scale);
+    }
+    store(to, acc);
+  }
+}
+
+// Does the same with bfloat16 weights, in two sums, so that an addition need not wait for the one before.
+template <int ROWS> static void bf16_rows(const uint8_t *panel, const Input &x, int tile, int from, float *out) {
+  int64_t at = (int64_t)tile * x.blocks * LANES + from;
+  f32x16 even[ROWS] = {}, odd[ROWS] = {};
+  for (int b = 0; b < x.blocks; b++, at += LANES) {
+    for (int j = 0; j < BLOCK / 2; j += 2, panel += 128) {
+      __builtin_prefetch(panel + PREFETCH_DISTANCE, 0, 2);
+      __builtin_prefetch(panel + PREFETCH_DISTANCE + 64, 0, 2);
+      const Pairs first = load_pairs(panel), second = load_pairs(panel + 64);
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; r++) {
+        const PairElement *values = x.pairs + (at + r) * BLOCK + 2 * j;
+        even[r] = dot_pair(even[r], first, pair_at(values));
+        odd[r] = dot_pair(odd[r], second, pair_at(values + 2));
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; r++)
+    store(out + r * LANES, even[r] + odd[r]);
+}
+
+// Does the same with weights of float32 or float16.
+template <class Format, int ROWS>
+static void float_rows(const uint8_t *panel, const Input &x, int tile, int from, float *out) {
+  constexpr int64_t VECTOR_BYTES = Format::BLOCK_BYTES / BLOCK;
+  int64_t at = (int64_t)tile * x.blocks * LANES + from;
+  f32x16 even[ROWS] = {}, odd[ROWS] = {};
+  for (int b = 0; b < x.blocks; b++, at += LANES) {
+    for (int j = 0; j < BLOCK; j += 2, panel += 2 * VECTOR_BYTES) {
+      for (int i = 0; i < 2 * VECTOR_BYTES; i += 64)
+        __builtin_prefetch(panel + PREFETCH_DISTANCE + i, 0, 2);
+      const f32x16 first = Format::weights(panel), second = Format::weights(panel + VECTOR_BYTES);
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; r++) {
+        const float *values = x.floats + (at + r) * BLOCK + j;
+        even[r] += first * values[0];
+        odd[r] += second * values[1];
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; r++)
+    store(out + r * LANES, even[r] + odd[r]);
+}
+
+template <class Format, int ROWS>
+INLINE void multiply_rows(const uint8_t *panel, const Input &x, int tile, int from, float *out) {
+  if constexpr (std::is_same_v<Format, BF16>)
+    bf16_rows<ROWS>(panel, x, tile, from, out);
+  else if constexpr (Format::QUANTIZED)
+    quantized_rows<Format, ROWS>(panel, x, tile, from, out);
+  else
+    float_rows<Format, ROWS>(panel, x, tile, from, out);
+}
+
+// Multiplies rows `first` to `last` of the input, `first` a multiple of 16, by a panel: float [last - first][16].
+template <class Format>
+static void multiply_panel(const uint8_t *panel, const Input &x, const OutlierBlocks &outliers, int first, int last,
+                           float *out) {
+  for (int row = first; row < last;) {
+    int left = std::min(last - row, LANES - row % LANES), tile = row / LANES, from = row % LANES;
+    float *to = out + (int64_t)(row - first) * LANES;
+    if (left >= 8 && MATMUL_ROWS >= 8)
+      multiply_rows<Format, 8>(panel, x, tile, from, to), row += 8;
+    else if (left >= 4)
+      multiply_rows<Format, 4>(panel, x, tile, from, to), row += 4;
+    else if (left >= 2)
+      multiply_rows<Format, 2>(panel, x, tile, from, to), row += 2;
+    else
+      multiply_rows<Format, 1>(panel, x, tile, from, to), row += 1;
+  }
+  if constexpr (Format::QUANTIZED && !ALWAYS_15_BITS)
+    add_fine<Format>(panel, x, outliers.begin(first), outliers.end(first), first, out);
+}

@@ -1,0 +1,32 @@
+// The instruction set that this library is compiled for. `build.py` has the compiler flags of each variant. To add a
+// variant, give it a name here and write whatever it does better in `vectors_avx512.h`, `vectors_avx2.h` or `simd.h`.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <immintrin.h>
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define TENUTO_AVX512 1
+#endif
+#if defined(__AVX512BF16__)
+#define TENUTO_BF16 1
+#endif
+#if defined(__AMX_INT8__) && defined(__AMX_BF16__)
+#define TENUTO_AMX 1
+#else
+#define TENUTO_AMX 0
+#endif
+
+#if TENUTO_AMX
+#define TENUTO_VARIANT "amx"
+#elif TENUTO_BF16
+#define TENUTO_VARIANT "avx512_bf16"
+#elif TENUTO_AVX512
+#define TENUTO_VARIANT "avx512"
+#else
+#define TENUTO_VARIANT "avx2"
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
