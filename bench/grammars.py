@@ -12,7 +12,7 @@ import sys
 import time
 
 from bench.spread import Spread
-from tenuto.base.config import EngineConfig
+from tenuto.base.config import EngineConfig, WorkerSettings
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.sampling import Sampling
 from tenuto.base.tools.grammar import Grammar
@@ -64,7 +64,7 @@ def decode_seconds(
 def main() -> None:
     """Prints the figures."""
     name = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
-    model, masks = load_model(name, "cpu", None, 16), MaskThreads()
+    model, masks = load_model(WorkerSettings(model=name, page_size=16)), MaskThreads()
     compiler = model.grammars()
     assert compiler is not None
     print(f"{name}: {model.compute}; {STREAMS} streams of {TOKENS} tokens, milliseconds a step")

@@ -22,7 +22,7 @@ from statistics import median
 
 import numpy as np
 
-from tenuto.base.config import EngineOptions, engine_config
+from tenuto.base.config import EngineOptions, WorkerSettings, engine_config
 from tenuto.base.options import TurnParams
 from tenuto.engine.engine import Engine
 from tenuto.memory.tiers.unit_files import SUFFIX
@@ -153,7 +153,7 @@ def memcpy(size: int) -> float:
 def main() -> None:
     """Prints the table."""
     name = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
-    model, other = (load_model(name, "cpu", None, 16) for _ in range(2))
+    model, other = (load_model(WorkerSettings(model=name, page_size=16)) for _ in range(2))
     with tempfile.TemporaryDirectory(dir=sys.argv[2] if len(sys.argv) > 2 else None) as directory:
         host, disk = make(model, host_tier=8 << 30), make(other, disk_tier=directory)
         print(f"{model.name}, {model.compute}; a turn of {NEW_TOKENS} tokens, seconds to its first output token")

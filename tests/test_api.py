@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -25,13 +24,14 @@ from tenuto.base.errors import (
     IllegalTransition,
     InvalidRequest,
     InvariantError,
+    ModelError,
     NotFound,
     SessionBusy,
 )
 from tenuto.base.turns import EndReason
 from tenuto.exec.witness import WitnessExecutor
 from tenuto.exec.witness_hashes import history_hash, next_token
-from tenuto.runtime.models import Model, load_model
+from tenuto.runtime.models import load_model
 from tenuto.runtime.service import open_service
 from tenuto.text.tokenizer import Tokenizer
 from tests.present import present
@@ -269,7 +269,7 @@ def test_an_unreferenced_engine_stops() -> None:
 
 
 def test_a_model_without_a_tokenizer_accepts_only_token_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    bare = replace(load_model("witness", "cpu", None, 4), tokenizer=None, chat=None)
+    bare = replace(load_model(WorkerSettings(model="witness", page_size=4)), tokenizer=None, chat=None)
     monkeypatch.setattr("tenuto.api.transport.load_model", lambda *_: bare)
     with tenuto.Engine("witness") as engine:
         session = engine.session()
@@ -286,19 +286,30 @@ def test_a_model_without_a_tokenizer_accepts_only_token_ids(monkeypatch: pytest.
         assert reply.token_ids == said([1], 2)
 
 
-def test_a_model_is_loaded_for_the_configured_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    contexts = []
+def test_a_model_is_loaded_for_the_configured_context(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contexts, model = [], str(smollm2_path)
 
-    def load(*given: Any) -> Model:
-        contexts.append(inspect.signature(load_model).bind(*given).arguments["context"])
-        return load_model(*given)
+    def load(*_given: Any, context: int, **_options: Any) -> NoReturn:
+        contexts.append(context)
+        raise ModelError("no need to load it")
 
-    for place in ("tenuto.api.transport", "tenuto.runtime.service"):
-        monkeypatch.setattr(f"{place}.load_model", load)
-    tenuto.Engine("witness", context_length=123).close()
-    tenuto.Engine("witness").close()
-    open_service(WorkerSettings(model="witness", config={"context_length": 77}), lambda _: None).close()
+    monkeypatch.setattr("tenuto.exec.load.load_executor", load)
+    for start in (
+        lambda: tenuto.Engine(model, context_length=123),
+        lambda: tenuto.Engine(model),
+        lambda: open_service(WorkerSettings(model=model, config={"context_length": 77}), lambda _: None),
+    ):
+        with pytest.raises(ModelError, match="no need"):
+            start()
     assert contexts == [123, 8192, 77]
+
+
+def test_memory_has_two_names_and_may_be_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    monkeypatch.setattr("tenuto.api.transport.memory_bytes", lambda settings: given.append(settings.memory))
+    for options in ({"memory_bytes": 2**20}, {"memory": 2**20}, {"memory": "1MiB"}, {"memory": "0.5"}, {}):
+        tenuto.Engine("witness", **options).close()
+    assert given == [2**20, 2**20, 2**20, 0.5, None]
 
 
 def test_the_asynchronous_engine_does_the_same() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tenuto.base.errors import ConfigError
-from tenuto.base.parsing import parse_level, parse_memory, parse_path, parse_size, parse_ttl
+from tenuto.base.parsing import parse_memory, parse_path, parse_size, parse_ttl
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,3 @@ def test_a_path_may_be_text_a_path_object_or_the_word_none() -> None:
     assert [parse_path("journal", given) for given in ("a/b", Path("a/b"), "none", None)] == ["a/b", "a/b", None, None]
     with pytest.raises(ConfigError, match="journal is 3; allowed: a path, or none"):
         parse_path("journal", 3)
-
-
-def test_a_log_level_may_be_in_capitals() -> None:
-    assert parse_level("log_level", "WARNING") == "warning"
-    with pytest.raises(ConfigError, match="log_level is 'loud'; allowed: debug, info, warning, error"):
-        parse_level("log_level", "loud")

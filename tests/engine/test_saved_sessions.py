@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.base.config import engine_config
+from tenuto.base.config import WorkerSettings, engine_config
 from tenuto.base.errors import AlreadyExists, ContextExceeded, InvalidRequest, TenutoError
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import Message
@@ -33,7 +33,7 @@ class Talk:
     """An engine on the witness, with its chat template."""
 
     def __init__(self, context_length: int = 2000) -> None:
-        model = load_model("witness", "cpu", None, 4)
+        model = load_model(WorkerSettings(model="witness", page_size=4))
         self.engine = build_engine(model, engine_config({"context_length": context_length, "audit_every": 1}), None)
         self.renderer = Renderer(model.chat, model.tokenizer)
         self.dispatcher = Dispatcher(self.engine, self.renderer)

@@ -17,7 +17,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from transformers import PreTrainedModel
 
-from tenuto.base.config import cache_dir
+from tenuto.base.config import WorkerSettings, cache_dir
 from tenuto.base.errors import ConfigError
 from tenuto.base.groups import Kind as GroupKind
 from tenuto.exec.load import load_executor
@@ -244,4 +244,4 @@ def test_where_pytorch_computes_bytes_are_refused_with_what_is_allowed(
 
 def test_the_witness_has_neither_keys_nor_values() -> None:
     with pytest.raises(ConfigError, match="kv_cache_dtype is 'int8'; allowed for the witness"):
-        load_model("witness", "cpu", None, 16, kv_cache_dtype="int8")
+        load_model(WorkerSettings(model="witness", kv_cache_dtype="int8"))

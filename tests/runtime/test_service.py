@@ -10,7 +10,7 @@ from queue import SimpleQueue
 import msgspec
 import pytest
 
-from tenuto.base.config import engine_config
+from tenuto.base.config import WorkerSettings, engine_config
 from tenuto.base.errors import NotAcknowledged
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.views import Stats, Transition
@@ -57,7 +57,10 @@ class Stand:
     def __init__(self) -> None:
         self.journal = Journal()
         self.replies: SimpleQueue[AnyReply] = SimpleQueue()
-        model, config = load_model("witness", "cpu", None, 4), engine_config({"context_length": 2000})
+        model, config = (
+            load_model(WorkerSettings(model="witness", page_size=4)),
+            engine_config({"context_length": 2000}),
+        )
         self.service = Service(model, config, None, self.replies.put, self.journal)
         self._calls = count(1)
 

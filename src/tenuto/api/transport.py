@@ -35,15 +35,7 @@ class LocalTransport(Calls):
     def __init__(self, settings: WorkerSettings) -> None:
         """Loads the model, which blocks. Raises `ModelError` or `ConfigError`."""
         super().__init__()
-        model = load_model(
-            settings.model,
-            settings.device,
-            settings.dtype,
-            settings.page_size,
-            settings.kernels,
-            engine_config(settings.config).context_length,
-            settings.kv_cache_dtype,
-        )
+        model = load_model(settings)
         config = engine_config(settings.config, model.max_context)
         self.tokenizer = model.tokenizer
         self._habits = model.chat.habits if model.chat is not None else ModelHabits()

@@ -78,23 +78,17 @@ SECONDS = Bounds(0.0, MAX_SECONDS, above=True)
 def option(
     default: Any,
     description: str = "",
-    bounds: Bounds | None = None,
+    allowed: Bounds | tuple[str, ...] | Callable[[str, Any], Any] | None = None,
     *,
-    choices: tuple[str, ...] = (),
-    parse: Callable[[str, Any], Any] | None = None,
-    metavar: str = "",
-    flags: tuple[str, ...] = (),
     secret: bool = False,
     internal: str = "",
     names: Mapping[str, str | tuple[str, ...]] = MappingProxyType({}),
 ) -> Any:
-    """A field of a dataclass of options, with a description for users, and what it may be besides its default: within
-    `bounds`, one of `choices`, or a value that `parse` accepts, which gets the option's name and returns the value to
-    keep. The command line calls its value `metavar`, and accepts further `flags`, aliases in Typer's notation. A
-    `secret` is not shown. `internal`: the reason why users cannot set it by its name. `names`: what other APIs call it;
-    of several names that one of them has for it, the first takes precedence."""
-    metadata: dict[str, Any] = {"description": description, "bounds": bounds, "choices": choices, "parse": parse}
-    metadata |= {"metavar": metavar, "flags": flags, "secret": secret, "internal": internal}
+    """A field of a dataclass of options, with a description for users. Besides its default it may be within bounds, one
+    of some texts (in either case), or what a function makes of its name and the given value. A `secret` is not shown.
+    `internal`: the reason why users cannot set it by its name. `names`: what other APIs call it, and other flags for it
+    as "cli"; of several names that one of them has for it, the first takes precedence."""
+    metadata: dict[str, Any] = {"description": description, "allowed": allowed, "secret": secret, "internal": internal}
     metadata["names"] = {api: (name,) if isinstance(name, str) else name for api, name in names.items()}
     return field(default=default, repr=not secret, metadata=metadata)
 
@@ -102,34 +96,31 @@ def option(
 def check_options(options: Any, error: type[TenutoError] = InvalidRequest) -> None:
     """For `__post_init__`: checks every `option` field, and turns numbers into Python's own. Raises `error`."""
     for each in _checked(options.__class__):
-        value = getattr(options, each.name)
-        if value is not each.default:
+        if (value := getattr(options, each.name)) is not each.default:
             object.__setattr__(options, each.name, check_option(each, value, error))
 
 
 def check_option(declared: Field[Any], value: Any, error: type[TenutoError] = InvalidRequest) -> Any:
     """The value to keep for an `option` field. Raises `error` if the option may not have it."""
-    name, allowed = declared.name, declared.metadata
+    name, allowed = declared.name, declared.metadata["allowed"]
     if value is declared.default:
         return value
-    if allowed["parse"] is not None:
-        return allowed["parse"](name, value)
-    if allowed["bounds"] is not None:
-        return allowed["bounds"].check(name, value, error)
-    if allowed["choices"] and value not in allowed["choices"]:
-        raise error(f"{name} is {shown(value)}; allowed: {', '.join(allowed['choices'])}", param=name)
+    if isinstance(allowed, Bounds):
+        return allowed.check(name, value, error)
+    if isinstance(allowed, tuple):
+        if not isinstance(value, str) or value.lower() not in allowed:
+            raise error(f"{name} is {shown(value)}; allowed: {', '.join(allowed)}", param=name)
+        return value.lower()
+    if callable(allowed):
+        return allowed(name, value)
     return flag(name, value, error) if isinstance(declared.default, bool) else value
 
 
 @cache
 def _checked(options: type[Any]) -> tuple[Field[Any], ...]:
     """The fields that `check_option` checks. Their defaults are allowed."""
-    return tuple(
-        each
-        for each in fields(options)
-        if each.metadata
-        and (isinstance(each.default, bool) or any(each.metadata[name] for name in ("parse", "bounds", "choices")))
-    )
+    each = (one for one in fields(options) if one.metadata)
+    return tuple(one for one in each if isinstance(one.default, bool) or one.metadata["allowed"] is not None)
 
 
 def items(name: str, value: object, allowed: str) -> tuple[Any, ...]:

@@ -15,14 +15,18 @@ import msgspec
 
 from tenuto.base.checks import MAX_COUNT, SECONDS, Bounds, check_options, option, shown
 from tenuto.base.errors import ConfigError
-from tenuto.base.parsing import parse_directory, parse_level, parse_memory, parse_path, parse_size
+from tenuto.base.parsing import parse_directory, parse_memory, parse_path, parse_size
 
 WEIGHTS = Bounds(0.01, 100.0)
 """Of tenants."""
 _COUNT = Bounds(1, MAX_COUNT)
+_SIZE = Bounds(0, MAX_COUNT)
 
 DEFAULT_MODEL = "smollm2"
 """SmolLM2-135M-Instruct: a chat model small enough for any CPU."""
+KERNELS = ("auto", "amx", "avx512_bf16", "avx512", "avx2", "torch")
+"""What may compute: the best there is, one variant of the native kernels, or plain PyTorch."""
+LEVELS = ("debug", "info", "warning", "error")
 OTHER_VARIABLES = ("TENUTO_CACHE", "TENUTO_URL")
 """Of the environment: where models are kept, and where the server of a client is."""
 
@@ -49,72 +53,51 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How an engine runs. Each option says below what it is; `None` and 0 are what its description says."""
+    """How an engine runs."""
 
-    context_length: int = option(8192, "Most tokens a session may have; capped at the model's if not given.", _COUNT)
-    max_running: int = option(32, "Most turns in one step.", _COUNT, flags=("--max-running-requests",))
+    context_length: int = option(8192, "Most tokens of a session; capped at the model's if not given.", _COUNT)
+    max_running: int = option(32, "Most turns in one step.", _COUNT, names={"cli": "--max-running-requests"})
     max_sessions: int = option(100_000, "Most open sessions.", _COUNT)
-    max_queued: int = option(10_000, "Most turns that wait for a step.", _COUNT, flags=("--max-queued-requests",))
+    max_queued: int = option(10_000, "Most turns that wait for a step.", _COUNT, names={"cli": "--max-queued-requests"})
     token_budget: int = option(
-        1024,
-        "Most tokens one step computes; more than max_running, so that prefills progress beside decodes.",
-        _COUNT,
-        flags=("--chunked-prefill-size",),
+        1024, "Most tokens one step computes; more than max_running.", _COUNT, names={"cli": "--chunked-prefill-size"}
     )
     mixed_budget: int = option(
         512,
-        "Most tokens of a step in which turns decode, which wait for its end; more than max_running.",
+        "Most tokens of a step in which turns decode; more than max_running.",
         _COUNT,
-        flags=("--mixed-chunk-size",),
+        names={"cli": "--mixed-chunk-size"},
     )
     overlap: int = option(0, "1: plan a step while the previous one is computed.", Bounds(0, 1))
     lookahead: int = option(
-        0,
-        "Most tokens a proposer may guess ahead of a turn.",
-        Bounds(0, MAX_COUNT),
-        internal="only code that passes a proposer to an engine can use it",
+        0, "Most tokens a proposer may guess ahead of a turn.", _SIZE, internal="only code brings a proposer"
     )
     aging_seconds: float = option(10.0, "A turn gains one priority for every such wait.", SECONDS)
-    checkpoint_interval: int = option(
-        512, "Tokens of a long prefill between checkpoints, rounded up to whole pages.", _COUNT
-    )
-    checkpoint_share: float = option(
-        0.8, "Share of each pool that checkpoints may hold which only save work.", Bounds(0.0, 1.0)
-    )
+    checkpoint_interval: int = option(512, "Tokens of a prefill per checkpoint, rounded up to whole pages.", _COUNT)
+    checkpoint_share: float = option(0.8, "Share of each pool for checkpoints that only save work.", Bounds(0.0, 1.0))
     prefix_cache: bool = option(
-        default=True,
-        description="Turns start from the memory of the same tokens that any session of their tenant has, closed ones"
-        " included.",
-        flags=(" /--disable-radix-cache",),
+        True,  # noqa: FBT003 - the default
+        "Turns start from what any session of their tenant, closed ones included, has in memory of the same tokens.",
+        names={"cli": " /--disable-radix-cache"},
     )
     host_tier: int = option(
-        0,
-        "Host memory for sessions that have to leave the device: bytes, or a size such as 4GiB. 0: none.",
-        parse=parse_size,
-        metavar="SIZE",
+        0, "Host memory for sessions that have to leave the device: bytes, or a size such as 4GiB. 0: none.", parse_size
     )
     disk_tier: str = option(
-        "",
-        "Directory for sessions that host memory cannot hold. none: they are computed again.",
-        parse=parse_directory,
-        metavar="PATH",
+        "", "Directory for sessions that host memory cannot hold. none: they are computed again.", parse_directory
     )
-    disk_tier_size: int = option(
-        0, "Most bytes in it, or a size such as 4GiB. 0: no limit.", parse=parse_size, metavar="SIZE"
-    )
+    disk_tier_size: int = option(0, "Most bytes in it, or a size such as 4GiB. 0: no limit.", parse_size)
     snapshot_seconds: float = option(
         30.0,
-        "Time that a server with a journal and a disk tier has at its end to write sessions' memory there.",
+        "Most time to write memory to the disk tier when a server with a journal ends.",
         Bounds(0.0, 86400.0),
     )
     tenant_weights: tuple[tuple[str, float], ...] = option(
-        (),
-        "Tenants' relative shares of rows and prefill tokens; 1 for others.",
-        internal="a server's key file has them",
+        (), "Tenants' relative shares of rows and prefill tokens; 1 for others.", internal="the key file has them"
     )
     draft_timeout: float = option(60.0, "Seconds after its last change until a draft is dropped.", SECONDS)
     audit_every: int = option(
-        1000, "Recount all memory every so many steps, a little at each. 0: only on demand.", Bounds(0, MAX_COUNT)
+        1000, "Recount all memory every so many steps, a little at each. 0: only on demand.", _SIZE
     )
     strict: bool = option(default=False, description="Recount all memory after every step, and log every recount.")
 
@@ -185,42 +168,32 @@ class WorkerSettings:
     is wrong for any model."""
 
     model: str = option(
-        DEFAULT_MODEL, f"{DEFAULT_MODEL}, a .gguf file, a Hugging Face directory or a hub id.", flags=("--model-path",)
+        DEFAULT_MODEL,
+        f"{DEFAULT_MODEL}, a .gguf file, a Hugging Face directory or a hub id.",
+        names={"cli": "--model-path"},
     )
     device: str = option("cpu", "cpu, cuda, or another device PyTorch knows.")
     dtype: str | None = option(
         None,
-        "float32, bfloat16 or float16. If not given, native kernels take weights as they are stored, and PyTorch"
-        " computes in float32 on CPUs and in bfloat16 elsewhere.",
-        choices=("float32", "bfloat16", "float16"),
+        "If not given, native kernels take weights as they are stored; PyTorch computes in float32 on CPUs, in bfloat16"
+        " elsewhere.",
+        ("float32", "bfloat16", "float16"),
     )
     memory: int | float | None = option(
         None,
-        "Memory for the state of sessions: bytes, a size such as 4GiB, or a share of the device's memory such as 0.5;"
-        " by default, what is free.",
-        parse=parse_memory,
-        metavar="SIZE",
+        "For the state of sessions: bytes, a size such as 4GiB, or a share of the device's memory such as 0.5; by"
+        " default, what is free.",
+        parse_memory,
     )
     page_size: int = option(32, "Token slots a page of memory.", Bounds(1, 2**20))
-    kernels: str = option(
-        "auto",
-        "What computes: auto, amx, avx512_bf16, avx512, avx2 (all for CPUs) or torch.",
-        choices=("auto", "amx", "avx512_bf16", "avx512", "avx2", "torch"),
-    )
+    kernels: str = option("auto", "What computes: native kernels for CPUs, or PyTorch.", KERNELS)
     kv_cache_dtype: str = option(
-        "auto",
-        "Keys and values in memory: auto (16 bits with native kernels, dtype with PyTorch), or int8, half of 16 bits"
-        " (native kernels only).",
-        choices=("auto", "int8"),
+        "auto", "Keys and values in memory: 16 bits on CPUs, or half of it (native kernels only).", ("auto", "int8")
     )
     journal: str | None = option(
-        None,
-        "File that keeps committed sessions beyond the life of the process; one that is started with it later has them."
-        " none: no file.",
-        parse=parse_path,
-        metavar="PATH",
+        None, "File that keeps committed sessions for the next process that is given it. none: they end.", parse_path
     )
-    log_level: str = option("info", "debug, info, warning or error.", parse=parse_level)
+    log_level: str = option("info", "What is logged, at least.", LEVELS)
     config: EngineOptions = field(default_factory=EngineOptions)
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ import structlog
 def configure_logs(level: str = "info", *, as_json: bool | None = None) -> None:
     """Log in this form, `extra` as fields, and libraries' warnings too. `as_json` `None`: unless stderr is a terminal.
     Values are escaped for the terminal, and tracebacks leave out local variables. `level`: one of
-    `base.parsing.LEVELS`."""
+    `base.config.LEVELS`."""
     if as_json is None:
         as_json = not sys.stderr.isatty()
     shared: list[structlog.typing.Processor] = [

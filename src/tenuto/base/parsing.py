@@ -1,4 +1,4 @@
-"""Options as people write them: sizes of memory, times to live, paths, and levels of logs."""
+"""Options as people write them: sizes of memory, times to live, and paths."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 from tenuto.base.checks import real, seconds, shown, whole
 from tenuto.base.errors import ConfigError
 
-LEVELS = ("debug", "info", "warning", "error")
-"""Of logs."""
 MAX_BYTES = 2**60
 _UNITS = {f"{prefix}iB": 2 ** (10 * power) for power, prefix in enumerate("KMGT", 1)}
 _UNITS |= {f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate("kMGT", 1)}
@@ -21,22 +19,16 @@ _SHARE = "a share of the device's memory such as 0.5"
 
 def parse_memory(name: str, given: Any) -> int | float | None:
     """Bytes as an int, or a share of the device's memory as a float. Raises `ConfigError`."""
-    number, unit = _split(name, given, f"{_SIZE}, or {_SHARE}") if isinstance(given, str) else (given, "")
-    if isinstance(given, str):
-        number = float(number) if "." in number and not unit else _bytes(number, unit)
-    if isinstance(number, float):
-        return real(name, number, 0.0, 1.0, ConfigError, above=True)
-    return None if number is None else whole(name, number, 1, MAX_BYTES, ConfigError)
+    amount = _amount(name, given, f"{_SIZE}, or {_SHARE}") if isinstance(given, str) else given
+    if isinstance(amount, float):
+        return real(name, amount, 0.0, 1.0, ConfigError, above=True)
+    return None if amount is None else whole(name, amount, 1, MAX_BYTES, ConfigError)
 
 
 def parse_size(name: str, given: Any) -> int:
     """Bytes, which may be 0. Raises `ConfigError`."""
-    if isinstance(given, str):
-        number, unit = _split(name, given, _SIZE)
-        if not unit and "." in number:
-            raise ConfigError(f"{name} is {given}; allowed: {_SIZE}")
-        given = _bytes(number, unit)
-    return whole(name, given, 0, MAX_BYTES, ConfigError)
+    amount = _amount(name, given, _SIZE) if isinstance(given, str) else given
+    return whole(name, amount, 0, MAX_BYTES, ConfigError)
 
 
 def parse_ttl(name: str, given: Any) -> float | None:
@@ -61,20 +53,12 @@ def parse_directory(name: str, given: Any) -> str:
     return parse_path(name, given) or ""
 
 
-def parse_level(name: str, given: Any) -> str:
-    """One of `LEVELS`, in either case. Raises `ConfigError`."""
-    if not isinstance(given, str) or given.lower() not in LEVELS:
-        raise ConfigError(f"{name} is {shown(given)}; allowed: {', '.join(LEVELS)}")
-    return given.lower()
-
-
-def _split(name: str, text: str, allowed: str) -> tuple[str, str]:
-    """A number and its unit, if any."""
+def _amount(name: str, text: str, allowed: str) -> int | float:
+    """Bytes, or a number with a decimal point and without a unit."""
     found = re.fullmatch(rf"(\d{{1,18}}|\d{{0,15}}\.\d{{1,15}}) ?({'|'.join(_UNITS)})?", text.strip(), re.ASCII)
     if found is None:
-        raise ConfigError(f"{name} is {text[:40]!r}; allowed: {allowed}")
-    return found[1], found[2] or ""
-
-
-def _bytes(number: str, unit: str) -> int:
-    return int(float(number) * _UNITS[unit]) if unit else int(number)
+        raise ConfigError(f"{name} is {shown(text)}; allowed: {allowed}")
+    number, unit = found.groups()
+    if unit:
+        return int(float(number) * _UNITS[unit])
+    return float(number) if "." in number else int(number)

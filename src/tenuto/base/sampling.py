@@ -42,12 +42,12 @@ class Sampling:
 
     temperature: float = option(0.0, "0, the default, is greedy.", Bounds(0.0, 1e6))
     top_k: int = option(0, "0, the default, keeps all.", Bounds(0, MAX_TOKEN_ID))
-    top_p: float = option(1.0, bounds=Bounds(0.0, 1.0, above=True))
+    top_p: float = option(1.0, allowed=Bounds(0.0, 1.0, above=True))
     seed: int = option(0, "Made up by the server if not given.", Bounds(0, MAX_SEED), names={"sglang": "sampling_seed"})
-    min_p: float = option(0.0, bounds=Bounds(0.0, 1.0))
-    repetition_penalty: float = option(1.0, bounds=Bounds(0.01, 100.0))
-    presence_penalty: float = option(0.0, bounds=Bounds(-2.0, 2.0))
-    frequency_penalty: float = option(0.0, bounds=Bounds(-2.0, 2.0))
+    min_p: float = option(0.0, allowed=Bounds(0.0, 1.0))
+    repetition_penalty: float = option(1.0, allowed=Bounds(0.01, 100.0))
+    presence_penalty: float = option(0.0, allowed=Bounds(-2.0, 2.0))
+    frequency_penalty: float = option(0.0, allowed=Bounds(-2.0, 2.0))
     logit_bias: tuple[tuple[int, float], ...] = option((), "By token id.")
 
     def __post_init__(self) -> None:

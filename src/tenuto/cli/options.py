@@ -14,6 +14,7 @@ from tenuto.base.checks import MAX_SECONDS, Bounds, check_option
 from tenuto.base.config import EngineConfig, WorkerSettings
 from tenuto.base.errors import ConfigError
 from tenuto.base.options import TurnParams
+from tenuto.base.parsing import parse_directory, parse_memory, parse_path, parse_size, parse_ttl
 from tenuto.base.sampling import Sampling
 from tenuto.serve.shared.settings import ServeSettings
 
@@ -21,6 +22,13 @@ C = TypeVar("C", bound=Callable[..., None])
 
 _KINDS = {bool: (bool, None), int: (str, "<int>"), float: (str, "<float>"), tuple: (list[str], "<list[str]>")}
 """Type of an option -> what Typer makes of its flag, and what it calls the value. Others are text."""
+_VALUES = {
+    parse_memory: "SIZE",
+    parse_size: "SIZE",
+    parse_path: "PATH",
+    parse_directory: "PATH",
+    parse_ttl: "SECONDS",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +55,11 @@ class Option:
     def read(self, given: Any, source: str, *, text: bool = True) -> Any:
         """The option's value from text, or from a value of its type. Raises `ConfigError`, which names `source`."""
         name, value, expected = self.declared.name, given, True
-        if self.declared.metadata["parse"] is None:
-            parts = (
-                [each.strip() for each in given.split(",")] if self.kind is tuple and isinstance(given, str) else given
-            )
+        if not callable(self.declared.metadata["allowed"]):
+            if self.kind is tuple and text and isinstance(given, str):
+                value = [each.strip() for each in given.split(",")]
             try:
-                value = msgspec.convert(parts, self.hint, strict=not text)
+                value = msgspec.convert(value, self.hint, strict=not text)
             except msgspec.ValidationError:
                 expected = False
         try:
@@ -70,13 +77,14 @@ class Option:
         kind, metavar = _KINDS.get(self.kind, (str, "<str>"))
         flag = f"{self.flag}/--no-{self.flag[2:]}" if kind is bool else self.flag
         shown = [f"default: {_default(self.flag, default)}"] if default not in (None, "", ()) else []
-        shown += [_range(given["bounds"])] if given["bounds"] is not None else []
-        notes = f"  [{'; '.join(filter(None, shown))}]" if any(shown) else ""
+        shown += [_range(given["allowed"])] if isinstance(given["allowed"], Bounds) else []
+        shown += ["one of " + ", ".join(given["allowed"])] if isinstance(given["allowed"], tuple) else []
+        notes = f"  [{'; '.join(shown)}]" if shown else ""
         made = typer.Option(
             None,
             flag,
-            *given["flags"],
-            metavar=given["metavar"] or metavar,
+            *given["names"].get("cli", ()),
+            metavar=_VALUES.get(given["allowed"], metavar),
             help=(description or given["description"]) + notes,
             show_default=False,
         )

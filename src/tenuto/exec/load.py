@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
-from tenuto.base.config import cache_dir
+from tenuto.base.config import KERNELS, cache_dir
 from tenuto.base.errors import ConfigError, InvalidRequest
 from tenuto.base.groups import MemorySpec
 from tenuto.exec.device import check_device, is_cpu, usable_cores
@@ -25,8 +25,6 @@ from tenuto.models.store import ModelFiles, resolve
 from tenuto.models.weights import StoredWeight
 
 Weights = Iterable[tuple[str, StoredWeight]]
-KERNELS = ("auto", *VARIANTS, "torch")
-"""Choices of kernels: the best available, one variant of the native kernels, or plain PyTorch."""
 
 
 def load_executor(  # noqa: PLR0913 - each is an option of its own

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from tenuto.base.checks import real
 from tenuto.base.clock import SystemClock
-from tenuto.base.config import EngineConfig, WorkerSettings, cache_dir
+from tenuto.base.config import EngineConfig, WorkerSettings, cache_dir, engine_config
 from tenuto.base.errors import ConfigError
 from tenuto.base.groups import GroupSpec, Kind
 from tenuto.base.plan import Executor
@@ -115,22 +115,13 @@ class Model:
         return replace(self, weights=self.weights.again() if path is None else self.reading(path))
 
 
-def load_model(
-    name: str,
-    device: str,
-    dtype: str | None,
-    page_size: int,
-    kernels: str = "auto",
-    context: int | None = None,
-    kv_cache_dtype: str = "auto",
-) -> Model:
-    """`kernels`: what may compute, see `exec.load.KERNELS`; `context`: how many tokens a session may have, if that is
-    known; `kv_cache_dtype`: a `KVCacheDtype`. Raises `ModelError` or `ConfigError`."""
-    kind, _, step_seconds = name.partition(":")
+def load_model(settings: WorkerSettings) -> Model:
+    """Raises `ModelError` or `ConfigError`."""
+    kind, _, step_seconds = settings.model.partition(":")
     if kind == WITNESS:
-        if kv_cache_dtype != "auto":
-            raise ConfigError(f"kv_cache_dtype is {kv_cache_dtype!r}; allowed for the witness, which has none: auto")
-        return _witness(name, page_size, step_seconds)
+        if (given := settings.kv_cache_dtype) != "auto":
+            raise ConfigError(f"kv_cache_dtype is {given!r}; allowed for the witness, which has none: auto")
+        return _witness(settings.model, settings.page_size, step_seconds)
     # Slow to import; the witness does without them.
     from tenuto.exec.load import load_executor  # noqa: PLC0415 - loaded where it is used
     from tenuto.formats.gguf_file import GgufFile  # noqa: PLC0415 - loaded where it is used
@@ -139,17 +130,17 @@ def load_model(
     from tenuto.models.store import FileFormat, resolve  # noqa: PLC0415 - loaded where it is used
     from tenuto.text.load import load_tokenizer  # noqa: PLC0415 - loaded where it is used
 
-    files = resolve(name, cache_dir())
+    files = resolve(settings.model, cache_dir())
     weights = WeightsDigest(files)
     opened = GgufFile(files.path) if files.format is FileFormat.GGUF else None  # vocabularies take a while to read
     executor = load_executor(
         files,
-        page_size,
-        device,
-        dtype,
-        context=context,
-        kernels=kernels,
-        kv_cache_dtype=kv_cache_dtype,
+        settings.page_size,
+        settings.device,
+        settings.dtype,
+        context=engine_config(settings.config).context_length,
+        kernels=settings.kernels,
+        kv_cache_dtype=settings.kv_cache_dtype,
         cache=cache_dir(),
         say=log.warning,
         checkpoint=open_checkpoint(files, opened),
@@ -168,9 +159,9 @@ def load_model(
         config.max_context,
         tokenizer,
         chat,
-        name,
+        settings.model,
         str(files.path),
-        spare_bytes(device),
+        spare_bytes(settings.device),
         forward.description,
         weights,
         config.ropes(),

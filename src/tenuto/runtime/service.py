@@ -314,15 +314,7 @@ class Service:
 
 def open_service(settings: WorkerSettings, send: Callable[[AnyReply], None]) -> Service:
     """Load a model and serve it. Raises `ModelError` or `ConfigError`."""
-    model = load_model(
-        settings.model,
-        settings.device,
-        settings.dtype,
-        settings.page_size,
-        settings.kernels,
-        engine_config(settings.config).context_length,
-        settings.kv_cache_dtype,
-    )
+    model = load_model(settings)
     config = engine_config(settings.config, model.max_context)
     memory = memory_bytes(settings)
     if memory is None:

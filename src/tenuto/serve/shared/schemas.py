@@ -85,7 +85,7 @@ def field_of(name: str, description: str | None = None, *, default: Any = None, 
     """A request field with the bounds and description of the engine's option of this name, a turn's or a session's.
     `own`: bounds that are others here."""
     given = (OPTIONS.get(name) or _OF_SESSIONS[name]).metadata
-    bounds: Bounds | None = given["bounds"]
+    bounds: Bounds | None = given["allowed"]
     limits: dict[str, Any] = {}
     if bounds is not None:
         limits = {"gt" if bounds.above else "ge": bounds.low, "le": bounds.high}
@@ -98,7 +98,7 @@ def type_of(name: str) -> Any:
     """The type of a request field for the engine's option of this name."""
     if name in _TYPES:
         return _TYPES[name]
-    bounds = OPTIONS[name].metadata["bounds"]
+    bounds = OPTIONS[name].metadata["allowed"]
     return bool if bounds is None else type(bounds.low)
 
 

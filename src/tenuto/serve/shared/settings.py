@@ -155,13 +155,12 @@ class ServeSettings:
         None, "Key that clients must give; as TENUTO_API_KEY it does not show in lists of processes.", secret=True
     )
     admin_api_key: str | None = option(None, "Key with all rights; likewise TENUTO_ADMIN_API_KEY.", secret=True)
-    keys: str | None = option(None, "A TOML file of keys, tenants and limits.", parse=parse_path, metavar="PATH")
+    keys: str | None = option(None, "A TOML file of keys, tenants and limits.", parse_path)
     session_ttl: float | None = option(
         DAY,
         "How long a session without a turn stays open, unless its request says otherwise; 0 or none: forever if its"
         " client named it, else for a day. A fork or trim inherits the TTL of its source.",
-        parse=parse_ttl,
-        metavar="SECONDS",
+        parse_ttl,
     )
     drain_seconds: float = option(5.0, "How long turns may continue after SIGTERM.", Bounds(0.0, MAX_SECONDS))
     unread_seconds: float = option(
