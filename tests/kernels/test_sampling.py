@@ -20,10 +20,10 @@ from tenuto.exec.row_options import RowOptions
 from tenuto.exec.torch_forward import TorchLogits
 from tenuto.kernels.native.build import VARIANTS, Machine, library
 from tenuto.kernels.native.library import Library, Model, Op, loaded
-from tenuto.kernels.native.sampling import logprobs as native_logprobs
 from tenuto.kernels.native.sampling import sample as native_sample
+from tenuto.kernels.native.sampling import score as native_score
 from tenuto.kernels.sampling import Choice, Masks, penalise, uniforms
-from tenuto.kernels.torch_sampling import kept_probabilities, logprobs, mask
+from tenuto.kernels.torch_sampling import kept_probabilities, mask, score
 from tenuto.kernels.torch_sampling import sample as torch_sample
 from tests.kernels.reference import Row, reference_kept, reference_logits
 
@@ -59,10 +59,10 @@ def portable(logits: torch.Tensor, choice: Choice, masks: Masks | None = None) -
 
 
 def portable_logprobs(logits: np.ndarray, tokens: np.ndarray, most: int) -> tuple[np.ndarray, ...]:
-    return tuple(part.numpy() for part in logprobs(torch.from_numpy(logits), torch.from_numpy(tokens), most))
+    return tuple(part.numpy() for part in score(torch.from_numpy(logits), torch.from_numpy(tokens), most))
 
 
-TELLING: dict[str, Tell] = {"torch": portable_logprobs, "native": native_logprobs}
+TELLING: dict[str, Tell] = {"torch": portable_logprobs, "native": native_score}
 
 
 @pytest.fixture(scope="module", params=["torch", *VARIANTS])

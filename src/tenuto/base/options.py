@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass, fields, replace
 from typing import Any, Literal, TypedDict
 
 from tenuto.base.checks import MAX_COUNT, SECONDS, Bounds, check_options, items, option, shown, whole
@@ -84,6 +84,21 @@ class TurnParams:
         object.__setattr__(self, "stop_ids", stop_ids)
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise InvalidRequest(f"grammar is {shown(self.grammar)}; allowed: a Grammar", param="grammar")
+
+    @property
+    def scores_input(self) -> bool:
+        """Whether log-probabilities of input tokens are wanted."""
+        return self.input_logprobs is not None
+
+    @property
+    def output_alone(self) -> TurnParams:
+        """The same for a turn whose input is scored elsewhere, or not at all."""
+        return replace(self, input_logprobs=None) if self.scores_input else self
+
+    @property
+    def prefill_alone(self) -> TurnParams:
+        """The same for a turn that generates nothing."""
+        return replace(self, max_new_tokens=0)
 
 
 OPTIONS: dict[str, Field[Any]] = {

@@ -63,7 +63,7 @@ class RowSampling:
 
     Token ids for penalties, int32: `prompt`, the distinct ids of history and input in any order, if there is a
     repetition penalty; `output`, the turn's output so far, if there is any penalty; else `None`. At positions before
-    `masked_before`, the ids in `masked` are not sampled. `logprobs` n asks for log-probabilities of sampled tokens and
+    `masked_before`, the ids in `masked` are not sampled. `top` n asks for log-probabilities of sampled tokens and
     of the n likeliest; `None` for none. A row with a penalty samples at most one token per step.
     """
 
@@ -72,7 +72,7 @@ class RowSampling:
     output: Ints | None = field(default=None, compare=False)
     masked: tuple[int, ...] = ()
     masked_before: int = 0
-    logprobs: int | None = None
+    top: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,9 +161,9 @@ class Delta(msgspec.Struct, array_like=True, frozen=True, gc=False):
     input_logprobs: tuple[TokenLogprob | None, ...] = ()
 
     @property
-    def says_something(self) -> bool:
-        """Whether it has text or log-probabilities."""
-        return bool(self.text or self.logprobs or self.input_logprobs)
+    def scores(self) -> int:
+        """How many log-probabilities it has."""
+        return len(self.logprobs) + len(self.input_logprobs)
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:

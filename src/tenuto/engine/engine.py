@@ -416,7 +416,7 @@ class Engine:
         draft = session.turn if session.turn is not None and session.turn.drafting else None
         if draft is None:
             session.require_idle("start a turn on")
-        elif params.input_logprobs is not None:
+        elif params.scores_input:
             raise InvalidRequest("input_logprobs of a turn that was a draft: tokens computed earlier have none")
         allowed = self._gate.allowed(session, len(session.history) + len(checked), params.max_new_tokens)
         text = self._gate.admit(params, constraint)
@@ -449,7 +449,7 @@ class Engine:
         session.require_idle("regenerate in")
         params = params or TurnParams()
         record = session.regenerated_turn()
-        if params.input_logprobs is not None:
+        if params.scores_input:
             raise InvalidRequest("regenerate has input_logprobs; it has no input")
         if params.max_new_tokens == 0:
             raise InvalidRequest("regenerate has max_new_tokens 0; allowed: at least 1")

@@ -116,7 +116,7 @@ class Sharing:
         stands where it stood, so it gives up no checkpoint."""
         if turn.looked == NO_ROOM:
             return NO_ROOM
-        if turn.params.input_logprobs is not None:
+        if turn.params.scores_input:
             return "scored"
         return "own checkpoint" if turn.session.memory.computed and self._memory.needs_checkpoints else ""
 

@@ -45,8 +45,8 @@ class Logits(Protocol):
         logits."""
         ...
 
-    def logprobs(self, tokens: Longs, most: int) -> tuple[Singles, Longs, Singles]:
-        """Computes log-probabilities like the reference, `kernels.torch_sampling.logprobs`."""
+    def score(self, tokens: Longs, most: int) -> tuple[Singles, Longs, Singles]:
+        """Computes log-probabilities like the reference, `kernels.torch_sampling.score`."""
         ...
 
     def host(self) -> Singles:

@@ -245,18 +245,18 @@ class ModelExecutor:
             if computed.best is not None and not options.draws(rows):
                 return computed.best, None
             return logits.sample(options.choice(rows, positions)).astype(np.int32), None
-        wanted, most = options.wanted_logprobs(rows)
+        wanted, most = options.scored(rows)
         raw = logits.copy(wanted) if len(wanted) else logits
         options.edit(logits, rows, positions)
         tokens = logits.sample(options.choice(rows, positions), masks)
         options.counts.add(rows, tokens)
         if len(wanted):
-            sampled = _logprobs(wanted, raw, tokens[wanted], most)
+            sampled = _scored(wanted, raw, tokens[wanted], most)
         return tokens.astype(np.int32), sampled
 
     def _score(self, logits: Logits, scores: InputScores) -> Logprobs:
         """Returns the log-probabilities of the targets of `scores`, one for each of the logits."""
-        return _logprobs(np.arange(len(logits)), logits, scores.targets.astype(np.int64), scores.top)
+        return _scored(np.arange(len(logits)), logits, scores.targets.astype(np.int64), scores.top)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,8 +301,8 @@ def _masks(given: Sequence[TokenMasks]) -> Masks | None:
     return Masks(rows, np.concatenate([words for _, words in known]))
 
 
-def _logprobs(places: Longs, logits: Logits, tokens: Longs, most: int) -> Logprobs:
+def _scored(places: Longs, logits: Logits, tokens: Longs, most: int) -> Logprobs:
     """Returns the log-probabilities of `tokens`, int64, one for each of the logits, and of the `most` likeliest
     tokens."""
-    chosen, ids, top = logits.logprobs(tokens, most)
+    chosen, ids, top = logits.score(tokens, most)
     return Logprobs(places.astype(np.int32), chosen, ids.astype(np.int32), top)

@@ -13,7 +13,7 @@ from tenuto.base.groups import MemorySpec
 from tenuto.base.plan import Bytes, Ints, Plan, TableChanges
 from tenuto.exec.forward import Longs, Outputs, Singles, describe
 from tenuto.kernels.native.library import GroupStep, Library, OpKind, Step
-from tenuto.kernels.native.sampling import logprobs, sample
+from tenuto.kernels.native.sampling import sample, score
 from tenuto.kernels.sampling import Choice, Masks
 from tenuto.models.config import Attention, ModelConfig
 from tenuto.models.native.program import NativeProgram
@@ -61,8 +61,8 @@ class NativeLogits:
     def sample(self, choice: Choice, masks: Masks | None = None) -> Longs:
         return sample(self._library, self._handle, self._values, choice, masks)
 
-    def logprobs(self, tokens: Longs, most: int) -> tuple[Singles, Longs, Singles]:
-        return logprobs(self._values, tokens, most)
+    def score(self, tokens: Longs, most: int) -> tuple[Singles, Longs, Singles]:
+        return score(self._values, tokens, most)
 
     def host(self) -> Singles:
         return self._values.copy()

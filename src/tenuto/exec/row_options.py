@@ -43,7 +43,7 @@ class RowOptions:
     def __init__(self, rows: int, vocab: int) -> None:
         self._temperature, self._top_k = np.zeros(rows), np.zeros(rows, np.int64)
         self._top_p, self._min_p, self._seed = np.ones(rows), np.zeros(rows), np.zeros(rows, np.int64)
-        self._logprobs = np.full(rows, NOT_ASKED)
+        self._top = np.full(rows, NOT_ASKED)
         self._biased = np.zeros(rows, np.bool_)
         self._biases: dict[int, _Biases] = {}
         self._asking: set[int] = set()
@@ -55,12 +55,12 @@ class RowOptions:
         options = new.sampling
         self._temperature[row], self._top_k[row], self._top_p[row] = options.temperature, options.top_k, options.top_p
         self._min_p[row], self._seed[row] = options.min_p, options.seed
-        asks = options.penalised or options.logit_bias or new.masked or new.logprobs is not None
+        asks = options.penalised or options.logit_bias or new.masked or new.top is not None
         if not asks and row not in self._asking:
             return
         self._asking.add(row)  # first: if the rest fails, the next start of the row must reset it
         self.counts.start(row, new)
-        self._logprobs[row] = NOT_ASKED if new.logprobs is None else new.logprobs
+        self._top[row] = NOT_ASKED if new.top is None else new.top
         self._biased[row] = bool(options.logit_bias or new.masked)
         self._biases.pop(row, None)
         if self._biased[row]:
@@ -103,8 +103,8 @@ class RowOptions:
         tokens, values = (np.concatenate(parts) for parts in zip(*((a.tokens, a.values) for a in added), strict=True))
         logits.put(places, tokens, logits.at(places, tokens) + values)
 
-    def wanted_logprobs(self, rows: Longs) -> tuple[Longs, int]:
+    def scored(self, rows: Longs) -> tuple[Longs, int]:
         """Returns the indices in `rows` of those that want log-probabilities, and the largest number of top tokens that
         any of them wants."""
-        most = self._logprobs[rows]
+        most = self._top[rows]
         return np.flatnonzero(most != NOT_ASKED), int(most.max(initial=0))

@@ -17,7 +17,7 @@ from tenuto.exec.torch_memory import Memories, indices
 from tenuto.kernels.elements import Element
 from tenuto.kernels.ragged import ragged_arange
 from tenuto.kernels.sampling import Choice, Masks
-from tenuto.kernels.torch_sampling import logprobs, mask, sample
+from tenuto.kernels.torch_sampling import mask, sample, score
 from tenuto.models.config import ModelConfig
 from tenuto.models.decoder import Decoder
 from tenuto.models.groups import layer_groups, memory_spec
@@ -52,8 +52,8 @@ class TorchLogits:
             mask(self._values, masks)
         return _host(sample(self._values, choice))
 
-    def logprobs(self, tokens: Longs, most: int) -> tuple[Singles, Longs, Singles]:
-        chosen, ids, top = logprobs(self._values, self._indices(tokens), most)
+    def score(self, tokens: Longs, most: int) -> tuple[Singles, Longs, Singles]:
+        chosen, ids, top = score(self._values, self._indices(tokens), most)
         return _host(chosen), _host(ids), _host(top)
 
     def host(self) -> Singles:

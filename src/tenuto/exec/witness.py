@@ -319,7 +319,7 @@ class WitnessExecutor:
         for row, new in plan.sampling:
             self._seeds[row] = 0 if new.sampling.greedy else seeded(0, new.sampling.seed)
             self._asking.pop(row, None)
-            if new.masked or new.logprobs is not None:
+            if new.masked or new.top is not None:
                 self._asking[row] = new
         starts, counts = plan.starts.astype(np.int64), plan.counts.astype(np.int64)
         rows, tokens = plan.rows.astype(np.int64), plan.tokens.astype(np.int64)
@@ -487,7 +487,7 @@ class WitnessExecutor:
             positions = (plan.starts + plan.counts - samples)[owner] + within + 1
             self._mask(rows[owner], positions, sampled, tokens, plan.masks)
         self._last[rows[owner]] = tokens  # a row's last sample wins
-        return np.asarray(tokens, np.int32), self._logprobs(rows[owner], tokens) if self._asking else None
+        return np.asarray(tokens, np.int32), self._scored(rows[owner], tokens) if self._asking else None
 
     def _next_tokens(self, states: Hashes) -> Longs:
         mixed = (states >> np.uint64(17)) ^ (states >> np.uint64(41))
@@ -508,8 +508,8 @@ class WitnessExecutor:
             elif masked:
                 tokens[i] = next_unmasked(int(states[i]), self._vocab_size, masked)
 
-    def _logprobs(self, rows: Longs, tokens: Longs) -> Logprobs | None:
-        most = [(asked.logprobs if (asked := self._asking.get(row)) is not None else None) for row in rows.tolist()]
+    def _scored(self, rows: Longs, tokens: Longs) -> Logprobs | None:
+        most = [(asked.top if (asked := self._asking.get(row)) is not None else None) for row in rows.tolist()]
         places = np.array([i for i, n in enumerate(most) if n is not None], np.int32)
         if not len(places):
             return None

@@ -85,7 +85,7 @@ def _limit(probabilities: torch.Tensor, rows: Longs, top_k: Longs, top_p: Floats
             return
 
 
-def logprobs(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def score(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probabilities of `tokens`, int64 [rows], by `logits`, float32 [rows, vocab]: float32 [rows]; then the `most`
     likeliest, or all there are, in falling order: their ids, int64, and log-probabilities, float32, both [rows, most].
     What is no number or below `LEAST_LOGPROB` is that. Which of several at the very edge are told is unspecified."""

@@ -49,7 +49,7 @@ class Texts:
     def of_delta(self, delta: Delta) -> Delta:
         """Adds the bytes of the tokens in a delta's log-probabilities."""
         tokenizer = self._tokenizer
-        if tokenizer is None or not (delta.logprobs or delta.input_logprobs):
+        if tokenizer is None or not delta.scores:
             return delta
         raw = tokenizer.written_bytes
 

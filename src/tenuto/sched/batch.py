@@ -140,7 +140,7 @@ class Batch:
         self.stop_ids[row] = NO_STOP
         self.stop_ids[row, : len(stops)] = stops
         self.stepwise[row] = turn.params.sampling.penalised or turn.params.min_new_tokens > 0
-        if turn.params.input_logprobs is not None and turn.next_scored < turn.prompt_length:
+        if turn.params.scores_input and turn.next_scored < turn.prompt_length:
             self.scoring.add(row)
         if generates:
             self._sampling[row] = row_sampling(turn, stops)

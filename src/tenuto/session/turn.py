@@ -135,7 +135,7 @@ class Turn:
     def input_logprobs(self) -> tuple[TokenLogprob | None, ...]:
         """Of the leading input tokens, as far as scored: all once there is output. The first of the whole sequence has
         `None`. Empty if not asked for."""
-        if self.params.input_logprobs is None:
+        if not self.params.scores_input:
             return ()
         first = (None,) if self.base_length == 0 and self.input else ()
         return (*first, *self.input_scores)

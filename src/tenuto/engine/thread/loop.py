@@ -285,7 +285,7 @@ class _Subscription:
         logprobs = tuple(turn.output_logprobs[self._sent :]) if turn.output_logprobs else ()
         self._sent += len(tokens)
         scores: tuple[TokenLogprob | None, ...] = ()
-        if turn.params.input_logprobs is not None and not self._input_sent and (tokens or turn.result is not None):
+        if turn.params.scores_input and not self._input_sent and (tokens or turn.result is not None):
             scores, self._input_sent = turn.input_logprobs, True
         text = turn.text.take_text() if turn.text is not None else ""
         self._subscriber(Delta(tokens, text, turn.delivered, turn.result, logprobs, scores))

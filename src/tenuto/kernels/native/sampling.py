@@ -39,14 +39,14 @@ def sample(library: Library, forward: int, logits: Singles, choice: Choice, mask
     return tokens.astype(np.int64)
 
 
-def logprobs(logits: Singles, tokens: Longs, most: int) -> tuple[Singles, Longs, Singles]:
-    """Does what `kernels.torch_sampling.logprobs` does."""
+def score(logits: Singles, tokens: Longs, most: int) -> tuple[Singles, Longs, Singles]:
+    """Does what `kernels.torch_sampling.score` does."""
     pieces = [slice(first, first + _ROWS) for first in range(0, max(1, len(logits)), _ROWS)]
-    chosen, ids, top = zip(*(_logprobs(logits[piece], tokens[piece], most) for piece in pieces), strict=True)
+    chosen, ids, top = zip(*(_score(logits[piece], tokens[piece], most) for piece in pieces), strict=True)
     return np.concatenate(chosen), np.concatenate(ids), np.concatenate(top)
 
 
-def _logprobs(logits: Singles, tokens: Longs, most: int) -> tuple[Singles, Longs, Singles]:
+def _score(logits: Singles, tokens: Longs, most: int) -> tuple[Singles, Longs, Singles]:
     rows = np.arange(len(logits))[:, None]
     with np.errstate(all="ignore"):  # logits may be anything
         highest = logits.max(axis=1, keepdims=True)

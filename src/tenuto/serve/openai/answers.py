@@ -92,7 +92,7 @@ class Choices:
     def news(self, index: int, deltas: list[Delta]) -> bytes:
         delta, writer = joined(deltas), self._writers[index]
         event = b""
-        if delta.says_something:
+        if delta.text or delta.scores:
             piece = writer.piece(delta)
             event = self._chunk(_choice(index, piece)) if piece is not None else b""
         if delta.result is not None:

@@ -13,6 +13,7 @@ import msgspec
 from pydantic import Field
 
 from tenuto.base.errors import InvalidRequest, LimitReached, NotFound, SessionBusy
+from tenuto.serve.openai.response_answers import LISTED_TEXT, TEXT
 from tenuto.serve.openai.response_schemas import Item, Metadata, ResponsePart
 from tenuto.serve.shared.objects import ForeignObject
 
@@ -192,7 +193,7 @@ def kept(item: Item) -> dict[str, Any]:
     """An item in the form of a list's entry, with a new id. Raises `InvalidRequest`."""
     base = {"id": f"{_PREFIXES[item.type]}_{secrets.token_hex(12)}", "type": item.type, "status": "completed"}
     if item.type == "message":
-        kind = "output_text" if item.role == "assistant" else "input_text"
+        kind = TEXT if item.role == "assistant" else "input_text"
         return {**base, "role": item.role, "content": _parts(item.content, kind)}
     if item.type == "reasoning":
         return {
@@ -210,7 +211,7 @@ def kept(item: Item) -> dict[str, Any]:
 
 def _parts(content: str | list[ResponsePart] | None, kind: str) -> list[dict[str, Any]]:
     texts = [content] if isinstance(content, str) else [part.text for part in content or ()]
-    more: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
+    more: dict[str, Any] = LISTED_TEXT if kind == TEXT else {}
     return [{"type": kind, "text": text, **more} for text in texts]
 
 

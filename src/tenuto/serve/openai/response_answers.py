@@ -17,6 +17,8 @@ from tenuto.serve.shared.samples import check_end, committed
 from tenuto.serve.shared.sse import event
 
 TEXT, THOUGHT = "output_text", "reasoning_text"
+LISTED_TEXT: dict[str, Any] = {"annotations": [], "logprobs": []}
+"""What a part of an answer's text has besides where it is listed."""
 
 
 class ResponseWriter:

@@ -12,8 +12,8 @@ import msgspec
 from tenuto.base.errors import TenutoError
 from tenuto.base.turns import Delta, EndReason, TurnResult, joined
 from tenuto.base.wire.messages import Detokenize
-from tenuto.serve.sglang.logprobs import entry, likeliest
 from tenuto.serve.sglang.requests import Running
+from tenuto.serve.sglang.scores import entry, likeliest
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure
 from tenuto.serve.shared.sse import DONE, Chunk, data
@@ -53,8 +53,8 @@ class Answers:
         if _asks(self._edge, running, delta.result):
             return partial(self._asked, index, delta)
         answer = _plain(self._edge, running, delta.result)
-        if running.prompt_logprobs is not None:
-            answer["meta_info"] |= _known_logprobs(running, running.prompt_logprobs)
+        if running.prompt_scores is not None:
+            answer["meta_info"] |= _known_scores(running, running.prompt_scores)
         return self._event(index, answer)
 
     async def _asked(self, index: int, delta: Delta) -> bytes:
@@ -74,7 +74,7 @@ def _asks(edge: Edge, running: Running, result: TurnResult | None) -> bool:
     """Whether the engine must be asked for texts."""
     output = running.item.output
     stop = result.stop if result is not None else None
-    unknown = running.item.scored and running.prompt_logprobs is None
+    unknown = running.item.scored and running.prompt_scores is None
     return unknown or output.special_tokens or _differs(edge, stop, trim_stop=output.trim_stop)
 
 
@@ -153,26 +153,26 @@ def _differs(edge: Edge, stop: str | int | None, *, trim_stop: bool) -> bool:
 
 async def _logprobs(edge: Edge, running: Running) -> dict[str, Any]:
     """Lists of [log-probability, token id, text]; the prompt's first entry has no log-probability."""
-    if running.prompt_logprobs is not None:
-        return _known_logprobs(running, running.prompt_logprobs)
+    if running.prompt_scores is not None:
+        return _known_scores(running, running.prompt_scores)
     output = running.item.output
-    prompt = await _prompt_logprobs(edge, running) if output.logprob_start >= 0 else []
+    prompt = await _prompt_scores(edge, running) if output.logprob_start >= 0 else []
     lists = {"input_token_logprobs": msgspec.Raw(msgspec.json.encode([entry for entry, _ in prompt]))}
     if running.item.params.logprobs:
         lists["input_top_logprobs"] = msgspec.Raw(msgspec.json.encode([top for _, top in prompt]))
     if running.reply.token_ids:  # with the first of which those of the prompt have come
-        running.prompt_logprobs = lists
-    return _known_logprobs(running, lists)
+        running.prompt_scores = lists
+    return _known_scores(running, lists)
 
 
-def _known_logprobs(running: Running, prompt: dict[str, msgspec.Raw]) -> dict[str, Any]:
+def _known_scores(running: Running, prompt: dict[str, msgspec.Raw]) -> dict[str, Any]:
     """`_logprobs`, with those of the prompt."""
     output = running.item.output
-    lists = running.output_logprobs.lists(running.reply, top=bool(running.item.params.logprobs), text=output.token_text)
+    lists = running.output_scores.lists(running.reply, top=bool(running.item.params.logprobs), text=output.token_text)
     return prompt | lists
 
 
-async def _prompt_logprobs(edge: Edge, running: Running) -> list[tuple[list[Any], list[Any] | None]]:
+async def _prompt_scores(edge: Edge, running: Running) -> list[tuple[list[Any], list[Any] | None]]:
     """For every prompt token from the first wanted one on: its entry, and those of the likeliest in its place."""
     output = running.item.output
     source = running.prompt if running.prompt is not None else running.accepted

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import re
 import time
 from collections.abc import Iterable, Sequence
@@ -29,8 +28,8 @@ from tenuto.base.options import Policy
 from tenuto.base.turns import Transcript
 from tenuto.base.wire.messages import GetSession, OpenSession, StartTurn
 from tenuto.serve.sglang.branches import Branches, RequestPlace
-from tenuto.serve.sglang.logprobs import OutputLogprobs
 from tenuto.serve.sglang.schemas import Item, OpenSessionRequest, SessionParams
+from tenuto.serve.sglang.scores import OutputScores
 from tenuto.serve.shared.edge import Edge, EdgeOf
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.samples import Samples
@@ -47,8 +46,8 @@ MAX_SESSIONS = 100_000
 class Running:
     """One answer in progress. `sample`: its index among the answers to one prompt. `started`, `ended`: by
     `time.perf_counter`. `reply`: the part of the turn in the answer so far. `turn`: set once the engine has accepted
-    it. `prompt`: the turn that computed the prompt, if there are several samples. `prompt_logprobs`: the lists of the
-    prompt, once they are complete; `output_logprobs`: those of the output as they are written."""
+    it. `prompt`: the turn that computed the prompt, if there are several samples. `prompt_scores`: the lists of the
+    prompt, once they are complete; `output_scores`: those of the output as they are written."""
 
     tenant: str
     rid: str
@@ -60,8 +59,8 @@ class Running:
     reply: Transcript = field(default_factory=Transcript)
     turn: LiveTurn | None = None
     prompt: LiveTurn | None = None
-    prompt_logprobs: dict[str, msgspec.Raw] | None = None
-    output_logprobs: OutputLogprobs = field(default_factory=OutputLogprobs)
+    prompt_scores: dict[str, msgspec.Raw] | None = None
+    output_scores: OutputScores = field(default_factory=OutputScores)
     samples: Samples | None = None
     branches: Branches | None = None
     place: RequestPlace | None = None
@@ -196,7 +195,7 @@ class Requests:
             input=item.input,
             params=item.params,
             keep_bos=False,
-            echo=item.params.input_logprobs is not None,
+            echo=item.params.scores_input,
             limits=tenant.limits,
             markup=True,
         )
@@ -294,7 +293,7 @@ def _appending(request: StartTurn, params: SessionParams, name: str) -> StartTur
     for field_name, value in asked.items():
         if value:
             raise InvalidRequest(f"{field_name} is {value}; a streaming session can only be appended to, leave it out")
-    return replace(request, params=dataclasses.replace(request.params, input_logprobs=None), echo=False)
+    return replace(request, params=request.params.output_alone, echo=False)
 
 
 async def _requests(request: Request, edge: EdgeOf) -> Requests:

@@ -110,9 +110,8 @@ class LiveTurn:
 
     def _drop_contents(self) -> None:
         """The input, the options, the tools and the variables may be large, and the turn is kept after its end."""
-        kept = TurnParams(logprobs=self.request.params.logprobs)
         self.request = msgspec.structs.replace(
-            self.request, input=[], params=kept, tools=NO_TOOLS, variables=NO_VARIABLES
+            self.request, input=[], params=TurnParams(), tools=NO_TOOLS, variables=NO_VARIABLES
         )
 
     # -- read by anyone

@@ -10,7 +10,7 @@ MAX_TURNS = 4096
 """Ended turns kept for returning readers and repeated requests."""
 MAX_WEIGHT = 2**18
 """Of ended turns; a delta weighs 1, which is some 400 bytes."""
-LOGPROBS_WEIGHT = 16
+SCORE_WEIGHT = 16
 """Of a token's log-probabilities."""
 TOKENS = 8
 """Tokens that weigh as much as a delta."""
@@ -41,6 +41,6 @@ class EndedTurns:
 
 
 def _weight(turn: LiveTurn) -> int:
-    logprobs = sum(len(delta.logprobs) + len(delta.input_logprobs) for delta in turn.deltas)
+    scores = sum(delta.scores for delta in turn.deltas)
     tokens = sum(len(delta.tokens) for delta in turn.deltas) + (len(turn.ticket.prompt) if turn.ticket else 0)
-    return len(turn.deltas) + LOGPROBS_WEIGHT * logprobs + tokens // TOKENS
+    return len(turn.deltas) + SCORE_WEIGHT * scores + tokens // TOKENS

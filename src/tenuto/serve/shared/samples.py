@@ -66,7 +66,7 @@ class Samples:
             return
         root = hidden_session_id()
         await self._open(root, request)
-        params = replace(request.params, input_logprobs=None)
+        params = request.params.output_alone
         sampling = params.sampling
 
         async def sample(i: int) -> LiveTurn:

@@ -8,8 +8,8 @@ import pytest
 
 from tenuto.base.sampling import Candidate, TokenLogprob
 from tenuto.base.turns import Delta, Transcript
-from tenuto.serve.sglang import logprobs
-from tenuto.serve.sglang.logprobs import OutputLogprobs
+from tenuto.serve.sglang import scores
+from tenuto.serve.sglang.scores import OutputScores
 
 
 def scored(token: int) -> TokenLogprob:
@@ -18,14 +18,14 @@ def scored(token: int) -> TokenLogprob:
 
 def test_every_event_has_all_entries_and_each_is_serialized_once(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[int] = []
-    entry = logprobs.entry
+    entry = scores.entry
 
     def counted(token: TokenLogprob | Candidate, *, text: bool) -> list[Any]:
         written.append(token.token)
         return entry(token, text=text)
 
-    monkeypatch.setattr(logprobs, "entry", counted)
-    reply, output = Transcript(), OutputLogprobs()
+    monkeypatch.setattr(scores, "entry", counted)
+    reply, output = Transcript(), OutputScores()
     for event in range(1, 51):
         reply.take(Delta((event,), "a", event, logprobs=(scored(event),)))
         told = {name: bytes(raw) for name, raw in output.lists(reply, top=True, text=True).items()}
@@ -37,7 +37,7 @@ def test_every_event_has_all_entries_and_each_is_serialized_once(monkeypatch: py
 
 
 def test_an_event_without_new_entries_repeats_the_old_ones() -> None:
-    output = OutputLogprobs()
+    output = OutputScores()
     assert {name: bytes(raw) for name, raw in output.lists(Transcript(), top=False, text=True).items()} == {
         "output_token_logprobs": b"[]"
     }

@@ -29,7 +29,7 @@ class GrowingList:
         return msgspec.Raw(bytes(self._json) + b"]")
 
 
-class OutputLogprobs:
+class OutputScores:
     """Those of a request's output so far: of its tokens, and of the likeliest in their places.
 
     Invariant: the lists have the first `_written` entries of the transcript.
