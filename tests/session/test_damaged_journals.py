@@ -155,6 +155,35 @@ def test_a_flipped_bit_in_the_logs_copy_of_the_schema_loses_nothing(path: Path, 
         assert not present(damage).changes
 
 
+def test_a_flipped_bit_in_the_header_of_the_log_or_of_a_frame_loses_nothing(path: Path, tmp_path: Path) -> None:
+    """The last frame holds the last commit. Without its page number, size or salt everything since the one before would
+    be lost."""
+    saved = written(path)
+    files = killed(path)
+    log, frame = files["journal-wal"], 24 + 4096
+    frames = range(32, len(log), frame)
+    for at in (*range(32), *range(frames[-1], frames[-1] + 24), *range(frames[1], frames[1] + 24)):
+        found, damage = began(put({**files, "journal-wal": flipped(log, at, at % 8)}, tmp_path / "harmed"))
+        assert found == saved
+        assert damage is None or not damage.changes
+
+
+def test_a_flipped_bit_in_a_salt_does_not_bring_older_frames_back(path: Path, tmp_path: Path) -> None:
+    """SQLite writes a log anew from its beginning, over frames whose changes are in the database."""
+    saved, journal, talk = written(path), _open[-1], Journaled()
+    journal._db.execute("PRAGMA wal_checkpoint(RESTART)")
+    talk.engine.open("another", Policy())
+    journal.write(talk.new_changes())
+    saved, files = saved + talk.saved(), killed(path)
+    log, frame = files["journal-wal"], 24 + 4096
+    assert log[16:24] == log[40:48] != log[-frame + 8 : -frame + 16]
+    for at in (*range(16, 24), *range(40, 48)):
+        for bit in range(8):
+            found, damage = began(put({**files, "journal-wal": flipped(log, at, bit)}, tmp_path / "harmed"))
+            assert found == saved
+            assert damage is None or not damage.changes
+
+
 @pytest.mark.parametrize("harm", ["cut", "gone", "of nothing but zeros"])
 def test_a_lost_log_is_noticed_and_the_lost_changes_are_counted(harm: str, path: Path, tmp_path: Path) -> None:
     saved = written(path)

@@ -1,8 +1,8 @@
 """SQLite's write-ahead log, read past a damaged frame. Its format: https://www.sqlite.org/fileformat2.html#walformat
 
 The checksum of a frame continues that of the frame before, so one flipped bit makes SQLite drop everything after it.
-Here checksums are computed anew over the frames as they are. The frame with the flipped bit remains damaged, which the
-checksums of rows reveal; everything else is back.
+Here checksums are computed anew over the frames as they are. A page with the flipped bit remains damaged, which the
+checksums of rows reveal; a flipped bit in a frame's header is corrected; everything else is back.
 """
 
 from __future__ import annotations
@@ -34,17 +34,19 @@ def mended_log(data: bytes, first_page: bytes) -> bytes | None:
     salts = [data[_HEADER + i * step + 8 : _HEADER + i * step + 16] for i in range(count)]
     if not salts:
         return None
-    header = data[:24]
-    salt = header[16:24] if header[16:24] in salts else max(salts, key=salts.count)
-    last = max(i for i in range(count) if salts[i] == salt)
+    header, noted = data[:24], data[24:_HEADER]
     big = header[3:4] == (_MAGIC | 1).to_bytes(4, "big")[3:4]
+    salt = header[16:] if _stored(_checksum(header, (0, 0), big=big)) == noted else salts[0]
+    last = max((i for i in range(count) if _is_of(salts[i], salt)), default=-1)
     header = (_MAGIC | big).to_bytes(4, "big") + _VERSION.to_bytes(4, "big") + page_size.to_bytes(4, "big")
     header += data[12:16] + salt
     sums = _checksum(header, (0, 0), big=big)
     frames, whole = [header + _stored(sums)], 1
     for i in range(last + 1):
         begin = _HEADER + i * step
-        target, page = data[begin : begin + 8], data[begin + _FRAME : begin + step]
+        before, noted = noted, data[begin + 16 : begin + _FRAME]
+        page = data[begin + _FRAME : begin + step]
+        target = _corrected(data[begin : begin + 8], page, before, noted, big=big)
         if target[:4] == _FIRST:
             page = first_page[: _CHANGING.start] + page[_CHANGING] + first_page[_CHANGING.stop :]
         sums = _checksum(target + page, sums, big=big)
@@ -52,6 +54,22 @@ def mended_log(data: bytes, first_page: bytes) -> bytes | None:
         if any(target[4:]):  # a commit: the size of the database after it
             whole = len(frames)
     return b"".join(frames[:whole]) if whole > 1 else None
+
+
+def _is_of(salt: bytes, log: bytes) -> bool:
+    """Whether a frame's salt is the log's, though one half of it may be damaged. Frames left from before the log was
+    begun anew differ in both halves."""
+    return salt[:4] == log[:4] or salt[4:] == log[4:]
+
+
+def _corrected(target: bytes, page: bytes, before: bytes, noted: bytes, *, big: bool) -> bytes:
+    """A frame's page number and database size, with the flipped bit that its checksum reveals corrected, if there is
+    one. `before`, `noted`: the checksums in the log for the frame before and for this one."""
+    sums = int.from_bytes(before[:4], "big"), int.from_bytes(before[4:], "big")
+    if _stored(_checksum(target + page, sums, big=big)) == noted:
+        return target
+    flips = ((int.from_bytes(target, "big") ^ 1 << bit).to_bytes(8, "big") for bit in range(64))
+    return next((each for each in flips if _stored(_checksum(each + page, sums, big=big)) == noted), target)
 
 
 def _stored(sums: tuple[int, int]) -> bytes:
