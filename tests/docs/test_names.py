@@ -95,7 +95,7 @@ def test_a_flag_on_a_page_exists(page: Path) -> None:
 
 
 def default(written: str) -> Any:
-    """What a page gives as a default."""
+    """Returns the value that a page gives as a default."""
     if found := re.fullmatch(r"(\d+) (MiB|GiB)", written):
         return int(found[1]) * (2**20 if found[2] == "MiB" else 2**30)
     known: dict[str, Any] = {"on": True, "off": False, "none": None}
