@@ -46,7 +46,7 @@ INTERFACES = {
         },
     ),
 }
-"""Path and body of a stream; 0 stands for its number of tokens."""
+"""Path and body of a stream; `body_of` fills in its number of tokens."""
 
 
 def body_of(interface: str, tokens: int) -> tuple[str, dict[str, object]]:

@@ -128,7 +128,7 @@ def product_seconds(multiplications: int) -> float:
 
 
 def shares(forward: Forward) -> str:
-    """Describes the shares, in per cent, of native operations in their time since the last call."""
+    """Describes how the time in native operations since the last call was divided, in per cent."""
     if not isinstance(forward, NativeForward):
         return "unknown"
     spent = [(seconds, kind.name.lower()) for kind, seconds in zip(OpKind, forward.op_seconds, strict=True)]

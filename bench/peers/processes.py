@@ -1,4 +1,4 @@
-"""Processes of peers: starts them, suspends them while another is measured, measures their memory, and ends them."""
+"""Processes of peers, which can be started, suspended while another is measured, weighed and ended."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def test_a_chat_with_a_journal_continues_where_another_ended(tmp_path: Path) -> 
         assert done.returncode == 0
         parts += done.stdout
     assert re.sub(r" \d+ of them to be computed again,", "", parts) == whole.stdout
-    assert re.fullmatch("going on with session 3: 1 turns, .* tokens, .*; /sessions lists all\n", done.stderr)
+    assert re.fullmatch("continuing session 3: 1 turns, .* tokens, .*; /sessions lists all\n", done.stderr)
     last = run(*chat, "--journal", journal, stdin="/sessions")
     assert re.findall(r"(.) session (\d+): (\d+) turns", last.stdout) == [
         (" ", "1", "2"),

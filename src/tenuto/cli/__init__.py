@@ -1,4 +1,4 @@
-"""The command line. Commands import what they need when they run, to keep help fast."""
+"""The command line. Commands import modules only when they run, so that help is fast."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def tenuto(
     \b
     Examples:
       tenuto pull          fetch the default model
-      tenuto demo          watch what sessions are good for
-      tenuto chat          talk to it
+      tenuto demo          watch sessions at work
+      tenuto chat          talk to the model
     """
 
 
 @app.command()
-def pull(model: Annotated[str, typer.Argument(help="As --model of chat.")] = DEFAULT_MODEL) -> None:
+def pull(model: Annotated[str, typer.Argument(help="Like --model of chat.")] = DEFAULT_MODEL) -> None:
     """Fetch a model, unless it is already there, and print its path.
 
     \b
@@ -76,7 +76,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="The system message of a new session.")] = None,
     **given: Any,
 ) -> None:
-    """Talk to a model. Ctrl-C stops an answer and keeps what was shown; at the prompt it quits, as does Ctrl-D.
+    """Talk to a model. Ctrl-C stops an answer and keeps the text shown; at the prompt it quits, as does Ctrl-D.
 
     Type /help to see the session commands. Lines may also come from a file or a pipe.
 
@@ -117,11 +117,11 @@ def serve(
     context: typer.Context,
     config: Annotated[Path | None, typer.Option(help="A TOML file of options, instead of tenuto.toml here.")] = None,
     show_config: Annotated[
-        bool, typer.Option("--show-config", help="Show every option's value and where it is from, and exit.")
+        bool, typer.Option("--show-config", help="Show every option's value and source, and exit.")
     ] = False,
-    enable_streaming_session: sglang.Accepted = False,  # noqa: ARG001 - it is always so
-    enable_mixed_chunk: sglang.Accepted = False,  # noqa: ARG001 - likewise
-    enable_metrics: sglang.Accepted = False,  # noqa: ARG001 - likewise
+    enable_streaming_session: sglang.Accepted = False,  # noqa: ARG001 - always on
+    enable_mixed_chunk: sglang.Accepted = False,  # noqa: ARG001 - always on
+    enable_metrics: sglang.Accepted = False,  # noqa: ARG001 - always on
     tp_size: sglang.OneDevice = 1,
     **given: Any,
 ) -> None:
@@ -160,23 +160,23 @@ def bench(
     api: Annotated[str, typer.Option(help="tenuto, openai or sglang.")] = "tenuto",
     history: Annotated[
         str | None,
-        typer.Option(help="session: the server keeps it; resend: every turn carries it, the default for openai."),
+        typer.Option(help="session: the server keeps it; resend: every turn sends it, the default for openai."),
     ] = None,
-    n: Annotated[int, typer.Option("--sessions", min=1, help="How many sessions.")] = 8,
-    turns: Annotated[int, typer.Option(min=1, help="Per session.")] = 8,
-    input_tokens: Annotated[int, typer.Option(min=1, help="Per turn; with openai, words.")] = 64,
-    first_input_tokens: Annotated[int | None, typer.Option(min=1, help="Of the first turn, if different.")] = None,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Per turn.")] = 32,
-    think_time: Annotated[float, typer.Option(min=0, help="Seconds between turns, give or take half.")] = 0.0,
-    concurrency: Annotated[int | None, typer.Option(min=1, help="Turns at once; all sessions if not given.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the workload; the same seed gives the same inputs.")] = 0,
+    n: Annotated[int, typer.Option("--sessions", min=1, help="Number of sessions.")] = 8,
+    turns: Annotated[int, typer.Option(min=1, help="Turns per session.")] = 8,
+    input_tokens: Annotated[int, typer.Option(min=1, help="Tokens per turn; words with openai.")] = 64,
+    first_input_tokens: Annotated[int | None, typer.Option(min=1, help="For the first turn, if different.")] = None,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens per turn.")] = 32,
+    think_time: Annotated[float, typer.Option(min=0, help="Seconds between turns, plus or minus half.")] = 0.0,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Concurrent turns; by default all sessions.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the workload; the same seed gives the same inputs.")] = 0,
     as_json: sessions.AsJson = False,
 ) -> None:
-    """Measure a server with sessions that take turns, over any of three interfaces.
+    """Measure a server with sessions of several turns, over one of three interfaces.
 
-    Every turn counts, even the first, cold one. Times are the client's: the first token is timed from just before the
-    request is sent, not counting the wait for a place under --concurrency or opening the session. Tokens that arrive
-    together share the gap before them. With openai, each piece of text counts as one token.
+    Every turn counts, even the first, cold one. Times are the client's: the time to the first token starts just before
+    the request is sent, after the wait for --concurrency and the opening of the session. Tokens that arrive together
+    share the gap before them. With openai, each piece of text counts as one token.
 
     \b
     Examples:

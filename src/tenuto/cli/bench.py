@@ -1,4 +1,4 @@
-"""`tenuto bench`: sessions that take turns, timed where a client would time them."""
+"""The command `tenuto bench`: runs sessions of several turns and times them like a client."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from tenuto.cli.tables import printable, show_table
 from tenuto.client.connection import checked_url
 
 TOKEN_IDS = range(100, 1000)
-"""The token ids of inputs, which every vocabulary has."""
+"""The token ids used in inputs, which exist in every vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`sessions` that take `turns` each. Lengths are in tokens, or in words where an interface takes only text;
-    `first_input` is the length of each session's first input. Between turns a session thinks for `think` seconds, give
-    or take half. At most `concurrency` turns run at once."""
+    """`sessions` with `turns` turns each. Lengths are in tokens, or in words where an interface takes only text;
+    `first_input` is the length of each session's first input. Between turns a session pauses for `think` seconds, plus
+    or minus half. At most `concurrency` turns run at once."""
 
     sessions: int
     turns: int
@@ -50,13 +50,13 @@ class Workload:
     seed: int
 
     def inputs(self, session: int) -> list[list[int]]:
-        """A session's inputs, the same in every run."""
+        """Returns a session's inputs, which are the same in every run."""
         draw = random.Random(f"{self.seed}/{session}")  # noqa: S311 - data, not secrets
         lengths = [self.first_input, *[self.input] * (self.turns - 1)]
         return [draw.choices(TOKEN_IDS, k=length) for length in lengths]
 
     def pauses(self, session: int) -> list[float]:
-        """How long a session thinks before each turn."""
+        """Returns a session's pause before each turn, in seconds."""
         draw = random.Random(f"{self.seed}/{session}/think")  # noqa: S311 - data, not secrets
         return [0.0, *(self.think * draw.uniform(0.5, 1.5) for _ in range(self.turns - 1))]
 
@@ -90,8 +90,8 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Figures of a whole run. `errors`: how many turns failed with each error. `left_out`: turns not started after
-    one."""
+    """Figures of a whole run. `errors`: number of turns that failed with each error. `left_out`: turns not started
+    because an earlier turn of their session failed."""
 
     seconds: float
     turns: int
@@ -105,7 +105,7 @@ class Totals:
 def run_bench(
     url: str, api_key: str | None, api: str, history: str | None, workload: Workload, *, as_json: bool
 ) -> None:
-    """Run the workload and show its figures. Raises `InvalidRequest`, and `TenutoError` if no turn succeeds."""
+    """Runs the workload and shows its figures. Raises `InvalidRequest`, and `TenutoError` if no turn succeeds."""
     if api not in APIS:
         raise InvalidRequest(f"api is {shown(api)}; allowed: {', '.join(APIS)}")
     history = history or APIS[api].histories[0]
@@ -125,7 +125,7 @@ def run_bench(
     else:
         _show(figures, totals)
     if not totals.turns:
-        raise TenutoError(f"no turn succeeded: {next(iter(totals.errors), 'there was none')}")
+        raise TenutoError(f"no turn succeeded: {next(iter(totals.errors), 'there were no turns')}")
 
 
 def _progress() -> Progress:
@@ -142,7 +142,7 @@ async def measure(
     workload: Workload,
     advance: Callable[[], None],
 ) -> tuple[list[Timed], float]:
-    """All turns, and the seconds they took together. `advance` is called after each."""
+    """Runs all turns and returns them, with the seconds they took together. Calls `advance` after each turn."""
     running = asyncio.Semaphore(workload.concurrency)
     timed: list[Timed] = []
     async with BenchHttp(url, api_key) as http:
@@ -159,7 +159,7 @@ async def _model(kind: type[BenchConversation], http: BenchHttp) -> str:
     try:
         return await kind.model(http)
     except (LookupError, TypeError) as error:
-        raise TenutoError(f"{http.url} does not say what its model is called: {error!r}") from error
+        raise TenutoError(f"{http.url} does not report its model's name: {error!r}") from error
 
 
 async def _converse(
@@ -170,7 +170,7 @@ async def _converse(
     timed: list[Timed],
     advance: Callable[[], None],
 ) -> None:
-    """All turns of one session, until one fails."""
+    """Runs the turns of one session until one fails."""
     given = zip(workload.inputs(session), workload.pauses(session), strict=True)
     opened = False
     for number, (tokens, pause) in enumerate(given, 1):
@@ -186,7 +186,7 @@ async def _converse(
             except TenutoError as error:
                 turn.error = str(error)
             except (LookupError, TypeError, AttributeError, msgspec.DecodeError) as error:
-                turn.error = f"the answer is not what this interface has: {error!r}"
+                turn.error = f"the answer does not match this interface: {error!r}"
         advance()
         if turn.error is not None:
             break
@@ -208,8 +208,8 @@ async def _take_turn(conversation: BenchConversation, tokens: list[int], turn: T
 
 
 def timing(began: float, arrivals: Mapping[float, int]) -> tuple[float | None, list[float]]:
-    """Seconds from `began` to the first token, and between tokens after that. `arrivals`: how many tokens came when.
-    Those that came together share the time since the previous ones equally."""
+    """Returns the seconds from `began` to the first token, and the gaps between later tokens. `arrivals`: numbers of
+    tokens by time of arrival. Tokens that arrived together share the gap before them equally."""
     times = [when for when, count in arrivals.items() if count]
     if not times:
         return None, []
@@ -220,7 +220,7 @@ def timing(began: float, arrivals: Mapping[float, int]) -> tuple[float | None, l
 
 
 def figures_of(number: int, timed: Sequence[Timed]) -> Figures:
-    """Figures of the turns with this number that succeeded."""
+    """Returns the figures of the successful turns with this number."""
     turns = [turn for turn in timed if turn.number == number and turn.error is None]
     counts = [turn.counts for turn in turns if turn.counts is not None]
     first = [turn.first for turn in turns if turn.first is not None]
@@ -239,7 +239,7 @@ def figures_of(number: int, timed: Sequence[Timed]) -> Figures:
 
 
 def totals_of(timed: Sequence[Timed], seconds: float, workload: Workload) -> Totals:
-    """Figures of all turns."""
+    """Returns the figures of all turns."""
     good = [turn for turn in timed if turn.error is None]
     tokens = sum(turn.counts.generated or 0 for turn in good if turn.counts is not None)
     errors = Counter(turn.error for turn in timed if turn.error is not None)
@@ -248,7 +248,7 @@ def totals_of(timed: Sequence[Timed], seconds: float, workload: Workload) -> Tot
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """The smallest of `values` that at least `share` of them do not exceed; `None` if there are none."""
+    """Returns the smallest of `values` that at least `share` of them do not exceed; `None` without values."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else None
 
 

@@ -13,8 +13,8 @@ from tenuto.cli.bench_http import BenchHttp
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """A turn's token counts as the server reports them: its whole prompt, how much of it was cached, and the output;
-    `None` where it does not say."""
+    """A turn's token counts as reported by the server: the whole prompt, the cached part of it, and the output; `None`
+    if not reported."""
 
     prompt: int | None
     cached: int | None
@@ -22,7 +22,7 @@ class Counts:
 
 
 class Arrival(NamedTuple):
-    """`tokens` output tokens that came at `when` (`time.perf_counter`)."""
+    """The arrival of `tokens` output tokens at time `when` (`time.perf_counter`)."""
 
     when: float
     tokens: int
@@ -30,7 +30,7 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """How to request turns. `history`: "session" (the server keeps it) or "resend" (every turn carries it)."""
+    """The parameters of requests. `history`: "session" (the server keeps it) or "resend" (every turn sends it)."""
 
     history: str
     output_tokens: int
@@ -41,34 +41,34 @@ class BenchConversation:
     """One session of the workload. Errors are `TenutoError`s."""
 
     histories: ClassVar[tuple[str, ...]] = ("session", "resend")
-    """The supported ways to keep history, the usual one first."""
+    """The supported values of `history`, the default first."""
 
     def __init__(self, http: BenchHttp, request: BenchRequest, name: str) -> None:
         self._http = http
         self._request = request
         self._name = name
-        self._keeps = request.history == "session"  # the server does
-        self._session = ""  # what the server calls it
+        self._keeps = request.history == "session"  # whether the server keeps the history
+        self._session = ""  # its id on the server
         self._history: list[int] = []  # in tokens
 
     @staticmethod
     async def model(http: BenchHttp) -> str:  # noqa: ARG004 - subclasses use it
-        """What the server's model is called."""
+        """Returns the name of the server's model."""
         return ""
 
     async def open(self) -> None:
-        """Before the first turn."""
+        """Prepares for the first turn."""
 
     async def close(self) -> None:
-        """After the last."""
+        """Cleans up after the last turn."""
 
     def turn(self, given: list[int]) -> AsyncIterator[Arrival | Counts]:
-        """Take a turn. Yields the arrivals of its tokens, then its counts."""
+        """Runs a turn. Yields the arrivals of its tokens, then its counts."""
         raise NotImplementedError
 
 
 class TenutoConversation(BenchConversation):
-    """Native sessions. To resend the history, each turn opens a new one."""
+    """Uses native sessions. To resend the history, each turn opens a new one."""
 
     async def open(self) -> None:
         if self._keeps:
@@ -105,7 +105,8 @@ class TenutoConversation(BenchConversation):
 
 
 class OpenAIConversation(BenchConversation):
-    """Chat completions. `session_id`, which not every server knows, keeps the history; otherwise it is resent."""
+    """Uses chat completions. `session_id`, which not every server supports, keeps the history; otherwise it is
+    resent."""
 
     histories: ClassVar[tuple[str, ...]] = ("resend", "session")
 
@@ -137,7 +138,7 @@ class OpenAIConversation(BenchConversation):
         }
         text, counts = "", None
         for when, _, data in await self._http.events("/v1/chat/completions", body):
-            counts = counts or Counts(None, None, None)  # there is an answer
+            counts = counts or Counts(None, None, None)  # the server has answered
             for choice in data.get("choices") or ():
                 if piece := choice["delta"].get("content"):
                     text += piece
@@ -151,7 +152,7 @@ class OpenAIConversation(BenchConversation):
 
 
 class SGLangConversation(BenchConversation):
-    """SGLang's `/generate`: in a streaming session, or with the whole history every time."""
+    """Uses SGLang's `/generate`, in a streaming session or with the whole history every time."""
 
     async def open(self) -> None:
         if self._keeps:
@@ -198,4 +199,4 @@ WORDS = (  # noqa: SIM905 - as a list it would take a page
     "hand part place case week company system program question work night point home water room mother area money "
     "story"
 ).split()
-"""Each is one token in most vocabularies."""
+"""Words that are one token each in most vocabularies."""

@@ -1,5 +1,5 @@
-"""The HTTP client of `tenuto bench`. It shares its machine with the server that it measures, so while an answer comes
-it only notes when. What the answer says is read when all of it is there."""
+"""The HTTP client of `tenuto bench`. It may share a machine with the server it measures, so it only records arrival
+times while an answer comes, and parses the answer once it is complete."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tenuto.client.wire import error_from
 
 CONNECT_SECONDS = 10.0
 IDLE_SECONDS = 2.0
-"""How long an idle connection is kept: less than servers do, so that requests do not meet a closed one."""
+"""Time for which an idle connection is kept; shorter than on servers, so that no request meets a closed one."""
 
 
 class TimedEvent(NamedTuple):
-    """An event of a stream: when it came (`time.perf_counter`), its name and its data, from JSON."""
+    """An event of a stream: its arrival time (`time.perf_counter`), its name and its data, decoded from JSON."""
 
     when: float
     name: str
@@ -32,8 +32,8 @@ class TimedEvent(NamedTuple):
 
 
 class BenchHttp:
-    """Requests to the server at `url`, any number at once, without a proxy. Belongs to one event loop; errors are
-    `TenutoError`s."""
+    """Sends any number of concurrent requests to the server at `url`, without a proxy. Belongs to one event loop;
+    errors are `TenutoError`s."""
 
     def __init__(self, url: httpx.URL, api_key: str | None = None) -> None:
         self.url = url
@@ -50,10 +50,11 @@ class BenchHttp:
     async def __aexit__(self, *_: object) -> None:
         for connection in self._idle:
             connection.close()
-        await asyncio.sleep(0)  # the loop closes them in its next round
+        await asyncio.sleep(0)  # the loop closes them in its next iteration
 
     async def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """A server's answer, from JSON; `None` if it is something else. Raises the error that it is."""
+        """Returns a server's answer, decoded from JSON; `None` if it is not JSON. Raises the error that the server
+        reports."""
         content = b"".join(part for _, part in await self._request(method, path, body, {}))
         try:
             return msgspec.json.decode(content) if content else None
@@ -63,7 +64,7 @@ class BenchHttp:
     async def events(
         self, path: str, body: dict[str, Any], headers: Mapping[str, str] | None = None
     ) -> list[TimedEvent]:
-        """The events of a stream, once it has ended. Raises the error that one reports."""
+        """Returns the events of a stream after its end. Raises the error that an event reports."""
         parser, events = EventParser(), list[TimedEvent]()
         for when, part in await self._request("POST", path, body, headers or {}):
             for event in parser.feed(part):
@@ -78,7 +79,7 @@ class BenchHttp:
     async def _request(
         self, method: str, path: str, body: dict[str, Any] | None, headers: Mapping[str, str]
     ) -> list[tuple[float, bytes]]:
-        """The parts of the answer, and when they came."""
+        """Sends a request. Returns the parts of the answer with their arrival times."""
         content = msgspec.json.encode(body) if body is not None else b""
         told = self._headers | {"content-length": str(len(content))} | dict(headers)
         head = b"%b %b%b HTTP/1.1\r\n" % (method.encode(), self._base, path.encode())
@@ -98,7 +99,7 @@ class BenchHttp:
         return parts
 
     def _unused(self) -> _Connection | None:
-        """An idle connection that the server may be expected to have open. The rest is closed."""
+        """Returns an idle connection that is probably still open on the server, and closes older ones."""
         while self._idle:
             connection = self._idle.pop()
             if connection.usable and time.perf_counter() - connection.ended < IDLE_SECONDS:
@@ -118,10 +119,10 @@ class BenchHttp:
 
 
 class _Connection(asyncio.Protocol):
-    """A connection to a server, with one request at a time. aiohttp, which has more to do, takes twice as long for a
-    piece of an answer and three times as long for a request.
+    """A connection to a server, for one request at a time. aiohttp, which does more, takes twice as long for a piece of
+    an answer and three times as long for a request.
 
-    `status`, `usable` (another request may follow) and `ended` (`time.perf_counter`) are those of the last answer."""
+    `status`, `usable` (another request may follow) and `ended` (`time.perf_counter`) describe the last answer."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -131,15 +132,15 @@ class _Connection(asyncio.Protocol):
         self._answer: asyncio.Future[None] | None = None
 
     def _expect(self) -> None:
-        """A new answer."""
+        """Prepares for a new answer."""
         self._parser = httptools.HttpResponseParser(self)
         self._parts: list[tuple[float, bytes]] = []
-        self._now = 0.0  # when what is being parsed came
-        self._sized = False  # a header says where the body ends
-        self._until_closed = False  # it ends with the connection
+        self._now = 0.0  # arrival time of the data being parsed
+        self._sized = False  # whether a header determines the end of the body
+        self._until_closed = False  # whether the body ends with the connection
 
     async def request(self, content: bytes) -> list[tuple[float, bytes]]:
-        """Send a request. The parts of its answer's body, once all are there, and when they came."""
+        """Sends a request. Returns the parts of the answer's body, once it is complete, with their arrival times."""
         self.usable = False
         self._expect()
         self._answer = asyncio.get_running_loop().create_future()
@@ -148,13 +149,13 @@ class _Connection(asyncio.Protocol):
         return self._parts
 
     def close(self) -> None:
-        """No more requests."""
+        """Closes the connection."""
         self.usable = False
         self._transport.close()
 
     # -- called by the event loop
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # what a stream has
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # streams have this type
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:

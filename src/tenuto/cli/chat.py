@@ -1,4 +1,4 @@
-"""`tenuto chat`."""
+"""The command `tenuto chat`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from tenuto.base.errors import InvalidRequest, TenutoError
 from tenuto.client import Session, SessionInfo, TurnOptions, TurnResult, TurnStream
 
 HELP = """\
-/fork          go on in a copy of this session; the original stays as it is
+/fork          continue in a copy of this session; the original is unchanged
 /rewind [n]    take back the last n turns (1)
 /regenerate    answer the last message again
 /sessions      list the sessions
-/switch ID     go on in another session
+/switch ID     continue in another session
 /memory        account for every unit of memory
-/help          this
+/help          show this list
 /quit          leave, as Ctrl-D does\
 """
 
 
 def run_chat(engine: Engine, system: str | None, options: TurnOptions) -> None:
-    """Talk until the input ends. On a terminal an error is shown and the chat goes on; a script ends with it."""
+    """Runs the chat until the input ends. On a terminal, an error is shown and the chat continues; a script ends with
+    it."""
     chat = Chat(engine, system, options)
     interactive = sys.stdin.isatty()
     if interactive:
@@ -45,7 +46,7 @@ def _lines(prompt: Callable[[], str], *, prompted: bool) -> Iterator[str]:
     if not prompted:
         yield from sys.stdin
         return
-    with suppress(ImportError):  # not on every system: then without line editing
+    with suppress(ImportError):  # some systems lack it; then there is no line editing
         import readline  # noqa: F401, PLC0415 - importing it changes `input`
     while True:
         try:
@@ -57,7 +58,7 @@ def _lines(prompt: Callable[[], str], *, prompted: bool) -> Iterator[str]:
 
 
 class Chat:
-    """Some sessions, one of them current."""
+    """A chat with several sessions, one of them current."""
 
     def __init__(self, engine: Engine, system: str | None, options: TurnOptions) -> None:
         self._engine = engine
@@ -69,7 +70,7 @@ class Chat:
             self._sessions[info.session_id] = engine.attach(info.session_id)
         if self._sessions:
             *_, self.session = self._sessions.values()
-            typer.echo(f"going on with {_line(self.session.info)}; /sessions lists all", err=True)
+            typer.echo(f"continuing {_line(self.session.info)}; /sessions lists all", err=True)
         else:
             self._sessions["1"] = self.session = engine.session("1", system=system)
         self._commands: dict[str, Callable[[str], None]] = {
@@ -83,7 +84,7 @@ class Chat:
         }
 
     def obey(self, line: str) -> bool:
-        """Obey one line. False if it says to quit."""
+        """Handles one line. Returns False if it is /quit."""
         name, _, argument = line.removeprefix("/").partition(" ")
         if not line.startswith("/"):
             if line:
@@ -97,12 +98,12 @@ class Chat:
         return True
 
     def say(self, note: str) -> None:
-        """Print a note, only on a terminal."""
+        """Prints a note, only on a terminal."""
         if self._notes.is_terminal:
             self._notes.print(note, style="dim")
 
     def _answer(self, turn: TurnStream) -> None:
-        """Show a turn's text as it arrives. Ctrl-C is a barge-in."""
+        """Shows a turn's text as it arrives. Ctrl-C is a barge-in."""
         try:
             for piece in turn:
                 typer.echo(piece, nl=False)
@@ -129,7 +130,7 @@ class Chat:
     def _regenerate(self, _argument: str) -> None:
         self._regenerated += 1
         options = self._options.copy()
-        options["seed"] = options.get("seed", 0) + self._regenerated  # another draw each time
+        options["seed"] = options.get("seed", 0) + self._regenerated  # another seed each time
         self._answer(self.session.regenerate(**options))
 
     def _list(self, _argument: str) -> None:
@@ -150,7 +151,7 @@ class Chat:
 
 
 def _place(session_id: str) -> tuple[bool, int, str]:
-    """Sorts sessions by their numbers; those that other programs gave names come first."""
+    """Returns a sort key: sessions with other names, given by other programs, come before numbered ones."""
     numbered = session_id.isdecimal()
     return numbered, int(session_id) if numbered else 0, session_id
 

@@ -1,4 +1,4 @@
-"""`tenuto pull`."""
+"""The command `tenuto pull`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tenuto.models.store import resolve
 
 
 def pull_model(model: str) -> None:
-    """Fetch the model, with a progress bar if stderr is a terminal, and print its path."""
+    """Fetches the model, with a progress bar if stderr is a terminal, and prints its path."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -1,4 +1,4 @@
-"""`tenuto sessions`."""
+"""The command `tenuto sessions`."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
-Url = Annotated[str, typer.Option(envvar="TENUTO_URL", show_envvar=True, help="Where the server is.")]
-ApiKey = Annotated[str | None, typer.Option(envvar="TENUTO_API_KEY", show_envvar=True, help="If the server needs one.")]
+Url = Annotated[str, typer.Option(envvar="TENUTO_URL", show_envvar=True, help="The server's address.")]
+ApiKey = Annotated[
+    str | None, typer.Option(envvar="TENUTO_API_KEY", show_envvar=True, help="A key, if the server needs one.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 Id = Annotated[str, typer.Argument(help="The session's id.")]
-Turn = Annotated[int | None, typer.Option(min=0, help="How many turns from its start.")]
-Position = Annotated[int | None, typer.Option(min=0, help="How many tokens from its start.")]
+Turn = Annotated[int | None, typer.Option(min=0, help="Number of turns from its start.")]
+Position = Annotated[int | None, typer.Option(min=0, help="Number of tokens from its start.")]
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 PAGE = 1000
 """Sessions or turns listed per request."""
 SHOWN_TEXT = 60
-"""Characters shown of a turn's text."""
+"""Maximum number of characters shown of a turn's text."""
 
 
 @app.callback()
@@ -88,12 +90,12 @@ def fork(
     session_id: Id,
     turn: Turn = None,
     position: Position = None,
-    new_id: Annotated[str | None, typer.Option("--id", help="Of the new session.")] = None,
+    new_id: Annotated[str | None, typer.Option("--id", help="Id of the new session.")] = None,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Open a copy of a session up to --turn or --position, or of all of it, and print its id."""
+    """Open a copy of a session, up to --turn or --position or with all turns, and print its id."""
     body = {"turn": turn, "position": position, "id": new_id}
     view = _ask("POST", session_id, "/fork", body, url, api_key)
     if as_json:
@@ -127,7 +129,7 @@ def export(
     session_id: Id,
     file: File,
     state: Annotated[
-        bool, typer.Option("--state", help="With its state, so that the importing server computes nothing again.")
+        bool, typer.Option("--state", help="Include its state, so that the importing server need not compute it again.")
     ] = False,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
@@ -154,12 +156,12 @@ def export(
 @app.command("import")
 def import_(
     file: File,
-    new_id: Annotated[str | None, typer.Option("--id", help="In place of the one in the file.")] = None,
+    new_id: Annotated[str | None, typer.Option("--id", help="Id to use instead of the one in the file.")] = None,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Open a session from a file, with its state if that is in it, and print its id."""
+    """Open a session from a file, with its state if the file has it, and print its id."""
     import msgspec  # noqa: PLC0415 - help is fast
 
     from tenuto.base.wire.state_file import is_state_file  # noqa: PLC0415 - loaded where it is used
@@ -210,7 +212,7 @@ def _export_state(session_id: str, file: str, url: str, api_key: str | None) -> 
 
 @contextmanager
 def _on_disk(file: str) -> Iterator[Path]:
-    """The file, or what comes from standard input, as a file."""
+    """Gives the path of the file, or of a temporary copy of standard input."""
     if file != "-":
         yield Path(file)
         return
@@ -232,7 +234,7 @@ def _connected(url: str, api_key: str | None) -> Iterator[Connection]:
 
 
 def _ask(method: str, session_id: str, action: str, body: dict[str, Any] | None, url: str, api_key: str | None) -> Any:
-    """The server's answer about one session."""
+    """Sends a request about one session and returns the answer."""
     from tenuto.client.wire import session_path  # noqa: PLC0415 - help is fast
 
     with _connected(url, api_key) as connection:
@@ -240,7 +242,7 @@ def _ask(method: str, session_id: str, action: str, body: dict[str, Any] | None,
 
 
 def _listed(connection: Connection, path: str, place: str) -> list[dict[str, Any]]:
-    """All entries that the server lists there. `place`: the query parameter that says where to continue."""
+    """Returns all entries listed at `path`. `place`: the query parameter for continuing."""
     found: list[dict[str, Any]] = []
     query: dict[str, Any] = {}
     while True:

@@ -1,4 +1,4 @@
-"""Settings of the server: each from its flag, else its variable, else the file, else its default."""
+"""The server's settings. Each comes from its flag, its variable, the file, or its default, in this order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEFAULT = "default"
 
 
 class Setting(NamedTuple):
-    """An option's value and where it is from: a flag, a variable, the path of a file, or `DEFAULT`."""
+    """An option's value and its source: a flag, a variable, the path of a file, or `DEFAULT`."""
 
     value: Any
     source: str
@@ -30,7 +30,7 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """All that a server is told when it starts, and `origins`: the same by the options' names."""
+    """All settings of a server, and their values with sources, `origins`, by option name."""
 
     worker: WorkerSettings
     serve: ServeSettings
@@ -38,8 +38,8 @@ class ServerSettings:
 
     @staticmethod
     def resolve(flags: Mapping[str, Any], file: Path | None) -> ServerSettings:
-        """From what is on the command line, the environment, and `file`. Every source is checked, also where another
-        has precedence. Raises `ConfigError`."""
+        """Resolves the settings from the command line's `flags`, the environment, and `file`. Every source is checked,
+        even where another has precedence. Raises `ConfigError`."""
         origins = {name: Setting(option.declared.default, DEFAULT) for name, option in SERVER.items()}
         origins |= _from_file(file) | _from_variables()
         origins |= {name: Setting(value, f"flag {SERVER[name].flag}") for name, value in read_flags(flags).items()}
@@ -49,7 +49,7 @@ class ServerSettings:
         return ServerSettings(WorkerSettings(config=config, **_of(WorkerSettings, given)), serve, origins)
 
     def show(self) -> None:
-        """Print every option with its value, as in the file, and its source. Secrets are masked."""
+        """Prints every option with its value, written as in the file, and its source. Secrets are masked."""
         secret = {name for name, option in SERVER.items() if option.declared.metadata["secret"]}
         rows = [
             [name, "********" if name in secret and value else _as_toml(value), source]
@@ -59,7 +59,7 @@ class ServerSettings:
 
 
 def _of(settings: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are fields of the dataclass `settings`."""
+    """Returns the values for fields of the dataclass `settings`."""
     return {each.name: given[each.name] for each in fields(settings) if each.name in given}
 
 
@@ -92,5 +92,5 @@ def _check_known(problem: str, given: Mapping[str, Any], allowed: Mapping[str, A
 
 
 def _as_toml(value: Any) -> str:
-    """A value as the file would have it, or `none`."""
+    """Returns a value as it would be written in the file, or `none`."""
     return "none" if value is None else json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Flags of SGLang's server that ask for what is always so here, or for nothing: its command lines work unchanged."""
+"""Flags of SGLang's server that are always on here or have no effect, so that its command lines work unchanged."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import typer
 
 from tenuto.base.errors import ConfigError
 
-Accepted = Annotated[bool, typer.Option(help="Accepted for users of SGLang: it is always so.", hidden=True)]
+Accepted = Annotated[bool, typer.Option(help="Accepted for users of SGLang: always on.", hidden=True)]
 OneDevice = Annotated[
     int,
     typer.Option("--tp-size", "--tp", "--tensor-parallel-size", help="Accepted for users of SGLang: 1.", hidden=True),
 ]
 TUNING = ("--mamba-", "--max-mamba-cache-size")
-"""How flags begin that tune SGLang's memory for recurrent state. Here it is divided by what sessions need, and state is
-float32."""
+"""Prefixes of flags that tune SGLang's memory for recurrent state. Here memory is divided by the sessions' needs, and
+state is float32."""
 
 
 def check(context: typer.Context, tp_size: int) -> None:
-    """Whether the rest of the command line asks for nothing. Raises `ConfigError`."""
+    """Checks that the rest of the command line has only flags without effect. Raises `ConfigError`."""
     if tp_size != 1:
         raise ConfigError(f"tp_size is {tp_size}; allowed: 1, as a model is on one device")
     value_may_follow = False

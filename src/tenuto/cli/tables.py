@@ -1,4 +1,4 @@
-"""Tables: for people on a terminal, and as plain aligned text for whatever reads a pipe."""
+"""Tables: formatted on a terminal, and as plain aligned text in a pipe or file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print `rows` under their column names. Columns of numbers are aligned to the right."""
+    """Prints `rows` under their column names. Columns of numbers are aligned to the right."""
     cells = [[printable(cell) for cell in row] for row in rows]
     right = [all(_is_number(row[number]) for row in cells) for number in range(len(columns))]
     if sys.stdout.isatty():
@@ -25,7 +25,7 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def printable(text: str) -> str:
-    """The text on one line, without control characters."""
+    """Returns the text with spaces instead of control characters, on one line."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
@@ -38,7 +38,7 @@ def _show_rich(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Seq
 
     table, needed = Table(box=SIMPLE_HEAD, header_style="bold"), 1
     for number, (name, to_right, *column) in enumerate(zip(columns, right, *rows, strict=True), 1):
-        cuttable = number == len(columns) and not to_right  # the others are not cut, so that ids can be pasted
+        cuttable = number == len(columns) and not to_right  # other columns are never cut, so that ids can be copied
         table.add_column(name, justify="right" if to_right else "left", no_wrap=not cuttable, overflow="fold")
         needed += 3 + max(map(cell_len, (name, *column[: 0 if cuttable else None])))
     for row in rows:
