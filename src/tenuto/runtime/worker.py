@@ -39,7 +39,8 @@ class Sender:
 
     def __call__(self, message: AnyReply) -> None:
         with suppress(OSError):  # nobody is there any more; the reader sees that too
-            self._connection.sendall(frame(self._encoder.encode(message)))
+            for piece in frame(self._encoder.encode(message)):
+                self._connection.sendall(piece)
 
 
 def run(connection: socket.socket) -> None:
@@ -58,7 +59,7 @@ def run(connection: socket.socket) -> None:
             service.close()
 
 
-def _obey(payloads: Iterator[bytes], service: Service | None, send: Sender) -> Service | None:
+def _obey(payloads: Iterator[bytes | memoryview], service: Service | None, send: Sender) -> Service | None:
     """Handle what has been received; nothing of it is held on to. The service, once the first message has made it."""
     for payload in payloads:
         if service is None:

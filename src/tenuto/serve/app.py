@@ -32,9 +32,10 @@ from tenuto.serve.openai import routes as openai
 from tenuto.serve.openai import tokens as openai_tokens
 from tenuto.serve.sglang import routes as sglang
 from tenuto.serve.sglang import server as sglang_server
-from tenuto.serve.shared.bodies import LARGE, Structure
+from tenuto.serve.shared.bodies import CUTS, LARGE, Structure
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import BROKEN, OPENAI_FORM, ErrorForm, Failure, new_request_id
+from tenuto.serve.shared.json_pieces import Cut
 from tenuto.serve.shared.settings import BODY_BYTES_A_SECOND
 from tenuto.serve.shared.undone import HEADER as LEFT_UNDONE
 from tenuto.serve.shared.undone import noting
@@ -194,6 +195,7 @@ class Envelope:
             exchange.expect(_declared_length(headers))
             if scope["method"] not in ("GET", "HEAD"):
                 self._edge.tenant(headers)  # a request without a key is refused before its body is read
+            scope[CUTS] = exchange.cuts
             await self._app(scope, exchange.receive, exchange.send)
         except (Overloaded, RequestTimeout, TooLarge, Unauthorized) as error:
             _forget_frames(error)
@@ -242,6 +244,11 @@ class _Exchange:
         self._structure = Structure() if not to_disk else None
         self._complete = False  # the whole body has arrived
         self._began = asyncio.get_running_loop().time()
+
+    @property
+    def cuts(self) -> Sequence[Cut]:
+        """Places at which the body may be cut, as they are found."""
+        return self._structure.cuts if self._structure is not None else ()
 
     def expect(self, length: int) -> None:
         """Check a body of `length` bytes. Raises `TooLarge`, and `Overloaded` if all bodies together have too many."""

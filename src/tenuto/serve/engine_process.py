@@ -28,7 +28,7 @@ class EngineProcess:
                 [sys.executable, "-m", "tenuto.runtime.worker", str(theirs.fileno())], pass_fds=[theirs.fileno()]
             )
         with suppress(OSError):  # if it has ended already, whoever reads sees that
-            self.connection.sendall(frame(msgspec.msgpack.encode(settings)))
+            self.connection.sendall(b"".join(frame(msgspec.msgpack.encode(settings))))
 
     def __enter__(self) -> Self:
         return self

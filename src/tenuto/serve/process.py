@@ -69,7 +69,7 @@ class ProcessLink(Link, asyncio.Protocol):
         except (OverflowError, UnicodeEncodeError) as error:
             raise InvalidRequest("a value cannot be encoded; allowed: 64-bit numbers and valid Unicode text") from error
         if not self._transport.is_closing():  # else `_bury` gives all callers an error
-            self._transport.write(frame(message))
+            self._transport.writelines(frame(message))
 
     # -- called by the event loop
 

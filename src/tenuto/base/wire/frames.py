@@ -6,11 +6,14 @@ import struct
 from collections.abc import Iterator
 
 _LENGTH = struct.Struct("<I")
+LARGE = 2**18
+"""Bytes from which on a message is not copied: copying tens of megabytes holds up all other threads."""
 
 
-def frame(payload: bytes) -> bytes:
-    """A message with its length in front."""
-    return _LENGTH.pack(len(payload)) + payload
+def frame(payload: bytes) -> tuple[bytes, ...]:
+    """The pieces to send for a message: its length, and the message itself."""
+    length = _LENGTH.pack(len(payload))
+    return (length, payload) if len(payload) >= LARGE else (length + payload,)
 
 
 class FrameReader:
@@ -19,18 +22,22 @@ class FrameReader:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, received: bytes) -> Iterator[bytes]:
-        """Yield the messages that `received` completes."""
-        buffer = self._buffer
-        buffer += received
+    def feed(self, received: bytes) -> Iterator[bytes | memoryview]:
+        """Yield the messages that `received` completes. A large message is the buffer that it arrived in."""
+        self._buffer += received
         start = 0
-        while len(buffer) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(buffer, start)
-            end = start + _LENGTH.size + length
-            if len(buffer) < end:
+        while len(self._buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, start)
+            begin, end = start + _LENGTH.size, start + _LENGTH.size + length
+            if len(self._buffer) < end:
                 break
-            with memoryview(buffer) as whole, whole[start + _LENGTH.size : end] as part:
+            if length >= LARGE:
+                arrived, self._buffer, start = self._buffer, self._buffer[end:], 0
+                yield memoryview(arrived)[begin:end]
+                del arrived  # the reader may wait long for the next message
+                continue
+            with memoryview(self._buffer) as whole, whole[begin:end] as part:
                 payload = bytes(part)
             start = end
             yield payload
-        del buffer[:start]
+        del self._buffer[:start]

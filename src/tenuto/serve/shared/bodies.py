@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import copy_context
 from functools import partial
 from hashlib import sha256
 from typing import Any, TypeVar
@@ -17,9 +19,13 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 from fastapi import Request, Response
+from fastapi._compat import ModelField
+from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.routing import APIRoute
+from starlette.types import Receive, Scope
 
 from tenuto.base.errors import TooLarge
+from tenuto.serve.shared.json_pieces import PIECE, Cut, Cuts, Unfit, parsed_in_pieces
 
 T = TypeVar("T")
 
@@ -30,7 +36,9 @@ MAX_PARTS = 2**18
 MAX_DEPTH = 256
 """Lists and objects inside each other."""
 LARGE = 2**16
-"""Bytes from which on a body is parsed in a thread."""
+"""Bytes from which on a body is parsed and checked in a thread."""
+CUTS = "tenuto.cuts"
+"""In a request's scope: the places at which its body may be cut, complete once it has arrived."""
 
 _QUOTE = ord('"')
 _OPENS, _CLOSES, _COMMA, _COLON = (np.isin(np.arange(256), list(letters)) for letters in (b"[{", b"]}", b",", b":"))
@@ -43,13 +51,21 @@ class Structure:
     """Counts what a JSON body has outside its strings, while it arrives. If it is not JSON, the counts hold up to where
     a parser notices."""
 
-    def __init__(self, most_values: int = MAX_VALUES) -> None:
+    def __init__(self, most_values: int = MAX_VALUES, piece_bytes: int = PIECE) -> None:
         self._most_values = min(most_values, MAX_VALUES)
         self.values = 1
         self.parts = 0
         self._depth = 0
         self._quoted = False  # the next byte is inside a string
         self._escaped = False  # and follows a backslash
+        self._size = 0  # bytes so far
+        self._cuts = Cuts(piece_bytes)
+        self._first: tuple[Any, ...] | None = None  # what `_cuts` is still to read of the first piece
+
+    @property
+    def cuts(self) -> list[Cut]:
+        """Places at which the body may be cut."""
+        return self._cuts.found
 
     def feed(self, piece: bytes) -> None:
         """Read on. Raises `TooLarge`."""
@@ -58,16 +74,32 @@ class Structure:
         if self._escaped:
             piece = b" " + piece[1:]
         self._escaped = (len(piece) - len(piece.rstrip(b"\\"))) % 2 == 1
+        begin, self._size = self._size, self._size + len(piece)
+        if self._first is not None:
+            self._cuts.feed(*self._first)
+            self._first = None
         if self._quoted and b'"' not in piece:
+            self._cuts.inside(self._size)
             return
         if b"\\" in piece:
             piece = piece.replace(rb"\\", b"  ").replace(rb"\"", b"  ")
         letters = np.frombuffer(piece, np.uint8)
-        marks = letters[_MARKS[letters]]
+        places = np.flatnonzero(_MARKS[letters])
+        marks = letters[places]
         quotes = marks == _QUOTE
         inside = np.logical_xor.accumulate(quotes) ^ self._quoted if len(marks) else quotes
-        self._count(marks[~inside & ~quotes])
+        outside = ~inside & ~quotes
+        self._count(marks[outside])
+        if self._quoted and not quotes.any():  # but escaped ones
+            self._cuts.inside(self._size)
+            return
         self._quoted ^= bool(np.count_nonzero(quotes) % 2)
+        quote = begin + int(places[quotes][-1]) if self._quoted else None
+        found = marks[outside], places[outside] + begin, quote
+        if begin:
+            self._cuts.feed(*found)
+        else:
+            self._first = found  # most bodies have one piece, which is not cut
 
     def _count(self, marks: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         opened = int(np.count_nonzero(_OPENS[marks]))
@@ -96,45 +128,72 @@ _parser = ThreadPoolExecutor(1, "tenuto-json")
 """One thread: the event loop competes with it for Python's lock, and never with several."""
 
 
-class JsonRequest(Request):
-    """A request whose body is read into one piece of memory. It is dropped once it is parsed."""
+def _value(pieces: list[bytes], cuts: Sequence[Cut]) -> Any:
+    """The value of a body, which is taken out of `pieces`. Raises as `parsed`."""
+    body = b"".join(pieces)  # which holds no lock, if it is large
+    pieces.clear()
+    if cuts:
+        with suppress(Unfit, ValueError, RecursionError):  # it is parsed as a whole, which says what is wrong
+            return parsed_in_pieces(body, cuts)
+    return parsed(body)
 
-    _digest: bytes | None = None
+
+class JsonRequest(Request):
+    """A request whose body is dropped once it is parsed. A large one is parsed and checked beside the event loop."""
+
+    def __init__(self, scope: Scope, receive: Receive, field: ModelField | None = None) -> None:
+        """`field`: what the body as a whole has to be."""
+        super().__init__(scope, receive)
+        self.refusal: Exception | None = None  # of a large body that is JSON, but not what it has to be
+        self._field = field
+        self._pieces: list[bytes] | None = None
+        self._digest: bytes | None = None
 
     async def body(self) -> bytes:
-        if not hasattr(self, "_body"):
-            whole = bytearray()
-            async for piece in self.stream():
-                whole += piece
-            self._body = bytes(whole)
-        return self._body
+        """The beginning of the body. FastAPI keeps it as long as the request, but only asks whether there is one."""
+        if self._pieces is None:
+            self._pieces = [piece async for piece in self.stream() if piece]
+        return self._pieces[0][:1] if self._pieces else b""
 
     async def json(self) -> Any:
-        body = await self.body()
-        if "idempotency-key" in self.headers:
-            self._digest = await _worked(len(body), partial(_digest_of, self.url.path, body))
-        value = await _worked(len(body), partial(parsed, body))
-        self._body = b""
-        return value
+        await self.body()
+        pieces = self._pieces or []
+        read = partial(self._read, pieces, keyed="idempotency-key" in self.headers)
+        return read() if sum(map(len, pieces)) < LARGE else await in_parser(partial(read, checks=True))
+
+    def _read(self, pieces: list[bytes], *, keyed: bool, checks: bool = False) -> Any:
+        if keyed:
+            self._digest = _digest_of(self.url.path, pieces)
+        value = _value(pieces, self.scope.get(CUTS, ()))
+        if self._field is None or not checks:
+            return value
+        try:
+            model, errors = self._field.validate(value, loc=("body",))
+        except Exception as error:  # noqa: BLE001 - an `InvalidRequest`: to FastAPI, whatever is raised here means that it is not JSON
+            self.refusal = error
+        else:
+            if not errors:
+                return model  # which is valid when it is checked again
+            self.refusal = RequestValidationError(errors, body=value)
+        raise HTTPException(400)
 
     async def digest(self) -> bytes:
         """Equal for requests whose paths and bodies are."""
-        return self._digest if self._digest is not None else _digest_of(self.url.path, await self.body())
-
-
-async def _worked(size: int, work: Callable[[], Any]) -> Any:
-    """The result of `work` on `size` bytes."""
-    return work() if size < LARGE else await in_parser(work)
+        if self._digest is None:
+            await self.body()
+            self._digest = _digest_of(self.url.path, self._pieces or [])
+        return self._digest
 
 
 async def in_parser(work: Callable[[], T]) -> T:
     """The result of `work`, from the thread that parses."""
-    return await asyncio.get_running_loop().run_in_executor(_parser, work)
+    return await asyncio.get_running_loop().run_in_executor(_parser, copy_context().run, work)
 
 
-def _digest_of(path: str, body: bytes) -> bytes:
+def _digest_of(path: str, pieces: Iterable[bytes]) -> bytes:
     digest = sha256(path.encode() + b"\n")
-    digest.update(body)
+    for piece in pieces:
+        digest.update(piece)
     return digest.digest()
 
 
@@ -143,8 +202,16 @@ class JsonRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
+        whole = len(self.dependant.body_params) == 1 and not self._embed_body_fields
+        field = self.dependant.body_params[0] if whole else None
 
         async def handle_json(request: Request) -> Response:
-            return await handle(JsonRequest(request.scope, request.receive))
+            reading = JsonRequest(request.scope, request.receive, field)
+            try:
+                return await handle(reading)
+            except HTTPException:
+                if reading.refusal is None:
+                    raise
+            raise reading.refusal
 
         return handle_json

@@ -1,0 +1,230 @@
+"""Large JSON bodies, parsed in pieces. The parser holds Python's lock from its beginning to its end, but between two
+pieces other threads run.
+
+A body is cut behind commas and inside long strings. Each piece is completed to a value of its own: `[` and `{` that are
+open where it begins are written before it, and closed where it ends. Then the values are put together again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+PIECE = 2**16
+"""Bytes of a piece, at least."""
+MAX_KEY = 2**12
+"""Bytes of a field's name that is looked for before a cut value."""
+_ESCAPE = 12
+"""Bytes of the longest escape in a string: two halves of a letter, `\\ud83d\\ude00`."""
+_MARK = "\x00"
+"""Stands for the name of a field whose value was cut. A name in the body that is equal is only in the way of pieces."""
+
+Letters = npt.NDArray[np.uint8]
+_OPENS, _OBJECT, _COMMA = b"[{", ord("{"), ord(",")
+_BRACKET = np.isin(np.arange(256), list(b"[{]}"))
+
+
+class Open(NamedTuple):
+    """A list or an object that is not closed yet: its bracket, and where that is."""
+
+    bracket: int
+    at: int
+
+
+@dataclass(slots=True)
+class Cut:
+    """A place at which the body may be cut: at a comma, or inside the string that begins at `quote`, at all of the
+    places in `text`. `path`: the lists and objects that are open there, the outermost first."""
+
+    at: int
+    path: tuple[Open, ...]
+    quote: int | None = None
+    text: list[int] = field(default_factory=list)
+
+
+class Cuts:
+    """Finds places at which a body can be cut, while it arrives. In a body that is not JSON they are anywhere."""
+
+    def __init__(self, piece: int = PIECE) -> None:
+        self.found: list[Cut] = []
+        self._piece = piece
+        self._path: list[Open] = []
+        self._last = 0  # the last mark outside of strings
+        self._quote: int | None = None  # where the string begins that the last piece ended in, if it may be cut
+        self._next = piece  # the first byte at which to cut again
+
+    def feed(self, marks: Letters, places: npt.NDArray[np.int64], quote: int | None) -> None:
+        """Read on. `marks`: brackets, commas and colons outside of strings; `places`: where in the body they are.
+        `quote`: where the string begins in which the body ends so far."""
+        begin = 0
+        while (comma := self._comma(marks, places, begin)) is not None:
+            self._follow(marks[begin:comma], places[begin:comma])
+            if self._path:
+                self.found.append(Cut(int(places[comma]), tuple(self._path)))
+            self._next, begin = int(places[comma]) + self._piece, comma
+        self._follow(marks[begin:], places[begin:])
+        if len(marks):
+            self._last = int(marks[-1])
+        names = self._last == _OBJECT or (self._last == _COMMA and self._path and self._path[-1].bracket == _OBJECT)
+        self._quote = None if names else quote
+
+    def inside(self, at: int) -> None:
+        """The body goes on up to `at` inside the string that it ended in."""
+        if self._quote is None or at < self._next:
+            return
+        if not self.found or self.found[-1].quote != self._quote:
+            self.found.append(Cut(at, tuple(self._path), self._quote))
+        self.found[-1].text.append(at)
+        self._next = at + self._piece
+
+    def _comma(self, marks: Letters, places: npt.NDArray[np.int64], begin: int) -> int | None:
+        """The index of the comma at which to cut next."""
+        first = max(begin, int(np.searchsorted(places, self._next)))
+        commas = np.flatnonzero(marks[first:] == _COMMA)
+        return first + int(commas[0]) if len(commas) else None
+
+    def _follow(self, marks: Letters, places: npt.NDArray[np.int64]) -> None:
+        brackets = np.flatnonzero(_BRACKET[marks])
+        for bracket, at in zip(marks[brackets].tolist(), places[brackets].tolist(), strict=True):
+            if bracket in _OPENS:
+                self._path.append(Open(bracket, at))
+            elif self._path:
+                self._path.pop()
+
+
+class Unfit(Exception):
+    """The body cannot be parsed in pieces."""
+
+
+def parsed_in_pieces(body: bytes, cuts: Sequence[Cut]) -> Any:
+    """The value. Raises `Unfit`, or as `msgspec.json.decode`, if the body is not JSON, and also for some that is: then
+    it has to be parsed as a whole."""
+    value: Any = None
+    join: _Join | None = None  # of what was parsed and what comes
+    begin = 0
+    for cut in (*cuts, None):
+        middle: list[str] = []
+        end = resume = len(body)
+        if cut is not None and cut.quote is not None:
+            places = [_between_letters(body, cut.quote, at) for at in cut.text]
+            end, resume = places[0], places[-1]
+            middle = [msgspec.json.decode(b'"%b"' % body[a:b], type=str) for a, b in pairwise(places)]
+        elif cut is not None:
+            end, resume = cut.at, cut.at + 1
+        before = join.cut if join is not None else None
+        piece = body[begin:end]
+        _check_ends(piece, before, cut)
+        decoded = msgspec.json.decode(b"%b%b%b" % (_opening(before), piece, _closing(cut)))
+        value = decoded if join is None else join.put(value, decoded)
+        if cut is not None:
+            join, begin = _Join(body, cut, middle), resume
+    return value
+
+
+def _between_letters(body: bytes, quote: int, at: int) -> int:
+    """The last place up to `at` that is inside no letter and no escape of the string. Raises `Unfit`."""
+    at = min(at, len(body) - 1)
+    for place in range(at, max(quote, at - 2 * _ESCAPE), -1):
+        head = body[max(quote + 1, place - _ESCAPE) : place]
+        if 0x80 <= body[place] < 0xC0:
+            continue
+        if b"\\" not in head or not _escaped(body, quote, place):
+            return place
+    raise Unfit
+
+
+def _escaped(body: bytes, quote: int, place: int) -> bool:
+    """Whether `place` is inside an escape, or between two halves of a letter."""
+    for start in range(place - 1, max(quote, place - _ESCAPE), -1):
+        if body[start] != ord("\\") or _backslashes(body, quote, start) % 2:
+            continue
+        follows, size = body[start + 1 : start + 2], 2
+        if follows == b"u":
+            first = body[start + 2 : start + 4].lower()
+            size = 12 if first in (b"d8", b"d9", b"da", b"db") else 6
+        return start + size > place
+    return False
+
+
+def _backslashes(body: bytes, quote: int, end: int) -> int:
+    """The backslashes right before `end`. Raises `Unfit` if there are too many to count."""
+    before = body[max(quote + 1, end - MAX_KEY) : end]
+    count = len(before) - len(before.rstrip(b"\\"))
+    if count == MAX_KEY:
+        raise Unfit
+    return count
+
+
+def _check_ends(piece: bytes, before: Cut | None, cut: Cut | None) -> None:
+    """Raises `Unfit` where a comma has nothing before or after it, which a piece of its own does not show."""
+    if before is not None and before.quote is None and piece[: MAX_KEY + 1].lstrip()[:1] in (b"", b"]", b"}"):
+        raise Unfit
+    if cut is not None and cut.quote is None and piece[-MAX_KEY:].rstrip()[-1:] in (b"", b"[", b"{"):
+        raise Unfit
+
+
+def _opening(cut: Cut | None) -> bytes:
+    """What the piece after a cut needs before it."""
+    if cut is None:
+        return b""
+    text = b'"' if cut.quote is not None else b""
+    mark = msgspec.json.encode(_MARK) + b":"
+    opening = b""
+    for depth, each in enumerate(cut.path):
+        continued = depth < len(cut.path) - 1 or text
+        opening += b"{" + (mark if continued else b"") if each.bracket == _OBJECT else b"["
+    return opening + text
+
+
+def _closing(cut: Cut | None) -> bytes:
+    """What the piece before a cut needs after it."""
+    if cut is None:
+        return b""
+    brackets = bytes(ord("}") if each.bracket == _OBJECT else ord("]") for each in reversed(cut.path))
+    return (b'"' if cut.quote is not None else b"") + brackets
+
+
+class _Join:
+    """Puts together what was parsed before a cut and after it. `texts`: what lies between, if a string was cut."""
+
+    def __init__(self, body: bytes, cut: Cut, texts: Sequence[str]) -> None:
+        self.cut = cut
+        self._body, self._path, self._quote, self._texts = body, cut.path, cut.quote, texts
+
+    def put(self, old: Any, new: Any, depth: int = 0) -> Any:
+        """The value that both are parts of."""
+        if depth == len(self._path):
+            return "".join([old, *self._texts, new])
+        innermost = depth == len(self._path) - 1 and self._quote is None
+        if self._path[depth].bracket != _OBJECT:
+            if not innermost:
+                old[-1] = self.put(old[-1], new.pop(0), depth + 1)
+            old.extend(new)
+            return old
+        if not innermost:
+            name = self._name(self._path[depth + 1].at if depth + 1 < len(self._path) else cast("int", self._quote))
+            old[name] = self.put(old[name], new.pop(_MARK), depth + 1)
+        old.update(new)
+        return old
+
+    def _name(self, at: int) -> Any:
+        """The name of the field whose value begins at `at`. Raises `Unfit`."""
+        before = self._body[max(0, at - MAX_KEY) : at].rstrip()
+        before = before.removesuffix(b":").rstrip()
+        for start in _quotes_before(before):
+            if _backslashes(before, -1, start) % 2 == 0:
+                return msgspec.json.decode(before[start:], type=str)
+        raise Unfit
+
+
+def _quotes_before(text: bytes) -> Iterator[int]:
+    """The quotes of a text that ends with one, from the last but one backwards."""
+    at = len(text) - 1
+    while (at := text.rfind(b'"', 0, at)) >= 0:
+        yield at
