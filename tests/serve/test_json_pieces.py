@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.serve.shared import bodies, json_pieces
+from tenuto.serve.shared import bodies
 from tenuto.serve.shared.bodies import Structure
 from tenuto.serve.shared.json_pieces import PIECE, Unfit, parsed_in_pieces
 
@@ -79,7 +79,7 @@ def test_the_parser_never_has_more_than_some_pieces_of_a_large_body_at_once(
         given_sizes.append(len(raw))
         return decode(raw, **kind)
 
-    monkeypatch.setattr(json_pieces.msgspec.json, "decode", noted)
+    monkeypatch.setattr(msgspec.json, "decode", noted)
     pieces = [body[at : at + PIECE] for at in range(0, len(body), PIECE)]
     assert bodies._value(pieces, arrived(body, PIECE).cuts) == value
     assert len(given_sizes) > len(body) / (4 * PIECE)

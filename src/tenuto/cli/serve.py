@@ -8,6 +8,7 @@ from tenuto.base.config import WorkerSettings
 from tenuto.base.errors import EngineStopped
 from tenuto.base.garbage import look_less_often
 from tenuto.base.heap import return_large_blocks
+from tenuto.base.switching import switch_often
 from tenuto.base.views import ModelView
 from tenuto.serve.engine_process import EngineProcess
 from tenuto.serve.shared.settings import ServeSettings
@@ -29,6 +30,7 @@ def run_server(worker: WorkerSettings, settings: ServeSettings) -> None:
 
         configure_logs(worker.log_level)
         look_less_often()
+        switch_often()
         return_large_blocks()
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -70,6 +70,7 @@ class Outbox:
                 work()
             except Exception:  # a mistake of ours; others wait
                 log.exception("a message could not be sent")
+            del work  # which has the message; the next may be long in coming
 
     def _await(self, call: int) -> None:
         self._awaited[call] = []

@@ -18,7 +18,9 @@ import msgspec
 from tenuto.base.config import WorkerSettings
 from tenuto.base.errors import TenutoError
 from tenuto.base.garbage import look_less_often
+from tenuto.base.heap import HeapKeeper
 from tenuto.base.logs import configure_logs
+from tenuto.base.switching import switch_often
 from tenuto.base.wire.frames import FrameReader, frame
 from tenuto.base.wire.messages import AnyReply, AnyRequest, Describe, refusal_of
 from tenuto.runtime.service import Service, open_service
@@ -79,6 +81,8 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     look_less_often()
+    switch_often()
+    HeapKeeper().start()
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         run(connection)
 

@@ -14,6 +14,7 @@ from tenuto.base.views import ModelView
 from tenuto.base.wire.frames import FrameReader, frame
 from tenuto.base.wire.link import Link
 from tenuto.base.wire.messages import AnyReply, Refusal, Request, Stopped, error_of
+from tenuto.base.wire.pieces import in_pieces
 from tenuto.serve.engine_process import EngineProcess
 
 log = structlog.get_logger("tenuto.server")
@@ -65,11 +66,11 @@ class ProcessLink(Link, asyncio.Protocol):
 
     def send(self, request: Request[Any]) -> None:
         try:
-            message = self._encoder.encode(request)
+            message = in_pieces(request, self._encoder)
         except (OverflowError, UnicodeEncodeError) as error:
             raise InvalidRequest("a value cannot be encoded; allowed: 64-bit numbers and valid Unicode text") from error
         if not self._transport.is_closing():  # else `_bury` gives all callers an error
-            self._transport.writelines(frame(message))
+            self._transport.writelines(frame(*message))
 
     # -- called by the event loop
 

@@ -10,10 +10,11 @@ LARGE = 2**18
 """Bytes from which on a message is not copied: copying tens of megabytes holds up all other threads."""
 
 
-def frame(payload: bytes) -> tuple[bytes, ...]:
-    """The pieces to send for a message: its length, and the message itself."""
-    length = _LENGTH.pack(len(payload))
-    return (length, payload) if len(payload) >= LARGE else (length + payload,)
+def frame(*pieces: bytes) -> tuple[bytes, ...]:
+    """What to send for a message that is given in pieces: its length, and the pieces."""
+    size = sum(map(len, pieces))
+    length = _LENGTH.pack(size)
+    return (length, *pieces) if size >= LARGE else (b"".join((length, *pieces)),)
 
 
 class FrameReader:

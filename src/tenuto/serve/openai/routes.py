@@ -15,7 +15,7 @@ from tenuto.serve.openai.answers import Choices, Writer
 from tenuto.serve.openai.chat import ChatWriter
 from tenuto.serve.openai.completions import CompletionWriter, echo_of
 from tenuto.serve.openai.schemas import ChatBody, CompletionBody, Generation
-from tenuto.serve.shared.bodies import JsonRoute
+from tenuto.serve.shared.bodies import JsonRoute, of_many
 from tenuto.serve.shared.edge import DEFAULT_MODEL, Caller, Edge, EdgeOf
 from tenuto.serve.shared.idempotency import RequestKey
 from tenuto.serve.shared.placing import placed
@@ -75,7 +75,8 @@ async def complete(
     _check(edge, body, len(body.prompts))
     with body.naming(edge.model.context_length):
         more = {"session": body.session_id, "echo": bool(body.echo)}
-        starts = [body.start(tenant, prompt, edge.model.habits, **more) for prompt in body.prompts]
+        prompts, habits = body.prompts, edge.model.habits
+        starts = await of_many(len(prompts), lambda: [body.start(tenant, prompt, habits, **more) for prompt in prompts])
         samples = await while_connected(request, _begin(edge, tenant, body, request, starts, idempotency_key))
     try:
         writers: list[Writer] = []
@@ -98,7 +99,8 @@ async def chat(
     """Answer messages. With `session_id`, send only the new ones: the session has the earlier ones."""
     _check(edge, body, 1)
     with body.naming(edge.model.context_length):
-        messages = placed([message.rendered() for message in body.messages], edge.model.habits)
+        given, usual = body.messages, edge.model.habits
+        messages = await of_many(len(given), lambda: placed([message.rendered() for message in given], usual))
         asker = body.messages[-1].role if body.messages else ""
         habits = edge.model.habits.told(body.chat_template_kwargs or {}).after(asker)
         start = body.start(tenant, messages, habits, session=body.session_id, variables=body.variables())

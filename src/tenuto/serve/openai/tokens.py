@@ -18,7 +18,7 @@ from tenuto.base.tools.variables import Variables
 from tenuto.base.wire.messages import Detokenize, Tokenize, TokenTexts
 from tenuto.serve.openai.schemas import ChatMessage
 from tenuto.serve.openai.tools import Tool
-from tenuto.serve.shared.bodies import JsonRoute
+from tenuto.serve.shared.bodies import JsonRoute, of_many
 from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
 from tenuto.serve.shared.schemas import REFUSALS, Items, Messages, Prompts, TokenId
@@ -69,7 +69,8 @@ async def tokenize(edge: EdgeOf, tenant: Caller, body: TokenizeBody) -> Response
         tools = Tools.of([tool.function.told() for tool in body.tools]) if body.tools else NO_TOOLS
         generate = body.add_generation_prompt is not False
         variables = Variables.of(body.chat_template_kwargs or {})
-        messages = [one.rendered() for one in body.messages]
+        many = body.messages
+        messages = await of_many(len(many), lambda: [one.rendered() for one in many])
         given = Tokenize(tenant=tenant.name, input=messages, tools=tools, variables=variables, generate=generate)
         lists = [array("i", await edge.link.call(given))]
     else:

@@ -8,7 +8,7 @@ from tenuto.base.errors import InvalidRequest
 from tenuto.serve.sglang.answers import Answers
 from tenuto.serve.sglang.requests import RequestsOf
 from tenuto.serve.sglang.schemas import AbortRequest, CloseSessionRequest, GenerateRequest, OpenSessionRequest
-from tenuto.serve.shared.bodies import JsonRoute
+from tenuto.serve.shared.bodies import JsonRoute, of_many
 from tenuto.serve.shared.edge import Caller, EdgeOf
 from tenuto.serve.shared.respond import respond, streamed
 from tenuto.serve.shared.schemas import REFUSALS
@@ -44,7 +44,8 @@ async def generate(
     if body.model is not None:
         edge.check_model(body.model)
     with body.naming(edge.model.context_length):
-        running = await while_connected(request, requests.start(tenant, body.items()))
+        items = await of_many(body.prompts, body.items)
+        running = await while_connected(request, requests.start(tenant, items))
     answers = Answers(edge, running, several=len(running) > 1 or body.several)
     turns = [each.accepted for each in running]
     return await respond(request, turns, answers, lambda: requests.leave(running), stream=body.stream)

@@ -208,6 +208,10 @@ class Item:
         return self.params.logprobs is not None
 
 
+_USUAL = SamplingParams.model_validate({})
+"""Of prompts for which nothing is asked."""
+
+
 @with_options("priority")
 class GenerateRequest(SGLangObject, TurnRequest):
     """One prompt to continue, or a list of them. A value that is not a list applies to all of them."""
@@ -231,6 +235,12 @@ class GenerateRequest(SGLangObject, TurnRequest):
         """Whether the answer is a list."""
         ids = self.input_ids
         return isinstance(self.text, list) or bool(ids and isinstance(ids[0], list))
+
+    @property
+    def prompts(self) -> int:
+        """The number of prompts, at least 1."""
+        given: Any = self.text if self.text is not None else self.input_ids
+        return len(given) if self.several else 1
 
     def field(self, option: str | None) -> str | None:
         if option == "input":
@@ -283,7 +293,7 @@ class GenerateRequest(SGLangObject, TurnRequest):
         start: int | None,
         top: int | None,
     ) -> Item:
-        params = params or SamplingParams.model_validate({})
+        params = params or _USUAL
         start = start if wanted and start is not None else -1
         try:
             options = params.options()

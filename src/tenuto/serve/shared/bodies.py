@@ -37,6 +37,8 @@ MAX_DEPTH = 256
 """Lists and objects inside each other."""
 LARGE = 2**16
 """Bytes from which on a body is parsed and checked in a thread."""
+MANY = 64
+"""Messages or prompts of one request from which on they are translated in a thread."""
 CUTS = "tenuto.cuts"
 """In a request's scope: the places at which its body may be cut, complete once it has arrived."""
 
@@ -183,6 +185,11 @@ class JsonRequest(Request):
             await self.body()
             self._digest = _digest_of(self.url.path, self._pieces or [])
         return self._digest
+
+
+async def of_many(count: int, work: Callable[[], T]) -> T:
+    """The result of `work` on `count` messages or prompts."""
+    return work() if count < MANY else await in_parser(work)
 
 
 async def in_parser(work: Callable[[], T]) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import cache
 from typing import Any, ClassVar, get_args
 
 from pydantic import model_validator
@@ -46,7 +47,9 @@ class ForeignObject(Object):
         for name, harmless in cls.undone.items():
             if name in given and given[name] not in harmless:
                 leave_undone(name)
-        known = {field.alias or name for name, field in cls.model_fields.items()}
+        known = _known(cls)
+        if given.keys() <= known:
+            return given  # as most are; there may be thousands
         left_out = cls.ignored.union(cls.not_supported, cls.undone)
         return {
             name: value for name, value in given.items() if name in known or not cls._ignores(name, value, left_out)
@@ -60,3 +63,9 @@ class ForeignObject(Object):
         if not cls.complete:
             raise unsupported(name, "is not supported; leave it out")
         return False
+
+
+@cache
+def _known(kind: type[ForeignObject]) -> frozenset[str]:
+    """The names of its fields."""
+    return frozenset(field.alias or name for name, field in kind.model_fields.items())

@@ -3,31 +3,60 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
+AT_ONCE = 32
+"""Tasks that begin in one round of the event loop. A request can ask for a thousand, and the streams of others have
+their turn in between."""
+
+
 class Background:
-    """Runs coroutines to completion. Asyncio itself does not keep unreferenced tasks alive."""
+    """Runs coroutines to completion. Asyncio itself does not keep unreferenced tasks alive.
+
+    Invariant: `_waiting` has coroutines only as long as `_begin` is about to be called by the event loop.
+    """
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
+        self._waiting: deque[Coroutine[Any, Any, None]] = deque()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` in the background. It must not raise."""
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        """Run `work` in the background, after what was spawned before. It must not raise."""
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._begin)
+        self._waiting.append(work)
+
+    def _begin(self) -> None:
+        for _ in range(min(AT_ONCE, len(self._waiting))):
+            task = asyncio.ensure_future(self._waiting.popleft())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._begin)
 
 
 async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results, in order. If one fails, or this is cancelled, the others are cancelled and awaited."""
-    tasks = [asyncio.ensure_future(work) for work in works]
+    """The results, in order. If one fails, or this is cancelled, no more are begun, and the others are cancelled and
+    awaited."""
+    tasks: list[asyncio.Task[T]] = []
     try:
+        for work in works:
+            tasks.append(asyncio.ensure_future(work))
+            if len(tasks) % AT_ONCE == 0:
+                await asyncio.sleep(0)
+                if any(map(_failed, tasks[-2 * AT_ONCE :])):
+                    break
         return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _failed(task: asyncio.Task[Any]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)

@@ -1,0 +1,45 @@
+"""Messages on their way out of an engine."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from tenuto.base.wire.messages import AnyReply
+from tenuto.runtime.outbox import Outbox
+from tenuto.runtime.texts import Texts
+
+
+class Work:
+    """Something to send that can be looked for."""
+
+    def __call__(self) -> None:
+        """Send it."""
+
+
+class Waiting(SimpleQueue[Callable[[], None] | None]):
+    """A queue that notes, whenever it is asked for more, whether the work before is gone."""
+
+    def __init__(self, before: weakref.ref[Work]) -> None:
+        self.gone: list[bool] = []
+        self._before = before
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Callable[[], None] | None:
+        self.gone.append(self._before() is None)
+        return super().get(block, timeout)
+
+
+def test_a_message_is_freed_when_it_is_sent_not_when_the_next_one_is() -> None:
+    def ignore(_: AnyReply) -> None:
+        """Nothing is sent."""
+
+    outbox, work = Outbox(ignore, Texts(None)), Work()
+    waiting = Waiting(weakref.ref(work))
+    waiting.put(work)
+    waiting.put(None)
+    del work
+    outbox.close()
+    outbox._waiting = waiting
+    outbox._run()
+    assert waiting.gone == [False, True]
