@@ -18,6 +18,7 @@ from tenuto.kernels.elements import Element, KVCacheDtype
 from tenuto.kernels.native.build import VARIANTS
 from tenuto.serve.shared.settings import ServeSettings
 from tests.cli.test_cli import TENUTO, run
+from tests.serve.server import serving
 
 CLASSES = (WorkerSettings, EngineConfig, ServeSettings)
 NOT_OPTIONS = {"config": "it has the options of `EngineConfig`", "tenants": "they are read from `keys` and two keys"}
@@ -189,17 +190,14 @@ def test_variables_of_others_are_left_alone(show: Show) -> None:
     assert {source for _, source in shown(show(**given)).values()} == {"default"}
 
 
-def test_a_server_starts_with_what_variables_say(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [TENUTO, "serve"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "TENUTO_MODEL": "nowhere.gguf", "TENUTO_PORT": "0"},
-        timeout=120,
-        check=False,
-    )
-    assert "nowhere.gguf" in refused(done)
+def test_a_server_runs_with_the_settings_and_names_their_sources(tmp_path: Path) -> None:
+    file = tmp_path / "named.toml"
+    file.write_text("model = 'witness'\nserved_model_name = ['a']\n")
+    with serving("--config", str(file), "--token-budget", "99", env={"TENUTO_MAX_SESSIONS": "7"}) as server:
+        config = server.client().get("/v1/engine").json()["config"]
+        assert server.client().get("/v1/models").json()["data"][0]["id"] == "a"
+    assert (config["max_sessions"], config["token_budget"]) == (7, 99)
+    assert f"settings   {file}, variable TENUTO_MAX_SESSIONS\n" in server.lines
 
 
 def test_choices_are_those_of_the_code_that_takes_them() -> None:

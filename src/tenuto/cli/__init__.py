@@ -119,9 +119,6 @@ def serve(
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Show every option's value and source, and exit.")
     ] = False,
-    enable_streaming_session: sglang.Accepted = False,  # noqa: ARG001 - always on
-    enable_mixed_chunk: sglang.Accepted = False,  # noqa: ARG001 - always on
-    enable_metrics: sglang.Accepted = False,  # noqa: ARG001 - always on
     tp_size: sglang.OneDevice = 1,
     **given: Any,
 ) -> None:
@@ -147,7 +144,7 @@ def serve(
     if show_config:
         settings.show()
     else:
-        run_server(settings.worker, settings.serve)
+        run_server(settings)
 
 
 app.add_typer(sessions.app, name="sessions")

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import typer
 
-from tenuto.base.config import WorkerSettings
 from tenuto.base.errors import EngineStopped
 from tenuto.base.garbage import look_less_often
 from tenuto.base.heap import return_large_blocks
 from tenuto.base.switching import switch_often
 from tenuto.base.views import ModelView
+from tenuto.cli.settings import ServerSettings
 from tenuto.serve.engine_process import EngineProcess
-from tenuto.serve.shared.settings import ServeSettings
 
 ENGINE_ENDED = 70
 """The exit status if the engine process ended by itself: a supervisor should restart the server."""
 
 
-def run_server(worker: WorkerSettings, settings: ServeSettings) -> None:
+def run_server(settings: ServerSettings) -> None:
     """Serve until a signal. Raises `ConfigError`, `ModelError`."""
-    with EngineProcess(worker) as engine:
+    with EngineProcess(settings.worker) as engine:
         # The engine loads its model while this process imports what it serves with.
         import asyncio  # noqa: PLC0415 - loaded where it is used
 
@@ -28,19 +29,19 @@ def run_server(worker: WorkerSettings, settings: ServeSettings) -> None:
         from tenuto.base.logs import configure_logs  # noqa: PLC0415 - loaded where it is used
         from tenuto.serve.run import serve  # noqa: PLC0415 - loaded where it is used
 
-        configure_logs(worker.log_level)
+        configure_logs(settings.worker.log_level)
         look_less_often()
         switch_often()
         return_large_blocks()
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(serve(engine, settings, _show))
+                runner.run(serve(engine, settings.serve, partial(_show, settings)))
         except EngineStopped as error:
             typer.echo(f"tenuto: {error}", err=True)
             raise typer.Exit(ENGINE_ENDED) from None
 
 
-def _show(model: ModelView, address: str) -> None:
+def _show(settings: ServerSettings, model: ModelView, address: str) -> None:
     """Print the resolved configuration and the address."""
     config = model.config
     mixed = min(config.mixed_budget, config.token_budget)
@@ -52,6 +53,7 @@ def _show(model: ModelView, address: str) -> None:
         f"context    {model.context_length} tokens a session (the model's own limit is {model.max_context})",
         f"memory     {fits}, in pages of {model.page_size} ({units})",
         f"steps      {config.max_running} turns at once, {config.token_budget} tokens a step ({mixed} with decodes)",
+        *([f"settings   {', '.join(settings.sources)}"] if settings.sources else []),
         f"listening  {address}  (API description at {address}/docs)",
     ]
     typer.echo("\n".join(lines))

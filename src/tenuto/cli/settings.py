@@ -48,6 +48,12 @@ class ServerSettings:
         config: Any = {**_of(EngineConfig, given), "tenant_weights": serve.tenants.weights}
         return ServerSettings(WorkerSettings(config=config, **_of(WorkerSettings, given)), serve, origins)
 
+    @property
+    def sources(self) -> list[str]:
+        """The file and the variables that have a say."""
+        found = dict.fromkeys(source for _, source in self.origins.values())
+        return [source for source in found if source != DEFAULT and not source.startswith("flag ")]
+
     def show(self) -> None:
         """Prints every option with its value, written as in the file, and its source. Secrets are masked."""
         secret = {name for name, option in SERVER.items() if option.declared.metadata["secret"]}

@@ -8,11 +8,12 @@ import typer
 
 from tenuto.base.errors import ConfigError
 
-Accepted = Annotated[bool, typer.Option(help="Accepted for users of SGLang: always on.", hidden=True)]
 OneDevice = Annotated[
     int,
     typer.Option("--tp-size", "--tp", "--tensor-parallel-size", help="Accepted for users of SGLang: 1.", hidden=True),
 ]
+ALWAYS = ("--enable-streaming-session", "--enable-mixed-chunk", "--enable-metrics")
+"""Flags of features that are always on here."""
 TUNING = ("--mamba-", "--max-mamba-cache-size")
 """Prefixes of flags that tune SGLang's memory for recurrent state. Here memory is divided by the sessions' needs, and
 state is float32."""
@@ -26,6 +27,8 @@ def check(context: typer.Context, tp_size: int) -> None:
     for argument in context.args:
         if argument.startswith(TUNING):
             value_may_follow = "=" not in argument
+        elif argument in ALWAYS:
+            value_may_follow = False
         elif argument.startswith("-"):
             raise ConfigError(f"there is no option {argument.partition('=')[0]}; tenuto serve --help lists them")
         elif value_may_follow:
