@@ -1,4 +1,4 @@
-"""The pages that people read, and the blocks of code in them."""
+"""The pages of the documentation, and the blocks of code in them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "tests").glob("*.md")])
 PRESENT = [page for page in PAGES if page.name != "CHANGELOG.md"]
-"""The pages about the code as it is now."""
+"""The pages about the current code."""
 FENCE = re.compile(
     r"^(?:<!-- not run: (?P<reason>.+) -->\n)?```(?P<language>\S*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
 )
@@ -35,7 +35,7 @@ def name_of(page: Path) -> str:
 
 
 def blocks(*languages: str) -> Iterator[Block]:
-    """The blocks of all pages in these languages, or all blocks."""
+    """Returns the blocks of all pages in these languages, or all blocks."""
     for page in PAGES:
         content = page.read_text(encoding="utf-8")
         for found in FENCE.finditer(content):
@@ -45,6 +45,6 @@ def blocks(*languages: str) -> Iterator[Block]:
 
 
 def spans(page: Path) -> list[str]:
-    """The inline code of a page, outside its blocks."""
+    """Returns the inline code of a page, outside its blocks."""
     prose = FENCE.sub("", page.read_text(encoding="utf-8"))
     return re.findall(r"`([^`\n]+)`", prose)

@@ -20,7 +20,7 @@ SERVER = "http://127.0.0.1:8000"
 """The address of the server in examples."""
 RUN = ("python", "sh")
 CHECKED = ("toml", "text", "yaml")
-"""Blocks that are output, drawings or files, and are not run."""
+"""Languages of blocks that are output, drawings or files, and are not run."""
 MARKED = 6
 """The most blocks that may be marked as not run."""
 
@@ -64,7 +64,7 @@ def test_a_shell_example_runs(example: Block, server: Server) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_block_of_a_page_is_of_a_language_that_is_run_or_checked(page: Path) -> None:
+def test_every_block_of_a_page_is_in_a_language_that_is_run_or_checked(page: Path) -> None:
     fences = re.findall(r"^```", page.read_text(encoding="utf-8"), re.MULTILINE)
     found = [block for block in blocks() if block.page == name_of(page)]
     assert len(fences) == 2 * len(found), "a block is not closed, or indented"
@@ -76,7 +76,7 @@ def test_few_blocks_are_marked_as_not_run() -> None:
     assert len(marked) <= MARKED, [f"{block}: {block.not_run}" for block in marked]
 
 
-def test_the_key_file_on_the_page_of_operations_is_one(tmp_path: Path) -> None:
+def test_the_key_file_on_the_operations_page_is_valid(tmp_path: Path) -> None:
     (example,) = [block for block in blocks("toml") if "[[keys]]" in block.text]
     path = tmp_path / "keys.toml"
     path.write_text(example.text)

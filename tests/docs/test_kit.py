@@ -11,7 +11,7 @@ import pytest
 from tests.docs.pages import ROOT
 
 
-def test_the_hooks_of_pre_commit_are_the_checks_of_make() -> None:
+def test_pre_commit_has_the_same_checks_as_make() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     recipes = re.findall(r"^(?:check|docs):.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
     commands = [line.strip().replace("$(BIN)", ".venv/bin") for recipe in recipes for line in recipe.splitlines()]
@@ -20,7 +20,7 @@ def test_the_hooks_of_pre_commit_are_the_checks_of_make() -> None:
     assert sorted(hooks) == sorted(command.removesuffix(" $(KERNELS)") for command in commands)
 
 
-def test_the_changelog_ends_its_unreleased_part_with_the_version_of_the_project() -> None:
+def test_the_changelogs_first_release_is_the_version_of_the_project() -> None:
     headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     assert headings[0] == "[Unreleased]"
@@ -29,7 +29,7 @@ def test_the_changelog_ends_its_unreleased_part_with_the_version_of_the_project(
     assert set(kinds) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
-def test_the_public_workflow_runs_the_script_that_runs_anywhere_on_both_architectures() -> None:
+def test_the_public_workflow_runs_our_ci_script_on_both_architectures() -> None:
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
     assert re.findall(r"^ +- run: (.+)$", workflow, re.MULTILINE) == [".ci/run"]
     assert "runner: [ubuntu-24.04, ubuntu-24.04-arm]" in workflow
@@ -37,5 +37,5 @@ def test_the_public_workflow_runs_the_script_that_runs_anywhere_on_both_architec
 
 
 @pytest.mark.parametrize(("page", "lines"), [("README.md", 200), ("docs/architecture.md", 130)])
-def test_the_pages_that_newcomers_read_first_stay_short(page: str, lines: int) -> None:
+def test_the_first_pages_for_newcomers_stay_short(page: str, lines: int) -> None:
     assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= lines

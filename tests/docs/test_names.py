@@ -1,4 +1,4 @@
-"""Pages name only what exists: paths, commands, flags, routes, metrics, options. And they name all of some."""
+"""Pages name only existing paths, commands, flags, routes, metrics and options, and some pages list all of them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tests.serve.server import serving
 
 PATH = re.compile(r"(?:src/tenuto|tests|docs|bench|examples|\.ci|\.github)/[\w./*-]*\w/?")
 PLACES = {"ID": "{session_id}", "TURN": "{turn_id}"}
-"""How pages write the parameters of routes."""
+"""The form in which pages write the parameters of routes."""
 
 
 @cache
 def helped(*command: str) -> str:
-    """The help of a command of `tenuto`."""
+    """Returns the help of a command of `tenuto`."""
     program = str(Path(sys.executable).parent / "tenuto")
     environment = {**os.environ, "COLUMNS": "80"}
     shown = subprocess.run([program, *command, "--help"], capture_output=True, text=True, check=True, env=environment)
@@ -50,13 +50,13 @@ def test_a_path_on_a_page_exists(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PRESENT, ids=name_of)
-def test_a_link_of_a_page_leads_somewhere(page: Path) -> None:
-    """Also of pages that are not in the site; anchors in the site are checked by `make docs`."""
+def test_a_link_on_a_page_leads_somewhere(page: Path) -> None:
+    """Including pages that are not on the site; `make docs` checks anchors on the site."""
     targets = re.findall(r"\]\(([^)#\s]+)(?:#[\w-]*)?\)", page.read_text(encoding="utf-8"))
     assert not [target for target in targets if "://" not in target and not (page.parent / target).exists()]
 
 
-def test_pages_name_only_commands_targets_and_modules_that_exist() -> None:
+def test_pages_name_only_existing_commands_targets_and_modules() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     texts = [block.text for block in blocks("sh")] + [span for page in PRESENT for span in spans(page)]
     found = commands()
@@ -71,7 +71,7 @@ def test_pages_name_only_commands_targets_and_modules_that_exist() -> None:
 
 
 def flags_of(command: Any) -> Iterator[str]:
-    """The flags of a command and of the commands in it, hidden ones included."""
+    """Returns the flags of a command and of its subcommands, including hidden ones."""
     for parameter in command.params:
         yield from (*parameter.opts, *parameter.secondary_opts)
     for inner in getattr(command, "commands", {}).values():
@@ -80,7 +80,7 @@ def flags_of(command: Any) -> Iterator[str]:
 
 @cache
 def known_flags() -> frozenset[str]:
-    """The flags of all commands, and those that the sources of programs spell out."""
+    """Returns the flags of all commands, and those spelled out in the sources of programs."""
     sources = [*(ROOT / "src" / "tenuto" / "cli").rglob("*.py"), *(ROOT / "bench").rglob("*.py")]
     sources += (ROOT / "tests" / "sim").glob("*.py")
     spelled = (found for file in sources for found in re.findall(r"\"(--[a-z][a-z-]+)", file.read_text("utf-8")))
@@ -103,7 +103,7 @@ def default(written: str) -> Any:
     return known[text] if text in known else float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else text
 
 
-def test_the_page_of_operations_has_every_option_of_the_server_with_its_default() -> None:
+def test_the_operations_page_lists_every_option_of_the_server_with_its_default() -> None:
     page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     section = page.partition("### Options of the server")[2].partition("\n## ")[0]
     rows = dict(re.findall(r"^\| `(--[a-z0-9-]+)` \| ([^|]+) \|", section, re.MULTILINE))
@@ -114,7 +114,7 @@ def test_the_page_of_operations_has_every_option_of_the_server_with_its_default(
     }
 
 
-def test_the_file_of_settings_on_the_page_of_operations_is_one(tmp_path: Path) -> None:
+def test_the_settings_file_on_the_operations_page_is_valid(tmp_path: Path) -> None:
     (example,) = [block for block in blocks("toml") if "# tenuto.toml" in block.text]
     path = tmp_path / "tenuto.toml"
     path.write_text(example.text)
@@ -123,7 +123,7 @@ def test_the_file_of_settings_on_the_page_of_operations_is_one(tmp_path: Path) -
     assert settings.worker.memory == 4 * 2**30
 
 
-def test_the_page_of_sessions_has_every_option_of_a_turn() -> None:
+def test_the_sessions_page_lists_every_option_of_a_turn() -> None:
     page = (ROOT / "docs" / "sessions.md").read_text(encoding="utf-8")
     section = page.partition("### Options of a turn")[2].partition("\n### ")[0]
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", section, re.MULTILINE))
@@ -138,7 +138,7 @@ def test_the_page_of_sessions_has_every_option_of_a_turn() -> None:
 
 @pytest.fixture(scope="module")
 def described() -> tuple[set[str], set[str]]:
-    """The routes of a server, and its metrics."""
+    """Returns the routes of a server, and its metrics."""
     with serving("--model", "witness") as server:
         routes = set(httpx.get(f"{server.url}/openapi.json").json()["paths"]) | {"/docs", "/openapi.json"}
         metrics = httpx.get(f"{server.url}/metrics").text
@@ -160,7 +160,7 @@ def test_a_metric_on_a_page_exists(page: Path, described: tuple[set[str], set[st
     assert {span for span in spans(page) if re.fullmatch(r"tenuto_\w+", span)} <= described[1]
 
 
-def test_the_reference_has_every_public_name() -> None:
+def test_the_reference_lists_every_public_name() -> None:
     named = set(re.findall(r"^::: tenuto\.(\w+)$", (ROOT / "docs" / "reference.md").read_text("utf-8"), re.MULTILINE))
     assert set(dir(tenuto)) - {"TenutoError", "errors"} == named  # `tenuto.base.errors` has these
 

@@ -1,4 +1,4 @@
-"""Regenerate, append, fork and rewind: history moves by turns or positions, and memory follows as far as it can."""
+"""Regenerate, append, fork and rewind: history moves by turns or positions, and memory follows where possible."""
 
 from __future__ import annotations
 

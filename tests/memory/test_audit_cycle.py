@@ -155,7 +155,7 @@ PLANTS = (plant_count, plant_free, plant_limbo, plant_leak, plant_lost)
 )
 @settings(max_examples=150)
 def test_a_cycle_finds_the_damage_present_at_its_start(plant, group, chosen, during, data) -> None:
-    """The miscount is planted before the cycle, and everything else continues as far as it can."""
+    """The miscount is planted before the cycle, and everything else continues where possible."""
     scribe = crowd()
     pool = scribe.memory.pools[group]
     held = [unit for unit in range(pool.capacity) if pool.counts[unit]]

@@ -5,7 +5,7 @@ All logits after every token of sequences of 150 tokens are compared: in one ste
 batches whose memory is full of garbage except where the sequence itself has written. Tolerance of PyTorch: 2e-4, and
 1e-4 of the logit, on logits with a spread of 0.5 or more. The native kernels round keys and values to bfloat16, and
 give the same logits, bit for bit, however tokens are cut and batched. On average they differ from those of PyTorch
-with the same rounding by at most 3e-4 of the logits, or by a tenth of the rounding's own effect: a key or value halfway
+with the same rounding by at most 3e-4 of the logits, or by a tenth of the rounding's own effect. A key or value halfway
 between two bfloat16 numbers may be rounded either way, and all later tokens see it.
 """
 

@@ -150,7 +150,7 @@ def test_an_impossible_request_is_refused_by_its_field(
 
 
 def told(answer: httpx.Response, status: int, kind: str) -> dict[str, Any]:
-    """The error of an answer that has Anthropic's form and nothing else."""
+    """Returns the error of an answer, checked to have exactly Anthropic's form."""
     assert answer.status_code == status, answer.text
     body = answer.json()
     assert set(body) == {"type", "error", "request_id"}
@@ -184,19 +184,19 @@ def test_answers_have_the_id_of_their_request(client: Anthropic) -> None:
         ("POST", "/v1/messages", b'{"a": ' + b"[" * 300 + b"]" * 300 + b"}", 413, "request_too_large"),
     ],
 )
-def test_errors_from_before_a_message_is_read_have_the_form_too(
+def test_errors_before_a_message_is_read_have_anthropics_form(
     http: httpx.Client, method: str, path: str, content: bytes, status: int, kind: str
 ) -> None:
     told(http.request(method, path, content=content, headers={"content-type": "application/json"}), status, kind)
 
 
-def test_errors_of_the_connection_have_the_form_too(http: httpx.Client) -> None:
+def test_errors_of_the_connection_have_anthropics_form(http: httpx.Client) -> None:
     many = [("x-a", "b")] * 300
     told(http.post("/v1/messages?beta=true", headers=many), 431, "invalid_request_error")
     assert set(http.post("/v1/completions", headers=many).json()) == {"error"}
 
 
-def test_the_error_that_ends_a_stream_has_the_form_too(slow_witness: Server) -> None:
+def test_the_error_that_ends_a_stream_has_anthropics_form(slow_witness: Server) -> None:
     body = {"model": "witness", "messages": HI, "max_tokens": 3000, "stream": True}
     with slow_witness.client() as http, http.stream("POST", "/v1/messages", json=body) as answer:
         lines = answer.iter_lines()
@@ -212,7 +212,7 @@ def test_the_error_that_ends_a_stream_has_the_form_too(slow_witness: Server) -> 
         assert "aborted" in data["error"]["message"]
 
 
-def test_keys_limits_and_the_end_are_told_in_the_form(tmp_path: Path) -> None:
+def test_errors_of_keys_limits_and_shutdown_have_anthropics_form(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text("[[keys]]\ntenant = 'alice'\nkey = 'alice-key'\nlimits = { turns = 1 }\n")
     with serving("--model", "witness:0.005", "--context-length", "4096", "--keys", str(keys)) as server:
@@ -228,7 +228,7 @@ def test_keys_limits_and_the_end_are_told_in_the_form(tmp_path: Path) -> None:
 
 
 def _refused_by_the_end(http: httpx.Client, url: str, body: dict[str, Any]) -> httpx.Response:
-    """The first answer of a server that has begun to end."""
+    """Returns the first answer after the server has begun to end."""
     deadline = time.monotonic() + 20
     while (answer := http.post(url, json=body)).status_code == 429:
         assert time.monotonic() < deadline

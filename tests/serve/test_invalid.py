@@ -190,7 +190,7 @@ def test_refusals_by_the_engine_also_name_the_field(
     assert answer.status_code in (400, 404)
 
 
-def test_an_item_that_a_conversation_cannot_keep_is_named_where_it_was_given(http: httpx.Client) -> None:
+def test_an_item_that_a_conversation_cannot_keep_is_named_by_its_place(http: httpx.Client) -> None:
     orphan = [{"type": "function_call_output", "output": "a"}]
     name = http.post("/v1/conversations", json={}).json()["id"]
     response = {"model": "witness", "input": orphan, "conversation": name}

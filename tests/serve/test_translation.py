@@ -1,4 +1,4 @@
-"""Options under the names that each API gives them, in both directions. The cases follow from the declarations."""
+"""Options under the names of each API, translated in both directions. The cases follow from the declarations."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ LEAST: dict[type[TurnRequest], dict[str, Any]] = {
     ResponseBody: {"model": "m", "input": "a"},
     SamplingParams: {},
 }
-"""The least that each request needs."""
+"""The minimal fields of each request."""
 VALUES = (7, 0.5, True, ["end"], [7], {"7": 1.0}, {"regex": "a"})
-"""None is the default of an option that allows it."""
+"""Values to try; none equals the default of an option that allows it."""
 
 
 def requests(base: type[TurnRequest] = TurnRequest) -> Iterator[type[TurnRequest]]:
-    """The requests of all APIs: classes that no other extends."""
+    """Returns the requests of all APIs: classes that no other extends."""
     extending = base.__subclasses__()
     if not extending:
         yield base
@@ -53,7 +53,7 @@ SETTINGS = [
 
 
 def value_of(option: str) -> tuple[Any, TurnParams]:
-    """A value that the option allows, and the parameters of a turn with it."""
+    """Returns a value that the option allows, and the parameters of a turn with it."""
     allowed: Any = create_model("Allowed", __base__=Object, value=(type_of(option), ...))
     for value in VALUES:
         try:
@@ -65,7 +65,7 @@ def value_of(option: str) -> tuple[Any, TurnParams]:
 
 
 def params_of(request: type[TurnRequest], fields: dict[str, Any]) -> tuple[TurnRequest, TurnParams]:
-    """The request with these fields and the parameters of its turn."""
+    """Returns the request with these fields and the parameters of its turn."""
     if request is SamplingParams:
         outer = GenerateRequest.model_validate({**LEAST[GenerateRequest], "sampling_params": fields})
         return outer, outer.items()[0].params
@@ -80,7 +80,7 @@ def test_every_request_is_tested() -> None:
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_every_name_that_is_declared_is_a_field_of_the_requests_of_its_api(option: str) -> None:
+def test_every_declared_name_is_a_field_of_its_apis_requests(option: str) -> None:
     for api, names in OPTIONS[option].metadata["names"].items():
         of_api = [request for request in LEAST if api in request.apis]
         assert of_api, f"no request is of {api}"
@@ -93,7 +93,7 @@ def test_every_name_that_is_declared_is_a_field_of_the_requests_of_its_api(optio
 
 
 @pytest.mark.parametrize(("request_type", "option", "name"), SETTINGS)
-def test_an_option_is_accepted_under_its_name_and_reaches_the_turn_under_ours(
+def test_an_option_is_accepted_under_its_apis_name_and_reaches_the_turn_under_ours(
     request_type: type[TurnRequest], option: str, name: str
 ) -> None:
     value, expected = value_of(option)
@@ -107,7 +107,7 @@ def test_an_option_is_accepted_under_its_name_and_reaches_the_turn_under_ours(
     assert request.field(option) == named
 
 
-def test_of_two_names_for_one_option_the_nearer_counts() -> None:
+def test_of_two_names_for_one_option_the_more_specific_counts() -> None:
     both = {"max_tokens": 5, "max_completion_tokens": 6}
     request, params = params_of(ChatBody, both)
     assert (params.max_new_tokens, request.field("max_new_tokens")) == (6, "max_completion_tokens")
@@ -115,7 +115,7 @@ def test_of_two_names_for_one_option_the_nearer_counts() -> None:
 
 
 @pytest.mark.parametrize("request_type", [request for request in LEAST if request.temperature_by_default])
-def test_a_turn_that_samples_has_a_seed(request_type: type[TurnRequest]) -> None:
+def test_a_sampling_turn_without_a_seed_gets_a_random_one(request_type: type[TurnRequest]) -> None:
     seeds = {params_of(request_type, {})[1].sampling.seed for _ in range(3)}
     assert len(seeds) == 3
     if "temperature" in request_type.setting:

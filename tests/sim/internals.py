@@ -57,7 +57,7 @@ class Slot:
 @dataclass(slots=True)
 class Event:
     """A transition within a step: "start", "pause", "preempt", "park", "drop", or "share", when a session takes memory
-    of another one in place of its own.
+    of another one and gives up its own.
 
     `freed`: units of each group that it freed; `alone`: units of each group that only this session held; `shared`:
     whether others held some of its units. `fitted`: for the drop of a session with a waiting turn, whether that turn
