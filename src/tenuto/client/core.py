@@ -67,9 +67,8 @@ class TurnReader(Transcript):
         passed = super().take(news)
         if self._answer is None and self.running.reading is not None:
             self._answer = self.running.reading.reader(self.running.turn_id or "")
-        self.latest = self._answer.push(passed.text) if self._answer is not None else Said(passed.text)
-        if self._answer is not None and passed.result is not None:
-            self.latest.add(self._answer.finish())
+        ended, answer = passed.result is not None, self._answer
+        self.latest = answer.read(passed.text, ended=ended) if answer is not None else Said(passed.text)
         self.said.add(self.latest)
         return passed
 

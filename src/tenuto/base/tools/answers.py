@@ -110,6 +110,13 @@ class AnswerReader:
             pass
         return said
 
+    def read(self, text: str, *, ended: bool) -> Said:
+        """Returns what `text` adds, and if the answer has `ended` with it, what was held back."""
+        said = self.push(text)
+        if ended:
+            said.add(self.finish())
+        return said
+
     def _step(self, said: Said, *, ended: bool) -> bool:
         """Tell a part of the rest. False if nothing can be told now."""
         if self._dropped:

@@ -19,39 +19,27 @@ def named(name: str) -> dict[str, str]:
 
 def body_of(value: Any) -> dict[str, Any]:
     """A dataclass as a JSON object."""
-    return _to_json(_names(value.__class__), msgspec.to_builtins(value))
+    return _renamed(value.__class__, msgspec.to_builtins(value), to_json=True)
 
 
 def read_body(kind: type[T], body: Mapping[str, Any]) -> T:
     """The dataclass of a JSON object, whose other fields are ignored. Raises `msgspec.ValidationError` or
     `TypeError`."""
-    any_kind: Any = kind
-    return msgspec.convert(_from_json(_names(any_kind), body), kind)
+    return msgspec.convert(_renamed(kind, body, to_json=False), kind)
 
 
-Names = dict[str, tuple[str, "Names | None"]]
-"""The JSON names of a dataclass's fields, by their own, each with those of the dataclass it holds, if it does."""
-
-
-def _to_json(names: Names, plain: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: plain[own] if inner is None else _to_json(inner, plain[own]) for own, (name, inner) in names.items()}
-
-
-def _from_json(names: Names, body: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        own: body[name] if inner is None else _from_json(inner, body[name])
-        for own, (name, inner) in names.items()
-        if name in body
-    }
+def _renamed(kind: Any, values: Mapping[str, Any], *, to_json: bool) -> dict[str, Any]:
+    renamed: dict[str, Any] = {}
+    for own, name, inner in _fields(kind):
+        old, new = (own, name) if to_json else (name, own)
+        if old in values:
+            renamed[new] = _renamed(inner, values[old], to_json=to_json) if inner is not None else values[old]
+    return renamed
 
 
 @cache
-def _names(kind: Any) -> Names:
+def _fields(kind: Any) -> tuple[tuple[str, str, Any], ...]:
+    """Of every field, its own name, the one in JSON, and the dataclass that it holds, if it does."""
     types = get_type_hints(kind)
-    return {
-        each.name: (
-            each.metadata.get("name", each.name),
-            _names(types[each.name]) if is_dataclass(types[each.name]) else None,
-        )
-        for each in fields(kind)
-    }
+    inner = {name: held if is_dataclass(held) else None for name, held in types.items()}
+    return tuple((each.name, each.metadata.get("name", each.name), inner[each.name]) for each in fields(kind))

@@ -36,7 +36,7 @@ class MessageWriter:
     async def whole(self) -> dict[str, Any]:
         """The answer, when the turn has ended. Raises the error that it ended with."""
         result = await committed(self._edge, self._turn)
-        said = _together(self._reader.push(self._turn.reply().text), self._reader.finish())
+        said = self._reader.read(self._turn.reply().text, ended=True)
         self._called = bool(said.calls)
         content: list[dict[str, Any]] = []
         if said.reasoning:
@@ -58,10 +58,9 @@ class MessageWriter:
 
     def news(self, _: int, deltas: list[Delta]) -> bytes:
         delta = joined(deltas)
-        said = self._reader.push(delta.text)
+        parts = self._parts(self._reader.read(delta.text, ended=delta.result is not None))
         if delta.result is None:
-            return b"".join(self._parts(said))
-        parts = self._parts(_together(said, self._reader.finish()))
+            return b"".join(parts)
         try:
             check_end(self._edge, delta.result)
         except TenutoError as error:  # after what has been said
@@ -130,7 +129,3 @@ def _usage(result: TurnResult) -> dict[str, int]:
         "cache_creation_input_tokens": 0,
         "output_tokens": usage.generated,
     }
-
-
-def _together(first: Said, second: Said) -> Said:
-    return Said(first.text + second.text, first.reasoning + second.reasoning, first.calls + second.calls)

@@ -75,8 +75,12 @@ class TurnEvents:
         if self._reader is not None:
             self._reader.push(joined(turn.deltas[:position]).text)
 
+    async def whole(self) -> dict[str, Any]:
+        """See `Answer`, as for all that follow."""
+        await self._turn.finished()
+        return turn_body(self._turn).model_dump()
+
     def opening(self) -> bytes:
-        """See `Events`, as for all that follow."""
         assert self._turn.ticket is not None
         return _started(self._turn, self._turn.ticket) if self._number == 0 else b""
 

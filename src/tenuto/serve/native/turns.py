@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Request, Response
-from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
 from tenuto.base.checks import MAX_COUNT
@@ -34,6 +34,7 @@ from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
 from tenuto.serve.shared.idempotency import RequestKey
 from tenuto.serve.shared.live_turn import LiveTurn
+from tenuto.serve.shared.respond import respond
 from tenuto.serve.shared.schemas import REFUSALS, IdempotencyKey
 from tenuto.serve.shared.settings import Tenant
 from tenuto.serve.shared.sse import EventStream, while_connected
@@ -74,20 +75,15 @@ class TurnCall:
             turn.reading = use.reading(habits, request.params.grammar)
         return turn
 
-    async def finish(self, turn: LiveTurn) -> Turn:
-        """The turn, once it has ended."""
-        try:
-            await while_connected(self.request, turn.finished())
-        finally:
-            self.edge.turns.abandon(turn)
-        return turn_body(turn)
-
-    async def answer(self, turn: LiveTurn, *, stream: bool) -> Response:
+    async def answer(self, kind: TurnKind, body: NewTurn | NewAppend, *, stream: bool = False) -> Response:
         """The turn's events, or the whole turn."""
+        turn = await self.start(kind, body)
+        response = await respond(self.request, [turn], *_answer(self.edge, turn, 0), stream=stream)
         if stream:
-            return _stream(self.edge, turn, 0)
-        body = await self.finish(turn)
-        return JSONResponse(body.model_dump(), headers={"etag": etag(body.version)} if body.version else None)
+            response.headers["x-turn-id"] = turn.id
+        elif kind != "append" and turn.result is not None and turn.result.version:
+            response.headers["etag"] = etag(turn.result.version)
+        return response
 
 
 async def _turn_call(
@@ -104,15 +100,15 @@ async def _turn_call(
 CallOf = Annotated[TurnCall, Depends(_turn_call)]
 
 
-def _stream(edge: Edge, turn: LiveTurn, position: int) -> Response:
-    events, headers = TurnEvents(turn, position), {"x-turn-id": turn.id}
-    return EventStream([turn], events, lambda: edge.turns.abandon(turn), position=position, headers=headers)
+def _answer(edge: Edge, turn: LiveTurn, position: int) -> tuple[TurnEvents, Callable[[], None]]:
+    """What tells the turn after its first `position` events, and what is to be called when nobody reads it any more."""
+    return TurnEvents(turn, position), lambda: edge.turns.abandon(turn)
 
 
 @router.post("/turns", response_model=None, responses=REFUSALS | STREAMED)
 async def start_turn(call: CallOf, body: NewTurn) -> Response:
     """Start a turn: append the input and generate. A draft of the session becomes this turn."""
-    return await call.answer(await call.start("turn", body), stream=body.stream)
+    return await call.answer("turn", body, stream=body.stream)
 
 
 @router.post("/regenerate", response_model=None, responses=REFUSALS | STREAMED)
@@ -120,13 +116,13 @@ async def regenerate(call: CallOf, body: NewTurn) -> Response:
     """Generate the last turn's output again. The old one stays until this turn commits."""
     if body.input:
         raise InvalidRequest("regenerate has input; allowed: none, the last turn's is used again")
-    return await call.answer(await call.start("regenerate", body), stream=body.stream)
+    return await call.answer("regenerate", body, stream=body.stream)
 
 
-@router.post("/append", responses=REFUSALS)
-async def append(call: CallOf, body: NewAppend) -> Turn:
+@router.post("/append", response_model=None, responses=REFUSALS | {200: {"model": Turn}})
+async def append(call: CallOf, body: NewAppend) -> Response:
     """Append input without an answer; it is committed once it is computed."""
-    return await call.finish(await call.start("append", body))
+    return await call.answer("append", body)
 
 
 @router.put("/draft", responses=REFUSALS)
@@ -198,4 +194,5 @@ async def follow_turn(
         raise InvalidRequest(f"last-event-id is {position}; allowed: at most {len(turn.deltas)}, the last event")
     await while_connected(request, turn.answered.wait())
     turn.require_accepted()
-    return _stream(edge, turn, position)
+    answer, leave = _answer(edge, turn, position)
+    return EventStream([turn], answer, leave, position=position, headers={"x-turn-id": turn.id})

@@ -36,19 +36,17 @@ class ChatWriter:
         return {"delta": self._delta(self._reader.finish()), "logprobs": None}
 
     def whole(self, delta: Delta) -> dict[str, Any]:
-        parts = (self._reader.push(delta.text), self._reader.finish())
-        calls = [call for said in parts for call in said.calls]
-        self._calls = len(calls)
-        text = "".join(said.text for said in parts)
+        said = self._reader.read(delta.text, ended=True)
+        self._calls = len(said.calls)
         message: dict[str, Any] = {
             "role": "assistant",
-            "content": None if calls and not text else text,
+            "content": None if said.calls and not said.text else said.text,
             "refusal": None,
         }
-        if reasoning := "".join(said.reasoning for said in parts):
-            message["reasoning_content"] = reasoning
-        if calls:
-            message["tool_calls"] = [_call(call) for call in calls]
+        if said.reasoning:
+            message["reasoning_content"] = said.reasoning
+        if said.calls:
+            message["tool_calls"] = [_call(call) for call in said.calls]
         return {"message": message, "logprobs": self._logprobs_of(delta.logprobs)}
 
     def _delta(self, said: Said) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -54,6 +55,15 @@ class ResponseFormat(ForeignObject):
         )
 
 
+KINDS: dict[str, Callable[[Any], Grammar]] = {
+    "json": Grammar.of_schema,
+    "regex": of_regex,
+    "choice": Grammar.of_choice,
+    "grammar": of_rules,
+}
+"""vLLM's kinds of grammars."""
+
+
 class StructuredOutputs(ForeignObject):
     """vLLM's way to ask for a grammar."""
 
@@ -81,20 +91,11 @@ class Structured(ForeignObject, TurnRequest):
 
     def grammar_field(self) -> GrammarField | None:
         fields: list[Asking] = [
-            ("guided_json", Grammar.of_schema, self.guided_json),
-            ("guided_regex", of_regex, self.guided_regex),
-            ("guided_choice", Grammar.of_choice, self.guided_choice),
-            ("guided_grammar", of_rules, self.guided_grammar),
-            ("regex", of_regex, self.regex),
-            ("ebnf", of_rules, self.ebnf),
+            *((f"guided_{kind}", make, getattr(self, f"guided_{kind}")) for kind, make in KINDS.items()),
+            *((name, make, getattr(self, name)) for name, make in (("regex", of_regex), ("ebnf", of_rules))),
         ]
         if (outputs := self.structured_outputs) is not None:
-            fields = [
-                ("structured_outputs.json", Grammar.of_schema, outputs.json_),
-                ("structured_outputs.regex", of_regex, outputs.regex),
-                ("structured_outputs.choice", Grammar.of_choice, outputs.choice),
-                ("structured_outputs.grammar", of_rules, outputs.grammar),
-                ("structured_outputs.json_object", of_any_json, outputs.json_object or None),
-                *fields,
-            ]
+            given = outputs.model_dump(by_alias=True)
+            fields += [(f"structured_outputs.{kind}", make, given[kind]) for kind, make in KINDS.items()]
+            fields += [("structured_outputs.json_object", of_any_json, outputs.json_object or None)]
         return only_one(*(self.response_format.asking() if self.response_format is not None else ()), *fields)

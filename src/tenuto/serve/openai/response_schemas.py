@@ -97,47 +97,28 @@ class ResponseBody(ForeignObject, TurnRequest):
     apis = ("responses",)
     too_long = "This model's maximum context length is {limit} tokens"
     ignored = frozenset(
-        {
-            "client_metadata",
-            "max_tool_calls",
-            "prompt_cache_key",
-            "prompt_cache_options",
-            "prompt_cache_retention",
-            "request_id",
-            "safety_identifier",
-            "stream_options",
-            "user",
-        }
+        (
+            *("client_metadata", "max_tool_calls", "request_id", "safety_identifier", "stream_options", "user"),
+            *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        )
     )
     undone: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "context_management": NOTHING,
-        "include": NOTHING,
+        **dict.fromkeys(("context_management", "include"), NOTHING),
         "reasoning": (*NOTHING, {"effort": None}, {"effort": None, "summary": None}),
         "service_tier": (None, "auto", "default"),
         "truncation": (None, "disabled"),
     }
     not_supported: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **dict.fromkeys(("background", "moderation", "prompt"), NOTHING),
+        **dict.fromkeys(("background", "moderation", "prompt", "enable_response_messages"), NOTHING),
+        **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "logit_bias", "stop"), NOTHING),
+        **dict.fromkeys(("kv_transfer_params", "mm_processor_kwargs", "previous_input_messages"), NOTHING),
+        **dict.fromkeys(("structured_outputs", "vllm_xargs"), NOTHING),
+        **dict.fromkeys(("frequency_penalty", "min_p", "presence_penalty", "priority", "top_logprobs"), (None, 0)),
         "cache_salt": (None, ""),
-        "enable_response_messages": NOTHING,
-        "frequency_penalty": (None, 0),
-        "ignore_eos": NOTHING,
-        "include_stop_str_in_output": NOTHING,
-        "kv_transfer_params": NOTHING,
-        "logit_bias": NOTHING,
-        "min_p": (None, 0),
-        "mm_processor_kwargs": NOTHING,
-        "presence_penalty": (None, 0),
-        "previous_input_messages": NOTHING,
-        "priority": (None, 0),
         "repetition_penalty": (None, 1),
         "seed": (None,),
         "skip_special_tokens": (None, True),
-        "stop": NOTHING,
-        "structured_outputs": NOTHING,
         "top_k": (None, -1, 0),
-        "top_logprobs": (None, 0),
-        "vllm_xargs": NOTHING,
     }
 
     model: str = Field(description="As listed by `/v1/models`, or `default`.")

@@ -27,85 +27,42 @@ from tenuto.serve.shared.schemas import (
     required,
     unsupported,
 )
-from tenuto.serve.shared.turn_request import with_options
+from tenuto.serve.shared.turn_request import options_but, with_options
 
 IGNORED = frozenset(
-    {
-        "guided_decoding_backend",
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "custom_labels",
-        "request_id",
-        "rid",
-        "safety_identifier",
-        "separate_reasoning",
-        "spaces_between_special_tokens",
-        "stream_reasoning",
-        "user",
-    }
+    (
+        *("custom_labels", "guided_decoding_backend", "metadata", "request_id", "rid", "safety_identifier", "user"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        *("separate_reasoning", "spaces_between_special_tokens", "stream_reasoning"),
+    )
 )
 """Fields that never change an answer here."""
 UNDONE: dict[str, tuple[Any, ...]] = {
-    "prediction": NOTHING,
+    **dict.fromkeys(("prediction", "store"), NOTHING),
+    **dict.fromkeys(("verbosity", "web_search_options"), (None,)),
     "reasoning_effort": (None, "none"),
     "service_tier": (None, "auto", "default"),
-    "store": NOTHING,
-    "verbosity": (None,),
-    "web_search_options": (None,),
 }
 """Fields that ask for what is left undone, with the values that ask for nothing."""
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": NOTHING,
-    "bad_words": NOTHING,
-    "cache_salt": (None, ""),
-    "chat_template": (None, ""),
-    "chat_template_kwargs": NOTHING,
-    "bootstrap_host": NOTHING,
-    "bootstrap_port": NOTHING,
-    "bootstrap_room": NOTHING,
-    "custom_logit_processor": (None, ""),
-    "custom_params": NOTHING,
-    "data_parallel_rank": (None,),
-    "disagg_prefill_dp_rank": (None,),
-    "documents": NOTHING,
-    "early_stopping": NOTHING,
+    **dict.fromkeys(("audio", "documents", "functions", "logits_processors", "moderation"), NOTHING),
+    **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs", "chat_template_kwargs", "vllm_xargs"), NOTHING),
+    **dict.fromkeys(("allowed_token_ids", "bad_words", "custom_params", "session_params", "structural_tag"), NOTHING),
+    **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room", "kv_transfer_params"), NOTHING),
+    **dict.fromkeys(("continue_final_message", "early_stopping", "no_stop_trim", "use_beam_search"), NOTHING),
+    **dict.fromkeys(("repetition_detection", "return_cached_tokens_details", "return_hidden_states"), NOTHING),
+    **dict.fromkeys(("return_meta_info", "return_routed_experts", "return_token_ids"), NOTHING),
+    **dict.fromkeys(("return_tokens_as_token_ids",), NOTHING),
+    **dict.fromkeys(("data_parallel_rank", "disagg_prefill_dp_rank", "routed_dp_rank", "suffix"), (None,)),
+    **dict.fromkeys(("guided_whitespace_pattern", "prompt_logprobs", "truncate_prompt_tokens"), (None,)),
+    **dict.fromkeys(("thinking_token_budget",), (None,)),
+    **dict.fromkeys(("cache_salt", "chat_template", "custom_logit_processor", "lora_path"), (None, "")),
+    **dict.fromkeys(("add_generation_prompt", "include_reasoning", "skip_special_tokens"), (None, True)),
     "extra_key": (None, "", []),
-    "kv_transfer_params": NOTHING,
-    "length_penalty": (None, 1),
-    "logits_processors": NOTHING,
-    "lora_path": (None, ""),
-    "mm_processor_kwargs": NOTHING,
-    "no_stop_trim": NOTHING,
-    "prompt_logprobs": (None,),
-    "repetition_detection": NOTHING,
-    "return_cached_tokens_details": NOTHING,
-    "return_hidden_states": NOTHING,
-    "return_meta_info": NOTHING,
-    "return_routed_experts": NOTHING,
-    "return_token_ids": NOTHING,
-    "return_tokens_as_token_ids": NOTHING,
-    "routed_dp_rank": (None,),
-    "session_params": NOTHING,
-    "structural_tag": NOTHING,
-    "thinking_token_budget": (None,),
-    "truncation_side": (None, "right"),
-    "truncate_prompt_tokens": (None,),
-    "use_beam_search": NOTHING,
-    "vllm_xargs": NOTHING,
-    "add_generation_prompt": (None, True),
-    "audio": NOTHING,
-    "continue_final_message": NOTHING,
     "function_call": (None, "none"),
-    "functions": NOTHING,
-    "guided_whitespace_pattern": (None,),
-    "include_reasoning": (None, True),
-    "media_io_kwargs": NOTHING,
+    "length_penalty": (None, 1),
     "modalities": (None, ["text"]),
-    "moderation": NOTHING,
-    "skip_special_tokens": (None, True),
-    "suffix": (None,),
+    "truncation_side": (None, "right"),
 }
 """Known fields that are not supported, with the values that ask for nothing."""
 
@@ -122,23 +79,7 @@ class StreamOptions(ForeignObject):
     include_usage: bool | None = Field(None, description="End with a chunk that has the usage of all choices.")
 
 
-@with_options(
-    "frequency_penalty",
-    "ignore_eos",
-    "logit_bias",
-    "min_p",
-    "presence_penalty",
-    "priority",
-    "queue_timeout",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "stop_regex",
-    "timeout",
-    "top_k",
-    "top_p",
-    temperature="1 if not given.",
-)
+@with_options(*options_but("grammar", "input_logprobs", "logprobs"), temperature="1 if not given.")
 class Generation(Structured):
     """The fields that both kinds of completion share. Not OpenAI's are `session_id` and those options of vLLM, SGLang
     and the engine that OpenAI does not have."""
@@ -240,15 +181,10 @@ class ChatMessage(ForeignObject):
     """A message. The other fields of messages in this server's answers, and those that clients add, are accepted."""
 
     ignored = frozenset(
-        {
-            "cache_control",
-            "id",
-            "metadata",
-            "provider_specific_fields",
-            "reasoning",
-            "reasoning_details",
-            "thinking_blocks",
-        }
+        (
+            *("cache_control", "id", "metadata", "provider_specific_fields"),
+            *("reasoning", "reasoning_details", "thinking_blocks"),
+        )
     )
     not_supported = NO_CALLS
 

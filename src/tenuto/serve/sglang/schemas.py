@@ -17,21 +17,15 @@ from tenuto.serve.shared.grammars import GrammarField, of_regex, of_rules, only_
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
 from tenuto.serve.shared.samples import MAX_SAMPLES
 from tenuto.serve.shared.schemas import ID_LENGTH, MAX_PROMPTS, Id, Items, Prompts, TokenId, field_of
-from tenuto.serve.shared.turn_request import TurnRequest, with_options
+from tenuto.serve.shared.turn_request import TurnRequest, options_but, with_options
 
 GREEDY_BELOW = 1e-6
 """Temperatures below this are 0."""
 IGNORED = frozenset(
-    {
-        "conversation_id",
-        "custom_labels",
-        "external_trace_header",
-        "log_metrics",
-        "no_logs",
-        "received_time",
-        "routing_key",
-        "session_id",
-    }
+    (
+        *("conversation_id", "custom_labels", "external_trace_header", "log_metrics", "no_logs", "received_time"),
+        *("routing_key", "session_id"),
+    )
 )
 """Fields that never change an answer here."""
 
@@ -131,21 +125,11 @@ class SessionParams(SGLangObject):
     drop_previous_output: bool | None = None
 
 
-@with_options(
-    "frequency_penalty",
-    "ignore_eos",
-    "logit_bias",
-    "max_new_tokens",
-    "min_new_tokens",
-    "min_p",
-    "presence_penalty",
-    "repetition_penalty",
-    "stop",
-    "stop_regex",
-    "top_k",
-    "top_p",
-    temperature="1 if not given; 0 is greedy.",
-)
+NOT_HERE = ("grammar", "include_stop", "input_logprobs", "logprobs", "priority", "queue_timeout", "timeout")
+"""Options that are not sampling parameters of SGLang's."""
+
+
+@with_options(*options_but(*NOT_HERE), temperature="1 if not given; 0 is greedy.")
 class SamplingParams(SGLangObject, TurnRequest):
     """How to generate. `null` means the default, except that `max_new_tokens` `null` means as many as fit."""
 

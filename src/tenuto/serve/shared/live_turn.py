@@ -136,11 +136,7 @@ class LiveTurn:
         """The reply so far, taken apart, if it is to be."""
         if self.reading is None:
             return None
-        reader = self.reading.reader(self.id)
-        said = reader.push(self.reply().text)
-        if self.ended:
-            said.add(reader.finish())
-        return said
+        return self.reading.reader(self.id).read(self.reply().text, ended=self.ended)
 
     def _tell(self) -> None:
         if self.result is not None or self.error is not None:

@@ -138,6 +138,11 @@ def with_options(*names: str, **described: str) -> Callable[[type[R]], type[R]]:
     return add
 
 
+def options_but(*names: str) -> tuple[str, ...]:
+    """All options of the engine except these."""
+    return tuple(option for option in OPTIONS if option not in names)
+
+
 def aliases_of(option: str, apis: tuple[str, ...]) -> tuple[str, ...]:
     """What the nearest of these APIs that has names of its own for the option calls it; empty if all use ours."""
     names: Mapping[str, tuple[str, ...]] = OPTIONS[option].metadata["names"]
