@@ -1,4 +1,4 @@
-"""The document: what was measured, as Markdown."""
+"""The document with the results, in Markdown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ COLUMNS = ("", "tokens/s", "TTFT, ms", "ITL, ms", "last TTFT", "computed", "memo
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """A run. `peers`: those that are installed, `versions` theirs by their names; `absent`: those that are not."""
+    """The results of a run. `peers` are installed, and `versions` has their versions by name; `absent` are not
+    installed."""
 
     machine: str
     command: str
@@ -31,18 +32,18 @@ class Results:
     limits: Limits | None
 
     def of(self, peer: Peer, shape: Shape) -> list[Sample]:
-        """The samples of one cell."""
+        """Returns the samples of one peer and shape."""
         return [sample for sample in self.samples if (sample.peer, sample.shape) == (peer.name, shape)]
 
 
 def machine(threads: int) -> str:
-    """The processor's name and the threads that every engine is given."""
+    """Describes the processor and the number of threads of every engine."""
     found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return f"{found[1] if found else 'an unnamed processor'}, {threads} threads for every engine"
 
 
 def document(results: Results, picture: str) -> str:
-    """The whole document. `picture`: the path of the picture, from the document."""
+    """Returns the whole document. `picture`: the path of the picture, relative to the document."""
     introduction = INTRODUCTION.format(
         command=results.command,
         machine=results.machine,
@@ -137,7 +138,7 @@ def _computed(told: Sequence[Figures]) -> str:
 
 
 def _failures(results: Results, shape: Shape) -> list[str]:
-    """What went wrong. A failed run has no figures; those of the other rounds are shown."""
+    """Describes failed runs. These have no figures; the tables show those of other rounds."""
     said = []
     for peer in results.peers:
         failed = [sample for sample in results.of(peer, shape) if sample.figures is None]
@@ -210,6 +211,6 @@ def _told(value: float | None, form: str) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown: the first column to the left, the others to the right."""
+    """Returns a table in Markdown, with the first column aligned left and the others right."""
     lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)

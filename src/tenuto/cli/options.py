@@ -1,4 +1,4 @@
-"""Parameters of commands, made from the options that dataclasses declare."""
+"""Command-line parameters, built from the options that dataclasses declare."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tenuto.serve.shared.settings import ServeSettings
 C = TypeVar("C", bound=Callable[..., None])
 
 _KINDS = {bool: (bool, None), int: (str, "<int>"), float: (str, "<float>"), tuple: (list[str], "<list[str]>")}
-"""Type of an option -> what Typer makes of its flag, and what it calls the value. Others are text."""
+"""Type of an option -> type and metavar of its flag in Typer. Others are text."""
 _VALUES = {
     parse_memory: "SIZE",
     parse_size: "SIZE",
@@ -49,11 +49,11 @@ class Option:
 
     @property
     def kind(self) -> type[Any]:
-        """Its type without what that consists of, and without `None`."""
+        """Its type without type arguments and without `None`."""
         return tuple if get_origin(self.hint) is tuple else (get_args(self.hint) or (self.hint,))[0]
 
     def read(self, given: Any, source: str, *, text: bool = True) -> Any:
-        """The option's value from text, or from a value of its type. Raises `ConfigError`, which names `source`."""
+        """Converts text, or a value of its type, to the option's value. Raises `ConfigError`, which names `source`."""
         name, value, expected = self.declared.name, given, True
         if not callable(self.declared.metadata["allowed"]):
             if self.kind is tuple and text and isinstance(given, str):
@@ -72,7 +72,8 @@ class Option:
         return value
 
     def parameter(self, description: str | None = None) -> inspect.Parameter:
-        """The parameter that has what is given on the command line, else `None`. `description` replaces its own."""
+        """Returns the parameter, whose value is what the command line gives, or `None`. `description` replaces the
+        option's own."""
         given, default = self.declared.metadata, self.declared.default
         kind, metavar = _KINDS.get(self.kind, (str, "<str>"))
         flag = f"{self.flag}/--no-{self.flag[2:]}" if kind is bool else self.flag
@@ -94,7 +95,7 @@ class Option:
 
 
 def declared(*classes: type[Any]) -> dict[str, Option]:
-    """The options of dataclasses by their names, except those that users cannot set."""
+    """Returns the options of dataclasses by name, except those that users cannot set."""
     return {
         each.name: Option(each, get_type_hints(one)[each.name])
         for one in classes
@@ -109,8 +110,8 @@ ALL = declared(Sampling, TurnParams) | SERVER
 
 
 def with_options(*names: str, **descriptions: str) -> Callable[[C], C]:
-    """A decorator for a command: adds the options with these names, those of `descriptions` with another description.
-    Its `**given` are what is on the command line, else `None`; `read_flags` reads them."""
+    """Returns a decorator that adds options to a command; those in `descriptions` get another description. The
+    command's `**given` are the command line's values, or `None`, which `read_flags` converts."""
 
     def add(command: C) -> C:
         own = inspect.signature(command, eval_str=True).parameters.values()
@@ -118,14 +119,14 @@ def with_options(*names: str, **descriptions: str) -> Callable[[C], C]:
         parameters += [
             each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own if each.kind is not each.VAR_KEYWORD
         ]
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined] # what Typer looks at
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined] # Typer reads it
         return command
 
     return add
 
 
 def read_flags(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the options that are on the command line. Raises `ConfigError`."""
+    """Returns the values of the options given on the command line. Raises `ConfigError`."""
     return {name: ALL[name].read(value, f"flag {ALL[name].flag}") for name, value in given.items() if value is not None}
 
 
@@ -134,7 +135,7 @@ def _default(flag: str, default: Any) -> str:
 
 
 def _range(bounds: Bounds) -> str:
-    """A range as command lines show it, without an end that no value comes near."""
+    """Formats a range for help, without an upper bound that is too high to matter."""
     low, high, below = _number(bounds.low), _number(bounds.high), "<" if bounds.above else "<="
     return f"{low}{below}x<={high}" if bounds.high < MAX_SECONDS else f"x{below.replace('<', '>')}{low}"
 

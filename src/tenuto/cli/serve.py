@@ -1,4 +1,4 @@
-"""`tenuto serve`."""
+"""The command `tenuto serve`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ ENGINE_ENDED = 70
 
 
 def run_server(settings: ServerSettings) -> None:
-    """Serve until a signal. Raises `ConfigError`, `ModelError`."""
+    """Serves until a signal. Raises `ConfigError` or `ModelError`."""
     with EngineProcess(settings.worker) as engine:
-        # The engine loads its model while this process imports what it serves with.
+        # The engine loads its model while this process imports the server's modules.
         import asyncio  # noqa: PLC0415 - loaded where it is used
 
         import uvloop  # noqa: PLC0415 - loaded where it is used
@@ -42,11 +42,11 @@ def run_server(settings: ServerSettings) -> None:
 
 
 def _show(settings: ServerSettings, model: ModelView, address: str) -> None:
-    """Print the resolved configuration and the address."""
+    """Prints the resolved configuration and the address."""
     config = model.config
     mixed = min(config.mixed_budget, config.token_budget)
     units = ", ".join(f"{name} {count}" for name, count in model.units.items())
-    fits = f"{model.capacity_tokens} tokens fit" if model.capacity_tokens else "sessions of any length take the same"
+    fits = f"{model.capacity_tokens} tokens fit" if model.capacity_tokens else "all sessions take the same memory"
     lines = [
         f"model      {model.model}{f' ({model.path})' if model.path else ''}",
         f"compute    {model.compute}",

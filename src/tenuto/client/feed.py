@@ -1,4 +1,4 @@
-"""The events of one turn from a server, reconnecting as needed."""
+"""A turn on a server: receives its events and reconnects as needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tenuto.client.transport import Deliver, RunningTurn
 from tenuto.client.wire import error_from, session_path
 
 PATIENCE_SECONDS = 30.0
-"""How long to keep reconnecting without receiving anything new."""
+"""Time for which to keep reconnecting without receiving anything new."""
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 2.0
 ONE_SHOT_TTL = 60.0
@@ -31,8 +31,8 @@ ONE_SHOT_TTL = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """How to reach a turn. If `session` is `None`, it is a one-shot turn in a session of its own. If `body` is `None`,
-    the turn `turn_id` is running already."""
+    """The location of a turn. If `session` is `None`, it is a one-shot turn in a new session. If `body` is `None`, the
+    turn `turn_id` is running already."""
 
     session: str | None
     action: str = "turns"
@@ -57,12 +57,12 @@ class Feed(RunningTurn):
         self._position = 0  # the number of the last event
         self._received = (0, 0)  # tokens, and characters of text
         self._delivered = 0
-        self._key = secrets.token_hex(16)  # lets a start be retried when its answer is lost
+        self._key = secrets.token_hex(16)  # allows retrying a start whose answer was lost
         self._running: Future[None] | None = None
         self._running = connection.call(self._run())
 
     def disconnect(self) -> None:
-        """Drop the connection. The server then does what the turn's options say."""
+        """Drop the connection. The turn's option `on_disconnect` decides what the server does."""
         if self._running is not None:
             self._running.cancel()
 
@@ -79,8 +79,8 @@ class Feed(RunningTurn):
         except asyncio.CancelledError:
             self.fail(EngineStopped("the connection to the server was closed"))
             raise
-        except Exception as error:  # noqa: BLE001 - the waiting reader must be told
-            self.fail(TenutoError(f"the server's answer is not understood: {error!r}"))
+        except Exception as error:  # noqa: BLE001 - the waiting reader must get it
+            self.fail(TenutoError(f"the server's answer is not valid: {error!r}"))
         else:
             self.take(last)
 
@@ -102,7 +102,8 @@ class Feed(RunningTurn):
         return Delta(result=read_body(TurnResult, turn))
 
     async def _follow(self) -> Delta:
-        """Deliver events up to the last, which is returned. A turn that continues is resumed on a new connection."""
+        """Deliver events up to the last one, which is returned. If the connection breaks, a turn that continues is read
+        on a new one."""
         deadline, pause = time.monotonic() + PATIENCE_SECONDS, FIRST_PAUSE
         while True:
             position = self._position
@@ -114,7 +115,9 @@ class Feed(RunningTurn):
                 broken: TenutoError = Disconnected("the connection to the server broke, and there is no new one")
             except Disconnected as error:
                 if not self._source.continues:
-                    raise Disconnected(f"{error}; a turn that is not to continue without is rolled back") from error
+                    raise Disconnected(
+                        f"{error}; the turn is rolled back, as on_disconnect is not 'continue'"
+                    ) from error
                 broken = error
             if self._position > position:
                 deadline, pause = time.monotonic() + PATIENCE_SECONDS, FIRST_PAUSE
@@ -124,7 +127,7 @@ class Feed(RunningTurn):
             pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _read(self) -> Delta:
-        """Deliver the events of one connection, and return the last."""
+        """Deliver the events of one connection except the last, which is returned."""
         if self.turn_id is None:
             headers = {"idempotency-key": self._key} if self._source.continues else None
             request = ("POST", f"{self._path}/{self._source.action}", self._source.body, headers)
@@ -143,7 +146,7 @@ class Feed(RunningTurn):
         return last or await self._look_up()
 
     def _read_event(self, event: ServerEvent) -> Delta | None:
-        """Deliver an event, unless it is the last, which is returned."""
+        """Deliver an event; the last one is returned instead."""
         if event.name == "error":
             raise error_from(500, event.data.encode())
         body = msgspec.json.decode(event.data)
@@ -152,7 +155,9 @@ class Feed(RunningTurn):
                 self.turn_id = body["turn_id"]
                 self.reading = msgspec.convert(body["reading"], Reading) if "reading" in body else None
                 self.accept()
-            case "delta" if event.id and (body["tokens"] or body["text"]):  # else only taken apart, as we do
+            case "delta" if event.id and (
+                body["tokens"] or body["text"]
+            ):  # otherwise it has only parsed parts, which we parse ourselves
                 self._position, self._delivered = int(event.id), body["delivered"]
                 self._received = (self._received[0] + len(body["tokens"]), self._received[1] + len(body["text"]))
                 self.take(Delta(tuple(body["tokens"]), body["text"], self._delivered))
@@ -161,7 +166,7 @@ class Feed(RunningTurn):
         return None
 
     async def _look_up(self) -> Delta:
-        """The last event, looked up, of a stream that lacked only that. Raises `Disconnected` if more is missing."""
+        """Return the last event of a stream that lacked only this one. Raises `Disconnected` if more is missing."""
         if self.turn_id is not None and self._source.continues:
             turn = await self._connection.ask("GET", f"{self._path}/turns/{self.turn_id}")
             if turn["usage"] is not None and (len(turn["tokens"]), len(turn["text"])) == self._received:

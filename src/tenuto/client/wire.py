@@ -60,7 +60,7 @@ class Exchange(NamedTuple):
 
 
 def exchange_of(request: Request[Any]) -> Exchange:
-    """The HTTP request for a request of the client's. Raises `NotFound` if its session id is impossible."""
+    """Return the HTTP request for a request of the client. Raises `NotFound` if its session id is impossible."""
     return _EXCHANGES[type(request)](request)
 
 
@@ -90,7 +90,7 @@ _EXCHANGES: dict[type, Callable[[Any], Exchange]] = {
     ),
     ListTurns: lambda r: _of_session("GET", r, "/turns", first=r.first, limit=r.limit),
     Draft: lambda r: _of_session("PUT", r, "/draft", {"input": input_body(r.input)}),
-    AbortTurn: lambda r: _of_session("POST", r, "/abort", {}),  # aborts whichever turn is open
+    AbortTurn: lambda r: _of_session("POST", r, "/abort", {}),  # without a turn_id: the open turn
     Fork: lambda r: _of_session("POST", r, "/fork", {**_place(r), "id": r.child}),
     Trim: lambda r: _of_session("POST", r, "/trim", {"turns": r.turns, "id": r.child}),
     Rewind: lambda r: _of_session("POST", r, "/rewind", _place(r)),
@@ -111,7 +111,7 @@ def answer_from(request: Request[T], body: Any) -> T:
     try:
         answer: T = msgspec.convert(_answer(kind, body), kind)
     except (msgspec.ValidationError, LookupError, TypeError) as error:
-        raise TenutoError(f"the server's answer is not understood: {error!r}; is it one of Tenuto's?") from error
+        raise TenutoError(f"the server's answer is not valid: {error!r}; is this a Tenuto server?") from error
     return answer
 
 
@@ -128,8 +128,8 @@ def _answer(kind: type, body: Any) -> Any:
 
 
 def session_path(session_id: str) -> str:
-    """The path of a session. Raises `NotFound` for ids that no session can have."""
-    if session_id in ("", ".", ".."):  # in a URL these mean other paths
+    """Return the path of a session. Raises `NotFound` for ids that no session can have."""
+    if session_id in ("", ".", ".."):  # other paths in a URL
         raise NotFound(f"there is no session {session_id!r}")
     return f"/v1/sessions/{quote(session_id, safe='')}"
 
@@ -152,20 +152,20 @@ def _plain(value: object) -> int | float:
 
 
 def input_body(given: TurnInput) -> str | list[Any]:
-    """A turn's input as JSON values."""
+    """Return a turn's input as JSON values."""
     if isinstance(given, str):
         return given
     return [_message(one) if isinstance(one, Message) else one for one in given]
 
 
 def _message(message: Message) -> dict[str, Any]:
-    """Without what it does not have."""
+    """Return a message as a JSON object, without empty fields other than `content`."""
     body = {name: value for name, value in asdict(message).items() if value}
     return {"role": message.role, "content": message.content, **body}
 
 
 def turn_body(kind: TurnKind, params: TurnParams, options: Options) -> dict[str, Any]:
-    """The given options that apply to this kind of turn, as a JSON body."""
+    """Return the given options that apply to this kind of turn, as a JSON body."""
     body: dict[str, Any] = {}
     for name in options.keys() - TOOL_OPTIONS:
         if name in SERVER_OPTIONS:
@@ -180,7 +180,7 @@ def turn_body(kind: TurnKind, params: TurnParams, options: Options) -> dict[str,
 
 
 def tools_body(kind: TurnKind, use: ToolUse) -> dict[str, Any]:
-    """The fields about tools that apply to this kind of turn."""
+    """Return the fields about tools that apply to this kind of turn."""
     body: dict[str, Any] = {"tools": list(use.functions)}
     if kind != "append":
         body["tool_choice"] = {"name": use.only} if use.only else use.choice
@@ -189,11 +189,11 @@ def tools_body(kind: TurnKind, use: ToolUse) -> dict[str, Any]:
 
 
 def error_from(status: int, content: bytes) -> TenutoError:
-    """Convert an error answer or error event, to the class that the server raised if the answer names one."""
+    """Convert an error answer or event to an error of the class that it names, or to `TenutoError`."""
     try:
         refused = msgspec.json.decode(content, type=_Refused).error
     except msgspec.DecodeError:
-        return TenutoError(f"the server answered with status {status} and no reason; is it one of Tenuto's?")
+        return TenutoError(f"the server answered with status {status} and no reason; is this a Tenuto server?")
     return error_of(Refusal(call=0, code=str(refused.code), message=refused.message, param=refused.param))
 
 

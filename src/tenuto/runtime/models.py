@@ -1,4 +1,4 @@
-"""From a model's name to a running engine."""
+"""Loads models by name and builds engines for them."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ from tenuto.text.words import CHAT_TEMPLATE, witness_tokenizer
 log = logging.getLogger("tenuto.model")
 
 WITNESS = "witness"
-"""The model without weights, for tests: its next token is a function of a hash of the history. `witness:0.01` takes 10
-milliseconds a step."""
+"""A model without weights, for tests: its next token is a function of a hash of the history. With `witness:0.01`, a
+step takes 10 milliseconds."""
 WITNESS_VOCABULARY = 1000
 
 
 class WeightsIdentity(Protocol):
-    """Tells weights from others."""
+    """Identifies weights."""
 
     @property
     def stamps(self) -> tuple[object, ...]:
-        """Equal for the same files if these have not been written in between."""
+        """Stamps of the weights' files; they change whenever a file is written."""
         ...
 
     @property
     def value(self) -> str:
-        """Equal only for equal weights."""
+        """A digest, equal only for equal weights."""
         ...
 
     def again(self) -> WeightsIdentity:
-        """That of the same files as they are now."""
+        """Returns the identity of the same files in their present state."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class NamedWeights:
-    """Weights that have a name and no files."""
+    """Weights identified by a name instead of files."""
 
     value: str
     stamps: tuple[object, ...] = ()
@@ -69,9 +69,10 @@ class NamedWeights:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """An executor and what belongs to its model. `max_context` is the longest context it was made for, in tokens;
-    `spare_bytes` what its device has for the state of a server's sessions; `compute` what computes, for people;
-    `weights` tells its weights from others, and `reading` makes the same for the weights at a path."""
+    """An executor with its model's tokenizer, chat template and other facts. `max_context` is the model's longest
+    context in tokens. `spare_bytes` is the device memory available for a server's sessions. `compute` describes, for
+    people, the code and device that compute. `weights` identifies the weights; `reading` returns the identity of those
+    at a path."""
 
     executor: Executor
     vocab_size: int
@@ -88,7 +89,7 @@ class Model:
     reading: Callable[[str], WeightsIdentity] = NamedWeights
 
     def grammars(self) -> GrammarCompiler | None:
-        """Compiles grammars for its tokens, if it has a tokenizer."""
+        """Returns a compiler of grammars for the model's tokens; None without a tokenizer."""
         if self.tokenizer is None:
             return None
         return GrammarCompiler(
@@ -97,32 +98,33 @@ class Model:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for models whose tokens mean the same."""
+        """A digest of the tokens; equal for models whose tokens mean the same."""
         return self.tokenizer.fingerprint if self.tokenizer is not None else f"{self.vocab_size} tokens"
 
     def state_fingerprint(self) -> str:
-        """Equal for models whose units of memory mean the same: those of one serve the other."""
+        """Returns a digest of the model, its weights and its memory layout. Models with equal digests can use each
+        other's units of memory."""
         parts = (self.fingerprint, self.weights.value, self.ropes, self.executor.layout, self.executor.spec)
         return sha256(repr(parts).encode()).hexdigest()
 
     def tier_identity(self, config: EngineConfig) -> str:
-        """`state_fingerprint` if there is a disk tier. Only that asks for it: large models take seconds to hash."""
+        """Returns `state_fingerprint` if there is a disk tier, otherwise "": large models take seconds to hash."""
         return self.state_fingerprint() if config.disk_tier else ""
 
     def with_weights(self, path: str | None) -> Model:
-        """The same model with the weights that are at `path` now, or with `None` where its own were read. Make it
-        before its executor loads them."""
+        """Returns the model with the weights now at `path`, by default where its own were read. Call this before the
+        executor loads the weights."""
         return replace(self, weights=self.weights.again() if path is None else self.reading(path))
 
 
 def load_model(settings: WorkerSettings) -> Model:
-    """Raises `ModelError` or `ConfigError`."""
+    """Loads the model that the settings name. Raises `ModelError` or `ConfigError`."""
     kind, _, step_seconds = settings.model.partition(":")
     if kind == WITNESS:
         if (given := settings.kv_cache_dtype) != "auto":
             raise ConfigError(f"kv_cache_dtype is {given!r}; allowed for the witness, which has none: auto")
         return _witness(settings.model, settings.page_size, step_seconds)
-    # Slow to import; the witness does without them.
+    # Slow to import; the witness does not need them.
     from tenuto.exec.load import load_executor  # noqa: PLC0415 - loaded where it is used
     from tenuto.formats.gguf_file import GgufFile  # noqa: PLC0415 - loaded where it is used
     from tenuto.models.checkpoint import open_checkpoint  # noqa: PLC0415 - loaded where it is used
@@ -132,7 +134,9 @@ def load_model(settings: WorkerSettings) -> Model:
 
     files = resolve(settings.model, cache_dir())
     weights = WeightsDigest(files)
-    opened = GgufFile(files.path) if files.format is FileFormat.GGUF else None  # vocabularies take a while to read
+    opened = (
+        GgufFile(files.path) if files.format is FileFormat.GGUF else None
+    )  # opened once, as reading the vocabulary takes a while
     executor = load_executor(
         files,
         settings.page_size,
@@ -181,14 +185,14 @@ def _witness(name: str, page_size: int, step_seconds: str) -> Model:
 
 
 def memory_bytes(settings: WorkerSettings) -> int | None:
-    """Bytes for the state of sessions, if the settings say how many. Raises `ConfigError` if they say a share of a
-    device that is not there."""
+    """Returns the bytes for the state of sessions; None if the settings leave it open. Raises `ConfigError` if they set
+    a share of a missing device."""
     memory = settings.memory
     return int(memory * total_bytes(settings.device)) if isinstance(memory, float) else memory
 
 
 def build_engine(model: Model, config: EngineConfig, memory_bytes: int | None, masks: Masks | None = None) -> Engine:
-    """An engine that uses `memory_bytes` for model state; `None` takes room for two sessions of the whole context with
+    """Builds an engine that uses `memory_bytes` for model state, by default enough for two sessions with full contexts,
     their turns and older checkpoints. Raises `ConfigError` if one turn does not fit."""
     spec = model.executor.spec
     shape = Shape.of(config, spec.page_size)
@@ -210,7 +214,8 @@ def build_engine(model: Model, config: EngineConfig, memory_bytes: int | None, m
 
 
 def server_budget(model: Model, config: EngineConfig) -> int:
-    """Bytes for a server that is not told how many: room for as many sessions of the whole context, with their turns
-    and older checkpoints, as may run at once, but not more than the device has to spare, and not less than two."""
+    """Returns a server's default memory for model state. It is enough for as many sessions with full contexts as may
+    run at once, with their turns and older checkpoints, limited by the device's spare memory, but enough for at least
+    two."""
     one = session_bytes(model.executor.spec, Shape.of(config, model.executor.spec.page_size))
     return max(2 * one, min((config.max_running + 1) * one, model.spare_bytes))

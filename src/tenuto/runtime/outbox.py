@@ -1,4 +1,4 @@
-"""Messages on their way out of an engine: written, and sent, by a thread of their own."""
+"""The outbox: encodes and sends an engine's messages in a separate thread."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 
 class Outbox:
-    """Sends in the order in which it is told to, whatever thread that comes from; only a call whose answer is announced
-    waits for it, and nobody else does.
+    """Sends messages in the order of the calls of its methods, from any thread. Only updates of a call whose answer is
+    announced wait, for that answer.
 
-    Invariant: `_awaited` has the updates, by call, that wait for their call's answer; the outbox's thread alone.
+    Invariant: `_awaited` has the updates, by call, that wait for their call's answer; only for the outbox's thread.
     """
 
     def __init__(self, send: Callable[[AnyReply], None], texts: Texts) -> None:
@@ -37,28 +37,28 @@ class Outbox:
         self._thread.start()
 
     def announce(self, call: int) -> None:
-        """The answer to `call` comes later; its updates wait for that."""
+        """Announces that the answer to `call` comes later; updates of the call wait for it."""
         self._waiting.put(partial(self._await, call))
 
     def answer(self, request: Request[T], value: T) -> None:
-        """Answer a request with `value`."""
+        """Answers a request with `value`."""
         self._waiting.put(partial(self._answer, request.call, value))
 
     def refuse(self, call: int, error: BaseException) -> None:
-        """Refuse a request, or tell the one who has started a turn that no more comes of it."""
+        """Refuses a request, or ends the updates of a turn with an error."""
         told = error if isinstance(error, TenutoError) else TenutoError(f"{type(error).__name__}: {error}")
         self._waiting.put(partial(self._refuse, refusal_of(call, told)))
 
     def update(self, updates: Sequence[tuple[int, Delta]]) -> None:
-        """What turns have brought, by call."""
+        """Sends new output of turns, by call."""
         self._waiting.put(partial(self._update, updates))
 
     def stopped(self, stopped: Stopped) -> None:
-        """The engine has ended."""
+        """Reports that the engine has ended."""
         self._waiting.put(partial(self._send, stopped))
 
     def close(self) -> None:
-        """Send what is there, and end."""
+        """Sends the waiting messages and ends the thread."""
         self._waiting.put(None)
         self._thread.join()
 
@@ -68,9 +68,9 @@ class Outbox:
         while (work := self._waiting.get()) is not None:
             try:
                 work()
-            except Exception:  # a mistake of ours; others wait
+            except Exception:  # a bug of ours, which must not stop other messages
                 log.exception("a message could not be sent")
-            del work  # which has the message; the next may be long in coming
+            del work  # frees the message now, as the next one may come much later
 
     def _await(self, call: int) -> None:
         self._awaited[call] = []
@@ -81,7 +81,7 @@ class Outbox:
             self._send(Updates(updates=updates))
 
     def _refuse(self, refusal: Refusal) -> None:
-        self._awaited.pop(refusal.call, None)  # what has come of the turn is as good as nothing
+        self._awaited.pop(refusal.call, None)  # updates that came before are dropped
         self._send(refusal)
 
     def _update(self, updates: Sequence[tuple[int, Delta]]) -> None:

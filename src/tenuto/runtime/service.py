@@ -1,4 +1,4 @@
-"""Answers the edge's messages with an engine."""
+"""The service: answers the edge's messages with an engine."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ T = TypeVar("T")
 
 
 class Service:
-    """One engine, spoken to by messages. `handle` is called by one thread at a time; `send` is, too, by one of the
-    service's, which may wait for it. What is asked of a session is done in the order in which it was asked, except that
-    input has to become tokens first, and other requests may be done meanwhile.
+    """An engine that is controlled by messages. Only one thread at a time may call `handle`; one of the service's
+    threads calls `send`, which may block. Requests for a session are executed in order, except that other requests may
+    be executed while input becomes tokens.
 
-    A request goes to the dispatcher, in the engine's thread. Here is what surrounds that: its input becomes tokens
-    before, and its answer gets texts after, both in other threads.
+    The dispatcher executes requests in the engine's thread. The service does the work around that in other threads:
+    input becomes tokens before, and answers get their texts after.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class Service:
         acknowledger: Acknowledger | None = None,
         journal: Journal | None = None,
     ) -> None:
-        """With a `journal`, its sessions are restored, and what happens from now on is written to it before it is told.
-        Raises `ConfigError`."""
+        """With a `journal`, its sessions are restored, and later changes are written to it before they are
+        acknowledged. Raises `ConfigError`."""
         self._executor = model.executor
         self._config = config
         self._masks = MaskThreads()
-        with ExitStack() as undo:  # whoever tries again finds files free
+        with ExitStack() as undo:  # releases files on failure, so that a retry can open them
             undo.callback(self._masks.close)
             if journal is not None:
                 undo.callback(journal.close)
@@ -107,7 +107,7 @@ class Service:
         self._dispatcher = Dispatcher(engine, self._renderer)
         self._outbox = Outbox(send, self._texts)
         self._lanes = Lanes()
-        self._updates: list[tuple[int, Delta]] = []  # of the round; the engine's thread alone
+        self._updates: list[tuple[int, Delta]] = []  # since the last flush; only for the engine's thread
         self._loop = EngineLoop(engine, self._stopped, self._flush, self._writer or acknowledger)
         if self._writer is not None:
             self._writer.start(self._loop.wake)
@@ -117,7 +117,7 @@ class Service:
         self._intake = Intake(self._dispatcher, self._preparer, self._loop, self._lanes)
 
     def close(self) -> None:
-        """Stop after the step in progress; turns that are open end with `EngineStopped`."""
+        """Stops after the step in progress; open turns end with `EngineStopped`."""
         self._loop.close()
         if self._writer is not None:
             self._writer.close()
@@ -125,12 +125,12 @@ class Service:
         self._outbox.close()
 
     def handle(self, request: Request[Any]) -> None:
-        """Answer a request, now or later."""
+        """Answers a request, now or later."""
         try:
             self._handle(request)
         except TenutoError as error:
             self._outbox.refuse(request.call, error)
-        except Exception as error:  # our mistake, and one request's: the sessions of all others live on
+        except Exception as error:  # a bug of ours, which must fail only this request
             log.exception("a request failed")
             self._outbox.refuse(request.call, error)
 
@@ -159,7 +159,7 @@ class Service:
                 self._execute(request, lambda _: self._dispatcher.execute(request))
 
     def _convert(self, request: Detokenize | TokenTexts | Tokenize) -> None:
-        """Answer with the text of tokens, or the tokens of a text."""
+        """Answers with the text of tokens, or the tokens of a text."""
         match request:
             case Detokenize(tokens=tokens):
                 self._later(request, len(tokens), lambda: self._texts.of(tokens, special=request.special))
@@ -169,7 +169,7 @@ class Service:
                 self._later(request, size_of(request.input), lambda: self._preparer.tokens(request).tobytes())
 
     def _move(self, request: ExportSession | ImportSession) -> None:
-        """A session leaves as a file, or comes as one."""
+        """Exports or imports a session, with its state in a file if the request names one."""
         if isinstance(request, ImportSession):
             request.document.check(self._loaded.fingerprint)
             self._renderer.check_system(request.document.system, self._config.context_length)
@@ -184,7 +184,7 @@ class Service:
         self._lanes.files.put(0, work, request.tenant)
 
     def _import(self, request: ImportSession, path: Path) -> None:
-        """Check a file with a session and its state, then open the session with it. In the lane for files."""
+        """Checks a file with a session and its state, then opens the session with it. Runs in the lane for files."""
         try:
             file = self._session_files.checked(request, path)
         except Exception as error:  # noqa: BLE001 - every error is a refusal
@@ -193,16 +193,16 @@ class Service:
             self._execute(request, lambda engine: self._session_files.open(engine, request, file))
 
     def _told(self, request: Request[T], work: Callable[[], T]) -> None:
-        """Answer with what `work` comes to."""
+        """Answers with the result of `work`, or refuses with its error."""
         try:
             value = work()
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is told
+        except Exception as error:  # noqa: BLE001 - every error is answered
             self._outbox.refuse(request.call, error)
         else:
             self._outbox.answer(request, value)
 
     def _ask(self, request: Request[T]) -> None:
-        """Have a command carried out that shows nothing of what sessions are, and answer."""
+        """Executes a command whose answer does not depend on sessions, and answers."""
         if isinstance(request, ReleaseMemory | ResumeMemory | UpdateWeights):
             self._lanes.files.put(0, partial(self._move_memory, request))
             return
@@ -210,17 +210,17 @@ class Service:
         asked.add_done_callback(partial(self._reply, request))
 
     def _move_memory(self, request: ReleaseMemory | ResumeMemory | UpdateWeights) -> None:
-        """Have the model's memory released, allocated or replaced, and answer. In the lane for files, where no session
-        is exported meanwhile."""
+        """Releases, allocates or replaces the model's memory, and answers. Runs in the lane for files, so that no
+        session is exported meanwhile."""
         self._told(request, lambda: self._loaded.execute(request))
         gc.collect()
         give_back()
 
     def _execute(self, request: Request[T], work: Callable[[Engine], T]) -> None:
-        """Have a command carried out, and answer."""
+        """Executes a command and answers."""
 
         def reply(done: Future[T]) -> None:
-            self._flush()  # what has been told before it is sent before it
+            self._flush()  # earlier updates go out before the answer
             self._reply(request, done)
 
         self._loop.execute(work, reply, ends=isinstance(request, AbortTurn))
@@ -253,8 +253,7 @@ class Service:
             self._answer(request, done.result())
 
     def _answer(self, request: Request[Any], value: Any) -> None:
-        """Answer with what a command has come to; texts that belong to it, and a document's checksum, are made
-        elsewhere."""
+        """Answers with a command's result. Its texts, or a document's checksum, are computed in another thread."""
         match value:
             case Ticket(prompt=[_, *_] as tokens):
                 self._later(request, len(tokens), lambda: self._texts.of_ticket(value))
@@ -271,12 +270,12 @@ class Service:
                 self._outbox.answer(request, value)
 
     def _later(self, request: Request[T], size: int, work: Callable[[], T]) -> None:
-        """Answer with what `work` on `size` tokens comes to; nobody else waits for that."""
+        """Answers later with the result of `work` on `size` tokens, without delaying other answers."""
         self._outbox.announce(request.call)
         self._lanes.of(size).put(size, partial(self._told, request, work), getattr(request, "tenant", ""))
 
     def publish(self, call: int, news: Delta | TenutoError) -> None:
-        """A turn has gone on, or nothing more comes of it. In the engine's thread."""
+        """Passes on a turn's output, or the error that ends its updates. Runs in the engine's thread."""
         if isinstance(news, Delta):
             self._updates.append((call, news))
         else:
@@ -296,7 +295,8 @@ class Service:
         self._outbox.stopped(stopped)
 
     def _leave(self) -> None:
-        """The engine has stopped. If its sessions outlive it, so does their memory, as far as there is a disk tier."""
+        """Releases the stopped engine. If a journal keeps its sessions, their memory is saved in the disk tier, if
+        there is one."""
         outlived = self._writer is not None
         if outlived and self._engine.broken is None:
             try:
@@ -313,7 +313,7 @@ class Service:
 
 
 def open_service(settings: WorkerSettings, send: Callable[[AnyReply], None]) -> Service:
-    """Load a model and serve it. Raises `ModelError` or `ConfigError`."""
+    """Loads a model and opens a service for it. Raises `ModelError` or `ConfigError`."""
     model = load_model(settings)
     config = engine_config(settings.config, model.max_context)
     memory = memory_bytes(settings)
@@ -323,18 +323,18 @@ def open_service(settings: WorkerSettings, send: Callable[[AnyReply], None]) -> 
 
 
 def open_journal(settings: WorkerSettings, model: Model) -> Journal | None:
-    """The journal that the settings ask for. Raises `ConfigError`."""
+    """Opens the journal of the settings, if they name one. Raises `ConfigError`."""
     if settings.journal is None:
         return None
     try:
         path = user_path(settings.journal)
-    except RuntimeError as error:  # of a user that is not there
+    except RuntimeError as error:  # the path names a user who does not exist
         raise ConfigError(f"the journal {settings.journal} cannot be used: {error}") from error
     return Journal(path, model.fingerprint)
 
 
 def _log_damage(damage: Damage, journal: Path) -> None:
-    """Name what is lost."""
+    """Logs the sessions and changes that are lost."""
     aside = {"journal": str(journal), "aside": str(damage.aside)}
     for each in damage.sessions:
         named = {"tenant": each.tenant, "session": each.name, "reason": each.reason}

@@ -1,7 +1,7 @@
 """The engine process: `python -m tenuto.runtime.worker FD` answers messages on the socket it inherits as FD.
 
-The first message is `WorkerSettings`; the answer is a `ModelView`, or a refusal. It ends when the other side closes the
-socket, for whatever reason: turns that are open are aborted, and nothing is left running.
+The first message is `WorkerSettings`; the answer is a `ModelView`, or a refusal. The process ends when the other side
+closes the socket, for whatever reason. Open turns are then aborted, and nothing is left running.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _decoder = msgspec.msgpack.Decoder(AnyRequest)
 
 
 class Sender:
-    """Sends messages, as long as somebody is there. Whoever calls it waits for the socket."""
+    """Sends messages while the other side is connected. The caller waits for the socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._encoder = msgspec.msgpack.Encoder()
 
     def __call__(self, message: AnyReply) -> None:
-        with suppress(OSError):  # nobody is there any more; the reader sees that too
+        with suppress(OSError):  # the other side is gone; the reader notices it, too
             for piece in frame(self._encoder.encode(message)):
                 self._connection.sendall(piece)
 
 
 def run(connection: socket.socket) -> None:
-    """Serve until the other side closes the connection."""
+    """Serves until the other side closes the connection."""
     send, frames = Sender(connection), FrameReader()
     service: Service | None = None
     try:
@@ -54,7 +54,7 @@ def run(connection: socket.socket) -> None:
             service = _obey(frames.feed(received), service, send)
     except TenutoError as error:
         send(refusal_of(0, error))
-    except ConnectionError:  # as good as closed
+    except ConnectionError:  # the same as closed
         pass
     finally:
         if service is not None:
@@ -62,7 +62,8 @@ def run(connection: socket.socket) -> None:
 
 
 def _obey(payloads: Iterator[bytes | memoryview], service: Service | None, send: Sender) -> Service | None:
-    """Handle what has been received; nothing of it is held on to. The service, once the first message has made it."""
+    """Handles received messages without keeping references to them. Returns the service, which the first message
+    opens."""
     for payload in payloads:
         if service is None:
             settings = msgspec.msgpack.decode(payload, type=WorkerSettings)
@@ -76,8 +77,8 @@ def _obey(payloads: Iterator[bytes | memoryview], service: Service | None, send:
 
 
 def main() -> None:
-    """Take over the inherited socket. Signals that are sent to all processes (an interrupt at the terminal, a
-    service manager's SIGTERM) are for the parent; it closes the socket."""
+    """Takes over the inherited socket. Ignores signals that are sent to all processes (an interrupt at the terminal, a
+    service manager's SIGTERM): the parent handles them and closes the socket."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     look_less_often()
