@@ -29,7 +29,7 @@ async def _answer(future: Future[T]) -> T:
 
 
 async def _opened(future: Future[SessionCore]) -> SessionCore:
-    """Wait for a session to open. If the caller is cancelled meanwhile, close the session once it is open."""
+    """Waits for a session to open. If the caller is cancelled meanwhile, closes the session once it is open."""
     try:
         return await asyncio.shield(asyncio.wrap_future(future))
     except asyncio.CancelledError:
@@ -59,7 +59,7 @@ class AsyncClient(ClientBase, Generic[AsyncSessionT]):
         await self.close()
 
     def mailbox(self) -> Mailbox:
-        """Return the mailbox of the running loop."""
+        """Returns the mailbox of the running loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._mailboxes:
             still = {each: mailbox for each, mailbox in self._mailboxes.items() if not each.is_closed()}
@@ -148,7 +148,7 @@ class AsyncTurnStream(TurnStreamBase):
         raise StopAsyncIteration
 
     async def parts(self) -> AsyncIterator[Said]:
-        """Iterate over the parsed answer as it arrives: text, reasoning and calls."""
+        """Iterates over the parsed answer as it arrives: text, reasoning and calls."""
         while await self._next() is not None:
             if self._reader.latest:
                 yield self._reader.latest
@@ -160,13 +160,13 @@ class AsyncTurnStream(TurnStreamBase):
         self.close()
 
     async def tokens(self) -> AsyncIterator[int]:
-        """Iterate over output token ids as they arrive, instead of text."""
+        """Iterates over output token ids as they arrive, instead of text."""
         while (event := await self._next()) is not None:
             for token in event.tokens:
                 yield token
 
     async def result(self) -> TurnResult:
-        """Wait for the turn to end and return its result."""
+        """Waits for the turn to end and returns its result."""
         while await self._next() is not None:
             pass
         result = self._reader.result
@@ -201,7 +201,7 @@ class Mailbox:
         self._woken = False
 
     def post(self, events: asyncio.Queue[Event], event: Event) -> None:
-        """Put `event` into `events`, in the loop's thread. Any thread may call this. Raises `RuntimeError` if the loop
+        """Puts `event` into `events`, in the loop's thread. Any thread may call this. Raises `RuntimeError` if the loop
         is closed."""
         if self._loop.is_closed():  # it may have been woken but closed before it delivered the events
             self._letters.clear()
@@ -249,7 +249,7 @@ class AsyncSession(SessionBase):
         return self._start("turn", input, options)
 
     def chat(self, text: str, **options: Unpack[ChatOptions]) -> AsyncTurnStream:
-        """Run a turn with one user message."""
+        """Runs a turn with one user message."""
         return self._start("turn", [{"role": "user", "content": text}], options)
 
     async def append(self, input: Input, **options: Unpack[ChatOptions]) -> TurnResult:  # noqa: A002 - as above

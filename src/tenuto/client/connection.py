@@ -56,7 +56,7 @@ class Connection:
         self._thread.start()
 
     def call(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run `work` in the connection's thread. Raises `EngineStopped` if the connection was closed."""
+        """Runs `work` in the connection's thread. Raises `EngineStopped` if the connection was closed."""
         with self._lock:
             if self._stopped:
                 work.close()
@@ -65,7 +65,7 @@ class Connection:
 
     @contextmanager
     def unbroken(self) -> Iterator[None]:
-        """Make closing the connection wait, before it cancels requests, until the current task has left the block."""
+        """Makes closing the connection wait, before it cancels requests, until the current task has left the block."""
         task = asyncio.current_task()
         assert task is not None
         self._unbroken.add(task)
@@ -75,21 +75,21 @@ class Connection:
             self._unbroken.discard(task)
 
     def request_stop(self) -> None:
-        """Cancel requests in progress and end the thread, without waiting."""
+        """Cancels requests in progress and ends the thread, without waiting."""
         with self._lock:
             if not self._stopped:
                 self._stopped = True
                 self._loop.call_soon_threadsafe(self._loop.stop)  # after everything that `call` has accepted
 
     def close(self) -> None:
-        """Do `request_stop`, and wait for the thread."""
+        """Does `request_stop` and waits for the thread."""
         self.request_stop()
         self._thread.join()
 
     async def ask(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, **query: Any
     ) -> Any:
-        """Send a request and decode the JSON answer. Raises the server's error, `Unreachable` or `Disconnected`."""
+        """Sends a request and decodes the JSON answer. Raises the server's error, `Unreachable` or `Disconnected`."""
         async with self.stream(method, path, body, headers, **query) as response:
             content = await response.aread()
         if not content:
@@ -100,7 +100,7 @@ class Connection:
             raise TenutoError(f"the server's answer is not valid JSON: {error}; is this a Tenuto server?") from error
 
     async def download(self, path: str, target: Path) -> None:
-        """Write an answer to a file, piece by piece. An existing file is replaced once the answer is complete. Raises
+        """Writes an answer to a file, piece by piece. An existing file is replaced once the answer is complete. Raises
         the errors of `ask`, and `InvalidRequest` if the file cannot be written."""
         async with self.stream("GET", path) as response:
             with replacing(target) as file:
@@ -108,7 +108,7 @@ class Connection:
                     await asyncio.to_thread(file.write, piece)
 
     async def upload(self, path: str, source: Path, **query: Any) -> Any:
-        """Send a request like `ask`, with a file as the body, read piece by piece."""
+        """Sends a request like `ask`, with a file as the body, read piece by piece."""
 
         async def pieces() -> AsyncIterator[bytes]:
             with source.open("rb") as file:
@@ -122,7 +122,7 @@ class Connection:
     async def stream(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, **query: Any
     ) -> AsyncIterator[httpx.Response]:
-        """Send a request like `ask`; the answer is read in the block, where a broken connection raises `Disconnected`.
+        """Sends a request like `ask`; the answer is read in the block, where a broken connection raises `Disconnected`.
         A `body` that yields bytes is sent unchanged."""
         raw = isinstance(body, AsyncIterator)
         content = body if raw or body is None else encode(body)
@@ -138,7 +138,7 @@ class Connection:
 
 
 def checked_url(url: object) -> httpx.URL:
-    """Parse the address of a server. Raises `InvalidRequest` if it is not valid."""
+    """Parses the address of a server. Raises `InvalidRequest` if it is not valid."""
     try:
         checked = httpx.URL(url)  # type: ignore[arg-type] # checked here
     except (httpx.InvalidURL, TypeError) as error:
@@ -150,7 +150,7 @@ def checked_url(url: object) -> httpx.URL:
 
 @contextmanager
 def typed_errors() -> Iterator[None]:
-    """Turn errors of the network into `Unreachable` and `Disconnected`."""
+    """Turns errors of the network into `Unreachable` and `Disconnected`."""
     try:
         yield
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
@@ -188,7 +188,7 @@ async def _end(http: httpx.AsyncClient, leftovers: set[str], unbroken: set[async
 
 
 async def _delete(http: httpx.AsyncClient, paths: set[str]) -> None:
-    """Delete each path, ignoring failures."""
+    """Deletes each path, ignoring failures."""
 
     async def work() -> None:
         while paths:

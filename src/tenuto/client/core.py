@@ -73,7 +73,7 @@ class TurnReader(Transcript):
         return passed
 
     def abort(self, keep: Keep) -> Future[TurnResult]:
-        """End the turn; see `TurnStream.abort`. Raises `InvalidRequest`."""
+        """Ends the turn; see `TurnStream.abort`. Raises `InvalidRequest`."""
         kept = self.tokens_to_keep(keep)
         if self.result is not None:
             return self.running.ended
@@ -108,7 +108,7 @@ class EngineCore:
         return self.session(ImportSession(session=name, policy=document.policy(), document=document, state=str(source)))
 
     def session(self, request: Request[SessionInfo]) -> Future[SessionCore]:
-        """Send `request` and return the session that the answer describes."""
+        """Sends `request` and returns the session that the answer describes."""
 
         def steps() -> Steps[SessionCore]:
             info: SessionInfo = yield self.transport.call(request)
@@ -119,7 +119,7 @@ class EngineCore:
     def start(
         self, session: str | None, kind: TurnKind, given: Input, options: Options, deliver: Deliver
     ) -> TurnReader:
-        """Start a turn on a session, or on a new ephemeral one if `session` is `None`."""
+        """Starts a turn on a session, or on a new ephemeral one if `session` is `None`."""
         parsed = turn_input(given)
         if session is None and not parsed:
             raise InvalidRequest("the input is empty, and there is nothing to continue")
@@ -205,7 +205,7 @@ class SessionCore:
         return chained(self._history())
 
     def _history(self) -> Steps[list[int]]:
-        """Return the committed tokens at one moment, even if listing them takes several requests."""
+        """Returns the committed tokens at one moment, even if listing them takes several requests."""
         page: RecordPage = yield self._turns_from(1)
         while page.more:
             before: SessionInfo = yield self.info()
@@ -238,7 +238,7 @@ class SessionCore:
 
 
 def _parts(tags: Sequence[str] | None) -> list[MemoryPart]:
-    """Check the tags of parts of memory; the default is all. Raises `InvalidRequest`."""
+    """Checks the tags of parts of memory; the default is all. Raises `InvalidRequest`."""
     chosen = PARTS if tags is None else items("tags", tags, "a list of parts of memory")
     for tag in chosen:
         if tag not in PARTS:

@@ -71,5 +71,5 @@ class TurnStreamBase:
         return self._reader.running.time_to_first_token
 
     def close(self) -> None:
-        """Stop reading. An open turn is aborted, except on a server if `on_disconnect` says otherwise."""
+        """Stops reading. An open turn is aborted, except on a server if `on_disconnect` says otherwise."""
         self._closer()

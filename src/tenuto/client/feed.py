@@ -62,7 +62,7 @@ class Feed(RunningTurn):
         self._running = connection.call(self._run())
 
     def disconnect(self) -> None:
-        """Drop the connection. The turn's option `on_disconnect` decides what the server does."""
+        """Drops the connection. The turn's option `on_disconnect` decides what the server does."""
         if self._running is not None:
             self._running.cancel()
 
@@ -71,7 +71,7 @@ class Feed(RunningTurn):
         return self._connection.call(self._connection.ask("POST", f"{self._path}/abort", body))
 
     async def _run(self) -> None:
-        """Deliver all events, the last of which has the result or an error."""
+        """Delivers all events, the last of which has the result or an error."""
         try:
             last = await (self._one_shot() if self._source.session is None else self._whole())
         except TenutoError as error:
@@ -94,7 +94,7 @@ class Feed(RunningTurn):
                 await self._connection.ask("DELETE", self._path)
 
     async def _whole(self) -> Delta:
-        """Run the turn up to its last event; an append has no others."""
+        """Runs the turn up to its last event; an append has no others."""
         if self._source.action != "append":
             return await self._follow()
         turn = await self._connection.ask("POST", f"{self._path}/append", self._source.body)
@@ -102,8 +102,8 @@ class Feed(RunningTurn):
         return Delta(result=read_body(TurnResult, turn))
 
     async def _follow(self) -> Delta:
-        """Deliver events up to the last one, which is returned. If the connection breaks, a turn that continues is read
-        on a new one."""
+        """Delivers events up to the last one, which is returned. If the connection breaks, a turn that continues is
+        read on a new one."""
         deadline, pause = time.monotonic() + PATIENCE_SECONDS, FIRST_PAUSE
         while True:
             position = self._position
@@ -127,7 +127,7 @@ class Feed(RunningTurn):
             pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _read(self) -> Delta:
-        """Deliver the events of one connection except the last, which is returned."""
+        """Delivers the events of one connection except the last, which is returned."""
         if self.turn_id is None:
             headers = {"idempotency-key": self._key} if self._source.continues else None
             request = ("POST", f"{self._path}/{self._source.action}", self._source.body, headers)
@@ -146,7 +146,7 @@ class Feed(RunningTurn):
         return last or await self._look_up()
 
     def _read_event(self, event: ServerEvent) -> Delta | None:
-        """Deliver an event; the last one is returned instead."""
+        """Delivers an event; the last one is returned instead."""
         if event.name == "error":
             raise error_from(500, event.data.encode())
         body = msgspec.json.decode(event.data)
@@ -166,7 +166,7 @@ class Feed(RunningTurn):
         return None
 
     async def _look_up(self) -> Delta:
-        """Return the last event of a stream that lacked only this one. Raises `Disconnected` if more is missing."""
+        """Returns the last event of a stream that lacked only this one. Raises `Disconnected` if more is missing."""
         if self.turn_id is not None and self._source.continues:
             turn = await self._connection.ask("GET", f"{self._path}/turns/{self.turn_id}")
             if turn["usage"] is not None and (len(turn["tokens"]), len(turn["text"])) == self._received:

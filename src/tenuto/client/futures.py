@@ -12,7 +12,7 @@ Steps = Generator[Future[Any], Any, T]
 
 
 def chained(steps: Steps[T]) -> Future[T]:
-    """Return a future for the return value of `steps`, which continue in the thread that completes each future.
+    """Returns a future for the return value of `steps`, which continue in the thread that completes each future.
     Cancelling it cancels the future that the steps wait for."""
     outcome: Future[T] = Future()
     awaited: Future[Any] | None = None

@@ -79,7 +79,7 @@ class HttpTransport:
         return Feed(self.connection, Source(request.session, _ACTIONS[request.kind], body), deliver)
 
     def follow(self, session: str, turn_id: str, deliver: Deliver) -> RunningTurn:
-        """Read all events of a turn that was started earlier."""
+        """Reads all events of a turn that was started earlier."""
         return Feed(self.connection, Source(session, turn_id=str(turn_id)), deliver)
 
     def request_stop(self) -> None:

@@ -16,8 +16,8 @@ from tenuto.client.transport import Deliver
 
 
 def connect(url: str, api_key: str | None = None) -> RemoteEngine:
-    """Return a client of the server at `url`, used like a `tenuto.Engine`. Sends no request before the first operation.
-    Every operation may raise `Unreachable`, `Disconnected` or `Unauthorized`, besides its own errors."""
+    """Returns a client of the server at `url`, used like a `tenuto.Engine`. Sends no request before the first
+    operation. Every operation may raise `Unreachable`, `Disconnected` or `Unauthorized`, besides its own errors."""
     return RemoteEngine(url, api_key)
 
 
@@ -42,8 +42,8 @@ class RemoteSession(Session):
     _engine: RemoteEngine
 
     def follow(self, turn_id: str) -> RemoteTurnStream:
-        """Stream a running or recently ended turn from its beginning. When the stream is dropped, the turn continues if
-        it has other readers or was started to continue without any. Raises `NotFound`."""
+        """Streams a running or recently ended turn from its beginning. When the stream is dropped, the turn continues
+        if it has other readers or was started to continue without any. Raises `NotFound`."""
         return RemoteTurnStream(self._engine, partial(_follow, self._engine.transport, self.id, turn_id))
 
     if TYPE_CHECKING:  # the methods of `Session`, with a server's options
@@ -106,7 +106,7 @@ class AsyncRemoteEngine(AsyncClient[AsyncRemoteSession]):
         super().__init__(self.transport)
 
     async def context_length(self) -> int:
-        """Return the maximum number of tokens of a session's history."""
+        """Returns the maximum number of tokens of a session's history."""
         return await asyncio.wrap_future(self._core.context_length())
 
     if TYPE_CHECKING:

@@ -29,7 +29,7 @@ class EventParser:
         self._id = ""
 
     def feed(self, piece: bytes) -> list[ServerEvent]:
-        """Return the events that `piece` completes."""
+        """Returns the events that `piece` completes."""
         if not piece:
             return []
         if self._after_cr:

@@ -31,7 +31,7 @@ class Closing(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release this object's resources."""
+        """Releases this object's resources."""
 
 
 class Client(Closing, ClientBase, Generic[SessionT]):
@@ -54,7 +54,7 @@ class Client(Closing, ClientBase, Generic[SessionT]):
         max_tokens: int | None = None,
         pinned: bool = False,
     ) -> SessionT:
-        """Open a session. `system` is the system message. The session is closed after `ttl` seconds without a turn;
+        """Opens a session. `system` is the system message. The session is closed after `ttl` seconds without a turn;
         `max_tokens` limits its history. The memory of a `pinned` session never yields to others, and space for
         `max_tokens` is reserved. Raises `AlreadyExists`, `Overloaded` or `InvalidRequest`.
 
@@ -64,61 +64,61 @@ class Client(Closing, ClientBase, Generic[SessionT]):
         return self.session_type(self, self._core.open(session_id, system, policy).result())
 
     def attach(self, session_id: str) -> SessionT:
-        """Find an open session by its id. Raises `NotFound`."""
+        """Finds an open session by its id. Raises `NotFound`."""
         return self.session_type(self, self._core.attach(session_id).result())
 
     def import_session(self, exported: bytes | str, *, session_id: str | None = None) -> SessionT:
-        """Open a session from the result of `Session.export`, under its own id or another. Raises `InvalidRequest` if
+        """Opens a session from the result of `Session.export`, under its own id or another. Raises `InvalidRequest` if
         it is damaged or belongs to another model, and the errors of `session`."""
         return self.session_type(self, self._core.import_session(exported, session_id).result())
 
     def import_file(self, path: str | PathLike[str], *, session_id: str | None = None) -> SessionT:
-        """Open a session, with its state, from a file written by `Session.export_file`, so that its next turn computes
+        """Opens a session, with its state, from a file written by `Session.export_file`, so that its next turn computes
         only new tokens. Raises `InvalidRequest` if the file is damaged or belongs to another model or other weights,
         and the errors of `session`."""
         return self.session_type(self, self._core.import_file(path, session_id).result())
 
     def generate(self, input: Input, **options: Unpack[ChatOptions]) -> TurnStream:  # noqa: A002 - the natural name
-        """Run one turn in a new session, which is closed when the turn ends."""
+        """Runs one turn in a new session, which is closed when the turn ends."""
         return self.session_type.stream_type(self, partial(self._core.start, None, "turn", input, options))
 
     def sessions(self) -> list[SessionInfo]:
-        """List all open sessions by id; on a server, those of the API key's tenant."""
+        """Lists all open sessions by id; on a server, those of the API key's tenant."""
         return self._core.sessions().result()
 
     def audit(self) -> AuditReport:
-        """Recount every unit of memory from its holders. Raises `EngineStopped` if the count is wrong. Servers may
+        """Recounts every unit of memory from its holders. Raises `EngineStopped` if the count is wrong. Servers may
         require an admin key."""
         return self._core.audit().result()
 
     def pause_generation(self, *, retract: bool = False) -> None:
-        """Take no more steps until `continue_generation`. Open turns wait; with `retract` they release the memory they
+        """Takes no more steps until `continue_generation`. Open turns wait; with `retract` they release the memory they
         have acquired and compute it again later. New turns queue. Servers may require an admin key for this and the
         next four methods."""
         self._core.pause(retract=retract).result()
 
     def continue_generation(self) -> None:
-        """Continue after `pause_generation`."""
+        """Continues after `pause_generation`."""
         self._core.go_on().result()
 
     def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
-        """Return the memory of sessions (tag "kv_cache"), of the weights ("weights") or both to the system. Sessions
+        """Returns the memory of sessions (tag "kv_cache"), of the weights ("weights") or both to the system. Sessions
         keep their tokens; turns are refused with `MemoryReleased` until everything is resumed. Raises
         `IllegalTransition` while turns run, unless generation is paused."""
         self._core.release_memory(tags).result()
 
     def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the memory and read the weights again. Sessions compute their state again when they need it."""
+        """Allocates the memory and reads the weights again. Sessions compute their state again when they need it."""
         self._core.resume_memory(tags).result()
 
     def update_weights_from_disk(self, model_path: str | PathLike[str], *, abort: bool = False) -> None:
-        """Switch to the weights of another model of the same shape. State computed with the old weights is not used
+        """Switches to the weights of another model of the same shape. State computed with the old weights is not used
         again. Open turns continue from their tokens, or with `abort` end. Raises `InvalidRequest`, without any change,
         if the weights cannot be read or have another shape."""
         self._core.update_weights(model_path, abort=abort).result()
 
     def close(self) -> None:
-        """Stop an engine in this process; on a server, close the sessions that this client opened without an id.
+        """Stops an engine in this process; on a server, closes the sessions that this client opened without an id.
         Reading an open turn then raises `EngineStopped`."""
         self._closer.detach()
         self._core.transport.close()
@@ -146,18 +146,18 @@ class TurnStream(TurnStreamBase, Closing):
         raise StopIteration
 
     def parts(self) -> Iterator[Said]:
-        """Iterate over the parsed answer as it arrives: text, reasoning and calls."""
+        """Iterates over the parsed answer as it arrives: text, reasoning and calls."""
         while self._next() is not None:
             if self._reader.latest:
                 yield self._reader.latest
 
     def tokens(self) -> Iterator[int]:
-        """Iterate over output token ids as they arrive, instead of text."""
+        """Iterates over output token ids as they arrive, instead of text."""
         while (event := self._next()) is not None:
             yield from event.tokens
 
     def result(self) -> TurnResult:
-        """Wait for the turn to end and return its result."""
+        """Waits for the turn to end and returns its result."""
         while self._next() is not None:
             pass
         result = self._reader.result
@@ -165,7 +165,7 @@ class TurnStream(TurnStreamBase, Closing):
         return result
 
     def abort(self, keep: Keep = None) -> TurnResult:
-        """End the turn now. By default it is rolled back. With `keep` this is a barge-in: the input is committed
+        """Ends the turn now. By default it is rolled back. With `keep` this is a barge-in: the input is committed
         together with that many output tokens, or with those whose text was read from this stream ("delivered"). Kept
         tokens that were not read yet can still be read, except text that was joined to that of other tokens. If the
         turn has already ended, its result is returned."""
@@ -191,57 +191,57 @@ class Session(Closing, SessionBase):
         return self._core.history().result()
 
     def turn(self, input: Input = (), **options: Unpack[ChatOptions]) -> TurnStream:  # noqa: A002 - as above
-        """Append `input` and generate; without input, continue from the history. Raises `SessionBusy`,
+        """Appends `input` and generates; without input, continues from the history. Raises `SessionBusy`,
         `ContextExceeded`, `InvalidRequest`, `IllegalTransition` or `Overloaded`, without any change."""
         return self._start("turn", input, options)
 
     def chat(self, text: str, **options: Unpack[ChatOptions]) -> TurnStream:
-        """Run a turn with one user message."""
+        """Runs a turn with one user message."""
         return self._start("turn", [{"role": "user", "content": text}], options)
 
     def append(self, input: Input, **options: Unpack[ChatOptions]) -> TurnResult:  # noqa: A002 - as above
-        """Append, compute and commit `input` without generating."""
+        """Appends, computes and commits `input` without generating."""
         return self._start("append", input, options).result()
 
     def regenerate(self, **options: Unpack[ChatOptions]) -> TurnStream:
-        """Generate the last turn's output again. The old output stays until this turn commits."""
+        """Generates the last turn's output again. The old output stays until this turn commits."""
         return self._start("regenerate", (), options)
 
     def _start(self, kind: TurnKind, given: Input, options: Options) -> TurnStream:
         return self.stream_type(self._engine, partial(self._core.start, kind, given, options))
 
     def draft(self, input: Input) -> None:  # noqa: A002 - as above
-        """Compute input ahead of its turn. Call this with the whole input so far, and again whenever it changes. `turn`
-        then continues from the prefix that its input shares with the draft."""
+        """Computes input ahead of its turn. Call this with the whole input so far, and again whenever it changes.
+        `turn` then continues from the prefix that its input shares with the draft."""
         self._core.draft(input).result()
 
     def abort(self) -> None:
-        """Roll back the open turn or draft. Raises `IllegalTransition` without one."""
+        """Rolls back the open turn or draft. Raises `IllegalTransition` without one."""
         self._core.abort().result()
 
     def fork(self, turn: int | None = None, position: int | None = None, *, session_id: str | None = None) -> Self:
-        """Open a session with the first `turn` turns, the first `position` tokens, or all of this session's history.
+        """Opens a session with the first `turn` turns, the first `position` tokens, or all of this session's history.
         The two share memory."""
         return type(self)(self._engine, self._core.fork(turn, position, session_id).result())
 
     def trim(self, turns: Sequence[int], *, session_id: str | None = None) -> Self:
-        """Open a session with only the given turns of this one, by number in ascending order; 1 is the oldest. The two
+        """Opens a session with only the given turns of this one, by number in ascending order; 1 is the oldest. The two
         share the memory of their common prefix."""
         return type(self)(self._engine, self._core.trim(turns, session_id).result())
 
     def export(self) -> bytes:
-        """Return the session at its last commit as JSON, for `Client.import_session`. It contains texts as tokens."""
+        """Returns the session at its last commit as JSON, for `Client.import_session`. It contains texts as tokens."""
         return self._core.export().result()
 
     def export_file(self, path: str | PathLike[str]) -> None:
-        """Write the session at its last commit, with its state, to a file for `Client.import_file`. Raises
+        """Writes the session at its last commit, with its state, to a file for `Client.import_file`. Raises
         `SessionBusy` while a turn is open."""
         self._core.export_file(path).result()
 
     def rewind(self, turn: int | None = None, position: int | None = None) -> SessionInfo:
-        """Cut the history back to its first `turn` turns or `position` tokens."""
+        """Cuts the history back to its first `turn` turns or `position` tokens."""
         return self._core.rewind(turn, position).result()
 
     def close(self, *, finish: bool = False) -> None:
-        """Close the session. An open turn is aborted, or with `finish` allowed to end first."""
+        """Closes the session. An open turn is aborted, or with `finish` allowed to end first."""
         self._core.close(finish=finish).result()

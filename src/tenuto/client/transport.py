@@ -38,21 +38,21 @@ class Transport(Protocol):
         ...
 
     def call(self, request: Request[T]) -> Future[T]:
-        """Send a request. The future gets the engine's answer or error. Raises `EngineStopped` if the transport is
+        """Sends a request. The future gets the engine's answer or error. Raises `EngineStopped` if the transport is
         closed."""
         ...
 
     def start(self, request: StartTurn, options: Options, use: ToolUse | None, deliver: Deliver) -> RunningTurn:
-        """Start a turn; with `use`, its answer is parsed. A server has its own defaults for missing `options`. Raises
+        """Starts a turn; with `use`, its answer is parsed. A server has its own defaults for missing `options`. Raises
         `EngineStopped` if the transport is closed, and `InvalidRequest`."""
         ...
 
     def request_stop(self) -> None:
-        """Stop without waiting."""
+        """Stops without waiting."""
         ...
 
     def close(self) -> None:
-        """Stop and wait for the end. Calls and turns in progress end with `EngineStopped`."""
+        """Stops and waits for the end. Calls and turns in progress end with `EngineStopped`."""
         ...
 
 
@@ -70,12 +70,12 @@ class RunningTurn(ABC):
         self._asked = time.perf_counter()
 
     def accept(self) -> None:
-        """Record that the engine has accepted the turn."""
+        """Records that the engine has accepted the turn."""
         if not self.started.done():
             self.started.set_result(None)
 
     def take(self, delta: Delta) -> None:
-        """Pass on a delta; one with a result ends the turn."""
+        """Passes on a delta; one with a result ends the turn."""
         if self.time_to_first_token is None and delta.tokens:
             self.time_to_first_token = time.perf_counter() - self._asked
         if delta.result is not None:
@@ -83,7 +83,7 @@ class RunningTurn(ABC):
         self._tell(delta)
 
     def fail(self, error: TenutoError) -> None:
-        """Record that the turn was refused or has ended with an error."""
+        """Records that the turn was refused or has ended with an error."""
         if not self.started.done():
             self.started.set_exception(error)
         self.ended.set_exception(error)
@@ -96,7 +96,7 @@ class RunningTurn(ABC):
             self.disconnect()
 
     def abort(self, keep: Keep) -> Future[TurnResult]:
-        """End the turn unless it has ended. The future gets the turn's result, or the error that ended it."""
+        """Ends the turn unless it has ended. The future gets the turn's result, or the error that ended it."""
 
         def steps() -> Steps[TurnResult]:
             yield self.started
@@ -109,14 +109,14 @@ class RunningTurn(ABC):
 
     @abstractmethod
     def _end(self, keep: Keep) -> Future[Any]:
-        """Request the end of the turn, which has started. May raise the errors that `abort` suppresses."""
+        """Requests the end of the turn, which has started. May raise the errors that `abort` suppresses."""
 
     @abstractmethod
     def disconnect(self) -> None:
-        """Stop reading. An open turn is rolled back, unless it may continue without a reader. Does not wait."""
+        """Stops reading. An open turn is rolled back, unless it may continue without a reader. Does not wait."""
 
 
 def _pending(future: Future[T]) -> Future[T]:
-    """Mark a future as running, so that waiting callers cannot cancel it."""
+    """Marks a future as running, so that waiting callers cannot cancel it."""
     future.set_running_or_notify_cancel()
     return future

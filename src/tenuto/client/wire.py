@@ -60,7 +60,7 @@ class Exchange(NamedTuple):
 
 
 def exchange_of(request: Request[Any]) -> Exchange:
-    """Return the HTTP request for a request of the client. Raises `NotFound` if its session id is impossible."""
+    """Returns the HTTP request for a request of the client. Raises `NotFound` if its session id is impossible."""
     return _EXCHANGES[type(request)](request)
 
 
@@ -106,7 +106,7 @@ _EXCHANGES: dict[type, Callable[[Any], Exchange]] = {
 
 
 def answer_from(request: Request[T], body: Any) -> T:
-    """Convert the JSON answer to `request`. Raises `TenutoError` if it has another form."""
+    """Converts the JSON answer to `request`. Raises `TenutoError` if it has another form."""
     kind = answer_of(type(request))
     try:
         answer: T = msgspec.convert(_answer(kind, body), kind)
@@ -116,7 +116,7 @@ def answer_from(request: Request[T], body: Any) -> T:
 
 
 def _answer(kind: type, body: Any) -> Any:
-    """Rearrange an answer so that it converts to `kind`."""
+    """Rearranges an answer so that it converts to `kind`."""
     if kind is SessionInfo:
         return read_body(SessionInfo, body)
     if kind is SessionPage:
@@ -128,14 +128,14 @@ def _answer(kind: type, body: Any) -> Any:
 
 
 def session_path(session_id: str) -> str:
-    """Return the path of a session. Raises `NotFound` for ids that no session can have."""
+    """Returns the path of a session. Raises `NotFound` for ids that no session can have."""
     if session_id in ("", ".", ".."):  # other paths in a URL
         raise NotFound(f"there is no session {session_id!r}")
     return f"/v1/sessions/{quote(session_id, safe='')}"
 
 
 def encode(body: Any) -> bytes:
-    """Encode a body as JSON. Raises `InvalidRequest`."""
+    """Encodes a body as JSON. Raises `InvalidRequest`."""
     try:
         return msgspec.json.encode(body, enc_hook=_plain)
     except (TypeError, ValueError, OverflowError) as error:
@@ -143,7 +143,7 @@ def encode(body: Any) -> bytes:
 
 
 def _plain(value: object) -> int | float:
-    """Convert numbers of other types, such as NumPy's."""
+    """Converts numbers of other types, such as NumPy's."""
     if isinstance(value, SupportsIndex):
         return index(value)
     if isinstance(value, SupportsFloat):
@@ -152,20 +152,20 @@ def _plain(value: object) -> int | float:
 
 
 def input_body(given: TurnInput) -> str | list[Any]:
-    """Return a turn's input as JSON values."""
+    """Returns a turn's input as JSON values."""
     if isinstance(given, str):
         return given
     return [_message(one) if isinstance(one, Message) else one for one in given]
 
 
 def _message(message: Message) -> dict[str, Any]:
-    """Return a message as a JSON object, without empty fields other than `content`."""
+    """Returns a message as a JSON object, without empty fields other than `content`."""
     body = {name: value for name, value in asdict(message).items() if value}
     return {"role": message.role, "content": message.content, **body}
 
 
 def turn_body(kind: TurnKind, params: TurnParams, options: Options) -> dict[str, Any]:
-    """Return the given options that apply to this kind of turn, as a JSON body."""
+    """Returns the given options that apply to this kind of turn, as a JSON body."""
     body: dict[str, Any] = {}
     for name in options.keys() - TOOL_OPTIONS:
         if name in SERVER_OPTIONS:
@@ -180,7 +180,7 @@ def turn_body(kind: TurnKind, params: TurnParams, options: Options) -> dict[str,
 
 
 def tools_body(kind: TurnKind, use: ToolUse) -> dict[str, Any]:
-    """Return the fields about tools that apply to this kind of turn."""
+    """Returns the fields about tools that apply to this kind of turn."""
     body: dict[str, Any] = {"tools": list(use.functions)}
     if kind != "append":
         body["tool_choice"] = {"name": use.only} if use.only else use.choice
@@ -189,7 +189,7 @@ def tools_body(kind: TurnKind, use: ToolUse) -> dict[str, Any]:
 
 
 def error_from(status: int, content: bytes) -> TenutoError:
-    """Convert an error answer or event to an error of the class that it names, or to `TenutoError`."""
+    """Converts an error answer or event to an error of the class that it names, or to `TenutoError`."""
     try:
         refused = msgspec.json.decode(content, type=_Refused).error
     except msgspec.DecodeError:
