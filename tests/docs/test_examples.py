@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,10 @@ def test_a_python_example_runs(
     code = example.text
     if SERVER in code:
         code = code.replace(SERVER, request.getfixturevalue("server").url)
-    exec(compile(code, str(example), "exec", dont_inherit=True), {"__name__": "__main__"})
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(code, str(example), "exec", dont_inherit=True), namespace)
+    if "client" in namespace:  # scripts leave this to the end of the process
+        namespace["client"].close()
     assert capsys.readouterr().out
 
 
