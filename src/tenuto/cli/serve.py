@@ -8,7 +8,7 @@ import typer
 
 from tenuto.base.errors import EngineStopped
 from tenuto.base.garbage import look_less_often
-from tenuto.base.heap import return_large_blocks
+from tenuto.base.heap import HeapKeeper, return_large_blocks
 from tenuto.base.switching import switch_often
 from tenuto.base.views import ModelView
 from tenuto.cli.settings import ServerSettings
@@ -33,6 +33,7 @@ def run_server(settings: ServerSettings) -> None:
         look_less_often()
         switch_often()
         return_large_blocks()
+        HeapKeeper().start()
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(serve(engine, settings.serve, partial(_show, settings)))
