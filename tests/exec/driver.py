@@ -1,4 +1,4 @@
-"""Lays out plans for an executor by hand: what the engine does, without sessions."""
+"""Lays out plans for an executor by hand, as the engine does, without sessions."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from tenuto.base.sampling import Sampling
 from tenuto.exec.model_executor import ModelExecutor
 
 Work = tuple[int, Sequence[int], int]
-"""Row, tokens to compute, and after how many of the last of them to sample."""
+"""A row, the tokens to compute, and the number of last tokens after which to sample."""
 
 
 def ints(values: Sequence[int]) -> np.ndarray:
@@ -22,7 +22,7 @@ def columns(triples: Sequence[tuple[int, int, int]]) -> np.ndarray:
 
 
 def logits_of(executor: ModelExecutor, plan: Plan) -> torch.Tensor:
-    """Carry out a plan: float32 [sum(plan.samples), vocab]."""
+    """Carries out a plan; returns float32 [sum(plan.samples), vocab]."""
     return torch.from_numpy(executor.logits(plan))
 
 
@@ -32,7 +32,7 @@ class Driver:
     def __init__(
         self, executor: ModelExecutor, pages: int, rows: int, seed: int = 0, *, prepared: bool = False
     ) -> None:
-        """`prepared`: the executor has as many pages and rows already."""
+        """With `prepared`, the executor already has this many pages and rows."""
         self.executor = executor
         if not prepared:
             executor.prepare((pages,), rows)
@@ -49,7 +49,8 @@ class Driver:
         copies: Sequence[tuple[int, int, int]] = (),
         masks: Sequence[TokenMasks] = (),
     ) -> Plan:
-        """The next step; `changes` (row, index, page) and `copies` (source, target, slots) come on top of new pages."""
+        """Returns the next step; `changes` (row, index, page) and `copies` (source, target, slots) come in addition to
+        new pages."""
         changes = list(changes)
         starts = [self.lengths[row] for row, _, _ in work]
         for row, tokens, _ in work:
@@ -73,6 +74,6 @@ class Driver:
         )
 
     def step(self, work: Sequence[Work], **more: Sequence) -> list[int]:
-        """Carry out the next step and return its sampled tokens."""
+        """Carries out the next step and returns its sampled tokens."""
         self.executor.submit(self.plan(work, **more))
         return self.executor.collect().tokens.tolist()

@@ -1,4 +1,4 @@
-"""The variants of the native kernels that can run here, and how far they round."""
+"""The variants of the native kernels that can run here, and the effect of their rounding."""
 
 import pytest
 
@@ -13,16 +13,17 @@ NATIVE = [
     )
     for name in VARIANTS
 ]
-"""Parameters: every variant there is; those that cannot run here are skipped."""
+"""Parameters for all variants; those that cannot run here are skipped."""
 every_variant = pytest.mark.parametrize("variant", NATIVE)
 KERNELS = [*NATIVE, "torch"]
-"""Parameters: whatever can compute."""
+"""Parameters for all kernels, including PyTorch."""
 
 
 def allowed_behind(compute: str) -> float:
-    """How far below the highest logit a sampled token's may be when its history is computed again in other steps.
-    `compute`: a variant, or what an engine says computes. With `amx` up to four tokens a step are multiplied by another
-    kernel than more, and either rounds; PyTorch rounds differently with other shapes; else no step changes a bit."""
+    """Returns how far below the highest logit a sampled token's may be when its history is recomputed in other steps.
+    `compute`: a variant, or an engine's description of its kernels. With `amx`, up to four tokens a step are multiplied
+    by another kernel than more, and both round; PyTorch rounds differently with other shapes; otherwise no bit
+    changes."""
     if "amx" in compute:
         return 0.5
     return 1e-9 if any(name in compute for name in VARIANTS) else 2e-3

@@ -1,7 +1,7 @@
 """Lays out plans by hand for models with any mix of memory groups, in memory that is full of garbage.
 
-What nobody holds is overwritten: pages with large numbers, state slots with NaN. So reading anything that a sequence
-did not write itself shows in its logits.
+Free units are overwritten: pages with large numbers, state slots with NaN. So any read of memory that the sequence
+itself did not write shows in its logits.
 """
 
 from collections import defaultdict
@@ -18,8 +18,8 @@ from tests.exec.spoil import spoil
 
 
 class MixedDriver:
-    """Rows that grow token by token. Pages lie scattered and go back as the window passes them; a state is written
-    where it was read, or elsewhere, at random."""
+    """Rows that grow token by token. Pages are scattered and freed as the window passes them; a state is written where
+    it was read, or elsewhere, at random."""
 
     def __init__(self, executor: ModelExecutor, rows: int, units: int = 60, seed: int = 0) -> None:
         self.executor, self.rng = executor, np.random.default_rng(seed)
@@ -41,13 +41,13 @@ class MixedDriver:
         self.free[group] = [*units, *self.free[group]]
 
     def release(self, row: int) -> None:
-        """End the row's sequence."""
+        """Ends the row's sequence."""
         for group in range(len(self.groups)):
             self._give_back(group, row, list(self.held[group][row]))
         self.lengths[row] = 0
 
     def logits(self, work: Mapping[int, Sequence[int]]) -> torch.Tensor:
-        """Compute tokens of rows: the logits after each, float32 [tokens, vocab]."""
+        """Computes tokens of rows; returns the logits after each, float32 [tokens, vocab]."""
         starts = [self.lengths[row] for row in work]
         tables, states = [], []
         for group, spec in enumerate(self.groups):
@@ -85,7 +85,7 @@ class MixedDriver:
         return TableChanges(*columns(changes))
 
     def _moves(self, group: int, rows: Sequence[int]) -> StateMoves:
-        """A row's state is entry 0; the slot that it leaves goes back, and is overwritten, before the next step."""
+        """A row's state is entry 0; the slot that it leaves is freed, and overwritten, before the next step."""
         reads, writes = [], []
         for row in rows:
             held = self.held[group][row]

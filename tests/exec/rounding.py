@@ -1,13 +1,14 @@
-"""PyTorch that rounds where the native kernels round: a reference whose error is what their arithmetic may lose.
+"""PyTorch with the rounding of the native kernels: a reference whose error is the largest that their arithmetic may
+have.
 
-A product rounds its inputs by the kind of its weights (`input_type` in `matmul_input.h`): quantized weights take inputs
-of 8 bits in blocks of 32, or of 15 bits where one value is far above the rest of its block, and bfloat16 weights take
-bfloat16; with AMX, steps of five rows or more multiply bfloat16 unless weights are float32. Keys and values are kept in
-bfloat16 (or in bytes, `test_kv_cache_dtype`). With weights in `KEPT`, `avx2` and `avx512` round nothing else, so they
-agree with this reference to within float32, except where a value lies so near the middle between two quants that it
-goes the other way, which the tokens after it see: texts are short, so that most tokens have none before them. Other
-variants also round queries and softmax weights to bfloat16, and other weights are rounded themselves (scales of K types
-to float16), which moves many values to another quant: that error is another draw of about the same size.
+A product rounds its inputs by the format of its weights: quantized weights take inputs of 8 bits in blocks of 32, or of
+15 bits where one value is far above the rest of its block, and bfloat16 weights take bfloat16; with AMX, steps of five
+rows or more multiply bfloat16 unless weights are float32. Keys and values are kept in bfloat16 (or in bytes,
+`test_kv_cache_dtype`). With weights in `KEPT`, `avx2` and `avx512` round nothing else, so they agree with this
+reference to within float32, except where a value is so near the middle between two quants that it is rounded the other
+way, which later tokens see: texts are short, so that most tokens have few before them. Other variants also round
+queries and softmax weights to bfloat16, and other weights are rounded themselves (scales of K types to float16), which
+moves many values to another quant: that error is another draw of about the same size.
 """
 
 import statistics
@@ -25,16 +26,16 @@ from tenuto.models import attention, decoder, experts, gated_delta, mamba2, mlp
 from tenuto.models.decoder import Decoder
 
 UNEVEN = 23
-"""`OUTLIER_RATIO` of `matmul_input.h`: blocks whose highest square is more than this times the mean square have inputs
+"""`OUTLIER_RATIO` of `matmul_input.h`: blocks whose highest square exceeds this multiple of the mean square have inputs
 of 15 bits."""
 ROUTERS = 16
 """Products with fewer outputs choose experts: their weights and inputs stay float32."""
 KEPT = (Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.F16, Kind.F32)
 """Weights that the kernels keep bit for bit, and multiply with quants or float32."""
 FLIPPED = 1e-3
-"""Tokens whose logits differ by more than this, relatively, have a value that went to another quant."""
+"""The relative difference of logits above which a token has a value that went to another quant."""
 ANOTHER_DRAW = 1.5
-"""Errors of two roundings of equal size, drawn independently, differ by less than this factor on average."""
+"""The factor below which errors of two independent roundings of equal size differ on average."""
 
 Round = Callable[[torch.Tensor], torch.Tensor]
 
@@ -44,7 +45,8 @@ def to_bfloat16(x: torch.Tensor) -> torch.Tensor:
 
 
 def to_quants(x: torch.Tensor) -> torch.Tensor:
-    """float32 [rows, inputs] to the nearest of 127 steps of each block's highest value, or of 127 * 128 steps."""
+    """Rounds float32 [rows, inputs] to the nearest of 127 steps of each block's highest value, or of 127 * 128
+    steps."""
     blocks = functional.pad(x, (0, -x.shape[-1] % 32)).unflatten(-1, (-1, 32))
     highest = blocks.abs().amax(dim=-1, keepdim=True)
     uneven = highest.square() * 32 > UNEVEN * blocks.square().sum(dim=-1, keepdim=True)
@@ -54,7 +56,7 @@ def to_quants(x: torch.Tensor) -> torch.Tensor:
 
 
 class RoundedForward(TorchForward):
-    """Keys and values are kept as `keys` and `values` round them."""
+    """Keeps keys and values as rounded by `keys` and `values`."""
 
     def __init__(
         self, decoder: Decoder, page_size: int, keys: Round = to_bfloat16, values: Round = to_bfloat16
@@ -72,7 +74,7 @@ class RoundedForward(TorchForward):
 
 
 def round_products(monkeypatch: pytest.MonkeyPatch, variant: str, kind: Kind) -> None:
-    """Products of plain PyTorch round as `variant` does with weights of such a kind and at least five rows."""
+    """Makes products of plain PyTorch round like `variant` does with weights of this kind and at least five rows."""
     exact = kind is Kind.F32 or (kind is Kind.F16 and variant != "amx")
     in_bfloat16 = kind is Kind.BF16 or variant == "amx"
 
@@ -88,14 +90,14 @@ def round_products(monkeypatch: pytest.MonkeyPatch, variant: str, kind: Kind) ->
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The mean distance in means of `theirs`."""
+    """Returns the mean distance, relative to the mean of `theirs`."""
     return ((ours - theirs).abs().mean() / theirs.abs().mean()).item()
 
 
 def assert_rounded_as_said(
     found: torch.Tensor, rounded: torch.Tensor, exact: torch.Tensor, variant: str, kind: Kind
 ) -> None:
-    """Logits of a variant against those of PyTorch with and without its roundings, all float32 [tokens, vocab]."""
+    """Compares a variant's logits with PyTorch's, with and without the same rounding, all float32 [tokens, vocab]."""
     if variant in ("avx2", "avx512") and kind in KEPT:
         differ = [relative_error(mine, theirs) for mine, theirs in zip(found, rounded, strict=True)]
         assert statistics.median(differ) < FLIPPED, differ

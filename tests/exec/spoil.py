@@ -1,4 +1,4 @@
-"""Memory full of what no sequence wrote."""
+"""Fills memory with data that no sequence wrote."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ LARGE = 1e4
 
 
 def spoil(forward: Forward, group: int, units: Sequence[int]) -> None:
-    """Overwrite units of a memory group that has been prepared: pages with large numbers, state slots with NaN."""
+    """Overwrites units of a prepared memory group: pages with large numbers, state slots with NaN."""
     chosen = list(units)
     if isinstance(forward, NativeForward):
         memory = forward.memory(group)

@@ -1,4 +1,4 @@
-"""Copies to and from a CUDA device, with something that stands in for `torch.cuda`: no test here has a GPU."""
+"""Copies to and from a CUDA device, with a stand-in for `torch.cuda`: no test here has a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class FakeStream:
-    """Tells `log` what is asked of it."""
+    """Appends all calls to `log`."""
 
     def __init__(self, log: list[str], name: str) -> None:
         self.log = log
@@ -34,7 +34,7 @@ class FakeStream:
 
 
 class Cuda:
-    """In place of `torch.cuda`."""
+    """A stand-in for `torch.cuda`."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -78,13 +78,13 @@ def units(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     return np.array(numbers, np.int32)
 
 
-def test_what_leaves_the_device_is_pinned_and_complete_when_it_is_used(memories: Memories, cuda: Cuda) -> None:
+def test_units_copied_to_the_host_are_pinned_and_complete_on_return(memories: Memories, cuda: Cuda) -> None:
     data = memories.read_units(0, units(1, 3))
     assert cuda.log == [f"pins {data.shape}", "waits for the steps' stream"]
     assert data.shape == (2, 2 * 2 * 4 * 2 * 4)
 
 
-def test_what_comes_back_is_written_beside_steps_and_waited_for(memories: Memories, cuda: Cuda) -> None:
+def test_units_copied_to_the_device_are_written_beside_steps_and_waited_for(memories: Memories, cuda: Cuda) -> None:
     data = memories.read_units(0, units(1, 3))
     before = memories.pages[0].kv.data.clone()
     cuda.log.clear()
@@ -95,7 +95,7 @@ def test_what_comes_back_is_written_beside_steps_and_waited_for(memories: Memori
     assert torch.equal(after[:, :, [1, 3, 4]], before[:, :, [1, 3, 4]])
 
 
-def test_a_copy_that_fails_half_way_has_ended_when_that_is_told(memories: Memories, cuda: Cuda) -> None:
+def test_a_copy_that_fails_halfway_has_ended_when_it_raises(memories: Memories, cuda: Cuda) -> None:
     data = list(memories.read_units(0, units(1, 3)))
     cuda.log.clear()
     with pytest.raises(RuntimeError, match="size"):

@@ -1,8 +1,8 @@
-"""Keys and values in bytes: native kernels compute what PyTorch computes from keys and values rounded as theirs.
+"""Keys and values in bytes: native kernels compute what PyTorch computes from keys and values rounded the same way.
 
-What is left, measured in what that rounding changes: queries and shares of 15 and 14 bits, queries of bfloat16 where
-there are instructions for it, and numbers so near the middle between two quants that they are rounded the other way.
-Weights are float32.
+The remaining error is measured relative to that of the rounding: queries and softmax weights of 15 and 14 bits, queries
+of bfloat16 where there are instructions for it, and numbers so near the middle between two quants that they are rounded
+the other way. Weights are float32.
 """
 
 from collections.abc import Callable
@@ -54,7 +54,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "recurrent layers": tiny_bamba,
 }
 PART = 32
-"""Dimensions of a key with a scale of their own."""
+"""The number of dimensions of a key that share a scale."""
 
 
 def made_of(*mixers: Attention) -> ModelConfig:
@@ -63,7 +63,7 @@ def made_of(*mixers: Attention) -> ModelConfig:
 
 
 def in_bytes(values: torch.Tensor, part: int) -> torch.Tensor:
-    """What is left of float32 [..., dimensions] when every `part` of them has a scale, bfloat16, the highest / 127
+    """Rounds float32 [..., dimensions] to bytes, where every `part` of them has a bfloat16 scale, its highest / 127
     rounded up."""
     found = []
     for each in values.split(part, dim=-1):
@@ -107,11 +107,11 @@ def native(path: Path, variant: str = "auto", kv_cache_dtype: str = "int8", **op
 
 
 @every_variant
-def test_logits_are_those_of_pytorch_with_keys_and_values_rounded_as_here(
+def test_logits_equal_those_of_pytorch_with_keys_and_values_rounded_the_same_way(
     path: Path, text: list[int], exact: list[torch.Tensor], variant: str
 ) -> None:
-    """In memory full of garbage, and in every bit the same wherever the text is cut: by tiles, which have keys and
-    values in bfloat16, as long as all pieces have many tokens."""
+    """In memory full of garbage, and the same bit for bit wherever the text is cut; with tiles, which have keys and
+    values in bfloat16, only if all pieces have many tokens."""
     executor = native(path, variant)
     rounded, unrounded = exact
 
@@ -131,7 +131,7 @@ def test_logits_are_those_of_pytorch_with_keys_and_values_rounded_as_here(
 
 @pytest.fixture(scope="module")
 def with_outliers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen2 whose keys are far larger in two dimensions of each head, by their biases, and its queries smaller."""
+    """A Qwen2 whose biases make keys far larger in two dimensions of each head, and its queries smaller there."""
     model, directory = tiny_qwen2(max_position_embeddings=1024), tmp_path_factory.mktemp("outliers")
     for layer in model.model.layers:
         bias = layer.self_attn.k_proj.bias.data
@@ -146,7 +146,7 @@ def with_outliers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @every_variant
-def test_dimensions_in_which_keys_are_far_larger_do_not_cost_the_others_their_precision(
+def test_dimensions_with_far_larger_keys_do_not_cost_the_others_their_precision(
     with_outliers: Path, text: list[int], variant: str
 ) -> None:
     checkpoint = HfCheckpoint(with_outliers)
@@ -160,7 +160,7 @@ def test_dimensions_in_which_keys_are_far_larger_do_not_cost_the_others_their_pr
     assert relative_error(scaled, exact) < 0.5 * relative_error(unscaled, exact)
 
 
-def test_keys_are_scaled_by_how_large_their_weights_make_them() -> None:
+def test_key_scales_follow_from_the_size_of_their_weights() -> None:
     shape = Attention(1, 1, 64, Rope(1e4, linear_divisors(64, 1.0)), 0.125, qk_norm=True)
     config = made_of(shape, shape, replace(shape, qk_norm=False))
     norms = torch.ones(2, 64).numpy()
@@ -176,12 +176,12 @@ def test_keys_are_scaled_by_how_large_their_weights_make_them() -> None:
         8: 1 / 8, 40: 1 / 8,
     }  # fmt: skip
     assert (set(keys.scales), set(keys.wide)) == ({0}, {1})
-    again = key_scales(config, Panels(weights, plain=False), wide=frozenset({2}))  # as memory has been laid out
+    again = key_scales(config, Panels(weights, plain=False), wide=frozenset({2}))  # as memory was laid out before
     assert (set(again.scales), set(again.wide)) == ({0, 1}, {2})
 
 
 @every_variant
-def test_layers_whose_keys_bytes_cannot_hold_stay_in_16_bits(tmp_path: Path, text: list[int], variant: str) -> None:
+def test_layers_whose_keys_exceed_bytes_stay_in_16_bits(tmp_path: Path, text: list[int], variant: str) -> None:
     model = tiny_qwen2(max_position_embeddings=1024)
     count = len(model.model.layers)
     for layer in model.model.layers[1:]:
@@ -209,7 +209,7 @@ def test_layers_whose_keys_bytes_cannot_hold_stay_in_16_bits(tmp_path: Path, tex
 
 
 @needs_variant
-def test_a_page_takes_what_its_bytes_and_scales_take(path: Path) -> None:
+def test_the_size_of_a_page_is_that_of_its_bytes_and_scales(path: Path) -> None:
     executor, wide = native(path), native(path, kv_cache_dtype="auto")
     for number, (group, other) in enumerate(zip(executor.spec.groups, wide.spec.groups, strict=True)):
         if group.kind is GroupKind.STATE:
@@ -234,7 +234,7 @@ def test_a_page_takes_what_its_bytes_and_scales_take(path: Path) -> None:
         ({"kv_cache_dtype": "q8_0"}, "'q8_0'; allowed: auto, int8"),
     ],
 )
-def test_where_pytorch_computes_bytes_are_refused_with_what_is_allowed(
+def test_8_bit_keys_are_refused_on_pytorch_with_the_allowed_values(
     tmp_path: Path, options: dict[str, Any], reason: str
 ) -> None:
     tiny_llama().save_pretrained(tmp_path)

@@ -1,5 +1,5 @@
-"""Executors do what plans say, by PyTorch and by native kernels: the same tokens however steps are cut, batched and
-overlapped."""
+"""Executors carry out plans with PyTorch and with native kernels: the tokens are the same however steps are cut,
+batched and overlapped."""
 
 import threading
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def files(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(params=KERNELS)
 def kernels(request: pytest.FixtureRequest) -> str:
-    """What computes: plain PyTorch in float32, or native kernels, with bfloat16 keys and values."""
+    """The kernels: plain PyTorch in float32, or native kernels with bfloat16 keys and values."""
     return request.param
 
 
@@ -60,7 +60,7 @@ def text(length: int, seed: int = 0) -> list[int]:
 
 
 def continuation(driver: Driver, row: int, prompt: list[int], n: int, sampling: Sampling = GREEDY) -> list[int]:
-    """The next `n` tokens of a prompt, one row alone, one token a step."""
+    """Returns the next `n` tokens of a prompt, one row alone, one token a step."""
     out = driver.step([(row, prompt, 1)], sampling=[(row, sampling)])
     while len(out) < n:
         out += driver.step([(row, out[-1:], 1)])
@@ -114,10 +114,10 @@ def test_lookahead_samples_after_each_guess_what_single_steps_would(driver: Driv
     assert first + rest == expected
 
 
-def test_a_draw_depends_on_seed_and_position_not_on_how_steps_were_cut(driver: Driver) -> None:
+def test_a_draw_depends_on_seed_and_position_and_not_on_how_steps_were_cut(driver: Driver) -> None:
     prompt = text(21)
     expected = continuation(driver, 0, prompt, 8, WARM)
-    # Preempted after three tokens and computed anew in other chunks, beside other rows.
+    # Preempted after three tokens and recomputed in other chunks, beside other rows.
     seen = prompt + expected[:3]
     driver.step([(1, seen[:10], 0), (2, text(4), 1)], sampling=[(1, WARM)])
     again = driver.step([(3, text(7), 1), (1, seen[10:], 1)])[1:]
@@ -134,11 +134,11 @@ def test_a_row_keeps_its_options_until_a_plan_lists_it_again(driver: Driver) -> 
     assert continuation(driver, 1, prompt, 3) == greedy
 
 
-def test_a_fork_goes_on_in_a_copy_of_the_tail_page(driver: Driver) -> None:
+def test_a_fork_continues_in_a_copy_of_the_tail_page(driver: Driver) -> None:
     prompt, other = text(10), [3, 1, 4]
     expected = driver.step([(5, prompt + other, 1)])
     first = driver.step([(0, prompt, 1)])
-    # Row 1 shares the two full pages and copies the two used slots of the third, while row 0 goes on in place.
+    # Row 1 shares the two full pages and copies the two used slots of the third, while row 0 continues in place.
     shared, tail = driver.pages[0], driver.free.pop()
     driver.pages[1], driver.lengths[1] = [*shared[:2], tail], 10
     changes = [(1, index, page) for index, page in enumerate(driver.pages[1])]
@@ -148,7 +148,7 @@ def test_a_fork_goes_on_in_a_copy_of_the_tail_page(driver: Driver) -> None:
 
 
 def fail_once(executor: ModelExecutor, driver: Driver, patch: pytest.MonkeyPatch, error: Exception) -> None:
-    """Submit a step whose forward pass raises `error`."""
+    """Submits a step whose forward pass raises `error`."""
 
     def forward(*args: object) -> torch.Tensor:
         raise error
@@ -161,7 +161,7 @@ def fail_once(executor: ModelExecutor, driver: Driver, patch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError, MemoryError])
-def test_what_a_device_can_cause_is_a_failed_step_and_the_next_one_works(
+def test_an_error_of_the_device_fails_the_step_and_the_next_one_works(
     executor: ModelExecutor, driver: Driver, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
     expected = continuation(driver, 0, text(6), 2)
@@ -175,7 +175,7 @@ def test_what_a_device_can_cause_is_a_failed_step_and_the_next_one_works(
 @pytest.mark.parametrize(
     "kind", [TypeError, ValueError, OverflowError, IndexError, InvariantError, NotImplementedError]
 )
-def test_our_own_mistake_in_a_step_comes_out_as_it_is(
+def test_a_bug_of_ours_in_a_step_is_raised_as_it_is(
     executor: ModelExecutor, driver: Driver, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
     fail_once(executor, driver, monkeypatch, kind("a bug"))
@@ -197,7 +197,7 @@ def test_at_most_two_steps_are_in_flight_and_they_are_collected_in_order(
         executor.collect()
 
 
-def test_without_overlap_steps_are_carried_out_by_who_collects_them(
+def test_without_overlap_steps_are_carried_out_by_the_thread_that_collects(
     executor: ModelExecutor, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = continuation(driver, 0, text(6), 3)
@@ -215,7 +215,7 @@ def test_without_overlap_steps_are_carried_out_by_who_collects_them(
     assert set(threads) == {threading.get_ident()}
     executor.submit(alone.plan([(1, text(3), 1)]))
     monkeypatch.setattr(executor, "_compute", lambda *_: np.empty(0).reshape(7))
-    with pytest.raises(ValueError, match="reshape"):  # our bug comes out as it is
+    with pytest.raises(ValueError, match="reshape"):  # a bug of ours is raised as it is
         executor.collect()
     with pytest.raises(InvariantError, match="no step"):
         executor.collect()
@@ -234,7 +234,7 @@ def test_a_step_submitted_behind_another_reads_the_token_that_one_samples(
     assert said == expected
 
 
-def test_a_step_submitted_behind_one_that_fails_is_collected_all_the_same(
+def test_a_step_submitted_behind_a_failing_one_can_still_be_collected(
     executor: ModelExecutor, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail_once(executor, driver, monkeypatch, RuntimeError("told to fail"))
@@ -244,7 +244,7 @@ def test_a_step_submitted_behind_one_that_fails_is_collected_all_the_same(
     assert len(executor.collect().tokens) == 1
 
 
-def test_results_are_int32_and_only_as_many_as_were_asked_for(executor: ModelExecutor, driver: Driver) -> None:
+def test_results_are_int32_and_have_the_requested_number(executor: ModelExecutor, driver: Driver) -> None:
     executor.submit(driver.plan([(0, text(4), 0), (1, text(4), 2), (2, text(3), 0)]))
     tokens = executor.collect().tokens
     assert tokens.dtype == np.int32
@@ -252,7 +252,7 @@ def test_results_are_int32_and_only_as_many_as_were_asked_for(executor: ModelExe
     assert driver.step([(0, text(4), 0)]) == []
 
 
-def test_a_gguf_file_gives_the_tokens_of_the_directory_it_was_made_from(
+def test_a_gguf_file_gives_the_tokens_of_its_source_directory(
     model: LlamaForCausalLM, driver: Driver, tmp_path: Path, kernels: str
 ) -> None:
     path = save_gguf(tmp_path / "tiny.gguf", model)
@@ -272,14 +272,14 @@ def test_half_precision_stays_close_to_float32(files: ModelFiles, dtype: str) ->
         executor.close()
 
 
-def test_a_device_or_dtype_that_does_not_exist_is_a_typed_error(files: ModelFiles) -> None:
+def test_an_unknown_device_or_dtype_is_a_typed_error(files: ModelFiles) -> None:
     with pytest.raises(ConfigError, match="dtype is 'int4'; allowed: float32, bfloat16, float16"):
         load_executor(files, page_size=4, dtype="int4")
     with pytest.raises(ConfigError, match="device 'warp' cannot be used"):
         load_executor(files, page_size=4, device="warp")
 
 
-def test_more_pages_than_the_device_can_hold_is_a_typed_error(executor: ModelExecutor) -> None:
+def test_more_pages_than_the_device_can_hold_are_a_typed_error(executor: ModelExecutor) -> None:
     with pytest.raises(ConfigError, match="cannot hold"):
         executor.prepare((10**12,), 1)
 
@@ -292,7 +292,9 @@ def only(*tokens: int) -> Words:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
-def test_a_row_with_masks_samples_what_they_allow_and_no_other_row_changes(driver: Driver, sampling: Sampling) -> None:
+def test_a_row_with_masks_samples_only_allowed_tokens_and_no_other_row_changes(
+    driver: Driver, sampling: Sampling
+) -> None:
     free = driver.step([(0, text(9), 1), (1, text(7), 1)], sampling=[(0, sampling), (1, sampling)])
     after: Future[Words | None] = Future()
     work = [(2, text(9), 1), (3, [*text(7), 5, 6], 3), (4, text(7), 1)]
@@ -305,7 +307,7 @@ def test_a_row_with_masks_samples_what_they_allow_and_no_other_row_changes(drive
     assert tokens[3] in (3, 100)
 
 
-def test_masks_that_do_not_come_do_not_keep_the_executor_from_closing(driver: Driver) -> None:
+def test_masks_that_never_arrive_do_not_keep_the_executor_from_closing(driver: Driver) -> None:
     driver.executor.submit(driver.plan([(0, text(9), 1)], sampling=[(0, GREEDY)], masks=[TokenMasks(0, Future())]))
     driver.executor.close()
     with pytest.raises(StepFailed, match="closed"):

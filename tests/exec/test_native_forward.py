@@ -1,5 +1,5 @@
-"""The native kernels compute what transformers computes, whatever the model's shape and however its weights are stored;
-and what they compute for a sequence does not depend, in a single bit, on how steps are cut and batched."""
+"""The native kernels compute what transformers computes, for every shape of a model and every format of its weights;
+and the result for a sequence does not depend, in a single bit, on how steps are cut and batched."""
 
 import os
 import subprocess
@@ -82,14 +82,14 @@ QUANTIZED = [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, K
 
 
 def logits_of_short_texts(executor: ModelExecutor) -> torch.Tensor:
-    """After each token of 14 texts of 5 tokens, side by side: float32 [70, vocab]."""
+    """Returns logits after each token of 14 texts of 5 tokens, side by side: float32 [70, vocab]."""
     found = logits_of(executor, Driver(executor, 40, 14).plan([(row, text(5, row), 5) for row in range(14)])).clone()
     executor.close()
     return found
 
 
 def rounded_and_exact(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """PyTorch's logits in float32 from a file, with keys and values in bfloat16 and without."""
+    """Returns PyTorch's logits in float32 from a file, with keys and values in bfloat16 and in float32."""
     checkpoint = GgufCheckpoint(path)
     decoder = Decoder(checkpoint.config, checkpoint.weights(), torch.device("cpu"), torch.float32)
     return logits_of_short_texts(ModelExecutor(RoundedForward(decoder, 16))), logits_of_short_texts(
@@ -111,7 +111,7 @@ def test_weights_of_each_kind_match_the_reference_from_the_same_file(
 
 @every_variant
 @pytest.mark.parametrize("shape", ["sizes that are odd multiples of 16", "biases, own head"])
-def test_float32_models_stay_float32_unless_told_otherwise(variant: str, shape: str, tmp_path: Path) -> None:
+def test_float32_models_stay_float32_unless_configured_otherwise(variant: str, shape: str, tmp_path: Path) -> None:
     model = tiny_llama(**SHAPES[shape], initializer_range=0.05)
     path, tokens = save_hf(tmp_path, model), text(LENGTH, vocab=model.config.vocab_size)
     with torch.inference_mode():
@@ -167,9 +167,9 @@ def path(tmp_path: Path) -> Path:
 def test_logits_do_not_depend_on_chunks_batches_or_pages_in_a_single_bit(
     variant: str, page_size: int, kind: Kind, kept_as: str, tmp_path: Path
 ) -> None:
-    """So a session that was preempted, forked or cut anew says what it would have said, and a replay what it said. Only
-    with tiles, quantized weights and no more than four rows at once are computed by another kernel, and so is what a
-    few tokens attend to in 8 bits."""
+    """So a session that was preempted, forked or cut differently generates the same output, and so does a replay. The
+    only exceptions use another kernel: with tiles, quantized weights and no more than four rows at once; and attention
+    of a few tokens to keys and values in 8 bits."""
     model = WIDE if kind is Kind.Q6_K else MODEL
     path = save_gguf(tmp_path / "m.gguf", model, kind)
     executor = native(path, variant, page_size, kv_cache_dtype=kept_as)
@@ -199,11 +199,11 @@ def test_logits_do_not_depend_on_chunks_batches_or_pages_in_a_single_bit(
 
 @every_variant
 @pytest.mark.parametrize(("page_size", "kept_as"), [(32, "auto"), (48, "auto"), (32, "int8")])
-def test_behind_a_window_neither_cuts_nor_garbage_change_a_bit(
+def test_with_a_window_neither_cuts_nor_garbage_change_a_bit(
     variant: str, page_size: int, kept_as: str, tmp_path: Path
 ) -> None:
     """Tiles take values of two blocks at once where pages have them; the first of the two may have left the window, and
-    the second need not have been written yet."""
+    the second may not have been written yet."""
     model = tiny_mistral(head_dim=32, sliding_window=40, vocab_size=101, num_hidden_layers=1)
     model.save_pretrained(tmp_path)
     executor = native(tmp_path, variant, page_size, kv_cache_dtype=kept_as)
@@ -233,7 +233,7 @@ def test_few_tokens_are_computed_as_exactly_as_many(variant: str, tmp_path: Path
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(("page_size", "kept_as"), [(5, "auto"), (16, "auto"), (5, "int8")])
-def test_pages_copied_out_and_in_again_elsewhere_hold_the_same(
+def test_pages_copied_out_and_back_in_elsewhere_are_unchanged(
     path: Path, kernels: str, page_size: int, kept_as: str
 ) -> None:
     if (kernels, kept_as) == ("torch", "int8"):
@@ -256,7 +256,7 @@ def test_pages_copied_out_and_in_again_elsewhere_hold_the_same(
 
 
 @every_variant
-def test_one_thread_computes_what_two_do(variant: str, path: Path) -> None:
+def test_one_thread_computes_the_same_as_two(variant: str, path: Path) -> None:
     executor = native(path, variant)
     forward = executor.forward
     assert isinstance(forward, NativeForward)
@@ -267,7 +267,7 @@ def test_one_thread_computes_what_two_do(variant: str, path: Path) -> None:
         each.close()
 
 
-def test_no_more_threads_compute_than_the_control_group_pays_for(tmp_path: Path) -> None:
+def test_the_number_of_threads_stays_within_the_cpu_quota(tmp_path: Path) -> None:
     cores, quota = usable_cores(tmp_path / "missing"), tmp_path / "cpu.max"
     for written, expected in (
         ("max 100000", cores),
@@ -280,8 +280,8 @@ def test_no_more_threads_compute_than_the_control_group_pays_for(tmp_path: Path)
 
 
 @needs_variant
-def test_a_step_that_had_no_memory_is_followed_by_one_that_works(path: Path) -> None:
-    """Once, room that could not be had counted as there, and the next step was a crash."""
+def test_a_step_that_ran_out_of_memory_is_followed_by_one_that_works(path: Path) -> None:
+    """Known fault: room that could not be allocated counted as present, and the next step crashed."""
     script = f"""
 import resource, sys
 import torch
@@ -315,8 +315,8 @@ sys.exit(driver.step([(2, text(20), 1)]) != expected)
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("kept_as", ["auto", "int8"])
-def test_what_is_not_finite_stays_with_the_turn_that_made_it(kernels: str, kept_as: str, tmp_path: Path) -> None:
-    """A token whose state overflows gives some token, and later owners of its pages are not touched by it."""
+def test_non_finite_numbers_stay_with_the_turn_that_made_them(kernels: str, kept_as: str, tmp_path: Path) -> None:
+    """A token whose state overflows gives some token, and later owners of its pages are unaffected."""
     if (kernels, kept_as) == ("torch", "int8"):
         pytest.skip("PyTorch keeps no bytes")
     model = tiny_llama()
@@ -332,9 +332,7 @@ def test_what_is_not_finite_stays_with_the_turn_that_made_it(kernels: str, kept_
     executor.close()
 
 
-def test_without_a_compiler_or_for_other_devices_plain_pytorch_computes_and_says_why(
-    path: Path, tmp_path: Path
-) -> None:
+def test_without_a_compiler_or_on_other_devices_plain_pytorch_runs_with_a_message(path: Path, tmp_path: Path) -> None:
     said: list[str] = []
     bare = Machine(HERE.features, None)
     executor = load_executor(resolve(str(path), path), 16, cache=tmp_path, machine=bare, say=said.append)
@@ -364,7 +362,7 @@ def test_a_model_the_kernels_cannot_run_is_run_by_pytorch(tmp_path: Path) -> Non
 
 
 @needs_variant
-def test_a_file_that_lacks_a_tensor_or_has_one_too_many_is_refused(tmp_path: Path) -> None:
+def test_a_file_with_a_missing_or_superfluous_tensor_is_refused(tmp_path: Path) -> None:
     model = tiny_llama(tie_word_embeddings=False)
     path = save_hf(tmp_path, model)
     config = (path / "config.json").read_text()
@@ -382,10 +380,10 @@ def test_a_file_that_lacks_a_tensor_or_has_one_too_many_is_refused(tmp_path: Pat
 @every_variant
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("size", [3e3, 1e9, 1e18])
-def test_scores_of_any_size_are_computed_with_as_pytorch_does(
+def test_attention_scores_of_any_size_give_what_pytorch_gives(
     tmp_path: Path, variant: str, kv_cache_dtype: str, size: float
 ) -> None:
-    """Scores are size ** 2 times as large as usual, at last beyond float32."""
+    """Scores are size ** 2 times as large as usual, finally beyond float32."""
     model = tiny_llama(num_hidden_layers=1)
     for name, parameter in model.named_parameters():
         if "q_proj" in name or "k_proj" in name:

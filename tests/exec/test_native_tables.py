@@ -9,11 +9,11 @@ from tenuto.exec.native_forward import _Table
 
 
 def changes(*entries: tuple[int, int, int]) -> TableChanges:
-    """Rows, places in them, and pages."""
+    """Returns changes from rows, entries in them, and pages."""
     return TableChanges(*(np.array(column, np.int32) for column in zip(*entries, strict=True)))
 
 
-def test_a_page_table_widens_for_the_longest_row_and_keeps_what_it_had() -> None:
+def test_a_page_table_widens_for_the_longest_row_and_keeps_its_entries() -> None:
     table = _Table(2)
     table.apply(changes((0, 0, 7), (1, 63, 8)))
     table.apply(changes((0, 200, 9), (1, 0, 10)))

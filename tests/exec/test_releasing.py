@@ -1,4 +1,4 @@
-"""Executors give memory back to the system, and take other weights."""
+"""Executors release memory to the system, and take other weights."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def opened(directory: Path, kernels: str) -> ModelExecutor:
 
 
 def logits(executor: ModelExecutor, *, prepared: bool = False) -> np.ndarray:
-    """After each token of the prompt, computed from the first one on."""
+    """Returns logits after each token of the prompt, computed from its first token."""
     driver = Driver(executor, pages=8, rows=1, prepared=prepared)
     return executor.logits(driver.plan([(0, PROMPT, len(PROMPT))]))
 
 
 @pytest.mark.parametrize("order", [["kv_cache", "weights"], ["weights", "kv_cache"]], ids=" then ".join)
-def test_after_a_release_of_either_the_same_is_computed(executor: ModelExecutor, order: list) -> None:
+def test_after_a_release_of_either_part_the_results_are_the_same(executor: ModelExecutor, order: list) -> None:
     before = logits(executor)
     for part in order:
         executor.release([part])
@@ -72,7 +72,7 @@ def test_after_a_release_of_either_the_same_is_computed(executor: ModelExecutor,
     assert np.array_equal(logits(executor, prepared=True), before)
 
 
-def test_other_weights_compute_what_their_own_executor_does_also_after_a_release(
+def test_other_weights_compute_the_same_as_in_their_own_executor_even_after_a_release(
     executor: ModelExecutor, models: dict[str, Path], request: pytest.FixtureRequest
 ) -> None:
     own = opened(models["second"], request.node.callspec.params["executor"])
@@ -103,7 +103,7 @@ def test_another_shape_or_a_damaged_file_is_refused_and_nothing_changes(
     assert np.array_equal(logits(executor, prepared=True), before)
 
 
-def test_without_memory_for_the_units_nothing_changes(executor: ModelExecutor, models: dict[str, Path]) -> None:
+def test_if_units_cannot_be_allocated_nothing_changes(executor: ModelExecutor, models: dict[str, Path]) -> None:
     before = logits(executor)
     weights = executor.load(str(models["second"]))
 
@@ -117,18 +117,18 @@ def test_without_memory_for_the_units_nothing_changes(executor: ModelExecutor, m
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Returns the resident bytes of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096
 
 
-def test_the_system_gets_the_memory_of_units_and_of_weights(smollm2_path: Path) -> None:
+def test_the_memory_of_units_and_of_weights_returns_to_the_system(smollm2_path: Path) -> None:
     files = resolve(str(smollm2_path), smollm2_path.parent)
     executor = load_executor(files, page_size=16, cache=cache_dir())
     pages = 2**26 // executor.spec.groups[0].bytes_per_unit
     executor.prepare((pages,), 1)
     every = np.arange(pages, dtype=np.int32)
-    executor.write_units(0, every, list(executor.read_units(0, every)))  # so that all of it is in memory
+    executor.write_units(0, every, list(executor.read_units(0, every)))  # so that all of it is resident
     before = settled()
     executor.release(["kv_cache"])
     without_units = settled()

@@ -1,4 +1,4 @@
-"""What rows ask for survives a lack of memory at the wrong moment."""
+"""The options of rows survive a lack of memory at the wrong moment."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_row_that_could_not_start_leaves_no_penalty_to_the_next(monkeypatch: p
     assert logits.host()[2].nonzero()[0].tolist() == [3]
 
 
-def test_a_row_counts_more_tokens_than_it_began_with() -> None:
+def test_the_counts_of_a_row_grow_beyond_their_first_size() -> None:
     options, tokens = RowOptions(1, 500), np.random.default_rng(0).integers(0, 500, 300)
     asked = Sampling(frequency_penalty=0.5)
     options.start(0, RowSampling(asked, output=np.array([], np.int32)))

@@ -1,4 +1,4 @@
-"""State slots: what a step reads stays as it was, whether the step is finished or not."""
+"""State slots: the states that a step reads stay unchanged, whether the step finishes or not."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,7 +68,7 @@ def plan(
 
 
 def states(executor: ModelExecutor) -> list[torch.Tensor]:
-    """Copies of both parts of all slots of all recurrent layers, [layers, slots, ...]."""
+    """Returns copies of both parts of all slots of all recurrent layers, [layers, slots, ...]."""
     forward = executor.forward
     if isinstance(forward, NativeForward):
         return [torch.from_numpy(forward.memory(0).copy())[None]]
@@ -77,11 +77,11 @@ def states(executor: ModelExecutor) -> list[torch.Tensor]:
 
 
 def changed(before: list[torch.Tensor], after: list[torch.Tensor]) -> set[int]:
-    """Slots in which anything differs."""
+    """Returns the slots in which anything differs."""
     return {slot for old, new in zip(before, after, strict=True) for slot in range(6) if (old != new)[:, slot].any()}
 
 
-def test_rows_that_start_from_one_state_write_their_own_and_leave_it(executor: ModelExecutor) -> None:
+def test_rows_that_start_from_one_state_write_their_own_and_leave_it_unchanged(executor: ModelExecutor) -> None:
     before = states(executor)
     executor.submit(plan({0: [4, 5, 6], 1: [4]}, 5, [0, 0], [3, 2]))
     executor.collect()
@@ -89,7 +89,7 @@ def test_rows_that_start_from_one_state_write_their_own_and_leave_it(executor: M
 
 
 @pytest.mark.parametrize("executor", ["torch"], indirect=True)
-def test_a_step_that_fails_half_way_leaves_the_states_it_read(
+def test_a_step_that_fails_halfway_leaves_the_states_it_read_unchanged(
     executor: ModelExecutor, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> torch.Tensor:
@@ -111,7 +111,7 @@ def test_a_step_that_fails_half_way_leaves_the_states_it_read(
     assert all(torch.equal(part[:, 3], part[:, 4]) for part in slots)
 
 
-def test_units_copied_out_and_in_again_elsewhere_hold_the_same(executor: ModelExecutor) -> None:
+def test_units_copied_out_and_back_in_elsewhere_are_unchanged(executor: ModelExecutor) -> None:
     slot, page = executor.read_units(0, ints([0])), executor.read_units(1, ints([0]))
     assert [part.shape for part in (slot, page)] == [(1, executor.unit_bytes(group)) for group in (0, 1)]
     executor.write_units(0, ints([4]), list(slot))
@@ -126,9 +126,7 @@ def test_units_copied_out_and_in_again_elsewhere_hold_the_same(executor: ModelEx
     assert [row.tolist() for row in executor.read_units(0, ints([2, 0]))] == [one.tolist(), other.tolist()]
 
 
-def test_copies_that_the_device_refuses_are_a_typed_error(
-    executor: ModelExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_copy_is_a_typed_error(executor: ModelExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> torch.Tensor:
         raise RuntimeError("out of memory")
 
@@ -137,7 +135,7 @@ def test_copies_that_the_device_refuses_are_a_typed_error(
         executor.read_units(0, ints([0]))
 
 
-def test_a_row_goes_on_from_the_slot_it_reads_wherever_it_writes(executor: ModelExecutor) -> None:
+def test_a_row_continues_from_the_slot_it_reads_wherever_it_writes(executor: ModelExecutor) -> None:
     elsewhere = logits_of(executor, plan({0: [4, 5]}, 5, [0], [3])).clone()
     in_place = logits_of(executor, plan({0: [4, 5]}, 5, [0], [0]))
     assert torch.allclose(elsewhere, in_place, rtol=1e-5, atol=1e-6)

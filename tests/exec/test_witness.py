@@ -1,4 +1,5 @@
-"""The witness says what the history says, and catches every wrong page, slot and write at the step where it happens."""
+"""The witness's output follows from the history, and it catches every wrong page, slot and write in the step where it
+happens."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from tests.present import present
 FULL, SLIDING, STATE = Kind.FULL, Kind.SLIDING, Kind.STATE
 PAGE, WINDOW, VOCABULARY, PAGES = 4, 6, 997, 40
 Work = tuple[int, int, list[int], int]
-"""Row, start, tokens, and after how many of the last of them to sample."""
+"""A row, start, tokens, and the number of last tokens after which to sample."""
 
 paged = pytest.mark.parametrize("kind", [FULL, SLIDING], ids=["full", "sliding"])
 
@@ -92,7 +93,7 @@ def said(*tokens: int) -> int:
     return next_token(history_hash(tokens), VOCABULARY)
 
 
-# -- what it says
+# -- its output
 
 
 every_kind = pytest.mark.parametrize("kinds", [(FULL,), (SLIDING,), (STATE,), (FULL, SLIDING, STATE)], ids=str)
@@ -117,7 +118,7 @@ def test_rows_of_one_step_do_not_mix(kinds) -> None:
 
 
 @every_kind
-def test_a_token_not_yet_known_is_what_the_row_sampled_last(kinds) -> None:
+def test_a_token_not_yet_known_is_the_one_the_row_sampled_last(kinds) -> None:
     bench = Bench(*kinds)
     first = bench.run((0, 0, [1, 2, 3], 1))[0]
     assert bench.run((0, 3, [PREVIOUS_SAMPLE], 1)) == [said(1, 2, 3, first)]
@@ -128,7 +129,7 @@ def test_hashes_advance_one_token_at_a_time() -> None:
     assert len({history_hash(list(h)) for h in ((), (0,), (0, 0), (1,), (0, 1), (1, 0))}) == 6
 
 
-def test_a_page_copied_before_the_step_can_be_read_and_written_on() -> None:
+def test_a_page_copied_before_the_step_can_be_read_and_continued() -> None:
     bench = Bench(FULL)
     bench.run((0, 0, [1, 2, 3, 4, 5, 6], 0))
     tables = ((1, [0, 30]),)
@@ -136,7 +137,7 @@ def test_a_page_copied_before_the_step_can_be_read_and_written_on() -> None:
     assert found == [said(1, 2, 3, 4, 5, 6, 9), said(1, 2, 3, 4, 5, 6, 7)]
 
 
-# -- what it catches
+# -- the mistakes it catches
 
 
 @paged
@@ -159,7 +160,7 @@ def test_two_pages_in_the_wrong_order_are_caught(kind: Kind) -> None:
 def test_a_stale_page_of_the_same_sequence_is_caught(kind: Kind) -> None:
     bench = Bench(kind)
     bench.run((0, 0, [1, 2, 3, 4, 5, 6, 7], 0))
-    bench.run((0, 4, [50, 60], 0))  # rewound and said otherwise: position 6 is now of another history
+    bench.run((0, 4, [50, 60], 0))  # rewound and continued differently: position 6 now belongs to another history
     with pytest.raises(InvariantError, match="reads a hash at position 6 that does not follow"):
         bench.run((0, 7, [8], 1))
 
@@ -189,7 +190,7 @@ def test_two_rows_that_write_one_slot_are_caught(kind: Kind) -> None:
 
 
 @paged
-def test_a_page_copy_that_was_forgotten_or_too_short_is_caught(kind: Kind) -> None:
+def test_a_forgotten_or_short_page_copy_is_caught(kind: Kind) -> None:
     for copies in ([], [(1, 30, 1)]):
         bench = Bench(kind)
         bench.run((0, 0, [1, 2, 3, 4, 5, 6], 0))
@@ -198,7 +199,7 @@ def test_a_page_copy_that_was_forgotten_or_too_short_is_caught(kind: Kind) -> No
 
 
 @paged
-def test_a_write_into_a_page_another_reads_is_caught_when_that_one_reads(kind: Kind) -> None:
+def test_a_write_into_a_page_another_reads_is_caught_at_that_read(kind: Kind) -> None:
     bench = Bench(kind)
     bench.run((0, 0, [1, 2, 3, 4, 5, 6, 7], 0))
     bench.run((1, 5, [9], 0), tables=((1, [0, 1]),))  # it wrote without the right to the tail
@@ -207,10 +208,10 @@ def test_a_write_into_a_page_another_reads_is_caught_when_that_one_reads(kind: K
 
 
 @paged
-def test_a_last_slot_that_another_row_wrote_over_shows_in_the_token(kind: Kind) -> None:
+def test_a_last_slot_overwritten_by_another_row_shows_in_the_token(kind: Kind) -> None:
     bench = Bench(kind)
     bench.run((0, 0, [1, 2, 3, 4, 5, 6], 0))
-    bench.run((1, 5, [9], 0), tables=((1, [0, 1]),))  # what it says follows, from the same beginning
+    bench.run((1, 5, [9], 0), tables=((1, [0, 1]),))  # the overwritten slot follows from the same beginning
     assert bench.run((0, 6, [7], 1), tables=((0, [0, 1]),)) == [said(1, 2, 3, 4, 5, 9, 7)]
 
 
@@ -221,7 +222,7 @@ def test_a_wrong_state_slot_is_caught_by_its_position() -> None:
         bench.run((0, 3, [4], 1), reads=[1])
 
 
-def test_a_state_slot_of_another_history_at_the_same_position_is_caught_where_pages_say_otherwise() -> None:
+def test_a_state_slot_of_another_history_at_the_same_position_is_caught_if_pages_disagree() -> None:
     bench = Bench(FULL, STATE)
     bench.run((0, 0, [1, 2, 3], 0), (1, 0, [3, 2, 1], 0))
     with pytest.raises(InvariantError, match=r"memory groups disagree on the history of rows \[0\]"):
@@ -234,7 +235,7 @@ def test_a_wrong_state_slot_without_pages_shows_in_the_token() -> None:
     assert bench.run((0, 3, [4], 1), reads=[1]) == [said(3, 2, 1, 4)] != [said(1, 2, 3, 4)]
 
 
-def test_a_state_slot_that_was_written_over_is_caught() -> None:
+def test_an_overwritten_state_slot_is_caught() -> None:
     bench = Bench(STATE)
     bench.run((0, 0, [1, 2, 3], 0))
     bench.run((1, 0, [7], 0), writes=[0])
@@ -242,7 +243,7 @@ def test_a_state_slot_that_was_written_over_is_caught() -> None:
         bench.run((0, 3, [4], 1))
 
 
-def test_the_zero_state_in_the_middle_of_a_history_is_caught() -> None:
+def test_a_zero_state_in_the_middle_of_a_history_is_caught() -> None:
     bench = Bench(STATE)
     bench.run((0, 0, [1, 2, 3], 0))
     with pytest.raises(InvariantError, match="zero state in the middle"):
@@ -255,8 +256,8 @@ def test_two_rows_that_write_one_state_slot_are_caught() -> None:
         bench.run((0, 0, [1], 0), (1, 0, [2], 0), writes=[5, 5])
 
 
-def test_a_wrong_token_is_caught_by_the_token_that_follows() -> None:
-    """A page that holds the right hash and the wrong token, or the other way round, follows from nothing."""
+def test_a_wrong_token_or_hash_is_caught_by_the_next_token() -> None:
+    """In a page with the right hash and the wrong token, or the reverse, the two do not match."""
     for which in (0, 1):
         bench = Bench(FULL)
         bench.run((0, 0, [1, 2, 3], 0))
@@ -266,7 +267,7 @@ def test_a_wrong_token_is_caught_by_the_token_that_follows() -> None:
 
 
 @given(unit=st.integers(0, 2 * PAGE - 1), flip=st.integers(0, 63))
-def test_any_flipped_bit_of_what_a_row_reads_is_caught(unit: int, flip: int) -> None:
+def test_any_flipped_bit_that_a_row_reads_is_caught(unit: int, flip: int) -> None:
     bench = Bench(FULL)
     bench.run((0, 0, list(range(2 * PAGE)), 0))
     bench.witness._slots[0][0][unit] ^= np.uint64(1 << flip)
@@ -274,10 +275,10 @@ def test_any_flipped_bit_of_what_a_row_reads_is_caught(unit: int, flip: int) -> 
         bench.run((0, 2 * PAGE, [4], 1))
 
 
-def test_what_lies_before_the_window_is_not_read() -> None:
+def test_pages_before_the_window_are_not_read() -> None:
     bench = Bench(SLIDING)
     bench.run((0, 0, list(range(12)), 0))
-    bench.witness._slots[0][0][:4] = 0  # the first page was given to somebody else
+    bench.witness._slots[0][0][:4] = 0  # the first page was reused elsewhere
     assert bench.run((0, 12, [12], 1)) == [said(*range(13))]
 
 
@@ -292,7 +293,7 @@ def test_a_window_of_one_token_cannot_be_witnessed() -> None:
 
 
 @paged
-def test_a_row_reads_its_own_history_and_none_for_the_longest_beside_it(
+def test_each_row_reads_only_its_own_history_beside_a_far_longer_one(
     kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pages, shorts = 500, 16
@@ -324,7 +325,7 @@ def test_a_row_reads_its_own_history_and_none_for_the_longest_beside_it(
 # -- the protocol
 
 
-def test_two_steps_may_be_in_flight_and_no_third() -> None:
+def test_two_steps_may_be_in_flight_but_not_three() -> None:
     bench = Bench(FULL)
     with pytest.raises(InvariantError, match="no step in flight"):
         bench.witness.collect()
@@ -336,8 +337,8 @@ def test_two_steps_may_be_in_flight_and_no_third() -> None:
 
 @every_kind
 @given(late=st.lists(st.booleans(), min_size=6, max_size=6), ahead=st.lists(st.booleans(), min_size=6, max_size=6))
-def test_steps_are_computed_and_collected_in_the_order_in_which_they_were_submitted(kinds, late, ahead) -> None:
-    """Each goes on from what the one before samples, whichever of them are computed late."""
+def test_steps_are_computed_and_collected_in_the_order_of_their_submission(kinds, late, ahead) -> None:
+    """Each continues from the sample of the previous one, even if some are computed late."""
     answers, bench = iter(late), Bench(*kinds, eager=True)
     bench.witness._late = lambda: next(answers)
     slots: list[int] = [NO_SLOT, 0, 0, 0, 0, 0, 0]
@@ -364,7 +365,7 @@ def test_an_eager_step_may_write_a_new_page_while_an_earlier_one_still_reads_it(
     bench = Bench(kind, late=lambda: True, eager=eager)
     bench.run((0, 0, [1, 2, 3, 4, 5, 6], 0))
     bench.witness.submit(bench.plan((0, 6, [7], 1)))
-    bench.witness.submit(bench.plan((1, 0, [9, 9], 1), tables=((1, [1]),)))  # row 0's page, given away too early
+    bench.witness.submit(bench.plan((1, 0, [9, 9], 1), tables=((1, [1]),)))  # row 0's page, freed too early
     if eager:
         with pytest.raises(InvariantError, match="never written"):
             bench.witness.collect()
@@ -381,7 +382,7 @@ def test_an_eager_step_may_write_the_target_of_a_copy_while_an_earlier_one_still
         bench.witness.collect()
 
 
-def test_an_eager_step_may_write_a_state_slot_new_to_its_row_while_an_earlier_one_still_reads_it() -> None:
+def test_an_eager_step_may_write_a_slot_new_to_its_row_while_an_earlier_one_still_reads_it() -> None:
     bench = Bench(STATE, late=lambda: True, eager=True)
     bench.run((0, 0, [1, 2], 0))
     bench.witness.submit(bench.plan((0, 2, [3], 1), reads=[0], writes=[5]))
@@ -390,7 +391,7 @@ def test_an_eager_step_may_write_a_state_slot_new_to_its_row_while_an_earlier_on
         bench.witness.collect()
 
 
-def test_the_two_state_slots_of_a_row_change_places_though_steps_are_eager() -> None:
+def test_the_two_state_slots_of_a_row_alternate_even_if_steps_are_eager() -> None:
     bench = Bench(STATE, late=lambda: True, eager=True)
     bench.run((0, 0, [1, 2], 0))
     bench.witness.submit(bench.plan((0, 2, [3], 1), reads=[0], writes=[5]))
@@ -399,7 +400,7 @@ def test_the_two_state_slots_of_a_row_change_places_though_steps_are_eager() -> 
     assert bench.witness.collect().tokens.tolist() == [said(1, 2, 3, 4)]
 
 
-def test_a_failed_step_has_written_and_the_next_one_runs() -> None:
+def test_a_failed_step_may_have_written_everything_and_the_next_one_runs() -> None:
     failing = [True]
     bench = Bench(FULL, fail=lambda: failing.pop() if failing else False)
     with pytest.raises(StepFailed):
@@ -420,7 +421,7 @@ def test_a_failed_step_may_have_written_a_part_or_nothing(written: float, there:
             bench.run((0, there + 2, [9], 1), sampling=((0, TOLD),))
 
 
-def test_what_was_told_of_a_row_is_lost_in_a_failed_step() -> None:
+def test_tables_and_options_sent_with_a_failed_step_are_lost() -> None:
     failing = [True]
     bench = Bench(FULL, fail=lambda: failing.pop() if failing else False)
     with pytest.raises(StepFailed):
@@ -429,11 +430,11 @@ def test_what_was_told_of_a_row_is_lost_in_a_failed_step() -> None:
         bench.run((0, 2, [3], 1), tables=())
     with pytest.raises(InvariantError, match="lost in a failed step"):
         bench.run((0, 0, [1], 1), tables=())
-    assert bench.run((0, 2, [3], 1)) != [said(1, 2, 3)]  # nor are its sampling options known
+    assert bench.run((0, 2, [3], 1)) != [said(1, 2, 3)]  # its sampling options are lost too
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_what_is_told_after_a_failed_step_stays_though_a_step_in_flight_is_void(late: bool) -> None:
+def test_tables_and_options_sent_after_a_failed_step_stay_though_a_step_in_flight_is_void(late: bool) -> None:
     failing = [True]
     bench = Bench(FULL, late=lambda: late, fail=lambda: failing.pop() if failing else False)
     bench.witness.submit(bench.plan((0, 0, [1, 2], 1)))
@@ -454,14 +455,14 @@ def test_a_late_step_uses_its_memory_until_it_is_collected(late: bool) -> None:
     assert bench.witness.collect().tokens.tolist() == [said(1, 2)]
 
 
-def test_without_verification_only_the_slot_before_is_looked_at() -> None:
+def test_without_verification_only_the_previous_slot_is_read() -> None:
     bench = Bench(FULL, verify=False)
     bench.run((0, 0, [1, 2, 3, 4, 5], 0))
     bench.witness._slots[0][0][1] += np.uint64(1)
     assert bench.run((0, 5, [6], 1)) == [said(1, 2, 3, 4, 5, 6)]
 
 
-def test_a_plan_that_does_not_change_tables_reads_those_it_knows() -> None:
+def test_a_plan_without_table_changes_reads_the_known_tables() -> None:
     bench = Bench(FULL)
     bench.run((0, 0, [1, 2], 0))
     plan = replace(bench.plan((0, 2, [3], 1)), tables=(TableChanges(ints(()), ints(()), ints(())),))
@@ -469,7 +470,7 @@ def test_a_plan_that_does_not_change_tables_reads_those_it_knows() -> None:
     assert bench.witness.collect().tokens.tolist() == [said(1, 2, 3)]
 
 
-def test_masked_tokens_are_not_said_before_their_position_and_others_are_certain() -> None:
+def test_masked_tokens_are_not_generated_before_their_position_and_others_are_certain() -> None:
     bench, given = Bench(FULL), [5, 6, 7]
     first = next_token(history_hash(given), VOCABULARY)
     said = (first + 2) % VOCABULARY
@@ -488,7 +489,7 @@ def test_masked_tokens_are_not_said_before_their_position_and_others_are_certain
     assert (plain.tokens.tolist(), plain.sampled) == ([first], None)
 
 
-def test_a_turn_that_draws_says_what_its_seed_says_and_a_greedy_one_heeds_no_seed() -> None:
+def test_a_sampling_turns_output_depends_on_its_seed_and_a_greedy_turns_does_not() -> None:
     bench, found = Bench(FULL), {}
     for sampling in (Sampling(), Sampling(seed=7), Sampling(1.0), Sampling(1.0, seed=7), Sampling(1.0, seed=8)):
         plan = replace(bench.plan((0, 0, [5, 6], 1)), sampling=((0, RowSampling(sampling)),))
@@ -501,7 +502,7 @@ def test_a_turn_that_draws_says_what_its_seed_says_and_a_greedy_one_heeds_no_see
     assert bench.witness.collect().tokens.tolist() == [found[1.0, 8]], "a row keeps its seed"
 
 
-def test_an_input_token_is_certain_if_the_witness_would_have_said_it() -> None:
+def test_an_input_token_is_certain_if_the_witness_would_have_generated_it() -> None:
     bench = Bench(FULL)
     likely = next_token(history_hash([5]), VOCABULARY)
     after = next_token(history_hash([5, likely]), VOCABULARY)
@@ -515,11 +516,11 @@ def test_an_input_token_is_certain_if_the_witness_would_have_said_it() -> None:
 
 @paged
 @pytest.mark.parametrize("known", [9, 7], ids=["all", "but the last, which is in flight"])
-def test_a_page_that_is_consistent_and_not_of_the_history_is_named_with_its_token(kind: Kind, known: int) -> None:
+def test_a_consistent_page_of_another_history_is_named_with_its_token(kind: Kind, known: int) -> None:
     bench = Bench(kind)
     mine, others = list(range(100, 109)), [*range(100, 106), 900, 901, 902]
     bench.run((0, 0, mine, 1))
-    bench.run((0, 6, others[6:], 1))  # somebody else goes on in the page as if it were his
+    bench.run((0, 6, others[6:], 1))  # another sequence continues in the page as its own
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench.witness, "histories", lambda plan: [ints(mine[:known])])
         with pytest.raises(

@@ -1,4 +1,5 @@
-"""What sampling options mean, in float64 and one token at a time: written from the definitions, to check kernels by."""
+"""The meaning of sampling options, in float64 and one token at a time: written from their definitions, as a check of
+the kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import numpy as np
 
 @dataclass
 class Row:
-    """Everything one row asks for, and the tokens it has seen."""
+    """The options of one row, and the tokens it has seen."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -25,7 +26,7 @@ class Row:
 
 
 def reference_logits(logits: np.ndarray, row: Row) -> np.ndarray:
-    """One row's logits after biases, masks and penalties, token by token."""
+    """Returns one row's logits after biases, masks and penalties, token by token."""
     edited = logits.astype(np.float64)
     for token in range(len(edited)):
         x = edited[token] + row.bias.get(token, 0.0)
@@ -38,8 +39,8 @@ def reference_logits(logits: np.ndarray, row: Row) -> np.ndarray:
 
 
 def reference_kept(edited: np.ndarray, row: Row) -> tuple[np.ndarray, float]:
-    """One row's probabilities over the tokens it keeps, 0 for others; and how near any token is to an edge, where
-    rounding decides."""
+    """Returns one row's probabilities over the tokens it keeps, 0 for others; and the distance of the nearest token to
+    an edge, where rounding decides."""
     p = np.exp((edited - edited.max()) / row.temperature)
     p /= p.sum()
     order = np.argsort(-p, kind="stable")

@@ -1,4 +1,4 @@
-"""The product with a weight matrix is the same whichever way round it is computed."""
+"""The product with a weight matrix is the same in either order of computation."""
 
 import pytest
 import torch

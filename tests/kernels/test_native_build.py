@@ -1,4 +1,4 @@
-"""Kernels are compiled once, for what the CPU can run, and whatever is missing is said."""
+"""Kernels are compiled once, for the features of the CPU, and errors name the missing part."""
 
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -27,7 +27,8 @@ def build(cache: Path) -> tuple[Path, int]:
 def test_two_processes_at_once_compile_once_and_later_ones_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native_build, "_FLAGS", [flag.replace("-O3", "-O0") for flag in native_build._FLAGS])  # sooner
+    # faster to compile
+    monkeypatch.setattr(native_build, "_FLAGS", [flag.replace("-O3", "-O0") for flag in native_build._FLAGS])
     tmp_path = tmp_path / "some tenuto folder, größer"
     with ProcessPoolExecutor(2) as pool:
         results = list(pool.map(build, [tmp_path, tmp_path]))
@@ -37,7 +38,7 @@ def test_two_processes_at_once_compile_once_and_later_ones_not_at_all(
     assert Library(results[0][0]).variant == "avx2"
 
 
-def test_the_best_variant_that_the_cpu_can_run_comes_first() -> None:
+def test_the_best_variant_for_the_cpu_comes_first() -> None:
     assert Machine(AVX2, None).variants() == ["avx2"]
     assert Machine(AVX2 | {"avx512f"}, None).variants() == ["avx2"]
     ice_lake = AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}
@@ -46,7 +47,7 @@ def test_the_best_variant_that_the_cpu_can_run_comes_first() -> None:
     assert Machine(sapphire_rapids, None).variants() == list(VARIANTS)
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_unavailable_kernels_are_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match=r"no C\+\+ compiler \(c\+\+, g\+\+, clang\+\+\)"):
         library(tmp_path, Machine(AVX2, None), "avx2", print)
     with pytest.raises(Unavailable, match="/bin/false failed"):

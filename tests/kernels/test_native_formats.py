@@ -35,7 +35,7 @@ every_kind = pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.name
 
 
 def encoded(kind: Kind, outputs: int = OUTPUTS) -> np.ndarray:
-    """Wild weights: rows of sizes from 1e-3 to 1e2, with some zeros, and groups of 16 of very different ones."""
+    """Makes wild weights: rows of sizes from 1e-3 to 1e2, with some zeros and very different groups of 16."""
     rng = np.random.default_rng(kind)
     values = rng.standard_normal((outputs, INPUTS // 16, 16)) * rng.choice([0, 0.01, 0.3, 1, 1], (1, INPUTS // 16, 1))
     values = values * np.logspace(-3, 2, outputs)[:, None, None]
@@ -72,7 +72,8 @@ def weights_of(matrix: Matrix) -> np.ndarray:
 
 
 def tolerance(kind: Kind, data: np.ndarray) -> np.ndarray:
-    """What a weight may be off, [outputs, inputs]: nothing, or what rounding scale and minimum to float16 changes."""
+    """Returns the allowed error of each weight, [outputs, inputs]: 0, or that of rounding scale and minimum to
+    float16."""
     blocks = FORMATS[kind].split(data.reshape(len(data), -1, gguf.GGML_QUANT_SIZES[kind][1]))
     scales, *second = (np.abs(values.astype(np.float32)) for values in blocks.float16s)
     highest = scales * 32
@@ -88,7 +89,7 @@ def test_panels_hold_what_the_gguf_package_decodes(kind: Kind) -> None:
     assert (np.abs(found - exact) <= tolerance(kind, data)).all()
 
 
-def test_a_matrix_that_is_packed_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matrix_packed_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     data, arena = encoded(Kind.Q4_K), Arena()
     whole = panels_of(pack_quantized(data, Kind.Q4_K, arena))
     monkeypatch.setattr("tenuto.kernels.native.pack._AT_ONCE", 1)
@@ -108,12 +109,12 @@ extern "C" void unpack_all(const Matrix *w, uint8_t *out) {
 
 
 LAST_PLACE = 2**-7 - 0.0028
-"""Weights are cut to bfloat16 after they have been made larger by 0.28 %, what cutting takes off on average."""
+"""The largest relative error: weights are truncated to bfloat16 after being enlarged by 0.28 %, the average loss."""
 
 
 @pytest.fixture(scope="module")
 def unpack_all(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., int]:
-    """What unpacks panels for AMX's tiles; it runs without them."""
+    """The function that unpacks panels for AMX's tiles; it runs without them."""
     directory = tmp_path_factory.mktemp("probe")
     source, made = directory / "probe.cpp", directory / "probe.so"
     source.write_text(PROBE)
@@ -132,7 +133,7 @@ def unpacked(unpack_all: Callable[..., int], matrix: Matrix, arena: Arena) -> np
 
 @every_kind
 @needs_avx512
-def test_what_tiles_are_given_are_the_panels_weights_as_bfloat16(unpack_all: Callable[..., int], kind: Kind) -> None:
+def test_tiles_receive_the_panels_weights_as_bfloat16(unpack_all: Callable[..., int], kind: Kind) -> None:
     data, arena = encoded(kind), Arena()
     matrix = pack_quantized(data, kind, arena)
     found, exact = unpacked(unpack_all, matrix, arena), weights_of(matrix)
@@ -143,7 +144,7 @@ def test_what_tiles_are_given_are_the_panels_weights_as_bfloat16(unpack_all: Cal
 
 
 @needs_avx512
-def test_so_are_those_of_float16(unpack_all: Callable[..., int]) -> None:
+def test_tiles_receive_float16_weights_as_bfloat16(unpack_all: Callable[..., int]) -> None:
     values, arena = np.random.default_rng(1).standard_normal((OUTPUTS, INPUTS)).astype(np.float16), Arena()
     matrix = pack_floats([values.view(np.uint16)], OUTPUTS, INPUTS, PanelFormat.F16, arena)
     found = unpacked(unpack_all, matrix, arena)

@@ -1,4 +1,4 @@
-"""Structures and numbers that Python and C++ declare are the same in both."""
+"""Structures and numbers declared in both Python and C++ are equal."""
 
 import ctypes
 import subprocess
@@ -37,7 +37,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 def layout(name: str, structure: type[ctypes.Structure]) -> list[str]:
-    """Conditions that hold if the C++ structure `name` has the fields of `structure`, and no others."""
+    """Returns conditions that hold if the C++ structure `name` has exactly the fields of `structure`."""
     conditions = [f"sizeof({name}) == {ctypes.sizeof(structure)}"]
     for field, *_ in structure._fields_:
         own = getattr(structure, field)
@@ -49,7 +49,7 @@ def layout(name: str, structure: type[ctypes.Structure]) -> list[str]:
 
 
 def panel_format(member: PanelFormat) -> list[str]:
-    """Conditions that hold if the struct of a format has its number and sizes."""
+    """Returns conditions that hold if the struct of a format has its number and sizes."""
     conditions = [f"(int)PanelFormat::{member.name} == {member.value}"]
     if member.quant_bytes:
         conditions += [

@@ -1,4 +1,4 @@
-"""Paged attention equals attention over whole sequences, whatever the batch, and reads only what its rows own."""
+"""Paged attention equals attention over whole sequences, for any batch, and reads only pages that its rows own."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,8 @@ HEAD_DIM = 8
 
 
 def naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, window: int = 0) -> torch.Tensor:
-    """Causal attention in float64, one query at a time: `q` [n, heads, d] at `start`, `k`, `v` [start + n, kv, d]."""
+    """Computes causal attention in float64, one query at a time: `q` [n, heads, d] at `start`, `k`, `v` [start + n, kv,
+    d]."""
     group = q.shape[1] // k.shape[1]
     out = torch.empty(q.shape, dtype=torch.float64)
     for i in range(len(q)):
@@ -30,7 +31,7 @@ def ints(values: list[int]) -> np.ndarray:
 
 
 class Sequences:
-    """Rows of one cache, whose pages are scattered over the pool, beside the same keys and values kept whole."""
+    """Rows of one cache, with pages scattered over the pool, beside the same keys and values kept whole."""
 
     def __init__(
         self, rows: int, page_size: int, kv_heads: int, group: int, longest: int, seed: int, window: int = 0
@@ -46,7 +47,7 @@ class Sequences:
         return torch.randn(tokens, heads, HEAD_DIM, generator=self.generator)
 
     def step(self, rows: list[int], counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute a step and return (ours, naive), both float64."""
+        """Computes a step and returns (ours, naive), both float64."""
         starts = [len(self.whole[row][0]) for row in rows]
         q = self.random(sum(counts), self.kv_heads * self.group)
         k, v = self.random(sum(counts), self.kv_heads), self.random(sum(counts), self.kv_heads)
@@ -61,7 +62,7 @@ class Sequences:
         return self.attention(0, q, k, v).double(), torch.cat(expected)
 
     def told(self, rows: list[int], starts: list[int]) -> torch.Tensor:
-        """The page table as a plan leaves it: entries before the windows name pages that do not exist."""
+        """Returns the page table as a plan leaves it: entries before the windows name pages that do not exist."""
         table = self.table.clone()
         for row, start in zip(rows, starts, strict=True):
             if self.window:
@@ -94,7 +95,7 @@ def test_a_mixed_batch_attends_as_whole_sequences_would(
     steps=st.lists(st.dictionaries(st.integers(0, 4), st.integers(1, 19), min_size=1), min_size=1, max_size=6),
     seed=st.integers(0, 99),
 )
-def test_a_window_hides_what_lies_before_it_and_its_pages_are_not_read(
+def test_a_window_hides_earlier_tokens_and_their_pages_are_not_read(
     page_size: int, group: int, window: int, steps: list[dict[int, int]], seed: int
 ) -> None:
     sequences = Sequences(5, page_size, 1, group, 120, seed, window)
@@ -120,7 +121,7 @@ def test_chunks_longer_than_a_query_block_attend_as_whole_sequences_would() -> N
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_what_a_pages_last_owner_left_does_not_reach_the_next_one() -> None:
+def test_garbage_of_a_pages_last_owner_does_not_reach_the_next() -> None:
     sequences = Sequences(1, 4, 1, 1, 8, seed=1)
     attention = PagedAttention(sequences.kv, sequences.table, ints([0]), ints([0]), ints([8]))
     broken = torch.full((8, 1, HEAD_DIM), torch.nan)
@@ -130,7 +131,7 @@ def test_what_a_pages_last_owner_left_does_not_reach_the_next_one() -> None:
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_copy_takes_the_first_slots_of_a_page_and_no_more() -> None:
+def test_a_copy_takes_exactly_the_first_slots_of_a_page() -> None:
     kv = PagedKV(2, 5, 4, 1, HEAD_DIM, CPU, torch.float32)
     kv.data.normal_(generator=torch.Generator().manual_seed(0))
     before = kv.data.clone()

@@ -1,4 +1,4 @@
-"""Scans give what the recurrences they stand for give token by token, in float64, however rows are cut and grouped."""
+"""Scans equal their recurrences computed token by token in float64, however rows are cut and grouped."""
 
 from collections.abc import Callable
 
@@ -25,7 +25,7 @@ def random(generator: torch.Generator, *shape: int) -> torch.Tensor:
 
 
 def mamba2_inputs(seed: int, steepest: float = 3.0) -> tuple[Scan, Tensors, torch.Tensor]:
-    """A scan of (x, steps, b, c), its inputs over `LENGTH` tokens, and the state before."""
+    """Returns a scan of (x, steps, b, c), its inputs over `LENGTH` tokens, and the state before."""
     generator = torch.Generator().manual_seed(seed)
     rates = -torch.rand(HEADS, generator=generator) * steepest
     x = random(generator, ROWS, LENGTH, HEADS, HEAD_DIM)
@@ -36,7 +36,7 @@ def mamba2_inputs(seed: int, steepest: float = 3.0) -> tuple[Scan, Tensors, torc
 
 
 def delta_inputs(seed: int, steepest: float = 3.0) -> tuple[Scan, Tensors, torch.Tensor]:
-    """A scan of (q, k, v, decay, beta), its inputs over `LENGTH` tokens, and the state before."""
+    """Returns a scan of (q, k, v, decay, beta), its inputs over `LENGTH` tokens, and the state before."""
     generator = torch.Generator().manual_seed(seed)
     q, k = (torch.nn.functional.normalize(random(generator, ROWS, LENGTH, HEADS, SIZE), dim=-1) for _ in "qk")
     v = random(generator, ROWS, LENGTH, HEADS, HEAD_DIM)
@@ -78,7 +78,7 @@ BOTH = [(mamba2_inputs, mamba2_by_token), (delta_inputs, delta_by_token)]
 @pytest.mark.parametrize(("inputs_of", "by_token"), BOTH, ids=["mamba2", "gated delta"])
 @settings(max_examples=15, deadline=None)
 @given(cuts=st.sets(st.sampled_from([1, 2, 3, 50, 63, 64, 65, 127, 128, 129, LENGTH - 1])), seed=st.integers(0, 9))
-def test_a_scan_in_any_cuts_is_the_recurrence(
+def test_a_scan_cut_anywhere_equals_the_recurrence(
     inputs_of: Callable[..., tuple[Scan, Tensors, torch.Tensor]],
     by_token: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     cuts: set[int],
@@ -108,7 +108,7 @@ def test_states_that_fade_at_once_do_not_overflow(
 
 @settings(deadline=None)
 @given(kernel=st.integers(2, 5), cuts=st.lists(st.integers(1, 7), min_size=1, max_size=6), biased=st.booleans())
-def test_a_convolution_in_any_cuts_is_that_of_the_whole(kernel: int, cuts: list[int], biased: bool) -> None:
+def test_a_convolution_cut_anywhere_equals_that_of_the_whole(kernel: int, cuts: list[int], biased: bool) -> None:
     generator, length, channels = torch.Generator().manual_seed(3), sum(cuts), 3
     x, weight = random(generator, 2, length, channels), random(generator, channels, 1, kernel)
     bias = random(generator, channels) if biased else None
@@ -123,13 +123,13 @@ def test_a_convolution_in_any_cuts_is_that_of_the_whole(kernel: int, cuts: list[
     assert torch.equal(before, padded[:, length:].mT)
 
 
-def test_rows_of_equal_length_are_one_piece_and_every_token_is_in_one() -> None:
+def test_rows_of_equal_length_form_one_piece_and_every_token_is_in_one() -> None:
     found = pieces(np.array([1, 4, 1, 2, 4], np.int32), torch.device("cpu"))
     assert [piece.rows.tolist() for piece in found] == [[0, 2], [3], [1, 4]]
     assert [piece.tokens.tolist() for piece in found] == [[[0], [5]], [[6, 7]], [[1, 2, 3, 4], [8, 9, 10, 11]]]
 
 
-def test_a_slot_is_read_as_written_whatever_was_there_and_no_slot_is_zero() -> None:
+def test_a_slot_is_read_as_written_and_an_absent_slot_is_zero() -> None:
     slots = StateSlots(
         2, 4, [StatePart((3,), Element.FLOAT32), StatePart((2, 2), Element.FLOAT32)], torch.device("cpu")
     )

@@ -1,4 +1,4 @@
-"""Sampling draws from the distribution its options describe, by numbers that depend on seed and position alone."""
+"""Sampling draws from the distribution its options describe, with numbers that depend only on seed and position."""
 
 from collections.abc import Callable
 from ctypes import byref
@@ -28,11 +28,11 @@ from tenuto.kernels.torch_sampling import sample as torch_sample
 from tests.kernels.reference import Row, reference_kept, reference_logits
 
 Sample = Callable[..., torch.Tensor]
-"""Of logits, a choice and perhaps masks."""
+"""Samples from logits by a choice, perhaps with masks."""
 Tell = Callable[[np.ndarray, np.ndarray, int], tuple[np.ndarray, ...]]
-"""Log-probabilities by logits, of tokens and of so many likeliest ones."""
+"""Returns log-probabilities from logits: those of the tokens, and this many of the likeliest."""
 HERE = Machine.this()
-NOT_LOADED = cast("Library", None)  # for what does not call it
+NOT_LOADED = cast("Library", None)  # for code that does not call it
 
 
 @cache
@@ -80,7 +80,7 @@ def choice(rows: list[tuple[float, int, float]], uniform: np.ndarray) -> Choice:
 
 
 def distribution(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """What the options mean, in float64 and one step at a time."""
+    """Returns the distribution that the options define, in float64 and one step at a time."""
     scaled = logits.astype(np.float64) / temperature
     p = np.exp(scaled - scaled.max())
     order = np.argsort(-p, kind="stable")
@@ -151,7 +151,7 @@ def test_excluded_tokens_are_never_drawn_however_extreme_the_number(sample: Samp
     assert sample(logits.expand(2, 5), choice([(1.0, 0, 1.0)] * 2, ends)).tolist() == [1, 3]
 
 
-def test_logits_that_are_not_numbers_give_some_token_and_leave_other_rows_alone(sample: Sample) -> None:
+def test_nan_logits_give_some_token_and_leave_other_rows_alone(sample: Sample) -> None:
     good = torch.randn(1, 2000, generator=torch.Generator().manual_seed(1))
     options, uniform = [(1.0, 0, 0.9)] * 3, np.full(3, 0.5)
     logits = torch.cat((torch.full((1, 2000), torch.nan), good, torch.full((1, 2000), torch.inf)))
@@ -182,7 +182,7 @@ def test_random_numbers_are_the_same_on_every_machine_and_in_every_release() -> 
 
 
 VOCAB = 60
-# Numbers that float32 adds, multiplies and divides exactly, so that the reference in float64 has the same logits.
+# Numbers that float32 adds, multiplies and divides exactly, so that the float64 reference has the same logits.
 tokens = st.integers(0, VOCAB - 1)
 asked_rows = st.lists(
     st.builds(
@@ -205,7 +205,7 @@ asked_rows = st.lists(
 
 
 def edited_logits(logits: torch.Tensor, rows: list[Row]) -> torch.Tensor:
-    """Ours, of the whole batch."""
+    """Returns our logits of the whole batch, after edits."""
     options, positions = RowOptions(len(rows), VOCAB), np.zeros(len(rows), np.int64)
     for i, row in enumerate(rows):
         asked = Sampling(
@@ -229,7 +229,7 @@ def choice_of(rows: list[Row], uniform: np.ndarray) -> Choice:
 
 
 def random_logits(rows: int, seed: int) -> torch.Tensor:
-    """Distinct in each row, and exact in 19 bits."""
+    """Returns logits that are distinct in each row, and exact in 19 bits."""
     rng = np.random.default_rng(seed)
     steps = np.array([rng.choice(2**19, VOCAB, replace=False) for _ in range(rows)]) - 2**18
     return torch.from_numpy((steps / 2**15).astype(np.float32))
@@ -237,7 +237,7 @@ def random_logits(rows: int, seed: int) -> torch.Tensor:
 
 @settings(deadline=None)
 @given(rows=asked_rows, seed=st.integers(0, 10**6))
-def test_what_a_row_may_draw_and_how_likely_follows_the_definitions_in_float64(
+def test_a_rows_possible_tokens_and_their_probabilities_follow_the_definitions(
     sample: Sample, rows: list[Row], seed: int
 ) -> None:
     logits = random_logits(len(rows), seed)
@@ -263,9 +263,7 @@ def test_what_a_row_may_draw_and_how_likely_follows_the_definitions_in_float64(
 
 @settings(deadline=None, max_examples=30)
 @given(rows=asked_rows, seed=st.integers(0, 10**6))
-def test_a_row_that_asks_for_everything_does_not_depend_on_its_batch(
-    sample: Sample, rows: list[Row], seed: int
-) -> None:
+def test_a_row_with_all_options_does_not_depend_on_its_batch(sample: Sample, rows: list[Row], seed: int) -> None:
     logits = random_logits(len(rows), seed)
     uniform = uniforms(np.full(len(rows), seed), np.arange(len(rows)))
     together = edited_logits(logits, rows)
@@ -286,7 +284,7 @@ def test_a_row_that_asks_for_everything_does_not_depend_on_its_batch(
     frequency=st.floats(-2, 2),
     count=st.integers(0, 1000),
 )
-def test_penalties_of_any_size_are_those_of_float64_to_single_precision(
+def test_penalties_of_any_size_match_float64_to_single_precision(
     logit: float, repetition: float, presence: float, frequency: float, count: int
 ) -> None:
     row = Row(0, 0, 1, 0, repetition, presence, frequency, prompt=[0], output=[0] * count)
@@ -317,7 +315,7 @@ def test_logprobs_are_the_log_softmax_in_falling_order(tell: Tell, seed: int, mo
 
 
 @pytest.mark.parametrize("tell", TELLING.values(), ids=TELLING.keys())
-def test_a_logprob_that_json_cannot_say_is_the_least_there_is(tell: Tell) -> None:
+def test_a_logprob_that_json_cannot_write_becomes_the_least_one(tell: Tell) -> None:
     logits = np.array([[0.0, -np.inf, 3.0], [np.nan, 0.0, 0.0]], np.float32)
     chosen, ids, top = tell(logits, np.array([1, 0]), 3)
     assert chosen.tolist() == [LEAST_LOGPROB] * 2

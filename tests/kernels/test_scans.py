@@ -1,5 +1,5 @@
-"""The calls of the field's libraries: chosen where they are installed, and made as they document. There is no GPU here,
-so the reference stands in for them, with their names, arguments and layouts."""
+"""Calls of the field's libraries: selected where they are installed, and made as documented. There is no GPU here, so
+the reference stands in for them, with their names, arguments and layouts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 class Mamba:
-    """`mamba_ssm`'s functions, as it documents them, for equal rows."""
+    """`mamba_ssm`'s functions, as documented, for rows of equal length."""
 
     def __init__(self) -> None:
         self.called: list[str] = []
@@ -42,8 +42,8 @@ class Mamba:
         return mamba2.scan(x, dt, A, B, C, initial_states)
 
     def selective_state_update(self, state, x, dt, A, B, C) -> torch.Tensor:  # noqa: N803
-        """`x` and `dt` [rows, heads, head_dim], `A` [heads, head_dim, size], `B` and `C` [rows, groups, size]; the
-        state is changed in place. With heads, all elements of one share its step and rate, at no stride."""
+        """Takes `x` and `dt` [rows, heads, head_dim], `A` [heads, head_dim, size], `B` and `C` [rows, groups, size];
+        changes the state in place. With heads, all elements of one share its step and rate, with stride 0."""
         self.called.append("update")
         assert dt.shape == x.shape
         assert (dt.stride(-1), A.stride(-1), A.stride(-2)) == (0, 0, 0)
@@ -55,7 +55,7 @@ class Mamba:
 
 
 class Delta:
-    """`fla`'s functions, as it documents them. Without `scale` they would use their own."""
+    """`fla`'s functions, as documented. Without `scale` they would use their own."""
 
     def __init__(self) -> None:
         self.called: list[str] = []
@@ -81,7 +81,7 @@ class Delta:
 
 
 @pytest.mark.parametrize(("length", "called"), [(1, "update"), (2, "combined"), (LENGTH, "combined")])
-def test_mamba_is_called_as_it_documents_and_gives_what_the_reference_gives(length: int, called: str) -> None:
+def test_mamba_is_called_as_documented_and_gives_the_results_of_the_reference(length: int, called: str) -> None:
     library, rates = Mamba(), -torch.arange(1.0, HEADS + 1)
     scan = mamba2_by(library.mamba_chunk_scan_combined, library.selective_state_update)
     _, (x, steps, b, c), state = mamba2_inputs(1)
@@ -92,7 +92,7 @@ def test_mamba_is_called_as_it_documents_and_gives_what_the_reference_gives(leng
     assert library.called == [called]
     assert torch.equal(given, expected[0])
     assert torch.equal(after, expected[1])
-    assert torch.equal(state, kept)  # the slot a step reads stays as it was
+    assert torch.equal(state, kept)  # the slot that a step reads stays unchanged
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_mamba_is_called_as_it_documents_and_gives_what_the_reference_gives(leng
         (LENGTH, torch.float32, "recurrent"),
     ],
 )
-def test_fla_is_called_as_it_documents_and_gives_what_the_reference_gives(
+def test_fla_is_called_as_documented_and_gives_the_results_of_the_reference(
     length: int, dtype: torch.dtype, called: str
 ) -> None:
     library = Delta()
@@ -116,7 +116,7 @@ def test_fla_is_called_as_it_documents_and_gives_what_the_reference_gives(
     expected = gated_delta.scan(q, k, v, decay, beta, state)
     assert library.called == [called]
     assert given.dtype == after.dtype == torch.float32
-    near = 0.05 if called == "chunk" else 0.0  # what bfloat16 rounds off inputs and results
+    near = 0.05 if called == "chunk" else 0.0  # the rounding of inputs and results to bfloat16
     assert torch.allclose(given, expected[0], rtol=near, atol=near)
     assert torch.allclose(after, expected[1], rtol=near, atol=near)
     assert torch.equal(state, kept)
@@ -126,7 +126,7 @@ def test_fla_is_called_as_it_documents_and_gives_what_the_reference_gives(
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> tuple[Mamba, Delta]:
-    """Both libraries, as far as they are imported."""
+    """Pretends that both libraries are installed, as far as they are imported."""
     mamba, delta = Mamba(), Delta()
     modules: dict[str, dict[str, Any]] = {
         "mamba_ssm.ops.triton.selective_state_update": {"selective_state_update": mamba.selective_state_update},
@@ -146,7 +146,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> tuple[Mamba, Delta]:
     return mamba, delta
 
 
-def test_libraries_that_are_installed_are_used_on_cuda(installed: tuple[Mamba, Delta]) -> None:
+def test_installed_libraries_are_used_on_cuda(installed: tuple[Mamba, Delta]) -> None:
     mamba, delta = installed
     _, (x, steps, b, c), state = mamba2_inputs(1)
     mamba2_scan(CUDA)(x, steps, -torch.ones(HEADS), b, c, state)
@@ -156,12 +156,12 @@ def test_libraries_that_are_installed_are_used_on_cuda(installed: tuple[Mamba, D
 
 
 @pytest.mark.usefixtures("installed")
-def test_plain_pytorch_computes_on_a_cpu() -> None:
+def test_plain_pytorch_runs_on_a_cpu() -> None:
     assert mamba2_scan(CPU) is mamba2.scan
     assert gated_delta_scan(CPU, torch.float32) is gated_delta.scan
 
 
-def test_plain_pytorch_computes_where_the_libraries_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_pytorch_runs_where_the_libraries_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("mamba_ssm", "fla"):
         monkeypatch.setitem(sys.modules, name, None)  # importing it raises ImportError
     assert mamba2_scan(CUDA) is mamba2.scan
