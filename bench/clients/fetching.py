@@ -14,7 +14,7 @@ RUN_SECONDS = 240
 
 def call(command: list[str], place: Path, env: dict[str, str] | None = None, seconds: int = RUN_SECONDS) -> str:
     """Runs a program and returns its stdout. Raises `RuntimeError` with the end of its output if it fails."""
-    done = subprocess.run(  # noqa: S603 - commands of our own
+    done = subprocess.run(  # noqa: S603 - our own commands
         command,
         cwd=place,
         env=env,

@@ -19,7 +19,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=N
 
 
 def main() -> None:
-    """Run the command line. An error is one line on stderr and a non-zero exit status."""
+    """Runs the command line. An error is one line on stderr and a non-zero exit status."""
     try:
         app()
     except TenutoError as error:

@@ -66,7 +66,7 @@ class Chat:
         self._notes = Console(stderr=True, highlight=False, markup=False)
         self._regenerated = 0
         self._sessions: dict[str, Session] = {}
-        for info in sorted(engine.sessions(), key=lambda info: _place(info.session_id)):  # of the journal
+        for info in sorted(engine.sessions(), key=lambda info: _place(info.session_id)):  # sessions from the journal
             self._sessions[info.session_id] = engine.attach(info.session_id)
         if self._sessions:
             *_, self.session = self._sessions.values()

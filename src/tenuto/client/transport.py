@@ -100,7 +100,7 @@ class RunningTurn(ABC):
 
         def steps() -> Steps[TurnResult]:
             yield self.started
-            with suppress(IllegalTransition, NotFound, EngineStopped):  # it has ended already
+            with suppress(IllegalTransition, NotFound, EngineStopped):  # the turn has ended already
                 yield self._end(keep)
             result: TurnResult = yield self.ended
             return result

@@ -92,7 +92,7 @@ class CudaCopies:
         with self._cuda.stream(self._stream):
             try:
                 yield
-            finally:  # nothing is written once this has been left, whatever happened
+            finally:  # also after an error, no write may happen once the block has been left
                 self._stream.record_event().synchronize()
 
 

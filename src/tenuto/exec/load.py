@@ -27,7 +27,7 @@ from tenuto.models.weights import StoredWeight
 Weights = Iterable[tuple[str, StoredWeight]]
 
 
-def load_executor(  # noqa: PLR0913 - each is an option of its own
+def load_executor(  # noqa: PLR0913 - each is a separate option
     files: ModelFiles,
     page_size: int,
     device: str = "cpu",

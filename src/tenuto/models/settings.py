@@ -85,7 +85,9 @@ class Settings:
         layers."""
         value = self._values.get(key) or default
         if not isinstance(value, list) or len(value) != len(default) or any(one not in known for one in value):
-            raise ModelError(f"{self.source} has {key} = {value!r}; expected: {len(default)} of {', '.join(known)}")
+            raise ModelError(
+                f"{self.source} has {key} = {value!r}; expected: {len(default)} names from {', '.join(known)}"
+            )
         return value
 
     def part(self, key: str) -> Settings | None:

@@ -174,7 +174,9 @@ class Settler:
                 row = int(flight.rows[part.index])
                 turn: Turn = self._batch.turns[row]
                 if part.start != turn.next_scored:
-                    raise InvariantError(f"{turn.name} gets scores from {part.start}; it lacks {turn.next_scored}")
+                    raise InvariantError(
+                        f"{turn.name} gets scores from position {part.start}; expected: {turn.next_scored}"
+                    )
                 tokens = turn.tokens(part.start, part.stop)
                 turn.input_scores += scores.entries(at, tokens, turn.params.input_logprobs or 0)
                 if part.stop == turn.prompt_length:

@@ -186,7 +186,7 @@ class _Tokens(TokenizerWrapper):
     them."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end: int) -> None:
-        self.is_tokenizer_wrapper = True  # the library asks for it
+        self.is_tokenizer_wrapper = True  # required by the library
         self.bos_token_id = None
         self.eos_token_id = end
         self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]

@@ -21,7 +21,7 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
     count, period = settings.get("num_hidden_layers", int), settings.get("no_rope_layer_interval", int, _PERIOD)
     turned = settings.numbers("no_rope_layers") or _turned(count, period)
     if len(turned) != count:
-        raise ModelError(f"{settings.source} has no_rope_layers = {turned!r}; expected: {count} of 0, 1")
+        raise ModelError(f"{settings.source} has no_rope_layers = {turned!r}; expected: {count} numbers, each 0 or 1")
     windowed = settings.get("use_sliding_window", bool, default=False)
     window = settings.window() if windowed else 0
     kinds = settings.kinds("layer_types", [_KINDS[bool(one) or not window] for one in turned], _KINDS)
