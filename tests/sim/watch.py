@@ -176,12 +176,17 @@ class Watch:
                 self._needy = {number: world.turns[number].changed for number in needy & world.turns.keys()}
                 names = {e.turn for e in victims if e.turn is not None and e.kind == "preempt"}
                 self._suspicion = (world.steps, names, message)
-        if not world.looking:
-            return
+        if world.looking:
+            self._check_rungs(victims)
+
+    def _check_rungs(self, victims: list[Event]) -> None:
+        """Checks that no session yields while one that comes before it could have yielded instead."""
+        world = self._world
+        shared = any(e.shared for e in victims)  # what the others shared with them, a few may free alone now
         for event in victims:
             if any(event.closed) and all(a >= b for a, b in zip(event.closed, event.freed, strict=True)):
                 world.found("rungs", f"{event.session!r} yielded {event.freed}; closed sessions had {event.closed}")
-            alone = event.kind == "drop" and any(event.freed) and not event.shared
+            alone = event.kind == "drop" and any(event.freed) and not shared
             if alone and (other := self._cheaper_victim(event)) is not None:
                 world.found("rungs", f"{event.session!r}, {event.state}, yielded {event.freed}; {other!r} could have")
             if event.better is not None and not any(event.freed):
