@@ -23,7 +23,12 @@ from tenuto.cli.settings import ServerSettings
 from tests.docs.pages import PAGES, PRESENT, ROOT, blocks, name_of, spans
 from tests.serve.server import serving
 
+CODE_PAGES = ("architecture", "CONTRIBUTING")
 PATH = re.compile(r"(?:src/tenuto|tests|docs|bench|examples|\.ci|\.github)/[\w./*-]*\w/?")
+NAME = re.compile(r"(?!\w+\.md)(?:[A-Z]\w*[a-z]\w*|[A-Z][A-Z_]{3,})(?:\.\w+)*")
+"""Classes and constants, and what is in them."""
+DEFINITIONS = (r"\b(?:class|def|struct) (\w+)", r"^\s*(\w+)(?:: [^=\n]+)? = ", r"^\s+(\w+): ", r"self\.(\w+)")
+ABOUT_THE_CODE = [page for page in PRESENT if page.parent.name == "internals" or page.stem in CODE_PAGES]
 PLACES = {"ID": "{session_id}", "TURN": "{turn_id}"}
 """The form in which pages write the parameters of routes."""
 
@@ -134,6 +139,20 @@ def test_the_sessions_page_lists_every_option_of_a_turn() -> None:
             assert float(written) == default, name
         else:
             assert default in (None, (), False) or name == "seed", name
+
+
+@cache
+def defined() -> frozenset[str]:
+    """The names of all classes, functions, constants and attributes."""
+    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "src").rglob("*.h"), *(ROOT / "tests").rglob("*.py")]
+    source = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    return frozenset(name for kind in DEFINITIONS for name in re.findall(kind, source, re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", ABOUT_THE_CODE, ids=name_of)
+def test_a_class_function_or_constant_on_a_page_about_the_code_exists(page: Path) -> None:
+    named = {part for span in spans(page) if NAME.fullmatch(span) for part in span.split(".")}
+    assert not named - defined()
 
 
 @pytest.fixture(scope="module")
