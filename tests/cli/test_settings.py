@@ -1,4 +1,4 @@
-"""Settings of the server from the command line, the environment, a file and defaults, as `--show-config` tells them."""
+"""Settings of the server from the command line, the environment, a file and defaults, as `--show-config` has them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Show = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def show(tmp_path: Path) -> Show:
-    """Runs `tenuto serve --show-config` in a directory of its own, with a file there and variables."""
+    """Runs `tenuto serve --show-config` in an empty directory, with an optional file there and with variables."""
 
     def run_it(*flags: str, file: str | None = None, **given: str) -> subprocess.CompletedProcess[str]:
         if file is not None:

@@ -51,6 +51,17 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     session_journal_bytes: Count | None = None
 
 
+def _tenant_weights(name: str, given: Iterable[Iterable[Any]]) -> tuple[tuple[str, float], ...]:
+    """Tenants' weights from any pairs. Raises `ConfigError`."""
+    try:
+        pairs = [(tenant, weight) for tenant, weight in given]
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name} is {shown(given)}; allowed: pairs of a tenant and its weight") from None
+    return tuple(
+        (tenant, WEIGHTS.check(f"the weight of tenant {tenant!r}", each, ConfigError)) for tenant, each in pairs
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How an engine runs."""
@@ -93,7 +104,10 @@ class EngineConfig:
         Bounds(0.0, 86400.0),
     )
     tenant_weights: tuple[tuple[str, float], ...] = option(
-        (), "Tenants' relative shares of rows and prefill tokens; 1 for others.", internal="the key file has them"
+        (),
+        "Tenants' relative shares of rows and prefill tokens; 1 for others.",
+        _tenant_weights,
+        internal="the key file has them",
     )
     draft_timeout: float = option(60.0, "Seconds after its last change until a draft is dropped.", SECONDS)
     audit_every: int = option(
@@ -109,8 +123,6 @@ class EngineConfig:
                     f"{name} is {budget}; allowed: more than max_running ({self.max_running}), "
                     "so that prefills progress beside decodes"
                 )
-        for tenant, weight in self.tenant_weights:
-            WEIGHTS.check(f"the weight of tenant {tenant!r}", weight, ConfigError)
 
 
 class EngineOptions(TypedDict, total=False):
@@ -144,22 +156,12 @@ def engine_config(given: EngineOptions, max_context: int | None = None) -> Engin
     unknown = given.keys() - EngineOptions.__annotations__.keys()
     if unknown:
         raise ConfigError(f"unknown engine options {sorted(unknown)}; allowed: {sorted(EngineOptions.__annotations__)}")
-    if "tenant_weights" in given:
-        given = {**given, "tenant_weights": _pairs(given["tenant_weights"])}
     config = EngineConfig(**given)
     if max_context is None or config.context_length <= max_context:
         return config
     if "context_length" not in given:
         return replace(config, context_length=max_context)
     raise ConfigError(f"context_length is {config.context_length}; allowed: at most the model's {max_context} tokens")
-
-
-def _pairs(weights: Iterable[Iterable[Any]]) -> tuple[tuple[str, float], ...]:
-    """Tenants' weights from any pairs. Raises `ConfigError`."""
-    try:
-        return tuple((tenant, weight) for tenant, weight in weights)
-    except (TypeError, ValueError):
-        raise ConfigError(f"tenant_weights is {shown(weights)}; allowed: pairs of a tenant and its weight") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

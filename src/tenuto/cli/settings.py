@@ -50,7 +50,7 @@ class ServerSettings:
 
     @property
     def sources(self) -> list[str]:
-        """The file and the variables that have a say."""
+        """The file and the variables that set options."""
         found = dict.fromkeys(source for _, source in self.origins.values())
         return [source for source in found if source != DEFAULT and not source.startswith("flag ")]
 
@@ -80,13 +80,13 @@ def _from_variables() -> dict[str, Setting]:
 
 
 def _from_file(path: Path | None) -> dict[str, Setting]:
-    if path is None and not FILE.exists():
-        return {}
-    path = (path or FILE).absolute()
     try:
+        if path is None and not FILE.exists():
+            return {}
+        path = (path or FILE).absolute()
         given = msgspec.toml.decode(path.read_bytes())
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"the settings in {path} cannot be used: {error}") from error
+        raise ConfigError(f"the settings in {path or FILE} cannot be used: {error}") from error
     _check_known(f"{path}: there is no option {{name!r}}", given, SERVER)
     return {name: Setting(SERVER[name].read(value, str(path), text=False), str(path)) for name, value in given.items()}
 
