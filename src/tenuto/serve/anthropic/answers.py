@@ -8,8 +8,9 @@ from typing import Any
 from tenuto.base.errors import TenutoError
 from tenuto.base.tools.answers import AnswerReader, Said
 from tenuto.base.turns import Delta, EndReason, TurnResult, joined
-from tenuto.serve.anthropic.errors import told
+from tenuto.serve.anthropic.errors import FORM
 from tenuto.serve.shared.edge import Edge
+from tenuto.serve.shared.errors import Failure
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.samples import check_end, committed
 from tenuto.serve.shared.sse import event
@@ -71,7 +72,7 @@ class MessageWriter:
         return b""
 
     def failed(self, error: TenutoError) -> bytes:
-        return event("error", told(error, self._request_id))
+        return event("error", FORM.body(Failure.of(error), self._request_id))
 
     def _parts(self, said: Said) -> list[bytes]:
         """Events for what has been said: thoughts, then text, then calls."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from tenuto.base.errors import TenutoError
 from tenuto.serve.shared.errors import ErrorForm, Failure
 
 _TYPES = {
@@ -26,8 +25,3 @@ def _body(failure: Failure, request_id: str) -> dict[str, Any]:
 
 
 FORM = ErrorForm(_body, ("x-request-id", "request-id"))
-
-
-def told(error: TenutoError, request_id: str) -> dict[str, Any]:
-    """An error that ends a stream."""
-    return _body(Failure.of(error), request_id)

@@ -152,7 +152,9 @@ class Conversation(ForeignObject, TurnRequest):
     def rendered(self, habits: ModelHabits) -> list[Message]:
         """The messages as the engine takes them. Raises `InvalidRequest`."""
         if self.messages[-1].role == "assistant":
-            raise unsupported_prefill()
+            raise InvalidRequest(
+                "messages end with one of the assistant; allowed: that the last is the user's", param="messages"
+            )
         system = text_of(self.system)
         messages = [Message("system", system)] if system else []
         return placed(messages + [one for message in self.messages for one in message.rendered()], habits)
@@ -162,13 +164,6 @@ class Conversation(ForeignObject, TurnRequest):
         return only_one(
             ("output_config.format.schema", Grammar.of_schema, shape.schema_ if shape is not None else None)
         )
-
-
-def unsupported_prefill() -> InvalidRequest:
-    """The last message is the assistant's."""
-    return InvalidRequest(
-        "messages end with one of the assistant; allowed: that the last is the user's", param="messages"
-    )
 
 
 class ThreadUnsupported(DetailedError, Unsupported):

@@ -1,4 +1,4 @@
-"""Errors as clients are told them. Each API has its own form; that of OpenAI is also the native one and SGLang's."""
+"""Errors in answers. Each API has its own form; OpenAI's is also that of the native API and of SGLang's."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Failure:
 
     @staticmethod
     def of(error: TenutoError) -> Failure:
-        """Omits the error's detail; of our own mistakes nothing is told at all."""
+        """Omits the error's detail, and the message of an error that is our own mistake."""
         message = BROKEN if error.status == 500 else error.message
         details = error.details if isinstance(error, DetailedError) else None
         return Failure(error.status, error.code, message, error.param, details)

@@ -47,7 +47,7 @@ class TurnRequest(Object):
 
     @property
     def tool_use(self) -> ToolUse | None:
-        """What the answer may call, if the request mentions tools. Raises `InvalidRequest`."""
+        """The functions that the answer may call, if the request mentions tools. Raises `InvalidRequest`."""
         return None
 
     def grammar_field(self) -> GrammarField | None:
@@ -144,6 +144,6 @@ def options_but(*names: str) -> tuple[str, ...]:
 
 
 def aliases_of(option: str, apis: tuple[str, ...]) -> tuple[str, ...]:
-    """What the nearest of these APIs that has names of its own for the option calls it; empty if all use ours."""
+    """Returns the names that the first of these APIs with names of its own has for the option; empty without one."""
     names: Mapping[str, tuple[str, ...]] = OPTIONS[option].metadata["names"]
     return next((names[api] for api in apis if api in names), ())
