@@ -190,6 +190,14 @@ def test_refusals_by_the_engine_also_name_the_field(
     assert answer.status_code in (400, 404)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate", "/v1/messages", "/v1/sessions"])
+def test_unknown_fields_with_lone_surrogates_in_their_names_are_refused(http: httpx.Client, path: str) -> None:
+    body = json.dumps({**PLACES.get(path, {}), "\ud800": 1})
+    answer = http.post(path, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
+
+
 def test_an_item_that_a_conversation_cannot_keep_is_named_by_its_place(http: httpx.Client) -> None:
     orphan = [{"type": "function_call_output", "output": "a"}]
     name = http.post("/v1/conversations", json={}).json()["id"]

@@ -60,7 +60,7 @@ class ForeignObject(Object):
         """Whether a field that the class does not have is as if it were not given."""
         if name in left_out or value in cls.unknown:
             return True
-        if not cls.complete:
+        if not cls.complete and name.isprintable():  # lone surrogates could not be reported under that name
             raise unsupported(name, "is not supported; leave it out")
         return False
 
