@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tenuto.base.config import KERNELS, EngineConfig, WorkerSettings, variables
@@ -194,8 +195,8 @@ def test_a_server_runs_with_the_settings_and_names_their_sources(tmp_path: Path)
     file = tmp_path / "named.toml"
     file.write_text("model = 'witness'\nserved_model_name = ['a']\n")
     with serving("--config", str(file), "--token-budget", "99", env={"TENUTO_MAX_SESSIONS": "7"}) as server:
-        config = server.client().get("/v1/engine").json()["config"]
-        assert server.client().get("/v1/models").json()["data"][0]["id"] == "a"
+        config = httpx.get(f"{server.url}/v1/engine").json()["config"]
+        assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"] == "a"
     assert (config["max_sessions"], config["token_budget"]) == (7, 99)
     assert f"settings   {file}, variable TENUTO_MAX_SESSIONS\n" in server.lines
 
