@@ -1,1 +1,1 @@
-"""The HTTP edge. It knows the engine only through messages."""
+"""The HTTP edge. It talks to the engine only through messages."""

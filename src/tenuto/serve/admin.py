@@ -31,7 +31,7 @@ MetricsOf = Annotated[Metrics, Depends(_metrics)]
 
 @router.get("/v1/engine", responses=_REFUSALS)
 async def engine(edge: EdgeOf, tenant: Caller) -> dict[str, Any]:
-    """The running model and its configuration; only admins see the path of its files."""
+    """Returns the running model and its configuration. Only admins see the path of its files."""
     edge.require_engine()
     model = edge.model if tenant.admin else msgspec.structs.replace(edge.model, path="")
     view: dict[str, Any] = msgspec.to_builtins(model)
@@ -40,14 +40,14 @@ async def engine(edge: EdgeOf, tenant: Caller) -> dict[str, Any]:
 
 @router.get("/audit", responses=_REFUSALS)
 async def audit(edge: EdgeOf, _: Admin) -> dict[str, Any]:
-    """Recount every unit of memory from its holders."""
+    """Recounts every unit of memory from its holders."""
     report = await edge.link.call(Audit())
     return {"clean": True, "summary": str(report), **msgspec.to_builtins(report)}
 
 
 @router.get("/metrics", response_class=Response, responses=_REFUSALS | _METRICS)
 async def metrics(edge: EdgeOf, counted: MetricsOf, _: Scraper) -> Response:
-    """Metrics for Prometheus. They name tenants, so if the server has keys, this needs an admin key, unless it was
+    """Returns metrics for Prometheus. They name tenants, so a server with keys asks for an admin key unless it was
     started with `--public-metrics`."""
     text = await counted.text(edge.link, edge.served_name, edge.turns.queues.waiting.total())
     return Response(text, media_type=CONTENT_TYPE)

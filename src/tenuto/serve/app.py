@@ -1,4 +1,4 @@
-"""The application: puts all interfaces together over one edge, and handles what all requests have in common."""
+"""The ASGI application: all interfaces on one edge, and the handling that all requests share."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ from tenuto.serve.shared.undone import noting
 log = structlog.get_logger("tenuto.http")
 
 CLIENT_GONE = 499
-"""The logged status of a request whose client did not wait for the answer."""
+"""Status in the log for a request whose client left before the answer."""
 UNREADABLE = "the body is not readable JSON: it is not UTF-8, or has a number with too many digits"
 TRIM_SECONDS = 1.0
-"""From the end of a large request until memory is given back."""
+"""Delay between the end of a large request and the return of its memory to the system."""
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
 def build_app(edge: Edge, metrics: Metrics) -> FastAPI:
-    """The ASGI application of an edge. `metrics` counts its turns and requests."""
+    """Builds the ASGI application of an edge. `metrics` counts its turns and requests."""
     app = FastAPI(
         title="Tenuto",
         description="An LLM inference server in which the session, not the request, owns model state.",
         version="1",
         redirect_slashes=False,
-        docs_url=None,  # FastAPI's pages load scripts from elsewhere
+        docs_url=None,  # FastAPI's pages load scripts from other sites
         redoc_url=None,
-        telemetry={"tracing": False, "metrics": False, "logs": False},  # else each request asks whether there is any
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # otherwise checked on every request
     )
     app.state.edge = edge
     app.state.metrics = metrics
@@ -88,20 +88,19 @@ def build_app(edge: Edge, metrics: Metrics) -> FastAPI:
 
 
 def form_of(path: str) -> ErrorForm:
-    """The form in which clients that ask for this path expect errors."""
+    """Returns the error form that clients of this path expect."""
     of_anthropic = path.startswith(f"{anthropic.router.prefix}/") or path == anthropic.router.prefix
     return anthropic_errors.FORM if of_anthropic else OPENAI_FORM
 
 
 def failure_response(scope: Scope, failure: Failure) -> Response:
-    """An error as the answer to the request of this scope."""
+    """Returns the error response to the request of this scope."""
     body = form_of(scope["path"]).body(failure, scope["state"]["request_id"])
     return JSONResponse(body, failure.status, failure.headers)
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Nobody looks at the traceback of an error that is answered. Its frames, which refer to the error themselves, have
-    the request's body."""
+    """Drops the tracebacks of an answered error and its causes: their frames would keep the request's body alive."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
@@ -128,7 +127,7 @@ async def _http(request: Request, error: Exception) -> Response:
     if error.status_code == 400:
         return failure_response(request.scope, Failure(400, InvalidRequest.code, UNREADABLE))
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-    message = f"{error.detail}: {request.method} {request.url.path[:200]}; /docs lists what there is"
+    message = f"{error.detail}: {request.method} {request.url.path[:200]}; /docs lists the routes"
     response = failure_response(request.scope, Failure(error.status_code, code, message))
     response.headers.update(error.headers or {})
     return response
@@ -140,14 +139,14 @@ async def _gone(_: Request, error: Exception) -> Response:
 
 
 class Envelope:
-    """Gives every request an id, limits on its body, and a log entry. Plain ASGI, so events of a stream cost
-    nothing."""
+    """Gives every request an id, limits on its body, and a log entry. As plain ASGI middleware it adds no cost to the
+    events of a stream."""
 
     def __init__(self, app: ASGIApp, edge: Edge, metrics: Metrics) -> None:
         self._app = app
         self._edge = edge
         self._metrics = metrics
-        self._trims = False  # memory is about to be given back
+        self._trims = False  # a return of memory is scheduled
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -169,16 +168,17 @@ class Envelope:
             except Exception:
                 log.exception("failed")
                 if exchange.status:
-                    raise  # the answer has begun, so only the connection can be broken
+                    raise  # the answer has begun: all we can do is break the connection
                 await exchange.refuse(scope, Failure(500, "internal_error", BROKEN))
             finally:
                 if exchange.forget() >= LARGE:
                     self._trim_soon()
-                scope.pop("extensions", None)  # which refer to the request that the scope belongs to
+                scope.pop("extensions", None)  # they refer back to the request of this scope
                 self._log(scope, exchange, time.perf_counter() - started)
 
     def _trim_soon(self) -> None:
-        """Give memory back once the objects of large requests are gone, in a thread, and for several requests once."""
+        """Schedules the return of memory, in a thread, for when the objects of large requests are gone. Requests that
+        end close together share one return."""
         if self._trims:
             return
         self._trims = True
@@ -194,7 +194,7 @@ class Envelope:
         try:
             exchange.expect(_declared_length(headers))
             if scope["method"] not in ("GET", "HEAD"):
-                self._edge.tenant(headers)  # a request without a key is refused before its body is read
+                self._edge.tenant(headers)  # refuses a request without a key before its body is read
             scope[CUTS] = exchange.cuts
             await self._app(scope, exchange.receive, exchange.send)
         except (Overloaded, RequestTimeout, TooLarge, Unauthorized) as error:
@@ -214,10 +214,10 @@ class Envelope:
 
 
 class _Exchange:
-    """One request and its answer. Whoever creates it must call `forget` in the end.
+    """One request and its answer. The creator must call `forget` in the end.
 
-    `status`: of the answer, 0 until it has begun. `excess`: set once the body is larger, has more in it, or takes
-    longer, than is allowed; the application's answer is then not sent.
+    `status`: status of the answer; 0 until it has begun. `excess`: set once the body exceeds a limit on its size,
+    structure or time; the application's answer is then not sent.
     """
 
     def __init__(
@@ -230,8 +230,8 @@ class _Exchange:
         *,
         to_disk: bool = False,
     ) -> None:
-        """`headers`: the answer has these, too. `undone`: what the request asks for and is left undone; complete when
-        the answer begins. `to_disk`: the body is not kept in memory."""
+        """`headers`: added to the answer. `undone`: the wishes of the request that are left undone; complete when the
+        answer begins. `to_disk`: the body is not kept in memory."""
         self.undone = undone
         self.status = 0
         self.excess: TenutoError | None = None
@@ -247,11 +247,12 @@ class _Exchange:
 
     @property
     def cuts(self) -> Sequence[Cut]:
-        """Places at which the body may be cut, as they are found."""
+        """Places found so far at which the body may be cut."""
         return self._structure.cuts if self._structure is not None else ()
 
     def expect(self, length: int) -> None:
-        """Check a body of `length` bytes. Raises `TooLarge`, and `Overloaded` if all bodies together have too many."""
+        """Checks a body of `length` bytes. Raises `TooLarge`, or `Overloaded` if the bodies of all requests are too
+        large together."""
         settings = self._edge.settings
         limit = settings.max_state_bytes if self._to_disk else settings.max_body_bytes
         together = settings.max_state_bytes if self._to_disk else settings.max_bodies_bytes
@@ -265,7 +266,7 @@ class _Exchange:
             raise self.excess
 
     def forget(self) -> int:
-        """The request is over, and its body is freed. Returns how many bytes it had."""
+        """Stops counting the body of a request that is over. Returns the number of bytes received."""
         received, self._received = self._received, 0
         self._count(-received)
         return received
@@ -317,7 +318,7 @@ class _Exchange:
         await self._send(message)
 
     async def refuse(self, scope: Scope, failure: Failure) -> None:
-        """Answer with an error."""
+        """Sends an error as the answer."""
         self.excess = None
         await failure_response(scope, failure)(scope, self._receive, self.send)
 
@@ -328,6 +329,6 @@ def _declared_length(headers: Headers) -> int:
 
 
 def _request_id(headers: Headers) -> str:
-    """The client's own, if it is short visible ASCII."""
+    """Returns the client's own id if it is short, visible ASCII, otherwise a new one."""
     given = headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else new_request_id()

@@ -1,4 +1,4 @@
-"""`/docs`: what the server offers, as a page that needs nothing from elsewhere."""
+"""`/docs`: the server's routes and schemas on one page, which loads nothing from other sites."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ td, th { text-align: left; vertical-align: top; border-top: 1px solid #8883; pad
 
 @router.get("/docs", response_class=HTMLResponse)
 async def docs(request: Request) -> HTMLResponse:
-    """All routes, with what they take and answer. `/openapi.json` is the same for programs."""
+    """Returns a page of all routes with their parameters, bodies and answers. `/openapi.json` is the same for
+    programs."""
     return HTMLResponse(_page(json.dumps(request.app.openapi())))
 
 
@@ -102,7 +103,7 @@ def _schema(name: str, schema: dict[str, Any]) -> str:
 
 
 def _type(schema: dict[str, Any]) -> str:
-    """A schema in a few words, with a link to what it refers to."""
+    """Returns a short description of a schema, with links to the schemas it refers to."""
     if "$ref" in schema:
         name = escape(schema["$ref"].rpartition("/")[2])
         return f'<a href="#schema-{name}">{name}</a>'

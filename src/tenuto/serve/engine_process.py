@@ -1,4 +1,4 @@
-"""The engine in a process of its own, from its start to its end. Few imports, so that it can be started first."""
+"""The engine's process, from start to end. This module imports little, so that the engine can be started first."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tenuto.base.wire.frames import frame
 
 
 class EngineProcess:
-    """A child process that loads its model, and `connection`, our end of the pair of sockets between us: when either
-    side ends, the other notices at once. It may take `snapshot_seconds` longer to end than others. Leaving the `with`
-    block ends it if it still runs."""
+    """A child process that loads its model. `connection` is our end of a socket pair: when either process ends, the
+    other notices at once. The child may use up to `snapshot_seconds` to save memory before it exits. Leaving the `with`
+    block kills it if it still runs."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.connection, theirs = socket.socketpair()
@@ -27,7 +27,7 @@ class EngineProcess:
             self._child = subprocess.Popen(  # noqa: S603 - our own command
                 [sys.executable, "-m", "tenuto.runtime.worker", str(theirs.fileno())], pass_fds=[theirs.fileno()]
             )
-        with suppress(OSError):  # if it has ended already, whoever reads sees that
+        with suppress(OSError):  # if it has ended already, the reader of `connection` notices
             self.connection.sendall(b"".join(frame(msgspec.msgpack.encode(settings))))
 
     def __enter__(self) -> Self:
@@ -45,9 +45,10 @@ class EngineProcess:
         return self._child.pid
 
     def wait(self) -> int:
-        """Wait until it has ended, and return its exit status, or the negative number of the signal that killed it."""
+        """Waits for the process to end. Returns its exit status, or the negative number of the signal that killed
+        it."""
         return self._child.wait()
 
     def kill(self) -> None:
-        """End it at once, if it still runs."""
+        """Kills the process if it still runs."""
         self._child.kill()

@@ -1,7 +1,7 @@
-"""Explains what is wrong with a request: names the field as the request does, and says what is allowed there.
+"""Error messages for invalid requests: they name the field as the request does, and what is allowed there.
 
-Pydantic reports errors for every branch of a union, in terms of Python. Here a union has one problem: that of the
-branch the value was meant for or, if it fits none, one that lists everything allowed.
+Pydantic reports errors for every branch of a union, in Python's terms. Here a union has one problem: that of the branch
+the value was probably meant for, or one that lists everything allowed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tenuto.serve.shared.schemas import ID_LENGTH, ID_PATTERN, REQUIRED, UNSUPPO
 MAX_SHOWN = 8
 """Problems listed in one message."""
 MAX_READ = 1000
-"""How many of Pydantic's errors are read: a large body can have very many."""
+"""Pydantic's errors that are read: a large body can have very many."""
 
 _TYPES = {
     "bool_parsing": "true or false",
@@ -36,9 +36,9 @@ _TYPES = {
     "model_type": "an object",
     "string_type": "a string",
 }
-"""What a value of the wrong kind should be, by Pydantic's error type."""
+"""The expected kind of value, by Pydantic's error type."""
 _RULES = {
-    "extra_forbidden": "is not a field that is known here",
+    "extra_forbidden": "is not a known field here",
     "greater_than": "should be greater than {gt}",
     "greater_than_equal": "should be greater than or equal to {ge}",
     "less_than": "should be less than {lt}",
@@ -54,7 +54,8 @@ _RULES = {
     REQUIRED: "is required",
     UNSUPPORTED: "{problem}",
 }
-"""What is wrong with a value of the right kind, by Pydantic's error type; filled in with the error's context."""
+"""The problem with a value of the right kind, by Pydantic's error type. Braces are filled in from the error's
+context."""
 _ID_RULE = f"should be 1 to {ID_LENGTH} letters, digits, '.', '_', ':' and '-', and not '.' or '..'"
 _PLURALS = {
     "NewMessage": "messages",
@@ -68,7 +69,7 @@ _PLURALS = {
     "int": "integers",
     "str": "strings",
 }
-"""What lists contain, by Pydantic's names of union branches; other lists contain objects."""
+"""Names of list elements, by Pydantic's names of union branches. Elements of other lists are objects."""
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 
 Location = tuple[str | int, ...]
@@ -76,11 +77,11 @@ Location = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong.
+    """One problem of a request.
 
-    `place`: keys and indices that lead to the value. `branches`: of the unions on the way, each with how many parts of
-    the place come before it. `text`: what is wrong with the value. `wanted`: what it should be, if it is of the wrong
-    kind. `of_length`: it is a list of the wrong length.
+    `place`: keys and indices that lead to the value. `branches`: the union branches on the way, each after the number
+    of parts of `place` before it. `text`: the problem with the value. `wanted`: the expected kind, if the value is of
+    the wrong kind. `of_length`: the value is a list of the wrong length.
     """
 
     place: Location
@@ -92,7 +93,8 @@ class Problem:
 
 
 def refusal_of(errors: Sequence[Any], body: Any, content_type: str | None) -> TenutoError:
-    """The error to answer with. `errors`: Pydantic's. `body`: parsed, or bytes if it was not declared as JSON."""
+    """Returns the error for the answer. `errors`: Pydantic's errors. `body`: the parsed body, or bytes if it was not
+    declared as JSON."""
     for error in errors:
         if error["type"] == "json_invalid":
             at, why = error["loc"][-1], error["ctx"]["error"]
@@ -115,7 +117,7 @@ def refusal_of(errors: Sequence[Any], body: Any, content_type: str | None) -> Te
 
 
 def _problem(error: Mapping[str, Any], body: Any) -> Problem:
-    """Separate the places and branches that Pydantic's location mixes, by following it through the body."""
+    """Separates keys and union branches, which Pydantic's location mixes, by following it through the body."""
     place: list[str | int] = []
     branches: list[tuple[int, str]] = []
     value, context = body if error["loc"][0] == "body" else None, error.get("ctx", {})
@@ -150,7 +152,7 @@ def _problem(error: Mapping[str, Any], body: Any) -> Problem:
 
 
 def _rule(error: Mapping[str, Any]) -> str:
-    """What is wrong with a value of the right kind."""
+    """Returns the problem with a value of the right kind."""
     context = error.get("ctx", {})
     if context.get("pattern") == ID_PATTERN:
         return _ID_RULE
@@ -159,7 +161,7 @@ def _rule(error: Mapping[str, Any]) -> str:
 
 
 def _resolved(problems: Sequence[Problem]) -> list[Problem]:
-    """The problems without branches: for every union, those of one branch, or one problem for all branches."""
+    """Returns problems without branches: for every union, those of one branch, or one problem for all branches."""
     found: list[Problem | Location] = []
     unions: dict[Location, dict[str, list[Problem]]] = {}
     for problem in problems:
@@ -181,8 +183,8 @@ def _resolved(problems: Sequence[Problem]) -> list[Problem]:
 
 
 def _of_union(branches: list[list[Problem]]) -> list[Problem]:
-    """The problems of the branch that the value fits farthest. If it fits several equally far and is of the wrong kind
-    there, one problem that lists everything allowed."""
+    """Returns the problems of the branch that the value fits best. If it fits several equally well but is of the wrong
+    kind for all, returns one problem that lists everything allowed."""
     farthest = max(_distance(branch[0]) for branch in branches)
     meant = [branch for branch in branches if _distance(branch[0]) == farthest]
     wanted = list(dict.fromkeys(branch[0].wanted for branch in meant if branch[0].wanted is not None))
@@ -193,8 +195,9 @@ def _of_union(branches: list[list[Problem]]) -> list[Problem]:
 
 
 def _distance(problem: Problem) -> tuple[tuple[float, ...], bool]:
-    """How far a value fits a branch: up to which place, and whether it is of the right kind there. A list of the wrong
-    length, whose entries are not validated, fits farther than one whose first entry is of the wrong kind."""
+    """Returns a measure of how well a value fits a branch: the place of the problem, then whether the value there is of
+    the right kind. A list of the wrong length, whose entries are not validated, fits better than one whose first entry
+    is of the wrong kind."""
     place = tuple(part if isinstance(part, int) else 0 for part in problem.place)
     return (*place, 0.5) if problem.of_length else place, problem.wanted is None
 
@@ -206,7 +209,7 @@ def _either(wanted: Sequence[str]) -> str:
 
 
 def _list_of(branch: str) -> str:
-    """A list in plain words, from its branch's name."""
+    """Describes a list type in plain words, from its branch's name."""
     inner = branch.removeprefix("list[").removesuffix("]")
     return "a list" if inner == branch else f"a list of {_elements(inner)}"
 
@@ -217,14 +220,14 @@ def _elements(name: str) -> str:
 
 
 def _subject(kind: str, place: Location) -> str:
-    """How a message about a field begins."""
+    """Returns the first words of a message about a field."""
     if not place:
         return f"the {kind}"
     return _name(place) if kind == "body" else f"{kind} parameter {_name(place)}"
 
 
 def _name(place: Location) -> str:
-    """A field, written as in `messages[1].content`."""
+    """Writes a field's path, as in `messages[1].content`."""
     name = ""
     for part in place:
         if isinstance(part, int):

@@ -1,6 +1,6 @@
-"""Prometheus metrics: what the edge counts, and what the engine reports when asked.
+"""Prometheus metrics: the edge's own counts, and figures that the engine reports on request.
 
-Label values come from the configuration, the routes or the code, so they are few: sessions, turns and clients are never
+Label values come from the configuration, the routes or the code, so they are few. Sessions, turns and clients are never
 labels.
 """
 
@@ -27,11 +27,11 @@ from tenuto.serve.shared.live_turn import LiveTurn
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 AUDIT_SECONDS = 10.0
-"""How old a recount of memory may be, so that frequent scrapes cost little."""
+"""Maximum age of a recount of memory, so that frequent scrapes cost little."""
 PATIENCE_SECONDS = 5.0
-"""How long the engine may take to answer: steps may be long, and Prometheus gives up after 10 s."""
+"""Time the engine has to answer: steps may be long, and Prometheus gives up after 10 s."""
 TIER = "device"
-"""The tier of all units, for now."""
+"""The tier of all counted units."""
 
 _FIRST = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 0.75, 1, 2, 4, 8, 15, 30, 60, 120)
 _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
@@ -42,10 +42,10 @@ Series = Iterable[tuple[tuple[str, ...], float]]
 
 
 class Metrics:
-    """The server's metrics. Belongs to one event loop; an update of a turn costs a few microseconds."""
+    """The server's metrics, used from one event loop. An update of a turn costs a few microseconds."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call] # a second line for every metric
+        disable_created_metrics()  # type: ignore[no-untyped-call] # they add a line to every metric
         self.registry = registry = CollectorRegistry()
         self._last_tokens: dict[str, float] = {}  # when an open turn's last tokens arrived, by turn id
         ProcessCollector(registry=registry)
@@ -74,7 +74,7 @@ class Metrics:
         )
 
     def turn_updated(self, turn: LiveTurn, delta: Delta) -> None:
-        """Count a delta. Tokens that arrive together count as evenly spaced."""
+        """Counts a delta. Tokens that arrive together count as evenly spaced."""
         tokens = len(delta.tokens)
         if not tokens:
             return
@@ -89,26 +89,26 @@ class Metrics:
         self._last_tokens[turn.id] = now
 
     def turn_ended(self, turn: LiveTurn) -> None:
-        """An accepted turn has ended."""
+        """Counts an accepted turn that has ended."""
         self._last_tokens.pop(turn.id, None)
         reason = turn.result.reason.value if turn.result is not None else "engine_stopped"
         self._ended.labels(reason, str(turn.committed).lower()).inc()
         self._whole.observe(time.perf_counter() - turn.requested_at)
 
     def request_ended(self, method: str, route: str | None, status: int) -> None:
-        """Count an answered request. `route`: the path with its parameters' names, `None` if no route matched."""
+        """Counts an answered request. `route`: the path with its parameters' names, or `None` if no route matched."""
         self._requests.labels(method if method in _METHODS else "other", route or "none", str(status)).inc()
 
     async def text(self, link: Link, model: str, waiting: int) -> bytes:
-        """All metrics in Prometheus's text format, without the engine's if it has stopped or is late. `waiting`: turns
-        that wait for another turn of their session."""
+        """Returns all metrics in Prometheus's text format, without the engine's if it has stopped or is late.
+        `waiting`: number of turns that wait for another turn of their session."""
         self._engine.model, self._engine.waiting = model, waiting
         await self._engine.refresh(link)
         return generate_latest(self.registry)
 
 
 class _EngineFigures(Collector):
-    """What the engine last reported, as metrics."""
+    """The engine's last report, as metrics."""
 
     def __init__(self) -> None:
         self.model = ""
@@ -119,7 +119,7 @@ class _EngineFigures(Collector):
         self._audited = -AUDIT_SECONDS
 
     async def refresh(self, link: Link) -> None:
-        """Ask the engine."""
+        """Requests a new report from the engine."""
         self._stats = None
         with suppress(TenutoError, TimeoutError):
             async with asyncio.timeout(PATIENCE_SECONDS):
@@ -130,11 +130,13 @@ class _EngineFigures(Collector):
         self._up = link.stopped is None
 
     def describe(self) -> Iterator[Metric]:
-        """Empty: these metrics cannot be collected while they are being registered."""
+        """Returns no metrics: these cannot be collected during registration."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        yield _gauge("build_info", "What runs", [((version("tenuto"), self.model), 1)], "version", "model")
+        yield _gauge(
+            "build_info", "Running version and model", [((version("tenuto"), self.model), 1)], "version", "model"
+        )
         yield _gauge("engine_up", "Whether the engine runs", [((), self._up)])
         yield _gauge("turns_waiting", "Turns that wait for another turn of their session", [((), self.waiting)])
         if self._stats is not None:
@@ -159,10 +161,10 @@ def _memory(stats: Stats, audit: AuditReport | None) -> Iterator[Metric]:
     yield _gauge("memory_units", "Units of memory", states, "group", "tier", "state")
     if audit is not None:
         held = [((pool.name, TIER, holder), count) for pool in audit.pools for holder, count in pool.by_holder.items()]
-        text = f"Leased units by holder, those of several under shared; up to {AUDIT_SECONDS:g} seconds old"
+        text = f"Leased units by holder (shared: several holders), up to {AUDIT_SECONDS:g} seconds old"
         yield _gauge("memory_leased_units", text, held, "group", "tier", "holder")
         cached = [((pool.name, TIER), pool.cached) for pool in audit.pools]
-        text = "Leased units that nobody needs: only checkpoints hold them that save work, and they are the first to go"
+        text = "Leased units held only by checkpoints that save work; they are the first to be released"
         yield _gauge("memory_cached_units", text, cached, "group", "tier")
 
 
@@ -175,17 +177,17 @@ def _totals(stats: Stats) -> Iterator[Metric]:
     yield _counter("computed_tokens", "Tokens computed for ended turns", [((), stats.computed_tokens)])
     yield _counter("generation_tokens", "Tokens generated by ended turns", [((), stats.generated_tokens)])
     yield _counter("recomputed_tokens", "Tokens computed again, by reason", _by_name(stats.recomputed), "reason")
-    text = "Tokens in memory that are computed again after a rewind or fork, for want of a nearer checkpoint"
+    text = "Tokens in memory that were computed again after a rewind or fork, for lack of a nearer checkpoint"
     yield _counter("replayed_tokens", text, _by_name(stats.replayed), "operation")
-    text = "Turns that lacked at least a page, by whose memory they began with, or why with nobody's"
+    text = "Turns that lacked at least a page, by the owner of the prefix they found, or the reason they found none"
     yield _counter("prefix_lookups", text, _by_name(stats.prefix_lookups), "outcome")
-    yield _counter("prefix_tokens", "Tokens found in others' memory", _by_name(stats.prefix_tokens), "owner")
-    yield _gauge("parked_sessions", "Sessions of which memory is in a tier", [((), stats.parked)])
+    yield _counter("prefix_tokens", "Tokens found in other sessions' memory", _by_name(stats.prefix_tokens), "owner")
+    yield _gauge("parked_sessions", "Sessions with memory in a tier", [((), stats.parked)])
     yield _gauge("tier_bytes", "Bytes that parked sessions hold", _by_name(stats.tiers), "tier")
     yield _counter("restored_sessions", "Sessions brought back from a tier", [((), stats.restored)])
-    yield _counter("moved_units", "Units copied, by where to", _by_name(stats.tier_moves), "tier")
+    yield _counter("moved_units", "Units copied, by destination", _by_name(stats.tier_moves), "tier")
     yield _counter("tier_failures", "Copies, writes and reads that failed", _by_name(stats.tier_failures), "cause")
-    text = "Sessions whose memory was left on disk for the next process, or found there, by what came of it"
+    text = "Sessions whose memory was left on disk for the next process or found there, by outcome"
     yield _counter("snapshots", text, _by_name(stats.snapshots), "outcome")
     yield _counter("steps", "Steps", [((), stats.steps)])
     yield _counter("failed_steps", "Steps that the device did not finish", [((), events["step failed"])])

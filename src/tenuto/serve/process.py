@@ -1,4 +1,4 @@
-"""A link to an engine in a process of its own."""
+"""A link to an engine in another process."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tenuto.serve.engine_process import EngineProcess
 log = structlog.get_logger("tenuto.server")
 
 EXIT_SECONDS = 5.0
-"""How long an engine process may take to exit, once its socket is closed, before it is killed,
-besides what it may take to write memory to disk."""
+"""Time an engine process has to exit once its socket is closed, not counting the time for writing memory to disk. Then
+it is killed."""
 
 
 class ProcessLink(Link, asyncio.Protocol):
-    """A `Link` to an engine process over its pair of sockets. Made by `open`."""
+    """A `Link` to an engine process over its socket pair. Created by `open`."""
 
-    model: ModelView  # set by `open`, as is the next
+    model: ModelView  # set by `open`, like `_transport`
     _transport: asyncio.Transport
 
     def __init__(self, engine: EngineProcess) -> None:
@@ -41,7 +41,7 @@ class ProcessLink(Link, asyncio.Protocol):
 
     @classmethod
     async def open(cls, engine: EngineProcess) -> Self:
-        """Take over the connection of a process, and wait until its model is loaded. Raises `ModelError`,
+        """Takes over the connection of a process and waits until its model is loaded. Raises `ModelError`,
         `ConfigError`, `EngineStopped`."""
         link = cls(engine)
         loop = asyncio.get_running_loop()
@@ -59,7 +59,7 @@ class ProcessLink(Link, asyncio.Protocol):
         return self._engine.pid
 
     async def close(self) -> None:
-        """Close the socket, which makes the child exit, and wait until it has."""
+        """Closes the socket, which makes the child exit, and waits until it has."""
         self._transport.close()
         self.stop(Stopped(reason="the engine was closed"))
         await self._bury()
@@ -91,7 +91,7 @@ class ProcessLink(Link, asyncio.Protocol):
         self._buried = asyncio.ensure_future(self._bury())
 
     async def _bury(self) -> None:
-        """Wait until the child has exited, and tell everyone why."""
+        """Waits until the child has exited, and fails all open requests with the reason."""
         ended = asyncio.ensure_future(asyncio.to_thread(self._engine.wait))
         saving = self._engine.snapshot_seconds if self._ready.done() else 0
         await asyncio.wait({ended}, timeout=EXIT_SECONDS + saving)

@@ -1,4 +1,4 @@
-"""HTTP connections, bounded before a request is complete: their number, and headers' size, number and time."""
+"""Bounds on HTTP connections before a request is complete: their number, and the size, number and time of headers."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from tenuto.serve.unread import WatchedConnection
 log = structlog.get_logger("tenuto.http")
 
 MAX_HEADER_BYTES = 2**16
-"""In a request's line and headers, after a chunked body, and between two of its chunks."""
+"""Bytes in a request's line and headers, after a chunked body, or between two of its chunks."""
 MAX_HEADERS = 256
 SLICE_BYTES = 2**14
-"""How much is parsed before the limits are checked."""
+"""Bytes parsed before the limits are checked."""
 REST_SECONDS = 5.0
-"""How long a client may continue a body that was already answered."""
+"""Time a client may continue to send a body that was already answered."""
 PROBE_SECONDS = (0.05, 0.2, 1.0, 5.0)
 """Times between probes of a client that has closed its half of the connection; the last is repeated."""
 LINGER_SECONDS = 1.0
-"""How long a refused connection is still read: closing it at once might lose the answer."""
+"""Time a refused connection is still read: closing it at once might lose the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """`connections`: open at once. `header_seconds`: from when a connection opens, or its next request begins, until
-    the request's headers are complete."""
+    """`connections`: maximum number open at once. `header_seconds`: maximum time from the opening of a connection, or
+    the start of its next request, until the request's headers are complete."""
 
     connections: int
     header_seconds: float
 
 
 class RequestClient:
-    """The `Client` of one request. `unframed`: its answer ends with the connection, and has no chunks."""
+    """The `Client` of one request. `unframed`: the answer is not chunked and ends with the connection."""
 
     __slots__ = ("_cycle", "_events", "_flow", "_gone", "_transport", "unframed")
 
@@ -56,7 +56,7 @@ class RequestClient:
     def write(self, part: bytes) -> bool:
         """See `Client`; written as uvicorn would."""
         cycle = self._cycle
-        framed = cycle.chunked_encoding  # unset before the body and for HEAD
+        framed = cycle.chunked_encoding  # false before the body and for HEAD
         if cycle.disconnected or not (framed or self.unframed):
             return True
         if self._flow.write_paused:
@@ -69,7 +69,8 @@ class RequestClient:
         self._events = True
 
     def probe(self) -> bool:
-        """Write something that a client ignores, since writing shows whether it is gone. False if nothing can be."""
+        """Writes bytes that a client ignores, since writing shows whether it is gone. Returns False if nothing can be
+        written."""
         cycle = self._cycle
         if not cycle.response_started:
             if cycle.scope["http_version"] == "1.0":
@@ -86,7 +87,7 @@ class RequestClient:
     def watch(self, gone: Callable[[], None] | None) -> bool:
         """See `Client`."""
         self._gone = gone
-        self._flow.resume_reading()  # as uvicorn does for whoever waits for a disconnect
+        self._flow.resume_reading()  # as uvicorn does when the application waits for a disconnect
         return not (self._cycle.disconnected or self._cycle.more_body or self._cycle.body)
 
     def lost(self) -> None:
@@ -96,7 +97,7 @@ class RequestClient:
 
 
 def answer_unframed(cycle: RequestResponseCycle, client: RequestClient) -> None:
-    """For clients of HTTP/1.0, which knows no chunks: an answer of unknown length ends with the connection."""
+    """Lets an answer of unknown length end with the connection, for clients of HTTP/1.0, which has no chunks."""
     send = cycle.send
 
     async def send_unframed(message: Any) -> None:
@@ -107,17 +108,17 @@ def answer_unframed(cycle: RequestResponseCycle, client: RequestClient) -> None:
             if client.unframed:
                 cycle.chunked_encoding = False
         elif client.unframed:
-            cycle.expected_content_length = len(message.get("body", b""))  # as much as comes now, and then no more
+            cycle.expected_content_length = len(message.get("body", b""))  # exactly this part
         await send(message)
 
     cycle.send = send_unframed  # type: ignore[method-assign] # looked up when the request's task begins
 
 
 class BoundedProtocol(WatchedConnection):
-    """uvicorn's httptools protocol, with these bounds.
+    """uvicorn's httptools protocol, with the bounds of this module.
 
-    Invariant: `_timer` runs while no answer is in progress and the client owes us something: the rest of its headers,
-    or of a body that was answered early. A body that the application waits for is timed by the application.
+    Invariant: `_timer` runs while no answer is in progress and the client has yet to send the rest of its headers, or
+    of a body that was answered early. The application itself times a body that it waits for.
     """
 
     def __init__(
@@ -128,7 +129,8 @@ class BoundedProtocol(WatchedConnection):
         /,
         **uvicorn: Any,
     ) -> None:
-        """`refused` is called with the status of every refusal made here. `form_of`: the form of errors, by path."""
+        """`refused` is called with the status of every refusal made here. `form_of` returns the error form of a
+        path."""
         super().__init__(**uvicorn)
         self.url = b""  # until a request begins
         self._limits = limits
@@ -138,11 +140,11 @@ class BoundedProtocol(WatchedConnection):
         self._excess: TenutoError | None = None  # why the parser was stopped
         self._ended = False  # refused; further data is ignored
         self._begun = False  # part of a request has arrived
-        self._in_body = False  # its headers are complete
-        self._around = 0  # bytes since it began, or since its last byte of body
-        self._client: RequestClient | None = None  # of the last request
+        self._in_body = False  # the request's headers are complete
+        self._around = 0  # bytes since the request began, or since its last byte of body
+        self._client: RequestClient | None = None  # client of the last request
         self._half_closed = False  # the client sends no more, and may still read
-        self._probing: asyncio.TimerHandle | None = None  # while that is so
+        self._probing: asyncio.TimerHandle | None = None  # set while the connection is half closed
 
     @property
     def _answering(self) -> bool:
@@ -158,8 +160,9 @@ class BoundedProtocol(WatchedConnection):
             self._await_headers()
 
     def eof_received(self) -> bool:  # type: ignore[override] # uvicorn's closes every connection
-        """The client sends no more: it has gone, or has closed only its half of the connection and waits for its
-        answer. Writing shows which, for a client that has gone resets the connection. True keeps it open."""
+        """Handles the end of the client's data: it has gone, or has closed only its half of the connection and waits
+        for its answer. Writing shows which, for a client that has gone resets the connection. Returns True to keep it
+        open."""
         if self._ended or not self._answering or self.cycle.more_body or self.pipeline or self._client is None:
             return False
         self._half_closed = self._client.probe()
@@ -231,7 +234,7 @@ class BoundedProtocol(WatchedConnection):
             self._await_headers()
 
     def send_400_response(self, msg: str) -> None:
-        """The parser was stopped or failed."""
+        """Refuses the request after the parser was stopped or failed."""
         self._refuse(self._excess if self._excess is not None else InvalidRequest(msg))
 
     # -- time
@@ -250,7 +253,7 @@ class BoundedProtocol(WatchedConnection):
 
     def _headers_are_late(self) -> None:
         self._timer = None
-        if self.flow.read_paused or self._answering:  # perhaps we are not reading them
+        if self.flow.read_paused or self._answering:  # perhaps we have not read them yet
             self._await_headers()
         elif self._begun:
             self._refuse(RequestTimeout(f"the headers were incomplete after {self._limits.header_seconds:g} seconds"))
@@ -269,7 +272,7 @@ class BoundedProtocol(WatchedConnection):
     # -- the end
 
     def _refuse(self, error: TenutoError) -> None:
-        """Answer with an error, unless another answer is in progress, and close the connection."""
+        """Answers with an error, unless another answer is in progress, and closes the connection."""
         if self._ended or self.transport.is_closing():
             return
         self._ended = True
@@ -277,10 +280,10 @@ class BoundedProtocol(WatchedConnection):
             if not self._in_body or self.pipeline or self.cycle.response_started:
                 self.transport.close()
                 return
-            self.cycle.disconnected = True  # tells whoever waits for the body that it will not come
+            self.cycle.disconnected = True  # ends the application's wait for the body
             self.cycle.message_event.set()
         failure, request_id = Failure.of(error), new_request_id()
-        form = self._form_of(self.url.partition(b"?")[0].decode("latin-1"))  # as far as it has arrived
+        form = self._form_of(self.url.partition(b"?")[0].decode("latin-1"))  # the part that has arrived
         body = msgspec.json.encode(form.body(failure, request_id))
         ids = dict.fromkeys(form.id_headers, request_id)
         headers = {**failure.headers, **ids, "content-type": "application/json", "connection": "close"}

@@ -29,13 +29,14 @@ from tenuto.serve.unread import SEND_BUFFER_BYTES, UnreadConnections
 log = structlog.get_logger("tenuto.server")
 
 CLOSING_SECONDS = 2.0
-"""How long connections may take to end once their turns have ended."""
+"""Time connections have to end once their turns have ended."""
 OTHER_FILES = 64
-"""Open files besides connections."""
+"""Number of open files other than connections."""
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to us: the exit status is 0 after SIGTERM, and turns end before connections do."""
+    """A uvicorn server that leaves signals to us, so that the exit status is 0 after SIGTERM and turns end before
+    connections."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -43,7 +44,7 @@ class _Server(uvicorn.Server):
 
 
 def listen(settings: ServeSettings) -> socket.socket:
-    """A listening socket; port 0 picks a free one. Raises `ConfigError`."""
+    """Returns a listening socket; port 0 picks a free port. Raises `ConfigError`."""
     try:
         family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
         listening = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
@@ -54,8 +55,8 @@ def listen(settings: ServeSettings) -> socket.socket:
 
 
 def _connections(wanted: int) -> int:
-    """How many connections the process may have, at most `wanted`. Raises the limit on open files for that as far as
-    possible."""
+    """Returns the number of connections the process may have, at most `wanted`. Raises the limit on open files as far
+    as needed and possible."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -67,9 +68,9 @@ def _connections(wanted: int) -> int:
 async def serve(
     engine: EngineProcess, settings: ServeSettings, ready: Callable[[ModelView, str], None] = lambda *_: None
 ) -> None:
-    """Serve what `engine` computes until SIGTERM or SIGINT. `ready` is called with the model and the address once
-    requests are accepted. Raises `ModelError`, `ConfigError`, and `EngineStopped` if the engine ends by itself, after
-    answering open requests."""
+    """Serves `engine` over HTTP until SIGTERM or SIGINT. `ready` is called with the model and the address once requests
+    are accepted. Raises `ModelError` or `ConfigError`, or `EngineStopped` if the engine ends by itself, once open
+    requests are answered."""
     with listen(settings) as listening:
         try:
             link = await ProcessLink.open(engine)

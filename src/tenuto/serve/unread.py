@@ -1,4 +1,5 @@
-"""Breaks the connections of clients that do not read: their turns hold rows, and their answers fill memory."""
+"""Breaks the connections of clients that do not read. Otherwise their turns would hold rows, and their answers fill
+memory."""
 
 from __future__ import annotations
 
@@ -15,16 +16,16 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 log = structlog.get_logger("tenuto.http")
 
 CHECKS = 4
-"""How often a connection is checked within its client's time."""
+"""Number of checks of a connection within the time its client has."""
 SEND_BUFFER_BYTES = 2**16
-"""The requested size of the system's buffer for an answer; Linux doubles it. The default is megabytes, and a turn whose
-client does not read would hold its row until they are full."""
+"""The requested size of the system's send buffer; Linux doubles it. The default is megabytes, and a turn whose client
+does not read would hold its row until the buffer is full."""
 WRITE_BUFFER_BYTES = 2**14
-"""How much we buffer besides before the writer has to wait."""
+"""Bytes in our own buffer before the writer has to wait."""
 
 
 class WatchedConnection(HttpToolsProtocol):
-    """A client's connection. `resumed`: how often its full buffers have emptied."""
+    """A client's connection. `resumed`: number of times its full buffers have emptied."""
 
     resumed = 0
 
@@ -38,31 +39,32 @@ class WatchedConnection(HttpToolsProtocol):
 
 
 class UnreadConnections:
-    """Breaks a connection whose buffers have been full, or which was to be closed, for some time without progress.
-    Clients' systems may announce reads only in pieces of 64 KiB or more. For the writer and the turn, this is a
-    disconnect like any other.
+    """Breaks connections whose buffers were full, or which were closing, for some time without progress. Clients'
+    systems may announce reads only in pieces of 64 KiB or more. For the writer and the turn, this is a disconnect like
+    any other.
 
     Invariant: nothing is written to the connections in `_waiting` until they have `resumed`, so the unread part of
     their answers only shrinks.
     """
 
     def __init__(self, connections: Collection[Any], seconds: float) -> None:
-        """`connections`: a server's, as they come and go. `seconds`: how long a client may read nothing."""
+        """`connections`: the server's live set of connections. `seconds`: maximum time that a client may read
+        nothing."""
         self._connections = connections
         self._seconds = seconds
         self._waiting: dict[WatchedConnection, tuple[int, int, int]] = {}  # resumed, bytes left, idle checks
 
     async def watch(self) -> None:
-        """Check until cancelled."""
+        """Checks until cancelled."""
         while True:
             await asyncio.sleep(self._seconds / CHECKS)
             try:
                 self.check()
-            except Exception:  # our own mistake; without further checks, turns would hold their rows for nobody
+            except Exception:  # a bug of ours; checks must go on, or turns would keep their rows
                 log.exception("connections could not be checked")
 
     def check(self) -> None:
-        """Break the connections without progress in `CHECKS` checks in a row."""
+        """Breaks the connections without progress in `CHECKS` checks in a row."""
         waiting: dict[WatchedConnection, tuple[int, int, int]] = {}
         for connection in list(self._connections):
             transport = connection.transport
@@ -79,20 +81,20 @@ class UnreadConnections:
         self._waiting = waiting
 
     def give_up(self) -> None:
-        """The server shuts down: break the connections whose buffers are full."""
+        """Breaks the connections whose buffers are full. Called at shutdown."""
         for connection in list(self._connections):
             if _may_be_unread(connection):
                 connection.transport.abort()
 
 
 def _may_be_unread(connection: WatchedConnection) -> bool:
-    """Whether nothing more is written until the client has read."""
+    """Whether nothing is written until the client reads."""
     return connection.flow.write_paused or connection.transport.is_closing()
 
 
 def bytes_left(transport: asyncio.WriteTransport) -> int:
-    """Bytes that were written but have not arrived: in our buffer and, where the system reports it as Linux does, in
-    the system's. Elsewhere progress shows later, when our own buffer shrinks."""
+    """Returns the number of bytes written that have not arrived: those in our buffer and, on systems that report it,
+    such as Linux, in the system's. Elsewhere progress shows later, when our own buffer shrinks."""
     left = transport.get_write_buffer_size()
     descriptor = transport.get_extra_info("socket").fileno()
     try:
