@@ -66,8 +66,7 @@ def next_turn(engine: Engine, name: str, draw: random.Random) -> float:
 def until(engine: Engine, condition: Callable[[], bool]) -> None:
     """Runs steps until `condition` is true; waits for copies when there is nothing to compute."""
     copied = threading.Event()
-    if engine.parking is not None:
-        engine.parking.on_copied(copied.set)
+    engine.idle_memory.on_copied(copied.set)
     while not condition():
         copied.clear()
         if not engine.step().worked and len(engine.batch):
@@ -174,9 +173,8 @@ def report(host: Engine, disk: Engine, length: int, draw: random.Random, directo
         tell(engine, "s", length, draw)
 
     def leave(engine: Engine) -> None:
-        engine.lifecycle.drop(engine.sessions.get("s"), "pressure")
-        if engine.parking is not None:
-            engine.parking.finish()  # files are written in the background
+        engine.pressure.drop(engine.sessions.get("s"), "pressure")
+        engine.idle_memory.finish()  # files are written in the background
         uncache(directory)
 
     next_turn(host, "s", draw)

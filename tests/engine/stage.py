@@ -172,7 +172,7 @@ class Stage:
         else:
             self.until(lambda: len(turn.output) >= 4)
         if state == "preempted":
-            self.engine.lifecycle.preempt(turn)
+            self.engine.pressure.preempt(turn)
         return turn
 
     # -- expected outputs and computed tokens

@@ -230,7 +230,7 @@ def test_stopping_a_preempted_regeneration_keeps_the_new_output_and_not_the_old(
     )  # so that its output differs
     stage.until(lambda: len(turn.output) >= 4)
     assert list(turn.output) != old[10 : 10 + len(turn.output)]
-    stage.engine.lifecycle.preempt(turn)
+    stage.engine.pressure.preempt(turn)
     stage.engine.abort("s", keep)
     assert list(session.history) == [*old[:10], *turn.output[:keep]]
     expected = continuation([*session.history, 5], 4)

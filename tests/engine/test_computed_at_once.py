@@ -5,14 +5,15 @@ from __future__ import annotations
 from tenuto.base.turns import EndReason
 from tests.engine.stage import FULL, STATE, Stage
 from tests.present import present
+from tests.tiered import parking_in
 
 
 def test_a_turn_whose_session_is_restored_without_a_copy_releases_its_units():
     stage = Stage((FULL, STATE), host_tier=10**6, units=60)
     session = stage.told("s")
     stage.engine.fork("s", child="fork")
-    stage.engine.lifecycle.drop(session)
-    assert present(stage.engine.parking).has(session)
+    stage.engine.pressure.drop(session)
+    assert parking_in(stage.engine).has(session)
     turn = stage.append("s", [])
     stage.play()
     assert present(turn.result).reason is EndReason.APPENDED

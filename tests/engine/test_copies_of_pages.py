@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from tests.engine.stage import PAGE, Stage, continuation
 from tests.present import present
+from tests.tiered import parking_in
 
 
 def with_a_fork() -> tuple[Stage, list[int]]:
@@ -19,8 +20,8 @@ def with_a_fork() -> tuple[Stage, list[int]]:
 
 def park(stage: Stage, name: str) -> None:
     session = stage.engine.sessions.get(name)
-    stage.engine.lifecycle.drop(session)
-    assert present(stage.engine.parking).has(session)
+    stage.engine.pressure.drop(session)
+    assert parking_in(stage.engine).has(session)
 
 
 def goes_on(stage: Stage, name: str, history: Sequence[int]) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tenuto.base.errors import NotFound, SessionClosed
 from tenuto.base.turns import EndReason, TurnState
-from tenuto.engine.lifecycle import MAX_IDLE_TIMERS
+from tenuto.engine.timers import MAX_IDLE_TIMERS
 from tests.engine.stage import STATES, Stage, continuation, every_mix
 from tests.present import present
 
@@ -24,7 +24,7 @@ def test_a_turn_past_its_deadline_ends_and_its_session_is_at_the_last_commit(mix
         steps = {"queued": 0, "mid-prefill": 1}.get(state)
         stage.until(lambda: len(turn.output) > 4) if steps is None else [stage.step() for _ in range(steps)]
         if state == "preempted":
-            stage.engine.lifecycle.preempt(turn)
+            stage.engine.pressure.preempt(turn)
     stage.clock.advance(31.0)
     assert turn in stage.step().ended
     result = present(turn.result)
@@ -52,7 +52,7 @@ def test_a_started_turn_ignores_its_queue_deadline_even_if_preempted() -> None:
     stage.open()
     turn = stage.say("s", [1, 2], 40, queue_timeout=3.0)
     stage.step()
-    stage.engine.lifecycle.preempt(turn)
+    stage.engine.pressure.preempt(turn)
     stage.clock.advance(10.0)
     stage.play()
     assert (present(turn.result).reason, len(turn.output)) == (EndReason.LENGTH, 40)
@@ -193,7 +193,7 @@ def test_timers_of_ended_turns_are_purged_and_a_drafts_timer_stays() -> None:
     for _ in range(1200):
         stage.say("s", [1], 1, timeout=1e6)
         stage.engine.abort("s")
-    assert len(stage.engine.lifecycle._timers) <= MAX_IDLE_TIMERS + 8 * 2 + 1
+    assert len(stage.engine.timers) <= MAX_IDLE_TIMERS + 8 * 2 + 1
     stage.clock.advance(40.0)
     stage.step()
     assert present(draft.result).reason is EndReason.DEADLINE

@@ -18,6 +18,7 @@ from tenuto.memory.tiers.unit_files import INDEX, SUFFIX, UnitFiles
 from tests.carriers import ByHand
 from tests.engine.stage import FULL, PAGE, STATE, Stage, continuation, count_from, every_mix
 from tests.present import present
+from tests.tiered import parking_in
 
 UNIT = 16 * PAGE
 """Bytes of a full attention page on the witness."""
@@ -29,12 +30,12 @@ def make(tier: Path, mix: Any = (FULL,), **options: Any) -> Stage:
 
 
 def parking(stage: Stage) -> Parking:
-    return present(stage.engine.parking)
+    return parking_in(stage.engine)
 
 
 def park(stage: Stage, *names: str) -> None:
     for name in names:
-        stage.engine.lifecycle.drop(stage.engine.sessions.get(name))
+        stage.engine.pressure.drop(stage.engine.sessions.get(name))
 
 
 def parked(stage: Stage) -> list[str]:
@@ -105,7 +106,7 @@ def test_a_tenant_never_gets_another_tenants_state_even_for_the_same_words(mix, 
         session = stage.open("s", tenant=tenant)
         stage.say("s", count_from(3, 30), 2, tenant)
         stage.play()
-        stage.engine.lifecycle.drop(session)
+        stage.engine.pressure.drop(session)
     exchange(tmp_path)
     assert [goes_on(stage, "s", tenant) for tenant in ("one", "two")] == [0, 0]
     assert parking(stage).tiers.failures == {"content": 2}
@@ -182,7 +183,7 @@ def test_anything_but_a_regular_file_is_refused_without_waiting(
     make_it(index)
     stage = make(tmp_path)
     stage.engine.recover()
-    assert present(stage.engine.snapshots).counts["unreadable"] == 1
+    assert stage.engine.snapshots.counts["unreadable"] == 1
 
 
 def test_no_memory_is_allocated_for_a_file_that_claims_to_be_huge(tmp_path: Path) -> None:
@@ -270,7 +271,7 @@ def test_a_snapshot_on_a_small_disk_keeps_the_most_recently_used_sessions(tmp_pa
         stage.clock.advance(1.0)
     saved = [session.saved() for session in stage.engine.sessions]
     stage.engine.save()
-    assert present(stage.engine.snapshots).counts == {"saved": 3}
+    assert stage.engine.snapshots.counts == {"saved": 3}
     stage.engine.end(keep=True)
     stage = make(tmp_path, budget=24 * UNIT)
     for each in saved:

@@ -153,9 +153,9 @@ def test_a_suspect_that_waits_for_another_turns_computation_delays_no_others() -
         turns[name] = stage.say(stage.open(name).id, count_from(len(turns), 30), 60)
     for _ in range(8):
         stage.step()
-    sharing = present(stage.engine.lifecycle.sharing)
+    sharing = stage.engine.sharing
     assert sharing.waits(turns["waits"])
-    stage.engine.lifecycle.preempt(turns["first"])
+    stage.engine.pressure.preempt(turns["first"])
     failing = iter([True])
     stage.executor._fail = lambda: next(failing, False)
     stage.until(lambda: turns["waits"] in stage.engine.suspects and len(stage.engine.suspects) == 1)

@@ -143,7 +143,7 @@ def test_a_preempted_turn_continues_in_its_grammar(mix, overlap: int, at: int) -
     stage.open()
     turn = climb(stage, count_from(1, 30), Ladder(4, 1, 12))
     stage.until(lambda: turn.state is TurnState.RUNNING and len(turn.output) >= at)
-    stage.engine.lifecycle.preempt(turn)
+    stage.engine.pressure.preempt(turn)
     stage.play()
     assert list(turn.output) == climbed(count_from(1, 30), Ladder(4, 1, 12), 12)
 
@@ -173,7 +173,7 @@ def test_an_aborted_turn_leaves_no_grammar_behind(overlap: int, state: str) -> N
         if state != "queued":
             stage.until(lambda: turn.started and (state == "mid-prefill" or len(turn.output) >= 4))
         if state == "preempted":
-            stage.engine.lifecycle.preempt(turn)
+            stage.engine.pressure.preempt(turn)
     stage.engine.abort("s")
     assert list(session.history) == history
     following = stage.say("s", [9], 5)
@@ -389,7 +389,7 @@ def test_every_turn_follows_its_grammar_under_random_operations(mix, seed: int) 
             stage.step()
         running = [turn for turn, _ in turns if turn.state is TurnState.RUNNING]
         if running and random.random() < 0.3:
-            stage.engine.lifecycle.preempt(random.choice(running))
+            stage.engine.pressure.preempt(random.choice(running))
     stage.play()
     masks.close()
     for turn, said in turns:

@@ -36,7 +36,7 @@ def test_an_aborted_regenerate_leaves_the_old_output(mix, overlap: int, when: st
     if when != "queued":
         stage.until(lambda: len(turn.output) > 8)
     if when == "preempted":
-        stage.engine.lifecycle.preempt(turn)
+        stage.engine.pressure.preempt(turn)
     stage.engine.abort("s")
     stage.engine.audit()
     assert (list(session.history), session.version) == (before, 1)

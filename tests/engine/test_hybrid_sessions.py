@@ -29,10 +29,10 @@ def test_a_rewind_replays_at_most_the_spacing_of_checkpoints(long: Stage, turns:
     fork = engine.fork("long", child=child)
     kept = fork.records[TURNS - turns - 1].end + within
     engine.rewind(child, position=kept)
-    before = sum(engine.lifecycle.recomputed.values())
+    before = sum(engine.counts.recomputed.values())
     computed = long.cost(lambda: long.say(child, [5, 6], 4))
     replayed = computed - (2 + 4)  # the history's last token is computed now, and the last sampled one is not
-    assert replayed == sum(engine.lifecycle.recomputed.values()) - before
+    assert replayed == sum(engine.counts.recomputed.values()) - before
     assert 0 <= replayed <= (INTERVAL if within else 0)
     engine.close(child)
 

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 from tenuto.memory.tiers.unit_files import UnitFiles
 from tests.engine.stage import PAGE, Stage, continuation
-from tests.present import present
+from tests.tiered import parking_in
 
 SESSIONS = 500
 FIT = 50
@@ -63,7 +63,7 @@ def over_the_device(sessions: int, directory: Path) -> None:
         stage.engine.audit()
     late = max(place - sum(other < number for other in started[:place]) for place, number in enumerate(started))
     assert late <= OVERTAKEN
-    parking = present(stage.engine.parking)
+    parking = parking_in(stage.engine)
     assert parking.restored >= sessions - FIT
     assert not parking.recomputed
     assert parking.tiers.moved["disk"] > 0

@@ -98,7 +98,7 @@ def test_state_computed_with_other_weights_is_never_reused(mix, overlap: int, ti
     stage = Stage(mix, overlap=overlap, prefix_cache=True, **tiers)
     history = list(stage.told("idle").history)
     stage.told("parked")
-    stage.engine.lifecycle.drop(stage.engine.sessions.get("parked"))
+    stage.engine.pressure.drop(stage.engine.sessions.get("parked"))
     stage.told("closed")
     stage.engine.close("closed")
     stage.open("running")

@@ -16,6 +16,7 @@ from tenuto.engine.parking import Parking
 from tenuto.memory.tiers.unit_files import SUFFIX, UnitFiles
 from tests.engine.stage import FULL, PAGE, STATE, Stage, continuation, count_from, every_mix, every_overlap
 from tests.present import present
+from tests.tiered import parking_in
 
 HOST = 10**6
 
@@ -31,7 +32,7 @@ def units_of(mix: tuple[Kind, ...]) -> int:
 
 
 def parking(stage: Stage) -> Parking:
-    return present(stage.engine.parking)
+    return parking_in(stage.engine)
 
 
 def crowd(stage: Stage, count: int = 8, tokens: int = 60) -> list[str]:
@@ -73,7 +74,7 @@ def test_units_shared_by_two_sessions_are_kept_once_and_restored_once(mix) -> No
     stage.engine.fork("parent", child="child")
     held = [pool.leased for pool in stage.engine.memory.pools]
     for session in (parent, stage.engine.sessions.get("child")):
-        stage.engine.lifecycle.drop(session, "pressure")
+        stage.engine.pressure.drop(session, "pressure")
     tiers = parking(stage).tiers
     assert len(tiers) == 2
     assert tiers.moved["host"] <= sum(held)

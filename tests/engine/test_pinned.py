@@ -43,7 +43,7 @@ def test_a_pinned_session_whose_turn_waits_or_lost_its_units_keeps_its_committed
     before = pinned.memory.computed
     turn = stage.say("pinned", count_from(3, 10), 8)
     stage.until(lambda: len(turn.output) > 2)
-    stage.engine.lifecycle.preempt(turn)
+    stage.engine.pressure.preempt(turn)
     others = [stage.open(f"other {number}", priority=5).id for number in range(2)]
     for other in others:
         stage.say(other, count_from(9, 40), 20)

@@ -34,7 +34,7 @@ def test_a_preempted_turn_generates_the_same_output_and_history_does_not_move(mi
     expected = continuation([*before, *count_from(600, 20)], 20)
     turn = stage.reach(when)
     said = list(turn.output)
-    stage.engine.lifecycle.preempt(turn)
+    stage.engine.pressure.preempt(turn)
     stage.engine.audit()
     assert (list(session.history), session.memory.computed, session.version) == (before, computed, 1)
     assert (turn.state, list(turn.output)) == (TurnState.PREEMPTED, said)
@@ -230,7 +230,7 @@ def test_decodes_that_outgrow_memory_compute_at_most_twice_the_tokens_they_need(
     needed = turns_at_once * (prompt + output - 1)
     computed = sum(turn.computed_tokens for turn in turns)
     assert needed < computed <= 2 * needed
-    assert computed - needed == stage.engine.lifecycle.recomputed["preempted"]
+    assert computed - needed == stage.engine.counts.recomputed["preempted"]
     for i, turn in enumerate(turns):
         assert list(turn.output) == continuation(count_from(i, prompt), output)
 
@@ -242,7 +242,7 @@ def test_cached_tokens_count_only_if_the_turn_computed_something_after_them() ->
     session = stage.told("s")
     turn = stage.say("s", [1, 2], 3)
     stage.engine._admission.admit()
-    stage.engine.lifecycle.preempt(turn)
+    stage.engine.pressure.preempt(turn)
     stage.engine.drop("s")
     stage.play()
     result = present(turn.result)

@@ -226,7 +226,7 @@ def test_closing_a_session_compares_it_with_a_few_of_those_with_the_same_beginni
         stage.open(f"s{i}")
         stage.say(f"s{i}", [*COMMON[:40], i, i], 1, input_logprobs=0)
     stage.play()
-    index = present(stage.engine.prefixes)
+    index = stage.engine.prefixes
     before = index.compared
     for i in range(60):
         stage.engine.close(f"s{i}")
@@ -279,7 +279,7 @@ def test_a_flush_drops_the_memory_of_closed_sessions() -> None:
 
 
 def hashed(engine: Engine) -> int:
-    return present(engine.prefixes).hashed
+    return engine.prefixes.hashed
 
 
 def test_every_full_page_is_hashed_once() -> None:
@@ -311,7 +311,7 @@ def test_output_after_a_rewind_is_found_by_its_own_hashes() -> None:
     stage.play()
     anew = PrefixIndex(PAGE)
     anew.enter(session)
-    assert present(stage.engine.prefixes)._hashes[session] == anew._hashes[session]
+    assert stage.engine.prefixes._hashes[session] == anew._hashes[session]
     turn = once(stage, [*count_from(len("s"), 60)[:10], *count_from(500, 60), 9])
     assert cached(turn) == 70
 
@@ -324,7 +324,7 @@ def test_nothing_remains_of_closed_sessions() -> None:
         stage.engine.rewind(name, position=10)
         stage.engine.close(name)
     stage.engine.drop()
-    index = present(stage.engine.prefixes)
+    index = stage.engine.prefixes
     assert isinstance(index, PrefixIndex)
     assert (len(index), index._owners, index._hashes) == (0, {}, {})
 

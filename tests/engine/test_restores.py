@@ -40,6 +40,7 @@ from tests.engine.stage import (
     every_overlap,
 )
 from tests.present import present
+from tests.tiered import parking_in
 
 HISTORY = 66
 """Tokens in the history of a session with 60 input tokens."""
@@ -58,10 +59,10 @@ class Slow:
 
     @property
     def parking(self) -> Parking:
-        return present(self.engine.parking)
+        return parking_in(self.engine)
 
     def park(self, name: str) -> None:
-        self.engine.lifecycle.drop(self.engine.sessions.get(name))
+        self.engine.pressure.drop(self.engine.sessions.get(name))
         assert self.parking.has(self.engine.sessions.get(name))
 
     def come_back(self, name: str = "s", output: int = 3, **params: Any) -> Turn:
@@ -123,13 +124,13 @@ def test_a_turn_that_ends_while_its_session_is_restored_leaves_it_parked(mix, en
         history += [5, 6]
     elif end == "deadline":
         slow.stage.clock.advance(31.0)
-        slow.engine.lifecycle.expire()
+        slow.engine.step()
     elif end == "close":
         slow.engine.close("s")
     elif end == "preempt":
-        slow.engine.lifecycle.preempt(turn)
+        slow.engine.pressure.preempt(turn)
     else:
-        slow.engine.lifecycle.pause(turn)
+        slow.engine.pressure.pause(turn)
     assert list(session.history) == history
     assert session.memory.computed == 0
     assert sum(slow.limbo()) > 0, "units that a copy may still write are not free"
@@ -341,7 +342,7 @@ def test_unfinished_writes_to_disk_stay_within_their_limit(tmp_path: Path, monke
     monkeypatch.setattr("tenuto.memory.tiers.tiers.MAX_LEAVING", tiers.host_used + 10)
     slow.stage.told("other", 20)
     assert len(tiers.writes) == 1
-    slow.engine.lifecycle.drop(slow.engine.sessions.get("other"))
+    slow.engine.pressure.drop(slow.engine.sessions.get("other"))
     assert len(tiers.writes) == 1  # the first has been waited for
     assert tiers.disk_used > 0
     slow.parking.audit()
@@ -384,8 +385,8 @@ def threaded(disk: Gate) -> Engine:
     engine.submit("s", count_from(1, 60), TurnParams(max_new_tokens=6))
     while not engine.idle:
         engine.step()
-    engine.lifecycle.drop(engine.sessions.get("s"))
-    present(engine.parking).finish()
+    engine.pressure.drop(engine.sessions.get("s"))
+    parking_in(engine).finish()
     return engine
 
 
@@ -424,7 +425,7 @@ def test_streams_continue_while_the_disk_is_read_and_then_the_restored_turn_runs
         gate.open.set()
         loop.close()
         engine.end()
-    assert present(engine.parking).restored == 1
+    assert parking_in(engine).restored == 1
 
 
 def test_an_ending_engine_waits_for_its_copies(gate: Gate) -> None:
@@ -458,7 +459,7 @@ def test_a_damaged_file_is_noticed_by_the_thread_that_reads_it(gate: Gate, tmp_p
     turn = engine.submit("s", [5, 6], TurnParams(max_new_tokens=3))
     while not engine.idle:
         engine.step()
-        parking = present(engine.parking)
+        parking = parking_in(engine)
         for move in list(parking.tiers.moves._under_way):
             move.ended.wait(60)
     assert list(turn.output) == continuation([*history, 5, 6], 3)
@@ -500,8 +501,8 @@ def test_a_restore_cancelled_before_it_begins_keeps_no_units_while_others_read(g
         engine.submit(name, [ord(name), *count_from(1, 59)], TurnParams(max_new_tokens=6))
         while not engine.idle:
             engine.step()
-        engine.lifecycle.drop(engine.sessions.get(name))
-        present(engine.parking).finish()
+        engine.pressure.drop(engine.sessions.get(name))
+        parking_in(engine).finish()
     gate.open.clear()
     for name in ("s", "t"):  # both threads wait for the disk
         engine.submit(name, [5], TurnParams(max_new_tokens=3))
@@ -574,7 +575,7 @@ def test_a_write_that_fails_while_a_snapshot_waits_for_it_loses_no_other_session
     monkeypatch.setattr("tenuto.memory.tiers.tiers.MAX_LEAVING", tiers.host_used + 1)
     engine.save()
     assert len(tried) > 1
-    assert present(engine.snapshots).counts == {"saved": 1}
+    assert engine.snapshots.counts == {"saved": 1}
     engine.end(keep=True)
 
 
@@ -594,8 +595,8 @@ def test_a_session_whose_restore_is_given_up_hides_no_prefix_from_others() -> No
             engine.memory.cache._evict(checkpoint)
     engine.rewind("q", position=position + 1)
     turn = slow.come_back("q")
-    engine.lifecycle.preempt(turn)
-    assert present(engine.prefixes)._entered.get(session, 0) * PAGE <= session.memory.computed
+    engine.pressure.preempt(turn)
+    assert engine.prefixes._entered.get(session, 0) * PAGE <= session.memory.computed
 
 
 def broken(*_: Any, **__: Any) -> None:
@@ -628,7 +629,7 @@ def test_a_session_whose_pages_are_in_two_files_is_restored_whole(tmp_path) -> N
     stage = Stage(units=60, disk=UnitFiles(tmp_path, 10**7))
     session = stage.told("s", 40)
     for _ in range(2):
-        stage.engine.lifecycle.drop(session)
+        stage.engine.pressure.drop(session)
         turn = stage.say("s", [5, 6, 7, 8, 9], 3)
         before = len(session.history)
         stage.play()

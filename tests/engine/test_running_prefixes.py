@@ -8,6 +8,7 @@ import pytest
 
 from tenuto.base.groups import Kind
 from tenuto.base.turns import EndReason
+from tenuto.engine.sharing import Sharing
 from tenuto.session.turn import Turn
 from tests.engine.stage import (
     FULL,
@@ -43,7 +44,7 @@ def right(turn: Turn, *more: int) -> bool:
 
 
 def outcomes(stage: Stage) -> dict[str, int]:
-    return dict(present(stage.engine.lifecycle.sharing).outcomes)
+    return dict(stage.engine.counts.prefix_lookups)
 
 
 @every_mix
@@ -87,15 +88,15 @@ def test_a_waiting_turn_continues_when_the_other_leaves_its_row(mix, overlap: in
     first, second = ask(stage, 1, 5), ask(stage, 2, 6)
     for _ in range(3):
         stage.step()
-    assert present(stage.engine.lifecycle.sharing).waits(second)
+    assert stage.engine.sharing.waits(second)
     if how == "abort":
         stage.engine.abort("s1")
     elif how == "close":
         stage.engine.close("s1")
     elif how == "preempt":
-        stage.engine.lifecycle.preempt(first)
+        stage.engine.pressure.preempt(first)
     else:
-        stage.engine.lifecycle.pause(first)
+        stage.engine.pressure.pause(first)
     stage.play()
     assert right(second, 6)
     assert len(second.output) == 4
@@ -170,7 +171,7 @@ def test_a_turn_with_scored_input_waits_for_no_other() -> None:
     second = ask(stage, 2, 5, input_logprobs=0)
     for _ in range(3):
         stage.step()
-    assert not present(stage.engine.lifecycle.sharing).waits(second)
+    assert not stage.engine.sharing.waits(second)
     stage.play()
     assert right(second, 5)
 
@@ -180,7 +181,7 @@ def test_a_turn_of_higher_priority_waits_for_no_other() -> None:
     first, second = ask(stage, 1, 5), ask(stage, 2, 6, priority=3)
     stage.step()
     stage.step()
-    assert not present(stage.engine.lifecycle.sharing).waits(second)
+    assert not stage.engine.sharing.waits(second)
     stage.play()
     assert right(first, 5)
     assert right(second, 6)
@@ -237,7 +238,7 @@ def test_each_sequence_hashes_every_page_at_most_once() -> None:
     stage = make()
     turns = [ask(stage, number, 5 + number, output=9) for number in range(3)]
     stage.play()
-    hashed = present(stage.engine.prefixes).hashed
+    hashed = stage.engine.prefixes.hashed
     assert hashed <= sum((turn.length - 1) // PAGE for turn in turns)
 
 
@@ -249,7 +250,8 @@ def test_nothing_remains_of_prompts_that_ran() -> None:
     stage.engine.abort("s0")
     stage.play()
     stage.engine.drop()
-    sharing = present(stage.engine.lifecycle.sharing)
+    sharing = stage.engine.sharing
+    assert isinstance(sharing, Sharing)
     assert (len(sharing._running), sharing._running._turns, sharing._waits) == (0, {}, {})
     assert stage.engine.batch.held == set()
 

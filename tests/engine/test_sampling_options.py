@@ -117,7 +117,7 @@ def play(engine: Engine) -> None:
 
 def preempt_when(engine: Engine, turn: Turn, condition: Callable[[Turn], object]) -> None:
     until(engine, lambda: condition(turn))
-    engine.lifecycle.preempt(turn)
+    engine.pressure.preempt(turn)
 
 
 def until(engine: Engine, condition: Callable[[], object]) -> None:
@@ -216,11 +216,11 @@ def test_a_preempted_turn_continues_as_if_uninterrupted(
     params = TurnParams(max_new_tokens=14, sampling=sampling, logprobs=3, min_new_tokens=9, stop_ids=(50, 51))
     turn = engine.submit("a", text(9), params)
     until(engine, lambda: len(turn.output) >= 4)
-    engine.lifecycle.preempt(turn)
+    engine.pressure.preempt(turn)
     other = engine.submit("b", text(20, 1), TurnParams(max_new_tokens=3, sampling=REPEATING))
     until(engine, lambda: len(turn.output) >= 11 or turn.state.ended)
     if not turn.state.ended:
-        engine.lifecycle.preempt(turn)
+        engine.pressure.preempt(turn)
     play(engine)
     expected = said(model, text(9), params)
     assert outputs(turn) == expected
@@ -406,7 +406,7 @@ def test_each_input_token_is_scored_once_on_every_memory_kind_despite_recomputat
     turn = stage.say("s", given, 9, input_logprobs=1, logprobs=1)
     for enough in (lambda: turn.input_scores, lambda: len(turn.output) == 3):
         stage.until(enough)
-        stage.engine.lifecycle.preempt(turn)
+        stage.engine.pressure.preempt(turn)
     stage.play()
     scores = [entry for entry in turn.input_logprobs if entry is not None]
     assert [entry.token for entry in scores] == given

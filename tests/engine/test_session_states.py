@@ -68,7 +68,7 @@ def test_an_imported_session_computes_only_new_tokens(mix, where: str, tmp_path:
     elif where != "device":
         if where == "partly parked":
             here.engine.fork("s", child="fork")
-        here.engine.lifecycle.drop(here.engine.sessions.get("s"))
+        here.engine.pressure.drop(here.engine.sessions.get("s"))
     path = exported(here, "s", tmp_path / "file")
     there = Stage(mix, overlap=1)
     imported(there, path)
@@ -95,7 +95,7 @@ def test_memory_parked_under_an_aborted_turn_can_be_imported(tmp_path: Path) -> 
     here.say("s", [20], 1)
     here.step()
     assert session.memory.computed == len(session.history) == 20
-    here.engine.lifecycle.drop(session)
+    here.engine.pressure.drop(session)
     here.engine.audit()
     here.engine.abort("s")
     there = Stage()

@@ -101,7 +101,7 @@ def test_rewinding_into_a_page_that_another_turn_started_with_does_not_write_it(
 def test_a_turn_that_lost_its_row_still_finds_its_source_after_the_other_rewinds(mix) -> None:
     stage = Stage(mix, page_size=8, token_budget=24, prefix_cache=True)
     first, second = begin_with_a_running_turn(stage, count_from(1, 20), lost=False)
-    stage.engine.lifecycle.preempt(second)
+    stage.engine.pressure.preempt(second)
     stage.engine._queue.remove(second)  # under pressure it waits until there is room again
     stage.until(lambda: first.state.ended)
     stage.engine.rewind("first", position=18)

@@ -15,6 +15,7 @@ from tenuto.memory.tiers.unit_files import INDEX, SUFFIX, UnitFiles
 from tenuto.session.records import SavedSession
 from tests.engine.stage import FULL, STATE, Stage, continuation, count_from, every_mix, every_overlap
 from tests.present import present
+from tests.tiered import parking_in
 
 BUDGET = 10**7
 
@@ -43,7 +44,8 @@ def begin_again(tier: Path, saved: list[SavedSession], mix: tuple[Kind, ...] = (
 
 
 def snapshots(stage: Stage) -> Snapshots:
-    return present(stage.engine.snapshots)
+    assert isinstance(stage.engine.snapshots, Snapshots)
+    return stage.engine.snapshots
 
 
 def outcomes(stage: Stage) -> dict[str, int]:
@@ -78,7 +80,7 @@ def test_sessions_are_restored_with_their_state(mix, overlap: int, tmp_path: Pat
             length = len(session.tokens)
             cached = goes_on(stage, session.session, 7, again)
             assert cached == length - 1 or (session.session == "fork" and mix != (FULL,))
-        assert not present(stage.engine.parking).recomputed
+        assert not parking_in(stage.engine).recomputed
         saved = end(stage)
 
 
@@ -90,7 +92,7 @@ def test_units_that_sessions_share_are_written_once(tmp_path: Path) -> None:
     held = stage.engine.memory.pools[0].leased
     end(stage)
     stage = begin(tmp_path)
-    index = present(present(stage.engine.parking).tiers.read_index())
+    index = present(parking_in(stage.engine).tiers.read_index())
     places = {(run.file, run.row + i) for each in index.sessions for run in each.groups[0] for i in range(run.count)}
     assert len(index.sessions) == 7
     assert len(places) == held
@@ -121,7 +123,7 @@ def test_a_history_that_grew_or_was_rewound_reuses_its_unchanged_part(mix, tmp_p
     stage.engine.close("on")
     stage.engine.close("back")
     stage.engine.close("other")
-    assert present(stage.engine.parking).tiers.disk_used == 0
+    assert parking_in(stage.engine).tiers.disk_used == 0
     assert not list(tmp_path.glob(f"*{SUFFIX}"))
 
 
@@ -144,8 +146,8 @@ def test_a_file_that_does_not_verify_costs_only_time(mix, harm: str, cause: str,
             path.write_bytes(path.read_bytes().replace(b'"identity":"a model"', b'"identity":"another"'))
     stage = begin_again(tmp_path, saved, mix)
     assert [goes_on(stage, each.session, 7) for each in saved] == [0, 0]
-    assert present(stage.engine.parking).tiers.failures == Counter({cause: 2})
-    assert stage.engine.lifecycle.recomputed["parked"] == 110
+    assert parking_in(stage.engine).tiers.failures == Counter({cause: 2})
+    assert stage.engine.counts.recomputed["parked"] == 110
 
 
 @pytest.mark.parametrize(
@@ -172,7 +174,7 @@ def test_an_index_that_does_not_verify_costs_only_time(harm: str, outcome: str, 
     stage = begin_again(tmp_path, saved, **other)
     assert [goes_on(stage, each.session, 7) for each in saved] == [0, 0]
     assert outcomes(stage)[outcome] > 0
-    assert present(stage.engine.parking).tiers.disk_used == 0
+    assert parking_in(stage.engine).tiers.disk_used == 0
     assert not list(tmp_path.glob(f"*{SUFFIX}"))
 
 
@@ -189,7 +191,7 @@ def test_a_killed_engine_leaves_nothing_misleading(tmp_path: Path) -> None:
     goes_on(second, "a", 1)
     second.engine.close("bb")
     second.told("ccc", 90)
-    present(second.engine.parking).save(second.engine.sessions.get("ccc"), late=False)
+    parking_in(second.engine).save(second.engine.sessions.get("ccc"), late=False)
     journaled = [session.saved() for session in second.engine.sessions]
     second.engine.end(keep=True)  # as kill -9: nothing is written
     third = begin_again(tmp_path, [*journaled, saved[1]])
@@ -205,7 +207,7 @@ def test_a_snapshot_cut_short_by_its_time_limit_has_the_most_recently_used(tmp_p
     for name in ("a", "bb", "ccc", "dddd"):
         stage.told(name, 40)
         stage.clock.advance(1.0)
-    disk = present(stage.engine.parking).tiers._disk
+    disk = parking_in(stage.engine).tiers._disk
     assert isinstance(disk, UnitFiles)
     slowly = disk.write
 

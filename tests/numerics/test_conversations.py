@@ -176,7 +176,7 @@ class Conversations:
     def _preempt(self) -> None:
         session = self._pick(lambda s: s.has_running_turn)
         if session is not None and session.turn is not None:
-            self.engine.lifecycle.preempt(session.turn)
+            self.engine.pressure.preempt(session.turn)
 
 
 @dataclass

@@ -139,7 +139,7 @@ def test_after_an_abort_at_any_moment_the_next_turn_computes_only_its_own_tokens
         engine.step()
         assert turn.state in (TurnState.RUNNING, TurnState.DRAFTING)
     if moment == "preempted":
-        engine.lifecycle.preempt(turn)
+        engine.pressure.preempt(turn)
     engine.abort(session.id)
     assert session.history == history
     assert free_pages(engine) == free
@@ -170,7 +170,7 @@ def test_a_preempted_turn_recomputes_its_own_tokens_and_no_history(engine: Engin
     turn = engine.submit(session.id, QUESTION, ANSWER)
     while len(turn.output) < 3:
         engine.step()
-    engine.lifecycle.preempt(turn)
+    engine.pressure.preempt(turn)
     lost = len(QUESTION) + 3
     assert result(finish(engine, turn)).usage.computed == NEW + lost
 

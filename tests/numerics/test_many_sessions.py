@@ -28,6 +28,7 @@ from tests.exec.driver import Driver, logits_of
 from tests.exec.kernels import allowed_behind, every_variant
 from tests.numerics.test_conversations import Comparison
 from tests.present import present
+from tests.tiered import parking_in
 
 LICENCE = Path(__file__).parents[2] / "LICENSE"
 PAGE, RUNNING = 16, 16
@@ -102,7 +103,7 @@ class ManySessions:
             assert self.engine.sessions.get(name).history.tolist() == history
 
     def figures(self) -> dict[str, int]:
-        parking = present(self.engine.parking)
+        parking = parking_in(self.engine)
         return {
             "restored": parking.restored,
             "moved to host memory": parking.tiers.moved["host"],
@@ -115,7 +116,7 @@ class ManySessions:
     def close(self) -> None:
         for name in self.said:
             self.engine.close(name)
-        tiers = present(self.engine.parking).tiers
+        tiers = parking_in(self.engine).tiers
         assert tiers.host_used == tiers.disk_used == 0
         self.engine.drop()
         self.engine.audit()

@@ -203,7 +203,7 @@ def test_a_turn_that_may_fill_the_pool_recomputes_none_of_its_history(units, con
     turn = stage.say("s", [1, 2], output)
     stage.step()
     assert (turn.state, turn.cached) == (TurnState.RUNNING, 38)
-    assert not stage.engine.lifecycle.recomputed
+    assert not stage.engine.counts.recomputed
     expected = continuation(turn.tokens(0, turn.prompt_length), turn.max_new_tokens)
     stage.play()
     assert list(turn.output) == expected
@@ -286,6 +286,6 @@ def test_a_preempted_turn_restarts_only_when_it_can_stay(overlap: int) -> None:
         stage.step()
     assert stage.engine.pressure.yielded["idle"] == 1, "room was made for the later one"
     stage.until(lambda: len(turn.output) >= 15)
-    stage.engine.lifecycle.preempt(turn)
+    stage.engine.pressure.preempt(turn)
     stage.play()
     assert stage.engine.transitions[Transition("preempt")] == 1, "it started without enough room to stay"

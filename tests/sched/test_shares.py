@@ -76,7 +76,7 @@ def test_a_turn_that_gave_its_row_to_another_tenant_recomputes_at_most_one_token
         assert list(turn.output) == continuation(turn.tokens(0, turn.prompt_length), 60)
     needed = sum(turn.prompt_length + len(turn.output) - 1 for turn in greedy)
     assert sum(turn.computed_tokens for turn in greedy) <= needed + pauses
-    assert stage.engine.lifecycle.recomputed["paused"] <= pauses
+    assert stage.engine.counts.recomputed["paused"] <= pauses
 
 
 def test_rows_left_by_one_tenant_go_to_the_others() -> None:

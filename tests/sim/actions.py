@@ -248,7 +248,7 @@ class RandomWorld(MirroredWorld):
             return
         turn = self.session_of(sid).turn
         assert turn is not None
-        self.engine.lifecycle.preempt(turn)
+        self.engine.pressure.preempt(turn)
         self.turns[turn.number].disturbed = True
         what = self.rng.random()
         if again and what < 0.6:  # barge-in while the old output is in memory
@@ -325,7 +325,7 @@ class RandomWorld(MirroredWorld):
         """Puts a session that has no turn in memory under pressure, so that it yields."""
         sid = self._pick(lambda s: s.memory.turn is None and s.memory.computed > 0 and not s.policy.pinned)
         if sid is not None:
-            self.engine.lifecycle.drop(self.session_of(sid), "pressure")
+            self.engine.pressure.drop(self.session_of(sid), "pressure")
 
     def op_come_back(self) -> None:
         """Continues a session that has lost its memory."""

@@ -205,7 +205,7 @@ def a_turn_without_tokens_takes_a_row() -> Any:
                 return
             turn.go("start")
             turn.started = True
-            self.batch.add(turn, slots)
+            self._batch.add(turn, slots)
             self.pressure.note(turn.session)
 
         return start

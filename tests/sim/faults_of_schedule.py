@@ -13,6 +13,7 @@ from tenuto.base.views import SessionState
 from tenuto.engine.auditor import Auditor
 from tenuto.engine.engine import Engine
 from tenuto.engine.lifecycle import Lifecycle
+from tenuto.engine.timers import Timers
 from tenuto.memory.checkpoints.cache import CheckpointCache
 from tenuto.memory.kinds.paged import PagedTable, pages_for
 from tenuto.memory.kinds.state import StateGroup
@@ -70,7 +71,7 @@ def preemption_does_not_require_a_higher_priority() -> Any:
 
 def the_purge_of_timers_drops_live_ones() -> Any:
     """When there are too many timers, the purge removes live ones too."""
-    return replaced(Lifecycle, "_is_live", lambda original: lambda self, *entry: False)
+    return replaced(Timers, "_is_live", lambda original: lambda self, *entry: False)
 
 
 def keep_delivered_keeps_everything() -> Any:

@@ -368,7 +368,7 @@ def reusable(engine: Engine, group: int) -> list[int]:
 def bookkeeping(engine: Engine) -> dict[str, int]:
     """Returns the lengths of the lists that grow with operations."""
     return {
-        "timers": len(engine.lifecycle._timers),
+        "timers": len(engine.timers),
         "expiries": len(engine.sessions._expiries),
         "queue": engine._queue._listed,
     }
@@ -381,19 +381,17 @@ def has_suspects(engine: Engine) -> bool:
 
 def waits_in_its_row(engine: Engine, turn: Turn) -> bool:
     """Returns whether a running turn waits for another turn's computation or for copies."""
-    return turn.session.memory.arriving or (
-        engine.lifecycle.sharing is not None and engine.lifecycle.sharing.waits(turn)
-    )
+    return turn.session.memory.arriving or (engine.sharing.waits(turn))
 
 
 def is_parked(engine: Engine, session: Session) -> bool:
     """Returns whether some memory of the session is in a tier."""
-    return engine.parking is not None and engine.parking.has(session)
+    return engine.idle_memory.position(session) > 0
 
 
 def copying(engine: Engine) -> bool:
     """Returns whether copies to the device are under way."""
-    return engine.lifecycle.copying
+    return engine.idle_memory.copying
 
 
 def slow_turns(engine: Engine, were_slow: Collection[Constraint]) -> set[int]:

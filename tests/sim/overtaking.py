@@ -86,7 +86,7 @@ def _leave(world: RandomWorld, sid: str) -> None:
     elif how < 0.5:
         world._abort(sid)
     elif how < 0.8 and turn.running:
-        world.engine.lifecycle.preempt(turn)
+        world.engine.pressure.preempt(turn)
         world.turns[turn.number].disturbed = True
     elif how < 0.9:
         world.close(sid, finish=False)
@@ -95,9 +95,9 @@ def _leave(world: RandomWorld, sid: str) -> None:
 def _taken_away(world: RandomWorld, turn: Turn) -> None:
     """Takes the shared memory from a turn before it computes anything, aborts it, and exports its session."""
     if turn.running:
-        world.engine.lifecycle.preempt(turn)
+        world.engine.pressure.preempt(turn)
         world.turns[turn.number].disturbed = True
-    world.engine.lifecycle.drop(turn.session, "pressure")
+    world.engine.pressure.drop(turn.session, "pressure")
     world.abort(turn.session.id, None)
     leave_and_come(world, turn.session.id)
 

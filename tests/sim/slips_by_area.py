@@ -12,7 +12,7 @@ HOLES = (
     Slip("engine.parking", "if not any(move in self.tiers.moves for move in each.moves)]", "if not all(move in self.tiers.moves for move in each.moves)]"),
     Slip("engine.parking", "if not 0 < memory.computed < len(session.history):", "if not 0 < memory.computed:"),
     Slip("engine.session_states", "            first += len(piece)", "            pass"),
-    Slip("engine.occupation", "self._lifecycle.parking.tiers.become(identity)", "pass"),
+    Slip("engine.occupation", "                self._idle_memory.become(identity)", "                pass"),
     Slip("session.journal", "row = session, position, piece, length - position", "row = session, position, piece, length - position + 1"),
     Slip("session.prefixes", "        self.version += 1\n", ""),
     Slip("sched.admission", "                    self._room_for = None\n", "                    pass\n"),
@@ -54,11 +54,11 @@ GATHERING = (
 )  # fmt: skip
 
 TIMERS = (
-    Slip("engine.lifecycle", "self._timers[0][0] <= now:", "self._timers[0][0] < now:"),
-    Slip("engine.lifecycle", "and turn.number == number\n            and (timer is not", "and (timer is not"),
-    Slip("engine.lifecycle", "if turn is not None and turn.number == number and self._is_due(turn, timer, now):", "if turn is not None and self._is_due(turn, timer, now):"),
-    Slip("engine.lifecycle", "when >= turn.changed + self._draft_timeout", "when > turn.changed + self._draft_timeout"),
-    Slip("engine.lifecycle", "return drafting and turn.changed + self._draft_timeout <= now", "return turn.changed + self._draft_timeout <= now"),
+    Slip("engine.timers", "self._heap[0][0] <= now:", "self._heap[0][0] < now:"),
+    Slip("engine.timers", "and turn.number == number\n            and (timer is not", "and (timer is not"),
+    Slip("engine.timers", "if turn is not None and turn.number == number and self._is_due(turn, timer, now):", "if turn is not None and self._is_due(turn, timer, now):"),
+    Slip("engine.timers", "when >= turn.changed + self._draft_timeout", "when > turn.changed + self._draft_timeout"),
+    Slip("engine.timers", "return drafting and turn.changed + self._draft_timeout <= now", "return turn.changed + self._draft_timeout <= now"),
     Slip("session.registry", "idle = min(idle, max(0.0, session.policy.ttl - GRACE_SECONDS))", "pass"),
     Slip("session.registry", "        session.last_turn_end = self._clock.now() - max(0.0, idle)\n        self._watched.pop(session.key, None)", "        session.last_turn_end = self._clock.now() - max(0.0, idle)"),
     Slip("session.registry", "                self._resting.append(session)\n            self.watch(session)\n", "                self._resting.append(session)\n"),

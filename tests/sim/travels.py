@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.views import SessionState
 from tenuto.base.wire.state_file import StateFile, write_state_file
+from tenuto.engine.parking import Parking
 from tenuto.memory.tiers.lent import LentUnits
 from tenuto.memory.tiers.parked import Parked
 from tenuto.session.records import SavedSession
@@ -61,7 +62,7 @@ def park_last(world: RandomWorld) -> None:
     """Makes a session without a turn yield as under pressure."""
     sid = world._pick(lambda s: s.turn is None and 0 < s.memory.computed < len(s.history))
     if sid is not None:
-        world.engine.lifecycle.drop(world.session_of(sid), "pressure")
+        world.engine.pressure.drop(world.session_of(sid), "pressure")
 
 
 class ParkedInOrder:
@@ -79,8 +80,8 @@ class ParkedInOrder:
     def look(self) -> None:
         """Looks at the changes since the last step ended."""
         world, disk = self._world, self._world.disk
-        parking = world.engine.parking
-        if parking is None or disk is None or disk.fills_early:
+        parking = world.engine.idle_memory
+        if not isinstance(parking, Parking) or disk is None or disk.fills_early:
             return
         failed = Counter(parking.tiers.failures) - self._failures
         if set(failed) == {"full"} and not keeping.is_leaving(world.engine):

@@ -285,7 +285,7 @@ class World:
         for each in saved:
             self.engine.restore(each)
         self.engine.recover()
-        self.engine.lifecycle.take_changes()
+        self.engine.news.take_changes()
         for naive in lasting.values():
             naive.turn, naive.closing, naive.last_end = None, False, self.clock.now()
         self.audit()
@@ -293,7 +293,7 @@ class World:
     def _journaled(self, saved: list[SavedSession]) -> list[SavedSession]:
         """Returns the sessions still in the journal, checked to be as they were saved. The journal must have reported
         the others as damaged."""
-        self.journal.note(self.engine.lifecycle.take_changes())
+        self.journal.note(self.engine.news.take_changes())
         found, damage = self.journal.begin_again()
         if [each for each in saved if each in found] != found:
             self.found("journal", f"the journal returns {found} of {saved}")
@@ -430,8 +430,8 @@ class World:
                 if turn is not None:
                     self.ended(turn)
                 self.naive.pop(sid, None)
-        if self.engine.parking is not None and (left := self.engine.parking.tiers):
-            self.found("leaks", f"{left.host_used} bytes in host memory and {left.disk_used} on disk are left over")
+        if (left := self.engine.idle_memory.counts).parked:
+            self.found("leaks", f"bytes of tiers are left over: {left.used}")
         if self.config.prefixes:
             self.engine.drop()
         self.step()

@@ -24,14 +24,17 @@ from tenuto.base.turns import EndReason, Keep, TurnState, check_keep
 from tenuto.base.views import AuditReport, SessionState
 from tenuto.base.wire.state_file import CopiedState, StateFile
 from tenuto.engine.auditor import Auditor
+from tenuto.engine.counts import Counts
 from tenuto.engine.flights import Flights
 from tenuto.engine.gate import TextFactory, TurnGate
 from tenuto.engine.guard import guarded
+from tenuto.engine.idle_memory import IdleMemory, NoParking
 from tenuto.engine.lifecycle import Lifecycle
+from tenuto.engine.news import News
 from tenuto.engine.occupation import Occupation
 from tenuto.engine.parking import parking_of
 from tenuto.engine.session_states import SessionStates
-from tenuto.engine.snapshots import Snapshots
+from tenuto.engine.snapshots import NoSnapshots, Snapshots
 from tenuto.memory.memory import Memory, session_units
 from tenuto.memory.shape import Shape
 from tenuto.memory.tiers.lent import LentUnits
@@ -103,22 +106,27 @@ class Engine:
         self._gate = TurnGate(self._queue, config.max_queued, vocab_size, text)
         shares = Shares(dict(config.tenant_weights))
         self.batch = Batch(self.memory, shares, eos_ids, config.aging_seconds)
-        self.prefixes = PrefixIndex(self.memory.page_size) if config.prefix_cache else None
-        self.parking = parking_of(config, self.memory, executor, disk, carrier or CopyThreads(), clock.now, identity)
-        self.snapshots = Snapshots(self.parking, clock) if self.parking is not None else None
+        self.prefixes = PrefixIndex(self.memory.page_size)
+        parking = parking_of(config, self.memory, executor, disk, carrier or CopyThreads(), clock.now, identity)
+        self.idle_memory: IdleMemory = parking if parking is not None else NoParking()
+        self.snapshots = Snapshots(parking, clock) if parking is not None else NoSnapshots()
+        self.counts, self.news = Counts(), News()
         self.lifecycle = Lifecycle(
             self.memory,
             self.sessions,
-            self.prefixes,
-            self.parking,
+            self.prefixes if config.prefix_cache else None,
+            self.idle_memory,
             self._queue,
             self.batch,
             clock,
             config.draft_timeout,
+            self.counts,
+            self.news,
         )
         self.pressure = self.lifecycle.pressure
+        self.timers, self.sharing = self.lifecycle.timers, self.lifecycle.sharing
         self.states = SessionStates(
-            self.memory, executor, self.parking, self.pressure, self.batch, self.lifecycle.note_memory
+            self.memory, executor, self.idle_memory, self.pressure, self.batch, self.lifecycle.note_memory
         )
         self._admission = Admission(
             self.memory,
@@ -126,10 +134,8 @@ class Engine:
             self._queue,
             self.pressure,
             self.lifecycle.start,
-            self.lifecycle.pause,
-            self.lifecycle.drop,
-            self.lifecycle.share,
-            self.parking,
+            self.lifecycle.sharing.share,
+            self.idle_memory,
         )
         self.suspects = Suspects()
         self._planner = Planner(self.memory, self.batch, self.suspects, config, proposer)
@@ -138,13 +144,16 @@ class Engine:
             executor,
             self.memory,
             self.lifecycle,
+            self.batch,
+            self.idle_memory,
+            self.counts,
             self._planner,
             self._settler,
             self.suspects,
             masks or MasksAtOnce(),
         )
         self._occupation = Occupation(
-            executor, self.memory, self.sessions, self.batch, self.lifecycle, self._flights, self.drop
+            executor, self.memory, self.sessions, self.batch, self.lifecycle, self.idle_memory, self._flights, self.drop
         )
         self._numbers = count(1)
         self.auditor = Auditor(
@@ -153,8 +162,8 @@ class Engine:
         self.paused = False  # nothing is planned; written by `pause` and `resume`
         self.steps = 0  # ever planned or looked for
         self.broken: Exception | None = None  # why the engine has stopped; written by `guarded`
-        self.transitions = self.lifecycle.transitions
-        self.totals = self.lifecycle.totals
+        self.transitions = self.counts.transitions
+        self.totals = self.counts.totals
 
     # -- the loop
 
@@ -166,22 +175,14 @@ class Engine:
         self.lifecycle.expire()
         self.lifecycle.join()
         planned = None
-        if not self.paused and not self.released:
+        if not (self.paused or self.released):
             self._admission.admit()
             planned = self._flights.plan()
         if planned is not None:
             self._flights.submit(planned)
         report = StepReport(worked=len(self._flights) > 0 or self.pressure.unfinished or self.sessions.more_expired)
-        ahead = self.config.overlap if planned is not None else 0
-        while len(self._flights) > ahead:  # with overlap one stays in flight, so that the device never waits
-            flight, result = self._flights.collect()
-            if self._flights.is_void(flight):
-                continue
-            if result is not None:
-                report.progressed += self._flights.settle(flight, result)
-            else:
-                self._flights.retry(flight)
-        report.ended, report.changes = self.lifecycle.take_ended(), self.lifecycle.take_changes()
+        report.progressed = self._flights.land(self.config.overlap if planned is not None else 0)  # overlap: 0 or 1
+        report.ended, report.changes = self.news.take_ended(), self.news.take_changes()
         self.memory.cache.trim()
         self.steps += 1
         self.memory.check_totals()
@@ -200,7 +201,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether a step would have nothing to do but watch the clock."""
-        return not self._has_turns and not self.lifecycle.copying
+        return not self._has_turns and not self.idle_memory.copying
 
     @property
     def only_begins(self) -> bool:
@@ -218,7 +219,7 @@ class Engine:
     def open(self, session_id: str | None = None, policy: Policy | None = None, system: str | None = None) -> Session:
         """Open a session; `system` opens its conversation. Raises `AlreadyExists`, `Overloaded` or `InvalidRequest`."""
         session = self.sessions.open(session_id, policy or Policy(), system)
-        self.lifecycle.count("open")
+        self.counts.note("open")
         self.lifecycle.note("open", session)
         return session
 
@@ -240,11 +241,11 @@ class Engine:
         at = self._position(parent, turn, position)
         notes = parent.policy.metadata if metadata is None else metadata
         forked = self.open(child, replace(parent.policy, ephemeral=False, pinned=False, metadata=notes), parent.system)
-        self.lifecycle.replayed["fork"] += parent.memory.replayed(max(0, at - 1))
+        self.counts.replayed["fork"] += parent.memory.replayed(max(0, at - 1))
         parent.fork(forked, at)
         self.sessions.note_length(forked)
         self.lifecycle.note_memory(forked)
-        self.lifecycle.count("fork", TurnState.RUNNING if parent.has_running_turn else None)
+        self.counts.note("fork", TurnState.RUNNING if parent.has_running_turn else None)
         self.lifecycle.note("fork", forked, kept=at, parent=parent)
         return forked
 
@@ -259,11 +260,11 @@ class Engine:
         if turn is None and position is None:
             raise InvalidRequest("rewind needs the number of turns or of tokens to keep")
         at = self._position(session, turn, position)
-        self.lifecycle.replayed["rewind"] += session.memory.replayed(max(0, at - 1))
+        self.counts.replayed["rewind"] += session.memory.replayed(max(0, at - 1))
         session.rewind(at)
         self.sessions.note_length(session)
         self.lifecycle.note_memory(session)
-        self.lifecycle.count("rewind")
+        self.counts.note("rewind")
         self.lifecycle.note("rewind", session, kept=len(session.history))
         return session
 
@@ -288,7 +289,7 @@ class Engine:
         session.adopt(given, answer, self._clock.now(), conversation, cut)
         self.sessions.note_length(session)
         self.sessions.watch(session)
-        self.lifecycle.count("adopt")
+        self.counts.note("adopt")
         self.lifecycle.note("adopt", session, kept=len(session.history) - len(given) - len(answer))
         return session
 
@@ -314,7 +315,7 @@ class Engine:
         self.sessions.note_length(session)
         if saved.used is not None:
             self.sessions.age(session, self._clock.wall() - saved.used)
-        self.lifecycle.count("restore")
+        self.counts.note("restore")
         self.lifecycle.note("restore", session)
         return session
 
@@ -350,7 +351,7 @@ class Engine:
         turn = session.turn
         if turn is not None and finish and not turn.drafting:
             session.state = SessionState.CLOSING
-            self.lifecycle.count("closing")
+            self.counts.note("closing")
             return
         if turn is not None:
             session.state = SessionState.CLOSING
@@ -371,8 +372,7 @@ class Engine:
                 raise SessionBusy(f"cannot drop session {session_id}: its turn is running")
         dropped = 0
         for session in sessions:
-            if self.parking is not None:
-                self.parking.forget(session)
+            self.idle_memory.forget(session)
             held = session.memory.computed > 0 or session.memory.turn is not None
             while session.memory.computed or session.memory.turn is not None:
                 self.lifecycle.drop(session, "flushed")
@@ -487,10 +487,10 @@ class Engine:
             session.turn = turn
             turn.input = checked
             self.sessions.note_turn(session)
-            self.lifecycle.count("draft")
+            self.counts.note("draft")
         else:
             self.lifecycle.redraft(turn, checked)
-            self.lifecycle.count("redraft")
+            self.counts.note("redraft")
         self.lifecycle.queue_draft(turn)
         return turn
 
@@ -566,8 +566,7 @@ class Engine:
     def recover(self) -> None:
         """Park the sessions that were just restored with what an engine before this one has left of their memory in
         the disk tier. What is left there besides is removed."""
-        if self.snapshots is not None:
-            self.snapshots.recover(self.sessions)
+        self.snapshots.recover(self.sessions)
 
     @guarded
     def save(self) -> None:
@@ -576,22 +575,19 @@ class Engine:
         for session in list(self.sessions):
             if session.turn is not None:
                 self.lifecycle.abort(session.turn, EndReason.ABORT)
-        if self.snapshots is not None:
-            lasting = [session for session in self.sessions if session.policy.lasting]
-            self.snapshots.save(lasting, self.config.snapshot_seconds)
+        lasting = [session for session in self.sessions if session.policy.lasting]
+        self.snapshots.save(lasting, self.config.snapshot_seconds)
 
     def end(self, *, keep: bool = False) -> None:
         """Release the disk tier, and unless told to `keep` them remove its files. Nothing is asked of the engine
         afterwards."""
-        if self.parking is not None:
-            self.parking.tiers.close(keep=keep)
+        self.idle_memory.close(keep=keep)
 
     # -- audit
 
     def audit(self) -> AuditReport:
         """Recount every unit from its holders, now. Raises `InvariantError` if anything is not as it should be."""
-        if self.parking is not None:
-            self.parking.audit()
+        self.idle_memory.audit()
         return self.auditor.recount(self._flights)
 
     @guarded

@@ -10,8 +10,11 @@ from concurrent.futures import Future
 from tenuto.base.errors import InvariantError, StepFailed
 from tenuto.base.plan import Executor, StepResult
 from tenuto.base.turns import EndReason
+from tenuto.engine.counts import Counts
+from tenuto.engine.idle_memory import IdleMemory
 from tenuto.engine.lifecycle import Lifecycle
 from tenuto.memory.memory import Memory
+from tenuto.sched.batch import Batch
 from tenuto.sched.planner import Flight, Planner
 from tenuto.sched.settle import Settler
 from tenuto.sched.suspects import MAX_FAILURES, Suspects
@@ -32,6 +35,9 @@ class Flights:
         executor: Executor,
         memory: Memory,
         lifecycle: Lifecycle,
+        batch: Batch,
+        idle_memory: IdleMemory,
+        counts: Counts,
         planner: Planner,
         settler: Settler,
         suspects: Suspects,
@@ -41,7 +47,9 @@ class Flights:
         self._masks = masks
         self._memory = memory
         self._lifecycle = lifecycle
-        self._batch = lifecycle.batch
+        self._batch = batch
+        self._idle_memory = idle_memory
+        self._counts = counts
         self._planner = planner
         self._settler = settler
         self._suspects = suspects
@@ -67,7 +75,7 @@ class Flights:
                     raise InvariantError(f"{lacking.turn.name} was given the room it lacked, and lacks it still")
             if len(proposal.rows):
                 return self._planner.apply(proposal)
-            if self._flights or self._lifecycle.copying or pressure.unfinished or not len(self._batch):
+            if self._flights or self._idle_memory.copying or pressure.unfinished or not len(self._batch):
                 break  # the last turn may have left its row, to begin again
             if not pressure.unstick(proposal.last_lacking):
                 break
@@ -83,6 +91,20 @@ class Flights:
             self._ask_masks()
         self._executor.submit(planned.plan)
 
+    def land(self, remaining: int = 0) -> list[Turn]:
+        """Collects the oldest steps until `remaining` are in flight. Each is settled or, if it failed, its turns are
+        retried and the results of the steps submitted since are dropped. Returns the turns with new output."""
+        progressed: list[Turn] = []
+        while len(self._flights) > remaining:
+            flight, result = self.collect()
+            if self.is_void(flight):
+                continue
+            if result is not None:
+                progressed += self.settle(flight, result)
+            else:
+                self.retry(flight)
+        return progressed
+
     def collect(self) -> tuple[Flight, StepResult | None]:
         """Wait for the oldest step; its result is `None` if it failed."""
         flight, result = self._flights.popleft(), None
@@ -91,7 +113,7 @@ class Flights:
             self._measure(flight)
         except StepFailed as error:
             if not self.is_void(flight):
-                self._lifecycle.count("step failed")
+                self._counts.note("step failed")
                 turns = [turn.name for turn in self._live(flight)]
                 log.warning("a step failed", extra={"step": flight.plan.step, "turns": turns, "error": str(error)})
         self._memory.step_settled()
@@ -102,9 +124,9 @@ class Flights:
     def _measure(self, flight: Flight) -> None:
         """Note what computing tokens costs, for those that could be brought back instead: of steps that are mostly
         prefill."""
-        ended, parking = self._lifecycle.now(), self._lifecycle.parking
-        if parking is not None and len(flight.plan.tokens) >= PREFILL_TOKENS * len(flight.rows):
-            parking.tiers.rates.note("compute", len(flight.plan.tokens), ended - self._began)
+        ended = self._lifecycle.now()
+        if len(flight.plan.tokens) >= PREFILL_TOKENS * len(flight.rows):
+            self._idle_memory.note_computed(len(flight.plan.tokens), ended - self._began)
         self._began = ended
 
     def is_void(self, flight: Flight) -> bool:

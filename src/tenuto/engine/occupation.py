@@ -9,6 +9,7 @@ from tenuto.base.errors import IllegalTransition, InvalidRequest, InvariantError
 from tenuto.base.plan import PARTS, Executor, MemoryPart, Weights
 from tenuto.base.turns import EndReason
 from tenuto.engine.flights import Flights
+from tenuto.engine.idle_memory import IdleMemory
 from tenuto.engine.lifecycle import Lifecycle
 from tenuto.memory.memory import Memory
 from tenuto.sched.batch import Batch
@@ -25,6 +26,7 @@ class Occupation:
         sessions: Registry,
         batch: Batch,
         lifecycle: Lifecycle,
+        idle_memory: IdleMemory,
         flights: Flights,
         forget: Callable[[], object],
     ) -> None:
@@ -34,6 +36,7 @@ class Occupation:
         self._sessions = sessions
         self._batch = batch
         self._lifecycle = lifecycle
+        self._idle_memory = idle_memory
         self._flights = flights
         self._forget = forget
         self.released: frozenset[MemoryPart] = frozenset()
@@ -64,7 +67,7 @@ class Occupation:
             self.released -= wanted
             if identity is not None:
                 self._vacate(park=False)
-                self._identify(identity)
+                self._idle_memory.become(identity)
 
     def update(self, weights: Weights, identity: str, *, abort: bool) -> None:
         """See `Engine.update_weights`."""
@@ -75,11 +78,7 @@ class Occupation:
                 self._lifecycle.abort(session.turn, EndReason.ABORT)
         self._vacate(park=False)
         self._executor.restore((), weights)
-        self._identify(identity)
-
-    def _identify(self, identity: str) -> None:
-        if self._lifecycle.parking is not None:
-            self._lifecycle.parking.tiers.become(identity)
+        self._idle_memory.become(identity)
 
     def _vacate(self, *, park: bool) -> None:
         """Have no unit in use, and no step in flight; running turns queue again. What sessions had is parked, where
@@ -91,18 +90,12 @@ class Occupation:
         for session in [*self._sessions, *self._sessions.prefixes]:
             while session.memory.computed or session.memory.turn is not None:
                 self._lifecycle.drop(session)
-        while len(self._flights):
-            flight, result = self._flights.collect()
-            if result is not None and not self._flights.is_void(flight):
-                self._flights.settle(flight, result)
-            elif result is None and not self._flights.is_void(flight):
-                self._flights.retry(flight)
+        self._flights.land()
         self._require_empty()
 
     def _require_empty(self) -> None:
         """Raises `InvariantError` if somebody has a unit, once copies that nobody waits for have ended."""
-        if self._lifecycle.parking is not None:
-            self._lifecycle.parking.finish()
+        self._idle_memory.finish()
         for pool in self._memory.pools:
             if pool.free != pool.capacity:
                 raise InvariantError(f"{pool.name}: {pool.capacity - pool.free} units are in use, and nobody has them")

@@ -15,6 +15,7 @@ from tenuto.base.config import EngineConfig, user_path
 from tenuto.base.errors import InvariantError
 from tenuto.base.plan import Copier
 from tenuto.base.wire.state_file import CopiedState
+from tenuto.engine.idle_memory import TierCounts
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import HolderKind, Lease
 from tenuto.memory.rows import Longs
@@ -40,7 +41,8 @@ class Arrival:
 
 
 class Parking:
-    """Which session is parked where. What is parked of a session is a cache: its tokens can always be computed again.
+    """An `IdleMemory` with tiers: which session is parked where. What is parked of a session is a cache: its tokens can
+    always be computed again.
 
     Invariant: what is parked of a session holds for the first tokens of its history, never for its last, as memory at
     rest does. Units that come back are compared with these tokens. It stays while the session is in memory, so that
@@ -49,6 +51,7 @@ class Parking:
 
     holder_kind: ClassVar[HolderKind] = "copy"
     holder_name = "copies to the device"
+    restores = True
 
     def __init__(self, memory: Memory, tiers: Tiers) -> None:
         self._memory = memory
@@ -68,10 +71,28 @@ class Parking:
     def __len__(self) -> int:
         return len(self.tiers)
 
+    @property
+    def copying(self) -> bool:
+        return len(self.tiers.moves) > 0
+
+    @property
+    def counts(self) -> TierCounts:
+        tiers = self.tiers
+        used = {"host": tiers.host_used, "disk": tiers.disk_used}
+        return TierCounts(len(tiers), self.restored, used, tiers.moved, tiers.failures)
+
+    def note_computed(self, tokens: int, seconds: float) -> None:
+        self.tiers.rates.note("compute", tokens, seconds)
+
+    def become(self, identity: str) -> None:
+        self.tiers.become(identity)
+
+    def close(self, *, keep: bool) -> None:
+        self.tiers.close(keep=keep)
+
     # -- leaving
 
     def park(self, session: Session) -> bool:
-        """Copy what the session keeps, which is about to be released. Whether all of it is parked now."""
         memory = session.memory
         if not 0 < memory.computed < len(session.history):
             return False  # it has nothing, or more: of its turn's input, which may not become history
@@ -112,19 +133,19 @@ class Parking:
         )
 
     def lend(self, session: Session) -> LentUnits | None:
-        """The parked memory of a session, to be read elsewhere until `Tiers.take_back`."""
         parked = self._sessions.get(session)
         if parked is None or parked not in self.tiers:
             return None
         return self.tiers.lend(parked, self._contents(session, parked.position))
 
+    def take_back(self, lent: LentUnits) -> None:
+        self.tiers.take_back(lent)
+
     def position(self, session: Session) -> int:
-        """The number of tokens whose memory is parked."""
         parked = self._sessions.get(session)
         return parked.position if parked is not None and parked in self.tiers else 0
 
     def hold(self, session: Session, state: CopiedState) -> bool:
-        """Park a session with state that comes from elsewhere. False if there is no room."""
         parked = self.tiers.hold(state.position, state.groups, self._contents(session, state.position))
         self._replace(session, parked)
         return parked is not None
@@ -165,19 +186,16 @@ class Parking:
     # -- what happens to the session
 
     def changed(self, session: Session, kept: int) -> None:
-        """Only the first `kept` tokens of the history are what they were."""
         parked, most = self._sessions.get(session), max(0, kept - 1)
         if parked is not None and parked.position > most:
             self._replace(session, self._part(session, parked, most))
 
     def fork(self, parent: Session, child: Session) -> None:
-        """The child's history is the beginning of its parent's."""
         parked = self._sessions.get(parent)
         if parked is not None and parked in self.tiers:
             self._replace(child, self._part(child, parked, max(0, len(child.history) - 1)))
 
     def forget(self, session: Session) -> None:
-        """The session is gone, or nothing of it is to be restored."""
         self._replace(session, None)
 
     def _part(self, session: Session, parked: Parked, position: int) -> Parked | None:
@@ -207,8 +225,6 @@ class Parking:
     # -- coming back
 
     def plan(self, turn: Turn) -> int:
-        """Where a waiting turn would begin if its session were restored; 0 if that is not possible, or no gain. It is
-        restored if the turn starts next."""
         self._planned = turn, self._position(turn)
         return self._planned[1]
 
@@ -226,8 +242,6 @@ class Parking:
         return position
 
     def units(self, turn: Turn, *, alone: bool = False) -> Longs:
-        """Units of each group to acquire for what was just planned, int64 [groups]; `alone`: when nobody has any of
-        them on the device."""
         session, position = turn.session, self._planned[1]
         parked, counts = self._sessions[session], self._counts(session, position)
         if alone:
@@ -238,9 +252,6 @@ class Parking:
         return lacking
 
     def restore(self, turn: Turn, slots: tuple[Lease, ...]) -> None:
-        """Begin to bring back the session's memory, in what was acquired for the turn to start with, `slots`, and in
-        free units. The session has it at once, but if the turn `awaits` it, nothing is in it before `arrivals` says
-        so."""
         planned, position = self._planned
         self._planned = None, 0
         if planned is not turn or not position or is_computed(turn):  # it may have found more elsewhere since
@@ -264,20 +275,15 @@ class Parking:
             self._count(arrival)
 
     def awaits(self, turn: Turn) -> bool:
-        """Whether the turn is to wait, since its session's memory is arriving."""
         return turn.session in self._arriving
 
     def begun(self, turn: Turn) -> None:
-        """The turn that waits has begun on its session's memory: nobody else may, until that has arrived."""
         turn.session.memory.arriving = True
 
     def on_copied(self, told: Callable[[], None]) -> None:
-        """Have `told` called, in any thread, when copies have ended that a turn may wait for."""
         self.tiers.moves.wake = told
 
     def arrivals(self) -> list[tuple[Turn, bool]]:
-        """The turns whose sessions' memory was arriving and has arrived since the last call, or, `False`, has failed
-        to: that has to be given up, to be computed again."""
         if self.tiers.writes:
             self.tiers.take_written()
         if not self._arriving and not self.tiers.moves:
@@ -298,7 +304,6 @@ class Parking:
         return True
 
     def finish(self) -> None:
-        """Wait for copies under way; no turn waits for them."""
         self.tiers.moves.wait()
         self.tiers.take_moved()
         self.tiers.writes.wait()
@@ -309,7 +314,6 @@ class Parking:
         self.restored_tokens += arrival.position
 
     def give_up(self, turn: Turn) -> None:
-        """A turn that waits has left its row and released its memory: the session has none. What is parked stays."""
         session = turn.session
         for move in self._arriving.pop(session).moves:
             self.tiers.moves.give_up(move)
@@ -340,7 +344,6 @@ class Parking:
         session.memory.lost = "parked"
 
     def audit(self) -> None:
-        """Raises `InvariantError`."""
         there = 0
         for session, parked in self._sessions.items():
             self._check(session, parked)

@@ -12,7 +12,7 @@ import numpy as np
 from tenuto.base.errors import InvalidRequest, InvariantError
 from tenuto.base.plan import Bytes, Copier, CopyFailed
 from tenuto.base.wire.state_file import CopiedState, StateFile
-from tenuto.engine.parking import Parking
+from tenuto.engine.idle_memory import IdleMemory
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import HolderKind, Lease
 from tenuto.memory.session_memory import SessionMemory
@@ -33,7 +33,7 @@ class SessionStates:
         self,
         memory: Memory,
         copier: Copier,
-        parking: Parking | None,
+        idle_memory: IdleMemory,
         pressure: Pressure,
         batch: Batch,
         note: Callable[[Session], None],
@@ -41,7 +41,7 @@ class SessionStates:
         """`note` is told of sessions that have more memory than before."""
         self._memory = memory
         self._copier = copier
-        self._parking = parking
+        self._idle_memory = idle_memory
         self._pressure = pressure
         self._batch = batch
         self._note = note
@@ -61,20 +61,18 @@ class SessionStates:
         `SessionBusy` while a turn is open."""
         session.require_idle("export the state of")
         memory = session.memory
-        if memory.computed and (self._parking is None or self._parking.position(session) < memory.computed):
+        if self._idle_memory.position(session) < memory.computed:
             try:
                 kept = memory.kept()
                 groups = [self._read(group, each) for group, each in enumerate(kept)]
             except CopyFailed as error:
                 raise InvalidRequest(f"the session's state cannot be copied: {error}; export it without") from error
             return CopiedState(memory.computed, groups)
-        lent = self._parking.lend(session) if self._parking is not None else None
-        return lent or CopiedState(0, [[] for _ in self._memory.groups])
+        return self._idle_memory.lend(session) or CopiedState(0, [[] for _ in self._memory.groups])
 
     def take_back(self, lent: LentUnits) -> None:
         """Ends the loan of parked memory, whether it was read or not."""
-        if self._parking is not None:
-            self._parking.tiers.take_back(lent)
+        self._idle_memory.take_back(lent)
 
     def _read(self, group: int, units: array[int]) -> list[Bytes]:
         return list(self._copier.read_units(group, np.array(units, np.int32)))
@@ -115,7 +113,7 @@ class SessionStates:
         """False if there is no room."""
         leases = self._room(np.array(file.header.units, np.int64))
         if leases is None:
-            return self._parking is not None and self._parking.hold(session, file.state())
+            return self._idle_memory.hold(session, file.state())
         try:
             for group, lease in enumerate(leases):
                 self._fill(group, lease, file)

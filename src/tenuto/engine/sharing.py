@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
+from tenuto.base.errors import InvariantError
 from tenuto.base.views import SessionState
+from tenuto.engine.counts import Counts
 from tenuto.memory.memory import Memory
 from tenuto.sched.batch import Batch, continues_from
 from tenuto.sched.pressure import Pressure
@@ -40,6 +42,82 @@ class Wait:
     goal: int
 
 
+class PrefixSharing(Protocol):
+    """Lets turns begin with memory that others have of the same tokens. See `Sharing`."""
+
+    def share(self, turn: Turn) -> None:
+        """A waiting turn without memory of its own begins with what others have, if that is at least a page more of its
+        tokens than its own session has."""
+
+    def begin_with(self, turn: Turn, found: Found) -> None:
+        """The turn's session, which has no turn in memory, gets what was found in place of its own memory."""
+
+    def no_room(self, turn: Turn) -> None:
+        """The turn does not fit beside its session's memory, and begins from nothing."""
+
+    def started(self, turn: Turn) -> None:
+        """The turn has got a row: it may wait there, and others for it."""
+
+    def waits(self, turn: Turn) -> bool:
+        """Whether it waits in its row."""
+
+    def counted(self, turn: Turn) -> None:
+        """The turn begins to compute for the first time."""
+
+    def left(self, turn: Turn) -> None:
+        """The turn is about to leave its row. Those who wait for it continue at the next step."""
+
+    def ready(self) -> Iterable[tuple[Turn, Found | None]]:
+        """Turns that need not wait any longer, with what they begin with now; `None`: as they are."""
+
+    def note_history(self, session: Session, kept: int) -> None:
+        """Only the first `kept` tokens of what the session has, or looked for, still count."""
+
+    def note_memory(self, session: Session) -> list[Session]:
+        """The session, which may be closed, has more or less memory than before. Returns closed sessions that it covers
+        from now on."""
+
+    def keep(self, session: Session) -> bool:
+        """Whether the memory of a session that is about to be closed is of use to others."""
+
+
+class NoSharing:
+    """No turn begins with another session's memory: none is indexed, kept after its session or waited for."""
+
+    def share(self, turn: Turn) -> None:
+        """It begins with its own session's memory."""
+
+    def begin_with(self, turn: Turn, found: Found) -> None:
+        raise InvariantError(f"{turn.name} was offered {found.position} tokens, and nothing is shared")
+
+    def no_room(self, turn: Turn) -> None:
+        """It would not look for another session's memory anyway."""
+
+    def started(self, turn: Turn) -> None:
+        """It waits for no other turn."""
+
+    def waits(self, turn: Turn) -> bool:
+        return False
+
+    def counted(self, turn: Turn) -> None:
+        """It did not look for memory, so there is no outcome."""
+
+    def left(self, turn: Turn) -> None:
+        """No other turn waits for it."""
+
+    def ready(self) -> tuple[()]:
+        return ()
+
+    def note_history(self, session: Session, kept: int) -> None:
+        """No index has the session."""
+
+    def note_memory(self, session: Session) -> list[Session]:
+        return []
+
+    def keep(self, session: Session) -> bool:
+        return False
+
+
 class Sharing:
     """Finds the memory that turns begin with.
 
@@ -53,7 +131,14 @@ class Sharing:
     """
 
     def __init__(
-        self, memory: Memory, index: PrefixIndex, sessions: Registry, batch: Batch, pressure: Pressure, aging: float
+        self,
+        memory: Memory,
+        index: PrefixIndex,
+        sessions: Registry,
+        batch: Batch,
+        pressure: Pressure,
+        aging: float,
+        counts: Counts,
     ) -> None:
         self._memory = memory
         self._index = index
@@ -63,14 +148,11 @@ class Sharing:
         self._aging = aging
         self._running = RunningPrompts(index)
         self._waits: dict[Turn, Wait] = {}
-        self.outcomes: Counter[str] = Counter()  # turns that lacked at least a page, by `HITS` and `MISSES`
-        self.found_tokens: Counter[str] = Counter()  # tokens found, by `HITS`
+        self._counts = counts
 
     # -- before a turn has a row
 
     def share(self, turn: Turn) -> None:
-        """A waiting turn without memory of its own begins with what others have, if that is at least a page more of its
-        tokens than its own session has."""
         if turn.session.memory.turn is not None:
             return
         if turn.looked in HITS:  # and has lost what it found
@@ -121,7 +203,6 @@ class Sharing:
         return "own checkpoint" if turn.session.memory.computed and self._memory.needs_checkpoints else ""
 
     def begin_with(self, turn: Turn, found: Found) -> None:
-        """The turn's session, which has no turn in memory, has what was found instead of its own."""
         session, owner = turn.session, found.session
         more = found.position - session.memory.computed
         session.memory.drop()
@@ -131,20 +212,33 @@ class Sharing:
             owner.memory.fork(session.memory, found.position)
         kind = "running" if found.running else "closed" if owner.state is SessionState.CLOSED else "open"
         turn.looked = kind
-        self.found_tokens[kind] += more
+        self._counts.prefix_tokens[kind] += more
         self._sessions.use_prefix(owner)
         self._pressure.note(owner)
         self._pressure.note(session)
 
-    @staticmethod
-    def no_room(turn: Turn) -> None:
-        """The turn does not fit beside its session's memory, and begins from nothing."""
+    def no_room(self, turn: Turn) -> None:
         turn.looked = NO_ROOM
+
+    # -- what can be found
+
+    def note_history(self, session: Session, kept: int) -> None:
+        self._index.changed(session, kept)
+
+    def note_memory(self, session: Session) -> list[Session]:
+        if session.state is SessionState.CLOSED and not session.memory.computed:
+            self._index.forget(session)
+            return []
+        if session.turn is None:
+            self._index.changed(session, len(session.history))
+        return self._index.enter(session)
+
+    def keep(self, session: Session) -> bool:
+        return self._index.keep(session)
 
     # -- while it has a row
 
     def started(self, turn: Turn) -> None:
-        """The turn has got a row: it may wait there, and others for it."""
         if turn.drafting:
             return
         self._running.add(turn)
@@ -156,16 +250,13 @@ class Sharing:
                 self._batch.mark_at(wait.provider, wait.goal)
 
     def waits(self, turn: Turn) -> bool:
-        """Whether it waits in its row."""
         return turn in self._waits
 
     def counted(self, turn: Turn) -> None:
-        """The turn begins to compute for the first time."""
         if turn.looked:
-            self.outcomes[turn.looked] += 1
+            self._counts.prefix_lookups[turn.looked] += 1
 
     def left(self, turn: Turn) -> None:
-        """The turn is about to leave its row. Those who wait for it go on at the next step."""
         self._running.remove(turn)
         if self._waits.pop(turn, None) is not None:
             self._batch.held.discard(self._batch.row_of(turn))
@@ -175,7 +266,6 @@ class Sharing:
                 self._batch.held.discard(self._batch.row_of(other))
 
     def ready(self) -> Iterator[tuple[Turn, Found | None]]:
-        """Turns that need not wait any more, with what they begin with now; `None`: as they are."""
         for turn, wait in list(self._waits.items()):
             theirs = wait.provider.session.memory.turn
             if wait.goal and theirs is not None and theirs.computed < wait.goal:

@@ -15,6 +15,19 @@ INDEX_SECONDS = 2.0
 """What has been saved is written down so often: whoever ends the process meanwhile does not undo it."""
 
 
+class NoSnapshots:
+    """Without tiers, a process leaves no memory to the next one: sessions are computed again."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def save(self, sessions: Iterable[Session], seconds: float) -> None:
+        """There is no disk to save them on."""
+
+    def recover(self, sessions: Iterable[Session]) -> None:
+        """There is no disk to find them on."""
+
+
 class Snapshots:
     """Writes down at the end where the memory of sessions is, and finds it at the start. Nobody trusts what is found:
     tokens are compared with the session's history, units with their checksums, and what does not verify is computed

@@ -307,9 +307,9 @@ class Service:
         self._engine.end(keep=outlived)
 
     def _log_snapshot(self, event: str) -> None:
-        snapshots = self._engine.snapshots
-        if snapshots is not None and any(snapshots.counts.values()):
-            log.info(event, extra={"outcomes": dict(snapshots.counts)})
+        counts = self._engine.snapshots.counts
+        if any(counts.values()):
+            log.info(event, extra={"outcomes": dict(counts)})
 
 
 def open_service(settings: WorkerSettings, send: Callable[[AnyReply], None]) -> Service:
@@ -356,7 +356,7 @@ def _restore(journal: Journal, engine: Engine) -> None:
         except TenutoError as error:
             raise ConfigError(f"session {saved.session!r} of {journal.path} does not fit here: {error}") from error
         count += 1
-    engine.lifecycle.take_changes()  # they are in the journal
+    engine.news.take_changes()  # they are in the journal
     if (damage := journal.mend()) is not None:
         _log_damage(damage, journal.path)
     if count:

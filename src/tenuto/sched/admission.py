@@ -13,7 +13,6 @@ from tenuto.memory.rows import Longs
 from tenuto.sched.batch import Batch, is_computed, start_target
 from tenuto.sched.pressure import Pressure
 from tenuto.sched.queue import WaitingQueue
-from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 
 RECONSIDERED_AFTER = 8
@@ -22,6 +21,11 @@ RECONSIDERED_AFTER = 8
 
 class Restoring(Protocol):
     """Plans the restoration of sessions whose state has left the device."""
+
+    @property
+    def restores(self) -> bool:
+        """Whether sessions can be restored at all."""
+        ...
 
     def plan(self, turn: Turn) -> int:
         """Returns the position where a waiting turn would begin if its session were restored for it; 0 if nothing can
@@ -53,18 +57,14 @@ class Admission:
         queue: WaitingQueue,
         pressure: Pressure,
         start: Callable[[Turn, tuple[Lease, ...]], None],
-        pause: Callable[[Turn], None],
-        drop: Callable[[Session, str], None],
         share: Callable[[Turn], None],
-        restoring: Restoring | None,
+        restoring: Restoring,
     ) -> None:
         self._memory = memory
         self._batch = batch
         self._queue = queue
         self._pressure = pressure
         self._start = start
-        self._pause = pause
-        self._drop = drop
         self._share = share
         self._restoring = restoring
         self._refused: tuple[int, ...] | None = None  # key of the turn that got no room; see `_make_room`
@@ -105,8 +105,9 @@ class Admission:
         memory, aside = self._memory, list[Turn]()
         if not len(self._queue):
             return None
-        restored = self._restoring is not None
-        with memory.reserve(min(len(self._queue), memory.rows.free), self, restored=restored) as reserved:
+        with memory.reserve(
+            min(len(self._queue), memory.rows.free), self, restored=self._restoring.restores
+        ) as reserved:
             while (turn := self._next(aside)) is not None:
                 self._share(turn)
                 need = self._need(turn)
@@ -135,9 +136,9 @@ class Admission:
             return False  # until a turn leaves its row, or for a few passes: windows and checkpoints get freed
         need = self._need(turn, alone=True)  # holders it would share with may be those that yield
         keeps = turn.session.memory.computed or turn.session.memory.turn is not None
-        keeps = keeps or (self._restoring is not None and self._restoring.plan(turn))
+        keeps = keeps or self._restoring.plan(turn)
         if keeps and (need > self._pressure.room_beside([turn])).any():
-            self._drop(turn.session, "restart")  # fits only without the memory it keeps
+            self._pressure.drop(turn.session, "restart")  # fits only without the memory it keeps
             return True
         kept = [other for other in running if not self._may_yield(other, turn)]
         victims = [other for other in reversed(running) if other not in kept]
@@ -145,7 +146,7 @@ class Admission:
             self._refused = asked
             return False
         if not memory.rows.free:
-            self._pause(victims.pop(0))
+            self._pressure.pause(victims.pop(0))
         self._room_for = turn
         self._pressure.relieve(
             lambda: self._need(turn) + self._pledged(turn, later=not turn.drafting),
@@ -208,6 +209,6 @@ class Admission:
         if is_computed(turn):
             return np.zeros(len(self._memory.pools), np.int64)
         end = min(turn.length, max(1, turn.last_position))
-        restored = self._restoring.plan(turn) if self._restoring is not None else 0
+        restored = self._restoring.plan(turn)
         need = turn.session.memory.need(start_target(turn), end, generates=turn.generating, restored=restored)
-        return need + self._restoring.units(turn, alone=alone) if self._restoring is not None and restored else need
+        return need + self._restoring.units(turn, alone=alone) if restored else need

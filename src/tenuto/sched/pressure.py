@@ -8,6 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,18 @@ Masks = tuple[npt.NDArray[np.bool_], ...]
 MAX_YIELDS = 128
 """Maximum number of sessions, turns and cached checkpoints that yield in one step, which takes some ten milliseconds. A
 turn that needs more room waits for the next step."""
+
+
+class Preempt(Protocol):
+    """Releases what a turn has acquired."""
+
+    def __call__(self, turn: Turn, why: str = ...) -> None: ...
+
+
+class Drop(Protocol):
+    """Releases a session's memory, or that of its open turn."""
+
+    def __call__(self, session: Session, why: str = ...) -> None: ...
 
 
 class Rung(IntEnum):
@@ -61,12 +74,19 @@ class Pressure:
     """
 
     def __init__(
-        self, memory: Memory, batch: Batch, preempt: Callable[[Turn, str], None], drop: Callable[[Session, str], None]
+        self,
+        memory: Memory,
+        batch: Batch,
+        preempt: Preempt,
+        pause: Callable[[Turn], None],
+        drop: Drop,
     ) -> None:
+        """`preempt`, `pause` and `drop` make turns and sessions yield; see `Lifecycle`."""
         self._memory = memory
         self._batch = batch
-        self._preempt = preempt
-        self._drop = drop
+        self.preempt = preempt
+        self.pause = pause
+        self.drop = drop
         self._rungs: dict[tuple[Rung, int], OrderedDict[Session, None]] = {}
         self._places: dict[Session, tuple[Rung, int]] = {}
         self._pinned: dict[Session, None] = {}  # pinned sessions with committed memory
@@ -208,7 +228,7 @@ class Pressure:
                 if victim is None:
                     return
                 self._count("running")
-                self._preempt(victim, "preempted")
+                self.preempt(victim, "preempted")
 
     def make_room(self, lacking: Lacking, *, in_flight: bool) -> bool:
         """Makes cached and idle state, then later running turns, yield to a running turn that lacks room. Returns False
@@ -219,8 +239,8 @@ class Pressure:
         if (lacking.alone > self.room_beside([turn])).any():
             if in_flight:
                 return False  # its window may release pages when steps settle
-            self._preempt(turn, "restart")  # fits only without the memory its session keeps
-            self._drop(turn.session, "restart")
+            self.preempt(turn, "restart")  # fits only without the memory its session keeps
+            self.drop(turn.session, "restart")
             return True
         if (lacking.needed > self.room_beside(kept)).any():
             return False
@@ -236,7 +256,7 @@ class Pressure:
             waiting = ", ".join(turn.name for turn in running)
             raise InvariantError(f"no running turn can continue, although none lacks room: {waiting}")
         if len(running) > 1:
-            self._preempt(lacking, "preempted")
+            self.preempt(lacking, "preempted")
         elif not lacking.drafting:
             raise InvariantError(f"{lacking.name} runs alone but does not fit memory")
         return len(running) > 1
@@ -310,7 +330,7 @@ class Pressure:
 
     def _yield(self, rung: Rung, session: Session) -> None:
         self._count(rung.name.lower())
-        self._drop(session, "pressure")
+        self.drop(session, "pressure")
 
     def _count(self, who: str, how_many: int = 1) -> None:
         self.yielded[who] += how_many

@@ -64,8 +64,7 @@ class EngineLoop:
         self._opened: list[Turn] = []  # subscribed to by the command being carried out
         self.stopped: Stopped | None = None  # set once, under the lock
         self._lock = threading.RLock()  # reentrant: a finalizer may post in the middle of anything
-        if engine.parking is not None:
-            engine.parking.on_copied(self.wake)
+        engine.idle_memory.on_copied(self.wake)
         self._thread = threading.Thread(target=self._run, name="tenuto-engine", daemon=True)
         self._thread.start()
 
@@ -184,7 +183,7 @@ class EngineLoop:
         try:
             answer = command.run(self._engine)
         finally:
-            self._end(self._engine.lifecycle.take_ended(), self._engine.lifecycle.take_changes())
+            self._end(self._engine.news.take_ended(), self._engine.news.take_changes())
             opened, self._opened = self._opened, []
             if opened:
                 self._gathering.begin(opened, self._engine.now())

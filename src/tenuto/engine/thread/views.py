@@ -117,8 +117,7 @@ def ticket(turn: Turn, *, echo: bool) -> Ticket:
 
 def stats(engine: Engine) -> Stats:
     """What the engine counts."""
-    totals, sharing, parking = engine.totals, engine.lifecycle.sharing, engine.parking
-    tiers = parking.tiers if parking is not None else None
+    counts, totals, tiers = engine.counts, engine.totals, engine.idle_memory.counts
     return Stats(
         sessions=len(engine.sessions),
         running=len(engine.batch),
@@ -132,15 +131,15 @@ def stats(engine: Engine) -> Stats:
         cached_tokens=totals["cached"],
         generated_tokens=totals["generated"],
         computed_tokens=totals["computed"],
-        recomputed=dict(engine.lifecycle.recomputed),
-        replayed=dict(engine.lifecycle.replayed),
-        prefix_lookups=dict(sharing.outcomes) if sharing is not None else {},
-        prefix_tokens=dict(sharing.found_tokens) if sharing is not None else {},
-        parked=len(parking) if parking is not None else 0,
-        restored=parking.restored if parking is not None else 0,
-        tiers={"host": tiers.host_used, "disk": tiers.disk_used} if tiers is not None else {},
-        tier_moves=dict(tiers.moved) if tiers is not None else {},
-        tier_failures=dict(tiers.failures) if tiers is not None else {},
-        snapshots={**(engine.snapshots.counts if engine.snapshots is not None else {}), **engine.states.counts},
+        recomputed=dict(counts.recomputed),
+        replayed=dict(counts.replayed),
+        prefix_lookups=dict(counts.prefix_lookups),
+        prefix_tokens=dict(counts.prefix_tokens),
+        parked=tiers.parked,
+        restored=tiers.restored,
+        tiers=dict(tiers.used),
+        tier_moves=dict(tiers.moved),
+        tier_failures=dict(tiers.failures),
+        snapshots={**engine.snapshots.counts, **engine.states.counts},
         held_tokens=engine.sessions.held(),
     )

@@ -1,0 +1,35 @@
+"""Counters of an engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, fields
+
+from tenuto.base.turns import Usage
+from tenuto.base.views import Transition
+
+USAGE = tuple(field.name for field in fields(Usage))
+
+
+@dataclass(slots=True)
+class Counts:
+    """Written by the life cycle and by `Sharing`. `transitions`: operations and transitions; `totals`: tokens of all
+    ended turns, by field of `Usage`; `recomputed`: tokens that must be computed again, by reason; `replayed`: tokens in
+    memory that going back gave up for want of a checkpoint, by operation; `prefix_lookups`: turns that lacked at least
+    a page, by `HITS` and `MISSES`; `prefix_tokens`: tokens found, by `HITS`."""
+
+    transitions: Counter[Transition] = field(default_factory=Counter)
+    totals: Counter[str] = field(default_factory=Counter)
+    recomputed: Counter[str] = field(default_factory=Counter)
+    replayed: Counter[str] = field(default_factory=Counter)
+    prefix_lookups: Counter[str] = field(default_factory=Counter)
+    prefix_tokens: Counter[str] = field(default_factory=Counter)
+
+    def note(self, operation: str, state: str | None = None) -> None:
+        """Counts an operation or a transition; for `state` see `Transition`."""
+        self.transitions[Transition(operation, state)] += 1
+
+    def add(self, usage: Usage) -> None:
+        """Adds the tokens of a turn that has ended."""
+        for name in USAGE:
+            self.totals[name] += getattr(usage, name)

@@ -1,0 +1,12 @@
+"""The parking of engines that have tiers."""
+
+from __future__ import annotations
+
+from tenuto.engine.engine import Engine
+from tenuto.engine.parking import Parking
+
+
+def parking_in(engine: Engine) -> Parking:
+    """Returns the engine's parking, where a story needs one."""
+    assert isinstance(engine.idle_memory, Parking)
+    return engine.idle_memory
