@@ -26,7 +26,7 @@ def commands(bench: Bench) -> dict[str, Callable[[], object]]:
     """Returns the commands to run before every step, by name."""
     engine = bench.engine
     dispatcher = Dispatcher(engine, Renderer(None, None))
-    units = engine.sessions.use("").units
+    units = engine.registry.use("").units
 
     def execute(command: Request[object]) -> Callable[[], object]:
         return lambda: dispatcher.execute(command)
@@ -61,8 +61,8 @@ def commands(bench: Bench) -> dict[str, Callable[[], object]]:
 def main() -> None:
     """Prints the table."""
     bench = make(16, parked=PARKED, host_tier=10**9)
-    idle = [session for session in bench.engine.sessions if session.turn is None]
-    bench.engine.leave_device(idle[::2])
+    idle = [session for session in bench.engine.registry if session.turn is None]
+    bench.engine.sessions.leave_device(idle[::2])
     bench.stretch(50)
     gc.collect()
     gc.freeze()

@@ -121,14 +121,18 @@ def make(
     engine = Engine(executor, units, config, vocab_size=VOCAB + 3, eos_ids=STOPS, clock=SystemClock(), random=Random(0))
     rng = Random(1)
     for number in range(parked):
-        engine.open(f"parked {number}")
-        engine.submit(f"parked {number}", [rng.randrange(20, VOCAB) for _ in range(32)], TurnParams(max_new_tokens=0))
+        engine.sessions.open(f"parked {number}")
+        engine.turns.submit(
+            f"parked {number}", [rng.randrange(20, VOCAB) for _ in range(32)], TurnParams(max_new_tokens=0)
+        )
     run_until_idle(engine)
     turns = []
     for number in range(running):
-        engine.open(f"running {number}")
+        engine.sessions.open(f"running {number}")
         tokens = [rng.randrange(20, VOCAB) for _ in range(history)]
-        turns.append(engine.submit(f"running {number}", tokens, TurnParams(stop_ids=NEVER_SAMPLED, ignore_eos=True)))
+        turns.append(
+            engine.turns.submit(f"running {number}", tokens, TurnParams(stop_ids=NEVER_SAMPLED, ignore_eos=True))
+        )
     while not all(turn.output for turn in turns):
         engine.step()
     assert all(turn.state is TurnState.RUNNING for turn in turns)

@@ -46,11 +46,11 @@ def decode_seconds(
     assert model.tokenizer is not None
     turns = []
     for n in range(STREAMS):
-        session = engine.open(policy=Policy(ephemeral=True))
+        session = engine.sessions.open(policy=Policy(ephemeral=True))
         prompt = model.tokenizer.encode(f"Here is a list of people, number {n}, as JSON:\n")
         params = TurnParams(max_new_tokens=TOKENS, sampling=sampling, grammar=grammar, ignore_eos=True)
         constraint = compiler.constraint(grammar) if grammar is not None else None
-        turns.append(engine.submit(session.id, prompt, params, None, constraint))
+        turns.append(engine.turns.submit(session.id, prompt, params, None, constraint))
     seconds = []
     while not all(turn.state.ended for turn in turns):
         decoding = all(turn.output and not turn.state.ended for turn in turns)

@@ -109,7 +109,7 @@ class Conversation:
             native.op_seconds[:] = 0
         began, worked = time.perf_counter(), time.thread_time()
         tokens = [rng.randrange(20, 200) for _ in range(GIVEN)]
-        turn = self.engine.submit(session, tokens, TurnParams(max_new_tokens=SAID, ignore_eos=True))
+        turn = self.engine.turns.submit(session, tokens, TurnParams(max_new_tokens=SAID, ignore_eos=True))
         while not self.engine.idle:
             self.engine.step()
         attention = float(native.op_seconds[OpKind.ATTEND]) if native is not None else 0.0
@@ -131,14 +131,14 @@ def conversation(executor: Executor) -> None:
     units = tuple(SLOTS if group.kind is Kind.STATE else 2 * context // PAGE for group in executor.spec.groups)
     engine = Engine(executor, units, config, vocab_size=256, eos_ids=(), clock=SystemClock(), random=Random(0))
     running, rng = Conversation(engine, executor), Random(1)
-    engine.open("long")
-    engine.open("new")
+    engine.sessions.open("long")
+    engine.sessions.open("new")
     for _ in range(TURNS - COMPARED):
         running.turn("long", rng)
     running.turn("new", rng)  # the very first has no history
     pairs = [(running.turn("new", rng), running.turn("long", rng)) for _ in range(COMPARED)]
     first, last = zip(*pairs, strict=True)
-    tokens = engine.sessions.get("long").records[-1].end
+    tokens = engine.registry.get("long").records[-1].end
     print(f"{TURNS} turns of {GIVEN} tokens in and {SAID} out, {tokens} tokens in all")
     for name, part in ((f"first {COMPARED}", first), (f"last {COMPARED}", last)):
         whole, attention, own = (1e3 * statistics.median(turn[i] for turn in part) for i in range(3))
@@ -156,15 +156,15 @@ def conversation(executor: Executor) -> None:
     )
     for back in REWINDS:
         child = f"back {back}"
-        fork = engine.fork("long", child=child)
+        fork = engine.sessions.fork("long", child=child)
         position = fork.records[TURNS - back - 1].end + GIVEN // 2
-        engine.rewind(child, position=position)
+        engine.sessions.rewind(child, position=position)
         cost = running.turn(child, rng)
         print(
             f"rewind by {back} turns, into an input: {cost.computed - GIVEN - SAID} tokens computed again "
             f"(spacing {INTERVAL}), turn of {1e3 * cost.seconds:.1f} ms"
         )
-        engine.close(child)
+        engine.sessions.close(child)
     at_rest(engine, "long")
 
 
@@ -173,7 +173,7 @@ def at_rest(engine: Engine, session: str) -> None:
     the model's specification."""
     while engine.memory.cache.evict():
         pass
-    spec, kept = engine.memory.spec, engine.sessions.get(session)
+    spec, kept = engine.memory.spec, engine.registry.get(session)
     computed, (units, _) = kept.memory.computed, held(engine, kept)
     expected = 0
     for group in spec.groups:

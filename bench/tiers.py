@@ -44,22 +44,22 @@ def make(model: Model, **options: object) -> Engine:
 
 def tell(engine: Engine, name: str, length: int, draw: random.Random) -> None:
     """Opens a session and appends `length` tokens."""
-    engine.open(name)
-    engine.submit(name, [draw.randrange(1000, 20000) for _ in range(length)], TurnParams(max_new_tokens=0))
+    engine.sessions.open(name)
+    engine.turns.submit(name, [draw.randrange(1000, 20000) for _ in range(length)], TurnParams(max_new_tokens=0))
     while not engine.idle:
         engine.step()
 
 
 def next_turn(engine: Engine, name: str, draw: random.Random) -> float:
     """Returns the seconds from a turn's submission to its first token. Restores the session's length afterwards."""
-    length = len(engine.sessions.get(name).history)
+    length = len(engine.registry.get(name).history)
     tokens = [draw.randrange(1000, 20000) for _ in range(NEW_TOKENS)]
     began = time.perf_counter()
-    turn = engine.submit(name, tokens, TurnParams(max_new_tokens=1, ignore_eos=True))
+    turn = engine.turns.submit(name, tokens, TurnParams(max_new_tokens=1, ignore_eos=True))
     until(engine, lambda: bool(turn.output))
     seconds = time.perf_counter() - began
     until(engine, lambda: engine.idle)
-    engine.rewind(name, position=length)
+    engine.sessions.rewind(name, position=length)
     return seconds
 
 
@@ -77,22 +77,24 @@ def gaps(engine: Engine, name: str, draw: random.Random, before: Callable[[], No
     """Returns seconds: the usual gap between two tokens of streams, the longest one while a session is restored beside
     them, and the time to that session's first token."""
     before()
-    length = len(engine.sessions.get(name).history)
+    length = len(engine.registry.get(name).history)
     streams = []
     for number in range(STREAMS):
-        engine.open(f"stream {number}")
+        engine.sessions.open(f"stream {number}")
         tokens = [draw.randrange(1000, 20000) for _ in range(64)]
-        streams.append(engine.submit(f"stream {number}", tokens, TurnParams(max_new_tokens=4000, ignore_eos=True)))
+        streams.append(
+            engine.turns.submit(f"stream {number}", tokens, TurnParams(max_new_tokens=4000, ignore_eos=True))
+        )
     until(engine, lambda: all(len(turn.output) > 2 for turn in streams))
     usual = [_seconds_of_a_step(engine) for _ in range(20)]
-    turn = engine.submit(name, [draw.randrange(1000, 20000)], TurnParams(max_new_tokens=1, ignore_eos=True))
+    turn = engine.turns.submit(name, [draw.randrange(1000, 20000)], TurnParams(max_new_tokens=1, ignore_eos=True))
     beside: list[float] = []
     while not turn.output:
         beside.append(_seconds_of_a_step(engine))
     for number in range(STREAMS):
-        engine.close(f"stream {number}")
+        engine.sessions.close(f"stream {number}")
     until(engine, lambda: engine.idle)
-    engine.rewind(name, position=length)
+    engine.sessions.rewind(name, position=length)
     return median(usual), max(beside), sum(beside)
 
 
@@ -115,7 +117,7 @@ def timed(engine: Engine, name: str, draw: random.Random, before: Callable[[], N
 
 def flush(engine: Engine) -> None:
     """Drops the session's state; only its tokens are left."""
-    engine.drop("s")
+    engine.sessions.drop("s")
 
 
 def uncache(directory: Path) -> None:
@@ -173,7 +175,7 @@ def report(host: Engine, disk: Engine, length: int, draw: random.Random, directo
         tell(engine, "s", length, draw)
 
     def leave(engine: Engine) -> None:
-        engine.pressure.drop(engine.sessions.get("s"), "pressure")
+        engine.pressure.drop(engine.registry.get("s"), "pressure")
         engine.idle_memory.finish()  # files are written in the background
         uncache(directory)
 
@@ -197,7 +199,7 @@ def report(host: Engine, disk: Engine, length: int, draw: random.Random, directo
             usual, longest, first = (1000 * seconds for seconds in gaps(engine, "s", draw, before))
             print(f"  {place:<6} {usual:>8.1f} {longest:>8.1f} {first:>8.1f}")
     for engine in (host, disk):
-        engine.close("s")
+        engine.sessions.close("s")
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def _written(table: PagedTable, start: int, stop: int) -> Iterator[tuple[int, in
 
 def _check(engine: Engine, what: str, group: int, page: int, first: int, stop: int) -> None:
     size = engine.memory.page_size
-    for session in chain(engine.sessions, engine.sessions.prefixes):
+    for session in chain(engine.registry, engine.registry.prefixes):
         for begin, end in _read(session.memory, group, page, size):
             if max(begin, first) < min(end, stop):
                 raise SlotWritten(

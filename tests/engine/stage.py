@@ -122,7 +122,7 @@ class Stage:
     # -- sessions
 
     def open(self, session_id: str = "s", **policy: Any) -> Session:
-        return self.engine.open(session_id, Policy(**policy))
+        return self.engine.sessions.open(session_id, Policy(**policy))
 
     def told(self, session_id: str = "s", tokens: int = 30, output: int = 6, **policy: Any) -> Session:
         """Opens a session with one committed turn of `tokens` in and `output` out."""
@@ -134,12 +134,12 @@ class Stage:
     # -- turns
 
     def append(self, session_id: str, tokens: Iterable[int]) -> Turn:
-        return self.engine.submit(session_id, tokens, PREFILL)
+        return self.engine.turns.submit(session_id, tokens, PREFILL)
 
     def say(
         self, session_id: str, tokens: Sequence[int], output: int | None = 8, tenant: str = "", **params: Any
     ) -> Turn:
-        return self.engine.submit(session_id, tokens, TurnParams(max_new_tokens=output, **params), tenant=tenant)
+        return self.engine.turns.submit(session_id, tokens, TurnParams(max_new_tokens=output, **params), tenant=tenant)
 
     def step(self) -> StepReport:
         return self.engine.step()
@@ -160,7 +160,7 @@ class Stage:
         """Brings a turn with 20 input tokens to `state`."""
         tokens = count_from(600, 20)
         if state == "drafting":
-            turn = self.engine.draft(session_id, tokens)
+            turn = self.engine.turns.draft(session_id, tokens)
             self.step()
             return turn
         turn = self.say(session_id, tokens, output)

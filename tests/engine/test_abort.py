@@ -29,7 +29,7 @@ def test_an_abort_leaves_the_session_at_its_last_commit_with_its_memory(mix, ove
     history, records, computed = list(session.history), list(session.records), session.memory.computed
     units = held(stage)
     turn = stage.reach(state)
-    stage.engine.abort("s")
+    stage.engine.turns.abort("s")
     stage.engine.audit()
     result = present(turn.result)
     assert (turn.state, result.reason, result.committed) == (
@@ -49,7 +49,7 @@ def test_the_next_turn_after_an_abort_computes_only_its_own_tokens(mix, overlap:
     stage = Stage(mix, overlap=overlap)
     session = stage.told()
     stage.reach(state)
-    stage.engine.abort("s")
+    stage.engine.turns.abort("s")
     stage.play()
     expected = continuation([*session.history, 1, 2, 3], 5)
     turn = stage.say("s", [1, 2, 3], 5)
@@ -66,7 +66,7 @@ def test_many_aborts_in_a_row_cost_nothing(mix) -> None:
     units = held(stage)
     for state in STATES * 2:
         stage.reach(state)
-        stage.engine.abort("s")
+        stage.engine.turns.abort("s")
     assert held(stage) == units
     assert session.memory.computed == 35
 
@@ -78,7 +78,7 @@ def test_an_abort_on_a_new_session_leaves_it_empty(mix, overlap: int) -> None:
     session = stage.open()
     for state in STATES:
         stage.reach(state)
-        stage.engine.abort("s")
+        stage.engine.turns.abort("s")
         assert (len(session.history), session.version, session.memory.computed) == (0, 0, 0)
     assert held(stage) == [0] * len(mix)
 
@@ -92,7 +92,7 @@ def test_a_barge_in_commits_the_input_and_the_tokens_kept(mix, overlap: int, kee
     before = list(session.history)
     turn = stage.reach("mid-decode")
     heard = list(turn.output)
-    stage.engine.abort("s", keep)
+    stage.engine.turns.abort("s", keep)
     kept = heard[:keep]
     result = present(turn.result)
     assert (result.reason, result.committed, result.kept) == (
@@ -115,7 +115,7 @@ def test_on_full_attention_a_barge_in_costs_nothing(overlap: int, keep: int) -> 
     stage = Stage((FULL,), overlap=overlap)
     session = stage.told()
     stage.reach("mid-decode")
-    stage.engine.abort("s", keep)
+    stage.engine.turns.abort("s", keep)
     assert session.memory.computed == len(session.history) - 1
     stage.play()
     assert stage.cost(lambda: stage.say("s", [5], 1)) == 2  # the last token kept, and the new one
@@ -128,7 +128,7 @@ def test_a_barge_in_recomputes_at_most_from_the_end_of_the_input(mix, overlap: i
     session = stage.told()
     turn = stage.reach("mid-decode", output=60)
     stage.until(lambda: len(turn.output) > 40)
-    stage.engine.abort("s", 38)
+    stage.engine.turns.abort("s", 38)
     assert session.memory.computed >= turn.resume_position
     stage.play()
     assert stage.cost(lambda: stage.say("s", [5], 1)) <= 38 + 2
@@ -140,7 +140,7 @@ def test_a_barge_in_before_any_output_keeps_the_input(mix) -> None:
     session = stage.told()
     before = list(session.history)
     stage.reach("mid-prefill")
-    stage.engine.abort("s", "delivered")
+    stage.engine.turns.abort("s", "delivered")
     assert list(session.history) == [*before, *count_from(600, 20)]
     stage.engine.audit()
 
@@ -151,7 +151,7 @@ def test_a_barge_in_on_a_turn_that_never_ran_commits_nothing(state: str) -> None
     stage = Stage()
     session = stage.told()
     turn = stage.reach(state)
-    stage.engine.abort("s", 3)
+    stage.engine.turns.abort("s", 3)
     assert (present(turn.result).committed, len(session.history), session.version) == (False, 36, 1)
 
 
@@ -161,7 +161,7 @@ def test_a_barge_in_on_a_preempted_turn_keeps_the_output_that_was_heard(mix) -> 
     session = stage.told()
     turn = stage.reach("preempted")
     heard = list(turn.output)[:2]
-    stage.engine.abort("s", 2)
+    stage.engine.turns.abort("s", 2)
     stage.engine.audit()
     assert list(session.history[-2:]) == heard
     expected = continuation([*session.history, 5], 3)
@@ -174,7 +174,7 @@ def test_a_turn_that_finished_before_its_abort_arrived_cannot_be_aborted() -> No
     stage = Stage()
     stage.told()
     with pytest.raises(IllegalTransition, match="session s has no open turn to abort"):
-        stage.engine.abort("s")
+        stage.engine.turns.abort("s")
 
 
 def test_only_a_number_of_tokens_can_be_kept() -> None:
@@ -182,7 +182,7 @@ def test_only_a_number_of_tokens_can_be_kept() -> None:
     stage.told()
     turn = stage.reach("mid-decode")
     with pytest.raises(InvalidRequest, match="keep is -2; allowed"):
-        stage.engine.abort("s", -2)
+        stage.engine.turns.abort("s", -2)
     assert turn.state is TurnState.RUNNING
 
 
@@ -197,7 +197,7 @@ def test_a_result_that_arrives_after_the_abort_is_dropped(overlap: int) -> None:
     expected = continuation([*second.session.history, 2], 30)
     stage.until(lambda: len(first.output) > 3)
     said = len(first.output)
-    stage.engine.abort("one")
+    stage.engine.turns.abort("one")
     third = stage.say("one", [3], 5)
     third_expected = continuation([*third.session.history, 3], 5)
     stage.play()
@@ -225,13 +225,13 @@ def test_stopping_a_preempted_regeneration_keeps_the_new_output_and_not_the_old(
     stage = Stage(mix)
     session = stage.told("s", 10, 8)
     old = list(session.history)
-    turn = stage.engine.regenerate(
+    turn = stage.engine.turns.regenerate(
         "s", TurnParams(max_new_tokens=8, min_new_tokens=6, stop_ids=tuple(old[10:12]))
     )  # so that its output differs
     stage.until(lambda: len(turn.output) >= 4)
     assert list(turn.output) != old[10 : 10 + len(turn.output)]
     stage.engine.pressure.preempt(turn)
-    stage.engine.abort("s", keep)
+    stage.engine.turns.abort("s", keep)
     assert list(session.history) == [*old[:10], *turn.output[:keep]]
     expected = continuation([*session.history, 5], 4)
     following = stage.say("s", [5], 4)

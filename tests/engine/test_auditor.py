@@ -17,7 +17,7 @@ from tests.sim.setting import small_world
 def parked(sessions: int, **config: Any) -> Stage:
     stage = Stage((FULL,), units=2 * sessions + 100, recount=False, max_sessions=sessions + 10, **config)
     for number in range(sessions):
-        stage.engine.open(f"parked {number}")
+        stage.engine.sessions.open(f"parked {number}")
         stage.append(f"parked {number}", [1, 2, 3])
     stage.play()
     return stage
@@ -44,13 +44,13 @@ def test_without_an_interval_audits_run_only_on_demand() -> None:
 
 def test_a_strict_engine_recounts_everything_after_every_step_and_logs_it(caplog: pytest.LogCaptureFixture) -> None:
     stage = Stage((FULL, STATE), audit_every=0, strict=True)
-    stage.engine.open("a")
+    stage.engine.sessions.open("a")
     told: list[AuditReport] = []
     stage.engine.ask_audit(told.append)
     with caplog.at_level("INFO", "tenuto.audit"):
         stage.engine.step()
     assert [record.summary for record in caplog.records] == [str(told[0])]  # type: ignore[attr-defined]
-    lease = stage.engine.memory.pools[0].acquire(1, stage.engine.sessions.get("a").memory)
+    lease = stage.engine.memory.pools[0].acquire(1, stage.engine.registry.get("a").memory)
     assert lease is not None
     with pytest.raises(InvariantError, match="held by nobody"):
         stage.engine.step()
@@ -82,7 +82,7 @@ def test_a_requested_audit_begins_only_after_the_request(monkeypatch: pytest.Mon
     monkeypatch.setattr(auditor, "VISITS_A_STEP", 10)
     stage = parked(50, audit_every=1)
     stage.step()
-    stage.engine.drop()
+    stage.engine.sessions.drop()
     told: list[AuditReport] = []
     stage.engine.ask_audit(told.append)
     stage.until(lambda: told)
@@ -97,7 +97,7 @@ def test_an_audit_requested_during_another_follows_it(monkeypatch: pytest.Monkey
     stage.engine.ask_audit(first.append)
     stage.step()
     stage.engine.ask_audit(second.append)
-    stage.engine.drop()
+    stage.engine.sessions.drop()
     stage.until(lambda: first)
     assert not second
     stage.until(lambda: second)
@@ -108,7 +108,7 @@ def test_an_audit_requested_during_another_follows_it(monkeypatch: pytest.Monkey
 def test_a_wrong_count_found_by_an_audit_stops_the_engine() -> None:
     stage = parked(3, audit_every=5)
     pool = stage.engine.memory.pools[0]
-    pool.counts[full_table(stage.engine.sessions.get("parked 1")).base.units[0]] += 1
+    pool.counts[full_table(stage.engine.registry.get("parked 1")).base.units[0]] += 1
     with pytest.raises(InvariantError, match="1 units have a wrong count"):
         stage.until(lambda: False, most=6)
     with pytest.raises(EngineStopped):
@@ -121,7 +121,7 @@ def test_turns_continue_while_a_cycle_takes_many_steps(mix, monkeypatch: pytest.
     stage = Stage(mix, audit_every=1, overlap=1)
     stage.told("s")
     for number in range(5):
-        stage.engine.fork("s", child=f"child {number}")
+        stage.engine.sessions.fork("s", child=f"child {number}")
         stage.say(f"child {number}", [number], 9)
         stage.step()
     stage.play()

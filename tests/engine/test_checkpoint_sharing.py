@@ -15,12 +15,12 @@ def test_forks_share_their_parents_checkpoints_and_evict_no_others() -> None:
     stage.told("prompt", 1000, 1)
     cache, slots = stage.engine.memory.cache, stage.engine.memory.pools[1]
     before = len(cache), slots.leased, [len(session.memory.checkpoints) for session in others]
-    forks = [stage.engine.fork("prompt", child=f"c{i}") for i in range(60)]
+    forks = [stage.engine.sessions.fork("prompt", child=f"c{i}") for i in range(60)]
     stage.step()
     after = len(cache), slots.leased, [len(session.memory.checkpoints) for session in others]
     assert before == after
     assert cache.evicted == 0
-    parent = list(stage.engine.sessions.get("prompt").memory.checkpoints)
+    parent = list(stage.engine.registry.get("prompt").memory.checkpoints)
     assert len(parent) > 10
     assert all(list(fork.memory.checkpoints) == parent for fork in forks)
     stage.engine.audit()

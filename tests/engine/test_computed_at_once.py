@@ -11,14 +11,14 @@ from tests.tiered import parking_in
 def test_a_turn_whose_session_is_restored_without_a_copy_releases_its_units():
     stage = Stage((FULL, STATE), host_tier=10**6, units=60)
     session = stage.told("s")
-    stage.engine.fork("s", child="fork")
+    stage.engine.sessions.fork("s", child="fork")
     stage.engine.pressure.drop(session)
     assert parking_in(stage.engine).has(session)
     turn = stage.append("s", [])
     stage.play()
     assert present(turn.result).reason is EndReason.APPENDED
     assert session.memory.computed == len(session.history) - 1
-    stage.engine.close("s")
-    stage.engine.close("fork")
+    stage.engine.sessions.close("s")
+    stage.engine.sessions.close("fork")
     stage.step()
     assert [pool.free for pool in stage.engine.memory.pools] == [60, 60]

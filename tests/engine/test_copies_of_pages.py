@@ -14,12 +14,12 @@ def with_a_fork() -> tuple[Stage, list[int]]:
     stage = Stage(units=60, host_tier=10**6)
     session = stage.told("s", 4 * PAGE, 4)
     assert session.memory.computed % PAGE == 3
-    stage.engine.fork("s", child="fork")
+    stage.engine.sessions.fork("s", child="fork")
     return stage, list(session.history)
 
 
 def park(stage: Stage, name: str) -> None:
-    session = stage.engine.sessions.get(name)
+    session = stage.engine.registry.get(name)
     stage.engine.pressure.drop(session)
     assert parking_in(stage.engine).has(session)
 
@@ -34,7 +34,7 @@ def goes_on(stage: Stage, name: str, history: Sequence[int]) -> None:
 def test_a_session_is_restored_without_a_page_that_another_has_overwritten_in_place():
     stage, history = with_a_fork()
     park(stage, "s")
-    stage.engine.rewind("fork", position=len(history) - 2)
+    stage.engine.sessions.rewind("fork", position=len(history) - 2)
     goes_on(stage, "fork", history[:-2])
     goes_on(stage, "s", history)
 

@@ -91,13 +91,13 @@ def test_a_session_does_not_expire_while_its_turn_is_open(state: str) -> None:
     stage.reach(state)
     stage.clock.advance(1000.0)
     stage.engine.step()
-    assert stage.engine.sessions.find("s") is not None
-    stage.engine.abort("s")
+    assert stage.engine.registry.find("s") is not None
+    stage.engine.turns.abort("s")
     stage.engine.step()
-    assert stage.engine.sessions.find("s") is not None
+    assert stage.engine.registry.find("s") is not None
     stage.clock.advance(11.0)
     stage.step()
-    assert stage.engine.sessions.find("s") is None
+    assert stage.engine.registry.find("s") is None
 
 
 @every_mix
@@ -107,7 +107,7 @@ def test_an_expired_session_releases_everything(mix) -> None:
     stage.clock.advance(11.0)
     stage.step()
     with pytest.raises(NotFound, match="has expired"):
-        stage.engine.sessions.get("s")
+        stage.engine.registry.get("s")
     assert [pool.leased for pool in stage.engine.memory.pools] == [0] * len(mix)
 
 
@@ -119,7 +119,7 @@ def test_an_ephemeral_session_closes_when_its_only_turn_ends(mix) -> None:
     stage.play()
     assert list(turn.output) == continuation([1, 2, 3], 5)
     assert present(turn.result).committed
-    assert stage.engine.sessions.find("s") is None
+    assert stage.engine.registry.find("s") is None
     assert [pool.leased for pool in stage.engine.memory.pools] == [0] * len(mix)
 
 
@@ -129,9 +129,9 @@ def test_an_ephemeral_session_also_closes_when_its_turn_is_aborted(state: str) -
     stage = Stage()
     stage.open(ephemeral=True)
     stage.reach(state)
-    stage.engine.abort("s")
+    stage.engine.turns.abort("s")
     stage.play()
-    assert stage.engine.sessions.find("s") is None
+    assert stage.engine.registry.find("s") is None
     assert stage.engine.memory.pools[0].leased == 0
 
 
@@ -141,8 +141,8 @@ def test_closing_aborts_the_open_turn(mix, state: str) -> None:
     stage = Stage(mix)
     stage.told()
     turn = stage.reach(state)
-    stage.engine.close("s")
-    assert (turn.state, stage.engine.sessions.find("s")) == (TurnState.ABORTED, None)
+    stage.engine.sessions.close("s")
+    assert (turn.state, stage.engine.registry.find("s")) == (TurnState.ABORTED, None)
     stage.play()
     assert [pool.leased for pool in stage.engine.memory.pools] == [0] * len(mix)
 
@@ -153,15 +153,15 @@ def test_closing_with_finish_lets_a_submitted_turn_end_first_but_not_a_draft(mix
     stage = Stage(mix)
     session = stage.told()
     turn = stage.reach(state)
-    stage.engine.close("s", finish=True)
+    stage.engine.sessions.close("s", finish=True)
     if state == "drafting":
         assert turn.state is TurnState.ABORTED
     else:
         with pytest.raises(SessionClosed, match="session s is closing"):
-            stage.engine.fork("s")
+            stage.engine.sessions.fork("s")
         stage.play()
         assert (present(turn.result).reason, len(session.history)) == (EndReason.LENGTH, 36 + 40)
-    assert stage.engine.sessions.find("s") is None
+    assert stage.engine.registry.find("s") is None
     assert [pool.leased for pool in stage.engine.memory.pools] == [0] * len(mix)
 
 
@@ -169,16 +169,16 @@ def test_closing_without_finish_ends_a_session_that_is_closing_with_it() -> None
     stage = Stage()
     stage.told()
     turn = stage.reach("mid-decode")
-    stage.engine.close("s", finish=True)
-    stage.engine.close("s")
-    assert (turn.state, stage.engine.sessions.find("s")) == (TurnState.ABORTED, None)
+    stage.engine.sessions.close("s", finish=True)
+    stage.engine.sessions.close("s")
+    assert (turn.state, stage.engine.registry.find("s")) == (TurnState.ABORTED, None)
 
 
 def test_an_id_can_be_reused_after_its_session_was_closed_during_a_turn() -> None:
     stage = Stage(overlap=1)
     stage.told()
     stage.reach("mid-decode")
-    stage.engine.close("s")
+    stage.engine.sessions.close("s")
     stage.open()
     turn = stage.say("s", [1, 2], 5)
     stage.play()
@@ -188,11 +188,11 @@ def test_an_id_can_be_reused_after_its_session_was_closed_during_a_turn() -> Non
 def test_timers_of_ended_turns_are_purged_and_a_drafts_timer_stays() -> None:
     stage = Stage(recount=False, draft_timeout=40.0)
     stage.open("draft")
-    draft = stage.engine.draft("draft", [1, 2])
+    draft = stage.engine.turns.draft("draft", [1, 2])
     stage.open("s")
     for _ in range(1200):
         stage.say("s", [1], 1, timeout=1e6)
-        stage.engine.abort("s")
+        stage.engine.turns.abort("s")
     assert len(stage.engine.timers) <= MAX_IDLE_TIMERS + 8 * 2 + 1
     stage.clock.advance(40.0)
     stage.step()

@@ -35,11 +35,11 @@ def parking(stage: Stage) -> Parking:
 
 def park(stage: Stage, *names: str) -> None:
     for name in names:
-        stage.engine.pressure.drop(stage.engine.sessions.get(name))
+        stage.engine.pressure.drop(stage.engine.registry.get(name))
 
 
 def parked(stage: Stage) -> list[str]:
-    return [session.id for session in stage.engine.sessions if parking(stage).has(session)]
+    return [session.id for session in stage.engine.registry if parking(stage).has(session)]
 
 
 def told(stage: Stage, *names: str, tokens: int = 30) -> None:
@@ -53,7 +53,7 @@ def told(stage: Stage, *names: str, tokens: int = 30) -> None:
 
 def goes_on(stage: Stage, name: str, tenant: str = "") -> int:
     """Checks that the session continues correctly; returns the number of cached tokens."""
-    history = list(stage.engine.sessions.get(name, tenant).history)
+    history = list(stage.engine.registry.get(name, tenant).history)
     turn = stage.say(name, [7], 3, tenant)
     stage.play()
     stage.engine.audit()
@@ -87,14 +87,14 @@ def test_swapped_files_are_not_mistaken_for_each_other(mix, tmp_path: Path) -> N
 def test_files_swapped_between_two_processes_are_not_mistaken_for_each_other(mix, tmp_path: Path) -> None:
     stage = make(tmp_path, mix)
     told(stage, "a", "b")
-    saved = [session.saved() for session in stage.engine.sessions]
-    stage.engine.save()
+    saved = [session.saved() for session in stage.engine.registry]
+    stage.engine.sessions.save()
     stage.engine.end(keep=True)
     exchange(tmp_path)
     stage = make(tmp_path, mix)
     for each in saved:
-        stage.engine.restore(each)
-    stage.engine.recover()
+        stage.engine.sessions.restore(each)
+    stage.engine.sessions.recover()
     assert [goes_on(stage, name) for name in "ab"] == [0, 0]
     assert parking(stage).tiers.failures == {"content": 2}
 
@@ -118,7 +118,7 @@ def test_swapped_rows_within_a_file_are_not_mistaken_for_each_other(tmp_path: Pa
     told(stage, "s", tokens=17)
     for name, token in (("s", 1), ("fork", 2)):
         if name == "fork":
-            stage.engine.fork("s", position=18, child="fork")
+            stage.engine.sessions.fork("s", position=18, child="fork")
         stage.append(name, [token])
         stage.play()
         park(stage, name)
@@ -131,10 +131,10 @@ def test_a_session_is_exported_without_state_of_other_content(tmp_path: Path) ->
     stage = make(tmp_path)
     told(stage, "a", "b")
     exchange(tmp_path)
-    lent = stage.engine.state("a")
+    lent = stage.engine.sessions.state("a")
     assert isinstance(lent, LentUnits)
     state = lent.read()
-    stage.engine.states.take_back(lent)
+    stage.engine.sessions.take_back(lent)
     assert (state.position, parking(stage).tiers.failures) == (0, {"content": 1})
     stage.engine.audit()
 
@@ -143,7 +143,7 @@ def test_parked_memory_is_compared_with_the_tokens_of_the_session_that_gets_it(t
     """A bug of ours in memory ends with a report and not with a wrong answer."""
     stage = make(tmp_path)
     told(stage, "a", "b")
-    a, b = (stage.engine.sessions.get(name) for name in "ab")
+    a, b = (stage.engine.registry.get(name) for name in "ab")
     known = parking(stage)._sessions
     known[a], known[b] = known[b], known[a]
     stage.say("a", [7], 3)
@@ -182,7 +182,7 @@ def test_anything_but_a_regular_file_is_refused_without_waiting(
     index.unlink(missing_ok=True)
     make_it(index)
     stage = make(tmp_path)
-    stage.engine.recover()
+    stage.engine.sessions.recover()
     assert stage.engine.snapshots.counts["unreadable"] == 1
 
 
@@ -269,14 +269,14 @@ def test_a_snapshot_on_a_small_disk_keeps_the_most_recently_used_sessions(tmp_pa
         stage.say(name, count_from(10 + number, 30), 2)
         stage.play()
         stage.clock.advance(1.0)
-    saved = [session.saved() for session in stage.engine.sessions]
-    stage.engine.save()
+    saved = [session.saved() for session in stage.engine.registry]
+    stage.engine.sessions.save()
     assert stage.engine.snapshots.counts == {"saved": 3}
     stage.engine.end(keep=True)
     stage = make(tmp_path, budget=24 * UNIT)
     for each in saved:
-        stage.engine.restore(each)
-    stage.engine.recover()
+        stage.engine.sessions.restore(each)
+    stage.engine.sessions.recover()
     assert set(parked(stage)) > {"d", "e"}
     assert [goes_on(stage, name) for name in ("d", "e")] == [31, 31]
 
@@ -285,15 +285,15 @@ def test_a_smaller_tier_keeps_the_most_recently_used_memory(tmp_path: Path) -> N
     stage = make(tmp_path)
     told(stage, "a", "b", "c")
     saved = []
-    for session, used in zip(stage.engine.sessions, (3.0, 1.0, 2.0), strict=True):
+    for session, used in zip(stage.engine.registry, (3.0, 1.0, 2.0), strict=True):
         session.last_turn_end = used
         saved.append((session.saved(), used))
-    stage.engine.save()
+    stage.engine.sessions.save()
     stage.engine.end(keep=True)
     stage = make(tmp_path, budget=20 * UNIT)
     for each, used in saved:
-        stage.engine.restore(each).last_turn_end = used
-    stage.engine.recover()
+        stage.engine.sessions.restore(each).last_turn_end = used
+    stage.engine.sessions.recover()
     assert parked(stage) == ["a", "c"]
     assert len(list(tmp_path.glob(f"*{SUFFIX}"))) == 2
     stage.engine.audit()
@@ -326,8 +326,8 @@ def test_a_tier_that_was_ruled_out_is_measured_again(tmp_path: Path) -> None:
         restored.append(cached > 0)
         if cached:
             rates.note("disk", 1, 1e-6)  # it is fast by now
-        if len(stage.engine.sessions.get("s").history) > 150:
-            stage.engine.rewind("s", position=30)
+        if len(stage.engine.registry.get("s").history) > 150:
+            stage.engine.sessions.rewind("s", position=30)
         park(stage, "s")
         if restored[-3:] == [True] * 3:
             break

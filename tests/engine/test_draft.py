@@ -33,7 +33,9 @@ from tests.present import present
 def test_a_draft_computes_all_but_its_last_token(mix, overlap: int) -> None:
     stage = Stage(mix, overlap=overlap)
     session = stage.told()
-    assert stage.cost(lambda: stage.engine.draft("s", count_from(600, 20))) == 20  # one of the history, nineteen new
+    assert (
+        stage.cost(lambda: stage.engine.turns.draft("s", count_from(600, 20))) == 20
+    )  # one of the history, nineteen new
     assert (len(session.history), session.version) == (36, 1)
     assert present(session.turn).state is TurnState.DRAFTING
 
@@ -43,7 +45,7 @@ def test_a_draft_computes_all_but_its_last_token(mix, overlap: int) -> None:
 def test_a_draft_that_is_submitted_unchanged_starts_with_its_first_output(mix, overlap: int) -> None:
     stage = Stage(mix, overlap=overlap)
     session = stage.told()
-    draft = stage.engine.draft("s", count_from(600, 20))
+    draft = stage.engine.turns.draft("s", count_from(600, 20))
     stage.play()
     expected = continuation([*session.history, *count_from(600, 20)], 5)
     before = len(stage.executor.plans)
@@ -60,23 +62,23 @@ def test_only_newly_typed_tokens_are_computed() -> None:
     stage = Stage()
     stage.told()
     text = count_from(600, 40)
-    stage.engine.draft("s", text[:20])
+    stage.engine.turns.draft("s", text[:20])
     stage.play()
     for typed in range(21, 41):
-        assert stage.cost(partial(stage.engine.draft, "s", text[:typed])) == 1
-    assert stage.cost(lambda: stage.engine.draft("s", text)) == 0
+        assert stage.cost(partial(stage.engine.turns.draft, "s", text[:typed])) == 1
+    assert stage.cost(lambda: stage.engine.turns.draft("s", text)) == 0
 
 
 def test_a_correction_recomputes_from_the_first_difference() -> None:
     stage = Stage()
     stage.told()
     text = count_from(600, 40)
-    stage.engine.draft("s", text)
+    stage.engine.turns.draft("s", text)
     stage.play()
     corrected = [*text[:30], 900, *text[31:]]
-    assert stage.cost(lambda: stage.engine.draft("s", corrected)) == 9
+    assert stage.cost(lambda: stage.engine.turns.draft("s", corrected)) == 9
     shorter = corrected[:10]
-    assert stage.cost(lambda: stage.engine.draft("s", shorter)) == 0
+    assert stage.cost(lambda: stage.engine.turns.draft("s", shorter)) == 0
 
 
 def test_a_draft_cut_to_a_checkpoint_and_then_before_it_writes_to_its_own_pages() -> None:
@@ -84,7 +86,7 @@ def test_a_draft_cut_to_a_checkpoint_and_then_before_it_writes_to_its_own_pages(
     session = stage.open()
     text = count_from(600, 60)
     for shorter in (60, 12, 4):  # the window of 11 is gone, but not the checkpoint at 8; 3 lies before that
-        stage.engine.draft("s", [*text[: shorter - 1], 900])
+        stage.engine.turns.draft("s", [*text[: shorter - 1], 900])
         stage.play()
         stage.engine.audit()
         memory = session.memory
@@ -106,7 +108,7 @@ def test_the_output_depends_only_on_the_last_text_of_an_edited_draft(mix, edits,
     text: list[int] = []
     for number, (at, typed, steps) in enumerate(edits):
         text = text[:at] + [100 + 20 * number + i for i in range(typed)]
-        stage.engine.draft("s", text)
+        stage.engine.turns.draft("s", text)
         for _ in range(steps):
             stage.step()
         stage.engine.audit()
@@ -139,11 +141,11 @@ def test_an_aborted_draft_leaves_no_trace(mix, overlap: int) -> None:
     while stage.engine.memory.cache.evict():
         pass
     free = stage.engine.memory.free().tolist()
-    stage.engine.draft("s", count_from(600, 50))
+    stage.engine.turns.draft("s", count_from(600, 50))
     stage.step()
-    stage.engine.draft("s", count_from(600, 30))
+    stage.engine.turns.draft("s", count_from(600, 30))
     stage.step()
-    stage.engine.abort("s")
+    stage.engine.turns.abort("s")
     stage.play()
     while stage.engine.memory.cache.evict():
         pass
@@ -153,7 +155,7 @@ def test_an_aborted_draft_leaves_no_trace(mix, overlap: int) -> None:
 def test_a_draft_can_become_a_prefill_only_turn() -> None:
     stage = Stage()
     session = stage.told()
-    draft = stage.engine.draft("s", [1, 2, 3])
+    draft = stage.engine.turns.draft("s", [1, 2, 3])
     stage.play()
     assert stage.cost(lambda: stage.append("s", [1, 2, 3])) == 0
     assert (present(draft.result).reason, list(session.history[36:])) == (EndReason.APPENDED, [1, 2, 3])
@@ -162,9 +164,9 @@ def test_a_draft_can_become_a_prefill_only_turn() -> None:
 def test_a_draft_that_would_not_fit_is_refused_and_the_previous_one_stays() -> None:
     stage = Stage()
     stage.told()
-    draft = stage.engine.draft("s", [1, 2, 3])
+    draft = stage.engine.turns.draft("s", [1, 2, 3])
     stage.play()
-    for operation in (stage.engine.draft, stage.say):
+    for operation in (stage.engine.turns.draft, stage.say):
         with pytest.raises(ContextExceeded, match="of a context of 200"):
             operation("s", [1] * 165)
     assert (list(draft.input), draft.state) == ([1, 2, 3], TurnState.DRAFTING)
@@ -174,10 +176,10 @@ def test_a_draft_that_would_not_fit_is_refused_and_the_previous_one_stays() -> N
 def test_an_unchanged_draft_times_out_and_leaves_the_session_as_it_was() -> None:
     stage = Stage(draft_timeout=10.0)
     session = stage.told()
-    draft = stage.engine.draft("s", [1, 2])
+    draft = stage.engine.turns.draft("s", [1, 2])
     stage.clock.advance(9.0)
     stage.step()
-    stage.engine.draft("s", [1, 2, 3])
+    stage.engine.turns.draft("s", [1, 2, 3])
     stage.clock.advance(9.0)
     stage.step()
     assert draft.drafting
@@ -193,7 +195,7 @@ def test_an_unchanged_draft_times_out_and_leaves_the_session_as_it_was() -> None
 def test_a_submitted_draft_no_longer_times_out_as_a_draft() -> None:
     stage = Stage(draft_timeout=10.0)
     stage.told()
-    stage.engine.draft("s", [1, 2])
+    stage.engine.turns.draft("s", [1, 2])
     turn = stage.say("s", [1, 2], 20)
     stage.clock.advance(11.0)
     stage.play()
@@ -204,7 +206,7 @@ def test_drafts_never_delay_a_submitted_turn() -> None:
     stage = Stage(max_running=1, token_budget=4)
     for name in ("a", "b"):
         stage.open(name)
-    stage.engine.draft("a", count_from(1, 100))
+    stage.engine.turns.draft("a", count_from(1, 100))
     stage.step()
     turn = stage.say("b", [1, 2], 3)
     stage.until(lambda: turn.result is not None, most=6)
@@ -213,10 +215,12 @@ def test_drafts_never_delay_a_submitted_turn() -> None:
 def test_timeouts_of_a_submitted_draft_count_from_its_submission() -> None:
     stage = Stage()
     session = stage.told()
-    stage.engine.draft("s", count_from(600, 20))
+    stage.engine.turns.draft("s", count_from(600, 20))
     stage.play()
     stage.clock.advance(30.0)
-    turn = stage.engine.submit("s", count_from(600, 20), TurnParams(max_new_tokens=9, queue_timeout=5.0, timeout=50.0))
+    turn = stage.engine.turns.submit(
+        "s", count_from(600, 20), TurnParams(max_new_tokens=9, queue_timeout=5.0, timeout=50.0)
+    )
     stage.clock.advance(4.0)
     stage.play()
     assert present(turn.result).committed
@@ -232,7 +236,7 @@ def test_a_draft_extended_at_every_step_makes_progress_and_computes_each_token_o
     session = stage.told()
     text, before, progress = count_from(5, 200), len(stage.executor.plans), [35]
     for typed in range(60):
-        stage.engine.draft("s", text + count_from(9, typed))
+        stage.engine.turns.draft("s", text + count_from(9, typed))
         stage.step()
         progress.append(present(session.memory.turn).computed)
     caught_up = progress.index(max(p for p in progress if p < 36 + 200))
@@ -263,7 +267,7 @@ def test_submitting_a_draft_recomputes_nothing(mix, overlap: int, interval: int)
     stage = Stage(mix, overlap=overlap, **config)
     stage.open()
     text = count_from(3, 500)
-    stage.engine.draft("s", text)
+    stage.engine.turns.draft("s", text)
     for _ in range(10):
         stage.step()
     given = stage.computed_since(0)
@@ -277,7 +281,7 @@ def test_a_failed_step_that_a_draft_relies_on_is_computed_again(mix) -> None:
     stage = Stage(mix, overlap=1, failing=(3,))
     stage.open()
     text = count_from(3, 100)
-    stage.engine.draft("s", text)
+    stage.engine.turns.draft("s", text)
     for _ in range(4):
         stage.step()
     turn = stage.say("s", text, 5)  # continues from the step in flight, which fails
@@ -296,7 +300,7 @@ def test_no_priority_puts_a_draft_before_a_submitted_turn(overlap: int, aging_se
     for i in range(3):
         stage.told(f"idle{i}", 60, 1)
     stage.open("d", priority=1000)
-    stage.engine.draft("d", count_from(1, 100))
+    stage.engine.turns.draft("d", count_from(1, 100))
     stage.step()
     stage.open("x", priority=-1000)
     turn = stage.say("x", count_from(2, 100), 3)
@@ -317,7 +321,7 @@ def test_a_draft_without_room_takes_nothing_from_others(units: int, idle: int) -
         turns.append(stage.say(f"d{i}", count_from(i, 8), 90))
         stage.step()
     session = stage.open("b")
-    draft = stage.engine.draft("b", count_from(4, 160))
+    draft = stage.engine.turns.draft("b", count_from(4, 160))
     while not all(turn.result for turn in turns):
         held = present(draft.session.memory.turn).own_units()[0] if session.memory.turn else 0
         dropped = stage.engine.transitions[Transition("drop", "idle")]

@@ -150,12 +150,12 @@ def test_a_turn_longer_than_the_context_is_refused_before_it_queues_and_names_th
 def test_a_full_session_accepts_no_more_tokens_and_can_be_rewound() -> None:
     stage = Stage()
     session = stage.told(tokens=190, output=10)
-    for operation in (stage.say, stage.append, stage.engine.draft):
+    for operation in (stage.say, stage.append, stage.engine.turns.draft):
         with pytest.raises(ContextExceeded):
             operation("s", [1])
     stage.append("s", [])  # nothing always fits
     stage.play()
-    stage.engine.rewind("s", position=100)
+    stage.engine.sessions.rewind("s", position=100)
     stage.say("s", [1], 5)
     stage.play()
     assert len(session.history) == 106
@@ -185,7 +185,7 @@ def test_the_token_limit_of_a_session_applies() -> None:
 def test_invalid_tokens_are_refused_and_change_nothing() -> None:
     stage = Stage()
     session = stage.open()
-    for operation in (stage.say, stage.append, stage.engine.draft):
+    for operation in (stage.say, stage.append, stage.engine.turns.draft):
         unknown: tuple[Any, ...] = ([VOCABULARY], [-1], ["a"])
         for wrong in unknown:
             with pytest.raises(InvalidRequest):
@@ -203,14 +203,14 @@ def test_a_full_queue_refuses_and_changes_nothing() -> None:
     stage.say("s1", [1])
     with pytest.raises(Overloaded, match="2 turns are waiting, the most allowed"):
         stage.say("s2", [1])
-    assert stage.engine.sessions.get("s2").turn is None
+    assert stage.engine.registry.get("s2").turn is None
     stage.play()
     stage.say("s2", [1])
 
 
 def test_a_session_that_was_never_opened_is_not_found() -> None:
     stage = Stage()
-    for operation in (stage.say, stage.append, stage.engine.draft):
+    for operation in (stage.say, stage.append, stage.engine.turns.draft):
         with pytest.raises(NotFound, match="no session 'nobody'"):
             operation("nobody", [1])
 
@@ -313,7 +313,12 @@ def test_a_broken_invariant_stops_the_engine_with_its_reason() -> None:
     with pytest.raises(InvariantError):
         stage.engine.step()
     engine = stage.engine
-    for operation in (engine.step, engine.open, lambda: engine.submit("s", [1]), lambda: engine.abort("s")):
+    for operation in (
+        engine.step,
+        engine.sessions.open,
+        lambda: engine.turns.submit("s", [1]),
+        lambda: engine.turns.abort("s"),
+    ):
         with pytest.raises(EngineStopped, match="have a wrong count"):
             operation()
 
@@ -334,8 +339,8 @@ def test_every_end_is_reported_once_by_the_next_step() -> None:
     for name in ("a", "b"):
         stage.open(name)
     turn = stage.say("a", [1], 3)
-    aborted = stage.engine.submit("b", [1], TurnParams(max_new_tokens=3))
-    stage.engine.abort("b")
+    aborted = stage.engine.turns.submit("b", [1], TurnParams(max_new_tokens=3))
+    stage.engine.turns.abort("b")
     ended = []
     while not stage.engine.idle:
         ended += stage.step().ended
@@ -348,9 +353,9 @@ def test_a_session_with_a_running_turn_cannot_be_dropped() -> None:
     turn = stage.say("s", [1, 2, 3])
     stage.step()
     with pytest.raises(SessionBusy, match="its turn is running"):
-        stage.engine.drop("s")
+        stage.engine.sessions.drop("s")
     assert turn.state is TurnState.RUNNING
-    assert stage.engine.drop() == 0
+    assert stage.engine.sessions.drop() == 0
 
 
 def test_a_broken_invariant_found_in_any_operation_stops_the_engine() -> None:
@@ -359,9 +364,9 @@ def test_a_broken_invariant_found_in_any_operation_stops_the_engine() -> None:
     unit = full_table(session).base.units[0]
     stage.engine.memory.pools[0].counts[unit] = 0
     with pytest.raises(InvariantError, match="nobody holds it"):
-        stage.engine.rewind("s", turn=0)
+        stage.engine.sessions.rewind("s", turn=0)
     with pytest.raises(EngineStopped, match="nobody holds it"):
-        stage.engine.open("another")
+        stage.engine.sessions.open("another")
     with pytest.raises(EngineStopped, match="nobody holds it"):
         stage.engine.step()
 

@@ -15,6 +15,7 @@ from tenuto.base.views import Transition
 from tenuto.sched.suspects import MAX_FAILURES
 from tenuto.session.turn import Turn
 from tests.engine.stage import FULL, SLIDING, STATE, Stage, continuation, count_from, every_mix, every_overlap
+from tests.memory.scribe import Someone
 from tests.present import present
 
 
@@ -126,12 +127,12 @@ def test_a_draft_that_failed_near_its_end_and_is_then_shortened_is_no_longer_sus
     """Known fault: the position where it had failed lay beyond its new end, so it ran alone until its end."""
     stage = Stage(units=600, context_length=2000, max_running=8, token_budget=64, failing=(12, 13))
     stage.open("d")
-    stage.engine.draft("d", count_from(1, 1000))
+    stage.engine.turns.draft("d", count_from(1, 1000))
     stage.until(lambda: stage.engine.transitions[Transition("step failed")] == 2)
-    draft = stage.engine.sessions.get("d").turn
+    draft = stage.engine.registry.get("d").turn
     assert draft is not None
     assert (draft.failures, draft.failed_end) == (2, 13 * 64)
-    stage.engine.draft("d", [5] * 4)
+    stage.engine.turns.draft("d", [5] * 4)
     turn = stage.say("d", [5] * 4, 100)
     others = []
     for i in range(4):
@@ -175,14 +176,14 @@ def test_a_suspect_draft_without_room_yields_itself() -> None:
     stage.open("running")
     running = stage.say("running", [1], 40)
     stage.open("suspect")
-    suspect = stage.engine.draft("suspect", count_from(2, 60))
+    suspect = stage.engine.turns.draft("suspect", count_from(2, 60))
     stage.step()
     stage.step()
     stage.open("other")
-    other = stage.engine.draft("other", count_from(3, 20))
+    other = stage.engine.turns.draft("other", count_from(3, 20))
     stage.until(lambda: suspect in stage.engine.suspects and running not in stage.engine.suspects)
     pool = stage.engine.memory.pools[0]
-    taken = present(pool.acquire(pool.free, stage.engine.states))
+    taken = present(pool.acquire(pool.free, Someone("a stranger")))
     stage.step()
     assert [present(other.session.memory.turn).row >= 0, suspect.session.memory.turn] == [True, None]
     taken.release()
@@ -243,7 +244,7 @@ def test_a_draft_that_waits_for_a_row_when_its_step_fails_starts_again(mix, fail
     stage, tokens = Stage(mix, overlap=1, failing=(failing,), checkpoint_interval=4, max_running=1), count_from(1, 60)
     stage.open()
     stage.open("o")
-    stage.engine.draft("s", tokens)
+    stage.engine.turns.draft("s", tokens)
     for _ in range(failing + 1):
         stage.step()
     turn, other = stage.say("s", tokens, 8), stage.say("o", [1, 2, 3], 8, priority=5)
@@ -288,7 +289,7 @@ def test_a_turn_is_not_blamed_for_a_failed_step_shared_with_turns_that_left() ->
     stage.step()
     stage.step()
     stage.step()
-    stage.engine.abort("leaves")
+    stage.engine.turns.abort("leaves")
     stage.until(lambda: stage.engine.transitions[Transition("step failed")] == 1)
     assert (stays.failures, len(stage.engine.suspects)) == (0, 1)
     stage.play()

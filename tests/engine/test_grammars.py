@@ -85,7 +85,7 @@ def climbed(history: Sequence[int], ladder: Ladder, tokens: int) -> list[int]:
 
 def climb(stage: Stage, tokens: Sequence[int], ladder: Ladder, output: int = 12, session: str = "s") -> Turn:
     params = TurnParams(max_new_tokens=output, grammar=ANY)
-    return stage.engine.submit(session, tokens, params, None, Constraint(ladder, WORDS))
+    return stage.engine.turns.submit(session, tokens, params, None, Constraint(ladder, WORDS))
 
 
 @every_mix
@@ -167,14 +167,14 @@ def test_an_aborted_turn_leaves_no_grammar_behind(overlap: int, state: str) -> N
     session = stage.told()
     history = list(session.history)
     if state == "drafting":
-        stage.engine.draft("s", count_from(3, 20))
+        stage.engine.turns.draft("s", count_from(3, 20))
     else:
         turn = climb(stage, count_from(3, 20), Ladder(5, 0, 30), output=30)
         if state != "queued":
             stage.until(lambda: turn.started and (state == "mid-prefill" or len(turn.output) >= 4))
         if state == "preempted":
             stage.engine.pressure.preempt(turn)
-    stage.engine.abort("s")
+    stage.engine.turns.abort("s")
     assert list(session.history) == history
     following = stage.say("s", [9], 5)
     wanted = continuation([*history, 9], 5)
@@ -189,7 +189,7 @@ def test_an_interrupted_turn_keeps_its_output_and_the_next_grammar_starts_over(o
     given = count_from(1, 12)
     turn = climb(stage, given, Ladder(5, 0, 30), output=30)
     stage.until(lambda: len(turn.output) >= 8)
-    stage.engine.abort("s", keep=5)
+    stage.engine.turns.abort("s", keep=5)
     kept = climbed(given, Ladder(5, 0, 30), 5)
     assert list(session.history) == given + kept
     following = climb(stage, [3], Ladder(6, 2, 7))
@@ -204,7 +204,7 @@ def test_a_regenerated_turn_has_a_grammar_of_its_own(overlap: int) -> None:
     first = climb(stage, count_from(1, 12), Ladder(5, 0, 6))
     stage.play()
     params = TurnParams(max_new_tokens=12, grammar=ANY)
-    second = stage.engine.regenerate("s", params, Constraint(Ladder(3, 1, 9), WORDS))
+    second = stage.engine.turns.regenerate("s", params, Constraint(Ladder(3, 1, 9), WORDS))
     stage.play()
     assert list(first.output) == climbed(count_from(1, 12), Ladder(5, 0, 6), 12)
     assert list(second.output) == climbed(count_from(1, 12), Ladder(3, 1, 9), 12)
@@ -217,7 +217,7 @@ def test_forks_of_one_prompt_follow_their_own_grammars(overlap: int) -> None:
     history, ladders = list(session.history), [Ladder(4, n, 5 + n) for n in range(3)]
     turns = []
     for n, ladder in enumerate(ladders):
-        stage.engine.fork("s", child=f"f{n}")
+        stage.engine.sessions.fork("s", child=f"f{n}")
         turns.append(climb(stage, [5], Ladder(ladder.base, ladder.offset, ladder.rungs), session=f"f{n}"))
     stage.play()
     assert [list(turn.output) for turn in turns] == [climbed([*history, 5], ladder, 12) for ladder in ladders]
@@ -227,7 +227,7 @@ def test_forks_of_one_prompt_follow_their_own_grammars(overlap: int) -> None:
 def test_a_draft_becomes_a_turn_with_a_grammar(overlap: int) -> None:
     stage = Stage(overlap=overlap)
     stage.open()
-    stage.engine.draft("s", count_from(1, 10))
+    stage.engine.turns.draft("s", count_from(1, 10))
     for _ in range(3):
         stage.step()
     turn = climb(stage, count_from(1, 14), Ladder(5, 0, 6))
@@ -261,7 +261,7 @@ def test_a_token_sampled_where_none_is_allowed_is_not_committed_even_if_it_is_a_
     stage = Stage(overlap=overlap, guess=lambda turn, limit: said[len(turn.output) :][:limit], lookahead=guesses)
     stage.open()
     params = TurnParams(max_new_tokens=12, grammar=ANY, stop_ids=(stop,))
-    turn = stage.engine.submit("s", given, params, None, Constraint(ladder, WORDS))
+    turn = stage.engine.turns.submit("s", given, params, None, Constraint(ladder, WORDS))
     stage.play()
     assert (list(turn.output), present(turn.result).reason) == ([*said, stop], EndReason.GRAMMAR)
 
@@ -337,7 +337,7 @@ def test_other_turns_continue_while_a_slow_mask_is_computed(overlap: int) -> Non
     constraint = Constraint(Slow(5, 0, 8), WORDS)
     constraint.slow = True
     params = TurnParams(max_new_tokens=12, grammar=ANY)
-    turn = stage.engine.submit("s", count_from(1, 10), params, None, constraint)
+    turn = stage.engine.turns.submit("s", count_from(1, 10), params, None, constraint)
     other = stage.say("other", count_from(2, 10), 60)
     constraint.slow = True
     for _ in range(200):
@@ -374,7 +374,7 @@ def test_every_turn_follows_its_grammar_under_random_operations(mix, seed: int) 
     turns: list[tuple[Turn, list[int]]] = []
     for n in range(60):
         name = f"s{n % 7}"
-        session = stage.engine.sessions.find(name, "") or stage.open(name)
+        session = stage.engine.registry.find(name, "") or stage.open(name)
         if session.turn is None and session.context_left > 60:
             given = count_from(n, random.randrange(1, 30))
             ladder = Ladder(random.randrange(2, 9), random.randrange(9), random.randrange(1, 20))
@@ -384,7 +384,7 @@ def test_every_turn_follows_its_grammar_under_random_operations(mix, seed: int) 
             turn = stage.say(name, given, 10) if free else climb(stage, given, ladder, 10, name)
             turns.append((turn, said))
         elif session.turn is not None and random.random() < 0.3:
-            stage.engine.abort(name, random.choice([None, 0, 3, "all"]))
+            stage.engine.turns.abort(name, random.choice([None, 0, 3, "all"]))
         for _ in range(random.randrange(4)):
             stage.step()
         running = [turn for turn, _ in turns if turn.state is TurnState.RUNNING]
@@ -409,7 +409,7 @@ def test_a_turn_with_slow_masks_ends_while_another_runs(overlap: int) -> None:
         slow = property(lambda self: True, lambda self, value: None)
 
     ladder, params = Ladder(5, 0, 8), TurnParams(max_new_tokens=12, grammar=ANY)
-    turn = stage.engine.submit("s", count_from(1, 10), params, None, Slow(ladder, WORDS, allowed(ladder, 0)))
+    turn = stage.engine.turns.submit("s", count_from(1, 10), params, None, Slow(ladder, WORDS, allowed(ladder, 0)))
     other = stage.say("other", count_from(2, 10), 200)
     stage.until(lambda: turn.result is not None)
     assert other.result is None

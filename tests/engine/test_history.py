@@ -17,7 +17,7 @@ def test_regenerating_replaces_the_last_output_at_the_cost_of_that_output(mix, o
     stage = Stage(mix, overlap=overlap)
     session = stage.told(tokens=30, output=6)
     first = list(session.history)
-    turn = stage.engine.regenerate("s", TurnParams(max_new_tokens=4))
+    turn = stage.engine.turns.regenerate("s", TurnParams(max_new_tokens=4))
     assert list(session.history) == first  # the old output stays until this turn commits
     assert stage.cost(lambda: None) <= 4 + 1 + overlap
     assert list(turn.output) == first[30:34]  # greedy sampling repeats itself
@@ -32,12 +32,12 @@ def test_an_aborted_regenerate_leaves_the_old_output(mix, overlap: int, when: st
     stage = Stage(mix, overlap=overlap)
     session = stage.told()
     before, computed = list(session.history), session.memory.computed
-    turn = stage.engine.regenerate("s", TurnParams(max_new_tokens=50))
+    turn = stage.engine.turns.regenerate("s", TurnParams(max_new_tokens=50))
     if when != "queued":
         stage.until(lambda: len(turn.output) > 8)
     if when == "preempted":
         stage.engine.pressure.preempt(turn)
-    stage.engine.abort("s")
+    stage.engine.turns.abort("s")
     stage.engine.audit()
     assert (list(session.history), session.version) == (before, 1)
     assert session.memory.computed == computed
@@ -48,9 +48,9 @@ def test_a_barge_in_on_a_regenerate_keeps_the_new_output_instead_of_the_old(mix)
     stage = Stage(mix)
     session = stage.told()
     prompt = list(session.history[:30])
-    turn = stage.engine.regenerate("s", TurnParams(max_new_tokens=50))
+    turn = stage.engine.turns.regenerate("s", TurnParams(max_new_tokens=50))
     stage.until(lambda: len(turn.output) > 8)
-    stage.engine.abort("s", 3)
+    stage.engine.turns.abort("s", 3)
     assert list(session.history) == prompt + continuation(prompt, 3)
     assert len(session.records) == 1
     stage.engine.audit()
@@ -64,7 +64,7 @@ def test_a_session_whose_last_turn_generated_nothing_cannot_regenerate(kind: str
         stage.append("s", [1, 2, 3])
         stage.play()
     with pytest.raises(IllegalTransition, match="its last turn generated nothing"):
-        stage.engine.regenerate("s")
+        stage.engine.turns.regenerate("s")
 
 
 @every_mix
@@ -105,7 +105,7 @@ def test_a_fork_is_free_and_continues_independently(mix, overlap: int) -> None:
     stage = Stage(mix, overlap=overlap)
     parent = stage.told()
     free = stage.engine.memory.free().tolist()
-    child = stage.engine.fork("s", child="c")
+    child = stage.engine.sessions.fork("s", child="c")
     assert stage.engine.memory.free().tolist() == free
     assert child.memory.computed == parent.memory.computed
     before = list(parent.history)
@@ -124,7 +124,7 @@ def test_a_fork_of_a_session_with_an_open_turn_sees_its_last_commit(mix, overlap
     parent = stage.told()
     before = list(parent.history)
     turn = stage.reach(state)
-    child = stage.engine.fork("s", child="c")
+    child = stage.engine.sessions.fork("s", child="c")
     stage.engine.audit()
     assert (list(child.history), child.turn) == (before, None)
     assert child.memory.computed == 35
@@ -144,7 +144,7 @@ def test_many_samples_of_one_prompt_compute_it_once(mix) -> None:
     stage.play()
     before = len(stage.executor.plans)
     for i in range(6):
-        stage.engine.fork("s", child=f"c{i}")
+        stage.engine.sessions.fork("s", child=f"c{i}")
         stage.say(f"c{i}", [], 3)
     stage.play()
     assert stage.computed_since(before) == 6 * 3
@@ -159,15 +159,15 @@ def test_a_rewind_to_a_turn_or_a_position_cuts_the_history_there(mix, overlap: i
         stage.say("s", [i], 5)
         stage.play()
     whole = list(session.history)
-    stage.engine.rewind("s", turn=3)
+    stage.engine.sessions.rewind("s", turn=3)
     assert list(session.history) == whole[:48]
-    stage.engine.rewind("s", position=45)
+    stage.engine.sessions.rewind("s", position=45)
     assert (list(session.history), len(session.records), session.version) == (whole[:45], 3, 6)
     stage.engine.audit()
     turn = stage.say("s", [9], 5)
     stage.play()
     assert list(turn.output) == continuation([*whole[:45], 9], 5)
-    stage.engine.rewind("s", turn=0)
+    stage.engine.sessions.rewind("s", turn=0)
     assert (len(session.history), session.memory.computed) == (0, 0)
 
 
@@ -178,7 +178,7 @@ def test_rewinding_a_turn_recomputes_no_more_than_its_tokens(mix) -> None:
     for i in range(3):
         stage.say("s", [i], 5)
         stage.play()
-    stage.engine.rewind("s", turn=2)
+    stage.engine.sessions.rewind("s", turn=2)
     assert session.memory.computed >= len(session.history) - 1 - 6
     assert stage.cost(lambda: stage.say("s", [9], 1)) <= 2 + 6
 
@@ -187,7 +187,7 @@ def test_on_full_attention_a_rewind_keeps_everything_below() -> None:
     stage = Stage((FULL,))
     session = stage.told(tokens=90)
     for position in (80, 41, 40, 3, 1, 0):
-        stage.engine.rewind("s", position=position)
+        stage.engine.sessions.rewind("s", position=position)
         assert session.memory.computed == max(0, position - 1)
         stage.engine.audit()
 
@@ -200,9 +200,9 @@ def test_a_fork_at_a_turn_has_the_sessions_history_of_that_time(mix) -> None:
         stage.say("s", [i], 5)
         stage.play()
     for at, tokens in ((0, 0), (1, 36), (2, 42), (4, 54)):
-        child = stage.engine.fork("s", turn=at)
+        child = stage.engine.sessions.fork("s", turn=at)
         assert (list(child.history), child.records) == (list(session.history[:tokens]), session.records[:at])
-    assert list(stage.engine.fork("s", position=40).history) == list(session.history[:40])
+    assert list(stage.engine.sessions.fork("s", position=40).history) == list(session.history[:40])
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -210,12 +210,12 @@ def test_an_open_turn_blocks_all_other_changes_of_the_history(state: str) -> Non
     stage = Stage()
     session = stage.told()
     turn = stage.reach(state)
-    operations = [lambda: stage.engine.rewind("s", turn=0), lambda: stage.engine.regenerate("s")]
+    operations = [lambda: stage.engine.sessions.rewind("s", turn=0), lambda: stage.engine.turns.regenerate("s")]
     if state != "drafting":
         operations += [
             lambda: stage.say("s", [1]),
             lambda: stage.append("s", [1]),
-            lambda: stage.engine.draft("s", [1]),
+            lambda: stage.engine.turns.draft("s", [1]),
         ]
     before = turn.state
     for operation in operations:
@@ -228,12 +228,12 @@ def test_a_rewind_takes_either_a_number_of_turns_or_of_tokens() -> None:
     stage = Stage()
     stage.told()
     with pytest.raises(InvalidRequest, match="not both"):
-        stage.engine.fork("s", turn=1, position=3)
+        stage.engine.sessions.fork("s", turn=1, position=3)
     with pytest.raises(InvalidRequest, match="the number of turns or of tokens"):
-        stage.engine.rewind("s")
+        stage.engine.sessions.rewind("s")
     with pytest.raises(InvalidRequest, match="turn of session s is 2; allowed: a whole number from 0 to 1"):
-        stage.engine.rewind("s", turn=2)
-    assert stage.engine.sessions.get("s").version == 1
+        stage.engine.sessions.rewind("s", turn=2)
+    assert stage.engine.registry.get("s").version == 1
 
 
 def test_a_refused_fork_opens_no_session() -> None:
@@ -241,16 +241,16 @@ def test_a_refused_fork_opens_no_session() -> None:
     stage.told()
     for position, turn in ((99, None), (None, -1)):
         with pytest.raises(InvalidRequest):
-            stage.engine.fork("s", child="c", position=position, turn=turn)
-    assert stage.engine.sessions.find("c") is None
+            stage.engine.sessions.fork("s", child="c", position=position, turn=turn)
+    assert stage.engine.registry.find("c") is None
 
 
 @every_mix
 def test_a_session_outlives_its_parent(mix) -> None:
     stage = Stage(mix)
     history = list(stage.told().history)
-    stage.engine.fork("s", child="c")
-    stage.engine.close("s")
+    stage.engine.sessions.fork("s", child="c")
+    stage.engine.sessions.close("s")
     turn = stage.say("c", [1], 5)
     assert stage.cost(lambda: None) == 6
     assert list(turn.output) == continuation([*history, 1], 5)

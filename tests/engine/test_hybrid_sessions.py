@@ -26,25 +26,25 @@ def long() -> Stage:
 @pytest.mark.parametrize("within", [0, 3], ids=["after a turn", "within a turn"])
 def test_a_rewind_replays_at_most_the_spacing_of_checkpoints(long: Stage, turns: int, within: int) -> None:
     engine, child = long.engine, f"{turns} {within}"
-    fork = engine.fork("long", child=child)
+    fork = engine.sessions.fork("long", child=child)
     kept = fork.records[TURNS - turns - 1].end + within
-    engine.rewind(child, position=kept)
+    engine.sessions.rewind(child, position=kept)
     before = sum(engine.counts.recomputed.values())
     computed = long.cost(lambda: long.say(child, [5, 6], 4))
     replayed = computed - (2 + 4)  # the history's last token is computed now, and the last sampled one is not
     assert replayed == sum(engine.counts.recomputed.values()) - before
     assert 0 <= replayed <= (INTERVAL if within else 0)
-    engine.close(child)
+    engine.sessions.close(child)
 
 
 def test_a_rewind_into_a_long_input_replays_at_most_the_spacing(long: Stage) -> None:
     engine = long.engine
-    begin = engine.sessions.get("long").records[39].end
+    begin = engine.registry.get("long").records[39].end
     for i, position in enumerate(range(begin + 40, begin + 290, 35)):
-        engine.fork("long", child=f"cut {i}")
-        engine.rewind(f"cut {i}", position=position)
+        engine.sessions.fork("long", child=f"cut {i}")
+        engine.sessions.rewind(f"cut {i}", position=position)
         assert 0 < long.cost(lambda i=i: long.say(f"cut {i}", [5, 6], 4)) - 6 <= INTERVAL  # type: ignore[misc]
-        engine.close(f"cut {i}")
+        engine.sessions.close(f"cut {i}")
 
 
 def test_required_memory_is_reported_apart_from_memory_that_only_saves_work() -> None:

@@ -12,11 +12,11 @@ from tenuto.base.errors import ContextExceeded, InvalidRequest, SessionBusy, Ten
 from tests.engine.stage import Stage
 
 CALLS: dict[str, Callable[[Stage, Iterable[int]], object]] = {
-    "submit": lambda stage, tokens: stage.engine.submit("s", tokens),
+    "submit": lambda stage, tokens: stage.engine.turns.submit("s", tokens),
     "append": lambda stage, tokens: stage.append("s", tokens),
-    "draft": lambda stage, tokens: stage.engine.draft("s", tokens),
-    "adopt": lambda stage, tokens: stage.engine.adopt("s", tokens, [1]),
-    "adopt output": lambda stage, tokens: stage.engine.adopt("s", [1], tokens),
+    "draft": lambda stage, tokens: stage.engine.turns.draft("s", tokens),
+    "adopt": lambda stage, tokens: stage.engine.sessions.adopt("s", tokens, [1]),
+    "adopt output": lambda stage, tokens: stage.engine.sessions.adopt("s", [1], tokens),
 }
 every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
@@ -89,7 +89,7 @@ def test_values_that_are_not_token_ids_are_refused(call, tokens: Iterable[int]) 
     stage.told()
     with pytest.raises(InvalidRequest, match="input tokens are not token ids: "):
         call(stage, tokens)
-    assert stage.engine.broken is None
+    assert stage.engine.fuse.broken is None
 
 
 @every_call
@@ -113,7 +113,7 @@ def test_no_more_tokens_are_read_than_could_ever_fit(call) -> None:
 def test_tokens_may_come_from_any_iterable(tokens: Iterable[int]) -> None:
     stage = Stage()
     session = stage.told()
-    stage.engine.adopt("s", tokens, [])
+    stage.engine.sessions.adopt("s", tokens, [])
     assert list(session.history[-3:]) == [5, 6, 7]
 
 
@@ -138,13 +138,13 @@ def test_closing_the_session_while_its_input_is_read_does_no_harm() -> None:
     stage.told()
 
     def closing() -> Iterator[int]:
-        stage.engine.close("s")
+        stage.engine.sessions.close("s")
         yield 2
 
     with pytest.raises(TenutoError, match="no session 's'"):
-        stage.engine.submit("s", closing())
+        stage.engine.turns.submit("s", closing())
     stage.engine.audit()
-    assert stage.engine.broken is None
+    assert stage.engine.fuse.broken is None
 
 
 def test_adopting_a_turn_counts_as_use_of_the_session() -> None:
@@ -152,10 +152,10 @@ def test_adopting_a_turn_counts_as_use_of_the_session() -> None:
     stage = Stage()
     stage.open("s", ttl=10.0)
     stage.clock.advance(9.0)
-    stage.engine.adopt("s", [1, 2], [3])
+    stage.engine.sessions.adopt("s", [1, 2], [3])
     stage.clock.advance(9.9)
     stage.step()
-    assert stage.engine.sessions.find("s") is not None
+    assert stage.engine.registry.find("s") is not None
     stage.clock.advance(0.2)
     stage.step()
-    assert stage.engine.sessions.find("s") is None
+    assert stage.engine.registry.find("s") is None

@@ -68,9 +68,9 @@ def over_the_device(sessions: int, directory: Path) -> None:
     assert not parking.recomputed
     assert parking.tiers.moved["disk"] > 0
     for name in names:
-        stage.engine.close(name)
+        stage.engine.sessions.close(name)
     assert parking.tiers.host_used == parking.tiers.disk_used == 0
-    stage.engine.drop()
+    stage.engine.sessions.drop()
     stage.engine.audit()
     disk.close()
 

@@ -37,11 +37,11 @@ def test_memory_is_released_until_it_is_resumed_and_every_session_continues(mix,
     stage = Stage(mix, overlap=overlap, prefix_cache=True, max_running=2)
     idle, histories = stage.told("idle"), {}
     stage.told("closed")
-    stage.engine.close("closed")
+    stage.engine.sessions.close("closed")
     for name in ("running", "drafting", "waiting"):
         stage.open(name)
     turn = stage.say("running", count_from(1, 20), 12)
-    stage.engine.draft("drafting", count_from(2, 20))
+    stage.engine.turns.draft("drafting", count_from(2, 20))
     stage.until(lambda: len(turn.output) >= 4)
     waiting = stage.say("waiting", count_from(3, 20), 5)
     stage.engine.pause()
@@ -53,12 +53,12 @@ def test_memory_is_released_until_it_is_resumed_and_every_session_continues(mix,
         assert not stage.step().worked
     stage.engine.audit()
     assert (turn.state, waiting.state) == (TurnState.PREEMPTED, TurnState.QUEUED)
-    for refused in (lambda: stage.say("idle", [1]), lambda: stage.engine.draft("idle", [1])):
+    for refused in (lambda: stage.say("idle", [1]), lambda: stage.engine.turns.draft("idle", [1])):
         with pytest.raises(MemoryReleased, match="resumed"):
             refused()
-    stage.engine.fork("idle", child="fork")
-    stage.engine.rewind("fork", position=9)
-    histories = {name: list(stage.engine.sessions.get(name).history) for name in ("idle", "fork")}
+    stage.engine.sessions.fork("idle", child="fork")
+    stage.engine.sessions.rewind("fork", position=9)
+    histories = {name: list(stage.engine.registry.get(name).history) for name in ("idle", "fork")}
     weights = stage.executor.load(None)
     with pytest.raises(IllegalTransition):
         stage.engine.restore_memory(["weights"])
@@ -98,9 +98,9 @@ def test_state_computed_with_other_weights_is_never_reused(mix, overlap: int, ti
     stage = Stage(mix, overlap=overlap, prefix_cache=True, **tiers)
     history = list(stage.told("idle").history)
     stage.told("parked")
-    stage.engine.pressure.drop(stage.engine.sessions.get("parked"))
+    stage.engine.pressure.drop(stage.engine.registry.get("parked"))
     stage.told("closed")
-    stage.engine.close("closed")
+    stage.engine.sessions.close("closed")
     stage.open("running")
     turn = stage.say("running", count_from(1, 20), 12)
     stage.until(lambda: len(turn.output) >= 4)
@@ -110,7 +110,7 @@ def test_state_computed_with_other_weights_is_never_reused(mix, overlap: int, ti
     stage.play()
     assert list(turn.output) == before + said_with(weights, [*count_from(1, 20), *before], 12 - len(before))
     alike = stage.open("alike")
-    for name, tokens in (("idle", history), ("parked", list(stage.engine.sessions.get("parked").history))):
+    for name, tokens in (("idle", history), ("parked", list(stage.engine.registry.get("parked").history))):
         again = stage.say(name, [7], 4)
         stage.play()
         assert list(again.output) == said_with(weights, [*tokens, 7], 4)
@@ -124,11 +124,11 @@ def test_turns_may_finish_before_weights_are_replaced() -> None:
     history = list(stage.told().history)
     turn = stage.say("s", [1, 2], 12)
     stage.until(lambda: len(turn.output) >= 4)
-    stage.engine.draft(stage.open("d").id, [1, 2])
+    stage.engine.turns.draft(stage.open("d").id, [1, 2])
     stage.engine.update_weights(stage.executor.load("other"), abort=True)
     assert turn.result is not None
     assert turn.result.reason is EndReason.ABORT
-    assert list(stage.engine.sessions.get("s").history) == history
+    assert list(stage.engine.registry.get("s").history) == history
     stage.play()
     stage.engine.audit()
 
@@ -139,7 +139,7 @@ def test_parked_memory_is_restored_after_a_release() -> None:
     stage.engine.release_memory(["kv_cache"])
     stage.engine.restore_memory(["kv_cache"])
     assert stage.cost(lambda: stage.say("s", [7], 1)) == 2
-    assert list(stage.engine.sessions.get("s").history[-1:]) == continuation([*history, 7], 1)
+    assert list(stage.engine.registry.get("s").history[-1:]) == continuation([*history, 7], 1)
 
 
 def test_between_rollouts_memory_is_released_weights_are_replaced_and_turns_wait() -> None:

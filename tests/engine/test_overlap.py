@@ -79,7 +79,7 @@ def test_released_units_are_free_exactly_when_the_steps_then_in_flight_have_sett
         stage.step()
     pools = stage.engine.memory.pools
     before = [pool.free for pool in pools]
-    stage.engine.abort("a")
+    stage.engine.turns.abort("a")
     released = [pool.limbo for pool in pools]
     if overlap:
         assert [pool.free for pool in pools] == before
@@ -97,7 +97,7 @@ def test_a_released_unit_stays_in_limbo_until_every_step_then_in_flight_has_sett
     free = pool.free
     memory.step_submitted()
     memory.step_submitted()
-    stage.engine.drop("s")
+    stage.engine.sessions.drop("s")
     assert (pool.limbo, pool.free) == (10, free)
     memory.step_settled()
     assert (pool.limbo, pool.free) == (10, free)

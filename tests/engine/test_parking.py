@@ -46,7 +46,7 @@ def crowd(stage: Stage, count: int = 8, tokens: int = 60) -> list[str]:
 
 def goes_on(stage: Stage, name: str, *tokens: int) -> int:
     """Checks that the session continues correctly; returns the number of cached tokens."""
-    history = list(stage.engine.sessions.get(name).history)
+    history = list(stage.engine.registry.get(name).history)
     turn = stage.say(name, tokens, 3)
     stage.play()
     stage.engine.audit()
@@ -61,7 +61,7 @@ def test_sessions_that_yield_are_restored_with_their_state(mix, overlap: int) ->
     names = crowd(stage)
     assert parking(stage).parked > 0
     for name in names * 2:
-        length = len(stage.engine.sessions.get(name).history)
+        length = len(stage.engine.registry.get(name).history)
         assert goes_on(stage, name, 5, 6) == length - 1
     assert parking(stage).restored > 0
     assert not parking(stage).recomputed
@@ -71,9 +71,9 @@ def test_sessions_that_yield_are_restored_with_their_state(mix, overlap: int) ->
 def test_units_shared_by_two_sessions_are_kept_once_and_restored_once(mix) -> None:
     stage = make(mix, units=70)
     parent = stage.told("parent", 80)
-    stage.engine.fork("parent", child="child")
+    stage.engine.sessions.fork("parent", child="child")
     held = [pool.leased for pool in stage.engine.memory.pools]
-    for session in (parent, stage.engine.sessions.get("child")):
+    for session in (parent, stage.engine.registry.get("child")):
         stage.engine.pressure.drop(session, "pressure")
     tiers = parking(stage).tiers
     assert len(tiers) == 2
@@ -114,10 +114,10 @@ def test_memory_beyond_the_hosts_goes_to_files(mix, part: float, disk: UnitFiles
     assert tiers.moved["disk"] > 0
     assert tiers.host_used <= host
     for name in names:
-        length = len(stage.engine.sessions.get(name).history)
+        length = len(stage.engine.registry.get(name).history)
         assert goes_on(stage, name, 5, 6) == length - 1
     for name in names:
-        stage.engine.close(name)
+        stage.engine.sessions.close(name)
     assert len(tiers) == tiers.host_used == tiers.disk_used == 0
     assert not list((tmp_path / "tier").glob(f"*{SUFFIX}"))
 
@@ -181,22 +181,22 @@ def test_an_aborted_turn_leaves_its_session_parked_or_in_memory_with_its_state(m
     for name in names:
         stage.say(name, count_from(3, 20), 20)
         stage.step()
-        stage.engine.abort(name)
+        stage.engine.turns.abort(name)
     for name in names:
-        length = len(stage.engine.sessions.get(name).history)
+        length = len(stage.engine.registry.get(name).history)
         assert goes_on(stage, name, 5) == length - 1
 
 
 def test_a_rewound_session_keeps_the_parked_memory_that_is_still_valid() -> None:
     stage = make()
     names = crowd(stage)
-    parked = next(name for name in names if not stage.engine.sessions.get(name).memory.computed)
-    stage.engine.rewind(parked, position=33)
+    parked = next(name for name in names if not stage.engine.registry.get(name).memory.computed)
+    stage.engine.sessions.rewind(parked, position=33)
     assert goes_on(stage, parked, 700, 701) == 32
     stage = make((STATE,), units=6)
     names = crowd(stage)
-    parked = next(name for name in names if not stage.engine.sessions.get(name).memory.computed)
-    stage.engine.rewind(parked, position=33)
+    parked = next(name for name in names if not stage.engine.registry.get(name).memory.computed)
+    stage.engine.sessions.rewind(parked, position=33)
     assert goes_on(stage, parked, 700, 701) == 0
 
 
@@ -212,7 +212,7 @@ def test_a_session_about_to_expire_is_parked_first_and_closed_later(mix) -> None
     goes_on(stage, "busy", 1)
     stage.clock.advance(1.0)
     stage.step()
-    session = stage.engine.sessions.get("s")
+    session = stage.engine.registry.get("s")
     assert (session.memory.computed, len(parking(stage))) == (0, 1)
     assert goes_on(stage, "s", 2) == 55  # it is unchanged
     assert stage.engine.transitions[Transition("park")] == 1
@@ -221,22 +221,22 @@ def test_a_session_about_to_expire_is_parked_first_and_closed_later(mix) -> None
     assert len(parking(stage)) == 2
     stage.clock.advance(40.0)
     stage.step()
-    assert not len(stage.engine.sessions)
+    assert not len(stage.engine.registry)
     assert parking(stage).tiers.host_used == 0
     stage = make(mix, host_tier=0)
     stage.told("s", 50, ttl=100.0)
     stage.clock.advance(99.0)
     stage.step()
-    assert stage.engine.sessions.get("s").memory.computed == 55  # there is no tier to park it in
+    assert stage.engine.registry.get("s").memory.computed == 55  # there is no tier to park it in
 
 
 def test_a_fork_of_a_parked_session_is_also_parked() -> None:
     stage = make()
-    parked = next(name for name in crowd(stage) if not stage.engine.sessions.get(name).memory.computed)
-    length = len(stage.engine.sessions.get(parked).history)
-    stage.engine.fork(parked, child="whole")
-    stage.engine.fork(parked, position=41, child="part")
-    stage.engine.close(parked)
+    parked = next(name for name in crowd(stage) if not stage.engine.registry.get(name).memory.computed)
+    length = len(stage.engine.registry.get(parked).history)
+    stage.engine.sessions.fork(parked, child="whole")
+    stage.engine.sessions.fork(parked, position=41, child="part")
+    stage.engine.sessions.close(parked)
     assert goes_on(stage, "whole", 7) == length - 1
     assert goes_on(stage, "part", 8) == 40
 
@@ -246,7 +246,7 @@ def test_flushed_memory_is_not_restored() -> None:
     names = crowd(stage)
     assert len(parking(stage)) > 0
     for name in names:
-        stage.engine.drop(name)
+        stage.engine.sessions.drop(name)
     assert len(parking(stage)) == 0
     assert goes_on(stage, names[0], 5) == 0
 

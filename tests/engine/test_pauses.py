@@ -38,9 +38,9 @@ def test_sessions_can_be_changed_and_turns_aborted_during_a_pause() -> None:
     turn = stage.say("s", [1, 2], 9)
     stage.until(lambda: turn.state is TurnState.RUNNING)
     stage.engine.pause()
-    stage.engine.abort("s")
-    stage.engine.rewind("s", position=5)
-    stage.engine.fork("s", child="f")
+    stage.engine.turns.abort("s")
+    stage.engine.sessions.rewind("s", position=5)
+    stage.engine.sessions.fork("s", child="f")
     assert list(session.history) == history[:5]
     stage.engine.resume()
     stage.play()

@@ -33,7 +33,7 @@ def test_a_pinned_session_keeps_its_memory_while_others_yield(mix: tuple[object,
     for number in range(6):
         stage.told(f"other {number}", 40, 6)
         assert pinned.memory.computed == before > 0
-    assert sum(session.memory.computed == 0 for session in stage.engine.sessions) > 0 or FULL not in mix
+    assert sum(session.memory.computed == 0 for session in stage.engine.registry) > 0 or FULL not in mix
     assert stage.cost(lambda: stage.say("pinned", [1, 2], 1)) == 3  # the turn's tokens, and the one before
 
 
@@ -47,7 +47,7 @@ def test_a_pinned_session_whose_turn_waits_or_lost_its_units_keeps_its_committed
     others = [stage.open(f"other {number}", priority=5).id for number in range(2)]
     for other in others:
         stage.say(other, count_from(9, 40), 20)
-    while any(stage.engine.sessions.get(other).turn is not None for other in others):
+    while any(stage.engine.registry.get(other).turn is not None for other in others):
         assert pinned.has_running_turn or pinned.memory.computed >= before
         stage.step()
     stage.play()
@@ -61,15 +61,15 @@ def test_pins_are_refused_unless_the_longest_turn_still_fits(mix: tuple[object, 
     stage.open("before")
     with pytest.raises(Overloaded, match="so that any turn fits beside them"):
         pinned.extend(stage.told(f"b{number}", 20, 4, pinned=True, max_tokens=CONTEXT // 2) for number in range(100))
-    assert len(stage.engine.sessions) == len(pinned) + 1  # the refused one left nothing
+    assert len(stage.engine.registry) == len(pinned) + 1  # the refused one left nothing
     stage.say("before", count_from(0, CONTEXT - 10), 10)
     stage.play()
-    assert len(stage.engine.sessions.get("before").history) == CONTEXT
+    assert len(stage.engine.registry.get("before").history) == CONTEXT
     assert all(session.memory.computed for session in pinned)
     for session in pinned:
         stage.say(session.id, [1, 2, 3], 4)
     stage.play()
-    stage.engine.close(pinned.pop().id)
+    stage.engine.sessions.close(pinned.pop().id)
     stage.open("again", pinned=True, max_tokens=CONTEXT // 2)
 
 
@@ -93,7 +93,7 @@ def test_no_session_yields_to_a_turn_that_cannot_fit_beside_pinned_memory() -> N
 def test_a_fork_of_a_pinned_session_is_not_pinned() -> None:
     stage = small()
     stage.told("a", pinned=True)
-    assert not stage.engine.fork("a").policy.pinned
+    assert not stage.engine.sessions.fork("a").policy.pinned
 
 
 def test_a_session_that_cannot_be_pinned_again_is_restored_unpinned() -> None:
@@ -101,9 +101,9 @@ def test_a_session_that_cannot_be_pinned_again_is_restored_unpinned() -> None:
     saved = stage.told("a", 30, 6, pinned=True).saved()
     other = small()
     other.open("taken", pinned=True)
-    restored = other.engine.restore(saved)
+    restored = other.engine.sessions.restore(saved)
     assert (restored.policy, list(restored.history)) == (replace(saved.policy, pinned=False), list(saved.tokens))
-    assert small().engine.restore(saved).policy.pinned
+    assert small().engine.sessions.restore(saved).policy.pinned
 
 
 def test_a_tenant_may_pin_only_as_many_sessions_as_its_limits_allow() -> None:
@@ -127,9 +127,9 @@ def test_an_idle_pinned_session_does_not_leave_for_its_tenants_other_sessions() 
     stage = Stage((FULL,), units=500, context_length=CONTEXT)
     stage.told("pinned", 30, 6, pinned=True)
     stage.told("other", 30, 6)
-    leaving, kept = stage.engine.sessions.leaving("", 9 + 1, None)
+    leaving, kept = stage.engine.registry.leaving("", 9 + 1, None)
     assert ([session.id for session in leaving], kept) == (["other"], 9)
-    assert stage.engine.sessions.leaving("", 9, None)[0] == []
+    assert stage.engine.registry.leaving("", 9, None)[0] == []
 
 
 def test_pinned_must_be_true_or_false() -> None:

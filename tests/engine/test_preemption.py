@@ -65,11 +65,11 @@ def test_a_session_dropped_to_its_tokens_recomputes_them(mix, state: str | None)
     before = list(session.history)
     if state is not None:
         stage.reach(state)
-    assert stage.engine.drop() == 1
+    assert stage.engine.sessions.drop() == 1
     assert (list(session.history), session.version) == (before, 1)
     stage.engine.audit()
     if state == "drafting":
-        stage.engine.drop()
+        stage.engine.sessions.drop()
     text = [1] if state is None else count_from(600, 20)
     turn = stage.say("s", text, 20) if state in (None, "drafting") else session.turn
     stage.play()
@@ -80,7 +80,7 @@ def test_a_running_turn_is_not_dropped() -> None:
     stage = Stage()
     stage.told()
     turn = stage.reach("mid-decode")
-    assert stage.engine.drop() == 0
+    assert stage.engine.sessions.drop() == 0
     assert turn.state is TurnState.RUNNING
 
 
@@ -134,12 +134,12 @@ def _conversations(mix, seed: int, wrong: int, overlap: int, lookahead: int) -> 
     sizes = Random(seed)
     for _ in range(2):
         for i in range(3):
-            if stage.engine.sessions.find(f"s{i}") is None:
+            if stage.engine.registry.find(f"s{i}") is None:
                 stage.open(f"s{i}")
             tokens = count_from(sizes.randrange(99), sizes.randint(1, 20))
             stage.say(f"s{i}", tokens, sizes.randint(1, 9), stop_ids=(5,))
         stage.play()
-    return [list(stage.engine.sessions.get(f"s{i}").history) for i in range(3)]
+    return [list(stage.engine.registry.get(f"s{i}").history) for i in range(3)]
 
 
 @every_overlap
@@ -195,7 +195,7 @@ def test_a_reused_row_does_not_see_the_pages_of_its_previous_turn(monkeypatch: p
     stage.step()
     stage.say("a", [1, 2, 3], 5)
     stage.step()  # a's entries travel in the step in flight
-    stage.engine.abort("a")
+    stage.engine.turns.abort("a")
     turn = stage.say("b", [4, 5, 6], 5)
     history = list(turn.session.history)
     planner = stage.engine._planner
@@ -243,7 +243,7 @@ def test_cached_tokens_count_only_if_the_turn_computed_something_after_them() ->
     turn = stage.say("s", [1, 2], 3)
     stage.engine._admission.admit()
     stage.engine.pressure.preempt(turn)
-    stage.engine.drop("s")
+    stage.engine.sessions.drop("s")
     stage.play()
     result = present(turn.result)
     assert (result.usage.cached, result.usage.computed) == (0, len(session.history) - 1)
@@ -253,7 +253,7 @@ def test_cached_tokens_count_only_if_the_turn_computed_something_after_them() ->
 def test_a_turn_that_does_not_fit_beside_its_sessions_memory_starts_over_even_alone(overlap: int) -> None:
     stage = Stage(units=4, page_size=8, overlap=overlap)
     session = stage.told("s", 17, 2)
-    stage.engine.fork("s", child="fork")  # it copies the last page before it writes there
+    stage.engine.sessions.fork("s", child="fork")  # it copies the last page before it writes there
     history = list(session.history)
     turn = stage.say("fork", [1], 12)
     stage.play()

@@ -65,7 +65,7 @@ def test_a_client_that_resends_its_history_computes_only_the_new_tokens() -> Non
         if number > 1:
             assert cached(turn) == len(history) - 2 - 1  # the last token of the last answer was not computed
         history += turn.output
-    assert len(stage.engine.sessions.prefixes) == 1  # each made the one before it superfluous
+    assert len(stage.engine.registry.prefixes) == 1  # each made the one before it superfluous
 
 
 def test_a_session_starts_with_memory_of_another_open_session() -> None:
@@ -85,8 +85,8 @@ def test_a_session_starts_with_memory_of_another_open_session() -> None:
 def test_a_session_that_lost_its_memory_finds_it_in_another_session() -> None:
     stage = make()
     stage.told("first", 60)
-    stage.engine.fork("first", child="second")
-    stage.engine.drop("first")
+    stage.engine.sessions.fork("first", child="second")
+    stage.engine.sessions.drop("first")
     turn = stage.say("first", [1], 2)
     stage.play()
     assert cached(turn) >= 60
@@ -108,12 +108,12 @@ def test_an_aborted_turn_leaves_its_session_as_it_was(mix) -> None:
     computed = session.memory.computed
     turn = stage.say("s", count_from(7, 30), 5)
     stage.step()
-    stage.engine.abort("s")
+    stage.engine.turns.abort("s")
     assert session.memory.computed == computed
     fresh = stage.open("fresh")
     turn = stage.say("fresh", [*COMMON, 3], 5)
     stage.until(lambda: turn.started)
-    stage.engine.abort("fresh")
+    stage.engine.turns.abort("fresh")
     assert (fresh.memory.computed, len(fresh.history)) == (0, 0)
     turn = stage.say("fresh", [*COMMON, 4], 2)
     stage.play()
@@ -134,7 +134,7 @@ def test_an_append_that_is_entirely_in_memory_computes_nothing() -> None:
     once(stage, COMMON)
     session = stage.open("s")
     plans = len(stage.executor.plans)
-    turn = stage.engine.submit("s", COMMON[:50], PREFILL)
+    turn = stage.engine.turns.submit("s", COMMON[:50], PREFILL)
     stage.play()
     assert present(turn.result).reason is EndReason.APPENDED
     assert stage.computed_since(plans) == 0
@@ -166,11 +166,11 @@ def test_closed_forks_without_units_of_their_own_are_not_kept(mix) -> None:
     session = stage.told("s", 60)
     for position in (None, 40, 61, None):
         for _ in range(10):
-            stage.engine.close(stage.engine.fork("s", position=position).id)
+            stage.engine.sessions.close(stage.engine.sessions.fork("s", position=position).id)
     stage.engine.audit()
-    assert not stage.engine.sessions.prefixes
-    stage.engine.close("s")
-    assert list(stage.engine.sessions.prefixes) == [session]
+    assert not stage.engine.registry.prefixes
+    stage.engine.sessions.close("s")
+    assert list(stage.engine.registry.prefixes) == [session]
     assert cached(once(stage, [*tokens, *continuation(tokens, 6), 9])) == 65
 
 
@@ -179,11 +179,11 @@ def test_one_of_several_identical_closed_sessions_is_kept(mix) -> None:
     stage, tokens = make(mix), count_from(len("s"), 60)
     stage.told("s", 60)
     for name in ("one", "other"):
-        stage.engine.fork("s", child=name)
+        stage.engine.sessions.fork("s", child=name)
     for name in ("s", "one", "other"):
-        stage.engine.close(name)
+        stage.engine.sessions.close(name)
         stage.engine.audit()
-    assert [session.id for session in stage.engine.sessions.prefixes] == ["other"]
+    assert [session.id for session in stage.engine.registry.prefixes] == ["other"]
     assert cached(once(stage, [*tokens, *continuation(tokens, 6), 9])) == 65
 
 
@@ -191,13 +191,13 @@ def test_one_of_several_identical_closed_sessions_is_kept(mix) -> None:
 def test_a_closed_session_is_dropped_once_an_open_one_has_all_its_memory(mix) -> None:
     stage, tokens = make(mix), count_from(len("s"), 60)
     stage.told("s", 60)
-    stage.engine.close("s")
+    stage.engine.sessions.close("s")
     stage.open("open")
     stage.say("open", [*tokens, *continuation(tokens, 6), 9], 3)
-    assert len(stage.engine.sessions.prefixes) == 1
+    assert len(stage.engine.registry.prefixes) == 1
     stage.play()
     stage.engine.audit()
-    assert not stage.engine.sessions.prefixes
+    assert not stage.engine.registry.prefixes
 
 
 def test_a_closed_session_that_is_resumable_where_others_are_not_is_kept() -> None:
@@ -207,16 +207,16 @@ def test_a_closed_session_that_is_resumable_where_others_are_not_is_kept() -> No
         stage.open(name)
         stage.say(name, [*same, *count_from(77, more)], 2, input_logprobs=0)  # so it computes everything itself
         stage.play()
-    stage.engine.close("short")
-    assert [session.id for session in stage.engine.sessions.prefixes] == ["short"]
+    stage.engine.sessions.close("short")
+    assert [session.id for session in stage.engine.registry.prefixes] == ["short"]
     assert cached(once(stage, [*same, *continuation(same, 2), 9])) == 41
 
 
 def test_a_closed_session_of_less_than_a_page_is_not_kept() -> None:
     stage = make()
     stage.told("s", PAGE - 1, 1)
-    stage.engine.close("s")
-    assert not stage.engine.sessions.prefixes
+    stage.engine.sessions.close("s")
+    assert not stage.engine.registry.prefixes
     assert stage.engine.memory.pools[0].free == 200
 
 
@@ -229,8 +229,8 @@ def test_closing_a_session_compares_it_with_a_few_of_those_with_the_same_beginni
     index = stage.engine.prefixes
     before = index.compared
     for i in range(60):
-        stage.engine.close(f"s{i}")
-    assert len(stage.engine.sessions.prefixes) == 60
+        stage.engine.sessions.close(f"s{i}")
+    assert len(stage.engine.registry.prefixes) == 60
     assert index.compared - before == 60 * MAX_COMPARED
 
 
@@ -239,7 +239,7 @@ def test_a_draft_is_computed_although_closed_sessions_have_filled_memory() -> No
     for i in range(4):
         once(stage, count_from(100 * i, 50))
     stage.open("s")
-    draft = stage.engine.draft("s", count_from(900, 60))
+    draft = stage.engine.turns.draft("s", count_from(900, 60))
     stage.play()
     assert present(draft.session.memory.turn).computed == 59
 
@@ -248,9 +248,9 @@ def test_closed_sessions_that_share_all_their_memory_yield_before_an_open_one() 
     stage = make(units=60)
     idle = stage.told("idle", 60)
     stage.told("closed", 80)
-    stage.engine.fork("closed", child="too")  # neither frees anything alone
-    stage.engine.close("closed")
-    stage.engine.close("too")
+    stage.engine.sessions.fork("closed", child="too")  # neither frees anything alone
+    stage.engine.sessions.close("closed")
+    stage.engine.sessions.close("too")
     once(stage, count_from(500, 120))
     assert idle.memory.computed > 0
     assert not stage.engine.pressure.yielded["idle"]
@@ -261,10 +261,10 @@ def test_units_a_closed_session_shares_with_an_open_one_are_not_reclaimable(mix)
     stage = make(mix)
     stage.told("open", 60)
     before = stage.engine.pressure.reclaimable().tolist()
-    stage.engine.fork("open", child="closed")
-    stage.engine.close("closed")
+    stage.engine.sessions.fork("open", child="closed")
+    stage.engine.sessions.close("closed")
     assert stage.engine.pressure.reclaimable().tolist() == before
-    stage.engine.close("open")
+    stage.engine.sessions.close("open")
     held = [pool.leased for pool in stage.engine.memory.pools]
     assert stage.engine.pressure.reclaimable().tolist() == held  # the shared units, and their checkpoints
 
@@ -272,7 +272,7 @@ def test_units_a_closed_session_shares_with_an_open_one_are_not_reclaimable(mix)
 def test_a_flush_drops_the_memory_of_closed_sessions() -> None:
     stage = make()
     once(stage, COMMON)
-    assert stage.engine.drop() == 1
+    assert stage.engine.sessions.drop() == 1
     stage.step()
     assert stage.engine.memory.pools[0].free == 200
     assert cached(once(stage, COMMON)) == 0
@@ -306,7 +306,7 @@ def test_colliding_hashes_cost_only_cache_hits(mix, monkeypatch: pytest.MonkeyPa
 def test_output_after_a_rewind_is_found_by_its_own_hashes() -> None:
     stage = make()
     session = stage.told("s", 60)
-    stage.engine.rewind("s", position=10)
+    stage.engine.sessions.rewind("s", position=10)
     stage.say("s", count_from(500, 60), 2)
     stage.play()
     anew = PrefixIndex(PAGE)
@@ -321,9 +321,9 @@ def test_nothing_remains_of_closed_sessions() -> None:
     for i in range(20):
         name = f"s{i}"
         stage.told(name, 20 + i)
-        stage.engine.rewind(name, position=10)
-        stage.engine.close(name)
-    stage.engine.drop()
+        stage.engine.sessions.rewind(name, position=10)
+        stage.engine.sessions.close(name)
+    stage.engine.sessions.drop()
     index = stage.engine.prefixes
     assert isinstance(index, PrefixIndex)
     assert (len(index), index._owners, index._hashes) == (0, {}, {})
@@ -341,7 +341,7 @@ def test_memory_found_by_a_waiting_turn_does_not_become_its_sessions_history() -
     turn = stage.say("short", [*COMMON[8:], 3], 3)
     stage.step()
     assert turn.session.memory.computed > len(turn.session.history)
-    stage.engine.drop("long")
+    stage.engine.sessions.drop("long")
     stage.open("other")
     other = stage.say("other", [*COMMON[:8], *count_from(9, 20)], 3, priority=2)
     stage.play()

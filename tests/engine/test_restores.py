@@ -62,8 +62,8 @@ class Slow:
         return parking_in(self.engine)
 
     def park(self, name: str) -> None:
-        self.engine.pressure.drop(self.engine.sessions.get(name))
-        assert self.parking.has(self.engine.sessions.get(name))
+        self.engine.pressure.drop(self.engine.registry.get(name))
+        assert self.parking.has(self.engine.registry.get(name))
 
     def come_back(self, name: str = "s", output: int = 3, **params: Any) -> Turn:
         """Submits a turn of a parked session, which waits for its copies."""
@@ -93,7 +93,7 @@ class Slow:
 @every_overlap
 def test_other_turns_run_to_their_ends_while_a_session_is_restored(mix, overlap: int) -> None:
     slow = Slow(mix, overlap=overlap)
-    history = list(slow.engine.sessions.get("s").history)
+    history = list(slow.engine.registry.get("s").history)
     turn = slow.come_back()
     steps = len(slow.stage.executor.plans)
     for name in ("a", "bb", "ccc"):
@@ -112,21 +112,21 @@ def test_other_turns_run_to_their_ends_while_a_session_is_restored(mix, overlap:
 @pytest.mark.parametrize("end", ["abort", "barge-in", "deadline", "close", "preempt", "pause"])
 def test_a_turn_that_ends_while_its_session_is_restored_leaves_it_parked(mix, end: str) -> None:
     slow = Slow(mix)
-    empty, history = slow.free(), list(slow.engine.sessions.get("s").history)
+    empty, history = slow.free(), list(slow.engine.registry.get("s").history)
     turn = slow.come_back(timeout=30.0)
     session = turn.session
     taken = [a - b for a, b in zip(empty, slow.free(), strict=True)]
     slow.copies.advance()
     if end == "abort":
-        slow.engine.abort("s")
+        slow.engine.turns.abort("s")
     elif end == "barge-in":
-        slow.engine.abort("s", "all")
+        slow.engine.turns.abort("s", "all")
         history += [5, 6]
     elif end == "deadline":
         slow.stage.clock.advance(31.0)
         slow.engine.step()
     elif end == "close":
-        slow.engine.close("s")
+        slow.engine.sessions.close("s")
     elif end == "preempt":
         slow.engine.pressure.preempt(turn)
     else:
@@ -160,7 +160,7 @@ def test_units_that_a_copy_may_still_write_are_not_handed_out(mix) -> None:
     turn = slow.come_back()
     units = [sorted(pool._written) for pool in slow.engine.memory.pools]
     assert all(units)
-    slow.engine.abort("s")
+    slow.engine.turns.abort("s")
     for pool, written in zip(slow.engine.memory.pools, units, strict=True):
         rest = present(pool.acquire(pool.free, slow.parking))
         assert not set(written).intersection(rest.units)
@@ -174,12 +174,12 @@ def test_units_that_a_copy_may_still_write_are_not_handed_out(mix) -> None:
 @every_mix
 def test_two_sessions_that_share_restored_units_move_them_once(mix) -> None:
     slow = Slow(mix)
-    history = list(slow.engine.sessions.get("s").history)
-    slow.engine.fork("s", child="fork")
+    history = list(slow.engine.registry.get("s").history)
+    slow.engine.sessions.fork("s", child="fork")
     turn, forked = slow.come_back("s"), slow.come_back("fork")
     units, *more = (len(move.targets) for move in slow.parking.tiers.moves._under_way)
     assert sum(more) <= (FULL in mix)  # a last page, which the other continues to fill
-    slow.engine.abort("s")
+    slow.engine.turns.abort("s")
     slow.engine.audit()
     assert slow.ends(forked, history) == HISTORY - 1  # the move continues for the one that still waits
     assert present(turn.result).committed is False
@@ -189,9 +189,9 @@ def test_two_sessions_that_share_restored_units_move_them_once(mix) -> None:
 @every_mix
 def test_a_fork_of_a_session_being_restored_is_parked_like_it(mix) -> None:
     slow = Slow(mix)
-    history = list(slow.engine.sessions.get("s").history)
+    history = list(slow.engine.registry.get("s").history)
     turn = slow.come_back()
-    child = slow.engine.fork("s", child="fork")
+    child = slow.engine.sessions.fork("s", child="fork")
     assert (child.memory.computed, slow.parking.has(child)) == (0, True)
     forked = slow.come_back("fork")
     assert slow.ends(turn, history) == slow.ends(forked, history) == HISTORY - 1
@@ -201,9 +201,9 @@ def test_a_fork_of_a_session_being_restored_is_parked_like_it(mix) -> None:
 @pytest.mark.parametrize("drafting", [False, True], ids=["submitted", "draft"])
 def test_a_copy_that_fails_halfway_costs_only_time(mix, drafting: bool) -> None:
     slow = Slow(mix)
-    history = list(slow.engine.sessions.get("s").history)
+    history = list(slow.engine.registry.get("s").history)
     if drafting:
-        turn = slow.engine.draft("s", [5, 6])
+        turn = slow.engine.turns.draft("s", [5, 6])
         slow.stage.step()
         assert turn.session.memory.arriving
     else:
@@ -216,21 +216,21 @@ def test_a_copy_that_fails_halfway_costs_only_time(mix, drafting: bool) -> None:
     slow.engine.audit()
     assert slow.parking.recomputed == {"copy failed": 1}
     if drafting:
-        turn = slow.engine.submit("s", [5, 6], TurnParams(max_new_tokens=3))
+        turn = slow.engine.turns.submit("s", [5, 6], TurnParams(max_new_tokens=3))
     assert slow.ends(turn, history) <= HISTORY + 1
     assert slow.parking.restored == 0
 
 
 def test_a_draft_changed_while_its_session_is_restored_is_computed_as_changed() -> None:
     slow = Slow()
-    history = list(slow.engine.sessions.get("s").history)
-    slow.engine.draft("s", [9, 9, 9])
+    history = list(slow.engine.registry.get("s").history)
+    slow.engine.turns.draft("s", [9, 9, 9])
     slow.stage.step()
     slow.copies.advance()
-    slow.engine.draft("s", [5, 6, 7])
+    slow.engine.turns.draft("s", [5, 6, 7])
     slow.stage.step()
     slow.engine.audit()
-    turn = slow.engine.submit("s", [5, 6], TurnParams(max_new_tokens=3))
+    turn = slow.engine.turns.submit("s", [5, 6], TurnParams(max_new_tokens=3))
     assert slow.ends(turn, history) >= HISTORY - 1
 
 
@@ -241,13 +241,13 @@ def test_an_empty_turn_of_a_parked_session_commits_once_it_is_restored() -> None
     slow.copies.finish()
     slow.stage.play()
     assert present(turn.result).reason is EndReason.APPENDED
-    assert slow.engine.sessions.get("s").memory.computed == HISTORY - 1
+    assert slow.engine.registry.get("s").memory.computed == HISTORY - 1
     slow.engine.audit()
 
 
 def test_releasing_memory_waits_for_its_copies() -> None:
     slow = Slow()
-    history = list(slow.engine.sessions.get("s").history)
+    history = list(slow.engine.registry.get("s").history)
     turn = slow.come_back()
     slow.engine.pause()
     slow.engine.release_memory(["kv_cache"])
@@ -262,7 +262,7 @@ def test_releasing_memory_waits_for_its_copies() -> None:
 def test_unneeded_copies_do_not_delay_a_release() -> None:
     slow = Slow()
     slow.come_back()
-    slow.engine.abort("s")
+    slow.engine.turns.abort("s")
     assert len(slow.parking.tiers.moves) == 1
     slow.engine.release_memory(["kv_cache"])
     assert slow.engine.idle
@@ -289,7 +289,7 @@ def test_a_bug_in_a_copy_stops_the_engine() -> None:
 def test_steps_continue_while_a_session_is_written_to_disk(mix, tmp_path: Path) -> None:
     disk = UnitFiles(tmp_path, 10**7)
     slow = Slow(mix, host_tier=0, disk=disk)
-    tiers, history = slow.parking.tiers, list(slow.engine.sessions.get("s").history)
+    tiers, history = slow.parking.tiers, list(slow.engine.registry.get("s").history)
     assert (len(tiers.writes), tiers.disk_used, tiers.moved["disk"]) == (1, 0, 0)
     slow.stage.told("other", 20)
     slow.engine.audit()
@@ -313,21 +313,21 @@ def test_a_session_is_restored_while_it_is_being_written(
     if fails:
         monkeypatch.setattr("tenuto.memory.tiers.unit_files.save_file", lambda *_: (tmp_path / "no" / "file").touch())
     slow = Slow(mix, host_tier=0, disk=disk)
-    history = list(slow.engine.sessions.get("s").history)
+    history = list(slow.engine.registry.get("s").history)
     turn = slow.come_back()
     assert slow.ends(turn, history) == HISTORY - 1
     tiers = slow.parking.tiers
     slow.parking.audit()
     assert tiers.failures == ({"write": 1} if fails else {})
     assert (tiers.host_used, len(list(tmp_path.glob(f"*{SUFFIX}")))) == (0, not fails)
-    slow.engine.close("s")
+    slow.engine.sessions.close("s")
     assert (tiers.disk_used, len(tiers), len(list(tmp_path.glob(f"*{SUFFIX}")))) == (0, 0, 0)
     slow.engine.end()
 
 
 def test_a_session_closed_while_it_is_being_written_leaves_no_file(tmp_path: Path) -> None:
     slow = Slow(host_tier=0, disk=UnitFiles(tmp_path, 10**7))
-    slow.engine.close("s")
+    slow.engine.sessions.close("s")
     slow.copies.finish()
     slow.stage.step()
     slow.parking.audit()
@@ -342,7 +342,7 @@ def test_unfinished_writes_to_disk_stay_within_their_limit(tmp_path: Path, monke
     monkeypatch.setattr("tenuto.memory.tiers.tiers.MAX_LEAVING", tiers.host_used + 10)
     slow.stage.told("other", 20)
     assert len(tiers.writes) == 1
-    slow.engine.pressure.drop(slow.engine.sessions.get("other"))
+    slow.engine.pressure.drop(slow.engine.registry.get("other"))
     assert len(tiers.writes) == 1  # the first has been waited for
     assert tiers.disk_used > 0
     slow.parking.audit()
@@ -381,18 +381,18 @@ def threaded(disk: Gate) -> Engine:
     engine = Engine(
         executor, (120,), config, vocab_size=VOCABULARY, eos_ids=(), clock=SystemClock(), random=Random(0), disk=disk
     )
-    engine.open("s")
-    engine.submit("s", count_from(1, 60), TurnParams(max_new_tokens=6))
+    engine.sessions.open("s")
+    engine.turns.submit("s", count_from(1, 60), TurnParams(max_new_tokens=6))
     while not engine.idle:
         engine.step()
-    engine.pressure.drop(engine.sessions.get("s"))
+    engine.pressure.drop(engine.registry.get("s"))
     parking_in(engine).finish()
     return engine
 
 
 def test_streams_continue_while_the_disk_is_read_and_then_the_restored_turn_runs(gate: Gate) -> None:
     engine = threaded(gate)
-    history = list(engine.sessions.get("s").history)
+    history = list(engine.registry.get("s").history)
     gate.open.clear()
     loop = EngineLoop(engine)
     said: dict[str, list[int]] = {"s": [], "other": []}
@@ -400,7 +400,7 @@ def test_streams_continue_while_the_disk_is_read_and_then_the_restored_turn_runs
 
     def submit(name: str, tokens: Sequence[int], output: int) -> None:
         def begin(engine: Engine) -> None:
-            turn = engine.submit(name, tokens, TurnParams(max_new_tokens=output))
+            turn = engine.turns.submit(name, tokens, TurnParams(max_new_tokens=output))
 
             def told(delta: Any) -> None:
                 said[name].extend(delta.tokens)
@@ -414,7 +414,7 @@ def test_streams_continue_while_the_disk_is_read_and_then_the_restored_turn_runs
     try:
         submit("s", [5, 6], 3)
         assert gate.reading.wait(60)
-        loop.execute(lambda engine: engine.open("other")).result(60)
+        loop.execute(lambda engine: engine.sessions.open("other")).result(60)
         submit("other", count_from(9, 20), 40)
         assert ended["other"].wait(60)
         assert said == {"s": [], "other": continuation(count_from(9, 20), 40)}
@@ -431,7 +431,7 @@ def test_streams_continue_while_the_disk_is_read_and_then_the_restored_turn_runs
 def test_an_ending_engine_waits_for_its_copies(gate: Gate) -> None:
     engine = threaded(gate)
     gate.open.clear()
-    engine.submit("s", [5, 6], TurnParams(max_new_tokens=3))
+    engine.turns.submit("s", [5, 6], TurnParams(max_new_tokens=3))
     engine.step()
     assert gate.reading.wait(60)
     ended = threading.Event()
@@ -451,12 +451,12 @@ def test_an_ending_engine_waits_for_its_copies(gate: Gate) -> None:
 
 def test_a_damaged_file_is_noticed_by_the_thread_that_reads_it(gate: Gate, tmp_path: Path) -> None:
     engine = threaded(gate)
-    history = list(engine.sessions.get("s").history)
+    history = list(engine.registry.get("s").history)
     for path in tmp_path.glob(f"*{SUFFIX}"):
         content = bytearray(path.read_bytes())
         content[-5] ^= 1
         path.write_bytes(content)
-    turn = engine.submit("s", [5, 6], TurnParams(max_new_tokens=3))
+    turn = engine.turns.submit("s", [5, 6], TurnParams(max_new_tokens=3))
     while not engine.idle:
         engine.step()
         parking = parking_in(engine)
@@ -497,22 +497,22 @@ def test_a_pool_keeps_units_being_written_apart_until_the_copy_has_ended() -> No
 def test_a_restore_cancelled_before_it_begins_keeps_no_units_while_others_read(gate: Gate) -> None:
     engine = threaded(gate)
     for name in ("t", "u"):
-        engine.open(name)
-        engine.submit(name, [ord(name), *count_from(1, 59)], TurnParams(max_new_tokens=6))
+        engine.sessions.open(name)
+        engine.turns.submit(name, [ord(name), *count_from(1, 59)], TurnParams(max_new_tokens=6))
         while not engine.idle:
             engine.step()
-        engine.pressure.drop(engine.sessions.get(name))
+        engine.pressure.drop(engine.registry.get(name))
         parking_in(engine).finish()
     gate.open.clear()
     for name in ("s", "t"):  # both threads wait for the disk
-        engine.submit(name, [5], TurnParams(max_new_tokens=3))
+        engine.turns.submit(name, [5], TurnParams(max_new_tokens=3))
     engine.step()
     assert gate.reading.wait(60)
     pool, left = engine.memory.pools[0], []
     for _ in range(3):
-        engine.submit("u", [5], TurnParams(max_new_tokens=3))
+        engine.turns.submit("u", [5], TurnParams(max_new_tokens=3))
         engine.step()
-        engine.abort("u")
+        engine.turns.abort("u")
         engine.step()
         left.append((pool.free, pool.limbo))
     assert left == 3 * left[:1]
@@ -525,7 +525,7 @@ def test_a_copy_that_fails_while_another_session_joins_it_still_owns_its_units(m
     """The engine's thread learns of a failed copy only between steps."""
     slow = Slow(mix)
     engine, tiers, executor = slow.engine, slow.parking.tiers, slow.stage.executor
-    engine.fork("s", child="fork")
+    engine.sessions.fork("s", child="fork")
     slow.come_back("s")
     bring_back = tiers.bring_back
 
@@ -540,8 +540,8 @@ def test_a_copy_that_fails_while_another_session_joins_it_still_owns_its_units(m
     slow.stage.say("fork", [5, 6], 3)
     engine.step()
     engine.step()
-    engine.abort("fork")
-    engine.abort("s")
+    engine.turns.abort("fork")
+    engine.turns.abort("s")
     filled = [(each.group, each.unit) for move in tiers.moves._under_way for each in move.targets]
     assert not [(group, unit) for group, unit in filled if unit in engine.memory.pools[group]._free]
     slow.copies.finish()
@@ -556,7 +556,7 @@ def test_a_write_that_fails_while_a_snapshot_waits_for_it_loses_no_other_session
     engine, tiers, disk = slow.engine, slow.parking.tiers, present(slow.parking.tiers._disk)
     writes = [job for job in slow.copies.moves if isinstance(job, Write)]
     assert writes
-    engine.fork("s", child="fork")
+    engine.sessions.fork("s", child="fork")
     slow.copies.moves.clear()
     slow.stage.say("fork", [5, 6], 20)
     for _ in range(60):
@@ -573,7 +573,7 @@ def test_a_write_that_fails_while_a_snapshot_waits_for_it_loses_no_other_session
 
     monkeypatch.setattr(disk, "write", fails_once)
     monkeypatch.setattr("tenuto.memory.tiers.tiers.MAX_LEAVING", tiers.host_used + 1)
-    engine.save()
+    engine.sessions.save()
     assert len(tried) > 1
     assert engine.snapshots.counts == {"saved": 1}
     engine.end(keep=True)
@@ -585,7 +585,7 @@ def test_a_session_whose_restore_is_given_up_hides_no_prefix_from_others() -> No
     stage.open("q")
     stage.say("q", count_from(5, 90), 6)
     stage.play()
-    session = engine.sessions.get("q")
+    session = engine.registry.get("q")
     assert slow.parking.park(session)
     position = slow.parking._sessions[session].position
     stage.say("q", [7] * 20, 3)
@@ -593,7 +593,7 @@ def test_a_session_whose_restore_is_given_up_hides_no_prefix_from_others() -> No
     for checkpoint in list(session.memory.checkpoints):
         if 60 < checkpoint.position <= position + 5 and not checkpoint.pins:
             engine.memory.cache._evict(checkpoint)
-    engine.rewind("q", position=position + 1)
+    engine.sessions.rewind("q", position=position + 1)
     turn = slow.come_back("q")
     engine.pressure.preempt(turn)
     assert engine.prefixes._entered.get(session, 0) * PAGE <= session.memory.computed
@@ -612,7 +612,7 @@ def test_a_disk_that_can_neither_write_nor_delete_costs_only_time(writing, tmp_p
     monkeypatch.setattr("tenuto.memory.tiers.unit_files.save_file", writing)
     monkeypatch.setattr(Path, "unlink", broken)
     slow = Slow(host_tier=0, disk=UnitFiles(tmp_path, 10**7))
-    history = list(slow.engine.sessions.get("s").history)
+    history = list(slow.engine.registry.get("s").history)
     slow.copies.finish()
     slow.stage.step()
     slow.ends(slow.stage.say("s", [5, 6], 3), history)
@@ -621,7 +621,7 @@ def test_a_disk_that_can_neither_write_nor_delete_costs_only_time(writing, tmp_p
     slow.copies.finish()
     slow.stage.step()
     monkeypatch.setattr(Path, "unlink", broken)
-    slow.engine.close("s")
+    slow.engine.sessions.close("s")
     slow.engine.audit()
 
 

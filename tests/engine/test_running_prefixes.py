@@ -90,9 +90,9 @@ def test_a_waiting_turn_continues_when_the_other_leaves_its_row(mix, overlap: in
         stage.step()
     assert stage.engine.sharing.waits(second)
     if how == "abort":
-        stage.engine.abort("s1")
+        stage.engine.turns.abort("s1")
     elif how == "close":
-        stage.engine.close("s1")
+        stage.engine.sessions.close("s1")
     elif how == "preempt":
         stage.engine.pressure.preempt(first)
     else:
@@ -110,7 +110,7 @@ def test_a_waiting_request_can_be_aborted(mix) -> None:
     first, second, third = ask(stage, 1, 5), ask(stage, 2, 6), ask(stage, 3, 7)
     stage.step()
     stage.step()
-    stage.engine.abort("s2")
+    stage.engine.turns.abort("s2")
     stage.play()
     assert second.result is not None
     assert right(first, 5)
@@ -140,13 +140,13 @@ def test_an_aborted_turn_gives_up_free_slots_that_others_read(mix, added: list[i
     whole = [*session.history, *added]
     alike = stage.say("t", [*whole, 9], 20)
     stage.until(lambda: alike.output)
-    stage.engine.abort("s")
+    stage.engine.turns.abort("s")
     again = stage.say("s", [7, 7, 7, 7, 7], 10)
     before = list(session.history)
     stage.play()
     assert list(alike.output) == continuation([*whole, 9], 20)
     assert list(again.output) == continuation([*before, 7, 7, 7, 7, 7], 10)
-    stage.engine.rewind("t", position=len(whole))
+    stage.engine.sessions.rewind("t", position=len(whole))
     later = stage.say("t", [8], 5)
     stage.play()
     assert list(later.output) == continuation([*whole, 8], 5)
@@ -161,7 +161,7 @@ def test_a_turn_that_starts_from_a_running_one_can_rewind_as_far_as_it() -> None
     stage.say("t", [*session.history, *COMMON, 9], 3)
     stage.play()
     for position in (64 + 60, 40):  # in the running turn's part and in its session's
-        stage.engine.rewind("t", position=position)
+        stage.engine.sessions.rewind("t", position=position)
         assert position - 16 < other.memory.computed < position
 
 
@@ -200,7 +200,7 @@ def test_an_append_that_another_turn_computes_computes_nothing() -> None:
     stage = make()
     ask(stage, 1, 5)
     session = stage.open("s")
-    turn = stage.engine.submit("s", COMMON[:50], PREFILL)
+    turn = stage.engine.turns.submit("s", COMMON[:50], PREFILL)
     stage.play()
     assert present(turn.result).reason is EndReason.APPENDED
     assert present(turn.result).usage.computed == 0
@@ -247,9 +247,9 @@ def test_nothing_remains_of_prompts_that_ran() -> None:
     for number in range(5):
         ask(stage, number, number)
     stage.step()
-    stage.engine.abort("s0")
+    stage.engine.turns.abort("s0")
     stage.play()
-    stage.engine.drop()
+    stage.engine.sessions.drop()
     sharing = stage.engine.sharing
     assert isinstance(sharing, Sharing)
     assert (len(sharing._running), sharing._running._turns, sharing._waits) == (0, {}, {})

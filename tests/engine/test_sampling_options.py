@@ -180,8 +180,8 @@ def test_turns_with_different_options_share_steps_and_each_gets_its_own(
     asked = [PLAIN, REPEATING, EVERYTHING, BIASED]
     turns = []
     for i, sampling in enumerate(asked):
-        engine.open(f"s{i}")
-        turns.append(engine.submit(f"s{i}", text(5 + 4 * i, i), TurnParams(max_new_tokens=12, sampling=sampling)))
+        engine.sessions.open(f"s{i}")
+        turns.append(engine.turns.submit(f"s{i}", text(5 + 4 * i, i), TurnParams(max_new_tokens=12, sampling=sampling)))
     play(engine)
     for turn, sampling in zip(turns, asked, strict=True):
         assert outputs(turn) == said(model, turn.input.tolist(), TurnParams(max_new_tokens=12, sampling=sampling))
@@ -194,11 +194,11 @@ def test_penalties_count_this_turns_output_and_repetition_also_counts_the_histor
     model: LlamaForCausalLM, start: Start, overlap: int
 ) -> None:
     engine = start(overlap=overlap)
-    engine.open("s")
+    engine.sessions.open("s")
     params = TurnParams(max_new_tokens=8, sampling=REPEATING)
     history: list[int] = []
     for seed in range(3):
-        turn = engine.submit("s", text(6, seed), params)
+        turn = engine.turns.submit("s", text(6, seed), params)
         play(engine)
         history += text(6, seed)
         assert outputs(turn) == said(model, history, params)
@@ -212,12 +212,12 @@ def test_a_preempted_turn_continues_as_if_uninterrupted(
 ) -> None:
     engine = start(overlap=overlap)
     for name in "ab":
-        engine.open(name)
+        engine.sessions.open(name)
     params = TurnParams(max_new_tokens=14, sampling=sampling, logprobs=3, min_new_tokens=9, stop_ids=(50, 51))
-    turn = engine.submit("a", text(9), params)
+    turn = engine.turns.submit("a", text(9), params)
     until(engine, lambda: len(turn.output) >= 4)
     engine.pressure.preempt(turn)
-    other = engine.submit("b", text(20, 1), TurnParams(max_new_tokens=3, sampling=REPEATING))
+    other = engine.turns.submit("b", text(20, 1), TurnParams(max_new_tokens=3, sampling=REPEATING))
     until(engine, lambda: len(turn.output) >= 11 or turn.state.ended)
     if not turn.state.ended:
         engine.pressure.preempt(turn)
@@ -235,9 +235,9 @@ def test_a_failed_step_leaves_no_trace_in_the_counts(model: LlamaForCausalLM, st
     asked = [REPEATING, EVERYTHING]
     turns = []
     for i, sampling in enumerate(asked):
-        engine.open(f"s{i}")
+        engine.sessions.open(f"s{i}")
         params = TurnParams(max_new_tokens=10, sampling=sampling, logprobs=0, input_logprobs=1)
-        turns.append(engine.submit(f"s{i}", text(20, i), params))
+        turns.append(engine.turns.submit(f"s{i}", text(20, i), params))
     play(engine)
     assert engine.transitions[Transition("step failed")] in (2, 3)  # one may be in flight behind another that fails
     for turn in turns:
@@ -254,11 +254,11 @@ def test_every_input_token_is_scored_once_given_the_tokens_before_it(
     model: LlamaForCausalLM, start: Start, overlap: int, budget: int
 ) -> None:
     engine = start(overlap=overlap, token_budget=budget, max_running=2)
-    engine.open("s")
+    engine.sessions.open("s")
     history: list[int] = []
     for turn_number, output in enumerate([4, 0, 4, 1]):
         given = text(17 - 5 * turn_number, turn_number)
-        turn = engine.submit("s", given, TurnParams(max_new_tokens=output, input_logprobs=turn_number))
+        turn = engine.turns.submit("s", given, TurnParams(max_new_tokens=output, input_logprobs=turn_number))
         if turn_number == 2:  # in the middle of the input, and again in the middle of the output
             preempt_when(engine, turn, lambda turn: turn.input_scores or turn.output)
             preempt_when(engine, turn, lambda turn: len(turn.output) == 2)
@@ -279,9 +279,9 @@ def test_no_step_scores_more_tokens_than_its_memory_allows(start: Start, monkeyp
     engine = start(token_budget=64)
     turns = []
     for i in range(3):
-        engine.open(f"s{i}")
+        engine.sessions.open(f"s{i}")
         asked = 0 if i else None
-        turns.append(engine.submit(f"s{i}", text(30, i), TurnParams(max_new_tokens=3, input_logprobs=asked)))
+        turns.append(engine.turns.submit(f"s{i}", text(30, i), TurnParams(max_new_tokens=3, input_logprobs=asked)))
     play(engine)
     plans = executor_of(engine).plans
     assert plans[0].counts.max() == 30  # turns without scores are not limited
@@ -291,11 +291,11 @@ def test_no_step_scores_more_tokens_than_its_memory_allows(start: Start, monkeyp
 
 def test_the_first_token_of_a_session_has_no_score_even_if_it_is_the_only_one(start: Start) -> None:
     engine = start()
-    engine.open("s")
-    turn = engine.submit("s", [5], TurnParams(max_new_tokens=0, input_logprobs=2))
+    engine.sessions.open("s")
+    turn = engine.turns.submit("s", [5], TurnParams(max_new_tokens=0, input_logprobs=2))
     play(engine)
     assert turn.input_logprobs == (None,)
-    empty = engine.submit("s", [], TurnParams(max_new_tokens=1, input_logprobs=2))
+    empty = engine.turns.submit("s", [], TurnParams(max_new_tokens=1, input_logprobs=2))
     play(engine)
     assert empty.input_logprobs == ()
 
@@ -305,9 +305,9 @@ def test_stop_ids_are_masked_among_the_first_tokens(model: LlamaForCausalLM, sta
     engine = start(overlap=overlap)
     prompt, most = text(11), tuple(range(20, 84))
     for least in (0, 1, 3, 5):
-        engine.open(f"s{least}")
+        engine.sessions.open(f"s{least}")
         params = TurnParams(max_new_tokens=12, stop_ids=most, min_new_tokens=least)
-        turn = engine.submit(f"s{least}", prompt, params)
+        turn = engine.turns.submit(f"s{least}", prompt, params)
         play(engine)
         assert outputs(turn) == said(model, prompt, params)
         assert not set(outputs(turn)[:least]) & set(most)
@@ -339,8 +339,8 @@ def test_guessed_tokens_have_logprobs_and_turns_with_penalties_get_no_guesses(
     asked = [plain, TurnParams(max_new_tokens=10, sampling=REPEATING), TurnParams(max_new_tokens=10, min_new_tokens=3)]
     turns = []
     for i, params in enumerate(asked):
-        engine.open(f"s{i}")
-        turns.append(engine.submit(f"s{i}", prompt, params))
+        engine.sessions.open(f"s{i}")
+        turns.append(engine.turns.submit(f"s{i}", prompt, params))
     play(engine)
     assert [outputs(turn) for turn in turns] == [said(model, prompt, params) for params in asked]
     assert oracle.asked == {turns[0].number}
@@ -350,8 +350,8 @@ def test_guessed_tokens_have_logprobs_and_turns_with_penalties_get_no_guesses(
 def test_turns_without_options_cost_nothing_extra(start: Start) -> None:
     engine = start()
     executor = executor_of(engine)
-    engine.open("s")
-    turn = engine.submit("s", text(9), TurnParams(max_new_tokens=5, sampling=Sampling(1.0, 5, 0.9, min_p=0.1)))
+    engine.sessions.open("s")
+    turn = engine.turns.submit("s", text(9), TurnParams(max_new_tokens=5, sampling=Sampling(1.0, 5, 0.9, min_p=0.1)))
     until(engine, lambda: turn.output)
     assert executor._options.plain
     assert len(executor._options.counts) == 0
@@ -364,35 +364,35 @@ def test_turns_without_options_cost_nothing_extra(start: Start) -> None:
 def test_memory_for_counts_is_taken_only_by_rows_that_need_it_and_reused(start: Start) -> None:
     engine = start()
     for i in range(6):
-        engine.open(f"s{i}")
-        engine.submit(f"s{i}", text(3), TurnParams(max_new_tokens=3, sampling=REPEATING if i % 2 else PLAIN))
+        engine.sessions.open(f"s{i}")
+        engine.turns.submit(f"s{i}", text(3), TurnParams(max_new_tokens=3, sampling=REPEATING if i % 2 else PLAIN))
     play(engine)
     assert 1 <= len(executor_of(engine)._options.counts) <= 4
     for i in range(4):
-        engine.submit(f"s{i}", text(3), TurnParams(max_new_tokens=3))
+        engine.turns.submit(f"s{i}", text(3), TurnParams(max_new_tokens=3))
     play(engine)
     assert executor_of(engine)._options.plain
 
 
 def test_scores_are_refused_if_the_input_was_computed_without_them(start: Start) -> None:
     engine = start()
-    engine.open("s")
-    draft = engine.draft("s", text(9))
+    engine.sessions.open("s")
+    draft = engine.turns.draft("s", text(9))
     play(engine)
     with pytest.raises(InvalidRequest, match="was a draft"):
-        engine.submit("s", text(9), TurnParams(input_logprobs=0))
+        engine.turns.submit("s", text(9), TurnParams(input_logprobs=0))
     assert draft.state is TurnState.DRAFTING
-    engine.submit("s", text(9), TurnParams(max_new_tokens=2, logprobs=0))
+    engine.turns.submit("s", text(9), TurnParams(max_new_tokens=2, logprobs=0))
     play(engine)
     with pytest.raises(InvalidRequest, match="no input"):
-        engine.regenerate("s", TurnParams(input_logprobs=0))
+        engine.turns.regenerate("s", TurnParams(input_logprobs=0))
 
 
 def test_a_bias_for_a_token_that_does_not_exist_is_refused(start: Start) -> None:
     engine = start()
-    engine.open("s")
+    engine.sessions.open("s")
     with pytest.raises(InvalidRequest, match="allowed: a whole number from 0 to 100"):
-        engine.submit("s", text(3), TurnParams(sampling=Sampling(logit_bias=((VOCAB, 1.0),))))
+        engine.turns.submit("s", text(3), TurnParams(sampling=Sampling(logit_bias=((VOCAB, 1.0),))))
 
 
 @every_mix
@@ -423,11 +423,11 @@ def test_the_result_names_the_stop_id_that_ended_the_turn(overlap: int) -> None:
     stage.open()
     said = continuation(count_from(0, 5), 8)
     for stop_ids, expected in (((), None), ((said[3], 1), said[3])):
-        turn = stage.engine.submit("s", count_from(0, 5), TurnParams(max_new_tokens=8, stop_ids=stop_ids))
+        turn = stage.engine.turns.submit("s", count_from(0, 5), TurnParams(max_new_tokens=8, stop_ids=stop_ids))
         stage.play()
         assert turn.result is not None
         assert turn.result.stop == expected
-        stage.engine.rewind("s", position=0)
+        stage.engine.sessions.rewind("s", position=0)
 
 
 @every_overlap
@@ -435,7 +435,9 @@ def test_a_guessed_stop_id_ends_the_turn_and_is_named(overlap: int) -> None:
     said = continuation(count_from(0, 5), 8)
     stage = Stage(overlap=overlap, lookahead=4, guess=lambda turn, most: said[len(turn.output) :][:most])
     stage.open()
-    turn = stage.engine.submit("s", count_from(0, 5), TurnParams(max_new_tokens=8, stop_ids=(said[4],), logprobs=0))
+    turn = stage.engine.turns.submit(
+        "s", count_from(0, 5), TurnParams(max_new_tokens=8, stop_ids=(said[4],), logprobs=0)
+    )
     stage.play()
     assert turn.result is not None
     assert turn.result.stop == said[4]
@@ -471,9 +473,9 @@ def test_the_result_names_the_stop_string_and_no_stop_string_ends_a_turn_too_ear
     expected = said(model, text(8), TurnParams(max_new_tokens=9, sampling=BIASED))
     stop = tuple(f"{token} " for token in dict.fromkeys(expected))
     for least in (0, 4):
-        engine.open(f"s{least}")
+        engine.sessions.open(f"s{least}")
         params = TurnParams(max_new_tokens=9, sampling=BIASED, stop=stop, min_new_tokens=least)
-        turn = engine.submit(f"s{least}", text(8), params)
+        turn = engine.turns.submit(f"s{least}", text(8), params)
         play(engine)
         assert outputs(turn) == expected[: least + 1]
         assert turn.result is not None

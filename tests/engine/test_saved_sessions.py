@@ -42,12 +42,12 @@ class Talk:
         return self.do(OpenSession(session="s", policy=Policy(metadata=(("a", "b"),)), system=system))
 
     def do(self, command: Request[SessionInfo]) -> Session:
-        return self.engine.sessions.get(self.dispatcher.execute(command).session_id)
+        return self.engine.registry.get(self.dispatcher.execute(command).session_id)
 
     def regenerate(self, session: Session, output: int) -> Turn:
         params = TurnParams(max_new_tokens=output)
         self.dispatcher.execute(StartTurn(kind="regenerate", tenant="", session=session.id, params=params))
-        return self.engine.sessions.turn(session.id)
+        return self.engine.registry.turn(session.id)
 
     def play(self) -> None:
         while not self.engine.idle:
@@ -65,7 +65,7 @@ class Talk:
         )
         prepared = self.renderer.prepare(self.dispatcher.basis(command), self.prompt(given), generate=output > 0)
         self.dispatcher.execute(command, prepared)
-        return self.engine.sessions.turn(session.id)
+        return self.engine.registry.turn(session.id)
 
     def goes_on(self, session: Session) -> list[object]:
         """Returns the session's answers to two more messages, or their errors, and to a continuation."""
@@ -106,7 +106,7 @@ def test_a_session_rebuilt_from_its_records_continues_the_same_way(
         finally:
             here.play()
     saved = session.saved()
-    rebuilt = there.engine.restore(moved(saved))
+    rebuilt = there.engine.sessions.restore(moved(saved))
     assert rebuilt.saved() == saved
     third = Talk()
     policy = Policy(metadata=saved.policy.metadata)
@@ -142,7 +142,7 @@ def take(talk: Talk, session: Session, step: str, n: int, text: str) -> Session:
         turn = talk.begin(session, text, 20)
         while len(turn.output) < 3:
             talk.engine.step()
-        talk.engine.abort(session.id, n % 4 if step == "barge in" else None)
+        talk.engine.turns.abort(session.id, n % 4 if step == "barge in" else None)
     return session
 
 
@@ -198,12 +198,12 @@ def test_a_session_that_cannot_be_restored_is_refused_and_leaves_nothing() -> No
     here, there = Talk(), Talk(context_length=40)
     saved = chatted(here).saved()
     with pytest.raises(AlreadyExists):
-        here.engine.restore(saved)
+        here.engine.sessions.restore(saved)
     with pytest.raises(ContextExceeded):
-        there.engine.restore(saved)
+        there.engine.sessions.restore(saved)
     with pytest.raises(InvalidRequest, match="token id"):
-        there.engine.restore(SavedSession("s", Policy(), None, 1, (10**6,), (TurnRecord(0, 1, 1),)))
-    assert not len(there.engine.sessions)
+        there.engine.sessions.restore(SavedSession("s", Policy(), None, 1, (10**6,), (TurnRecord(0, 1, 1),)))
+    assert not len(there.engine.registry)
 
 
 @pytest.mark.parametrize(("down", "left"), [(0.0, 70.0), (20.0, 60.0), (1000.0, 60.0), (-50.0, 100.0)])
@@ -215,13 +215,13 @@ def test_a_rebuilt_sessions_ttl_continues_but_leaves_at_least_a_minute(down: flo
     saved = replace(session.saved(), used=used)
     later = Stage()
     later.clock.advance(30.0 + down if down >= 0 else 0.0)
-    later.engine.restore(saved)
+    later.engine.sessions.restore(saved)
     later.clock.advance(left - 0.5)
     later.step()
-    assert len(later.engine.sessions) == 1
+    assert len(later.engine.registry) == 1
     later.clock.advance(1.0)
     later.step()
-    assert not len(later.engine.sessions)
+    assert not len(later.engine.registry)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_a_session_that_was_idle_for_most_of_its_ttl_before_a_restart_expires_in
     session = stage.told("s", 10, ttl=1000.0)
     later = Stage()
     later.clock.advance(900.0)
-    later.engine.restore(replace(session.saved(), used=stage.clock.wall()))
+    later.engine.sessions.restore(replace(session.saved(), used=stage.clock.wall()))
     later.clock.advance(100.0)
     later.step()
-    assert not len(later.engine.sessions)
+    assert not len(later.engine.registry)

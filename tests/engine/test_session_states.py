@@ -24,28 +24,28 @@ MODEL, WEIGHTS = "a model", "weights"
 
 
 def exported(stage: Stage, name: str, path: Path) -> Path:
-    document = stage.engine.sessions.get(name).saved().document().signed(MODEL)
-    state = stage.engine.state(name)
+    document = stage.engine.registry.get(name).saved().document().signed(MODEL)
+    state = stage.engine.sessions.state(name)
     if isinstance(state, LentUnits):
         lent, state = state, state.read()
-        stage.engine.states.take_back(lent)
-    write_state_file(path, document, WEIGHTS, PAGE, stage.engine.states.unit_bytes, state)
+        stage.engine.sessions.take_back(lent)
+    write_state_file(path, document, WEIGHTS, PAGE, stage.engine.sessions.unit_bytes, state)
     return path
 
 
 def imported(stage: Stage, path: Path, name: str = "s") -> None:
     with closing(StateFile(path)) as file:
         file.check(MODEL, WEIGHTS)
-        stage.engine.states.check(file)
+        stage.engine.sessions.check_state(file)
         file.verify()
-        stage.engine.restore(SavedSession.of(file.document, name, file.document.policy()))
-        stage.engine.put_state(name, file)
+        stage.engine.sessions.restore(SavedSession.of(file.document, name, file.document.policy()))
+        stage.engine.sessions.put_state(name, file)
     stage.engine.audit()
 
 
 def goes_on(stage: Stage, name: str, *tokens: int) -> int:
     """Checks that the session continues correctly; returns the number of cached tokens."""
-    history = list(stage.engine.sessions.get(name).history)
+    history = list(stage.engine.registry.get(name).history)
     turn = stage.say(name, tokens, 3)
     stage.play()
     stage.engine.audit()
@@ -54,7 +54,7 @@ def goes_on(stage: Stage, name: str, *tokens: int) -> int:
 
 
 def outcomes(stage: Stage) -> dict[str, int]:
-    return dict(stage.engine.states.counts)
+    return dict(stage.engine.counts.imports)
 
 
 @every_mix
@@ -64,18 +64,18 @@ def test_an_imported_session_computes_only_new_tokens(mix, where: str, tmp_path:
     here = Stage(mix, host_tier=0 if disk is not None else 10**6, disk=disk)
     here.told("s", 50)
     if where == "tokens":
-        here.engine.drop("s")
+        here.engine.sessions.drop("s")
     elif where != "device":
         if where == "partly parked":
-            here.engine.fork("s", child="fork")
-        here.engine.pressure.drop(here.engine.sessions.get("s"))
+            here.engine.sessions.fork("s", child="fork")
+        here.engine.pressure.drop(here.engine.registry.get("s"))
     path = exported(here, "s", tmp_path / "file")
     there = Stage(mix, overlap=1)
     imported(there, path)
     assert goes_on(there, "s", 7, 8) == (0 if where == "tokens" else 55)
     assert goes_on(here, "s", 7, 8) == (0 if where == "tokens" else 55)
     assert outcomes(there) == ({} if where == "tokens" else {"imported": 1})
-    there.engine.close("s")
+    there.engine.sessions.close("s")
     assert all(pool.free == pool.capacity for pool in there.engine.memory.pools)
 
 
@@ -87,8 +87,8 @@ def test_memory_parked_under_an_aborted_turn_can_be_imported(tmp_path: Path) -> 
         here.open(name)
         here.append(name, range(tokens))
         here.play()
-    session = here.engine.sessions.get("s")
-    here.engine.drop("s")
+    session = here.engine.registry.get("s")
+    here.engine.sessions.drop("s")
     here.open("busy")
     here.say("busy", range(500, 510), 50)
     here.step()
@@ -97,7 +97,7 @@ def test_memory_parked_under_an_aborted_turn_can_be_imported(tmp_path: Path) -> 
     assert session.memory.computed == len(session.history) == 20
     here.engine.pressure.drop(session)
     here.engine.audit()
-    here.engine.abort("s")
+    here.engine.turns.abort("s")
     there = Stage()
     imported(there, exported(here, "s", tmp_path / "file"))
     assert goes_on(there, "s", 7) == 0
@@ -110,7 +110,7 @@ def test_an_imported_session_shares_its_memory_like_any_other(mix, tmp_path: Pat
     here.told("s", 50)
     there = Stage(mix)
     imported(there, exported(here, "s", tmp_path / "file"))
-    there.engine.fork("s", position=31, child="fork")
+    there.engine.sessions.fork("s", position=31, child="fork")
     there.engine.audit()
     goes_on(there, "fork", 7)
     assert goes_on(there, "s", 7) == 55
@@ -151,7 +151,7 @@ def test_copies_that_fail_cost_only_time(tmp_path: Path) -> None:
     assert goes_on(there, "s", 7) == 0
     here.executor._copy_fails = lambda: True
     with pytest.raises(InvalidRequest, match="cannot be copied"):
-        here.engine.state("s")
+        here.engine.sessions.state("s")
 
 
 def test_a_group_that_refuses_to_lease_free_units_breaks_an_invariant(
@@ -169,7 +169,7 @@ def test_a_session_with_an_open_turn_is_refused() -> None:
     stage.say("s", [1], 50)
     stage.step()
     with pytest.raises(SessionBusy, match="export the state"):
-        stage.engine.state("s")
+        stage.engine.sessions.state("s")
 
 
 def told(mix: Any) -> Stage:
@@ -213,7 +213,7 @@ def read(path: Path) -> None:
 def stage() -> Iterator[Stage]:
     engine = Stage((FULL, STATE))
     yield engine
-    assert not len(engine.engine.sessions)
+    assert not len(engine.engine.registry)
 
 
 def test_state_of_other_weights_or_another_layout_is_refused(file: Path, tmp_path: Path, stage: Stage) -> None:
@@ -223,7 +223,7 @@ def test_state_of_other_weights_or_another_layout_is_refused(file: Path, tmp_pat
             opened.check("another", WEIGHTS)
         with pytest.raises(InvalidRequest, match="other weights"):
             opened.check(MODEL, "others")
-    units = stage.engine.states.unit_bytes
+    units = stage.engine.sessions.unit_bytes
     for page_size, sizes, changed, complaint in (
         (8, units, state, "pages of 8 tokens"),
         (PAGE, units[:1], CopiedState(55, state.groups[:1]), "units of"),

@@ -34,10 +34,10 @@ def test_a_fork_that_is_rewound_onto_the_page_of_its_parent_does_not_write_it(mi
     stage = Stage(mix, page_size=16)
     stage.open("parent")
     say_right(stage, "parent", count_from(1, 10), 5)  # 15 tokens, all in one page
-    stage.engine.fork("parent", child="child")
+    stage.engine.sessions.fork("parent", child="child")
     stage.append("child", [7])  # copies the page: the copy's tail is the child's
     stage.play()
-    stage.engine.rewind("child", position=position)
+    stage.engine.sessions.rewind("child", position=position)
     say_right(stage, "child", [100, 101], 2)
     say_right(stage, "parent", [5], 4)
     say_right(stage, "child", [3], 2)
@@ -49,11 +49,11 @@ def test_a_sample_that_is_regenerated_and_stopped_at_once_does_not_write_the_pro
     stage.open("prompt")
     stage.append("prompt", count_from(1, 10))
     stage.play()
-    stage.engine.fork("prompt", child="sample")
+    stage.engine.sessions.fork("prompt", child="sample")
     say_right(stage, "sample", [], 4)
-    stage.engine.regenerate("sample", TurnParams(max_new_tokens=4))
+    stage.engine.turns.regenerate("sample", TurnParams(max_new_tokens=4))
     stage.step()
-    stage.engine.abort("sample", 0)
+    stage.engine.turns.abort("sample", 0)
     stage.play()
     say_right(stage, "sample", [3], 2)
     say_right(stage, "prompt", [5], 2)
@@ -75,7 +75,7 @@ def begin_with_a_running_turn(stage: Stage, prompt: list[int], lost: bool) -> tu
     if lost:
         stage.append("second", prompt)
         stage.play()
-        stage.engine.drop()
+        stage.engine.sessions.drop()
     stage.open("first")
     first = stage.say("first", prompt, 2)
     stage.step()
@@ -90,9 +90,9 @@ def begin_with_a_running_turn(stage: Stage, prompt: list[int], lost: bool) -> tu
 def test_rewinding_into_a_page_that_another_turn_started_with_does_not_write_it(mix) -> None:
     stage = Stage(mix, page_size=8, token_budget=24, prefix_cache=True)
     begin_with_a_running_turn(stage, count_from(1, 20), lost=True)
-    stage.engine.abort("second")  # before it has copied the page
+    stage.engine.turns.abort("second")  # before it has copied the page
     stage.play()
-    stage.engine.rewind("first", position=18)
+    stage.engine.sessions.rewind("first", position=18)
     say_right(stage, "first", [900, 901, 902, 903], 1)
     say_right(stage, "second", [1], 4)
 
@@ -104,7 +104,7 @@ def test_a_turn_that_lost_its_row_still_finds_its_source_after_the_other_rewinds
     stage.engine.pressure.preempt(second)
     stage.engine._queue.remove(second)  # under pressure it waits until there is room again
     stage.until(lambda: first.state.ended)
-    stage.engine.rewind("first", position=18)
+    stage.engine.sessions.rewind("first", position=18)
     say_right(stage, "first", [900, 901, 902, 903], 1)
     stage.engine._queue.push(second)
     stage.play()
@@ -115,11 +115,11 @@ def test_a_turn_that_lost_its_row_still_finds_its_source_after_the_other_rewinds
 def test_an_audit_reports_a_page_writable_below_another_readers_end(mix) -> None:
     stage = Stage(mix, page_size=8, token_budget=24, prefix_cache=True, recount=False)
     begin_with_a_running_turn(stage, count_from(1, 20), lost=True)
-    stage.engine.abort("second")
+    stage.engine.turns.abort("second")
     stage.play()
     stage.engine.audit()
     pool = stage.engine.memory.pools[0]
-    table = stage.engine.sessions.get("first").memory.tables[0]
+    table = stage.engine.registry.get("first").memory.tables[0]
     pool.floors[table.tail] = 0  # type: ignore[attr-defined]
     with pytest.raises(InvariantError, match=r"may (still )?be written"):
         stage.engine.audit()
@@ -128,8 +128,8 @@ def test_an_audit_reports_a_page_writable_below_another_readers_end(mix) -> None
 def test_a_session_rewound_below_the_part_its_fork_reads_copies_the_page() -> None:
     stage = Stage(units=60)
     session = stage.told("s", 16, 4)
-    stage.engine.fork("s", child="fork")
-    stage.engine.rewind("s", position=19)  # in the last page, one slot below the fork's end
+    stage.engine.sessions.fork("s", child="fork")
+    stage.engine.sessions.rewind("s", position=19)  # in the last page, one slot below the fork's end
     history = list(session.history)
     turn = stage.say("s", [5, 6], 3)
     stage.play()

@@ -27,8 +27,8 @@ def begin(tier: Path, mix: tuple[Kind, ...] = (FULL,), *, identity: str = "a mod
 
 def end(stage: Stage) -> list[SavedSession]:
     """Ends an engine cleanly; returns the sessions that a journal would have."""
-    saved = [session.saved() for session in stage.engine.sessions if session.policy.lasting]
-    stage.engine.save()
+    saved = [session.saved() for session in stage.engine.registry if session.policy.lasting]
+    stage.engine.sessions.save()
     stage.engine.audit()
     stage.engine.end(keep=True)
     return saved
@@ -37,8 +37,8 @@ def end(stage: Stage) -> list[SavedSession]:
 def begin_again(tier: Path, saved: list[SavedSession], mix: tuple[Kind, ...] = (FULL,), **options: Any) -> Stage:
     stage = begin(tier, mix, **options)
     for session in saved:
-        stage.engine.restore(session)
-    stage.engine.recover()
+        stage.engine.sessions.restore(session)
+    stage.engine.sessions.recover()
     stage.engine.audit()
     return stage
 
@@ -54,7 +54,7 @@ def outcomes(stage: Stage) -> dict[str, int]:
 
 def goes_on(stage: Stage, name: str, *tokens: int) -> int:
     """Checks that the session continues correctly; returns the number of cached tokens."""
-    history = list(stage.engine.sessions.get(name).history)
+    history = list(stage.engine.registry.get(name).history)
     turn = stage.say(name, tokens, 3)
     stage.play()
     stage.engine.audit()
@@ -68,7 +68,7 @@ def test_sessions_are_restored_with_their_state(mix, overlap: int, tmp_path: Pat
     stage = begin(tmp_path, mix, overlap=overlap, units=60 if FULL in mix else 24)
     for number in range(8):  # more than fit: some are parked already
         stage.told("x" * (number + 1), 60)
-    stage.engine.fork("x", child="fork", position=40)
+    stage.engine.sessions.fork("x", child="fork", position=40)
     stage.told("fleeting", 20, hidden=True)
     stage.reach("mid-decode", "xx")  # rolled back
     stage.say("xxx", [5], 2)  # waits
@@ -88,7 +88,7 @@ def test_units_that_sessions_share_are_written_once(tmp_path: Path) -> None:
     stage = begin(tmp_path)
     stage.told("parent", 160)
     for name in "abcdef":
-        stage.engine.fork("parent", child=name)
+        stage.engine.sessions.fork("parent", child=name)
     held = stage.engine.memory.pools[0].leased
     end(stage)
     stage = begin(tmp_path)
@@ -106,23 +106,23 @@ def test_a_history_that_grew_or_was_rewound_reuses_its_unchanged_part(mix, tmp_p
     saved = {each.session: each for each in end(stage)}
     later = Stage(mix)
     for each in saved.values():
-        later.engine.restore(each)
+        later.engine.sessions.restore(each)
     later.say("on", [1, 2, 3], 4)
     later.play()
-    later.engine.rewind("back", position=33)
-    later.engine.rewind("other", position=30)
+    later.engine.sessions.rewind("back", position=33)
+    later.engine.sessions.rewind("other", position=30)
     later.say("other", count_from(9, 30), 4)
     later.play()
-    later.engine.close("gone")
-    stage = begin_again(tmp_path, [session.saved() for session in later.engine.sessions], mix)
+    later.engine.sessions.close("gone")
+    stage = begin_again(tmp_path, [session.saved() for session in later.engine.registry], mix)
     assert goes_on(stage, "on", 8) == 55
     assert goes_on(stage, "back", 8) == (32 if mix == (FULL,) else 0)
     assert goes_on(stage, "other", 8) == (30 if mix == (FULL,) else 0)
     kind = "partly" if mix == (FULL,) else "stale"
     assert outcomes(stage) == {"restored": 1, kind: 2}
-    stage.engine.close("on")
-    stage.engine.close("back")
-    stage.engine.close("other")
+    stage.engine.sessions.close("on")
+    stage.engine.sessions.close("back")
+    stage.engine.sessions.close("other")
     assert parking_in(stage.engine).tiers.disk_used == 0
     assert not list(tmp_path.glob(f"*{SUFFIX}"))
 
@@ -189,10 +189,10 @@ def test_a_killed_engine_leaves_nothing_misleading(tmp_path: Path) -> None:
     saved = two_sessions(tmp_path)
     second = begin_again(tmp_path, saved)
     goes_on(second, "a", 1)
-    second.engine.close("bb")
+    second.engine.sessions.close("bb")
     second.told("ccc", 90)
-    parking_in(second.engine).save(second.engine.sessions.get("ccc"), late=False)
-    journaled = [session.saved() for session in second.engine.sessions]
+    parking_in(second.engine).save(second.engine.registry.get("ccc"), late=False)
+    journaled = [session.saved() for session in second.engine.registry]
     second.engine.end(keep=True)  # as kill -9: nothing is written
     third = begin_again(tmp_path, [*journaled, saved[1]])
     assert goes_on(third, "a", 2) == 55  # from the first engine's snapshot
@@ -247,8 +247,8 @@ def test_state_is_restored_only_at_its_own_position(tmp_path: Path) -> None:
     stage.told("s", 40)
     saved = end(stage)
     stage = begin_again(tmp_path, saved, (STATE,))
-    stage.engine.fork("s", position=20, child="part")
-    stage.engine.fork("s", child="whole")
+    stage.engine.sessions.fork("s", position=20, child="part")
+    stage.engine.sessions.fork("s", child="whole")
     assert goes_on(stage, "part", 1) == 0
     assert goes_on(stage, "whole", 1) == 45
 

@@ -51,7 +51,7 @@ def long(request: pytest.FixtureRequest) -> tuple[Stage, int]:
 
 def test_a_rewind_by_any_number_of_turns_replays_tokens_in_proportion(long: tuple[Stage, int]) -> None:
     stage, kept = long
-    session = stage.engine.sessions.get("long")
+    session = stage.engine.registry.get("long")
     for record in session.records:
         target = record.end - 1
         replayed = target - session.memory.resumable(target)
@@ -83,31 +83,31 @@ def test_a_late_turn_does_the_same_work_as_an_early_one(long: tuple[Stage, int])
             stage.say(session, count_from(number, GIVEN), SAID)
             stage.play()
 
-    stage.engine.fork("long", child="late")
+    stage.engine.sessions.fork("long", child="late")
     stage.open("early")
     turns("early")  # the very first have no history
     early, late = (calls(lambda name=name: turns(name)) for name in ("early", "late"))  # type: ignore[misc]
     assert late <= 1.05 * early
     for name in ("early", "late"):
-        stage.engine.close(name)
+        stage.engine.sessions.close(name)
 
 
 @pytest.mark.parametrize("turns", [1, 10, 100])
 def test_a_rewind_replays_the_same_tokens_and_counts_them(long: tuple[Stage, int], turns: int) -> None:
     stage, _ = long
     engine, child = stage.engine, f"{turns}"
-    said = records(engine.sessions.get("long"), TURNS - turns, 1)[0].resume_cost
+    said = records(engine.registry.get("long"), TURNS - turns, 1)[0].resume_cost
     before = stats(engine)
-    engine.fork("long", child=child)
-    engine.rewind(child, turn=TURNS - turns)
-    engine.fork(child, child=f"fork {turns}")  # there, nothing more is lost
+    engine.sessions.fork("long", child=child)
+    engine.sessions.rewind(child, turn=TURNS - turns)
+    engine.sessions.fork(child, child=f"fork {turns}")  # there, nothing more is lost
     computed = stage.cost(lambda: stage.say(child, [5, 6], 4))
     after = stats(engine)
     assert computed - (2 + 4) == said == after.replayed["rewind"] - before.replayed.get("rewind", 0)
     assert said == after.recomputed.get("no checkpoint", 0) - before.recomputed.get("no checkpoint", 0)
     assert after.replayed["fork"] == 0
-    engine.close(child)
-    engine.close(f"fork {turns}")
+    engine.sessions.close(child)
+    engine.sessions.close(f"fork {turns}")
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
@@ -124,7 +124,7 @@ def test_a_long_input_gets_checkpoints_though_older_ones_have_filled_the_pool(ov
     slots = stage.engine.memory.pools[1]
     assert slots.free <= 3  # those of the ended turn
     stage.told("new", tokens=10 * interval, output=1)
-    session = stage.engine.sessions.get("new")
+    session = stage.engine.registry.get("new")
     gaps = [target - session.memory.resumable(target) for target in range(10 * interval)]
     assert max(gaps) < 2 * interval  # only the first may find no room
     assert sum(gap >= interval for gap in gaps) <= interval
@@ -142,7 +142,7 @@ def test_a_session_keeps_checkpoints_from_all_over_beside_others_that_continue()
             stage.say(name, count_from(number, GIVEN), SAID)
         stage.play()
     for name in names:
-        session = stage.engine.sessions.get(name)
+        session = stage.engine.registry.get(name)
         length = len(session.history)
         worst = max(
             (record.end - 1 - session.memory.resumable(record.end - 1)) / (length - record.end + 1 + TURN)
@@ -154,9 +154,9 @@ def test_a_session_keeps_checkpoints_from_all_over_beside_others_that_continue()
 def test_forks_of_an_old_turn_keep_their_checkpoint_while_they_need_it() -> None:
     stage = told(stage_with((FULL, STATE), 80, 1600, 0.1))
     engine = stage.engine
-    session = engine.sessions.get("long")
+    session = engine.registry.get("long")
     at = next(c.position for c in session.memory.checkpoints if c.position > 200)
-    fork = engine.fork("long", position=at + 1, child="fork")
+    fork = engine.sessions.fork("long", position=at + 1, child="fork")
     assert fork.memory.computed == at
     for number in range(40):
         stage.say("long", count_from(number, GIVEN), SAID)

@@ -111,7 +111,7 @@ def beside(idle: int, turn: str) -> Stage:
         stage.open(f"p{i:04}")
         stage.say(f"p{i:04}", count_from(i, 5), 1)
     stage.play()
-    stage.engine.leave_device([session for session in stage.engine.sessions if int(session.id[1:]) % 2])
+    stage.engine.sessions.leave_device([session for session in stage.engine.registry if int(session.id[1:]) % 2])
     stage.open("s")
     stage.reach(turn)
     return stage
@@ -135,7 +135,7 @@ COMMANDS: dict[str, Callable[[Dispatcher], object]] = {
     "another tenant's": lambda it: it.execute(ListSessions(tenant="other", limit=3)),
     "too many units": refused(OpenSession(session="more", policy=Policy(), limits=Limits(units=0))),
     "one session leaves": lambda it: it.execute(
-        OpenSession(session="more", policy=Policy(), limits=Limits(units=it._engine.sessions.use("").units - 1))
+        OpenSession(session="more", policy=Policy(), limits=Limits(units=it._engine.registry.use("").units - 1))
     ),
     "an audit is asked for": lambda it: it._engine.ask_audit(lambda _: None),
 }
@@ -162,14 +162,14 @@ def test_a_step_with_a_waiting_draft_does_the_same_work_beside_any_number_of_clo
         for i in range(closed):
             stage.say(stage.open(f"p{i}").id, count_from(i + 20, 9), 1)
         stage.play()
-        for session in list(stage.engine.sessions)[1:]:
-            stage.engine.close(session.id)
+        for session in list(stage.engine.registry)[1:]:
+            stage.engine.sessions.close(session.id)
         running = stage.say(stage.open("running").id, [1], 100)
         stage.until(lambda: running.output)
-        draft = stage.engine.draft(stage.open("draft").id, count_from(7, 4 * (3 * closed + 50)))
+        draft = stage.engine.turns.draft(stage.open("draft").id, count_from(7, 4 * (3 * closed + 50)))
         stage.step()
         stage.step()
-        assert len(stage.engine.sessions.prefixes) == closed
+        assert len(stage.engine.registry.prefixes) == closed
         assert draft.session.memory.turn is None
         return calls_of(stage.step)
 

@@ -91,7 +91,7 @@ class Conversations:
     # -- operations
 
     def _sessions(self, wanted: Callable[[Session], bool]) -> list[Session]:
-        return [session for session in self.engine.sessions if wanted(session)]
+        return [session for session in self.engine.registry if wanted(session)]
 
     def _pick(self, wanted: Callable[[Session], bool]) -> Session | None:
         found = self._sessions(wanted)
@@ -113,7 +113,7 @@ class Conversations:
 
     def _open(self) -> None:
         if len(self._sessions(lambda _: True)) < SESSIONS:
-            self.engine.open()
+            self.engine.sessions.open()
 
     def _submit(self) -> None:
         """Submits a turn in an idle session, or a draft, perhaps with more tokens."""
@@ -123,9 +123,9 @@ class Conversations:
         tokens = list(session.turn.input) if session.turn is not None else []
         tokens += self._some_text(session.context_left - len(tokens) - 1)
         if session.context_left - len(tokens) < 1 or not (session.history or tokens):
-            self.engine.rewind(session.id, turn=0) if session.turn is None else self._abort_turn(session, None)
+            self.engine.sessions.rewind(session.id, turn=0) if session.turn is None else self._abort_turn(session, None)
             return
-        self.engine.submit(session.id, tokens, self._params())
+        self.engine.turns.submit(session.id, tokens, self._params())
 
     def _draft(self) -> None:
         """Opens a draft, or changes the end of one."""
@@ -135,14 +135,14 @@ class Conversations:
             return
         kept = list(session.turn.input) if session.turn is not None else []
         kept = kept[: self.rng.randint(0, len(kept))]
-        self.engine.draft(session.id, kept + self._some_text(max(0, session.context_left - len(kept) - 1)))
+        self.engine.turns.draft(session.id, kept + self._some_text(max(0, session.context_left - len(kept) - 1)))
 
     def _regenerate(self) -> None:
         session = self._pick(
             lambda s: s.turn is None and bool(s.records) and s.records[-1].end > s.records[-1].input_end
         )
         if session is not None:
-            self.engine.regenerate(session.id, self._params())
+            self.engine.turns.regenerate(session.id, self._params())
 
     def _abort(self) -> None:
         session = self._pick(lambda s: s.turn is not None)
@@ -155,23 +155,23 @@ class Conversations:
             self._abort_turn(session, self.rng.choice(KEPT))
 
     def _abort_turn(self, session: Session, keep: Keep) -> None:
-        self._take_in(self.engine.abort(session.id, keep))
+        self._take_in(self.engine.turns.abort(session.id, keep))
 
     def _fork(self) -> None:
         session = self._pick(lambda s: len(s.history) > 0)
         if session is not None and len(self._sessions(lambda _: True)) < SESSIONS:
             length = len(session.history)
-            self.engine.fork(session.id, position=self.rng.choice((length, self.rng.randint(1, length))))
+            self.engine.sessions.fork(session.id, position=self.rng.choice((length, self.rng.randint(1, length))))
 
     def _rewind(self) -> None:
         session = self._idle(least=1)
         if session is not None:
-            self.engine.rewind(session.id, position=self.rng.randint(0, len(session.history)))
+            self.engine.sessions.rewind(session.id, position=self.rng.randint(0, len(session.history)))
 
     def _close(self) -> None:
         session = self._idle()
         if session is not None:
-            self.engine.close(session.id)
+            self.engine.sessions.close(session.id)
 
     def _preempt(self) -> None:
         session = self._pick(lambda s: s.has_running_turn)

@@ -37,8 +37,8 @@ def engine() -> Iterator[Engine]:
 @pytest.fixture
 def session(engine: Engine, licence_tokens: list[int]) -> Session:
     """A session with 90 committed tokens, the last 5 of them sampled."""
-    session = engine.open()
-    turn = finish(engine, engine.submit(session.id, licence_tokens[: HISTORY - OUTPUT], ANSWER))
+    session = engine.sessions.open()
+    turn = finish(engine, engine.turns.submit(session.id, licence_tokens[: HISTORY - OUTPUT], ANSWER))
     assert result(turn).usage.computed == HISTORY - 1
     return session
 
@@ -50,7 +50,7 @@ def result(turn: Turn) -> TurnResult:
 
 def ask(engine: Engine, session: Session) -> int:
     """Returns the number of tokens computed by a turn that appends the question and samples the answer."""
-    turn = finish(engine, engine.submit(session.id, QUESTION, ANSWER))
+    turn = finish(engine, engine.turns.submit(session.id, QUESTION, ANSWER))
     assert len(turn.output) == OUTPUT
     usage = result(turn).usage
     assert usage.computed == usage.prompt - usage.cached + OUTPUT - 1
@@ -69,7 +69,7 @@ def step_until_drafted(engine: Engine) -> None:
 def test_a_turn_computes_its_input_and_its_output_once(engine: Engine, session: Session) -> None:
     assert ask(engine, session) == NEW
     assert ask(engine, session) == NEW
-    turn = finish(engine, engine.submit(session.id, (), ANSWER))
+    turn = finish(engine, engine.turns.submit(session.id, (), ANSWER))
     assert result(turn).usage.computed == OUTPUT, "continuing appends nothing"
 
 
@@ -77,16 +77,16 @@ def test_a_draft_is_computed_while_it_is_typed_and_recomputed_only_from_its_chan
     engine: Engine, session: Session, licence_tokens: list[int]
 ) -> None:
     text = licence_tokens[200:260]
-    draft = engine.draft(session.id, text)
+    draft = engine.turns.draft(session.id, text)
     step_until_drafted(engine)
     assert draft.computed_tokens == 60, "the history's last token and all but the draft's last"
-    engine.draft(session.id, text[:40] + text[:20])
+    engine.turns.draft(session.id, text[:40] + text[:20])
     step_until_drafted(engine)
     assert draft.computed_tokens == 60 + 19
-    engine.draft(session.id, text[:40])
+    engine.turns.draft(session.id, text[:40])
     step_until_drafted(engine)
     assert draft.computed_tokens == 60 + 19, "deleting costs nothing"
-    turn = finish(engine, engine.submit(session.id, [*text[:40], *QUESTION], ANSWER))
+    turn = finish(engine, engine.turns.submit(session.id, [*text[:40], *QUESTION], ANSWER))
     assert turn is draft
     assert result(turn).usage.computed == 60 + 19 + NEW
     assert result(turn).usage.cached == HISTORY + 40 - 1
@@ -95,7 +95,7 @@ def test_a_draft_is_computed_while_it_is_typed_and_recomputed_only_from_its_chan
 def test_a_fork_copies_no_state_and_computes_no_history(engine: Engine, session: Session) -> None:
     ask(engine, session)
     before = free_pages(engine)
-    children = [engine.fork(session.id) for _ in range(5)] + [engine.fork(session.id, turn=1)]
+    children = [engine.sessions.fork(session.id) for _ in range(5)] + [engine.sessions.fork(session.id, turn=1)]
     assert free_pages(engine) == before, "shared by count"
     assert [ask(engine, child) for child in children] == [NEW] * 6
     assert ask(engine, session) == NEW, "and the parent pays nothing for its children"
@@ -104,7 +104,7 @@ def test_a_fork_copies_no_state_and_computes_no_history(engine: Engine, session:
 
 
 def test_a_fork_copies_at_most_one_page_and_only_at_its_first_write(engine: Engine, session: Session) -> None:
-    child = engine.fork(session.id)
+    child = engine.sessions.fork(session.id)
     before = free_pages(engine)
     ask(engine, child)
     assert (HISTORY - 1) % PAGE, "the shared page is partly used"
@@ -113,9 +113,9 @@ def test_a_fork_copies_at_most_one_page_and_only_at_its_first_write(engine: Engi
 
 
 def test_a_fork_beside_a_running_turn_pays_only_for_its_own_tokens(engine: Engine, session: Session) -> None:
-    turn = engine.submit(session.id, QUESTION, ANSWER)
+    turn = engine.turns.submit(session.id, QUESTION, ANSWER)
     engine.step()
-    child = engine.fork(session.id)
+    child = engine.sessions.fork(session.id)
     assert ask(engine, child) == NEW
     assert result(finish(engine, turn)).usage.computed == NEW
 
@@ -127,9 +127,9 @@ def test_after_an_abort_at_any_moment_the_next_turn_computes_only_its_own_tokens
     history, free = session.history[:], free_pages(engine)
     text = licence_tokens[300:340]
     if moment in ("drafting", "drafted"):
-        turn = engine.draft(session.id, text)
+        turn = engine.turns.draft(session.id, text)
     else:
-        turn = engine.submit(session.id, text, ANSWER)
+        turn = engine.turns.submit(session.id, text, ANSWER)
     if moment == "drafted":
         step_until_drafted(engine)
     elif moment == "mid-decode":
@@ -140,7 +140,7 @@ def test_after_an_abort_at_any_moment_the_next_turn_computes_only_its_own_tokens
         assert turn.state in (TurnState.RUNNING, TurnState.DRAFTING)
     if moment == "preempted":
         engine.pressure.preempt(turn)
-    engine.abort(session.id)
+    engine.turns.abort(session.id)
     assert session.history == history
     assert free_pages(engine) == free
     assert ask(engine, session) == NEW
@@ -148,26 +148,26 @@ def test_after_an_abort_at_any_moment_the_next_turn_computes_only_its_own_tokens
 
 @pytest.mark.parametrize("keep", [0, 1, 3])
 def test_a_barge_in_keeps_the_computed_tokens(engine: Engine, session: Session, keep: int) -> None:
-    turn = engine.submit(session.id, QUESTION, TurnParams(max_new_tokens=20, ignore_eos=True))
+    turn = engine.turns.submit(session.id, QUESTION, TurnParams(max_new_tokens=20, ignore_eos=True))
     while len(turn.output) < 4:
         engine.step()
-    engine.abort(session.id, keep=keep)
+    engine.turns.abort(session.id, keep=keep)
     assert len(session.history) == HISTORY + len(QUESTION) + keep
     assert ask(engine, session) == NEW
 
 
 def test_regenerating_computes_only_the_output_and_rewinding_computes_nothing(engine: Engine, session: Session) -> None:
     ask(engine, session)
-    again = finish(engine, engine.regenerate(session.id, ANSWER))
+    again = finish(engine, engine.turns.regenerate(session.id, ANSWER))
     assert result(again).usage.computed == OUTPUT
     free = free_pages(engine)
-    engine.rewind(session.id, turn=1)
+    engine.sessions.rewind(session.id, turn=1)
     assert free_pages(engine) >= free
     assert ask(engine, session) == NEW
 
 
 def test_a_preempted_turn_recomputes_its_own_tokens_and_no_history(engine: Engine, session: Session) -> None:
-    turn = engine.submit(session.id, QUESTION, ANSWER)
+    turn = engine.turns.submit(session.id, QUESTION, ANSWER)
     while len(turn.output) < 3:
         engine.step()
     engine.pressure.preempt(turn)
@@ -177,7 +177,7 @@ def test_a_preempted_turn_recomputes_its_own_tokens_and_no_history(engine: Engin
 
 def test_dropping_a_session_to_its_tokens_costs_one_pass_over_its_history(engine: Engine, session: Session) -> None:
     history = session.history[:]
-    engine.drop(session.id)
+    engine.sessions.drop(session.id)
     assert free_pages(engine) == PAGES
     assert ask(engine, session) == HISTORY - 1 + NEW
     assert session.history[:HISTORY] == history

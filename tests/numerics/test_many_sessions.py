@@ -75,7 +75,7 @@ class ManySessions:
     def run(self) -> None:
         names = list(self.said)
         for name in names:
-            self.engine.open(name)
+            self.engine.sessions.open(name)
         for _ in range(TURNS):
             self._rng.shuffle(names)
             for first in range(0, len(names), AT_ONCE):
@@ -88,7 +88,7 @@ class ManySessions:
         for name in names:
             start = self._rng.randrange(len(self._text) - INPUT[1])
             tokens = self._text[start : start + self._rng.randint(*INPUT)]
-            asked[name] = tokens, self.engine.submit(name, tokens, params)
+            asked[name] = tokens, self.engine.turns.submit(name, tokens, params)
         while not self.engine.idle:
             self.engine.step()
         for name, (tokens, turn) in asked.items():
@@ -100,7 +100,7 @@ class ManySessions:
             history += tokens
             positions += range(len(history), len(history) + OUTPUT)
             history += turn.output
-            assert self.engine.sessions.get(name).history.tolist() == history
+            assert self.engine.registry.get(name).history.tolist() == history
 
     def figures(self) -> dict[str, int]:
         parking = parking_in(self.engine)
@@ -115,10 +115,10 @@ class ManySessions:
 
     def close(self) -> None:
         for name in self.said:
-            self.engine.close(name)
+            self.engine.sessions.close(name)
         tiers = parking_in(self.engine).tiers
         assert tiers.host_used == tiers.disk_used == 0
-        self.engine.drop()
+        self.engine.sessions.drop()
         self.engine.audit()
 
 

@@ -29,6 +29,7 @@ from tenuto.base.wire.messages import (
     Withdraw,
 )
 from tenuto.engine.engine import Engine
+from tenuto.engine.turn_operations import TurnOperations
 from tenuto.runtime.intake import SHORT_INPUT, size_of
 from tenuto.runtime.lanes import LONG as LONG_INPUT
 from tenuto.serve.shared.turns import Turns
@@ -395,13 +396,13 @@ class Gate:
 
 def test_input_that_must_be_prepared_again_is_not_overtaken(monkeypatch: pytest.MonkeyPatch) -> None:
     drafted: list[int] = []
-    draft = Engine.draft
+    draft = TurnOperations.draft
 
-    def noted(engine: Engine, session_id: str, tokens: Sequence[int], **rest: Any) -> Turn:
+    def noted(turns: TurnOperations, session_id: str, tokens: Sequence[int], **rest: Any) -> Turn:
         drafted.append(len(tokens))
-        return draft(engine, session_id, tokens, **rest)
+        return draft(turns, session_id, tokens, **rest)
 
-    monkeypatch.setattr(Engine, "draft", noted)
+    monkeypatch.setattr(TurnOperations, "draft", noted)
 
     async def story(link: LocalLink) -> None:
         await ended(link, turn(said("first")))

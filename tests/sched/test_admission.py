@@ -28,7 +28,7 @@ def test_a_turn_starts_only_if_its_whole_input_fits() -> None:
         stage.open(name)
         stage.say(name, count_from(1, tokens), 4)
     stage.step()
-    states = [present(stage.engine.sessions.get(name).turn).state for name in ("a", "b")]
+    states = [present(stage.engine.registry.get(name).turn).state for name in ("a", "b")]
     assert states == [TurnState.RUNNING, TurnState.QUEUED]
     stage.play()
     assert stage.engine.transitions[Transition("preempt")] == 0
@@ -138,7 +138,7 @@ def test_nothing_yields_to_a_draft() -> None:
     stage = Stage(units=20, context_length=64)
     idle = stage.told("idle", tokens=40, output=1)
     stage.open("s")
-    draft = stage.engine.draft("s", count_from(1, 60))
+    draft = stage.engine.turns.draft("s", count_from(1, 60))
     for _ in range(5):
         stage.step()
     assert idle.memory.computed == 40

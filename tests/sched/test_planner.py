@@ -162,7 +162,7 @@ def test_a_draft_gets_the_rest_of_the_budget() -> None:
     stage = Stage()
     stage.open("draft")
     stage.open("turn")
-    stage.engine.draft("draft", count_from(1, 150))
+    stage.engine.turns.draft("draft", count_from(1, 150))
     turn = stage.say("turn", count_from(2, 100), 30)
     stage.step()
     by_row = dict(zip(stage.executor.plans[-1].rows.tolist(), stage.executor.plans[-1].counts.tolist(), strict=True))

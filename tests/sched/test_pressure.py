@@ -34,7 +34,7 @@ def crowd(mix=(FULL,)) -> Stage:
     stage = Stage(mix, max_running=2)
     for name, priority in (("idle", 0), ("dear", 1), ("old", 0), ("waits", 0), ("also", 0), ("draft", 0)):
         stage.told(name, tokens=20, output=1, priority=priority)
-    stage.engine.draft("draft", count_from(9, 20))
+    stage.engine.turns.draft("draft", count_from(9, 20))
     stage.play()
     for name in ("first", "second"):
         stage.open(name)
@@ -53,7 +53,7 @@ def test_drafts_yield_first_then_idle_sessions_then_waiting_ones_and_running_tur
         order += [rung for rung, times in engine.pressure.yielded.items() for _ in range(times - order.count(rung))]
     # the drafting session yields twice: its draft, then its session's memory
     assert order == ["draft", "idle", "idle", "idle", "waiting", "waiting", "waiting", "running"]
-    assert present(engine.sessions.get("first").turn).state is TurnState.RUNNING
+    assert present(engine.registry.get("first").turn).state is TurnState.RUNNING
 
 
 def test_the_idle_session_of_lowest_priority_yields_first_then_the_one_parked_longest() -> None:
@@ -62,7 +62,7 @@ def test_the_idle_session_of_lowest_priority_yields_first_then_the_one_parked_lo
     names = ("idle", "dear", "old")
     while len(gone) < 3:
         assert squeeze(stage.engine)
-        gone += [n for n in names if not stage.engine.sessions.get(n).memory.computed and n not in gone]
+        gone += [n for n in names if not stage.engine.registry.get(n).memory.computed and n not in gone]
     assert gone == ["idle", "old", "dear"]
 
 
@@ -71,9 +71,9 @@ def test_the_last_running_turn_yields_and_the_first_never_does() -> None:
     engine = stage.engine
     while squeeze(engine):
         pass
-    assert present(engine.sessions.get("second").turn).state is TurnState.PREEMPTED
+    assert present(engine.registry.get("second").turn).state is TurnState.PREEMPTED
     assert not squeeze(engine)
-    assert present(engine.sessions.get("first").turn).state is TurnState.RUNNING
+    assert present(engine.registry.get("first").turn).state is TurnState.RUNNING
 
 
 def test_running_turns_yield_only_where_allowed() -> None:
@@ -91,8 +91,8 @@ def test_turns_that_yielded_generate_the_same_output_afterwards() -> None:
     for stage in (one, other):
         stage.say("draft", count_from(9, 20), 5)
         stage.play()
-    for session in one.engine.sessions:
-        assert session.history == other.engine.sessions.get(session.id).history
+    for session in one.engine.registry:
+        assert session.history == other.engine.registry.get(session.id).history
 
 
 def test_cached_checkpoints_are_evicted_before_anything_that_costs_work() -> None:
@@ -120,7 +120,7 @@ def test_units_in_limbo_count_as_soon_free() -> None:
     engine = stage.engine
     pool = engine.memory.pools[0]
     engine.memory.step_submitted()
-    engine.drop("idle")
+    engine.sessions.drop("idle")
     assert pool.limbo > 0
     engine.pressure.relieve(lambda: np.array([pool.free + pool.limbo]), [], iter(()))
     assert not engine.pressure.yielded
@@ -143,16 +143,16 @@ def test_sessions_that_hold_nothing_have_nothing_to_yield(empty: str) -> None:
     stage = Stage()
     stage.open() if empty == "new" else stage.told()
     if empty == "dropped":
-        stage.engine.drop("s")
+        stage.engine.sessions.drop("s")
     if empty == "closed":
-        stage.engine.close("s")
+        stage.engine.sessions.close("s")
     assert not squeeze(stage.engine)
     assert not stage.engine.pressure.yielded
 
 
 def dropped(stage: Stage) -> list[str]:
     """Returns the sessions with a history and nothing in memory."""
-    return [s.id for s in stage.engine.sessions if s.history and not s.memory.computed and s.turn is None]
+    return [s.id for s in stage.engine.registry if s.history and not s.memory.computed and s.turn is None]
 
 
 def test_only_sessions_that_free_something_yield() -> None:
@@ -160,7 +160,7 @@ def test_only_sessions_that_free_something_yield() -> None:
     stage = Stage(units=150, context_length=600, token_budget=64)
     stage.told("p", tokens=400, output=1)
     for i in range(20):
-        stage.engine.fork("p", child=f"c{i}")
+        stage.engine.sessions.fork("p", child=f"c{i}")
     stage.told("z", tokens=100, output=1)
     stage.open("n")
     turn = stage.say("n", count_from(77, 104), 5)
@@ -173,7 +173,7 @@ def test_a_family_that_shares_the_needed_units_yields_together_and_alone() -> No
     stage = Stage(units=150, context_length=600, token_budget=64)
     stage.told("p", tokens=400, output=1)
     for i in range(3):
-        stage.engine.fork("p", child=f"c{i}")
+        stage.engine.sessions.fork("p", child=f"c{i}")
     stage.open("n")
     turn = stage.say("n", count_from(77, 200), 5)
     stage.told("small", tokens=4, output=1, priority=5)
@@ -188,8 +188,8 @@ def test_of_a_family_only_the_holders_of_the_least_shared_units_yield() -> None:
     for nothing."""
     stage = Stage(units=30)
     stage.told("p", tokens=80, output=1)
-    short = stage.engine.fork("p", child="short", position=40)
-    stage.engine.fork("p", child="whole")
+    short = stage.engine.sessions.fork("p", child="short", position=40)
+    stage.engine.sessions.fork("p", child="whole")
     stage.open("n")
     turn = stage.say("n", count_from(77, 50), 5)
     stage.play()
@@ -201,7 +201,7 @@ def test_of_a_family_only_the_holders_of_the_least_shared_units_yield() -> None:
 def test_a_family_with_a_running_member_keeps_its_shared_units() -> None:
     stage = Stage(units=150, context_length=600, token_budget=64)
     stage.told("p", tokens=400, output=1)
-    stage.engine.fork("p", child="c")
+    stage.engine.sessions.fork("p", child="c")
     running = stage.say("c", [1], 60)
     stage.until(lambda: running.output)
     stage.open("n")
@@ -240,7 +240,7 @@ def test_units_shared_by_running_forks_are_counted_once() -> None:
     stage.told("z", tokens=240, output=1)
     forks = []
     for i in range(4):
-        stage.engine.fork("p", child=f"c{i}")
+        stage.engine.sessions.fork("p", child=f"c{i}")
         forks.append(stage.say(f"c{i}", [i] * 8, 100))
     stage.until(lambda: all(len(turn.output) >= 4 for turn in forks))
     stage.open("n")
@@ -256,11 +256,11 @@ def test_units_shared_by_running_forks_are_counted_once() -> None:
 def test_sessions_that_share_only_with_a_running_turn_are_passed_over() -> None:
     stage = Stage(units=16)
     stage.told("parent", tokens=13, output=4)
-    idle = stage.engine.fork("parent", child="idle")
+    idle = stage.engine.sessions.fork("parent", child="idle")
     stage.told("other", tokens=13, output=4)
-    stage.engine.fork("other", child="twin")
+    stage.engine.sessions.fork("other", child="twin")
     turn = stage.say("parent", [1], 40)
-    stage.until(lambda: stage.engine.sessions.get("other").memory.computed == 0)
+    stage.until(lambda: stage.engine.registry.get("other").memory.computed == 0)
     assert (idle.memory.computed, turn.state) == (16, TurnState.RUNNING)
 
 
@@ -274,7 +274,7 @@ def test_sessions_of_the_same_name_of_two_tenants_both_yield() -> None:
     turn = stage.say("long", count_from(2, 100), 3, "a")
     stage.play()
     assert present(turn.result).committed
-    assert [session.memory.computed for session in stage.engine.sessions][:2] == [0, 0]
+    assert [session.memory.computed for session in stage.engine.registry][:2] == [0, 0]
 
 
 def test_turns_that_cannot_continue_though_none_lacks_room_are_reported() -> None:
@@ -311,7 +311,7 @@ def test_a_lone_running_turn_waits_while_sharers_of_a_page_yield_over_several_st
     stage = Stage(units=30)
     stage.told("p", tokens=80, output=1)
     for i in range(4):
-        stage.engine.fork("p", child=f"c{i}")
+        stage.engine.sessions.fork("p", child=f"c{i}")
     turn = stage.say(stage.open("n").id, count_from(7, 20), 40)
     stage.play()
     assert stage.engine.pressure.yielded == {"idle": 5}
@@ -324,9 +324,9 @@ def test_of_two_families_that_share_their_pages_only_one_yields() -> None:
     stage.told("a", tokens=40, output=1)
     stage.told("x", tokens=40, output=1)
     for parent in ("x", "a", "a"):
-        stage.engine.fork(parent)
+        stage.engine.sessions.fork(parent)
     stage.open("n")
     stage.say("n", count_from(77, 4 * (stage.engine.memory.pools[0].free + 1)), 1)
     stage.play()
     assert stage.engine.pressure.yielded["idle"] == 3, "only the first family yields"
-    assert stage.engine.sessions.get("x").memory.computed == 40
+    assert stage.engine.registry.get("x").memory.computed == 40

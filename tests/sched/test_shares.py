@@ -18,9 +18,9 @@ def submit(stage: Stage, tenant: str, turns: int, tokens: int = 4, output: int =
     """Submits this many turns of a tenant, each on its own session."""
     said = []
     for _ in range(turns):
-        name = f"{tenant}{len(stage.engine.sessions)}"
+        name = f"{tenant}{len(stage.engine.registry)}"
         stage.open(name, tenant=tenant)
-        said.append(stage.say(name, count_from(len(stage.engine.sessions), tokens), output, tenant=tenant, **params))
+        said.append(stage.say(name, count_from(len(stage.engine.registry), tokens), output, tenant=tenant, **params))
     return said
 
 

@@ -215,7 +215,7 @@ def test_a_result_too_large_to_keep_does_not_make_its_turn_run_again(monkeypatch
         again = await turns.start(one_shot(2, "s"), request_key=RequestKey("small", b"digest"))
         assert (await again.finished()).version == 2
         assert (await link.call(GetSession(tenant="t", session="s"))).version == 2
-        assert link._service._engine.sessions.get("s", "t").results.size < 1000
+        assert link._service._engine.registry.get("s", "t").results.size < 1000
 
     play(story)
 

@@ -29,16 +29,16 @@ def written(path: Path) -> list[SavedSession]:
     talk = Journaled()
     journal = Journal(path, "tokens")
     for number, name in enumerate(SESSIONS[:4]):
-        talk.engine.open(name, Policy(metadata=(("number", str(number)),)))
+        talk.engine.sessions.open(name, Policy(metadata=(("number", str(number)),)))
         journal.write(talk.new_changes())
     for turn in range(4):
         for number, name in enumerate(SESSIONS[:4]):
-            talk.begin(talk.engine.sessions.get(name), [1 + number, 2 + turn] * 30, 5)
+            talk.begin(talk.engine.registry.get(name), [1 + number, 2 + turn] * 30, 5)
             talk.play()
             journal.write(talk.new_changes())
     for name, turn in zip(SESSIONS[4:], (2, 3), strict=True):
-        talk.engine.fork(SESSIONS[0], turn=turn, child=name)
-    talk.engine.rewind(SESSIONS[1], position=100)
+        talk.engine.sessions.fork(SESSIONS[0], turn=turn, child=name)
+    talk.engine.sessions.rewind(SESSIONS[1], position=100)
     journal.write(talk.new_changes())
     _open.append(journal)
     return talk.saved()
@@ -172,7 +172,7 @@ def test_a_flipped_bit_in_a_salt_does_not_bring_older_frames_back(path: Path, tm
     """SQLite writes a log anew from its beginning, over frames whose changes are in the database."""
     saved, journal, talk = written(path), _open[-1], Journaled()
     journal._db.execute("PRAGMA wal_checkpoint(RESTART)")
-    talk.engine.open("another", Policy())
+    talk.engine.sessions.open("another", Policy())
     journal.write(talk.new_changes())
     saved, files = saved + talk.saved(), killed(path)
     log, frame = files["journal-wal"], 24 + 4096
@@ -238,7 +238,7 @@ def test_a_damaged_session_is_set_aside_and_named_and_the_rest_continues(harm: s
     assert sqlite3.connect(present(damage).aside).execute("SELECT count(*) FROM sessions").fetchone() == (6,)
     talk = Journaled()
     journal = Journal(path, "tokens")
-    talk.engine.open(SESSIONS[2])
+    talk.engine.sessions.open(SESSIONS[2])
     journal.write(talk.new_changes())  # its name is free
     assert len(list(journal.sessions())) == 6
     journal.close()
@@ -287,13 +287,13 @@ def test_writing_does_not_make_rows_damaged_in_use_look_whole(path: Path) -> Non
     talk = Journaled()
     journal = Journal(path, "tokens")
     for name in ("s", "t"):
-        talk.begin(talk.engine.open(name), [1, 2, 3] * 10, 4)
+        talk.begin(talk.engine.sessions.open(name), [1, 2, 3] * 10, 4)
         talk.play()
     journal.write(talk.new_changes())
     journal._db.execute("UPDATE history SET length = 33 WHERE session = 1")
     journal._db.execute("UPDATE records SET input_end = 29 WHERE session = 1")
-    talk.engine.fork("s", child="fork")
-    talk.engine.rewind("s", position=20)
+    talk.engine.sessions.fork("s", child="fork")
+    talk.engine.sessions.rewind("s", position=20)
     journal.write(talk.new_changes())
     journal.close()
     found, damage = began(path)
@@ -453,7 +453,7 @@ def test_a_killed_processs_journal_is_opened_though_the_disk_is_full(path: Path,
         assert list(journal.sessions()) == saved
         assert journal.mend() is None
         talk = Journaled()
-        talk.engine.open("new")
+        talk.engine.sessions.open("new")
         changes = talk.new_changes()
         with pytest.raises(sqlite3.OperationalError):
             journal.write(changes)
@@ -465,9 +465,9 @@ def test_a_killed_processs_journal_is_opened_though_the_disk_is_full(path: Path,
 def fill(talk: Journaled, journal: Journal, sessions: int) -> None:
     for number in range(sessions):
         name = f"large {number}"
-        talk.engine.open(name)
+        talk.engine.sessions.open(name)
         for _ in range(4):
-            talk.engine.adopt(name, [7] * 2000, [8])
+            talk.engine.sessions.adopt(name, [7] * 2000, [8])
         journal.write(talk.new_changes())
 
 
@@ -475,23 +475,23 @@ def fill(talk: Journaled, journal: Journal, sessions: int) -> None:
 def test_the_space_of_deleted_sessions_is_reclaimed(ending: str, path: Path) -> None:
     talk = Journaled(10_000)
     journal = Journal(path, "tokens")
-    kept = talk.engine.open("kept")
+    kept = talk.engine.sessions.open("kept")
     fill(talk, journal, 60)
     while journal.tidy():
         pass
     full = path.stat().st_size + Path(f"{path}-wal").stat().st_size
     for number in range(60):
         if ending == "close":
-            talk.engine.close(f"large {number}")
+            talk.engine.sessions.close(f"large {number}")
         else:
-            talk.engine.rewind(f"large {number}", position=0)
+            talk.engine.sessions.rewind(f"large {number}", position=0)
     journal.write(talk.new_changes())
     pieces = 0
     while journal.tidy():
         pieces += 1
     assert pieces > 0
     assert path.stat().st_size + Path(f"{path}-wal").stat().st_size < full // 4
-    assert {each.session for each in journal.sessions()} == {session.id for session in talk.engine.sessions}
+    assert {each.session for each in journal.sessions()} == {session.id for session in talk.engine.registry}
     assert journal.mend() is None
     assert kept.id == "kept"
     journal.close()
@@ -507,7 +507,7 @@ def test_a_file_that_cannot_shrink_is_left_as_it_is(path: Path) -> None:
     journal = Journal(path, "tokens")
     fill(talk, journal, 60)
     for number in range(60):
-        talk.engine.close(f"large {number}")
+        talk.engine.sessions.close(f"large {number}")
     journal.write(talk.new_changes())
     assert not journal.tidy()
     journal.close()
@@ -516,9 +516,9 @@ def test_a_file_that_cannot_shrink_is_left_as_it_is(path: Path) -> None:
 def test_a_little_free_space_is_left(path: Path) -> None:
     talk = Journaled()
     journal = Journal(path, "tokens")
-    talk.begin(talk.engine.open("s"), [1] * 100, 2)
+    talk.begin(talk.engine.sessions.open("s"), [1] * 100, 2)
     talk.play()
-    talk.engine.close("s")
+    talk.engine.sessions.close("s")
     journal.write(talk.new_changes())
     assert not journal.tidy()
     assert VACUUMED > 100

@@ -44,7 +44,7 @@ class Journaled(Talk):
         return changes
 
     def saved(self) -> list[SavedSession]:
-        return [session.saved() for session in self.engine.sessions if not session.policy.ephemeral]
+        return [session.saved() for session in self.engine.registry if not session.policy.ephemeral]
 
 
 def reopened(path: Path) -> list[SavedSession]:
@@ -57,16 +57,16 @@ def reopened(path: Path) -> list[SavedSession]:
 
 def end(talk: Journaled, ending: str, n: int) -> None:
     """Ends or opens other sessions than the story's."""
-    sessions = list(talk.engine.sessions)
+    sessions = list(talk.engine.registry)
     if ending == "close" and len(sessions) > 1:
-        talk.engine.close(sessions[n % (len(sessions) - 1) + 1].id)
+        talk.engine.sessions.close(sessions[n % (len(sessions) - 1) + 1].id)
     elif ending == "ephemeral":
-        talk.begin(talk.engine.open(None, Policy(ephemeral=True)), [1, 2], n)
+        talk.begin(talk.engine.sessions.open(None, Policy(ephemeral=True)), [1, 2], n)
     elif ending == "branch":
-        passing = talk.engine.open(None, Policy(ephemeral=True))
-        talk.engine.adopt(passing.id, [1, 2, 3], [4])
-        talk.engine.fork(passing.id, position=n % 5)
-        talk.engine.close(passing.id)
+        passing = talk.engine.sessions.open(None, Policy(ephemeral=True))
+        talk.engine.sessions.adopt(passing.id, [1, 2, 3], [4])
+        talk.engine.sessions.fork(passing.id, position=n % 5)
+        talk.engine.sessions.close(passing.id)
 
 
 @settings(max_examples=60, deadline=None)
@@ -90,8 +90,8 @@ def test_sessions_come_back_as_they_were_committed(steps: list[tuple[str, int]],
                 continue
             finally:
                 talk.play()
-            if session.id not in {one.id for one in talk.engine.sessions}:
-                session = next(iter(talk.engine.sessions))
+            if session.id not in {one.id for one in talk.engine.registry}:
+                session = next(iter(talk.engine.registry))
             if number % together == 0:
                 journal.write(talk.new_changes())
                 assert list(journal.sessions()) == talk.saved()
@@ -130,14 +130,14 @@ def test_a_fork_stores_no_token_again_and_nothing_remains_of_closed_sessions(tal
         talk.play()
     journal.write(talk.new_changes())
     before = counts(journal)
-    talk.engine.fork("s", child="t")
-    talk.engine.rewind("s", turn=4)
+    talk.engine.sessions.fork("s", child="t")
+    talk.engine.sessions.rewind("s", turn=4)
     journal.write(talk.new_changes())
     assert counts(journal)["pieces"] == before["pieces"] == 10
-    talk.engine.close("t")
+    talk.engine.sessions.close("t")
     journal.write(talk.new_changes())
     assert counts(journal)["pieces"] == 4
-    talk.engine.close("s")
+    talk.engine.sessions.close("s")
     journal.write(talk.new_changes())
     assert counts(journal) == dict.fromkeys(before, 0)
 
@@ -230,7 +230,7 @@ def test_a_journal_of_an_earlier_format_is_upgraded(talk: Journaled, path: Path)
     for _ in range(2):
         journal = Journal(path, "tokens")
         assert next(journal.sessions()) == saved
-        talk.engine.open(None)
+        talk.engine.sessions.open(None)
         journal.write(talk.new_changes())
         journal.close()
     assert len(reopened(path)) == 3
@@ -249,7 +249,7 @@ def test_results_are_kept_for_a_while_and_deleted_with_their_session(talk: Journ
     (saved,) = journal.sessions()
     assert saved == session.saved()
     assert [key for key, _ in saved.results] == [f"key {number}" for number in range(5, MAX_RESULTS + 5)]
-    restored = Talk().engine.restore(saved)
+    restored = Talk().engine.sessions.restore(saved)
     for number in (4, 5, MAX_RESULTS + 4):
         found = restored.results.find(f"key {number}")
         if number == 4:
@@ -260,15 +260,15 @@ def test_results_are_kept_for_a_while_and_deleted_with_their_session(talk: Journ
         assert list(found.output.tokens) == session.history[record.input_end : record.end].tolist()
         assert found.output.result is not None
         assert found.output.result.version == number + 1
-    talk.engine.fork("s", child="t")
-    assert not talk.engine.sessions.get("t").results.all()
-    talk.engine.close("s")
+    talk.engine.sessions.fork("s", child="t")
+    assert not talk.engine.registry.get("t").results.all()
+    talk.engine.sessions.close("s")
     journal.write(talk.new_changes())
     assert not journal._db.execute("SELECT count(*) FROM results").fetchone()[0]
 
 
 def test_hidden_sessions_leave_no_trace(talk: Journaled, journal: Journal) -> None:
-    hidden = talk.engine.open("hidden", Policy(hidden=True))
+    hidden = talk.engine.sessions.open("hidden", Policy(hidden=True))
     talk.begin(hidden, [1, 2, 3], 2)
     talk.play()
     journal.write(talk.new_changes())
@@ -286,6 +286,6 @@ def test_a_session_rewound_within_a_turn_comes_back_without_an_extra_token(
     session = talk.open()
     talk.begin(session, [1] * 50, 5)
     talk.play()
-    talk.engine.rewind("s", position=20)
+    talk.engine.sessions.rewind("s", position=20)
     journal.write(talk.new_changes())
     assert [list(one.tokens) for one in journal.sessions()] == [[1] * 20]

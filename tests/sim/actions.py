@@ -76,7 +76,7 @@ class RandomWorld(MirroredWorld):
     # -- choices
 
     def _sessions(self) -> Iterator[Session]:
-        return (s for s in self.engine.sessions if not self.naive[s.id].closing)
+        return (s for s in self.engine.registry if not self.naive[s.id].closing)
 
     def _pick(self, want: Callable[[Session], object]) -> str | None:
         found = [s.id for s in self._sessions() if want(s)]
@@ -255,7 +255,7 @@ class RandomWorld(MirroredWorld):
             self.abort(sid, self.rng.choice((1, 2, 5)))
             return
         if kept and what < 0.8:
-            self.engine.drop(sid, **self.own(sid))
+            self.engine.sessions.drop(sid, **self.own(sid))
         elif what < 0.45:
             self._abort(sid)
         elif what < 0.9:
@@ -313,11 +313,11 @@ class RandomWorld(MirroredWorld):
             if sid is not None:
                 self.submit(sid, self._tokens(), self._params())
         if self.rng.random() < 0.1:
-            self.engine.drop()
+            self.engine.sessions.drop()
         elif sid is not None and not self.session_of(sid).has_running_turn:
             session = self.session_of(sid)
             drafted = session.turn is not None and session.memory.turn is not None
-            self.engine.drop(sid, **self.own(sid))
+            self.engine.sessions.drop(sid, **self.own(sid))
             if not drafted and session.memory.computed:
                 self.found("drop", f"{sid} was dropped and holds memory")
 
@@ -380,16 +380,16 @@ class RandomWorld(MirroredWorld):
             raise RuntimeError("the caller's own error")
 
         def append(sid: str, tokens: Iterator[int], **own: Any) -> object:
-            return self.engine.submit(sid, tokens, PREFILL, **own)
+            return self.engine.turns.submit(sid, tokens, PREFILL, **own)
 
-        operation: Callable[..., object] = self.rng.choice((self.engine.submit, append, self.engine.draft))
+        operation: Callable[..., object] = self.rng.choice((self.engine.turns.submit, append, self.engine.turns.draft))
         session = self.session_of(sid)
         before = self._shape(session)
         try:
             operation(sid, tokens(), **self.own(sid))
         except Exception:  # noqa: BLE001 - whatever it is, the engine must not have stopped or changed
-            if self.engine.broken is not None:
-                self.engine.broken = None
+            if self.engine.fuse.broken is not None:
+                self.engine.fuse.broken = None
                 self.found("broken", f"an iterator that raises stopped the engine in {operation.__name__}")
             if self._shape(session) != before:
                 self.found("refusals", f"{operation.__name__}: refused and changed something")

@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from tenuto.base.turns import EndReason, Keep, TurnState
-from tenuto.engine.engine import Engine
 from tenuto.engine.gate import TurnGate
 from tenuto.engine.lifecycle import Lifecycle
+from tenuto.engine.turn_operations import TurnOperations
 from tenuto.memory.kinds import full, paged
 from tenuto.memory.kinds.full import FullTable
 from tenuto.memory.memory import Memory
@@ -119,15 +119,15 @@ def a_rejected_turn_clears_the_live_ones_mark() -> Any:
     """A second turn on a busy session is refused, but the session forgets the first one."""
 
     def make(original: Any) -> Any:
-        def submit(self: Engine, session_id: str, *rest: Any, tenant: str = "") -> Any:
-            session = self.sessions.find(session_id, tenant)
+        def submit(self: TurnOperations, session_id: str, *rest: Any, tenant: str = "") -> Any:
+            session = self._registry.find(session_id, tenant)
             if session is not None and session.turn is not None and session.turn.state is not TurnState.DRAFTING:
                 session.turn = None
             return original(self, session_id, *rest, tenant=tenant)
 
         return submit
 
-    return replaced(Engine, "submit", make)
+    return replaced(TurnOperations, "submit", make)
 
 
 def a_preempted_turn_is_committed_as_history() -> Any:
@@ -147,8 +147,8 @@ def a_turn_aborted_in_the_queue_is_committed() -> Any:
     """A barge-in on a turn that never ran commits its input."""
 
     def make(original: Any) -> Any:
-        def abort(self: Engine, session_id: str, keep: Keep = None, *, tenant: str = "") -> Any:
-            session = self.sessions.find(session_id, tenant)
+        def abort(self: TurnOperations, session_id: str, keep: Keep = None, *, tenant: str = "") -> Any:
+            session = self._registry.find(session_id, tenant)
             turn = session.turn if session is not None else None
             if turn is not None and keep is not None and turn.state is TurnState.QUEUED:
                 turn.state, turn.started = TurnState.PREEMPTED, True
@@ -156,7 +156,7 @@ def a_turn_aborted_in_the_queue_is_committed() -> Any:
 
         return abort
 
-    return replaced(Engine, "abort", make)
+    return replaced(TurnOperations, "abort", make)
 
 
 def an_over_allocated_tail_loses_its_last_lease() -> Any:

@@ -11,8 +11,8 @@ import numpy as np
 from tenuto.base.turns import TurnState
 from tenuto.base.views import SessionState
 from tenuto.engine.auditor import Auditor
-from tenuto.engine.engine import Engine
 from tenuto.engine.lifecycle import Lifecycle
+from tenuto.engine.session_operations import SessionOperations
 from tenuto.engine.timers import Timers
 from tenuto.memory.checkpoints.cache import CheckpointCache
 from tenuto.memory.kinds.paged import PagedTable, pages_for
@@ -177,14 +177,14 @@ def a_fork_inherits_ephemeral() -> Any:
     """A one-shot session's child closes after its first turn."""
 
     def make(original: Any) -> Any:
-        def fork(self: Engine, session_id: str, **options: Any) -> Session:
+        def fork(self: SessionOperations, session_id: str, **options: Any) -> Session:
             child: Session = original(self, session_id, **options)
-            child.policy = self.sessions.get(session_id, options["tenant"]).policy
+            child.policy = self._registry.get(session_id, options["tenant"]).policy
             return child
 
         return fork
 
-    return replaced(Engine, "fork", make)
+    return replaced(SessionOperations, "fork", make)
 
 
 def the_rebuilt_queue_is_empty() -> Any:
@@ -218,12 +218,12 @@ def _without(owner: Any, name: str, forgotten: Callable[[Any], tuple[Any, str]])
 
 def a_rewind_does_not_note_the_length() -> Any:
     """The tokens counted in the tenant's sessions are too many."""
-    return _without(Engine, "rewind", lambda engine: (engine.sessions, "note_length"))
+    return _without(SessionOperations, "rewind", lambda operations: (operations._registry, "note_length"))
 
 
 def a_forked_session_is_never_evictable() -> Any:
     """Pressure does not see the fork until its first turn."""
-    return _without(Engine, "fork", lambda engine: (engine.pressure, "note"))
+    return _without(SessionOperations, "fork", lambda operations: (operations._lifecycle.pressure, "note"))
 
 
 def a_resting_draft_is_never_evictable() -> Any:

@@ -159,7 +159,7 @@ def watched_engine(log: Log, *args: Any, **options: Any) -> Engine:  # noqa: C90
 
 def of_closed_sessions(engine: Engine) -> tuple[int, ...]:
     """Returns the number of units of each group held only by closed sessions."""
-    pools, closed = engine.memory.pools, list(engine.sessions.prefixes)
+    pools, closed = engine.memory.pools, list(engine.registry.prefixes)
     holders = [holder for session in closed for holder in session.memory.holders()]
     theirs: list[dict[int, int]] = [{} for _ in pools]
     for holder in dict.fromkeys(holders):
@@ -181,13 +181,13 @@ def reclaimable(engine: Engine) -> list[int]:
     index = {id(pool): group for group, pool in enumerate(pools)}
     needed = set()
     checkpoints: dict[Checkpoint, None] = {}
-    for session in engine.sessions:
+    for session in engine.registry:
         turn = session.memory.turn
         needed.add(session.memory.checkpoints.needed)
         needed.update((turn.source, turn.checkpoints.needed) if turn is not None else ())
-    for session in (*engine.sessions, *engine.sessions.prefixes):
+    for session in (*engine.registry, *engine.registry.prefixes):
         checkpoints.update({each: None for each in session.memory.holders() if isinstance(each, Checkpoint)})
-    closed = [session.memory.leases() for session in engine.sessions.prefixes]
+    closed = [session.memory.leases() for session in engine.registry.prefixes]
     for leases in (*closed, *(each.leases() for each in checkpoints if each not in needed)):
         for lease in leases:
             theirs[index[id(lease.pool)]].update(lease.units)
@@ -300,7 +300,7 @@ def cached_units(engine: Engine) -> list[int]:
     """Returns the number of distinct units of each group held by checkpoints that only save work."""
     cache, pools = engine.memory.cache, engine.memory.pools
     found: list[set[int]] = [set() for _ in pools]
-    for session in [*engine.sessions, *engine.sessions.prefixes]:
+    for session in [*engine.registry, *engine.registry.prefixes]:
         turn = session.memory.turn
         for checkpoint in [*session.memory.checkpoints, *(turn.checkpoints if turn is not None else ())]:
             if checkpoint in cache:
@@ -331,7 +331,7 @@ def essential_units(engine: Engine, turn: Turn | None) -> list[int]:
                 continue
             for lease in holder.leases():
                 found[index[id(lease.pool)]].update(lease.units)
-    for session in engine.sessions:
+    for session in engine.registry:
         for group, lease in session.memory.kept_leases() if session.policy.pinned else ():
             found[group].update(lease.units)
     return [len(units) for units in found]
@@ -369,7 +369,7 @@ def bookkeeping(engine: Engine) -> dict[str, int]:
     """Returns the lengths of the lists that grow with operations."""
     return {
         "timers": len(engine.timers),
-        "expiries": len(engine.sessions._expiries),
+        "expiries": len(engine.registry._expiries),
         "queue": engine._queue._listed,
     }
 
@@ -430,7 +430,7 @@ def check_tables(engine: Engine, lookahead: int) -> None:  # noqa: C901 - one in
         if not condition:
             raise InvariantError(f"{memory.holder_name}: {what}")
 
-    for session in engine.sessions:
+    for session in engine.registry:
         memory = session.memory
         turn = memory.turn
         positions = [c.position for c in memory.checkpoints]

@@ -13,7 +13,7 @@ def kept_in_vain(engine: Engine) -> str | None:
     if engine.memory.needs_checkpoints:
         return None  # of two sessions with the same pages, one may be resumable further
     size, pages = engine.memory.page_size, {}
-    for session in engine.sessions.prefixes:
+    for session in engine.registry.prefixes:
         full = session.memory.computed // size * size
         pages[session] = session.policy.tenant, session.history[:full].tobytes()
     for session, (tenant, tokens) in pages.items():

@@ -67,7 +67,7 @@ class MirroredWorld(World):
             reasons.add("overloaded")
         if policy.pinned and not self._may_pin(policy):
             reasons.add("overloaded")
-        session = self.attempt("open", reasons, lambda: self.engine.open(sid, policy))
+        session = self.attempt("open", reasons, lambda: self.engine.sessions.open(sid, policy))
         if session is None:
             return None
         self.tenants[session.id] = policy.tenant
@@ -103,7 +103,7 @@ class MirroredWorld(World):
             reasons.add("invalid_request")
         held = internals.positions_kept(session)
         child = self.attempt(
-            "fork", reasons, lambda: self.engine.fork(sid, turn=turn, position=position, **self.own(sid)), sid
+            "fork", reasons, lambda: self.engine.sessions.fork(sid, turn=turn, position=position, **self.own(sid)), sid
         )
         if child is None or reasons:
             return None
@@ -136,7 +136,7 @@ class MirroredWorld(World):
 
     def imported(self, sid: str, saved: SavedSession) -> None:
         """Notes that an exported session was imported as a new session."""
-        session = self.attempt("import", set(), lambda: self.engine.restore(saved))
+        session = self.attempt("import", set(), lambda: self.engine.sessions.restore(saved))
         if session is not None:
             naive = self.naive[sid]
             self.tenants[session.id] = saved.policy.tenant
@@ -160,7 +160,10 @@ class MirroredWorld(World):
         computed, held = session.memory.computed, internals.positions_kept(session)
         if (
             self.attempt(
-                "rewind", reasons, lambda: self.engine.rewind(sid, turn=turn, position=position, **self.own(sid)), sid
+                "rewind",
+                reasons,
+                lambda: self.engine.sessions.rewind(sid, turn=turn, position=position, **self.own(sid)),
+                sid,
             )
             is None
         ):
@@ -185,7 +188,9 @@ class MirroredWorld(World):
         if len(naive.tokens) + len(tokens) + len(output) > naive.limit:
             reasons.add("context_exceeded")
         if (
-            self.attempt("adopt", reasons, lambda: self.engine.adopt(sid, tokens, output, **self.own(sid)), sid)
+            self.attempt(
+                "adopt", reasons, lambda: self.engine.sessions.adopt(sid, tokens, output, **self.own(sid)), sid
+            )
             is not None
         ):
             naive.adopt(tokens, output, self.clock.now())
@@ -197,7 +202,7 @@ class MirroredWorld(World):
         if turn is not None and not finishes:
             self.asked[turn.number] = None
         naive.closing = turn is not None
-        self.attempt("close", set(), lambda: self.engine.close(sid, finish=finish, **self.own(sid)), sid)
+        self.attempt("close", set(), lambda: self.engine.sessions.close(sid, finish=finish, **self.own(sid)), sid)
         if finishes:
             return
         if turn is not None:
@@ -243,7 +248,7 @@ class MirroredWorld(World):
         turn = self.attempt(
             "submit",
             reasons,
-            lambda: self.engine.submit(sid, given, params, constraint=constraint_of(params), **self.own(sid)),
+            lambda: self.engine.turns.submit(sid, given, params, constraint=constraint_of(params), **self.own(sid)),
             sid,
         )
         return self._opened(turn, sid, len(naive.tokens), given, params, params.max_new_tokens)
@@ -254,7 +259,9 @@ class MirroredWorld(World):
         reasons = self._room(naive, len(naive.tokens), tokens, 0) | self._admitted(PREFILL)
         if not draft:
             reasons |= self._busy(naive)
-        turn = self.attempt("append", reasons, lambda: self.engine.submit(sid, tokens, PREFILL, **self.own(sid)), sid)
+        turn = self.attempt(
+            "append", reasons, lambda: self.engine.turns.submit(sid, tokens, PREFILL, **self.own(sid)), sid
+        )
         return self._opened(turn, sid, len(naive.tokens), tokens, PREFILL, 0)
 
     def regenerate(self, sid: str, params: TurnParams) -> Turn | None:
@@ -271,7 +278,7 @@ class MirroredWorld(World):
         turn = self.attempt(
             "regenerate",
             reasons,
-            lambda: self.engine.regenerate(sid, params, constraint_of(params), **self.own(sid)),
+            lambda: self.engine.turns.regenerate(sid, params, constraint_of(params), **self.own(sid)),
             sid,
         )
         turn = self._opened(turn, sid, base, (), params, params.max_new_tokens)
@@ -304,7 +311,7 @@ class MirroredWorld(World):
         reasons = self._room(naive, len(naive.tokens), tokens, 0)
         if naive.turn is None or not naive.turn.drafting:
             reasons |= self._busy(naive)
-        turn = self.attempt("draft", reasons, lambda: self.engine.draft(sid, tokens, **self.own(sid)), sid)
+        turn = self.attempt("draft", reasons, lambda: self.engine.turns.draft(sid, tokens, **self.own(sid)), sid)
         if turn is None:
             return None
         if naive.turn is None:
@@ -328,7 +335,7 @@ class MirroredWorld(World):
         if turn is not None and not reasons:
             self.asked[turn.number] = keep
         if (
-            self.attempt("abort", reasons, lambda: self.engine.abort(sid, keep, **self.own(sid)), sid) is None
+            self.attempt("abort", reasons, lambda: self.engine.turns.abort(sid, keep, **self.own(sid)), sid) is None
             or turn is None
         ):
             return

@@ -85,7 +85,7 @@ class SlotChecker:
         fresh: dict[str, _OwnerSlots] = {}
         moving = []
         changed = self._looked % self._refresh == 0
-        for session in engine.sessions:
+        for session in engine.registry:
             sid, memory = session.id, session.memory
             if session.version != naive[sid].version:
                 continue  # a turn with nothing to compute has committed within this step

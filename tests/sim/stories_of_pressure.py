@@ -186,7 +186,7 @@ def unwanted(world: Scenario) -> None:
     world.draft(sid, world.text(max(2, slots // 8)))
     for _ in range(rng.randint(1, 6)):
         world.step()
-    world.engine.drop(sid)
+    world.engine.sessions.drop(sid)
     for _ in range(4 + slots // 8):
         world.step()
         if world.engine.idle:

@@ -32,10 +32,10 @@ def leave_and_come(world: RandomWorld, sid: str | None = None) -> None:
         return
     engine, session = world.engine, world.session_of(sid)
     try:
-        state = engine.state(sid, **world.own(sid))
+        state = engine.sessions.state(sid, **world.own(sid))
         if isinstance(state, LentUnits):
             lent, state = state, state.read()
-            engine.states.take_back(lent)
+            engine.sessions.take_back(lent)
     except InvalidRequest as error:  # a copy has failed
         if not world.config.copy_fail_rate:
             world.found("exports", f"{sid} cannot be exported: {error}")
@@ -43,11 +43,11 @@ def leave_and_come(world: RandomWorld, sid: str | None = None) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder, "session")
         document = session.saved().document().signed(MODEL)
-        write_state_file(path, document, WEIGHTS, world.config.page_size, engine.states.unit_bytes, state)
+        write_state_file(path, document, WEIGHTS, world.config.page_size, engine.sessions.unit_bytes, state)
         with closing(StateFile(path)) as file:
             try:
                 file.check(MODEL, WEIGHTS)
-                engine.states.check(file)
+                engine.sessions.check_state(file)
                 file.verify()
             except InvalidRequest as error:
                 world.found("exports", f"{sid} was exported, but its import is refused: {error}")
@@ -55,7 +55,7 @@ def leave_and_come(world: RandomWorld, sid: str | None = None) -> None:
             name = f"{sid[:6]} at {world.steps}"
             if name not in world.naive:
                 world.imported(sid, SavedSession.of(file.document, name, session.policy))
-                engine.put_state(name, file, **world.own(name))
+                engine.sessions.put_state(name, file, **world.own(name))
 
 
 def park_last(world: RandomWorld) -> None:
@@ -89,7 +89,7 @@ class ParkedInOrder:
         self._failures = Counter(parking.tiers.failures)
         before, self._parked = self._parked, {}
         self._on_disk.clear()
-        for session in world.engine.sessions:
+        for session in world.engine.registry:
             parked = keeping.parked_of(world.engine, session)
             if session.turn is not None or (parked is not None and before.get(session, (None,))[0] is not parked):
                 self._used[session] = world.steps

@@ -69,8 +69,8 @@ class Watch:
 
     def before(self) -> None:
         world = self._world
-        self._idle = {s.id: (s, s.memory.computed) for s in world.engine.sessions if s.turn is None}
-        there = [s for s in world.engine.sessions if s.policy.pinned and not s.memory.arriving]
+        self._idle = {s.id: (s, s.memory.computed) for s in world.engine.registry if s.turn is None}
+        there = [s for s in world.engine.registry if s.policy.pinned and not s.memory.arriving]
         self._pinned = {s: (s.turn, s.memory.computed) for s in there}
         self._trimmed, self._evicted = internals.trimmed(world.engine), world.engine.memory.cache.evicted
         self._judged = False
@@ -293,7 +293,7 @@ class Watch:
             return None  # closed sessions yield first
         victim = self._rung(event.state), (event.turn or event.session.policy).priority
         waiting = self._world.waiting()
-        for session in engine.sessions:
+        for session in engine.registry:
             turn = session.turn
             if any(e.session is session for e in events) or (turn is not None and turn in waiting):
                 continue
@@ -320,7 +320,7 @@ class Watch:
         sessions yield first, no matter what they share."""
         if victim.state is SessionState.CLOSED:
             return None
-        for session in self._world.engine.sessions:
+        for session in self._world.engine.registry:
             memory = session.memory
             idle = session is not victim and session.turn is None and memory.computed and not session.policy.pinned
             if idle and session.policy.priority <= victim.policy.priority and all(internals.exclusive(session)):
@@ -450,7 +450,7 @@ class Watch:
         if world.waiting() or len(world.engine.batch) or world.steps - world.failed_at < AFTER_FAILURE:
             return
         room, first = self._room(), dict[str, tuple[Turn, int]]()
-        for session in world.engine.sessions:
+        for session in world.engine.registry:
             turn = session.turn
             if turn is None or turn.state is not TurnState.DRAFTING:
                 continue

@@ -112,11 +112,11 @@ class World:
 
     def session_of(self, sid: str) -> Session:
         """Returns the engine's session."""
-        return self.engine.sessions.get(sid, **self.own(sid))
+        return self.engine.registry.get(sid, **self.own(sid))
 
     def is_open(self, sid: str) -> bool:
         """Returns whether the engine has the session."""
-        return self.engine.sessions.find(sid, **self.own(sid)) is not None
+        return self.engine.registry.find(sid, **self.own(sid)) is not None
 
     def found(self, rule: str, message: str) -> None:
         """Raises `Found` for a broken rule, or only counts it if the rule is ignored."""
@@ -205,12 +205,12 @@ class World:
             self.naive.pop(sid)
             if self.is_open(sid):
                 self.found("expiry", f"session {sid} is still open at {now}")
-        for session in self.engine.sessions:
+        for session in self.engine.registry:
             if session.turn is not None and session.turn.started and session.turn.number in self.turns:
                 self.turns[session.turn.number].started = True
-        if len(self.naive) != len(self.engine.sessions) or any(not self.is_open(sid) for sid in self.naive):
+        if len(self.naive) != len(self.engine.registry) or any(not self.is_open(sid) for sid in self.naive):
             lost = [sid for sid in self.naive if not self.is_open(sid)]
-            self.found("expiry", f"sessions {lost} are gone, of {len(self.naive)}; {len(self.engine.sessions)} remain")
+            self.found("expiry", f"sessions {lost} are gone, of {len(self.naive)}; {len(self.engine.registry)} remain")
             self.naive = {sid: naive for sid, naive in self.naive.items() if sid not in lost}
         self.watch.after(report)
         if self.looking:
@@ -236,7 +236,7 @@ class World:
         """Recounts everything and checks what must hold for every session."""
         self.engine.audit()
         tokens: Counter[str] = Counter()
-        for session in self.engine.sessions:
+        for session in self.engine.registry:
             naive = self.naive[session.id]
             tokens[session.policy.tenant] += len(naive.tokens)
             if session.turn is None and session.memory.computed > max(0, len(session.history) - 1):
@@ -244,12 +244,12 @@ class World:
             if len(session.history) != len(naive.tokens) or session.version != naive.version:
                 self.found("history", f"{session.id}: {len(session.history)} tokens, version {session.version}")
         for tenant, count in tokens.items():
-            if self.engine.sessions.use(tenant).tokens != count:
-                self.found("tenants", f"{self.engine.sessions.use(tenant)}, its sessions have {count} tokens")
+            if self.engine.registry.use(tenant).tokens != count:
+                self.found("tenants", f"{self.engine.registry.use(tenant)}, its sessions have {count} tokens")
         internals.check_tables(self.engine, self.config.lookahead)
         if (told := self.engine.pressure.reclaimable().tolist()) != (counted := internals.reclaimable(self.engine)):
             self.found("rungs", f"closed sessions and checkpoints could free {told} units; the count is {counted}")
-        check_tenants(self.engine.sessions)
+        check_tenants(self.engine.registry)
         if (kept := keeping.kept_in_vain(self.engine)) is not None:
             self.found("kept in vain", kept)
         if self._chance.random() < 0.02:
@@ -262,18 +262,18 @@ class World:
             try:
                 self.engine.audit()
             except Exception:  # noqa: BLE001 - it stops the engine, which is set going again
-                self.engine.broken = None
+                self.engine.fuse.broken = None
                 return
         self.found("audit", "the audit missed a free unit that the step in flight names")
 
     def restart(self, *, killed: bool) -> None:
         """Ends the engine and begins another one with the lasting sessions of the journal, at their last commits.
         Unless it is `killed`, it saves its memory to disk."""
-        saved = [session.saved() for session in self.engine.sessions if session.policy.lasting]
-        turns = [s.turn for s in self.engine.sessions if s.turn is not None]
+        saved = [session.saved() for session in self.engine.registry if session.policy.lasting]
+        turns = [s.turn for s in self.engine.registry if s.turn is not None]
         if not killed:
             self.asked.update({turn.number: None for turn in turns})
-            self.engine.save()
+            self.engine.sessions.save()
             for turn in turns:
                 self.ended(turn)
             self.engine.audit()
@@ -283,8 +283,8 @@ class World:
         self.naive, self.turns, self.asked = lasting, {}, {}
         self._begin()
         for each in saved:
-            self.engine.restore(each)
-        self.engine.recover()
+            self.engine.sessions.restore(each)
+        self.engine.sessions.recover()
         self.engine.news.take_changes()
         for naive in lasting.values():
             naive.turn, naive.closing, naive.last_end = None, False, self.clock.now()
@@ -426,14 +426,14 @@ class World:
                 if turn is not None:
                     self.asked[turn.number] = None
                 self.naive[sid].closing = turn is not None
-                self.engine.close(sid, **self.own(sid))
+                self.engine.sessions.close(sid, **self.own(sid))
                 if turn is not None:
                     self.ended(turn)
                 self.naive.pop(sid, None)
         if (left := self.engine.idle_memory.counts).parked:
             self.found("leaks", f"bytes of tiers are left over: {left.used}")
         if self.config.prefixes:
-            self.engine.drop()
+            self.engine.sessions.drop()
         self.step()
         self.step()
         self.step()
@@ -443,5 +443,5 @@ class World:
 
     def waiting(self) -> list[Turn]:
         """Returns submitted turns without a row."""
-        turns = [s.turn for s in self.engine.sessions if s.turn is not None]
+        turns = [s.turn for s in self.engine.registry if s.turn is not None]
         return [turn for turn in turns if turn.state in (TurnState.QUEUED, TurnState.PREEMPTED)]

@@ -16,7 +16,9 @@ class Counts:
     """Written by the life cycle and by `Sharing`. `transitions`: operations and transitions; `totals`: tokens of all
     ended turns, by field of `Usage`; `recomputed`: tokens that must be computed again, by reason; `replayed`: tokens in
     memory that going back gave up for want of a checkpoint, by operation; `prefix_lookups`: turns that lacked at least
-    a page, by `HITS` and `MISSES`; `prefix_tokens`: tokens found, by `HITS`."""
+    a page, by `HITS` and `MISSES`; `prefix_tokens`: tokens found, by `HITS`;
+    `imports`: imported sessions, by what came of their state: "imported", or "no room" and "copy failed", and then it
+    is computed from the tokens."""
 
     transitions: Counter[Transition] = field(default_factory=Counter)
     totals: Counter[str] = field(default_factory=Counter)
@@ -24,6 +26,7 @@ class Counts:
     replayed: Counter[str] = field(default_factory=Counter)
     prefix_lookups: Counter[str] = field(default_factory=Counter)
     prefix_tokens: Counter[str] = field(default_factory=Counter)
+    imports: Counter[str] = field(default_factory=Counter)
 
     def note(self, operation: str, state: str | None = None) -> None:
         """Counts an operation or a transition; for `state` see `Transition`."""

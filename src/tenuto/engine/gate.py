@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable
 
 from tenuto.base.checks import whole
 from tenuto.base.errors import ContextExceeded, InvalidRequest, Overloaded
 from tenuto.base.options import TurnParams
 from tenuto.sched.queue import WaitingQueue
 from tenuto.session.session import Session
+from tenuto.session.turn import as_tokens
 from tenuto.text.constraint import Constraint
 from tenuto.text.stream import TextStream
 
@@ -19,11 +21,19 @@ TextFactory = Callable[[tuple[str, ...], int, bool, tuple[str, ...], tuple[tuple
 class TurnGate:
     """Says what a turn may generate, or why it may not start."""
 
-    def __init__(self, queue: WaitingQueue, max_queued: int, vocab_size: int, text: TextFactory | None) -> None:
+    def __init__(
+        self, queue: WaitingQueue, max_queued: int, vocab_size: int, context_length: int, text: TextFactory | None
+    ) -> None:
         self._queue = queue
         self._max_queued = max_queued
         self._vocab_size = vocab_size
+        self._context_length = context_length
         self._text = text
+
+    def read(self, tokens: Iterable[int]) -> array[int]:
+        """Checks the caller's tokens. Reading runs the caller's code, so it comes before anything is looked at. Raises
+        as `as_tokens`."""
+        return as_tokens(tokens, self._vocab_size, self._context_length)
 
     def allowed(self, session: Session, prompt: int, wanted: int | None) -> int:
         """Tokens that a turn with `prompt` tokens of history and input may generate, at most `wanted`. Raises

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from tenuto.base.errors import EngineStopped, TenutoError
 
 
-class Breakable(Protocol):
-    """An object whose `broken` is `None` until one of our own bugs has stopped it."""
+@dataclass(slots=True)
+class Fuse:
+    """`broken`: the bug of our own that has stopped the engine; written by `guarded`."""
 
-    broken: Exception | None
+    broken: Exception | None = None
 
 
-E = TypeVar("E", bound=Breakable)
+class Guarded(Protocol):
+    """Has operations of an engine; all of these have one fuse."""
+
+    fuse: Fuse
+
+
+E = TypeVar("E", bound=Guarded)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -26,14 +34,14 @@ def guarded(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P
 
     @wraps(method)
     def operation(self: E, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if self.broken is not None:
-            raise EngineStopped("the engine stopped", detail=f"{type(self.broken).__name__}: {self.broken}")
+        if (broken := self.fuse.broken) is not None:
+            raise EngineStopped("the engine stopped", detail=f"{type(broken).__name__}: {broken}")
         try:
             return method(self, *args, **kwargs)
         except TenutoError:
             raise
         except Exception as error:
-            self.broken = error
+            self.fuse.broken = error
             raise
 
     return operation

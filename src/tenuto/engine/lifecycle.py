@@ -223,6 +223,15 @@ class Lifecycle:
             self._queue.push(turn)  # computed again when there is room
         self.note_memory(session)
 
+    def flush(self, session: Session) -> bool:
+        """Drops a session without a running turn to its tokens, on the device and in tiers. Returns whether it held
+        anything on the device."""
+        self._idle_memory.forget(session)
+        held = session.memory.computed > 0 or session.memory.turn is not None
+        while session.memory.computed or session.memory.turn is not None:
+            self.drop(session, "flushed")
+        return held
+
     def note_memory(self, session: Session) -> None:
         """A session without a running turn has more or less memory than before, or another history."""
         self._index(session)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from tenuto.base.checks import shown
 from tenuto.base.errors import IllegalTransition, InvalidRequest, InvariantError, MemoryReleased
@@ -28,9 +28,7 @@ class Occupation:
         lifecycle: Lifecycle,
         idle_memory: IdleMemory,
         flights: Flights,
-        forget: Callable[[], object],
     ) -> None:
-        """`forget` drops every session without a running turn to its tokens, and what is parked of it."""
         self._executor = executor
         self._memory = memory
         self._sessions = sessions
@@ -38,7 +36,6 @@ class Occupation:
         self._lifecycle = lifecycle
         self._idle_memory = idle_memory
         self._flights = flights
-        self._forget = forget
         self.released: frozenset[MemoryPart] = frozenset()
 
     def require_memory(self) -> None:
@@ -85,9 +82,9 @@ class Occupation:
         there is room, or nothing of it is kept."""
         for turn in list(self._batch.running()):
             self._lifecycle.preempt(turn)
-        if not park:
-            self._forget()
         for session in [*self._sessions, *self._sessions.prefixes]:
+            if not park:
+                self._lifecycle.flush(session)
             while session.memory.computed or session.memory.turn is not None:
                 self._lifecycle.drop(session)
         self._flights.land()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -12,6 +11,7 @@ import numpy as np
 from tenuto.base.errors import InvalidRequest, InvariantError
 from tenuto.base.plan import Bytes, Copier, CopyFailed
 from tenuto.base.wire.state_file import CopiedState, StateFile
+from tenuto.engine.counts import Counts
 from tenuto.engine.idle_memory import IdleMemory
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import HolderKind, Lease
@@ -23,8 +23,7 @@ from tenuto.session.session import Session
 
 
 class SessionStates:
-    """Copies the state of sessions without open turns. `counts`: imported sessions, by what came of their state:
-    "imported", or "no room", "copy failed", and then it is computed from the tokens."""
+    """Copies the state of sessions without open turns."""
 
     holder_kind: ClassVar[HolderKind] = "copy"
     holder_name = "an imported session"
@@ -37,6 +36,7 @@ class SessionStates:
         pressure: Pressure,
         batch: Batch,
         note: Callable[[Session], None],
+        counts: Counts,
     ) -> None:
         """`note` is told of sessions that have more memory than before."""
         self._memory = memory
@@ -45,7 +45,7 @@ class SessionStates:
         self._pressure = pressure
         self._batch = batch
         self._note = note
-        self.counts: Counter[str] = Counter()
+        self._imports = counts.imports
 
     def leases(self) -> list[Lease]:
         """Nothing between steps: copies are made at once."""
@@ -105,9 +105,9 @@ class SessionStates:
         if session.memory.computed:
             raise InvariantError(f"{session!r} has memory that its imported state would replace")
         try:
-            self.counts["imported" if self._put(session, file) else "no room"] += 1
+            self._imports["imported" if self._put(session, file) else "no room"] += 1
         except (CopyFailed, InvalidRequest):  # the file can be read no longer
-            self.counts["copy failed"] += 1
+            self._imports["copy failed"] += 1
 
     def _put(self, session: Session, file: StateFile) -> bool:
         """False if there is no room."""

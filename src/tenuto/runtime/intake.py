@@ -194,7 +194,7 @@ class Intake:
         except Outdated:
             return None
         if item.subscriber is not None:
-            self._loop.subscribe(engine.sessions.turn(ticket.session, command.tenant), item.subscriber)
+            self._loop.subscribe(engine.registry.turn(ticket.session, command.tenant), item.subscriber)
         return ticket
 
     def _would_overtake(self, item: Input) -> bool:
@@ -246,7 +246,7 @@ def _meet(engine: Engine, item: Input) -> None:
     """Records the session that an input is meant for: the one that has its id now. Later calls do nothing."""
     if not item.met and item.session is not None:
         tenant, session_id = item.session
-        item.meant = engine.sessions.find(session_id, tenant)  # if not found, the input will be refused
+        item.meant = engine.registry.find(session_id, tenant)  # if not found, the input will be refused
     item.met = True
 
 
@@ -256,7 +256,7 @@ def _require_meant(engine: Engine, item: Input) -> None:
     if item.session is None:
         return
     tenant, session_id = item.session
-    session = engine.sessions.get(session_id, tenant)
+    session = engine.registry.get(session_id, tenant)
     if item.meant is None:
         raise NotFound(f"there was no session {session_id!r} when this input came")
     if session is not item.meant:

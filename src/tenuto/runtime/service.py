@@ -97,7 +97,7 @@ class Service:
             undo.callback(partial(engine.end, keep=True))
             if journal is not None:
                 _restore(journal, engine)
-            engine.recover()
+            engine.sessions.recover()
             undo.pop_all()
         self._log_snapshot("memory of sessions found")
         self._writer = JournalWriter(journal) if journal is not None else None
@@ -112,7 +112,7 @@ class Service:
         if self._writer is not None:
             self._writer.start(self._loop.wake)
         self._loaded = LoadedModel(model, config, self._loop, self._dispatcher)
-        self._session_files = SessionFiles(self._loaded, self._loop, self._dispatcher, engine.states)
+        self._session_files = SessionFiles(self._loaded, self._loop, self._dispatcher, engine.sessions)
         self._preparer = Preparer(self._renderer, model.tokenizer, model.grammars())
         self._intake = Intake(self._dispatcher, self._preparer, self._loop, self._lanes)
 
@@ -227,7 +227,7 @@ class Service:
 
     def _regenerate(self, engine: Engine, request: StartTurn) -> Ticket:
         ticket = self._dispatcher.execute(request)
-        self._loop.subscribe(engine.sessions.turn(ticket.session, request.tenant), partial(self.publish, request.call))
+        self._loop.subscribe(engine.registry.turn(ticket.session, request.tenant), partial(self.publish, request.call))
         return ticket
 
     def _take_in(self, request: StartTurn | Draft) -> None:
@@ -298,9 +298,9 @@ class Service:
         """Releases the stopped engine. If a journal keeps its sessions, their memory is saved in the disk tier, if
         there is one."""
         outlived = self._writer is not None
-        if outlived and self._engine.broken is None:
+        if outlived and self._engine.fuse.broken is None:
             try:
-                self._engine.save()
+                self._engine.sessions.save()
                 self._log_snapshot("memory of sessions saved")
             except Exception:
                 log.exception("the memory of sessions could not be saved; it will be computed again")
@@ -352,7 +352,7 @@ def _restore(journal: Journal, engine: Engine) -> None:
     count = 0
     for saved in journal.sessions():
         try:
-            engine.restore(saved)
+            engine.sessions.restore(saved)
         except TenutoError as error:
             raise ConfigError(f"session {saved.session!r} of {journal.path} does not fit here: {error}") from error
         count += 1

@@ -12,7 +12,7 @@ from tenuto.base.clock import Clock
 from tenuto.base.errors import AlreadyExists, IllegalTransition, InvalidRequest, NotFound, Overloaded
 from tenuto.base.options import Policy
 from tenuto.base.views import SessionKey, SessionState, StateFilter
-from tenuto.memory.memory import Memory
+from tenuto.memory.memory import Memory, session_units
 from tenuto.memory.pool import Holder
 from tenuto.memory.session_memory import SessionMemory, all_holders
 from tenuto.session.pins import Pins
@@ -142,6 +142,12 @@ class Registry:
                 leaving.append(session)
                 kept -= session.counted_units
         return leaving, kept
+
+    def units_of(self, session: Session) -> int:
+        """Units of all groups that the session's history takes, wherever they are now."""
+        computed = max(0, len(session.history) - 1)
+        spec = self._memory.spec
+        return sum(session_units(group, spec.page_size, computed) for group in spec.groups) if computed else 0
 
     def note_length(self, session: Session) -> None:
         """The session's history may have another length than before."""

@@ -33,7 +33,7 @@ def abort(loop: EngineLoop, started: Future[Turn], keep: Keep = None) -> Future[
 
     def abort_turn(engine: Engine) -> TurnResult | None:
         if not turn.state.ended:
-            engine.abort(turn.session.id, keep)
+            engine.turns.abort(turn.session.id, keep)
         return turn.result
 
     return loop.execute(abort_turn, ends=True)

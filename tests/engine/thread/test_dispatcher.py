@@ -56,7 +56,7 @@ def execute(talk: Talk, command: Request[Any], **changed: Any) -> Any:
 
 
 def state(talk: Talk) -> list[object]:
-    return [(session.saved(), session.turn) for session in talk.engine.sessions]
+    return [(session.saved(), session.turn) for session in talk.engine.registry]
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_a_command_for_an_outdated_version_is_refused(talk: Talk, command: Reque
 
 @pytest.mark.parametrize("command", LIMITED)
 def test_a_tenant_at_its_token_limit_gets_no_more(talk: Talk, command: Request[Any]) -> None:
-    before, (session,) = state(talk), list(talk.engine.sessions)
+    before, (session,) = state(talk), list(talk.engine.registry)
     with pytest.raises(LimitReached, match="tokens"):
         execute(talk, command, limits=Limits(tokens=len(session.history)))
     assert state(talk) == before
@@ -87,7 +87,7 @@ def test_a_tenant_at_its_token_limit_gets_no_more(talk: Talk, command: Request[A
 
 @pytest.mark.parametrize("command", LIMITED)
 def test_a_tenant_at_its_journal_limit_gets_no_more(talk: Talk, command: Request[Any]) -> None:
-    before, (session,) = state(talk), list(talk.engine.sessions)
+    before, (session,) = state(talk), list(talk.engine.registry)
     assert session.journal_bytes > 4 * len(session.history)
     with pytest.raises(LimitReached, match="bytes in the journal"):
         execute(talk, command, limits=Limits(journal_bytes=session.journal_bytes))
@@ -97,10 +97,10 @@ def test_a_tenant_at_its_journal_limit_gets_no_more(talk: Talk, command: Request
 
 @pytest.mark.parametrize("command", [command for command in LIMITED if command not in OPENING[2:]])
 def test_a_session_at_its_tenants_size_limit_does_not_continue(talk: Talk, command: Request[Any]) -> None:
-    before, (session,) = state(talk), list(talk.engine.sessions)
+    before, (session,) = state(talk), list(talk.engine.registry)
     if getattr(command, "session", None) is None:
         return
-    units, size = talk.engine.units_of(session), session.journal_bytes
+    units, size = talk.engine.registry.units_of(session), session.journal_bytes
     assert units == -(-(len(session.history) - 1) // talk.engine.memory.page_size)
     for limits in (Limits(session_units=units), Limits(session_journal_bytes=size)):
         with pytest.raises(LimitReached, match=r"session s (takes|has)"):
@@ -110,12 +110,12 @@ def test_a_session_at_its_tenants_size_limit_does_not_continue(talk: Talk, comma
 
 
 def test_idle_sessions_of_a_tenant_leave_the_device_when_it_keeps_too_much_there(talk: Talk) -> None:
-    (first,), engine = list(talk.engine.sessions), talk.engine
-    second = engine.open("second")
+    (first,), engine = list(talk.engine.registry), talk.engine
+    second = engine.sessions.open("second")
     talk.begin(second, "words and words", 5)
     talk.play()
-    other = engine.open("other", Policy(tenant="other"))
-    use = engine.sessions.use("")
+    other = engine.sessions.open("other", Policy(tenant="other"))
+    use = engine.registry.use("")
     assert use.units == first.memory.kept_units + second.memory.kept_units > 0
     most = second.memory.kept_units + 1
     info = talk.dispatcher.execute(OpenSession(session="third", policy=Policy(), limits=Limits(units=most)))
@@ -129,20 +129,20 @@ def test_idle_sessions_of_a_tenant_leave_the_device_when_it_keeps_too_much_there
     with pytest.raises(LimitReached, match="units of memory"):
         talk.dispatcher.execute(OpenSession(session="fourth", policy=Policy(), limits=Limits(units=1)))
     talk.play()
-    engine.close("second")
+    engine.sessions.close("second")
     assert use.units == 0
     assert other.state is SessionState.OPEN
     engine.audit()
 
 
 def test_no_session_leaves_the_device_for_a_refused_command(talk: Talk) -> None:
-    (first,), engine = list(talk.engine.sessions), talk.engine
-    second = engine.open("second")
+    (first,), engine = list(talk.engine.registry), talk.engine
+    second = engine.sessions.open("second")
     talk.begin(second, "words and words", 5)
     talk.play()
     computed = first.memory.computed, second.memory.computed
     assert min(computed) > 0
-    limits = Limits(units=engine.sessions.use("").units)
+    limits = Limits(units=engine.registry.use("").units)
     refused: list[tuple[type[TenutoError], Request[Any]]] = [
         (AlreadyExists, OpenSession(session="second", policy=Policy(), limits=limits)),
         (InvalidRequest, Fork(tenant="", session="second", child="third", turn=9, limits=limits)),
@@ -217,7 +217,7 @@ def test_anything_but_a_command_is_refused(talk: Talk) -> None:
 
 def test_a_closed_session_is_gone(talk: Talk) -> None:
     talk.dispatcher.execute(CloseSession(**PLACE))
-    sessions: list[Session] = list(talk.engine.sessions)
+    sessions: list[Session] = list(talk.engine.registry)
     assert sessions == []
 
 

@@ -35,14 +35,14 @@ class Watched:
     def __init__(self, sessions: int) -> None:
         self.stage = Stage(units=200)
         self.gathering = Gathering()
-        self.sessions = [self.stage.engine.open(f"s{number}") for number in range(sessions)]
+        self.sessions = [self.stage.engine.sessions.open(f"s{number}") for number in range(sessions)]
         self.note(NOW)
 
     def note(self, now: float) -> None:
         self.gathering.note(self.stage.engine.news.take_changes(), now)
 
     def begin(self, session: Session, now: float) -> Turn:
-        turn = self.stage.engine.submit(session.id, [1, 2, 3], TurnParams(max_new_tokens=2))
+        turn = self.stage.engine.turns.submit(session.id, [1, 2, 3], TurnParams(max_new_tokens=2))
         self.gathering.begin([turn], now)
         return turn
 
@@ -79,11 +79,11 @@ def test_the_wait_ends_once_no_more_turns_arrive() -> None:
 
 def test_closed_and_long_absent_sessions_are_not_expected() -> None:
     watched = Watched(3)
-    watched.stage.engine.close("s1")
+    watched.stage.engine.sessions.close("s1")
     watched.note(NOW)
     watched.begin(watched.sessions[0], NOW)
     assert watched.gathering.seconds(NOW) > 0
-    watched.stage.engine.close("s2")
+    watched.stage.engine.sessions.close("s2")
     watched.note(NOW)
     assert watched.gathering.seconds(NOW) == 0
     late = Watched(2)
@@ -97,7 +97,7 @@ def test_a_turn_does_not_wait_forever_while_sessions_keep_opening() -> None:
     now, opened = NOW, 0
     while watched.gathering.seconds(now) > 0:
         now, opened = now + MOMENT, opened + 1
-        watched.stage.engine.open(f"more-{opened}")
+        watched.stage.engine.sessions.open(f"more-{opened}")
         watched.note(now)
     assert MOST_SECONDS <= now - NOW <= MOST_SECONDS + 2 * MOMENT
 
@@ -115,14 +115,14 @@ def test_sessions_with_simultaneous_turns_share_every_step(monkeypatch: pytest.M
         for _ in range(turns):
             events: SimpleQueue[Any] = SimpleQueue()
             loops.start(
-                loop, lambda e: e.submit(name, [int(name), 2, 3], TurnParams(max_new_tokens=output)), events.put
+                loop, lambda e: e.turns.submit(name, [int(name), 2, 3], TurnParams(max_new_tokens=output)), events.put
             )
             while not (isinstance(event := events.get(timeout=20), Delta) and event.result is not None):
                 pass
             time.sleep(0.002 * int(name))
 
     for number in range(sessions):
-        loop.call(lambda e, name=str(number): e.open(name)).result()  # type: ignore[misc]
+        loop.call(lambda e, name=str(number): e.sessions.open(name)).result()  # type: ignore[misc]
     threads = [threading.Thread(target=talk, args=(str(number),)) for number in range(sessions)]
     for thread in threads:
         thread.start()

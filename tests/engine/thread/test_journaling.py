@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from operator import methodcaller
 from pathlib import Path
 
 import pytest
@@ -46,10 +45,10 @@ class Stand:
                 self.ended.append(news.result.reason)
 
         params = TurnParams(max_new_tokens=2)
-        loops.start(self.loop, lambda engine: engine.submit(session, [1] * tokens, params), told)
+        loops.start(self.loop, lambda engine: engine.turns.submit(session, [1] * tokens, params), told)
 
     def open(self, session: str) -> None:
-        self.loop.execute(methodcaller("open", session)).result(20)
+        self.loop.execute(lambda e: e.sessions.open(session)).result(20)
 
     def opens(self, session: str) -> bool:
         try:
@@ -146,8 +145,8 @@ def test_nothing_is_reported_while_it_is_being_written(stand: Stand, monkeypatch
     stand.open("a")
     monkeypatch.setattr(stand.journal, "write", wait)
     stand.turn("a", 3)
-    asked = stand.loop.execute(methodcaller("open", "b"))
-    eventually(lambda: stand.loop.call(lambda engine: len(engine.sessions.get("a").history)).result(20) == 5)
+    asked = stand.loop.execute(lambda e: e.sessions.open("b"))
+    eventually(lambda: stand.loop.call(lambda engine: len(engine.registry.get("a").history)).result(20) == 5)
     assert (stand.ended, asked.done()) == ([], False)
     go.set()
     asked.result(20)

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from operator import methodcaller
 from queue import SimpleQueue
 from random import Random
 
@@ -58,7 +57,7 @@ def begin(
     loop: EngineLoop, params: TurnParams, session_id: str = "s", tokens: tuple[int, ...] = (1, 2, 3)
 ) -> tuple[SimpleQueue[Event], Future[Turn]]:
     events: SimpleQueue[Event] = SimpleQueue()
-    return events, loops.start(loop, lambda engine: engine.submit(session_id, tokens, params), events.put)
+    return events, loops.start(loop, lambda engine: engine.turns.submit(session_id, tokens, params), events.put)
 
 
 def eventually(condition: Callable[[], bool]) -> None:
@@ -69,7 +68,7 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 
 def test_a_turn_reports_its_tokens_and_finally_its_result(loop: EngineLoop) -> None:
-    loop.call(lambda engine: engine.open("s")).result()
+    loop.call(lambda engine: engine.sessions.open("s")).result()
     events, started = begin(loop, TurnParams(max_new_tokens=20))
     tokens: list[int] = []
     while True:
@@ -96,7 +95,7 @@ def test_turns_of_many_threads_run_together(loop: EngineLoop) -> None:
 
     def talk(number: int) -> None:
         name = f"s{number}"
-        loop.call(lambda engine: engine.open(name)).result()
+        loop.call(lambda engine: engine.sessions.open(name)).result()
         for _ in range(3):
             events, started = begin(loop, TurnParams(max_new_tokens=8), name, (number,))
             while (event := events.get(timeout=20)) is not None:
@@ -104,7 +103,7 @@ def test_turns_of_many_threads_run_together(loop: EngineLoop) -> None:
                 if event.result is not None:
                     break
             started.result()
-        results.put(loop.call(lambda engine: list(engine.sessions.get(name).history)).result())
+        results.put(loop.call(lambda engine: list(engine.registry.get(name).history)).result())
 
     threads = [threading.Thread(target=talk, args=(n,)) for n in range(8)]
     for thread in threads:
@@ -116,38 +115,38 @@ def test_turns_of_many_threads_run_together(loop: EngineLoop) -> None:
 
 
 def test_aborting_ends_the_turn_at_once_and_twice_is_not_an_error(loop: EngineLoop) -> None:
-    loop.call(lambda engine: engine.open("s")).result()
+    loop.call(lambda engine: engine.sessions.open("s")).result()
     events, started = begin(loop, LONG)
     assert isinstance(events.get(timeout=20), Delta)
     result = loops.abort(loop, started, keep=1).result()
     assert result is not None
     assert (result.reason, result.committed, result.kept) == (EndReason.ABORT, True, 1)
     assert loops.abort(loop, started).result() == result
-    assert loop.call(lambda engine: len(engine.sessions.get("s").history)).result() == 4
+    assert loop.call(lambda engine: len(engine.registry.get("s").history)).result() == 4
 
 
 def test_an_idle_engine_still_closes_expired_sessions(loop: EngineLoop) -> None:
-    loop.call(lambda engine: engine.open("s", Policy(ttl=0.05))).result()
-    eventually(lambda: "s" not in loop.call(lambda engine: [s.id for s in engine.sessions]).result())
+    loop.call(lambda engine: engine.sessions.open("s", Policy(ttl=0.05))).result()
+    eventually(lambda: "s" not in loop.call(lambda engine: [s.id for s in engine.registry]).result())
 
 
 def test_an_expired_session_closes_without_any_command() -> None:
     engine = make_engine()
     loop = EngineLoop(engine)
-    loop.call(lambda e: e.open("s", Policy(ttl=0.05))).result()
+    loop.call(lambda e: e.sessions.open("s", Policy(ttl=0.05))).result()
     eventually(lambda: engine.transitions[Transition("expire")] == 1)
     loop.close()
 
 
 def test_a_subscriber_that_fails_aborts_its_turn(loop: EngineLoop) -> None:
-    loop.call(lambda engine: engine.open("s")).result()
+    loop.call(lambda engine: engine.sessions.open("s")).result()
 
     def gone(event: Event) -> None:
         raise RuntimeError("nobody is here")
 
-    turn = loops.start(loop, lambda engine: engine.submit("s", (1,), LONG), gone).result()
+    turn = loops.start(loop, lambda engine: engine.turns.submit("s", (1,), LONG), gone).result()
     eventually(lambda: turn.state.ended)
-    assert loop.call(lambda engine: engine.sessions.get("s").version).result() == 0
+    assert loop.call(lambda engine: engine.registry.get("s").version).result() == 0
 
 
 def test_a_mistake_in_a_command_affects_only_its_caller(loop: EngineLoop) -> None:
@@ -160,7 +159,7 @@ def test_a_broken_invariant_stops_the_engine_and_is_reported_to_all_callers() ->
     release = threading.Event()
     engine = make_engine()
     loop = EngineLoop(engine)
-    loop.call(lambda e: e.open("s")).result()
+    loop.call(lambda e: e.sessions.open("s")).result()
     events, _ = begin(loop, LONG)
 
     def leak(e: Engine) -> None:
@@ -187,7 +186,7 @@ def test_a_broken_invariant_in_a_step_stops_the_engine_too() -> None:
         raise InvariantError("told to break")
 
     loop = EngineLoop(make_engine(late=broken))
-    loop.call(lambda e: e.open("s")).result()
+    loop.call(lambda e: e.sessions.open("s")).result()
     events, _ = begin(loop, LONG)
     assert isinstance(events.get(timeout=20), EngineStopped)
     with pytest.raises(EngineStopped, match="told to break"):
@@ -197,7 +196,7 @@ def test_a_broken_invariant_in_a_step_stops_the_engine_too() -> None:
 
 def test_closing_twice_is_fine_and_later_commands_are_refused() -> None:
     loop = EngineLoop(make_engine())
-    loop.call(lambda engine: engine.open("s")).result()
+    loop.call(lambda engine: engine.sessions.open("s")).result()
     events, _ = begin(loop, LONG)
     loop.close()
     loop.close()
@@ -210,8 +209,8 @@ def test_closing_twice_is_fine_and_later_commands_are_refused() -> None:
 
 def test_a_refused_command_leaves_the_engine_running(loop: EngineLoop) -> None:
     with pytest.raises(InvalidRequest):
-        loop.call(lambda engine: engine.open("")).result()
-    loop.call(lambda engine: engine.open("s")).result()
+        loop.call(lambda engine: engine.sessions.open("")).result()
+    loop.call(lambda engine: engine.sessions.open("s")).result()
 
 
 def test_the_executor_is_closed_once_in_its_own_thread() -> None:
@@ -240,7 +239,7 @@ def test_a_stop_request_does_not_wait_for_the_step_in_progress() -> None:
 
 
 def test_commands_that_issue_commands_do_not_keep_the_engine_from_its_steps(loop: EngineLoop) -> None:
-    loop.call(lambda engine: engine.open("s")).result()
+    loop.call(lambda engine: engine.sessions.open("s")).result()
     stop = threading.Event()
 
     def again(engine: Engine) -> None:
@@ -259,7 +258,7 @@ def test_commands_that_issue_commands_do_not_keep_the_engine_from_its_steps(loop
 
 
 def test_events_carry_logprobs_of_their_tokens_and_those_of_the_input_once(loop: EngineLoop) -> None:
-    loop.call(lambda engine: engine.open("s")).result()
+    loop.call(lambda engine: engine.sessions.open("s")).result()
     asked = TurnParams(max_new_tokens=40, logprobs=1, input_logprobs=0)
     events, _ = begin(loop, asked)
     got = events_of(events)
@@ -272,14 +271,14 @@ def test_events_carry_logprobs_of_their_tokens_and_those_of_the_input_once(loop:
 
 
 def test_a_prefill_only_turn_reports_its_scores_with_its_result(loop: EngineLoop) -> None:
-    loop.call(lambda engine: engine.open("s")).result()
+    loop.call(lambda engine: engine.sessions.open("s")).result()
     events, _ = begin(loop, TurnParams(max_new_tokens=0, input_logprobs=0))
     (event,) = events_of(events)
     assert [entry and entry.token for entry in event.input_logprobs] == [None, 2, 3]
 
 
 def test_events_carry_no_logprobs_unless_requested(loop: EngineLoop) -> None:
-    loop.call(lambda engine: engine.open("s")).result()
+    loop.call(lambda engine: engine.sessions.open("s")).result()
     events, _ = begin(loop, TurnParams(max_new_tokens=5))
     assert all((event.logprobs, event.input_logprobs) == ((), ()) for event in events_of(events))
 
@@ -289,7 +288,7 @@ def test_an_idle_engine_answers_a_requested_audit(loop: EngineLoop, monkeypatch:
     monkeypatch.setattr(auditor, "VISITS_A_STEP", 1)
     waits: list[float] = []
     for number in range(20):
-        loop.call(methodcaller("open", f"s{number}")).result(20)
+        loop.call(lambda e, name=f"s{number}": e.sessions.open(name)).result(20)  # type: ignore[misc]
     monkeypatch.setattr(loop, "_obey", recording(loop._obey, waits))
     report = loop.audit().result(20)
     assert (report.leases, report.pools[0].free) == (20, 1300)

@@ -72,7 +72,7 @@ class Dispatcher:
         basis that has changed."""
         leaving = self.check(command)
         answer: T = self._execute(command, prepared)
-        self._engine.leave_device(leaving)
+        self._engine.sessions.leave_device(leaving)
         return answer
 
     def check(self, command: Request[Any]) -> list[Session]:
@@ -86,7 +86,7 @@ class Dispatcher:
         return self._check_limits(command) if isinstance(command, Limited) else []
 
     def _check_limits(self, command: Limited) -> list[Session]:
-        use, limits = self._engine.sessions.use(command.tenant), command.limits
+        use, limits = self._engine.registry.use(command.tenant), command.limits
         opens = isinstance(command, OpenSession | ImportSession | Fork | Trim)
         if opens and limits.sessions is not None and use.sessions >= limits.sessions:
             raise LimitReached(f"{use.sessions} sessions are open; allowed: {limits.sessions}; close some first")
@@ -114,7 +114,7 @@ class Dispatcher:
         if limits.units is None or use.units < limits.units:
             return []
         spared = getattr(command, "session", None)
-        leaving, kept = self._engine.sessions.leaving(command.tenant, limits.units, spared)
+        leaving, kept = self._engine.registry.leaving(command.tenant, limits.units, spared)
         if kept >= limits.units:
             raise LimitReached(
                 f"sessions keep {kept} units of memory that cannot yield now; allowed: {limits.units}; wait for turns "
@@ -123,7 +123,7 @@ class Dispatcher:
         return leaving
 
     def _check_session(self, session: Session, limits: Limits) -> None:
-        units, size = self._engine.units_of(session), session.journal_bytes
+        units, size = self._engine.registry.units_of(session), session.journal_bytes
         if limits.session_units is not None and units >= limits.session_units:
             raise LimitReached(
                 f"session {session.id} takes {units} units of memory; allowed: {limits.session_units}; rewind it first"
@@ -153,7 +153,7 @@ class Dispatcher:
         return Basis.of(self._session(command.tenant, command.session))
 
     def _session(self, tenant: str, session: str) -> Session:
-        return self._engine.sessions.get(session, tenant)
+        return self._engine.registry.get(session, tenant)
 
     def _of(self, command: OfSession[Any]) -> Session:
         return self._session(command.tenant, command.session)
@@ -169,7 +169,7 @@ class Dispatcher:
 
     @_execute.register
     def _(self, command: OpenSession, _: None) -> SessionInfo:
-        return self._info(self._engine.open(command.session, command.policy, command.system))
+        return self._info(self._engine.sessions.open(command.session, command.policy, command.system))
 
     @_execute.register
     def _(self, command: GetSession, _: None) -> SessionInfo:
@@ -182,12 +182,12 @@ class Dispatcher:
     @_execute.register
     def _(self, command: ImportSession, _: None) -> SessionInfo:
         saved = SavedSession.of(command.document, command.session, command.policy)
-        return self._info(self._engine.restore(saved))
+        return self._info(self._engine.sessions.restore(saved))
 
     @_execute.register
     def _(self, command: ListSessions, _: None) -> SessionPage:
         limit = whole("limit", command.limit, 1, MAX_LISTED)
-        found = self._engine.sessions.listed(command.tenant, command.after, command.state)
+        found = self._engine.registry.listed(command.tenant, command.after, command.state)
         first = list(islice(found, limit + 1))
         sessions = views.first_page(map(self._info, first), limit, views.PAGE_BYTES, views.bytes_of)
         return SessionPage(sessions=sessions, more=len(sessions) < len(first))
@@ -201,7 +201,7 @@ class Dispatcher:
 
     @_execute.register
     def _(self, command: Fork, _: None) -> SessionInfo:
-        child = self._engine.fork(
+        child = self._engine.sessions.fork(
             command.session,
             turn=command.turn,
             position=command.position,
@@ -218,28 +218,30 @@ class Dispatcher:
         numbers = _ascending(command.turns, len(session.records))
         check_pick(session, numbers)
         shared = next((n for n, number in enumerate(numbers) if number != n + 1), len(numbers))
-        child = self._engine.fork(command.session, turn=shared, child=command.child, tenant=command.tenant)
+        child = self._engine.sessions.fork(command.session, turn=shared, child=command.child, tenant=command.tenant)
         try:
             for number in numbers[shared:]:
                 record = session.records[number - 1]
                 moved = self._renderer.moved_input(session, record, child)
                 output = session.history[record.input_end : record.end]
-                self._engine.adopt(child.id, moved, output, record.conversation, cut=record.cut, tenant=command.tenant)
+                self._engine.sessions.adopt(
+                    child.id, moved, output, record.conversation, cut=record.cut, tenant=command.tenant
+                )
         except BaseException:
-            self._engine.close(child.id, tenant=command.tenant)
+            self._engine.sessions.close(child.id, tenant=command.tenant)
             raise
         return self._info(child)
 
     @_execute.register
     def _(self, command: Rewind, _: None) -> SessionInfo:
-        session = self._engine.rewind(
+        session = self._engine.sessions.rewind(
             command.session, turn=command.turn, position=command.position, tenant=command.tenant
         )
         return self._info(session)
 
     @_execute.register
     def _(self, command: CloseSession, _: None) -> None:
-        self._engine.close(command.session, finish=command.finish, tenant=command.tenant)
+        self._engine.sessions.close(command.session, finish=command.finish, tenant=command.tenant)
 
     # -- turns
 
@@ -258,7 +260,7 @@ class Dispatcher:
 
     @_execute.register
     def _(self, command: FindTurn, _: None) -> FoundTurn:
-        session = self._engine.sessions.find(command.session, command.tenant)
+        session = self._engine.registry.find(command.session, command.tenant)
         return FoundTurn(turn=session.results.find(command.once) if session is not None else None)
 
     def _regenerate(self, command: StartTurn, prepared: Prepared | None) -> Turn:
@@ -267,21 +269,23 @@ class Dispatcher:
         session = self._session(command.tenant, command.session)
         params = self._with_stops(command.params, session.conversation)
         constraint = prepared.constraint if prepared is not None else None
-        return self._engine.regenerate(command.session, params, constraint, tenant=command.tenant, once=_once(command))
+        return self._engine.turns.regenerate(
+            command.session, params, constraint, tenant=command.tenant, once=_once(command)
+        )
 
     def _only_turn(self, command: StartTurn, prepared: Prepared) -> Turn:
-        session = self._engine.open(None, Policy(tenant=command.tenant, ephemeral=True))
+        session = self._engine.sessions.open(None, Policy(tenant=command.tenant, ephemeral=True))
         try:
             return self._turn(session.id, command, prepared)
         except BaseException:
-            self._engine.close(session.id, tenant=command.tenant)
+            self._engine.sessions.close(session.id, tenant=command.tenant)
             raise
 
     def _turn(self, session_id: str, command: StartTurn, prepared: Prepared) -> Turn:
         self._require_current(self._session(command.tenant, session_id), prepared)
         params = command.params if command.kind == "turn" else command.params.prefill_alone
         params = self._with_stops(params, prepared.conversation)
-        return self._engine.submit(
+        return self._engine.turns.submit(
             session_id,
             prepared.tokens,
             params,
@@ -295,14 +299,14 @@ class Dispatcher:
     def _(self, command: Draft, prepared: Prepared | None) -> SessionInfo:
         given = _given(prepared)
         self._require_current(self._of(command), given)
-        return self._info(self._engine.draft(command.session, given.tokens, tenant=command.tenant).session)
+        return self._info(self._engine.turns.draft(command.session, given.tokens, tenant=command.tenant).session)
 
     @_execute.register
     def _(self, command: AbortTurn, _: None) -> bool:
         turn = self._of(command).turn
         if command.turn is not None and (turn is None or turn.number != command.turn):
             return False
-        self._engine.abort(command.session, command.keep, tenant=command.tenant)
+        self._engine.turns.abort(command.session, command.keep, tenant=command.tenant)
         return True
 
     @staticmethod
@@ -320,7 +324,7 @@ class Dispatcher:
 
     @_execute.register
     def _(self, _command: DropMemory, _: None) -> int:
-        return self._engine.drop()
+        return self._engine.sessions.drop()
 
     @_execute.register
     def _(self, command: Pause, _: None) -> None:

@@ -245,7 +245,7 @@ class EngineLoop:
 
     def _give_up(self, turn: Turn) -> None:
         if not turn.state.ended and self.stopped is None:
-            self._engine.abort(turn.session.id, tenant=turn.session.policy.tenant)
+            self._engine.turns.abort(turn.session.id, tenant=turn.session.policy.tenant)
 
     def _stop(self, stopped: Stopped) -> None:
         with self._lock:

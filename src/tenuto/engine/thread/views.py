@@ -119,7 +119,7 @@ def stats(engine: Engine) -> Stats:
     """What the engine counts."""
     counts, totals, tiers = engine.counts, engine.totals, engine.idle_memory.counts
     return Stats(
-        sessions=len(engine.sessions),
+        sessions=len(engine.registry),
         running=len(engine.batch),
         queued=engine.queued,
         steps=engine.steps,
@@ -140,6 +140,6 @@ def stats(engine: Engine) -> Stats:
         tiers=dict(tiers.used),
         tier_moves=dict(tiers.moved),
         tier_failures=dict(tiers.failures),
-        snapshots={**engine.snapshots.counts, **engine.states.counts},
-        held_tokens=engine.sessions.held(),
+        snapshots={**engine.snapshots.counts, **counts.imports},
+        held_tokens=engine.registry.held(),
     )

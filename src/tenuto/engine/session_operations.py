@@ -1,0 +1,240 @@
+"""Operations on sessions: what callers may do with them besides their turns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from tenuto.base.clock import Clock
+from tenuto.base.errors import InvalidRequest, Overloaded, SessionBusy, TenutoError
+from tenuto.base.options import Policy
+from tenuto.base.turns import EndReason, TurnState
+from tenuto.base.views import SessionState
+from tenuto.base.wire.state_file import CopiedState, StateFile
+from tenuto.engine.counts import Counts
+from tenuto.engine.gate import TurnGate
+from tenuto.engine.guard import Fuse, guarded
+from tenuto.engine.lifecycle import Lifecycle
+from tenuto.engine.occupation import Occupation
+from tenuto.engine.session_states import SessionStates
+from tenuto.engine.snapshots import NoSnapshots, Snapshots
+from tenuto.memory.tiers.lent import LentUnits
+from tenuto.session.records import SavedSession
+from tenuto.session.registry import Registry
+from tenuto.session.session import Session
+from tenuto.text.chat import Conversation
+
+
+class SessionOperations:
+    """Finds a session by its id among those of a `tenant`; without tenants, that is left out."""
+
+    def __init__(
+        self,
+        fuse: Fuse,
+        registry: Registry,
+        lifecycle: Lifecycle,
+        occupation: Occupation,
+        gate: TurnGate,
+        states: SessionStates,
+        snapshots: Snapshots | NoSnapshots,
+        counts: Counts,
+        clock: Clock,
+        snapshot_seconds: float,
+    ) -> None:
+        self.fuse = fuse
+        self._registry = registry
+        self._lifecycle = lifecycle
+        self._occupation = occupation
+        self._gate = gate
+        self._states = states
+        self._snapshots = snapshots
+        self._counts = counts
+        self._clock = clock
+        self._snapshot_seconds = snapshot_seconds
+
+    @guarded
+    def open(self, session_id: str | None = None, policy: Policy | None = None, system: str | None = None) -> Session:
+        """Open a session; `system` opens its conversation. Raises `AlreadyExists`, `Overloaded` or `InvalidRequest`."""
+        session = self._registry.open(session_id, policy or Policy(), system)
+        self._counts.note("open")
+        self._lifecycle.note("open", session)
+        return session
+
+    @guarded
+    def fork(
+        self,
+        session_id: str,
+        *,
+        turn: int | None = None,
+        position: int | None = None,
+        child: str | None = None,
+        tenant: str = "",
+        metadata: tuple[tuple[str, str], ...] | None = None,
+    ) -> Session:
+        """A new session that starts with this one's first `turn` turns, or `position` tokens, or all. While a turn is
+        open the fork sees the last commit. It has this one's metadata unless it is given other, and is not pinned."""
+        parent = self._registry.get(session_id, tenant)
+        parent.require_open()
+        at = self._position(parent, turn, position)
+        notes = parent.policy.metadata if metadata is None else metadata
+        forked = self.open(child, replace(parent.policy, ephemeral=False, pinned=False, metadata=notes), parent.system)
+        self._counts.replayed["fork"] += parent.memory.replayed(max(0, at - 1))
+        parent.fork(forked, at)
+        self._registry.note_length(forked)
+        self._lifecycle.note_memory(forked)
+        self._counts.note("fork", TurnState.RUNNING if parent.has_running_turn else None)
+        self._lifecycle.note("fork", forked, kept=at, parent=parent)
+        return forked
+
+    @guarded
+    def rewind(
+        self, session_id: str, *, turn: int | None = None, position: int | None = None, tenant: str = ""
+    ) -> Session:
+        """Cut the history back to its first `turn` turns or `position` tokens. Raises `SessionBusy` while a turn is
+        open."""
+        session = self._registry.get(session_id, tenant)
+        session.require_idle("rewind")
+        if turn is None and position is None:
+            raise InvalidRequest("rewind needs the number of turns or of tokens to keep")
+        at = self._position(session, turn, position)
+        self._counts.replayed["rewind"] += session.memory.replayed(max(0, at - 1))
+        session.rewind(at)
+        self._registry.note_length(session)
+        self._lifecycle.note_memory(session)
+        self._counts.note("rewind")
+        self._lifecycle.note("rewind", session, kept=len(session.history))
+        return session
+
+    @guarded
+    def adopt(
+        self,
+        session_id: str,
+        tokens: Iterable[int],
+        output: Iterable[int],
+        conversation: Conversation | None = None,
+        *,
+        cut: bool = False,
+        tenant: str = "",
+    ) -> Session:
+        """Commit a turn that was computed elsewhere: its tokens join the history, and are computed here when that is
+        wanted. `conversation`, `cut`: as of `TurnRecord`. Raises `SessionBusy`, `ContextExceeded` or
+        `InvalidRequest`."""
+        given, answer = self._gate.read(tokens), self._gate.read(output)
+        session = self._registry.get(session_id, tenant)
+        session.require_idle("add a turn to")
+        self._gate.allowed(session, len(session.history) + len(given) + len(answer), 0)
+        session.adopt(given, answer, self._clock.now(), conversation, cut)
+        self._registry.note_length(session)
+        self._registry.watch(session)
+        self._counts.note("adopt")
+        self._lifecycle.note("adopt", session, kept=len(session.history) - len(given) - len(answer))
+        return session
+
+    @guarded
+    def restore(self, saved: SavedSession) -> Session:
+        """Open a session as it was saved, here or in another engine; what it needs of its history is computed when that
+        is wanted. If it is known when it was used, its TTL goes on. If there is no room for a pinned session, it is
+        opened without that. Raises what `open` raises, and `ContextExceeded` if
+        it is longer than sessions may be here."""
+        self._gate.read(saved.tokens)
+        try:
+            session = self.open(saved.session, saved.policy, saved.system)
+        except Overloaded:
+            if not saved.policy.pinned:
+                raise
+            session = self.open(saved.session, replace(saved.policy, pinned=False), saved.system)
+        try:
+            self._gate.allowed(session, len(saved.tokens), 0)
+        except TenutoError:
+            self._lifecycle.close(session)
+            raise
+        session.restore(saved)
+        self._registry.note_length(session)
+        if saved.used is not None:
+            self._registry.age(session, self._clock.wall() - saved.used)
+        self._counts.note("restore")
+        self._lifecycle.note("restore", session)
+        return session
+
+    @guarded
+    def state(self, session_id: str, tenant: str = "") -> CopiedState | LentUnits:
+        """The state of a session; see `SessionStates.of`. Raises `SessionBusy` while a turn is open."""
+        return self._states.of(self._registry.get(session_id, tenant))
+
+    def take_back(self, lent: LentUnits) -> None:
+        """Ends the loan of parked memory that `state` returned."""
+        self._states.take_back(lent)
+
+    @property
+    def unit_bytes(self) -> list[int]:
+        """The size of a unit of each group."""
+        return self._states.unit_bytes
+
+    def check_state(self, file: StateFile) -> None:
+        """See `SessionStates.check`."""
+        self._states.check(file)
+
+    @guarded
+    def put_state(self, session_id: str, file: StateFile, tenant: str = "") -> None:
+        """Give a session that was just restored the state in a file, which `check_state` has checked. While memory is
+        released it keeps its tokens alone."""
+        if not self._occupation.released:
+            self._states.put(self._registry.get(session_id, tenant), file)
+
+    @staticmethod
+    def _position(session: Session, turn: int | None, position: int | None) -> int:
+        if turn is not None and position is not None:
+            raise InvalidRequest("give a number of turns or a token position, not both")
+        if turn is not None:
+            return session.turn_boundary(turn)
+        return session.check_position(position if position is not None else len(session.history))
+
+    @guarded
+    def close(self, session_id: str, *, finish: bool = False, tenant: str = "") -> None:
+        """Close a session. With `finish` a submitted turn may end first; otherwise, and always for a draft, it is
+        aborted."""
+        session = self._registry.get(session_id, tenant)
+        turn = session.turn
+        if turn is not None and finish and not turn.drafting:
+            session.state = SessionState.CLOSING
+            self._counts.note("closing")
+            return
+        if turn is not None:
+            session.state = SessionState.CLOSING
+            self._lifecycle.abort(turn, EndReason.ABORT)  # closes it
+            return
+        self._lifecycle.close(session)
+
+    @guarded
+    def drop(self, session_id: str | None = None, *, tenant: str = "") -> int:
+        """Drop a session, or every session, without a running turn to its tokens, to be recomputed when wanted. Returns
+        how many held something."""
+        if session_id is None:
+            sessions = [session for session in self._registry if not session.has_running_turn]
+            return sum(map(self._lifecycle.flush, [*sessions, *self._registry.prefixes]))
+        session = self._registry.get(session_id, tenant)
+        if session.has_running_turn:
+            raise SessionBusy(f"cannot drop session {session_id}: its turn is running")
+        return int(self._lifecycle.flush(session))
+
+    def leave_device(self, sessions: Iterable[Session]) -> None:
+        """Have these leave the device, unless they are in use by now."""
+        for session in sessions:
+            if session.turn is None and session.memory.computed:
+                self._lifecycle.drop(session)
+
+    @guarded
+    def recover(self) -> None:
+        """Park the sessions that were just restored with what an engine before this one has left of their memory in
+        the disk tier. What is left there besides is removed."""
+        self._snapshots.recover(self._registry)
+
+    @guarded
+    def save(self) -> None:
+        """Abort open turns, and leave the memory of lasting sessions in the disk tier, as far as `snapshot_seconds`
+        allow, for `recover` to find. Only `end` may follow."""
+        for session in list(self._registry):
+            if session.turn is not None:
+                self._lifecycle.abort(session.turn, EndReason.ABORT)
+        lasting = [session for session in self._registry if session.policy.lasting]
+        self._snapshots.save(lasting, self._snapshot_seconds)

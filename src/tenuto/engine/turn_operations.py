@@ -1,0 +1,160 @@
+"""Operations on turns: how callers begin and end them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import count
+
+from tenuto.base.clock import Clock
+from tenuto.base.errors import IllegalTransition, InvalidRequest
+from tenuto.base.options import TurnParams
+from tenuto.base.turns import EndReason, Keep, TurnState, check_keep
+from tenuto.engine.counts import Counts
+from tenuto.engine.gate import TurnGate
+from tenuto.engine.guard import Fuse, guarded
+from tenuto.engine.lifecycle import Lifecycle
+from tenuto.engine.occupation import Occupation
+from tenuto.session.registry import Registry
+from tenuto.session.results import Once
+from tenuto.session.turn import Turn
+from tenuto.text.chat import Conversation
+from tenuto.text.constraint import Constraint
+
+
+class TurnOperations:
+    """Finds a turn by its session's id, and the session as `SessionOperations` does."""
+
+    def __init__(
+        self,
+        fuse: Fuse,
+        registry: Registry,
+        lifecycle: Lifecycle,
+        occupation: Occupation,
+        gate: TurnGate,
+        counts: Counts,
+        clock: Clock,
+    ) -> None:
+        self.fuse = fuse
+        self._registry = registry
+        self._lifecycle = lifecycle
+        self._occupation = occupation
+        self._gate = gate
+        self._counts = counts
+        self._clock = clock
+        self._numbers = count(1)
+
+    @guarded
+    def submit(
+        self,
+        session_id: str,
+        tokens: Iterable[int] = (),
+        params: TurnParams | None = None,
+        conversation: Conversation | None = None,
+        constraint: Constraint | None = None,
+        *,
+        tenant: str = "",
+        once: Once | None = None,
+    ) -> Turn:
+        """Open a turn: append `tokens`, which make the conversation `conversation`, and generate, or with
+        `max_new_tokens` 0 commit them once they are computed. `constraint`: the grammar of `params`, compiled for this
+        turn. `once`: its idempotency key. An open draft becomes this turn, and what it has computed of `tokens` is
+        kept. Raises `SessionBusy`, `ContextExceeded`, `InvalidRequest` or `Overloaded`, having changed nothing."""
+        checked, params = self._gate.read(tokens), params or TurnParams()
+        self._occupation.require_memory()
+        session = self._registry.get(session_id, tenant)
+        session.require_open()
+        draft = session.turn if session.turn is not None and session.turn.drafting else None
+        if draft is None:
+            session.require_idle("start a turn on")
+        elif params.scores_input:
+            raise InvalidRequest("input_logprobs of a turn that was a draft: tokens computed earlier have none")
+        allowed = self._gate.allowed(session, len(session.history) + len(checked), params.max_new_tokens)
+        text = self._gate.admit(params, constraint)
+        turn = draft or Turn(next(self._numbers), session, len(session.history), params, self._clock.now())
+        if draft is not None:
+            self._lifecycle.redraft(draft, checked)
+            draft.submit(params, self._clock.now())
+        else:
+            turn.input = checked
+        turn.conversation = conversation
+        turn.max_new_tokens, turn.text, turn.constraint = allowed, text, constraint
+        self._keep_output(turn, once)
+        self._lifecycle.enqueue(turn, "submit draft" if draft is not None else "submit")
+        return turn
+
+    @guarded
+    def regenerate(
+        self,
+        session_id: str,
+        params: TurnParams | None = None,
+        constraint: Constraint | None = None,
+        *,
+        tenant: str = "",
+        once: Once | None = None,
+    ) -> Turn:
+        """Open a turn that generates the last turn's output again. The old output stays until this turn commits.
+        `constraint`: as of `submit`."""
+        self._occupation.require_memory()
+        session = self._registry.get(session_id, tenant)
+        session.require_idle("regenerate in")
+        params = params or TurnParams()
+        record = session.regenerated_turn()
+        if params.scores_input:
+            raise InvalidRequest("regenerate has input_logprobs; it has no input")
+        if params.max_new_tokens == 0:
+            raise InvalidRequest("regenerate has max_new_tokens 0; allowed: at least 1")
+        allowed = self._gate.allowed(session, record.input_end, params.max_new_tokens)
+        text = self._gate.admit(params, constraint)
+        turn = Turn(next(self._numbers), session, record.input_end, params, self._clock.now())
+        turn.replaces, turn.conversation = True, record.conversation
+        turn.max_new_tokens, turn.text, turn.constraint = allowed, text, constraint
+        self._keep_output(turn, once)
+        self._lifecycle.enqueue(turn, "regenerate")
+        return turn
+
+    @staticmethod
+    def _keep_output(turn: Turn, once: Once | None) -> None:
+        """What becomes of a turn with an idempotency key is kept."""
+        turn.once = once
+        if once is not None and turn.text is not None:
+            turn.text.keep_text()
+
+    @guarded
+    def draft(self, session_id: str, tokens: Iterable[int], *, tenant: str = "") -> Turn:
+        """Give the whole draft so far; call again with every change. Only what differs is computed, all but its last
+        token. The draft is no history until `submit`; it times out `draft_timeout` after its last change."""
+        checked = self._gate.read(tokens)
+        self._occupation.require_memory()
+        session = self._registry.get(session_id, tenant)
+        session.require_open()
+        turn = session.turn
+        if turn is not None and not turn.drafting:
+            session.require_idle("draft in")
+        self._gate.allowed(session, len(session.history) + len(checked), 0)
+        if turn is None:
+            turn = Turn(next(self._numbers), session, len(session.history), TurnParams(), self._clock.now())
+            turn.state = TurnState.DRAFTING
+            session.turn = turn
+            turn.input = checked
+            self._registry.note_turn(session)
+            self._counts.note("draft")
+        else:
+            self._lifecycle.redraft(turn, checked)
+            self._counts.note("redraft")
+        self._lifecycle.queue_draft(turn)
+        return turn
+
+    @guarded
+    def abort(self, session_id: str, keep: Keep = None, *, tenant: str = "") -> Turn:
+        """End the open turn now. `keep` `None` rolls it back; otherwise its input and what `keep` says of its output
+        are committed (a barge-in), unless it never ran. Raises `IllegalTransition` if no turn is open."""
+        session = self._registry.get(session_id, tenant)
+        turn = session.turn
+        if turn is None:
+            raise IllegalTransition(f"session {session_id} has no open turn to abort")
+        if check_keep(keep) is None or not turn.started:
+            self._lifecycle.abort(turn, EndReason.ABORT)
+        else:
+            kept = {"delivered": turn.delivered, "all": None}[keep] if isinstance(keep, str) else keep
+            self._lifecycle.commit(turn, EndReason.ABORT, kept)
+        return turn
