@@ -182,7 +182,7 @@ class Withdraw(Request[bool], frozen=True, kw_only=True):
 
 
 class AbortTurn(OfSession[bool], frozen=True, kw_only=True):
-    """Abort the open turn, and answer whether it was. `turn`: only this one. `keep`: as in `Engine.abort`."""
+    """Abort the open turn, and answer whether it was. `turn`: only this one. `keep`: as in `TurnOperations.abort`."""
 
     turn: int | None = None
     keep: Keep = None
