@@ -3,100 +3,22 @@ happens."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.base.errors import InvariantError, StepFailed
+from tenuto.base.errors import InvariantError
 from tenuto.base.groups import GroupSpec, Kind
 from tenuto.base.plan import (
     NO_SLOT,
     PREVIOUS_SAMPLE,
-    InputScores,
-    PageCopies,
-    Plan,
-    RowSampling,
-    StateMoves,
-    TableChanges,
 )
-from tenuto.base.sampling import GREEDY, LEAST_LOGPROB, Candidate, Sampling, TokenLogprob
 from tenuto.exec import witness as module
 from tenuto.exec import witness_hashes
 from tenuto.exec.witness import WitnessExecutor
-from tenuto.exec.witness_hashes import advance, history_hash, next_token, next_unmasked, seeded
-from tests.present import present
-
-FULL, SLIDING, STATE = Kind.FULL, Kind.SLIDING, Kind.STATE
-PAGE, WINDOW, VOCABULARY, PAGES = 4, 6, 997, 40
-Work = tuple[int, int, list[int], int]
-"""A row, start, tokens, and the number of last tokens after which to sample."""
-
-paged = pytest.mark.parametrize("kind", [FULL, SLIDING], ids=["full", "sliding"])
-
-
-TOLD = RowSampling(GREEDY, None, None, (), 0, None)
-
-
-def ints(values) -> np.ndarray:
-    return np.array(list(values), np.int32)
-
-
-class Bench:
-    """A witness with two rows: row r has pages 10 r, 10 r + 1, ... of every paged group, and state slot r."""
-
-    def __init__(self, *kinds: Kind, **options: Any) -> None:
-        groups = [GroupSpec(kind, 1, WINDOW if kind is SLIDING else 0) for kind in kinds]
-        self.paged = [kind for kind in kinds if kind is not STATE]
-        self.states = len(kinds) - len(self.paged)
-        self.witness = WitnessExecutor(PAGE, groups, VOCABULARY, **options)
-        self.witness.prepare((PAGES,) * len(kinds), 4)
-        self.steps = 0
-
-    def plan(
-        self, *work: Work, tables=((0, range(10)), (1, range(10, 20))), copies=(), reads=None, writes=None, sampling=()
-    ) -> Plan:
-        """`tables`: rows and their pages; `copies`: (source, target, slots); `sampling`: rows and their options."""
-        self.steps += 1
-        slots = [NO_SLOT if start == 0 else row for row, start, _, _ in work]
-        moves = StateMoves(
-            ints(slots if reads is None else reads), ints([w[0] for w in work] if writes is None else writes)
-        )
-        change = TableChanges(
-            ints(row for row, pages in tables for _ in pages),
-            ints(i for _, pages in tables for i in range(len(pages))),
-            ints(page for _, pages in tables for page in pages),
-        )
-        copy = PageCopies(*(ints(c[i] for c in copies) for i in range(3)))
-        return Plan(
-            self.steps,
-            ints(w[0] for w in work),
-            ints(w[1] for w in work),
-            ints(len(w[2]) for w in work),
-            ints(token for w in work for token in w[2]),
-            ints(w[3] for w in work),
-            (change,) * len(self.paged),
-            (copy,) * len(self.paged),
-            (moves,) * self.states,
-            sampling,
-        )
-
-    def run(self, *work: Work, **more) -> list[int]:
-        self.witness.submit(self.plan(*work, **more))
-        return self.witness.collect().tokens.tolist()
-
-
-def said(*tokens: int) -> int:
-    return next_token(history_hash(tokens), VOCABULARY)
-
-
-# -- its output
-
-
-every_kind = pytest.mark.parametrize("kinds", [(FULL,), (SLIDING,), (STATE,), (FULL, SLIDING, STATE)], ids=str)
+from tenuto.exec.witness_hashes import advance, history_hash
+from tests.exec.witness_bench import FULL, PAGE, PAGES, SLIDING, STATE, VOCABULARY, Bench, every_kind, ints, paged, said
 
 
 @every_kind
@@ -322,196 +244,11 @@ def test_each_row_reads_only_its_own_history_beside_a_far_longer_one(
         bench.run((0, long + 1, [3], 0), (1, 6, [3], 0), tables=())
 
 
-# -- the protocol
-
-
-def test_two_steps_may_be_in_flight_but_not_three() -> None:
-    bench = Bench(FULL)
-    with pytest.raises(InvariantError, match="no step in flight"):
-        bench.witness.collect()
-    bench.witness.submit(bench.plan((0, 0, [1], 1)))
-    bench.witness.submit(bench.plan((0, 1, [PREVIOUS_SAMPLE], 1)))
-    with pytest.raises(InvariantError, match="while 2 are in flight"):
-        bench.witness.submit(bench.plan((0, 2, [PREVIOUS_SAMPLE], 1)))
-
-
-@every_kind
-@given(late=st.lists(st.booleans(), min_size=6, max_size=6), ahead=st.lists(st.booleans(), min_size=6, max_size=6))
-def test_steps_are_computed_and_collected_in_the_order_of_their_submission(kinds, late, ahead) -> None:
-    """Each continues from the sample of the previous one, even if some are computed late."""
-    answers, bench = iter(late), Bench(*kinds, eager=True)
-    bench.witness._late = lambda: next(answers)
-    slots: list[int] = [NO_SLOT, 0, 0, 0, 0, 0, 0]
-    history, found, outstanding = [5, 6, 7], [], 0
-    for step in range(6):
-        work = (0, 0, history, 1) if step == 0 else (0, 2 + step, [PREVIOUS_SAMPLE], 1)
-        tables = ((0, range(10)),) if step == 0 else ()
-        bench.witness.submit(bench.plan(work, tables=tables, reads=slots[step : step + 1], writes=[0]))
-        outstanding += 1
-        while outstanding > int(ahead[step]):
-            found += bench.witness.collect().tokens.tolist()
-            outstanding -= 1
-    while outstanding:
-        found += bench.witness.collect().tokens.tolist()
-        outstanding -= 1
-    for token in found:
-        assert token == said(*history)
-        history.append(token)
-
-
-@paged
-@pytest.mark.parametrize("eager", [False, True])
-def test_an_eager_step_may_write_a_new_page_while_an_earlier_one_still_reads_it(kind: Kind, eager: bool) -> None:
-    bench = Bench(kind, late=lambda: True, eager=eager)
-    bench.run((0, 0, [1, 2, 3, 4, 5, 6], 0))
-    bench.witness.submit(bench.plan((0, 6, [7], 1)))
-    bench.witness.submit(bench.plan((1, 0, [9, 9], 1), tables=((1, [1]),)))  # row 0's page, freed too early
-    if eager:
-        with pytest.raises(InvariantError, match="never written"):
-            bench.witness.collect()
-    else:
-        assert bench.witness.collect().tokens.tolist() == [said(1, 2, 3, 4, 5, 6, 7)]
-
-
-def test_an_eager_step_may_write_the_target_of_a_copy_while_an_earlier_one_still_reads_it() -> None:
-    bench = Bench(FULL, late=lambda: True, eager=True)
-    bench.run((0, 0, [1, 2, 3, 4, 5, 6], 0), (1, 0, [9, 8], 0))
-    bench.witness.submit(bench.plan((0, 6, [7], 1)))
-    bench.witness.submit(bench.plan((1, 2, [7], 1), tables=((1, [1]),), copies=[(10, 1, 2)]))
-    with pytest.raises(InvariantError, match="never written"):
-        bench.witness.collect()
-
-
-def test_an_eager_step_may_write_a_slot_new_to_its_row_while_an_earlier_one_still_reads_it() -> None:
-    bench = Bench(STATE, late=lambda: True, eager=True)
-    bench.run((0, 0, [1, 2], 0))
-    bench.witness.submit(bench.plan((0, 2, [3], 1), reads=[0], writes=[5]))
-    bench.witness.submit(bench.plan((1, 0, [9], 1), reads=[NO_SLOT], writes=[0]))
-    with pytest.raises(InvariantError, match="state slot 0 is at -1"):
-        bench.witness.collect()
-
-
-def test_the_two_state_slots_of_a_row_alternate_even_if_steps_are_eager() -> None:
-    bench = Bench(STATE, late=lambda: True, eager=True)
-    bench.run((0, 0, [1, 2], 0))
-    bench.witness.submit(bench.plan((0, 2, [3], 1), reads=[0], writes=[5]))
-    bench.witness.submit(bench.plan((0, 3, [4], 1), reads=[5], writes=[0]))
-    assert bench.witness.collect().tokens.tolist() == [said(1, 2, 3)]
-    assert bench.witness.collect().tokens.tolist() == [said(1, 2, 3, 4)]
-
-
-def test_a_failed_step_may_have_written_everything_and_the_next_one_runs() -> None:
-    failing = [True]
-    bench = Bench(FULL, fail=lambda: failing.pop() if failing else False)
-    with pytest.raises(StepFailed):
-        bench.run((0, 0, [1, 2], 1))
-    assert bench.run((0, 2, [3], 1), sampling=((0, TOLD),)) == [said(1, 2, 3)]
-
-
-@pytest.mark.parametrize(("written", "there"), [(0.0, 0), (0.5, 2), (1.0, 4)])
-def test_a_failed_step_may_have_written_a_part_or_nothing(written: float, there: int) -> None:
-    failing = [True]
-    bench = Bench(FULL, fail=lambda: failing.pop() if failing else False, written=lambda: written)
-    with pytest.raises(StepFailed):
-        bench.run((0, 0, [1, 2, 3, 4], 1))
-    if there:
-        assert bench.run((0, there, [9], 1), sampling=((0, TOLD),)) == [said(*range(1, there + 1), 9)]
-    if there < 4:
-        with pytest.raises(InvariantError, match="never written"):
-            bench.run((0, there + 2, [9], 1), sampling=((0, TOLD),))
-
-
-def test_tables_and_options_sent_with_a_failed_step_are_lost() -> None:
-    failing = [True]
-    bench = Bench(FULL, fail=lambda: failing.pop() if failing else False)
-    with pytest.raises(StepFailed):
-        bench.run((0, 0, [1, 2], 1))
-    with pytest.raises(InvariantError, match="lost in a failed step"):
-        bench.run((0, 2, [3], 1), tables=())
-    with pytest.raises(InvariantError, match="lost in a failed step"):
-        bench.run((0, 0, [1], 1), tables=())
-    assert bench.run((0, 2, [3], 1)) != [said(1, 2, 3)]  # its sampling options are lost too
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_tables_and_options_sent_after_a_failed_step_stay_though_a_step_in_flight_is_void(late: bool) -> None:
-    failing = [True]
-    bench = Bench(FULL, late=lambda: late, fail=lambda: failing.pop() if failing else False)
-    bench.witness.submit(bench.plan((0, 0, [1, 2], 1)))
-    bench.witness.submit(bench.plan((0, 2, [3], 1)))
-    with pytest.raises(StepFailed):
-        bench.witness.collect()
-    bench.witness.submit(bench.plan((0, 0, [4], 1), sampling=((0, TOLD),)))
-    bench.witness.collect()  # the void one
-    assert bench.witness.collect().tokens.tolist() == [said(4)]
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_a_late_step_uses_its_memory_until_it_is_collected(late: bool) -> None:
-    bench = Bench(FULL, late=lambda: late)
-    bench.witness.submit(bench.plan((0, 0, [1, 2], 1)))
-    written = bench.witness._slots[0][1][0] == 1
-    assert written is np.bool_(not late)
-    assert bench.witness.collect().tokens.tolist() == [said(1, 2)]
-
-
 def test_without_verification_only_the_previous_slot_is_read() -> None:
     bench = Bench(FULL, verify=False)
     bench.run((0, 0, [1, 2, 3, 4, 5], 0))
     bench.witness._slots[0][0][1] += np.uint64(1)
     assert bench.run((0, 5, [6], 1)) == [said(1, 2, 3, 4, 5, 6)]
-
-
-def test_a_plan_without_table_changes_reads_the_known_tables() -> None:
-    bench = Bench(FULL)
-    bench.run((0, 0, [1, 2], 0))
-    plan = replace(bench.plan((0, 2, [3], 1)), tables=(TableChanges(ints(()), ints(()), ints(())),))
-    bench.witness.submit(plan)
-    assert bench.witness.collect().tokens.tolist() == [said(1, 2, 3)]
-
-
-def test_masked_tokens_are_not_generated_before_their_position_and_others_are_certain() -> None:
-    bench, given = Bench(FULL), [5, 6, 7]
-    first = next_token(history_hash(given), VOCABULARY)
-    said = (first + 2) % VOCABULARY
-    masked = (first, (first + 1) % VOCABULARY)
-    assert next_unmasked(history_hash(given), VOCABULARY, masked) == said
-    plan = replace(bench.plan((0, 0, given, 1)), sampling=((0, RowSampling(GREEDY, None, None, masked, 4, 3)),))
-    bench.witness.submit(plan)
-    result = bench.witness.collect()
-    assert result.tokens.tolist() == [said]
-    assert present(result.sampled).entries(0, [said], 3) == [TokenLogprob(said, 0.0, (Candidate(said, 0.0),))]
-    free = next_token(history_hash([*given, said]), VOCABULARY)
-    bench.witness.submit(replace(bench.plan((0, 3, [said], 1)), sampling=()))
-    assert bench.witness.collect().tokens.tolist() == [free]
-    bench.witness.submit(replace(bench.plan((0, 0, given, 1)), sampling=((0, RowSampling(GREEDY)),)))
-    plain = bench.witness.collect()
-    assert (plain.tokens.tolist(), plain.sampled) == ([first], None)
-
-
-def test_a_sampling_turns_output_depends_on_its_seed_and_a_greedy_turns_does_not() -> None:
-    bench, found = Bench(FULL), {}
-    for sampling in (Sampling(), Sampling(seed=7), Sampling(1.0), Sampling(1.0, seed=7), Sampling(1.0, seed=8)):
-        plan = replace(bench.plan((0, 0, [5, 6], 1)), sampling=((0, RowSampling(sampling)),))
-        bench.witness.submit(plan)
-        found[sampling.temperature, sampling.seed] = bench.witness.collect().tokens.tolist()[0]
-    assert found[0.0, 0] == found[0.0, 7] == found[1.0, 0] == said(5, 6)
-    assert len({found[1.0, seed] for seed in (0, 7, 8)}) == 3
-    assert found[1.0, 7] == next_token(seeded(history_hash([5, 6]), 7), VOCABULARY)
-    bench.witness.submit(replace(bench.plan((0, 0, [5, 6], 1)), sampling=()))
-    assert bench.witness.collect().tokens.tolist() == [found[1.0, 8]], "a row keeps its seed"
-
-
-def test_an_input_token_is_certain_if_the_witness_would_have_generated_it() -> None:
-    bench = Bench(FULL)
-    likely = next_token(history_hash([5]), VOCABULARY)
-    after = next_token(history_hash([5, likely]), VOCABULARY)
-    scores = InputScores(ints([0, 1]), ints([likely, (after + 1) % VOCABULARY]), 2)
-    bench.witness.submit(replace(bench.plan((0, 0, [5, likely, 9], 0)), scores=scores))
-    assert present(bench.witness.collect().scored).entries(0, scores.targets.tolist(), 1) == [
-        TokenLogprob(likely, 0.0, (Candidate(likely, 0.0),)),
-        TokenLogprob((after + 1) % VOCABULARY, LEAST_LOGPROB, (Candidate(after, 0.0),)),
-    ]
 
 
 @paged
