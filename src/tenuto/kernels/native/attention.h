@@ -23,7 +23,8 @@ constexpr int STRIP = 2 * CHUNK; // blocks that all rows attend to before the ne
 static void attend(const Span &span, const QueryRows &rows, float cap, const Span *next) {
   const KvType type = span.blocks.cache.type;
 #if TENUTO_AMX
-  if (rows.head_dim % BLOCK == 0 && rows.count <= MAX_GROUPS * LANES && (type == KvType::BF16 || rows.many))
+  if (rows.head_dim % BLOCK == 0 && rows.count <= MAX_GROUPS * LANES &&
+      (type == KvType::BF16 || (type == KvType::INT8 && rows.many)))
     return (rows.count <= LANES ? amx::attend<true> : amx::attend<false>)(span, rows, cap, next);
 #endif
   for (int r = 0; r < rows.count; r++) {

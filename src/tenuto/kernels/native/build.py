@@ -71,7 +71,7 @@ def library(cache: Path, machine: Machine, variant: str, say: Callable[[str], No
     possible = machine.variants()
     if variant not in possible:
         raise ConfigError(f"kernels are {variant!r}; allowed on this CPU: {', '.join(['auto', *possible, 'torch'])}")
-    flags = [*_FLAGS, *(f"-m{feature}" for feature in VARIANTS[variant])]
+    flags = [*_FLAGS, f'-DTENUTO_VARIANT="{variant}"', *(f"-m{feature}" for feature in VARIANTS[variant])]
     if "avx512f" in VARIANTS[variant]:
         flags.append("-mprefer-vector-width=512")
     path = cache / "kernels" / f"{variant}-{_key(flags)}.so"

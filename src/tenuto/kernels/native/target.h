@@ -1,5 +1,4 @@
-// The instruction set that this library is compiled for. `build.py` has the compiler flags of each variant. To add a
-// variant, give it a name here and write whatever it does better in `vectors_avx512.h`, `vectors_avx2.h` or `simd.h`.
+// The instruction set that this library is compiled for; `build.py` has the compiler flags of each variant.
 #pragma once
 
 #include <cmath>
@@ -17,16 +16,6 @@
 #define TENUTO_AMX 1
 #else
 #define TENUTO_AMX 0
-#endif
-
-#if TENUTO_AMX
-#define TENUTO_VARIANT "amx"
-#elif TENUTO_BF16
-#define TENUTO_VARIANT "avx512_bf16"
-#elif TENUTO_AVX512
-#define TENUTO_VARIANT "avx512"
-#else
-#define TENUTO_VARIANT "avx2"
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
