@@ -357,7 +357,7 @@ def test_a_model_the_kernels_cannot_run_is_run_by_pytorch(tmp_path: Path) -> Non
     path = save_hf(tmp_path, tiny_llama(hidden_size=40, num_attention_heads=4, head_dim=10))
     executor = load_executor(resolve(str(path), path), 16, cache=cache_dir(), say=said.append)
     assert isinstance(executor.forward, TorchForward)
-    assert "head_dim 10, hidden 40 is no multiple of 16" in said[-1]
+    assert "head_dim 10, hidden 40 is not a multiple of 16" in said[-1]
     executor.close()
 
 

@@ -328,7 +328,7 @@ def test_models_the_native_kernels_cannot_compute_run_on_pytorch_with_a_message(
     assert executor.forward.description == "PyTorch in float32 on cpu"
     assert len(said) == 1
     assert said[0].startswith("Plain PyTorch computes: the native kernels cannot run this model: its ")
-    assert said[0].endswith(f"{what} is no multiple of 16")
+    assert said[0].endswith(f"{what} is not a multiple of 16")
     executor.close()
     with pytest.raises(ConfigError, match=f"'avx2' cannot be used: .*{what}"):
         load_executor(files, 4, kernels="avx2", cache=cache_dir())

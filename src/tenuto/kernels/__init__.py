@@ -1,1 +1,1 @@
-"""Portable PyTorch kernels: paged attention and sampling. The reference that faster ones are held against."""
+"""Kernels: in PyTorch, portable and the reference for tests, and natively for CPUs."""

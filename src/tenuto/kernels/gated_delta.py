@@ -10,12 +10,12 @@ from tenuto.kernels.recurrent import SCAN_BLOCK
 def scan(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token by token, the state `S` of each head becomes `T + beta * k (v - T^T k)^T` with `T = exp(decay) * S`, and
-    gives `S^T q`.
+    """Computes the recurrence token by token: the state `S` of each head becomes `T + beta * k (v - T^T k)^T` with `T =
+    exp(decay) * S`, and the head's output is `S^T q`.
 
-    All float32: `q` and `k` [rows, length, heads, key_dim]; `v` [rows, length, heads, value_dim]; `decay`, at most 0,
-    and `beta` [rows, length, heads]; `state` [rows, heads, key_dim, value_dim]. Returns what the heads give, as `v`,
-    and the state after the last token.
+    All arrays are float32. `q` and `k` are [rows, length, heads, key_dim], and `v` is [rows, length, heads, value_dim].
+    `decay`, at most 0, and `beta` are [rows, length, heads]. `state` is [rows, heads, key_dim, value_dim]. Returns the
+    outputs, of the shape of `v`, and the state after the last token.
     """
     q, k, v, decay, beta = (x.transpose(1, 2) for x in (q, k, v, decay, beta))
     found = []
@@ -29,13 +29,13 @@ def scan(
 def _block(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `scan`, all tokens at once and heads before tokens.
+    """Does what `scan` does, for all tokens at once and with heads before tokens.
 
-    What a token writes, `w = beta * (v - T^T k)`, depends on what the earlier ones of the block write: a triangular
-    system, which is solved for all.
+    The write of a token, `w = beta * (v - T^T k)`, depends on the writes of earlier tokens in the block. This is a
+    triangular system, which is solved for all tokens.
     """
     length = q.shape[2]
-    # A difference of two sums may be small beside both.
+    # In float64: the difference of two sums may be much smaller than either.
     total = decay.double().cumsum(dim=2)
     later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
     since = (total[..., None] - total[..., None, :]).masked_fill(later, -torch.inf).exp().float()

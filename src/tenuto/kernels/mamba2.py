@@ -10,11 +10,13 @@ from tenuto.kernels.recurrent import SCAN_BLOCK
 def scan(
     x: torch.Tensor, steps: torch.Tensor, rates: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token by token, the state `h` of each head becomes `exp(step * rate) * h + step * x b^T` and gives `h c`.
+    """Computes the recurrence token by token: the state `h` of each head becomes `exp(step * rate) * h + step * x b^T`,
+    and the head's output is `h c`.
 
-    All float32: `x` [rows, length, heads, head_dim]; `steps` [rows, length, heads], at least 0; `rates` [heads], at
-    most 0; `b` and `c` [rows, length, groups, size], each for `heads / groups` heads one after the other; `state`
-    [rows, heads, head_dim, size]. Returns what the heads give, as `x`, and the state after the last token.
+    All arrays are float32. `x` is [rows, length, heads, head_dim]. `steps`, at least 0, are [rows, length, heads], and
+    `rates`, at most 0, are [heads]. `b` and `c` are [rows, length, groups, size], each for `heads / groups` consecutive
+    heads. `state` is [rows, heads, head_dim, size]. Returns the outputs, of the shape of `x`, and the state after the
+    last token.
     """
     found = []
     for first in range(0, x.shape[1], SCAN_BLOCK):
@@ -27,11 +29,11 @@ def scan(
 def _block(
     x: torch.Tensor, steps: torch.Tensor, rates: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `scan`, all tokens at once. Heads are split into (groups, heads of a group): r rows, t and s tokens, g groups,
-    k heads of a group, p elements of a head, n of the state."""
+    """Does what `scan` does, for all tokens at once. Heads are split into (groups, heads of a group). Letters of
+    dimensions: r rows, t and s tokens, g groups, k heads of a group, p elements of a head, n elements of the state."""
     rows, length, _, head_dim = x.shape
     groups = b.shape[2]
-    # How far each token's state has decayed since the block began; a difference of two may be small beside both.
+    # Decay since the start of the block, in float64: the difference of two may be much smaller than either.
     decay = (steps.double() * rates).cumsum(dim=1).view(rows, length, groups, -1)
     entering = (x * steps[..., None]).view(rows, length, groups, -1, head_dim)
     before = state.view(rows, groups, -1, head_dim, b.shape[3])

@@ -1,6 +1,7 @@
-"""Paged attention in plain PyTorch, on any device: the portable path, and the reference for faster ones.
+"""Paged attention in plain PyTorch, on any device: the portable kernel, and the reference for faster ones.
 
-Pages: Kwon et al., arXiv:2309.06180. Work per step grows with what its rows attend to, not with the pool.
+Pages: Kwon et al., arXiv:2309.06180. The work of a step grows with the tokens that its rows attend to, not with the
+pool.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from tenuto.kernels.ragged import ragged_arange
 Longs = npt.NDArray[np.int64]
 
 QUERY_BLOCK = 128
-"""A longer chunk attends in blocks of so many queries, each up to its own last token: this skips most of what the
-causal mask would hide and bounds the mask's memory."""
+"""The number of queries of a block. A longer chunk attends block by block, each up to its own last token. This skips
+most of the tokens that the causal mask would hide, and bounds the mask's memory."""
 
 _SHARE = 0.75
 _SLACK = 32
-"""Blocks share a batch if the shorter attends to at least `_SHARE` of the longer one's tokens, or to at most `_SLACK`
-tokens fewer: padding stays small and short rows do not each become a batch of their own."""
+"""Two blocks share a batch if the shorter one attends to at least `_SHARE` of the longer one's tokens, or to at most
+`_SLACK` tokens fewer. So padding stays small, and short rows do not all become separate batches."""
 
 
 class PagedKV:
     """Keys and values of all layers in pages: `data` is [layers, 2, pages, page_size, kv_heads, head_dim].
 
-    Invariant: every element is finite. A slot may be read (and masked) before it is written, and what is left there
-    by its page's last owner would otherwise reach the new one: 0 * NaN is NaN.
+    Invariant: every element is finite. A slot may be read (and masked) before it is written. NaN left there by the
+    page's previous owner would reach the new one: 0 * NaN is NaN.
     """
 
     def __init__(
@@ -50,13 +51,13 @@ class PagedKV:
         self._slots = self.data.view(layers, 2, pages * page_size, kv_heads, head_dim)
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store keys and values ([tokens, kv_heads, head_dim]) in token slots `slots` (int64 [tokens], slot `s` of page
-        `p` being `p * page_size + s`). What is not finite is stored as zero."""
+        """Stores keys and values, [tokens, kv_heads, head_dim], in `slots`, int64 [tokens]. Slot `s` of page `p` has
+        the number `p * page_size + s`. Infinity and NaN are stored as zero."""
         for part, values in enumerate((k, v)):
             self._slots[layer, part].index_copy_(0, slots, torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0))
 
     def read(self, layer: int, pages: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first `tokens` keys and values of each row of `pages` (int64 [rows, pages a row]), both
+        """Returns the first `tokens` keys and values of each row of `pages`, int64 [rows, pages of a row]. Both are
         [rows, kv_heads, tokens, head_dim]."""
         rows, width = pages.shape
         shape = (rows, width * self.page_size, *self.data.shape[-2:])
@@ -67,7 +68,7 @@ class PagedKV:
         return k, v
 
     def copy(self, sources: Ints, targets: Ints, slots: Ints) -> None:
-        """Copy the first `slots[i]` token slots of page `sources[i]` to page `targets[i]`, all int32 [copies]."""
+        """Copies the first `slots[i]` token slots of page `sources[i]` to page `targets[i]`, all int32 [copies]."""
         if len(sources) == 0:
             return
         offsets = ragged_arange(slots)
@@ -80,11 +81,11 @@ class PagedKV:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Blocks of equally many queries that attend together.
+    """Blocks with the same number of queries that attend together.
 
-    `tokens` int64 [blocks * count] are their places in the flat batch, `pages` int64 [blocks, pages a block] what they
-    read, of which the first `length` tokens, and `mask` [blocks, count, length] is 0 where a query may look and -inf
-    elsewhere. `masks` has what `mask_of` made.
+    `tokens`, int64 [blocks * count], are the queries' indices in the flat batch. `pages`, int64 [blocks, pages of a
+    block], are the pages that they read; they attend to the first `length` tokens of these. `mask`, [blocks, count,
+    length], is 0 for tokens that a query attends to, and -inf for others. `masks` caches the results of `mask_of`.
     """
 
     tokens: torch.Tensor
@@ -94,21 +95,21 @@ class _Batch:
     masks: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def mask_of(self, group: int) -> torch.Tensor:
-        """The mask where `group` query heads share a key head, [blocks, 1, count * group, length]."""
+        """Returns the mask for `group` query heads per KV head, [blocks, 1, count * group, length]."""
         if group not in self.masks:
             self.masks[group] = self.mask.repeat_interleave(group, dim=1)[:, None]
         return self.masks[group]
 
 
 class PagedAttention:
-    """Attention of one step in one group: made once a step, called once a layer."""
+    """Attention of one step in one memory group: created once per step, called once per layer."""
 
     def __init__(
         self, kv: PagedKV, table: torch.Tensor, rows: Ints, starts: Ints, counts: Ints, window: int = 0
     ) -> None:
-        """`table` int64 [row ids, pages] is the page table, on the device; row `rows[i]` computes `counts[i]` tokens
-        from position `starts[i]` (int32 [rows]). A token attends to `window` tokens, itself included, or with 0 to all
-        before it; pages that lie before the window are not read."""
+        """`table`, int64 [row ids, pages], is the page table, on the device. Row `rows[i]` computes `counts[i]` tokens
+        from position `starts[i]`, int32 [rows]. A token attends to the last `window` tokens, including itself, or with
+        0 to itself and all tokens before it. Pages before the window are not read."""
         self._kv = kv
         self._window = window
         device = table.device
@@ -127,7 +128,7 @@ class PagedAttention:
         keys = torch.arange(length, device=device)
         hidden = (keys > last) | (keys <= last - self._window) if self._window else keys > last
         mask = torch.zeros(hidden.shape, device=device, dtype=self._kv.data.dtype).masked_fill_(hidden, -torch.inf)
-        # A shorter block reads on where the table may end; it masks what it finds there.
+        # A shorter block reads further than its tokens, perhaps beyond the table; the mask hides what it reads there.
         width = np.arange(-(-length // self._kv.page_size))
         entries = torch.from_numpy((blocks.pages[:, None] + width).clip(max=table.shape[1] - 1)).to(device)
         return _Batch(
@@ -147,8 +148,8 @@ class PagedAttention:
         sinks: torch.Tensor | None = None,
         cap: float = 0.0,
     ) -> torch.Tensor:
-        """See `models.block.StepMemory.attend`; `layer` is the layer's number in the group. Without `scale` it is
-        `head_dim ** -0.5`."""
+        """Does what `models.block.StepMemory.attend` describes. `layer` is the layer's number in the group. The default
+        `scale` is `head_dim ** -0.5`."""
         self._kv.write(layer, self._slots, k, v)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for batch in self._batches:
@@ -159,8 +160,8 @@ class PagedAttention:
     def _attend(
         self, layer: int, batch: _Batch, q: torch.Tensor, scale: float | None, sinks: torch.Tensor | None, cap: float
     ) -> torch.Tensor:
-        """`q` and the result are [blocks * count, heads, head_dim]. The query heads of a group are passed as further
-        queries of their key head, so that keys need not be repeated."""
+        """`q` and the result are [blocks * count, heads, head_dim]. The query heads of a KV head are passed as
+        additional queries of that head, so that keys need not be repeated."""
         keys, values = self._kv.read(layer, batch.pages, batch.length)
         blocks, kv_heads, _, head_dim = keys.shape
         group = q.shape[1] // kv_heads
@@ -180,15 +181,15 @@ class PagedAttention:
 def _capped_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, cap: float
 ) -> torch.Tensor:
-    """As `scaled_dot_product_attention`, with scores kept within `cap` by a hyperbolic tangent before `mask` is added.
-    A sink's score is in the mask, so it is not capped."""
+    """Does what `scaled_dot_product_attention` does, but limits scores to `cap` by a hyperbolic tangent before adding
+    `mask`. A sink's score is in the mask, so it is not limited."""
     scores = ((q @ k.mT).float() * (scale / cap)).tanh() * cap + mask
     return scores.softmax(dim=-1).to(v.dtype) @ v
 
 
 def _with_sinks(mask: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """A mask, [blocks, 1, count * group, length], for one more key of zeros, whose scores are `sinks`,
-    [kv_heads, group]: [blocks, kv_heads, count * group, length + 1]."""
+    """Extends a mask, [blocks, 1, count * group, length], for an additional key of zeros, whose scores are `sinks`,
+    [kv_heads, group]. Returns [blocks, kv_heads, count * group, length + 1]."""
     kv_heads, group = sinks.shape
     shape = (len(mask), kv_heads, mask.shape[2])
     last = sinks[:, None].expand(kv_heads, mask.shape[2] // group, group).reshape(kv_heads, -1)
@@ -197,10 +198,11 @@ def _with_sinks(mask: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """Query blocks that pad each other little, each of `count` queries; the rest is int64 [blocks], longest first.
+    """Query blocks of similar length, so that a batch of them needs little padding, each with `count` queries.
 
-    `rows` are row ids, `firsts` the places of the first queries in the flat batch, `pages` the first table entries that
-    are read, and `begins` the places of the first queries counted from there.
+    The arrays are int64 [blocks], longest first: `rows` are row ids, `firsts` the indices of the first queries in the
+    flat batch, `pages` the first table entries that are read, and `begins` the positions of the first queries relative
+    to those pages.
     """
 
     rows: Longs
@@ -211,7 +213,7 @@ class _Blocks:
 
 
 def _blocks(rows: Ints, starts: Ints, counts: Ints, window: int = 0, page_size: int = 1) -> Iterator[_Blocks]:
-    """Cut chunks into query blocks and group those that pad each other little."""
+    """Cuts chunks into query blocks, and groups blocks of similar length."""
     pieces = -(-counts // QUERY_BLOCK)
     within = ragged_arange(pieces) * QUERY_BLOCK
     sizes = np.minimum(np.repeat(counts, pieces) - within, QUERY_BLOCK)

@@ -1,4 +1,4 @@
-"""What recurrent layers share: rows of equal length computed together, slots of states, and causal convolution."""
+"""Shared parts of recurrent layers: batches of rows of equal length, slots of states, and causal convolution."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from tenuto.base.plan import Ints
 from tenuto.kernels.elements import StatePart
 
 SCAN_BLOCK = 64
-"""Tokens that a scan computes at once; from one such block to the next it hands on a state."""
+"""The number of tokens that a scan computes at once; a state is passed from one such block to the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows of a step with equally many tokens, such as all decodes: `rows` int64 [n], their places among the step's
-    rows, and `tokens` int64 [n, length], the places of their tokens in the flat batch."""
+    """Rows of a step with the same number of tokens, such as all decodes: `rows`, int64 [n], their indices among the
+    step's rows, and `tokens`, int64 [n, length], the indices of their tokens in the flat batch."""
 
     rows: torch.Tensor
     tokens: torch.Tensor
 
 
 def pieces(counts: Ints, device: torch.device) -> tuple[Piece, ...]:
-    """All rows of a step; row `i` computes `counts[i]` tokens, int32 [rows]."""
+    """Divides the rows of a step into pieces; row `i` computes `counts[i]` tokens, int32 [rows]."""
     firsts = np.cumsum(counts, dtype=np.int64) - counts
     found = []
     for count in np.unique(counts).tolist():
@@ -37,8 +37,8 @@ def pieces(counts: Ints, device: torch.device) -> tuple[Piece, ...]:
 
 
 class StateSlots:
-    """States of all layers of a group: for each part [layers, slots, *shape]. A slot means nothing until it is
-    written, and is then written whole."""
+    """States of all layers of a group, [layers, slots, *shape] for each part. A slot is undefined until it is written,
+    and always written completely."""
 
     def __init__(self, layers: int, slots: int, parts: Sequence[StatePart], device: torch.device) -> None:
         self.parts = [
@@ -47,14 +47,14 @@ class StateSlots:
         ]
 
     def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Copies of the states of `layer` in `slots`, int64 [rows], each [rows, *shape]; a negative slot stands for the
-        zero state."""
+        """Returns copies of the states of `layer` in `slots`, int64 [rows], each [rows, *shape]. A negative slot stands
+        for the zero state."""
         fresh, places = slots < 0, slots.clamp(min=0)
         states = (part[layer].index_select(0, places) for part in self.parts)
         return tuple(state.masked_fill_(fresh.view(-1, *[1] * (state.dim() - 1)), 0) for state in states)
 
     def write(self, layer: int, slots: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
-        """Store states, as `read` gives them, in `slots`, int64 [rows], all different."""
+        """Stores states, of the shapes that `read` returns, in `slots`, int64 [rows], all different."""
         for part, state in zip(self.parts, states, strict=True):
             part[layer].index_copy_(0, slots, state.to(part.dtype))
 
@@ -62,11 +62,11 @@ class StateSlots:
 def convolve(
     x: torch.Tensor, before: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal convolution of each channel over a row's tokens.
+    """Computes a causal convolution of each channel over a row's tokens.
 
-    `x` is [rows, length, channels], `before` [rows, channels, kernel - 1] the inputs that precede it, `weight`
-    [channels, 1, kernel], `bias` [channels]. Returns what comes out, as `x`, and the inputs that precede the next
-    token, as `before`.
+    `x` is [rows, length, channels], and `before`, [rows, channels, kernel - 1], has the inputs that precede it.
+    `weight` is [channels, 1, kernel], and `bias` [channels]. Returns the outputs, of the shape of `x`, and the inputs
+    that precede the next token, of the shape of `before`.
     """
     whole = torch.cat((before, x.transpose(1, 2)), dim=2)
     out = functional.conv1d(whole, weight, bias, groups=weight.shape[0])

@@ -1,5 +1,5 @@
-"""Choosing tokens from logits, each row by its own options and by a random number that depends on it alone; and what
-is done to logits before. `torch_sampling` and `native.sampling` choose."""
+"""Options and random numbers for sampling tokens, and penalties on logits. `torch_sampling` and `native.sampling`
+sample: each row by its own options, and by a random number that does not depend on other rows."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ Words = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Sampling options and random numbers of a batch, one entry a row, on the host.
+    """Sampling options and random numbers of a batch, one entry per row, on the host.
 
-    `temperature` float64 (0: greedy), `top_k` int64 (0: all), `top_p` float64 in (0, 1], `min_p` float64 in [0, 1] (0:
-    all), `uniform` float64 in [0, 1). Meanings are those of `base.sampling.Sampling`: temperature is applied first,
-    then top-k, top-p is a share of what top-k has left, and min-p is relative to the likeliest token.
+    `temperature` is float64 (0: greedy), `top_k` int64 (0: all), `top_p` float64 in (0, 1], `min_p` float64 in [0, 1]
+    (0: all), and `uniform` float64 in [0, 1). Options are those of `base.sampling.Sampling`: temperature is applied
+    first, then top-k. Top-p is a share of the probability that top-k leaves, and min-p is relative to the likeliest
+    token.
     """
 
     temperature: Floats
@@ -30,7 +31,7 @@ class Choice:
     uniform: Floats
 
     def rows(self, chosen: Longs) -> Choice:
-        """Those of some rows."""
+        """Returns the options of some rows."""
         return Choice(
             self.temperature[chosen], self.top_k[chosen], self.top_p[chosen], self.min_p[chosen], self.uniform[chosen]
         )
@@ -38,19 +39,19 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Which tokens some rows of a batch may sample: `rows` int64 [n], and `words` uint32 [n, words], in which bit `t %
-    32` of word `t // 32` allows token t. Tokens behind the last word are not allowed. On the host."""
+    """The tokens that some rows of a batch may sample: `rows`, int64 [n], and `words`, uint32 [n, words], in which bit
+    `t % 32` of word `t // 32` allows token t. Tokens behind the last word are not allowed. On the host."""
 
     rows: Longs
     words: Words
 
 
 def uniforms(seeds: Longs, positions: Longs) -> Floats:
-    """One random number in [0, 1) for each (seed, position), both int64 [n] and >= 0; float64 [n].
+    """Returns a random number in [0, 1), float64 [n], for each seed and position, both int64 [n] and at least 0.
 
-    Stateless: the number at place `position` of a SplitMix64 sequence (Steele, Lea and Flood, "Fast splittable
-    pseudorandom number generators", OOPSLA 2014) that starts from the mixed seed. 52 bits, so that the product with a
-    sum is always below the sum.
+    It is stateless: the number is element `position` of a SplitMix64 sequence (Steele, Lea and Flood, "Fast splittable
+    pseudorandom number generators", OOPSLA 2014) that starts from the mixed seed. It has 52 bits, so that its product
+    with a sum is always less than the sum.
     """
     step = np.uint64(0x9E3779B97F4A7C15)
     state = _mix(seeds.astype(np.uint64) + step) + (positions.astype(np.uint64) + np.uint64(1)) * step
@@ -58,14 +59,15 @@ def uniforms(seeds: Longs, positions: Longs) -> Floats:
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The output function of SplitMix64; arithmetic is modulo 2**64."""
+    """Computes the output function of SplitMix64; arithmetic is modulo 2**64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def penalise(logits: Singles, counts: Longs, repetition: Singles, presence: Singles, frequency: Singles) -> Singles:
-    """Logits of tokens that are in history, input or output, after the penalties of `base.sampling.Sampling`. All have
-    one entry a logit: `counts`, how often the token is in this turn's output, and the penalties of its row."""
+    """Applies the penalties of `base.sampling.Sampling` to logits of tokens in the history, input or output. All arrays
+    have one entry per logit: `counts`, the occurrences of the token in this turn's output, and the penalties of its
+    row."""
     repeated = np.where(logits > 0, logits / repetition, logits * repetition)
     return repeated - frequency * counts.astype(np.float32) - presence * (counts > 0)

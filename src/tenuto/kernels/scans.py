@@ -1,7 +1,7 @@
-"""Which scans recurrent layers compute with: on CUDA those of the field's libraries where they are installed, else
-plain PyTorch.
+"""Selects the scans of recurrent layers: on CUDA those of `mamba-ssm` and `flash-linear-attention` if they are
+installed, otherwise plain PyTorch.
 
-The calls follow the libraries' documented arguments and layouts, and tests check them against the reference. They have
+The calls follow the libraries' documented arguments and layouts, and tests compare them with the reference. They have
 not been run on a GPU yet.
 """
 
@@ -20,13 +20,13 @@ Mamba2Scan = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     tuple[torch.Tensor, torch.Tensor],
 ]
-"""As `mamba2.scan`."""
+"""A function with the arguments and results of `mamba2.scan`."""
 DeltaScan = Mamba2Scan
-"""As `gated_delta.scan`."""
+"""A function with the arguments and results of `gated_delta.scan`."""
 
 
 def mamba2_scan(device: torch.device) -> Mamba2Scan:
-    """`mamba2.scan`, or the same by `mamba-ssm`."""
+    """Returns `mamba2.scan`, or its equivalent in `mamba-ssm`."""
     try:
         ops = [_optional(device, f"mamba_ssm.ops.triton.{name}") for name in ("ssd_combined", "selective_state_update")]
     except ImportError:
@@ -35,7 +35,7 @@ def mamba2_scan(device: torch.device) -> Mamba2Scan:
 
 
 def gated_delta_scan(device: torch.device, dtype: torch.dtype) -> DeltaScan:
-    """`gated_delta.scan`, or the same by `flash-linear-attention`. `dtype`: of the model."""
+    """Returns `gated_delta.scan`, or its equivalent in `flash-linear-attention`. `dtype` is that of the model."""
     try:
         ops = _optional(device, "fla.ops.gated_delta_rule")
     except ImportError:
@@ -44,7 +44,7 @@ def gated_delta_scan(device: torch.device, dtype: torch.dtype) -> DeltaScan:
 
 
 def _optional(device: torch.device, module: str) -> ModuleType:
-    """A module of a library for CUDA, which no package of ours asks for. Raises `ImportError`."""
+    """Imports a module of an optional library for CUDA. Raises `ImportError`."""
     if device.type != "cuda":
         raise ImportError(f"{module} is for CUDA; here: {device}")
     return import_module(module)
@@ -53,8 +53,8 @@ def _optional(device: torch.device, module: str) -> ModuleType:
 def mamba2_by(
     combined: Callable[..., tuple[torch.Tensor, torch.Tensor]], update: Callable[..., torch.Tensor]
 ) -> Mamba2Scan:
-    """`mamba2.scan` by `mamba_chunk_scan_combined` and, for single tokens, `selective_state_update`, which changes the
-    state that it is given."""
+    """Returns `mamba2.scan` in terms of `mamba_chunk_scan_combined` and, for single tokens, `selective_state_update`,
+    which changes its state in place."""
 
     def scan(
         x: torch.Tensor, steps: torch.Tensor, rates: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor
@@ -84,8 +84,9 @@ def gated_delta_by(
     recurrent: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     dtype: torch.dtype,
 ) -> DeltaScan:
-    """`gated_delta.scan` by `chunk_gated_delta_rule`, which takes no float32, for what is longer than a block in a
-    model of 16 bits, and for all else token by token by `fused_recurrent_gated_delta_rule`."""
+    """Returns `gated_delta.scan` in terms of two functions. `chunk_gated_delta_rule`, which does not accept float32,
+    computes rows longer than a block in 16-bit models. `fused_recurrent_gated_delta_rule` computes all other rows,
+    token by token."""
 
     def scan(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor

@@ -1,4 +1,4 @@
-"""Choosing tokens from logits with PyTorch, on any device: the reference for faster kernels."""
+"""Samples tokens with PyTorch, on any device: the reference for faster kernels."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from tenuto.base.sampling import LEAST_LOGPROB
 from tenuto.kernels.sampling import Choice, Floats, Longs, Masks
 
 _CANDIDATES = 1024
-"""How many of the likeliest tokens are looked at first; if they do not settle what is kept, all are sorted."""
+"""The number of likeliest tokens that are examined first. If they do not decide which tokens are kept, all are
+sorted."""
 
 
 def mask(logits: torch.Tensor, masks: Masks) -> None:
-    """Set the logits, float32 [rows, vocab], of tokens that are not allowed to minus infinity, in place. A row that may
-    sample none keeps all."""
+    """Sets the logits, float32 [rows, vocab], of forbidden tokens to minus infinity, in place. A mask that forbids all
+    tokens changes nothing."""
     vocab = logits.shape[-1]
     bits = np.unpackbits(masks.words.view(np.uint8), axis=1, count=vocab, bitorder="little")
     bits[~bits.any(axis=1)] = 1
@@ -24,11 +25,11 @@ def mask(logits: torch.Tensor, masks: Masks) -> None:
 
 
 def sample(logits: torch.Tensor, choice: Choice) -> torch.Tensor:
-    """One token a row. `logits` is float32 [rows, vocab]. Returns int64 [rows] on the same device.
+    """Samples one token per row. `logits` is float32 [rows, vocab]. Returns int64 [rows] on the same device.
 
-    Of tokens with equal logits a greedy row takes the first; which of several equally likely ones at the very edge of
-    top-k or top-p is kept is unspecified but always the same for the same logits. Logits that are not numbers give
-    some token, never an error: the request that caused them must not fail the batch.
+    A greedy row takes the first of the tokens with the highest logit. Among equally likely tokens at the edge of top-k
+    or top-p, the ones that are kept are unspecified, but always the same for the same logits. NaN among the logits
+    leads to some token rather than an error: the request that caused it must not fail the batch.
     """
     drawn = np.flatnonzero(choice.temperature > 0)
     if len(drawn) == len(logits) > 0:
@@ -41,17 +42,18 @@ def sample(logits: torch.Tensor, choice: Choice) -> torch.Tensor:
 
 
 def _draw(logits: torch.Tensor, choice: Choice) -> torch.Tensor:
-    """Draw by inverting the cumulative distribution over the tokens kept, in order of their ids."""
+    """Draws tokens by inverting the cumulative distribution over the kept tokens, in order of their ids."""
     below = kept_probabilities(logits, choice).cumsum(dim=-1)
     targets = below[:, -1:] * torch.from_numpy(choice.uniform).to(logits.device)[:, None]
     return torch.searchsorted(below, targets, right=True).squeeze(1).clamp_(max=logits.shape[-1] - 1)
 
 
 def kept_probabilities(logits: torch.Tensor, choice: Choice) -> torch.Tensor:
-    """What rows that are not greedy draw from: each token's probability after temperature, or zero if the other options
-    exclude it; their sum is not made 1 again. `logits` is float32 [rows, vocab]; returns float64 of that shape."""
+    """Returns the probabilities that rows with a temperature draw from, float64 [rows, vocab]: those after temperature,
+    or zero for tokens that the other options exclude. They are not normalised again. `logits` is float32 [rows,
+    vocab]."""
     device, vocab = logits.device, logits.shape[-1]
-    # The highest logit goes to 0 before the division, or a tiny temperature would overflow.
+    # Logits are shifted so that the highest is 0, because dividing by a tiny temperature could overflow.
     shifted = logits.double() - logits.max(dim=-1, keepdim=True).values
     probabilities = (shifted / torch.from_numpy(choice.temperature).to(device)[:, None]).softmax(dim=-1)
     limited = np.flatnonzero((choice.top_k > 0) & (choice.top_k < vocab) | (choice.top_p < 1))
@@ -64,7 +66,7 @@ def kept_probabilities(logits: torch.Tensor, choice: Choice) -> torch.Tensor:
 
 
 def _limit(probabilities: torch.Tensor, rows: Longs, top_k: Longs, top_p: Floats) -> None:
-    """Set to zero, in place, what the options of `rows` exclude from `probabilities`, float64 [all rows, vocab]."""
+    """Sets the probabilities that the options of `rows` exclude to zero, in place; float64 [all rows, vocab]."""
     device, vocab = probabilities.device, probabilities.shape[-1]
     for width in (min(_CANDIDATES, vocab), vocab):
         places = torch.from_numpy(rows).to(device)
@@ -73,7 +75,7 @@ def _limit(probabilities: torch.Tensor, rows: Longs, top_k: Longs, top_p: Floats
         most = np.where(top_k[rows] > 0, top_k[rows], vocab)
         values.masked_fill_(torch.arange(width, device=device) >= torch.from_numpy(most).to(device)[:, None], 0.0)
         cumulative = values.cumsum(dim=-1)
-        # Without top-k the share is of all tokens, whether or not they are among the candidates.
+        # Without top-k, top-p is a share of all tokens, not only of the candidates.
         total = torch.where(torch.from_numpy(most <= width).to(device), cumulative[:, -1], chosen.sum(dim=-1))
         share = torch.from_numpy(top_p[rows]).to(device) * total
         values.masked_fill_(cumulative - values >= share[:, None], 0.0)
@@ -86,14 +88,15 @@ def _limit(probabilities: torch.Tensor, rows: Longs, top_k: Longs, top_p: Floats
 
 
 def score(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probabilities of `tokens`, int64 [rows], by `logits`, float32 [rows, vocab]: float32 [rows]; then the `most`
-    likeliest, or all there are, in falling order: their ids, int64, and log-probabilities, float32, both [rows, most].
-    What is no number or below `LEAST_LOGPROB` is that. Which of several at the very edge are told is unspecified."""
+    """Returns the log-probabilities of `tokens`, int64 [rows], by `logits`, float32 [rows, vocab]: float32 [rows]; then
+    the ids, int64, and log-probabilities, float32, of the `most` likeliest tokens, or of all, in descending order, both
+    [rows, most]. NaN and values below `LEAST_LOGPROB` become `LEAST_LOGPROB`. The choice among equally likely tokens at
+    the edge is unspecified."""
     total = logits.logsumexp(dim=-1, keepdim=True)
     chosen = logits.gather(1, tokens[:, None]) - total
     values, ids = logits.topk(min(most, logits.shape[-1]), dim=-1)
-    return _told(chosen).squeeze(1), ids, _told(values - total)
+    return _clamped(chosen).squeeze(1), ids, _clamped(values - total)
 
 
-def _told(values: torch.Tensor) -> torch.Tensor:
+def _clamped(values: torch.Tensor) -> torch.Tensor:
     return values.nan_to_num(nan=LEAST_LOGPROB).clamp(LEAST_LOGPROB, 0.0)

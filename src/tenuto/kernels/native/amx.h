@@ -11,8 +11,8 @@ struct alignas(64) Config {
   uint8_t rows[16] = {};
 };
 
-// A barrier for the compiler, since tile loads and stores are not declared as reading and writing memory: it neither
-// moves stores across this nor drops them.
+// A barrier for the compiler, which does not know that tile instructions read and write memory. It must not move or
+// drop other stores around them.
 INLINE void compiler_barrier() { asm volatile("" : : : "memory"); }
 
 // The shapes of the tiles: for products, or for attention of some query rows to the values of one block, or of a pair

@@ -3,9 +3,9 @@
 
 #include "kv_cache.h"
 
-// The running result of a query row (online softmax): `max_score`, a whole number of at least the highest score so far,
-// or minus infinity; the sum of the softmax weights 2^(score - max_score); and the sum of the values times their
-// weights, float [head_dim], in the memory behind it.
+// The running result of a query row (online softmax). `max_score` is a whole number of at least the highest score so
+// far, or minus infinity. `sum` is that of the softmax weights 2^(score - max_score). The memory behind it has the sum
+// of the values times their weights, float [head_dim].
 //
 // Scores are computed for a chunk of blocks at a time, and the results of chunks are added in their order. A chunk's
 // result depends on `max_score` only by a power of two, so results do not depend on which thread computes which chunks.

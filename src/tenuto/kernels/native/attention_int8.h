@@ -8,8 +8,10 @@
 #include "attention_blocks.h"
 #include "matmul_input.h"
 
-constexpr float MAX_QUERY_QUANT = 127.0f * 128.0f, MAX_WEIGHT_QUANT = 127.0f * 129.0f; // the highest quants
-// Products with keys exceed the true ones by so much times the sum of the query's quants.
+// The highest quants.
+constexpr float MAX_QUERY_QUANT = 127.0f * 128.0f, MAX_WEIGHT_QUANT = 127.0f * 129.0f;
+// Keys are stored plus 128, of which `Dot::add` subtracts `OFFSET`. The rest, times the sum of the query's quants, has
+// to be subtracted from products.
 constexpr int KEY_OFFSET = 128 - OFFSET;
 
 // Combines the products of coarse and of fine quants, and subtracts `offset`.

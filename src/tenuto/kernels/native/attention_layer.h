@@ -4,17 +4,19 @@
 #include "attention.h"
 #include "dense.h"
 
-// Tokens of a row, from `query` on, and a key head.
+// A KV head, and `queries` tokens of a row from its token `query` on.
 struct QueryRange {
   int row, head, query, queries;
 };
 
+// A part of the attention of a query range: one chunk of blocks, or with a single part all chunks. Tasks with the parts
+// of one range form a group, whose last task merges the results.
 struct AttentionTask {
   QueryRange range;
-  int from;        // the first chunk that any of its queries attends to
-  int part, parts; // with several parts, each has one chunk from there on; a single part has all chunks
-  int group;       // of tasks with all parts of a range: the last one merges their results
-  int64_t slot;    // of the group's partial results, [parts][query rows]
+  int from;        // the first chunk that any of the queries attends to
+  int part, parts; // part `part` of `parts`
+  int group;
+  int64_t slot; // of the group's partial results, [parts][query rows]
 };
 
 // The pages of one memory group.

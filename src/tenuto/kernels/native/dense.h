@@ -3,7 +3,7 @@
 
 #include "workspace.h"
 
-// Returns 1 / rms of `width` floats, which zeros fill up to `count`, a multiple of 16.
+// Returns 1 / rms of `width` floats, padded with zeros to `count`, a multiple of 16.
 INLINE float inverse_rms(const float *x, int count, int width, float epsilon) {
   f32x16 squares = {}, others = {}; // two sums, so that an addition need not wait for the one before
   int k = 0;
@@ -140,8 +140,8 @@ INLINE void gate_block(const Matrix &gate, const Matrix &up, int block, const Te
       f32x16 out[2] = {};
       for (int p = 0; p < panels; p++) {
         const int64_t at = p * step + (int64_t)(row - first) * LANES;
-        const f32x16 gated_by = load<f32x16>(gates + at) + bias_of(gate, 2 * block + p);
-        out[p] = activate(op.activation, op.gate_scale == 1.0f ? gated_by : gated_by * op.gate_scale,
+        const f32x16 gate_input = load<f32x16>(gates + at) + bias_of(gate, 2 * block + p);
+        out[p] = activate(op.activation, op.gate_scale == 1.0f ? gate_input : gate_input * op.gate_scale,
                           load<f32x16>(ups + at) + bias_of(up, 2 * block + p));
       }
       to.set(row, block, out[0], out[1]);

@@ -102,7 +102,7 @@ struct TenutoExperts {
 //   EXPERTS    x, or with `apart` y, += scale * the output of the experts that P chooses, for A.
 //   SELECT     as NORM, for the tokens whose logits are wanted.
 //   LOGITS     scale * (A times first), limited to `cap` by a hyperbolic tangent unless that is 0.
-// `consumer` is the format of the matrices that the A or B which an operation computes is multiplied with.
+// `consumer` is the format of the matrices that the result, A or B, is multiplied by.
 struct TenutoOp {
   int32_t kind;
   PanelFormat consumer;

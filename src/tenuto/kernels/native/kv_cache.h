@@ -44,8 +44,8 @@ struct Cache {
 // A type has a struct with these functions, and is added to the functions behind the structs:
 //   block_bytes(cache)                 the size of a block's keys and values.
 //   write_key, write_value             store float [head_dim] in a slot of a block; `values` are the block's values.
-//   Element, pairs(p)                  unpack 16 pairs of elements (see `attend_pairs`); not needed by a type with a
-//                                      kernel of its own.
+//   Element, pairs(p)                  unpack 16 pairs of elements for `attend_pairs`, unless the type has another
+//   kernel.
 
 // bfloat16: the keys of a block are [head_dim / 2][16 slots][2], so that a vector has a pair of dimensions of each of
 // 16 slots. Values are [8 pairs of slots][head_dim][2], so that a vector has 16 dimensions of a pair of slots.
@@ -72,11 +72,12 @@ struct KvBf16 {
   }
 };
 
-// 8-bit quants with scales: a block has quants of keys plus 128, uint8 [head_dim / 4][16 slots][4], then quants of
-// values, int8 [4 groups of 4 slots][head_dim][4], then the scales, bfloat16 [16 slots] for each part of 32 dimensions
-// of the keys and for the values. A block takes whole cache lines.
+// 8-bit quants with scales. A block takes whole cache lines, and has three parts:
+//   Keys plus 128, uint8 [head_dim / 4][16 slots][4].
+//   Values, int8 [4 groups of 4 slots][head_dim][4].
+//   Scales, bfloat16 [16 slots], for each part of 32 dimensions of the keys, and then for the values.
 struct KvInt8 {
-  // Returns the number of parts of a key, each with a scale of its own.
+  // Returns the number of parts of a key. Each part has a scale.
   static int parts(const Cache &cache) { return (cache.head_dim + BLOCK - 1) / BLOCK; }
   static int block_bytes(const Cache &cache) { return 2 * LANES * cache.head_dim + (parts(cache) + 2) / 2 * 64; }
   // Returns the scales of a part of a block's keys, or, as part `parts(cache)`, of its values.

@@ -12,8 +12,8 @@ public:
   int conv_tokens() const { return group_.conv_tokens; }
   int conv_channels() const { return group_.conv_channels; }
 
-  // Return the state of a layer in a slot, or null for the zero state: the last inputs of the convolution,
-  // [conv_tokens] [conv_channels], and the recurrent state.
+  // Return the parts of a layer's state in a slot, or null for the zero state: the last inputs of the convolution,
+  // [conv_tokens][conv_channels], and the recurrent state.
   float *convolution(int slot, int layer) const {
     return slot < 0 ? nullptr : data + (slot * (int64_t)group_.layers + layer) * layer_floats();
   }
@@ -187,16 +187,16 @@ static void gate(Workspace &work, const TenutoOp &op, Member &member) {
   for (int token; (token = work.team.take(member.number, work.tokens())) >= 0;) {
     const float *found = work.recurrent_output(token), *gates = work.projected(token) + r.gate_column;
     for (int begin = 0; begin < width; begin += part) {
-      auto opened = [&](int d)
-                        __attribute__((always_inline)) { return silu16(load<f32x16>(gates + d) * r.gate_scale); };
+      auto gate_at = [&](int d)
+                         __attribute__((always_inline)) { return silu16(load<f32x16>(gates + d) * r.gate_scale); };
       for (int d = begin; d < begin + part; d += LANES)
-        store(row + d, r.gate_first ? load<f32x16>(found + d) * opened(d) : load<f32x16>(found + d));
+        store(row + d, r.gate_first ? load<f32x16>(found + d) * gate_at(d) : load<f32x16>(found + d));
       const float factor = r.norm ? inverse_rms(row + begin, part, part, r.epsilon) : 1.0f;
       for (int d = begin; d < begin + part; d += LANES) {
         f32x16 normalised = load<f32x16>(row + d) * factor;
         if (r.norm)
           normalised = normalised * load<f32x16>(r.norm + d);
-        store(row + d, r.gate_first ? normalised : normalised * opened(d));
+        store(row + d, r.gate_first ? normalised : normalised * gate_at(d));
       }
     }
     if (width % BLOCK)

@@ -51,7 +51,7 @@ static void forbid(float *logits, int vocab, const uint32_t *mask, int words) {
   }
 }
 
-// Samples one token at a time. It has its own buffers.
+// Samples one token at a time, with private buffers.
 class Sampler {
 public:
   explicit Sampler(int vocab) : vocab_(vocab), weights_((vocab + STRIP - 1) / STRIP * STRIP) {
@@ -140,8 +140,8 @@ private:
     }
   }
 
-  // Finds the edge of the likeliest tokens: `count` tokens, or those with `share` of the weight, whichever are fewer,
-  // but at least one. Sets `total` to their weight. Returns false if the bins do not have as many.
+  // Finds the edge of the likeliest tokens: at most `count` tokens, at most `share` of the weight, but at least one
+  // token. Sets `total` to their weight. Returns false if the bins do not have as many.
   bool find_edge(int64_t count, double share, Edge &edge, double &total) {
     total = 0;
     for (int bin = BINS - 1; bin >= 0; bin--) {

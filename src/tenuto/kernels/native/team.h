@@ -51,8 +51,8 @@ public:
   // Returns the first of a member's own tasks.
   int begin_of(int member, int tasks) const { return (int)((int64_t)tasks * member / size_); }
 
-  // Takes the next of `tasks` for `member`, or returns -1 if none is left since the last barrier. Each member has a run
-  // of tasks of its own, so that it reads memory in order, and afterwards helps the others.
+  // Takes the next of `tasks` for `member`, or returns -1 if none is left since the last barrier. Each member first
+  // takes a run of consecutive tasks, so that it reads memory in order, and then helps the others.
   int take(int member, int tasks) {
     for (int i = 0; i < size_; i++) {
       const int owner = (member + i) % size_;

@@ -18,7 +18,7 @@ def obstacle(config: ModelConfig) -> str | None:
     sizes = dict.fromkeys(size for layer in config.layers for size in _sizes(layer))
     odd = [f"{name} {size}" for name, size in (*sizes, ("hidden", config.hidden)) if size % LANES]
     if odd:
-        return f"its {', '.join(odd)} is no multiple of {LANES}"
+        return f"its {', '.join(odd)} is not a multiple of {LANES}"
     long = [size for name, size in sizes if name == "head_dim" and size > MAX_HEAD_DIM]
     if long:
         return f"its head_dim {max(long)} is more than {MAX_HEAD_DIM}"
