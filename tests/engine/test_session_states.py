@@ -219,7 +219,7 @@ def stage() -> Iterator[Stage]:
 def test_state_of_other_weights_or_another_layout_is_refused(file: Path, tmp_path: Path, stage: Stage) -> None:
     with closing(StateFile(file)) as opened:
         state, document = opened.state(), opened.document
-        with pytest.raises(InvalidRequest, match="tokens mean something else"):
+        with pytest.raises(InvalidRequest, match="another vocabulary"):
             opened.check("another", WEIGHTS)
         with pytest.raises(InvalidRequest, match="other weights"):
             opened.check(MODEL, "others")

@@ -187,7 +187,7 @@ def test_imported_sessions_and_tokens_count_against_limits(one: httpx.Client, tw
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"model": "0" * 64}, "tokens mean something else"),
+        ({"model": "0" * 64}, "another vocabulary"),
         ({"turns": [{"input": [1000], "output": [], "conversation": None, "cut": False}]}, "token id 1000"),
         ({"turns": [{"input": [1] * (CONTEXT + 1), "output": [], "conversation": None, "cut": False}]}, "allowed: 400"),
         ({"max_tokens": TOKENS - 1}, f"history and input have {TOKENS} tokens"),

@@ -1,1 +1,1 @@
-"""What every layer may know: errors, checks, configuration, clock, plans. Plain Python and NumPy."""
+"""Errors, checks, configuration, clocks, plans and messages, which every layer may use. Plain Python and NumPy."""

@@ -1,4 +1,4 @@
-"""Checks of values that callers choose. A wrong value raises a typed error, so that none gets past the edge."""
+"""Checks of values from callers. A wrong value raises a typed error at the edge."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any, SupportsFloat
 from tenuto.base.errors import InvalidRequest, TenutoError
 
 MAX_COUNT = 2**40
-"""The largest number of anything that callers count."""
+"""The largest count that a caller may give."""
 MAX_SECONDS = 1e9
 """The longest time span, about 30 years."""
 
 
 def whole(name: str, value: object, low: int, high: int, error: type[TenutoError] = InvalidRequest) -> int:
-    """`value` as an integer in [low, high]; bools are rejected. Raises `error`."""
+    """Returns `value` as an integer in [low, high]; bools are rejected. Raises `error`."""
     try:
         number = index(value)  # type: ignore[arg-type] # whatever the caller gave
     except TypeError:
@@ -38,7 +38,7 @@ def real(
     *,
     above: bool = False,
 ) -> float:
-    """`value` as a number in [low, high], or with `above` in (low, high]. Raises `error`."""
+    """Returns `value` as a number in [low, high], or with `above` in (low, high]. Raises `error`."""
     number = _float(value)
     if number is None or not low <= number <= high or (above and number == low):
         allowed = f"more than {low:g} and at most {high:g}" if above else f"a number from {low:g} to {high:g}"
@@ -47,7 +47,7 @@ def real(
 
 
 def seconds(name: str, value: object, error: type[TenutoError] = InvalidRequest) -> float | None:
-    """`value` as a time span of more than 0 seconds; `None` stays `None`. Raises `error`."""
+    """Returns `value` as a time span of more than 0 seconds; `None` stays `None`. Raises `error`."""
     if value is None:
         return None
     number = _float(value)
@@ -66,7 +66,7 @@ class Bounds:
     above: bool = False
 
     def check(self, name: str, value: object, error: type[TenutoError] = InvalidRequest) -> float:
-        """`value` as a Python number. Raises `error`."""
+        """Returns `value` as a Python number. Raises `error`."""
         if isinstance(self.low, int) and isinstance(self.high, int):
             return whole(name, value, self.low, self.high, error)
         return real(name, value, self.low, self.high, error, above=self.above)
@@ -84,24 +84,25 @@ def option(
     internal: str = "",
     names: Mapping[str, str | tuple[str, ...]] = MappingProxyType({}),
 ) -> Any:
-    """A field of a dataclass of options, with a description for users. Besides its default it may be within bounds, one
-    of some texts (in either case), or what a function makes of its name and the given value. A `secret` is not shown.
-    `internal`: the reason why users cannot set it by its name. `names`: what other APIs call it, and other flags for it
-    as "cli"; of several names that one of them has for it, the first takes precedence."""
+    """Returns a dataclass field for an option, with a description for users. `allowed`: bounds, a list of texts (in
+    upper or lower case), or a function that returns the checked value from the option's name and a given value; the
+    default is always allowed. A `secret` is not shown. `internal`: the reason why users cannot set the option by its
+    name. `names`: its names by API, and further flags under "cli"; of several names in one API the first takes
+    precedence."""
     metadata: dict[str, Any] = {"description": description, "allowed": allowed, "secret": secret, "internal": internal}
     metadata["names"] = {api: (name,) if isinstance(name, str) else name for api, name in names.items()}
     return field(default=default, repr=not secret, metadata=metadata)
 
 
 def check_options(options: Any, error: type[TenutoError] = InvalidRequest) -> None:
-    """For `__post_init__`: checks every `option` field, and turns numbers into Python's own. Raises `error`."""
+    """Checks every `option` field and converts numbers to Python's own; for `__post_init__`. Raises `error`."""
     for each in _checked(options.__class__):
         if (value := getattr(options, each.name)) is not each.default:
             object.__setattr__(options, each.name, check_option(each, value, error))
 
 
 def check_option(declared: Field[Any], value: Any, error: type[TenutoError] = InvalidRequest) -> Any:
-    """The value to keep for an `option` field. Raises `error` if the option may not have it."""
+    """Returns the checked value of an `option` field. Raises `error` if it is not allowed."""
     name, allowed = declared.name, declared.metadata["allowed"]
     if value is declared.default:
         return value
@@ -118,13 +119,13 @@ def check_option(declared: Field[Any], value: Any, error: type[TenutoError] = In
 
 @cache
 def _checked(options: type[Any]) -> tuple[Field[Any], ...]:
-    """The fields that `check_option` checks. Their defaults are allowed."""
+    """Returns the fields that `check_option` can reject."""
     each = (one for one in fields(options) if one.metadata)
     return tuple(one for one in each if isinstance(one.default, bool) or one.metadata["allowed"] is not None)
 
 
 def items(name: str, value: object, allowed: str) -> tuple[Any, ...]:
-    """`value` as a tuple, if it is a collection and neither text nor bytes. Raises `InvalidRequest`."""
+    """Returns a collection as a tuple. Raises `InvalidRequest` for text, bytes and anything else."""
     if isinstance(value, tuple):
         return value
     if not isinstance(value, str | bytes | bytearray | memoryview | Mapping) and isinstance(value, Iterable):
@@ -134,7 +135,7 @@ def items(name: str, value: object, allowed: str) -> tuple[Any, ...]:
 
 
 def flag(name: str, value: object, error: type[TenutoError] = InvalidRequest) -> bool:
-    """Raises `error` unless `value` is a bool."""
+    """Returns `value`. Raises `error` unless it is a bool."""
     if not isinstance(value, bool):
         raise error(f"{name} is {shown(value)}; allowed: true or false", param=_param(name))
     return value
@@ -149,11 +150,11 @@ def check_unicode(name: str, value: str) -> None:
 
 
 MAX_NESTING = 128
-"""Objects and lists inside one another in JSON that templates are told."""
+"""The most levels of objects and lists in JSON that templates render."""
 
 
 def check_nesting(name: str, value: object, param: str) -> None:
-    """Raises `InvalidRequest` for JSON that is nested too deeply to be written by recursion."""
+    """Raises `InvalidRequest` for JSON nested too deeply for a recursive writer."""
     level = [value]
     for _ in range(MAX_NESTING + 1):
         inside = [each for each in level if isinstance(each, Mapping | list | tuple)]
@@ -164,7 +165,7 @@ def check_nesting(name: str, value: object, param: str) -> None:
 
 
 def _param(name: str) -> str | None:
-    """The option's name, or `None` if `name` only describes a part of one."""
+    """Returns `name` if it is an option's name, or `None` if it describes a part of one."""
     return name if name.isidentifier() else None
 
 
@@ -178,6 +179,6 @@ def _float(value: object) -> float | None:
 
 
 def shown(value: object) -> str:
-    """A value as an error message shows it, cut short."""
+    """Formats a value for an error message, cut to 40 characters."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:40]}..."

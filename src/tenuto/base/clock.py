@@ -1,4 +1,4 @@
-"""Time is passed in, so that tests and the simulator can jump it."""
+"""Clocks. They are passed in, so that tests and the simulator control time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ class Clock(Protocol):
         ...
 
     def wall(self) -> float:
-        """Seconds since the epoch, as clocks on walls tell it: comparable between processes, but it may be set
-        back."""
+        """Seconds since the epoch. They can be compared between processes, but may go back."""
         ...
 
 

@@ -18,27 +18,27 @@ from tenuto.base.errors import ConfigError
 from tenuto.base.parsing import parse_directory, parse_memory, parse_path, parse_size
 
 WEIGHTS = Bounds(0.01, 100.0)
-"""Of tenants."""
+"""Bounds of a tenant's weight."""
 _COUNT = Bounds(1, MAX_COUNT)
 _SIZE = Bounds(0, MAX_COUNT)
 
 DEFAULT_MODEL = "smollm2"
 """SmolLM2-135M-Instruct: a chat model small enough for any CPU."""
 KERNELS = ("auto", "amx", "avx512_bf16", "avx512", "avx2", "torch")
-"""What may compute: the best there is, one variant of the native kernels, or plain PyTorch."""
+"""Choices of kernels: the best variant that the CPU has, one variant of the native kernels, or plain PyTorch."""
 LEVELS = ("debug", "info", "warning", "error")
 OTHER_VARIABLES = ("TENUTO_CACHE", "TENUTO_URL")
-"""Of the environment: where models are kept, and where the server of a client is."""
+"""Environment variables that set no option: the directory of models, and the URL of a client's server."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a tenant may have at once; `None`: no limit of its own. Open `turns`, of which `queued` may wait for a busy
-    session; open `sessions`, of which `pinned` may be so; committed `tokens` in them. `units`: of memory (pages and
-    state slots) that its sessions keep on the device; idle ones leave it when others are to start. `journal_bytes`:
-    about what a journal has of them. What sessions share counts for each. A session whose history takes
-    `session_units`, or `session_journal_bytes`, goes no further."""
+    """A tenant's limits at any moment; `None`: unlimited. `turns`: open turns; `queued`: those of them that wait for a
+    busy session. `sessions`: open sessions; `pinned`: those of them that are pinned; `tokens`: their committed tokens.
+    `units`: pages and state slots that its sessions keep on the device; when other sessions of the tenant start, idle
+    ones leave it. `journal_bytes`: approximate size in the journal. Anything that sessions share counts for each of
+    them. A session that has reached `session_units` or `session_journal_bytes` accepts no more turns."""
 
     turns: Count | None = None
     queued: Count | None = None
@@ -52,7 +52,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def _tenant_weights(name: str, given: Iterable[Iterable[Any]]) -> tuple[tuple[str, float], ...]:
-    """Tenants' weights from any pairs. Raises `ConfigError`."""
+    """Returns tenants' weights as a tuple of pairs. Raises `ConfigError`."""
     try:
         pairs = [(tenant, weight) for tenant, weight in given]
     except (TypeError, ValueError):
@@ -64,7 +64,7 @@ def _tenant_weights(name: str, given: Iterable[Iterable[Any]]) -> tuple[tuple[st
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How an engine runs."""
+    """The options of an engine."""
 
     context_length: int = option(8192, "Most tokens of a session; capped at the model's if not given.", _COUNT)
     max_running: int = option(32, "Most turns in one step.", _COUNT, names={"cli": "--max-running-requests"})
@@ -151,7 +151,7 @@ class EngineOptions(TypedDict, total=False):
 
 
 def engine_config(given: EngineOptions, max_context: int | None = None) -> EngineConfig:
-    """Resolve the configuration. The default context length is capped at the model's, `max_context`. Raises
+    """Resolves the configuration. The default context length is capped at the model's, `max_context`. Raises
     `ConfigError`."""
     unknown = given.keys() - EngineOptions.__annotations__.keys()
     if unknown:
@@ -166,8 +166,8 @@ def engine_config(given: EngineOptions, max_context: int | None = None) -> Engin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """How to load a model and make its engine; the first message to an engine process. Raises `ConfigError` if `config`
-    is wrong for any model."""
+    """Settings for loading a model and creating its engine; the first message to an engine process. Raises
+    `ConfigError` if `config` is wrong for every model."""
 
     model: str = option(
         DEFAULT_MODEL,
@@ -204,13 +204,13 @@ class WorkerSettings:
 
     @property
     def snapshot_seconds(self) -> float:
-        """How long the engine may write memory to disk when it is closed."""
+        """The time that the engine may take to write memory to disk when it is closed."""
         config = engine_config(self.config)
         return config.snapshot_seconds if self.journal is not None and config.disk_tier else 0.0
 
 
 def user_path(path: str) -> Path:
-    """A path that may begin with `~`. Raises `ConfigError` if the home directory is not known."""
+    """Expands a leading `~`. Raises `ConfigError` if the home directory is not known."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -218,7 +218,7 @@ def user_path(path: str) -> Path:
 
 
 def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that set options of the server, if they are not empty: all `TENUTO_*` but `OTHER_VARIABLES`."""
+    """Returns the non-empty variables that set options of the server: all `TENUTO_*` except `OTHER_VARIABLES`."""
     return {
         name: text
         for name, text in environ.items()
@@ -227,9 +227,10 @@ def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """The directory of downloaded models and compiled kernels: `$TENUTO_CACHE`, else `tenuto` in `$XDG_CACHE_HOME` or
-    `~/.cache`. If that does not exist and cannot be made (no home, or a read-only one), it is `tenuto-` and the user's
-    number in the system's temporary directory. Raises `ConfigError` if that belongs to another user."""
+    """Returns the directory of downloaded models and compiled kernels: `$TENUTO_CACHE`, else `tenuto` in
+    `$XDG_CACHE_HOME` or `~/.cache`. If that does not exist and cannot be created (no home, or a read-only one), it is
+    `tenuto-` and the user's number in the system's temporary directory. Raises `ConfigError` if another user owns
+    it."""
     own = environ.get("TENUTO_CACHE")
     if own:
         return user_path(own)
@@ -247,7 +248,7 @@ def _can_make(directory: Path) -> bool:
 
 
 def _private(directory: Path) -> Path:
-    """Make a directory that only its owner may use. In a place that all users share, another may have made it first."""
+    """Creates a directory that only its owner may use. Raises `ConfigError` if another user has created it first."""
     directory.mkdir(mode=0o700, exist_ok=True)
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:

@@ -1,6 +1,6 @@
 """The error tree: every error a caller can meet has a code and an HTTP status.
 
-Three kinds of failure have three forms. "Not now" is `None`; what the caller did wrong is a `TenutoError`; a broken
+Three kinds of failure have three forms. "Not now" is `None`; a mistake of the caller is a `TenutoError`; a broken
 invariant is an `InvariantError`, which stops the engine with a report.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 class TenutoError(Exception):
     """Base of the errors meant for the caller: what was wrong and what is allowed. The refused operation changed
-    nothing. `param`: the field or option at fault, if it is a single one. `detail`: what clients of a server are not
-    told, as it may name anyone's sessions."""
+    nothing. `param`: the field or option at fault, if it is a single one. `detail`: added in logs, but never sent to
+    clients of a server, since it may name sessions of others."""
 
     code = "error"
     status = 500
@@ -37,14 +37,14 @@ class ContextExceeded(TenutoError):
 
 
 class NotFound(TenutoError):
-    """No session, turn or model of that name."""
+    """No session, turn or model has that name."""
 
     code = "not_found"
     status = 404
 
 
 class ModelNotFound(NotFound):
-    """The request names a model that is not the server's."""
+    """The request names a model that the server does not run."""
 
     code = "model_not_found"
 
@@ -162,14 +162,14 @@ class KeyReused(TenutoError):
 
 
 class ResultNotKept(TenutoError):
-    """The turn of a repeated request was committed, but what its answer was is too large to have been kept."""
+    """The turn of a repeated request was committed, but its answer was too large to be kept."""
 
     code = "result_not_kept"
     status = 410
 
 
 class Unsupported(TenutoError):
-    """A known part of an interface that is not implemented here."""
+    """The request uses a part of an interface that is not implemented here."""
 
     code = "unsupported"
     status = 400
@@ -198,15 +198,15 @@ class EngineStopped(TenutoError):
 
 
 class MemoryReleased(TenutoError):
-    """The memory that turns need has been given back to the system, until it is resumed."""
+    """The memory that turns need has been returned to the system. Turns can run again after a resume."""
 
     code = "memory_released"
     status = 503
 
 
 class NotAcknowledged(TenutoError):
-    """Commits cannot be made durable at present. A turn that ends with this is committed in memory, but may not last.
-    Any other request refused with this was not carried out, or would have shown a commit that may not last."""
+    """Commits cannot be made durable at present. A turn that ends with this error is committed in memory, but may be
+    lost. Any other request refused with it was not carried out, or would have shown a commit that may be lost."""
 
     code = "not_acknowledged"
     status = 503
@@ -220,22 +220,22 @@ class DeadlinePassed(TenutoError):
 
 
 class TurnAborted(TenutoError):
-    """Somebody else ended the turn before it was committed. The status is one that clients do not retry."""
+    """Another request ended the turn before it was committed. Clients do not retry this status."""
 
     code = "turn_aborted"
     status = 410
 
 
 class GrammarFailed(TenutoError):
-    """A turn's grammar, or JSON schema, turned out to be too complex, or to ask for what no token of the model can say;
-    the turn was rolled back."""
+    """A turn's grammar or JSON schema proved too complex, or no token of the model can satisfy it. The turn was rolled
+    back."""
 
     code = "grammar_failed"
     status = 400
 
 
 class TurnFailed(TenutoError):
-    """Steps with the turn in them kept failing, so it was rolled back."""
+    """The steps that ran the turn kept failing, so it was rolled back."""
 
     code = "turn_failed"
     status = 503
@@ -267,4 +267,4 @@ class StepFailed(Exception):
 
 
 class InvariantError(Exception):
-    """Our own bug: memory or state is not what the rules say. The engine stops and reports; it is never clamped."""
+    """A bug in Tenuto: memory or state breaks a rule. The engine stops and reports; values are never clamped."""

@@ -9,7 +9,7 @@ from tenuto.base.errors import ConfigError
 
 
 class Kind(Enum):
-    """What a group's layers remember of the tokens before."""
+    """The kind of memory that a group's layers keep of earlier tokens."""
 
     FULL = "full"
     SLIDING = "sliding"

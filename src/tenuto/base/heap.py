@@ -1,4 +1,4 @@
-"""Returns free memory to the system, if the C library can (glibc)."""
+"""Returns freed memory to the system, if the C library can (glibc)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from functools import cache
 from pathlib import Path
 
 LARGE_BLOCK = 2**18
-"""Bytes from which on a block is a mapping of its own, so that it goes back once it is free."""
+"""The size in bytes from which a block is mapped separately, so that it is returned once it is freed."""
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # see mallopt(3)
 MUCH = 2**25
-"""Bytes by which freed memory, or all memory, has to grow before it is given back."""
+"""The growth in bytes of freed memory, or of all memory, after which it is returned."""
 LOOK_SECONDS = 2.0
 _PAGES, _PAGE_BYTES = Path("/proc/self/statm"), resource.getpagesize()
 
 
 def give_back() -> None:
-    """Have the C library return the freed memory that it keeps for later. Takes some milliseconds, during which other
+    """Makes the C library return the freed memory that it keeps for reuse. Takes some milliseconds, during which other
     threads cannot allocate."""
     trim = _function("malloc_trim")
     if trim is not None:
@@ -27,8 +27,8 @@ def give_back() -> None:
 
 
 def return_large_blocks() -> None:
-    """For processes that are ours alone and need large blocks now and then. By default the C library keeps blocks of up
-    to 32 MiB as soon as one was freed, and finds nothing to give back where small ones that live on lie between."""
+    """Maps large blocks separately; for processes that run only Tenuto. By default the C library keeps blocks of up to
+    32 MiB once one was freed, and cannot return them where small blocks in use lie between."""
     adjust = _function("mallopt")
     if adjust is not None:
         adjust(_MMAP_THRESHOLD, LARGE_BLOCK)
@@ -36,9 +36,8 @@ def return_large_blocks() -> None:
 
 
 class HeapKeeper:
-    """Gives freed memory back some seconds after it was freed, whatever freed it: work that needs much memory looks
-    after that itself, but what it has made may be freed much later, by the engine. For processes that are ours alone.
-    """
+    """Returns freed memory to the system some seconds after it was freed. Work that needs much memory does so itself at
+    its end, but its results may be freed much later, by the engine. For processes that run only Tenuto."""
 
     def __init__(self) -> None:
         self._free, self._resident = free_bytes(), _resident()
@@ -46,11 +45,11 @@ class HeapKeeper:
         self._thread = threading.Thread(target=self._run, name="tenuto-heap", daemon=True)
 
     def start(self) -> None:
-        """Look again and again, in a thread."""
+        """Starts the thread that checks repeatedly."""
         self._thread.start()
 
     def look(self) -> bool:
-        """Give memory back if much was freed since it was given back last, or may have been. Returns whether."""
+        """Returns memory to the system if much was, or may have been, freed since the last time; returns whether."""
         free, resident = free_bytes(), _resident()
         if free < self._free + MUCH and (free < MUCH or resident < self._resident + MUCH):
             self._free, self._resident = min(free, self._free), min(resident, self._resident)
@@ -89,7 +88,7 @@ class _Usage(ctypes.Structure):
 
 
 def free_bytes() -> int:
-    """Memory that was freed and that the C library keeps; it may have been given back. 0 if that is not known."""
+    """Returns the bytes of freed memory in the C library, returned or not; 0 if unknown."""
     usage = _function("mallinfo2")
     if usage is None:
         return 0
@@ -98,7 +97,7 @@ def free_bytes() -> int:
 
 
 def _resident() -> int:
-    """The process's memory, in bytes. 0 if that is not known."""
+    """Returns the resident memory of the process in bytes; 0 if unknown."""
     with suppress(OSError, ValueError, IndexError):
         return int(_PAGES.read_text().split()[1]) * _PAGE_BYTES
     return 0

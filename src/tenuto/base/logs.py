@@ -9,9 +9,9 @@ import structlog
 
 
 def configure_logs(level: str = "info", *, as_json: bool | None = None) -> None:
-    """Log in this form, `extra` as fields, and libraries' warnings too. `as_json` `None`: unless stderr is a terminal.
-    Values are escaped for the terminal, and tracebacks leave out local variables. `level`: one of
-    `base.config.LEVELS`."""
+    """Configures logs in this form, with `extra` as fields, for Tenuto and for warnings of libraries. `as_json` `None`:
+    JSON unless stderr is a terminal. Values are escaped for the terminal, and tracebacks leave out local variables.
+    `level`: one of `base.config.LEVELS`."""
     if as_json is None:
         as_json = not sys.stderr.isatty()
     shared: list[structlog.typing.Processor] = [
@@ -31,7 +31,7 @@ def configure_logs(level: str = "info", *, as_json: bool | None = None) -> None:
     )
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.getLogger("tenuto").setLevel(level.upper())
-    structlog.configure(  # not by way of the standard library, which would take most of the time of a line
+    structlog.configure(  # without the standard library, which would take most of the time of a line
         processors=[*shared, renderer],
         logger_factory=_Writer,
         wrapper_class=structlog.make_filtering_bound_logger(level),
@@ -40,7 +40,7 @@ def configure_logs(level: str = "info", *, as_json: bool | None = None) -> None:
 
 
 class _Writer(structlog.WriteLogger):
-    """Writes lines to stderr. `name`: the logger's."""
+    """Writes lines to stderr. `name`: the name of the logger."""
 
     def __init__(self, name: str) -> None:
         super().__init__(sys.stderr)

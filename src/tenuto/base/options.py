@@ -21,19 +21,20 @@ PRIORITIES = Bounds(-MAX_PRIORITY, MAX_PRIORITY)
 class TurnParams:
     """The options of a turn.
 
-    `max_new_tokens` `None` means as many as fit. `stop_ids` end the turn and are part of the committed output, like
-    the model's own unless `ignore_eos` is set. Deadlines are seconds from the turn's arrival: `queue_timeout` until it
-    first runs, `timeout` until it ends; `None` for none. `priority` `None` takes the session's; higher runs first.
+    `max_new_tokens` `None` means as many as fit. `stop_ids` end the turn and are part of the committed output, like the
+    model's own end tokens unless `ignore_eos` is set. Deadlines are seconds from the turn's arrival: `queue_timeout`
+    until it first runs, `timeout` until it ends; `None`: no deadline. `priority` `None` takes the session's; higher
+    runs first.
 
     The first `min_new_tokens` output tokens are never stop ids, and their text is not searched for stops.
-    `logprobs` n asks for the log-probability of every output token and of the n likeliest in its place;
-    `input_logprobs` does for every input token but the first of the sequence. See `base.sampling.TokenLogprob`.
+    `logprobs` n requests the log-probability of every output token and of the n likeliest in its place;
+    `input_logprobs` does so for every input token except the first of the sequence. See `base.sampling.TokenLogprob`.
 
-    `grammar`: the output is a text of it, or the beginning of one where something else ends the turn. The turn ends
-    where nothing may follow; the model's own end tokens are sampled only where the text is complete.
+    `grammar`: the output is a sentence of the grammar, or the beginning of one if the turn ends early. The turn ends
+    where no token can follow. The model's own end tokens are sampled only after a complete sentence.
 
-    `marks`: control tokens that the text has, by their texts, so that whoever takes it apart finds calls. Callers do
-    not give them: they follow from the tools and the model's habits.
+    `marks`: control tokens that stay visible in the text, by their texts, so that its calls can be parsed. They follow
+    from the tools and the model's format; callers do not set them.
     """
 
     max_new_tokens: int | None = option(
@@ -67,7 +68,9 @@ class TurnParams:
     min_new_tokens: int = option(
         0, "Nothing ends the turn before this many.", Bounds(0, MAX_NEW_TOKENS), names={"openai": "min_tokens"}
     )
-    logprobs: int | None = option(None, "Of output tokens, with this many of the likeliest.", Bounds(0, MAX_LOGPROBS))
+    logprobs: int | None = option(
+        None, "Log-probabilities of output tokens, with this many of the likeliest.", Bounds(0, MAX_LOGPROBS)
+    )
     input_logprobs: int | None = option(None, "The same for input tokens.", Bounds(0, MAX_LOGPROBS))
     grammar: Grammar | None = option(None, "What the output must follow: an object with one field, the kind.")
     marks: tuple[tuple[str, int], ...] = ()
@@ -87,17 +90,17 @@ class TurnParams:
 
     @property
     def scores_input(self) -> bool:
-        """Whether log-probabilities of input tokens are wanted."""
+        """Whether log-probabilities of input tokens are requested."""
         return self.input_logprobs is not None
 
     @property
     def output_alone(self) -> TurnParams:
-        """The same for a turn whose input is scored elsewhere, or not at all."""
+        """These options for a turn whose input is scored elsewhere, or not at all."""
         return replace(self, input_logprobs=None) if self.scores_input else self
 
     @property
     def prefill_alone(self) -> TurnParams:
-        """The same for a turn that generates nothing."""
+        """These options for a turn that generates nothing."""
         return replace(self, max_new_tokens=0)
 
 
@@ -112,11 +115,10 @@ OF_PREFILL = ("priority", "queue_timeout", "timeout", "input_logprobs")
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What applies to all turns of a session. `ttl`: seconds after its last turn's end until an idle session is closed,
-    `None` for never. `max_tokens`: cap on its history, at most the context length (the default). An `ephemeral`
-    session closes when its only turn ends. `tenant`: who owns it. `hidden`: it is not listed. `metadata`: its owner's
-    notes. The memory of a `pinned` session never yields to others; room for all that it may become is set
-    aside."""
+    """The options of a session, which apply to all its turns. `ttl`: seconds after its last turn's end until an idle
+    session is closed; `None`: never. `max_tokens`: cap on its history, at most the context length (the default). An
+    `ephemeral` session closes when its only turn ends. `tenant`: its owner. `hidden`: it is not listed. `metadata`: the
+    owner's notes. The memory of a `pinned` session never yields to others; room for its maximum length is reserved."""
 
     priority: int = option(0, "Priority of its turns; higher runs first.", PRIORITIES)
     ttl: float | None = option(
@@ -134,7 +136,7 @@ class Policy:
 
     @property
     def lasting(self) -> bool:
-        """Whether a journal has the session: nobody would look for an ephemeral or hidden one after a restart."""
+        """Whether a journal keeps the session. Ephemeral and hidden sessions are not needed after a restart."""
         return not (self.ephemeral or self.hidden)
 
 
@@ -143,13 +145,15 @@ class TurnOptions(TypedDict, total=False):
 
     `max_new_tokens`: as many as fit if not given. `temperature` 0 (the default) is greedy; `top_k` 0, `top_p` 1 and
     `min_p` 0 keep every token; the penalties default to 1, 0 and 0, `logit_bias` (token id to number) to none. `seed`:
-    turns with the same seed draw the same at the same position. `base.sampling.Sampling` describes each. `stop`:
-    strings that end the turn, left out of its text unless `include_stop` is set; `stop_regex`: regular expressions that
-    do where they first match, as soon as they do, so `[0-9]+` ends it at the first digit; `stop_ids`: token ids that
-    do, besides the model's own unless `ignore_eos`; none does before there are `min_new_tokens`. `logprobs` and
-    `input_logprobs` n: log-probabilities of every output or input token, and of the n likeliest in its place.
-    `priority`: higher runs first; the session's if not given. `grammar`: what the output must follow, a `Grammar` or an
-    object with one field: `json_schema`, `json_object` (`True`), `regex`, `choice` (strings), `ebnf` or `lark`.
+    turns with the same seed draw the same at the same position. `base.sampling.Sampling` describes each.
+
+    `stop`: strings that end the turn, left out of its text unless `include_stop` is set. `stop_regex`: regular
+    expressions that end it as soon as one matches, so `[0-9]+` ends it at the first digit. `stop_ids`: token ids that
+    end it, besides the model's own unless `ignore_eos`. Nothing ends the turn before `min_new_tokens`.
+
+    `logprobs` and `input_logprobs` n: log-probabilities of every output or input token, and of the n likeliest in its
+    place. `priority`: higher runs first; the session's if not given. `grammar`: the form of the output, a `Grammar` or
+    an object with one field: `json_schema`, `json_object` (`True`), `regex`, `choice` (strings), `ebnf` or `lark`.
     `queue_timeout` and `timeout`: seconds within which the turn must have started, and ended.
     """
 
@@ -178,12 +182,12 @@ class TurnOptions(TypedDict, total=False):
 
 
 class ChatOptions(TurnOptions, total=False):
-    """Options of a turn as callers give them: those of `TurnOptions`, and what its answer may call.
+    """Options of a turn as callers give them: those of `TurnOptions`, and the tools that its answer may call.
 
-    `tools`: functions, each with `name`, and if it has them `description` and `parameters`, a JSON schema. A session is
-    told of them with its first messages. `tool_choice`: "auto" (the default), "none", or what a grammar forces:
-    "required", or an object with the `name` of the one to call. `parallel_tool_calls` `False`: one call at most. With
-    `tools`, also an empty list, the answer is taken apart into text, reasoning and calls.
+    `tools`: functions, each with `name` and optionally `description` and `parameters`, a JSON schema. They become part
+    of a session's history with its first messages. `tool_choice`: "auto" (the default), "none", or a choice forced by a
+    grammar: "required", or an object with the `name` of the function to call. `parallel_tool_calls` `False`: at most
+    one call. With `tools`, even an empty list, the answer is parsed into text, reasoning and calls.
     """
 
     tools: Sequence[Mapping[str, Any]] | None
@@ -198,8 +202,8 @@ class RemoteOptions(ChatOptions, total=False):
     """Options of a turn on a server: those of `ChatOptions` and two more.
 
     `if_busy`: while another turn of the session is open, "reject" (the default) refuses this one, "queue" waits.
-    `on_disconnect`: "abort" (the default) rolls back a turn whose connection breaks; with "continue" it goes on, its
-    stream reconnects and misses nothing, and dropping the stream leaves it running.
+    `on_disconnect`: "abort" (the default) rolls back a turn whose connection breaks. With "continue" the turn goes on,
+    its stream reconnects and misses nothing, and a dropped stream leaves it running.
     """
 
     if_busy: Literal["reject", "queue"]
@@ -207,7 +211,8 @@ class RemoteOptions(ChatOptions, total=False):
 
 
 def turn_params(options: TurnOptions, marks: tuple[tuple[str, int], ...] = ()) -> TurnParams:
-    """`marks`: as in `TurnParams`. Raises `InvalidRequest` for unknown options and for values out of range."""
+    """Returns checked options. `marks`: as in `TurnParams`. Raises `InvalidRequest` for unknown options and for values
+    out of range."""
     unknown = options.keys() - OPTIONS.keys()
     if unknown:
         raise InvalidRequest(f"unknown turn options {sorted(unknown)}; allowed: {sorted(OPTIONS)}")
@@ -233,12 +238,12 @@ def turn_params(options: TurnOptions, marks: tuple[tuple[str, int], ...] = ()) -
 
 
 def _texts(name: str, given: object) -> tuple[str, ...]:
-    """A string, or several."""
+    """Returns one string or several as a tuple."""
     return (given,) if isinstance(given, str) else items(name, given, "a string or a list of strings")
 
 
 def _pairs(logit_bias: object) -> tuple[tuple[int, float], ...]:
-    """The entries of a mapping or of a collection of pairs."""
+    """Returns the entries of a mapping, or of a collection of pairs."""
     pairs = logit_bias.items() if isinstance(logit_bias, Mapping) else logit_bias
     allowed = "a mapping from token ids to numbers, or pairs"
     return tuple(items("a logit_bias entry", pair, "a pair") for pair in items("logit_bias", pairs, allowed))

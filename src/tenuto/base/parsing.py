@@ -1,4 +1,4 @@
-"""Options as people write them: sizes of memory, times to live, and paths."""
+"""Parsers of options as people write them: sizes of memory, times to live, and paths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHARE = "a share of the device's memory such as 0.5"
 
 
 def parse_memory(name: str, given: Any) -> int | float | None:
-    """Bytes as an int, or a share of the device's memory as a float. Raises `ConfigError`."""
+    """Returns bytes as an int, or a share of the device's memory as a float. Raises `ConfigError`."""
     amount = _amount(name, given, f"{_SIZE}, or {_SHARE}") if isinstance(given, str) else given
     if isinstance(amount, float):
         return real(name, amount, 0.0, 1.0, ConfigError, above=True)
@@ -26,21 +26,21 @@ def parse_memory(name: str, given: Any) -> int | float | None:
 
 
 def parse_size(name: str, given: Any) -> int:
-    """Bytes, which may be 0. Raises `ConfigError`."""
+    """Returns a size in bytes, which may be 0. Raises `ConfigError`."""
     amount = _amount(name, given, _SIZE) if isinstance(given, str) else given
     return whole(name, amount, 0, MAX_BYTES, ConfigError)
 
 
 def parse_ttl(name: str, given: Any) -> float | None:
-    """Seconds; `None` for 0 and "none". Raises `ConfigError`."""
+    """Returns seconds; `None` for 0 and "none". Raises `ConfigError`."""
     if isinstance(given, str):
-        with suppress(ValueError):  # `seconds` says what is allowed
+        with suppress(ValueError):  # `seconds` raises the error
             given = None if given.strip().lower() == "none" else float(given)
     return None if given == 0 and not isinstance(given, bool) else seconds(name, given, ConfigError)
 
 
 def parse_path(name: str, given: Any) -> str | None:
-    """A path; `None` for "none". Raises `ConfigError`."""
+    """Returns a path; `None` for "none". Raises `ConfigError`."""
     if given is None or given == "none":
         return None
     if not isinstance(given, str | PathLike):
@@ -49,12 +49,12 @@ def parse_path(name: str, given: Any) -> str | None:
 
 
 def parse_directory(name: str, given: Any) -> str:
-    """A path; "" for "none". Raises `ConfigError`."""
+    """Returns a path; "" for "none". Raises `ConfigError`."""
     return parse_path(name, given) or ""
 
 
 def _amount(name: str, text: str, allowed: str) -> int | float:
-    """Bytes, or a number with a decimal point and without a unit."""
+    """Returns bytes as an int, or a number without a unit but with a decimal point as a float."""
     found = re.fullmatch(rf"(\d{{1,18}}|\d{{0,15}}\.\d{{1,15}}) ?({'|'.join(_UNITS)})?", text.strip(), re.ASCII)
     if found is None:
         raise ConfigError(f"{name} is {shown(text)}; allowed: {allowed}")

@@ -1,6 +1,6 @@
-"""What one step does, as flat arrays, and the protocol of executors.
+"""Plans, which describe one step as flat arrays, and the protocol of executors.
 
-A plan is plain data: making it changes nothing. The engine makes it, an executor carries it out.
+A plan is plain data: making it changes nothing. The engine makes it, and an executor carries it out.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tenuto.base.sampling import Candidate, Sampling, TokenLogprob
 Ints = npt.NDArray[np.int32]
 Singles = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]
-"""Bits, one a token: token t has bit `t % 32` of word `t // 32`."""
+"""One bit per token: token t has bit `t % 32` of word `t // 32`."""
 Bytes = npt.NDArray[np.uint8]
 
 PREVIOUS_SAMPLE = -1
-"""In `Plan.tokens`: the token this row sampled in the step submitted just before (the planner does not know it yet)."""
+"""In `Plan.tokens`: the token that this row samples in the step submitted just before, still unknown to the planner."""
 
 NO_SLOT = -1
 """In `StateMoves.reads`: the row starts from the zero state."""
@@ -59,12 +59,12 @@ class StateMoves:
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How a row samples from now on, whatever it did before.
+    """Sampling options of a row, which replace its earlier ones.
 
     Token ids for penalties, int32: `prompt`, the distinct ids of history and input in any order, if there is a
     repetition penalty; `output`, the turn's output so far, if there is any penalty; else `None`. At positions before
-    `masked_before`, the ids in `masked` are not sampled. `top` n asks for log-probabilities of sampled tokens and
-    of the n likeliest; `None` for none. A row with a penalty samples at most one token per step.
+    `masked_before`, the ids in `masked` are not sampled. `top` n requests log-probabilities of sampled tokens and of
+    the n likeliest; `None` requests nothing. A row with a penalty samples at most one token per step.
     """
 
     sampling: Sampling
@@ -77,8 +77,8 @@ class RowSampling:
 
 @dataclass(frozen=True, slots=True)
 class InputScores:
-    """Input tokens whose log-probabilities are wanted: how likely token `targets[i]` is to follow the plan's input
-    token `offsets[i]`, and the `top` likeliest tokens there. Both int32 [scores]."""
+    """Input tokens to score: the log-probability of token `targets[i]` after the plan's input token `offsets[i]`, and
+    the `top` likeliest tokens there. Both int32 [scores]."""
 
     offsets: Ints
     targets: Ints
@@ -87,10 +87,10 @@ class InputScores:
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """Which tokens a row with a grammar may sample. `place`: of its first sample among all of the plan. `allowed`
-    becomes uint32 [samples of the row, words], a bit for every allowed token, while the step computes: an executor
-    waits for it before it samples. Tokens behind the last word are not allowed. `None` allows all: the result will be
-    dropped, or ends the turn."""
+    """The tokens that a row with a grammar may sample. `place`: the index of its first sample among all of the plan.
+    `allowed` resolves to uint32 [samples of the row, words], a bit for every allowed token, while the step computes; an
+    executor waits for it before it samples. Tokens after the last word are not allowed. `None` allows all tokens; then
+    the result is dropped or ends the turn."""
 
     place: int
     allowed: Future[Words | None]
@@ -108,7 +108,7 @@ class Plan:
     order of the memory spec. Page tables persist between steps: an executor keeps one row of pages per row id, applies
     `tables` first, then `copies`, then computes. Entries of a sliding group that lie wholly before the
     window of `starts[i]` are stale and must not be read. `sampling` lists the rows whose sampling options are new.
-    `scores` is `None` if no row asks for them. `masks` has an entry for every row with a grammar that samples.
+    `scores` is `None` if no row requests them. `masks` has an entry for every row with a grammar that samples.
     """
 
     step: int
@@ -127,9 +127,9 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities of n tokens, see `base.sampling.TokenLogprob`: `places` int32 [n], which tokens they are;
-    `chosen` float32 [n]; the likeliest tokens `top_tokens` int32 [n, k] and their `top` float32 [n, k], in
-    descending order. A row that asked for fewer than k takes the first."""
+    """Log-probabilities of n tokens, see `base.sampling.TokenLogprob`: `places` int32 [n], the indices of the tokens;
+    `chosen` float32 [n]; the likeliest tokens `top_tokens` int32 [n, k] and their log-probabilities `top` float32
+    [n, k], in descending order. A row that requested fewer than k uses the first ones."""
 
     places: Ints
     chosen: Singles
@@ -137,7 +137,7 @@ class Logprobs:
     top: Singles
 
     def entries(self, start: int, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
-        """The log-probabilities of `tokens`, which begin at entry `start`, each with the `count` likeliest."""
+        """Returns the log-probabilities of `tokens` from entry `start` on, each with the `count` likeliest."""
         part = slice(start, start + len(tokens))
         chosen, ids, top = self.chosen[part].tolist(), self.top_tokens[part, :count], self.top[part, :count]
         likeliest = [tuple(map(Candidate, *pair)) for pair in zip(ids.tolist(), top.tolist(), strict=True)]
@@ -147,8 +147,8 @@ class Logprobs:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The sampled tokens of a step, int32 [sum(plan.samples)], rows in plan order. `sampled`: log-probabilities of
-    those whose rows ask for them, by place in `tokens`; `scored`: those of the input tokens in `plan.scores`. `None`
-    if nobody asks."""
+    sampled tokens, where their rows request them, by index in `tokens`; `scored`: those of the input tokens in
+    `plan.scores`. Each is `None` if no row requests it."""
 
     tokens: Ints
     sampled: Logprobs | None = None
@@ -160,87 +160,87 @@ class CopyFailed(Exception):
 
 
 class Copier(Protocol):
-    """Copies units between the device and host memory. Nothing that a step in flight writes is read, and nothing that
-    it touches is written."""
+    """Copies units between the device and host memory. Callers read no unit that a step in flight writes, and write no
+    unit that it touches."""
 
     def unit_bytes(self, group: int) -> int:
-        """The size of a unit of `group`."""
+        """The size of a unit of `group` in bytes."""
         ...
 
     def read_units(self, group: int, units: Ints) -> Bytes:
-        """Copies of `units`, int32 [n], uint8 [n, bytes a unit]. Raises `CopyFailed`."""
+        """Returns copies of `units`, int32 [n], as uint8 [n, bytes a unit]. Raises `CopyFailed`."""
         ...
 
     def write_units(self, group: int, units: Ints, data: Sequence[Bytes]) -> None:
-        """Fill `units` with what `read_units` gave, each uint8 [bytes a unit]. Any thread may call it, while steps are
-        computed and other units written; when it returns, steps submitted from then on read what was written. Raises
+        """Writes copies made by `read_units` to `units`, each uint8 [bytes a unit]. Any thread may call it while steps
+        are computed and other units are written. Steps submitted after it has returned read the new contents. Raises
         `CopyFailed`."""
         ...
 
 
 MemoryPart = Literal["kv_cache", "weights"]
 PARTS: tuple[MemoryPart, ...] = ("kv_cache", "weights")
-"""What of a model's memory can be given back to the system for a while: that of all units, and that of the weights."""
+"""Parts of a model's memory that can be returned to the system for a time: that of all units, and the weights."""
 
 
 class Weights(Protocol):
-    """A model's weights, read but not yet in use; only the executor that has read them knows what they are."""
+    """A model's weights, read but not yet in use, in a form private to the executor that has read them."""
 
     def close(self) -> None:
-        """Release them."""
+        """Releases the weights."""
         ...
 
 
 class Executor(Copier, Protocol):
-    """Carries out plans in the order in which they are submitted, up to two in flight: `collect` gives the result of
-    the oldest that is not yet collected. Writing what a plan newly names (new page table entries, the targets of
-    copies, state slots that its row did not have) may begin at `submit`, before an earlier step in flight has ended. A
-    step submitted after one that fails is carried out anyway. What either was told of its rows may be lost, so it is
-    sent again."""
+    """Carries out plans in the order of their submission, up to two in flight: `collect` returns the result of the
+    oldest that is not yet collected. Units that a plan newly names (new page table entries, the targets of copies, new
+    state slots of a row) may be written from `submit` on, before an earlier step in flight has ended. A step submitted
+    after one that fails is carried out anyway. The table changes and sampling options of either may be lost, so they
+    are sent again."""
 
     @property
     def spec(self) -> MemorySpec:
-        """The memory groups this model needs."""
+        """The memory groups that the model needs."""
         ...
 
     @property
     def layout(self) -> str:
-        """What computes units and how they are arranged: those of one executor serve another of the same model, memory
-        groups and layout."""
+        """Name of the arithmetic and arrangement of units. Executors of the same model, memory groups and layout can
+        use each other's units."""
         ...
 
     def prepare(self, units: tuple[int, ...], rows: int, overlap: int = 1) -> None:
-        """Allocate memory for `units[g]` units of each group of `spec` and page tables for row ids 0 .. `rows` - 1.
-        `overlap`: whether something is done between `submit` and `collect`; with 0 a step may be carried out by
-        `collect`. Called once, before the first `submit`."""
+        """Allocates memory for `units[g]` units of each group of `spec` and page tables for row ids 0 .. `rows` - 1.
+        `overlap`: whether the caller does other work between `submit` and `collect`; with 0 `collect` may carry out the
+        step. Called once, before the first `submit`."""
         ...
 
     def release(self, parts: Collection[MemoryPart]) -> None:
-        """Give memory back to the system. What units held is lost, also if only the weights are released. No step is in
-        flight, and until `restore` nothing is submitted or copied."""
+        """Returns memory to the system. The contents of units are lost, even if only the weights are released. No step
+        is in flight, and until `restore` nothing is submitted or copied."""
         ...
 
     def load(self, path: str | None) -> Weights:
-        """Read the weights again, or those of another model of the same shape at `path`. Any thread may call it, at any
-        time; nothing changes. Raises `InvalidRequest` if they cannot take the place of the present ones, `ModelError`
-        or `ConfigError`."""
+        """Reads the weights again, or those of another model of the same shape at `path`, without putting them to use.
+        Any thread may call it, at any time. Raises `InvalidRequest` if they cannot replace the present ones,
+        `ModelError` or `ConfigError`."""
         ...
 
     def restore(self, parts: Collection[MemoryPart], weights: Weights | None) -> None:
-        """Allocate again what was released of `parts`, and from now on compute with `weights`, which must be given if
-        they are among `parts`. What units hold is worth nothing. No step is in flight. Raises `ConfigError`, having
-        changed nothing, if there is no memory."""
+        """Allocates the released `parts` again, and computes with `weights` from now on, which must be given if they
+        are among `parts`. The contents of units are undefined. No step is in flight. Raises `ConfigError`, having
+        changed nothing, if there is not enough memory."""
         ...
 
     def submit(self, plan: Plan) -> None:
-        """Start a step, unless `collect` is to carry it out, and return. Failures that the plan's turns can cause are
-        raised by `collect`."""
+        """Starts a step, unless `collect` carries it out, and returns. `collect` raises the failures that the plan's
+        turns can cause."""
         ...
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step in flight. Raises `StepFailed` if it could not be finished."""
+        """Waits for the oldest step in flight. Raises `StepFailed` if it could not be finished."""
         ...
 
     def close(self) -> None:
-        """Release all resources; nothing is submitted afterwards."""
+        """Releases all resources; nothing is submitted afterwards."""
         ...

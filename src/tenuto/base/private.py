@@ -1,4 +1,4 @@
-"""Files with what was said in sessions: only their owner may read those that we create, whatever the umask."""
+"""Files with contents of sessions. Only their owner may read those created here, regardless of the umask."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ FILE, DIRECTORY = 0o600, 0o700
 
 
 def open_private(path: Path) -> BinaryIO:
-    """Open a file to write it from its start. One that is there keeps its mode. Raises `OSError`."""
+    """Opens a file and writes it from its start. An existing file keeps its mode. Raises `OSError`."""
     return open(path, "wb", opener=_opener)
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file to read it, unbuffered. Raises `OSError`, also for a pipe or a device, which could keep its
-    reader waiting for ever."""
+    """Opens a regular file for unbuffered reading. Raises `OSError`, also for a pipe or a device, which could block its
+    reader forever."""
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
@@ -27,12 +27,12 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def create_private(path: Path) -> None:
-    """See that there is such a file, for somebody else to open. Raises `OSError`."""
+    """Creates a file, if it does not exist, for other code to open. Raises `OSError`."""
     os.close(os.open(path, os.O_CREAT | os.O_RDWR, FILE))
 
 
 def make_private_directory(path: Path) -> None:
-    """See that there is such a directory. Raises `OSError`."""
+    """Creates a directory if it does not exist. Raises `OSError`."""
     path.mkdir(DIRECTORY, parents=True, exist_ok=True)
 
 

@@ -1,4 +1,4 @@
-"""How a turn chooses its next token, and how likely tokens were."""
+"""Options for choosing a turn's next token, and log-probabilities of tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_SEED = 2**63 - 1
 MAX_BIASES = 1024
 MAX_BIAS = 100
 MAX_LOGPROBS = 20
-"""How many of the likeliest tokens a turn may ask for."""
+"""The most likely tokens that a turn may request log-probabilities of, at most."""
 
 LEAST_LOGPROB = -9999.0
 """Replaces every lower log-probability, also minus infinity, which JSON cannot express. OpenAI's value."""
@@ -33,7 +33,7 @@ class Sampling:
        many times as they occur in it.
     4. `temperature` divides the logits; 0 is greedy.
     5. `top_k` keeps this many of the likeliest tokens, 0 all.
-    6. `top_p` keeps the likeliest until they have this share of the probability that top-k left, 1.0 all.
+    6. `top_p` keeps the likeliest that together have this share of the probability left by top-k, 1.0 all.
     7. `min_p` keeps those at least `min_p` times as likely as the likeliest, 0 all.
 
     The random draw of a token depends on `seed` and on the token's position in the sequence alone, so a turn that is
@@ -74,7 +74,7 @@ GREEDY = Sampling()
 
 class Candidate(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A token that may come next and the natural logarithm of its probability. `raw`: its bytes, not always complete
-    UTF-8; empty inside an engine, which knows no text."""
+    UTF-8; empty inside an engine, which handles no text."""
 
     token: int
     logprob: float

@@ -21,20 +21,20 @@ TurnKind = Literal["turn", "append", "regenerate"]
 """Append input and generate; append input alone; generate the last turn's output again."""
 
 Keep = int | Literal["delivered", "all"] | None
-"""What an aborted turn commits: nothing, or its input and this many output tokens, those whose text has been
+"""The part of an aborted turn to commit: nothing, or its input and this many output tokens, those whose text has been
 delivered, or all."""
 
 
 MESSAGE_SIZE = 2**5
-"""Characters for which a message counts even if it is empty: a template writes something around each."""
+"""Characters counted for an empty message, since a template writes text around each."""
 ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a chat. An assistant's message may have `tool_calls`, and the `reasoning` before it; a tool's says
-    to which call it belongs, and of which function (`name`). In others, `name` tells who speaks. Raises
-    `InvalidRequest` on an unknown role or content that is not text."""
+    """One message of a chat. An assistant's message may have `tool_calls`, and the `reasoning` before it. A tool's
+    message names its call and its function (`name`). In other messages `name` is the speaker. Raises `InvalidRequest`
+    on an unknown role or content that is not text."""
 
     role: str
     content: str
@@ -52,15 +52,15 @@ class Message:
 
     @property
     def size(self) -> int:
-        """Characters in it, and some that a template writes around them."""
+        """The number of its characters, with an allowance for those that a template writes around them."""
         calls = sum(len(call.name) + len(call.arguments) + len(call.id) for call in self.tool_calls)
         return MESSAGE_SIZE + len(self.content) + len(self.reasoning) + calls
 
     @classmethod
     def from_dict(cls, raw: object) -> Message:
-        """From a client's object, which must have `role` and `content`, and may have `tool_calls` (objects with `name`,
-        and if they have them `arguments`, as JSON text, and `id`), `tool_call_id`, `name` and `reasoning`. The content
-        of an assistant's message that only calls may be `None`."""
+        """Reads a client's object with `role`, `content` and optionally `tool_calls`, `tool_call_id`, `name` and
+        `reasoning`. A tool call is an object with `name` and optionally `arguments`, as JSON text, and `id`. The
+        content of an assistant's message that only makes calls may be `None`."""
         if not isinstance(raw, Mapping) or not {"role", "content"} <= set(raw) <= set(cls.__annotations__):
             given = sorted(map(str, raw)) if isinstance(raw, Mapping) else type(raw).__name__
             more = ", ".join(cls.__annotations__.keys() - {"role", "content"})
@@ -76,11 +76,11 @@ TurnInput = str | Sequence[int | Message]
 """Text, token ids or chat messages."""
 
 Input = str | Iterable[int] | Sequence[Mapping[str, str]]
-"""The same as callers write it: text, token ids, or chat messages (objects with `role` and `content`)."""
+"""A turn's input as callers write it: text, token ids, or chat messages (objects with `role` and `content`)."""
 
 
 def turn_input(given: Input | TurnInput) -> str | tuple[int, ...] | tuple[Message, ...]:
-    """Raises `InvalidRequest` if `given` is neither text, nor token ids, nor messages."""
+    """Returns checked input. Raises `InvalidRequest` unless it is text, token ids or messages."""
     if isinstance(given, str):
         return given
     parts = items("input", given, "text, token ids, or a list of messages")
@@ -90,7 +90,7 @@ def turn_input(given: Input | TurnInput) -> str | tuple[int, ...] | tuple[Messag
 
 
 MAX_PIECES = 256
-"""Pieces of a transcript's text before they are joined, so that reading it after every piece stays cheap."""
+"""The most pieces of text in a transcript before they are joined, so that reading it after every piece stays cheap."""
 
 
 class TurnState(StrEnum):
@@ -113,17 +113,18 @@ class EndReason(StrEnum):
 
     STOP = "stop"  # a stop id, string or pattern
     LENGTH = "length"  # max_new_tokens, or what fits
-    APPENDED = "appended"  # a prefill-only turn is done
+    APPENDED = "appended"  # a prefill-only turn has been computed
     ABORT = "abort"  # by the caller, a disconnect or a closing session
     DEADLINE = "deadline"  # one of its deadlines passed
-    GRAMMAR = "grammar"  # its grammar became too complex to be followed, or asks for what no token can say
-    FAILED = "failed"  # steps fail with it, even if it is alone in them
+    GRAMMAR = "grammar"  # its grammar proved too complex, or no token can satisfy it
+    FAILED = "failed"  # steps with it fail, even those that run it alone
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Exact token counts of an ended turn. `prompt`: history and input; `cached`: those whose state was in memory
-    already; `generated`: sampled tokens; `computed`: tokens computed, repeats after a preemption included."""
+    """Exact token counts of an ended turn. `prompt`: history and input; `cached`: tokens of these whose state was
+    already in memory; `generated`: sampled tokens; `computed`: tokens computed, including repeats after a
+    preemption."""
 
     prompt: int = field(metadata=named("prompt_tokens"))
     cached: int = field(metadata=named("cached_tokens"))
@@ -148,10 +149,10 @@ class TurnResult:
 
 
 class Delta(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A turn's news since its last delta. `delivered`: how many leading output tokens have had all their text delivered
-    so far. `result`: the turn's, in its last delta only. `logprobs`: one per token, if asked for. `input_logprobs`: if
-    asked for, in the first delta with tokens or a result; the first token of a sequence has `None`, and a turn that was
-    aborted early may lack the last ones."""
+    """The output of a turn since its last delta. `delivered`: the number of leading output tokens whose text has been
+    delivered completely. `result`: the turn's result, in its last delta only. `logprobs`: one per token, if requested.
+    `input_logprobs`: if requested, in the first delta with tokens or a result. The first token of a sequence has
+    `None`, and the last ones may be missing if the turn was aborted early."""
 
     tokens: tuple[int, ...] = ()
     text: str = ""
@@ -162,12 +163,12 @@ class Delta(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def scores(self) -> int:
-        """How many log-probabilities it has."""
+        """The number of its log-probabilities."""
         return len(self.logprobs) + len(self.input_logprobs)
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:
-    """The deltas as one."""
+    """Merges deltas into one."""
     if len(deltas) == 1:
         return deltas[0]
     if not deltas:
@@ -183,8 +184,8 @@ def joined(deltas: Sequence[Delta]) -> Delta:
 
 
 class AbortGate:
-    """Passes a turn's deltas on to its readers. Once an abort has begun, nothing passes until the result says how much
-    is kept; then that passes as one delta."""
+    """Passes a turn's deltas on to its readers. After an abort has begun, deltas are held back until the result is
+    there; then the part that was committed passes as one delta."""
 
     def __init__(self) -> None:
         self.delivered = 0  # leading output tokens whose text has passed
@@ -192,12 +193,12 @@ class AbortGate:
         self._held: list[Delta] | None = None  # since the abort began
 
     def begin_abort(self) -> None:
-        """From now on, hold back what comes: it may not be kept."""
+        """Holds back all later deltas, since they may not be committed."""
         if self._held is None:
             self._held = []
 
     def take(self, delta: Delta) -> Delta | None:
-        """Returns what passes now that `delta` has come, or `None` if it is held back."""
+        """Returns the delta to pass on after `delta` has come, or `None` if it is held back."""
         if self._held is not None:
             self._held.append(delta)
             if delta.result is None:
@@ -208,12 +209,12 @@ class AbortGate:
         return delta
 
     def _kept(self, held: Sequence[Delta], result: TurnResult) -> Delta:
-        """One delta in place of `held`: what was committed of them."""
+        """Returns one delta with the committed part of `held`."""
         room = result.kept - self._tokens
         if not result.committed or room < 0:
             return Delta(delivered=self.delivered, result=result)
         together = joined(held)
-        whole_ones = [delta for delta in held if delta.delivered <= result.kept]  # no text of tokens that are not kept
+        whole_ones = [delta for delta in held if delta.delivered <= result.kept]  # those without text of dropped tokens
         return Delta(
             together.tokens[:room],
             "".join(delta.text for delta in whole_ones),
@@ -225,7 +226,7 @@ class AbortGate:
 
 
 class Transcript:
-    """Adds up the deltas of a turn that pass an `AbortGate`."""
+    """Collects the deltas of a turn that pass an `AbortGate`."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -243,13 +244,13 @@ class Transcript:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more is to come. Raises the error that ended the turn, if any."""
+        """Whether the turn has ended. Raises the error that ended it, if any."""
         if self.failure is not None:
             raise self.failure
         return self.result is not None
 
     def take(self, news: Delta | TenutoError) -> Delta:
-        """Add `news` and return the part that counts now. An error is raised."""
+        """Adds a delta and returns the part of it that passes. Raises an error given instead."""
         if isinstance(news, TenutoError):
             self.failure = news
             raise news
@@ -267,18 +268,18 @@ class Transcript:
         return passed
 
     def tokens_to_keep(self, keep: Keep) -> Keep:
-        """`keep`, with "delivered" as the number of tokens this reader has read. Raises `InvalidRequest`."""
+        """Returns `keep`, with "delivered" replaced by the number of tokens read so far. Raises `InvalidRequest`."""
         return self._gate.delivered if check_keep(keep) == "delivered" else keep
 
 
 def last_role(given: TurnInput) -> str:
-    """The role of the last message of input that is messages, else an empty string."""
+    """Returns the role of the input's last message; empty if the input is not messages."""
     last = given[-1] if len(given) else None
     return last.role if isinstance(last, Message) else ""
 
 
 def check_keep(keep: Keep) -> Keep:
-    """Raises `InvalidRequest`."""
+    """Returns `keep`. Raises `InvalidRequest` if it is not a valid choice."""
     if keep is None or (isinstance(keep, str) and keep in ("delivered", "all")):
         return keep
     if isinstance(keep, str):

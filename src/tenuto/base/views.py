@@ -32,10 +32,10 @@ StateFilter = Literal["open", "closing", "idle", "drafting", "queued", "running"
 
 @dataclass(frozen=True, slots=True)
 class SessionInfo:
-    """A session as it is now. `turn`: the state of its open turn, if any. `version` counts commits and rewinds. The
-    state of its first `computed` of `tokens` tokens is in memory; `limit` is the most it may have. `idle_seconds`:
-    since its last turn ended, 0 while one is open; ignored by `==`. `memory`: units that it and its turn need, by
-    group; `cached`: units that they hold besides, of checkpoints that only save work."""
+    """A session at one moment. `turn`: the state of its open turn, if any. `version` counts commits and rewinds. The
+    state of the first `computed` of its `tokens` tokens is in memory; `limit` is the maximum of `tokens`.
+    `idle_seconds`: time since its last turn ended, 0 while one is open; ignored by `==`. `memory`: units that the
+    session and its turn need, by group; `cached`: units of further checkpoints, which only save work."""
 
     session_id: str = field(metadata=named("id"))
     state: SessionState
@@ -61,8 +61,8 @@ SHARED = "shared"
 @dataclass(frozen=True, slots=True)
 class PoolReport:
     """Units of one pool: `capacity` = `free` + `in_flight` + `leased`; `by_holder` counts leased units by the kind of
-    their holder. A unit with several holders counts once, as `SHARED`. `cached`: leased units that nobody needs,
-    as only checkpoints hold them that save work."""
+    their holder. A unit with several holders counts once, as `SHARED`. `cached`: leased units held only by checkpoints
+    that save work but are not needed."""
 
     name: str
     capacity: int
@@ -75,14 +75,14 @@ class PoolReport:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """A clean audit, with the numbers of `holders` that have a lease and of their `leases`."""
+    """The result of a clean audit: the pools, the number of holders with a lease, and the number of their leases."""
 
     pools: tuple[PoolReport, ...]
     holders: int
     leases: int
 
     def __str__(self) -> str:
-        """One line: every unit accounted for, by holder."""
+        """Formats the report as one line with every unit accounted for, by holder."""
         parts = []
         for pool in self.pools:
             held = ", ".join(f"{name} {count}" for name, count in sorted(pool.by_holder.items()))
@@ -92,11 +92,11 @@ class AuditReport:
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of what answers carry; HTTP answers are made from it."""
+    """Base of the contents of answers, from which HTTP answers are made."""
 
 
 class ModelView(View, frozen=True, kw_only=True):
-    """The model that runs, and how."""
+    """The model that is served, and the settings it runs with."""
 
     model: str
     path: str
@@ -118,7 +118,8 @@ class ModelView(View, frozen=True, kw_only=True):
 
 
 class SessionPage(View, frozen=True, kw_only=True):
-    """Sessions by id. `more`: others follow. A page ends early if it becomes large, but is empty only at the end."""
+    """A page of sessions in the order of their ids. `more`: whether others follow. A page that becomes large ends
+    early, but only the last one can be empty."""
 
     sessions: list[SessionInfo]
     more: bool
@@ -126,9 +127,9 @@ class SessionPage(View, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A committed turn, with texts if there is a tokenizer. `start`: its first token's position in the history.
-    `resume_cost`: tokens that have to be computed again, as memory is now, before a session that is cut or forked at
-    the end of this turn can go on."""
+    """A committed turn, with texts if there is a tokenizer. `start`: the position of its first token in the history.
+    `resume_cost`: the number of tokens to compute again, with memory as it is now, if the session is cut or forked at
+    the end of this turn."""
 
     number: int
     start: int
@@ -140,14 +141,14 @@ class Record:
 
 
 class RecordPage(View, frozen=True, kw_only=True):
-    """Committed turns in order. `more`: as in `SessionPage`."""
+    """A page of committed turns in order. `more`: as in `SessionPage`."""
 
     records: list[Record]
     more: bool
 
 
 class Ticket(View, frozen=True, kw_only=True):
-    """An accepted turn. `prompt` and `text` are set only if an echo was asked for."""
+    """An accepted turn. `prompt` and `text` are set only if an echo was requested."""
 
     turn: int
     session: str
@@ -160,14 +161,14 @@ class Ticket(View, frozen=True, kw_only=True):
 
     @property
     def told(self) -> dict[str, int]:
-        """The counts that clients are told."""
+        """The counts that answers to clients contain."""
         return {"prompt_tokens": self.prompt_tokens, "max_new_tokens": self.max_new_tokens}
 
 
 class KeptTurn(View, frozen=True, kw_only=True):
-    """A committed turn that was started with an idempotency key, for repeated requests: what they are answered.
-    `digest`: of the request. `name`: of the turn, see `messages.StartTurn`. `omitted`: the bytes that all of it would
-    take, if those are too many to be kept; then `output` has only the turn's result, and `ticket` no prompt."""
+    """A committed turn that was started with an idempotency key, kept to answer repeated requests. `digest`: the digest
+    of the request. `name`: the turn's name, see `messages.StartTurn`. `omitted`: the size in bytes if the answer was
+    too large to be kept, else 0; then `output` has only the turn's result, and `ticket` has no prompt."""
 
     key: str
     digest: bytes
@@ -178,15 +179,15 @@ class KeptTurn(View, frozen=True, kw_only=True):
 
 
 class FoundTurn(View, frozen=True, kw_only=True):
-    """The turn of an idempotency key, if it was committed and is kept."""
+    """The turn of an idempotency key; `None` if it was not committed or is no longer kept."""
 
     turn: KeptTurn | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """What is counted for sessions and turns: an operation and, where it matters, the state it found the turn in,
-    `idle` if there was none."""
+    """A counted operation on a session or turn and, where it matters, the state in which it found the turn; `idle` if
+    there was no turn."""
 
     operation: str
     state: str | None = None
@@ -197,11 +198,12 @@ class Transition:
 
 class Stats(View, frozen=True, kw_only=True):
     """Counts since the start, and the present state. `recomputed`: tokens computed again, by reason. `replayed`: tokens
-    in memory that rewinds and forks have to compute again, since no checkpoint was nearer. `prefix_lookups`:
-    turns that lacked at least a page, by what came of looking for it with others; `prefix_tokens`: the tokens found, by
-    whose they were. `tiers`: bytes that parked sessions hold, by tier; `parked` sessions; `restored` sessions, ever;
-    `tier_moves`: units moved, by where to; `tier_failures`, by cause.
-    `snapshots`: sessions whose memory an earlier process has left on disk, or not, by what came of it."""
+    in memory that rewinds and forks have to compute again, since no checkpoint was nearer. `prefix_lookups`: turns that
+    lacked at least a page, by the outcome of the search for it in the memory of others; `prefix_tokens`: the tokens
+    found, by the state of their owner. `tiers`: bytes that parked sessions hold, by tier; `parked`: the number of
+    parked sessions; `restored`: sessions restored since the start; `tier_moves`: units moved, by destination;
+    `tier_failures`: failed copies, writes and reads, by cause. `snapshots`: sessions that an earlier process saved, by
+    whether their memory was restored."""
 
     sessions: int
     running: int

@@ -1,4 +1,4 @@
-"""Tool calls and thoughts in what models say, found as the text arrives. `tool_use` has grammars that force them."""
+"""An incremental parser of answers into text, thoughts and tool calls. `tool_use` has grammars that force calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPEN_THOUGHT, CLOSE_THOUGHT = THOUGHTS
 
 @dataclass(slots=True)
 class Said:
-    """A part of an answer: text for its readers, thoughts before it, and calls."""
+    """A part of an answer: its text, the thoughts before it, and calls."""
 
     text: str = ""
     reasoning: str = ""
@@ -33,13 +33,13 @@ class Said:
         return bool(self.text or self.reasoning or self.calls)
 
     def add(self, other: Said) -> None:
-        """What was said next."""
+        """Appends a later part."""
         self.text += other.text
         self.reasoning += other.reasoning
         self.calls += other.calls
 
     def message(self) -> dict[str, Any]:
-        """As the assistant's message of a conversation."""
+        """Returns the assistant's message of a conversation."""
         message: dict[str, Any] = {"role": "assistant", "content": None if self.calls and not self.text else self.text}
         if self.reasoning:
             message["reasoning"] = self.reasoning
@@ -52,22 +52,22 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How an answer is to be taken apart: how its model writes, the `names` of the functions that it may call, and the
-    `types` of their parameters, where the model writes arguments without saying what they are."""
+    """The settings for parsing an answer: the format of its model, the `names` of the functions that it may call, and
+    the `types` of their parameters, needed if the model writes arguments without quotation marks."""
 
     habits: ModelHabits
     names: tuple[str, ...]
     types: Types = field(default_factory=dict)
 
     def reader(self, answer: str = "") -> AnswerReader:
-        """`answer`: what tells this one from others; the ids of its calls follow from that, whoever reads it."""
+        """Returns a parser. `answer`: an id of the answer, from which every reader derives the same ids of calls."""
         return AnswerReader(self.habits, self.names, answer, self.types)
 
 
 class AnswerReader:
-    """Takes an answer apart as it arrives. What may still turn out to be a tag, or a call, is held back until that is
-    known. `names`: of the functions that may be called; without any, calls are text. `types`: as in `Reading`. The ids
-    of calls follow from `answer`, or are random."""
+    """Parses an answer as it arrives. Text that may still become a tag or a call is held back. `names`: the functions
+    that may be called; without any, calls are text. `types`: as in `Reading`. The ids of calls are derived from
+    `answer`, or random without one."""
 
     def __init__(
         self, habits: ModelHabits, names: Iterable[str] = (), answer: str = "", types: Types = MappingProxyType({})
@@ -77,15 +77,15 @@ class AnswerReader:
         self._types = types
         self._answer = answer or secrets.token_hex(12)
         self._called = 0
-        self._rest = ""  # not yet told
-        self._thinking: bool | None = {"no": False, "tags": None, "opened": True}[habits.thinks]  # None: not known yet
-        self._started = False  # text has been told: what follows is no call, where calls are whole answers
-        self._dropped = ""  # letters that are dropped until another comes
+        self._rest = ""  # not yet passed on
+        self._thinking: bool | None = {"no": False, "tags": None, "opened": True}[habits.thinks]  # None: not yet known
+        self._started = False  # text has been passed on: no call can follow, where calls are whole answers
+        self._dropped = ""  # characters that are dropped until another one comes
         self._scan: Scan | None = None  # of the call that the rest begins with
         self._opens, self._closes = TAGS.get(habits.tools, ("", ""))
-        self._mark = ""  # that precedes the rest, with the blanks before it; told unless a call follows
-        self._header: Header | None = None  # of the message that the rest is of
-        self._searched: int | None = None  # as far as the end of the call was looked for that the rest begins with
+        self._mark = ""  # the control token before the rest and its blanks; passed on unless a call follows
+        self._header: Header | None = None  # of the message that the rest belongs to
+        self._searched: int | None = None  # the rest begins with a call whose end was searched up to here
         self._read = {
             "tags": self._tags,
             "list": self._tags,
@@ -96,7 +96,7 @@ class AnswerReader:
             self._dropped = "\n"
 
     def push(self, text: str) -> Said:
-        """What `text` adds."""
+        """Returns the part that `text` completes."""
         self._rest += text
         said = Said()
         while self._step(said, ended=False):
@@ -104,21 +104,21 @@ class AnswerReader:
         return said
 
     def finish(self) -> Said:
-        """What was held back, at the end of the answer."""
+        """Returns the text held back, at the end of the answer."""
         said = Said()
         while self._step(said, ended=True):
             pass
         return said
 
     def read(self, text: str, *, ended: bool) -> Said:
-        """Returns what `text` adds, and if the answer has `ended` with it, what was held back."""
+        """Returns the part that `text` completes and, if the answer has `ended`, the text held back."""
         said = self.push(text)
         if ended:
             said.add(self.finish())
         return said
 
     def _step(self, said: Said, *, ended: bool) -> bool:
-        """Tell a part of the rest. False if nothing can be told now."""
+        """Passes on a part of the rest. Returns false if no more can be passed on now."""
         if self._dropped:
             self._rest = self._rest.lstrip(self._dropped)
             if not self._rest:
@@ -133,7 +133,7 @@ class AnswerReader:
         return self._read(said, ended=ended)
 
     def _begin(self, *, ended: bool) -> bool:
-        """Find out whether the answer begins with a thought."""
+        """Determines whether the answer begins with a thought."""
         begun = self._rest.lstrip()
         if OPEN_THOUGHT.startswith(begun) and not ended and begun != OPEN_THOUGHT:
             return False
@@ -169,7 +169,7 @@ class AnswerReader:
                 return self._tell(said, len(self._rest))
             if not opened:
                 until = len(self._rest) - overlap(self._rest, self._opens)
-                return self._tell(said, len(self._rest[:until].rstrip()))  # white space before a call is not told
+                return self._tell(said, len(self._rest[:until].rstrip()))  # white space before a call is dropped
             self._tell(said, len(before.rstrip()))
             self._scan = Scan(self._rest.index(self._opens) + len(self._opens), self._closes)
         scan = self._scan
@@ -179,7 +179,7 @@ class AnswerReader:
         if closed is None or closed != scan.first:
             calls = self._made(objects_in(self._rest[scan.start : closed]))
         if not calls and scan.first is not None:
-            closed = scan.first  # the tags in its strings were none: a quotation mark is missing
+            closed = scan.first  # a quotation mark is missing, so this tag was not inside a string
             calls = self._made(objects_in(self._rest[scan.start : closed]))
         self._scan = None
         end = len(self._rest) if closed is None else closed + len(self._closes)
@@ -189,7 +189,7 @@ class AnswerReader:
         return closed is not None
 
     def _functions(self, said: Said, *, ended: bool) -> bool:
-        """Calls whose arguments are text between tags. The tags around a whole call may be missing."""
+        """Parses calls whose arguments are text between tags. The tags around a whole call may be missing."""
         if self._searched is None:
             found = [at for tag in (self._opens, OPEN_FUNCTION) if (at := self._rest.find(tag)) >= 0]
             if not found:
@@ -201,7 +201,7 @@ class AnswerReader:
         bare = self._rest.startswith(OPEN_FUNCTION)
         inside = self._rest[len(self._opens) : _LONGEST_END].lstrip()[: len(OPEN_FUNCTION)]
         if not (bare or ended) and inside != OPEN_FUNCTION and OPEN_FUNCTION.startswith(inside):
-            return False  # whether it is one of these calls is still to come
+            return False  # too short to tell whether it is such a call
         ends = _BARE_END if bare else _FUNCTION_END if inside == OPEN_FUNCTION else _TAG_END
         end = ends.search(self._rest, self._searched)
         if end is None and not ended:
@@ -219,7 +219,7 @@ class AnswerReader:
         return whole.removeprefix(self._opens).removesuffix(self._closes)
 
     def _after_mark(self, said: Said, *, ended: bool) -> bool:
-        """Calls that are all that follows a control token, or the whole answer."""
+        """Parses calls that take the rest of the answer after a control token, or the whole answer."""
         mark = self._habits.opens
         before, found, after = self._rest.partition(mark) if mark else (self._rest, "", "")
         if found and (self._started or not before.strip() or self._is_text(before)):
@@ -236,7 +236,7 @@ class AnswerReader:
         return (self._named if self._habits.tools == "named" else self._json)(said, ended=ended)
 
     def _is_text(self, before: str) -> bool:
-        """Whether what precedes a control token is no call, where that can be seen at once."""
+        """Whether the text before a control token is certainly not a call."""
         if self._habits.tools == "named":
             return False
         called = self._called
@@ -244,7 +244,7 @@ class AnswerReader:
         return not calls
 
     def _json(self, said: Said, *, ended: bool) -> bool:
-        """An answer that is nothing but calls."""
+        """Parses an answer that consists only of calls."""
         begun = self._rest.lstrip()
         if self._started or (begun and begun[0] not in "{["):
             return self._start(said, ended=ended)
@@ -259,7 +259,7 @@ class AnswerReader:
         return self._tell(said, len(self._rest))
 
     def _start(self, said: Said, *, ended: bool) -> bool:
-        """Tell what is no call; a control token that precedes one may still come."""
+        """Passes on text that is not a call; a control token with a call may still follow."""
         again = not self._started and bool(self._habits.opens) and not ended
         self._started = True
         return True if again else self._tell(said, len(self._rest))
@@ -281,7 +281,7 @@ class AnswerReader:
         name, call = self._name_of(head), None
         end = self._scan.end(self._rest) if name else None
         if name and end is None and not ended:
-            return False  # the rest of the arguments is still to come
+            return False  # the arguments are incomplete
         self._scan = None
         if end is not None:
             with suppress(ValueError, RecursionError):
@@ -294,14 +294,14 @@ class AnswerReader:
         return bool(self._rest)
 
     def _bare(self, head: str) -> str:
-        """The text before arguments, without control tokens, and without the beginning of one at its end."""
+        """Returns the text before arguments without control tokens and without the beginning of one at its end."""
         for mark, _ in self._habits.marks:
             head = head.replace(mark, "")
         held = max((overlap(head, mark) for mark, _ in self._habits.marks), default=0)
         return head[: len(head) - held]
 
     def _channels(self, said: Said, *, ended: bool) -> bool:
-        """Messages, each behind a header that says whether it is thought, said, or a call."""
+        """Parses messages. The header of each marks it as a thought, as text or as a call."""
         if self._header is None:
             self._header, self._rest = header_of(self._rest, begun=self._started, ended=ended)
             self._started = self._started or self._header is not None
@@ -325,17 +325,17 @@ class AnswerReader:
         return whole
 
     def _begins_name(self, head: str) -> bool:
-        """Whether a name of a function, and what may stand behind it, may begin like this."""
+        """Whether `head` can be the beginning of a function's name and the text that may follow it."""
         behind = [head.removeprefix(name) for name in self._names if head.startswith(name)]
         return any(name.startswith(head) for name in self._names) or any(map(_BEHIND_NAME.fullmatch, behind))
 
     def _name_of(self, head: str) -> str:
-        """The function's name in what stands before arguments; empty if it has none."""
+        """Returns the function's name in the text before arguments; empty if there is no name."""
         found = [name for name in self._names if head == name or re.fullmatch(re.escape(name) + "[A-Za-z0-9]{9}", head)]
         return max(found, key=len, default="")
 
     def _made(self, found: list[Any]) -> list[ToolCall]:
-        """The calls that objects are, if all of them are calls."""
+        """Converts objects to calls; empty unless all of them are calls."""
         called, calls = self._called, [self._call(one) for one in found]
         if None in calls:
             self._called = called
@@ -346,7 +346,7 @@ class AnswerReader:
         if not isinstance(given, Mapping) or given.get("name") not in self._names:
             return None
         arguments = given.get("arguments", given.get("parameters", {}))
-        if isinstance(arguments, str):  # as JSON text, which some models write
+        if isinstance(arguments, str):  # some models write JSON text
             try:
                 arguments = json.loads(arguments)
             except (ValueError, RecursionError):
@@ -357,10 +357,10 @@ class AnswerReader:
             text = json.dumps(arguments, ensure_ascii=False)
             return ToolCall(given["name"], text, self._id_of(given.get("id")))
         except (InvalidRequest, RecursionError):
-            return None  # nested too deeply, or not Unicode: no conversation could have it
+            return None  # nested too deeply or not Unicode, so no conversation can contain it
 
     def _id_of(self, given: Any) -> str:
-        """The id of the next call: the one that the model has written, if it writes them."""
+        """Returns the id of the next call: the one that the model has written, or a derived one."""
         self._called += 1
         if isinstance(given, str) and re.fullmatch("[A-Za-z0-9]{9}", given):
             return given

@@ -1,4 +1,4 @@
-"""Grammars that force calls, in the format in which a model writes them."""
+"""Grammars that force calls, in a model's format."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tenuto.base.tools.grammar import WHITE_SPACE, Grammar, parsed
 def shape_of(
     habits: ModelHabits, answer: Grammar | None, functions: Mapping[str, Any], *, forced: bool, parallel: bool
 ) -> Grammar | None:
-    """The grammar of an answer in a chat: `answer`, if that is given, or calls of these functions instead of it, which
-    `forced` requires. A model that thinks may do so before. Raises `InvalidRequest`."""
+    """Returns the grammar of an answer in a chat: `answer`, if given, or calls of these functions; `forced` allows only
+    calls. Thoughts may come first if the model has them. Raises `InvalidRequest`."""
     if functions and (forced or answer is not None):
         return calls_grammar(habits, functions, parallel=parallel, answer=None if forced else answer)
     plain = habits.thinks == "no" and habits.tools != "channels"
@@ -29,7 +29,7 @@ def shape_of(
 
 
 def has_thoughts(grammar: Grammar) -> bool:
-    """Whether a grammar made here has room for thoughts."""
+    """Whether a grammar made here allows thoughts."""
     return grammar.source.startswith(_START)
 
 
@@ -37,7 +37,7 @@ _START = "start: thought"
 
 
 def _thoughts(habits: ModelHabits) -> list[str]:
-    """Rules of what is `said` after thoughts, as the model has them."""
+    """Returns the rules for thoughts in the model's format, followed by the rule `said`."""
     if habits.tools == "channels":
         closed = f'{_mark(habits, END)} {_mark(habits, START)} "assistant"'
         opened = f'{_mark(habits, CHANNEL)} "analysis" {_mark(habits, MESSAGE)}'
@@ -56,8 +56,8 @@ def _thoughts(habits: ModelHabits) -> list[str]:
 def calls_grammar(
     habits: ModelHabits, functions: Mapping[str, Any], *, parallel: bool, answer: Grammar | None = None
 ) -> Grammar:
-    """A call of one of these functions, by name with their parameters' schemas, or with `parallel` several; or an
-    `answer` if that is given. Raises `InvalidRequest` if the answer's grammar cannot be part of another."""
+    """Returns a grammar for a call of one of these functions, or with `parallel` several, or an `answer` if given.
+    `functions`: schemas of parameters by name. Raises `InvalidRequest` if the answer's grammar cannot be embedded."""
     bodies = []
     for number, (name, schema) in enumerate(functions.items()):
         parameters = _of_object(name, schema) if isinstance(schema, Mapping) else {"type": "object"}
@@ -72,7 +72,7 @@ def calls_grammar(
 
 
 def _several(habits: ModelHabits, *, parallel: bool) -> list[str]:
-    """Rules of one call or with `parallel` several, each a `body`."""
+    """Returns the rules for one call, or with `parallel` several, each a `body`."""
     more = ' (", " body)*' if parallel else ""
     opens, closes = TAGS.get(habits.tools, ("", ""))
     match habits.tools:
@@ -84,7 +84,7 @@ def _several(habits: ModelHabits, *, parallel: bool) -> list[str]:
         case "named":
             return ["calls: body+" if parallel else "calls: body"]
         case "channels":
-            return ["calls: body"]  # the token behind it ends the answer
+            return ["calls: body"]  # the next token ends the answer
         case "json" if habits.opens:
             closing = _mark(habits, "<|/tool_call|>")
             return [f'calls: {_mark(habits, habits.opens)} " "? "[" body{more} "]" {closing}']
@@ -93,7 +93,7 @@ def _several(habits: ModelHabits, *, parallel: bool) -> list[str]:
 
 
 def _call(habits: ModelHabits, name: str, arguments: str) -> str:
-    """A call of a function, whose arguments have a rule of this name."""
+    """Returns the rule of a call of a function. `arguments`: the name of its arguments' rule."""
     match habits.tools:
         case "named":
             own_id = [_mark(habits, "[CALL_ID]"), CALL_ID] if habits.mark("[CALL_ID]") is not None else []
@@ -111,7 +111,7 @@ def _call(habits: ModelHabits, name: str, arguments: str) -> str:
 
 
 def _arguments(habits: ModelHabits, name: str, schema: Mapping[str, Any], rule: str) -> list[str]:
-    """The rule of a function's arguments, and those it needs."""
+    """Returns the rule of a function's arguments and the rules that it refers to."""
     if habits.tools != "functions":
         return [f"{rule}: {_json(schema)}"]
     if unknown := sorted(_NOT_IN_TAGS & schema.keys()):
@@ -137,7 +137,8 @@ _OF_TEXT = frozenset(("pattern", "minLength", "maxLength"))
 
 
 def _value(rule: str, schema: Any, root: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """A parameter's value up to what closes it, and the rules it needs. Text has no quotation marks."""
+    """Returns the rule of a parameter's value and closing tag, and the rules that it refers to. Text has no quotation
+    marks."""
     closes = f"\n{CLOSE_PARAMETER}\n"
     types = types_of(schema)
     if types and "string" not in types:
@@ -158,14 +159,14 @@ def _value(rule: str, schema: Any, root: Mapping[str, Any]) -> tuple[str, list[s
 
 
 def _answer(habits: ModelHabits, answer: Grammar) -> str:
-    """The rule of an answer in place of calls."""
+    """Returns the rule of an answer without calls."""
     if habits.tools != "channels":
         return _part(answer)
     return f'{_mark(habits, CHANNEL)} "final" {_mark(habits, MESSAGE)} ({_part(answer)})'
 
 
 def _of_object(name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema of a function's parameters, which are an object. Raises `InvalidRequest` if it does not allow one."""
+    """Returns the schema of a function's parameters as an object. Raises `InvalidRequest` if it does not allow one."""
     kind = schema.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise InvalidRequest(
@@ -175,7 +176,7 @@ def _of_object(name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _json(schema: Any) -> str:
-    """JSON by a schema. Raises `InvalidRequest` unless that is an object."""
+    """Returns a rule for JSON by a schema. Raises `InvalidRequest` unless the schema is an object."""
     if not isinstance(schema, Mapping):
         raise InvalidRequest("the JSON schema is not an object; allowed: an object, or true", param="grammar")
     own = schema.get("x-guidance")
@@ -184,22 +185,22 @@ def _json(schema: Any) -> str:
 
 
 CALL_ID = "/[A-Za-z0-9]{9}/"
-"""Of a call whose id the model writes."""
+"""The pattern of a call's id, if the model writes it."""
 
 
 def _tag(habits: ModelHabits, text: str) -> str:
-    """A tag, which is text or a control token."""
+    """Returns a tag as a control token if the model has one, else as text."""
     return _mark(habits, text) or _quoted(text)
 
 
 def _mark(habits: ModelHabits, text: str) -> str:
-    """A control token, if the model has it."""
+    """Returns a control token; empty if the model does not have it."""
     token = habits.mark(text)
     return f"<[{token}]>" if token is not None else ""
 
 
 def _part(grammar: Grammar) -> str:
-    """A grammar as a part of a Lark rule."""
+    """Converts a grammar to a part of a Lark rule."""
     if grammar.kind == "json_object":
         return _json({"type": "object"})
     if grammar.kind == "json_schema":

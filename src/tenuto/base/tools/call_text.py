@@ -1,4 +1,4 @@
-"""Calls as models write them: where one ends in text that grows, and what it says."""
+"""Parsers of calls as models write them, in complete or growing text."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Types = Mapping[str, Mapping[str, Sequence[str]]]
-"""The JSON types of functions' parameters, by both names; only of those that have some."""
+"""The JSON types of parameters, by function and parameter; parameters without types are left out."""
 
 OPEN_FUNCTION, CLOSE_FUNCTION = "<function=", "</function>"
 OPEN_PARAMETER, CLOSE_PARAMETER = "<parameter=", "</parameter>"
 
 
 class Scan:
-    """Finds the end of JSON that begins at `start` of a growing text, and reads every character once."""
+    """Finds the end of JSON that begins at `start` of a growing text. It reads every character once."""
 
     def __init__(self, start: int, closes: str = "") -> None:
-        """`closes`: the tag behind it, if there is one."""
+        """`closes`: the tag after the JSON, if there is one."""
         self.start = start
         self.first: int | None = None
-        """Where the first closing tag is, if a string seems to go on there."""
+        """The position of the first closing tag, if it seems to lie inside a string."""
         self._closes = closes
         self._at = self._searched = start
         self._depth = 0
         self._quoted = self._broken = False
 
     def end(self, text: str) -> int | None:
-        """Where the object or list ends, if it does already."""
+        """Returns the end of the object or list, or `None` if it is incomplete."""
         self._read(text, len(text))
         return self._at if self._at > self.start and not self._depth else None
 
     def closing(self, text: str) -> int | None:
-        """The position of the first closing tag outside strings, or of the first one at all where quotation marks do
-        not pair up."""
+        """Returns the position of the first closing tag outside strings, or of the first one at all if quotation marks
+        are not paired. `None` if there is no such tag yet."""
         while (found := text.find(self._closes, self._searched)) >= 0:
             if self.first is None and text[self.start : found].lstrip()[:1] not in "{[":
                 return found
@@ -49,15 +49,15 @@ class Scan:
         return self.first if self._broken else None
 
     def _read(self, text: str, until: int, *, nested: bool = True) -> None:
-        """Look at the text up to `until`, if `nested` at most to the end of the object or list."""
+        """Reads the text up to `until`; with `nested`, at most to the end of the object or list."""
         for mark in _MARKS.finditer(text, self._at, max(self._at, until)):
             letter, self._at = mark[0], mark.end()
-            if letter == "\\":  # what it escapes is still to come
+            if letter == "\\":  # the escaped character is missing
                 self._at = mark.start()
                 return
             if letter == '"' and self._quoted:
                 after = _BEHIND_STRING.search(text, self._at)
-                if after is None:  # it is still to come
+                if after is None:  # not yet there
                     self._at = mark.start()
                     return
                 self._broken = self._broken or after[0] not in ",:}]"
@@ -75,12 +75,12 @@ _BEHIND_STRING = re.compile(r"\S")
 
 
 def overlap(text: str, tag: str) -> int:
-    """The length of the longest end of `text` that begins `tag`."""
+    """Returns the length of the longest suffix of `text` that is a proper prefix of `tag`."""
     return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
 
 
 def objects_in(text: str) -> list[Any]:
-    """The JSON values in a text that has nothing else; a list counts as its elements. Empty for other texts."""
+    """Returns the JSON values in a text, with lists replaced by their elements. Empty if the text has anything else."""
     decoder, found, text = json.JSONDecoder(), list[Any](), text.strip()
     try:
         while text:
@@ -99,7 +99,7 @@ _PARAMETER = re.compile(
 
 
 def functions_in(text: str, types: Types) -> list[Any]:
-    """The calls in a text that names functions and parameters in tags. A closing tag of a parameter may be missing."""
+    """Parses calls that name functions and parameters in tags. A closing tag of a parameter may be missing."""
     found = []
     for name, body in _FUNCTION.findall(text):
         known, given = types.get(name.strip(), {}), _PARAMETER.findall(body.strip("\n"))
@@ -114,7 +114,7 @@ _PYTHON = {"True": True, "False": False, "None": None}
 
 
 def _value(text: str, types: Sequence[str]) -> Any:
-    """The value of an argument written without quotation marks: text, unless it fits another type of the schema."""
+    """Parses an argument written without quotation marks: text, unless it fits another type of the schema."""
     if not types or set(types) == {"string"}:
         return text
     bare = text.strip()
@@ -128,7 +128,7 @@ def _value(text: str, types: Sequence[str]) -> Any:
 
 
 def type_of(value: object) -> str:
-    """The name of its JSON type."""
+    """Returns the name of the JSON type of `value`; empty if it has none."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -138,7 +138,7 @@ def type_of(value: object) -> str:
 
 
 def types_of(schema: Any) -> tuple[str, ...]:
-    """The JSON types that a schema allows; empty if it does not list any."""
+    """Returns the JSON types that a schema allows; empty if it does not list any."""
     if not isinstance(schema, Mapping):
         return ()
     kind = schema.get("type")

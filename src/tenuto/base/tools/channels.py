@@ -1,7 +1,7 @@
 """Messages as gpt-oss writes them: Harmony, https://cookbook.openai.com/articles/openai-harmony.
 
 An answer is one message or several, `<|channel|>analysis<|message|>a thought<|end|><|start|>assistant<|channel|>final
-<|message|>what is said`. A call is addressed in the header, by `to=functions.name`, before the channel or behind it.
+<|message|>the text`. The header of a call contains `to=functions.name`, before or after the channel.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
 
 
 class Header(NamedTuple):
-    """The part of a message before its content. `called`: the function that it is addressed to, empty for none."""
+    """The part of a message before its content. `called`: the function that it calls, else empty."""
 
     channel: str = "final"
     called: str = ""
 
 
 def header_of(text: str, *, begun: bool, ended: bool) -> tuple[Header | None, str]:
-    """The header that an answer, or with `begun` a later message of it, begins with, and what follows. `None` if it is
-    not there whole. An answer without a header is what is said."""
+    """Parses the header at the beginning of an answer, or with `begun` of a later message, and returns it with the rest
+    of the text. The header is `None` if it is incomplete. An answer without a header is text for the user."""
     if text and not begun and not any(text.startswith(one) or one.startswith(text) for one in _FIRST):
         return Header(), text
     header, found, content = text.partition(MESSAGE)
@@ -37,7 +37,7 @@ def header_of(text: str, *, begun: bool, ended: bool) -> tuple[Header | None, st
 
 
 def content_end(text: str, *, ended: bool) -> tuple[int, int | None]:
-    """The length of a message's content, as far as it is certain, and the position of the next header, if any."""
+    """Returns the length of a message's content that is certain, and the position of the next header or `None`."""
     ends = [(at, mark) for mark in (END, START, CHANNEL) if (at := text.find(mark)) >= 0]
     if not ends:
         held = 0 if ended else max(overlap(text, mark) for mark in (END, START, CHANNEL))

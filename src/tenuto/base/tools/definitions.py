@@ -13,12 +13,12 @@ from tenuto.base.errors import InvalidRequest
 
 MAX_TOOLS = 128
 MAX_TOOLS_SIZE = 2**20
-"""Characters of all tools' definitions as JSON."""
+"""In characters of JSON, for all tools' definitions."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a function. `arguments`: a JSON object as text. `id`: what its result refers to."""
+    """A call of a function. `arguments`: a JSON object as text. `id`: the name by which its result refers to it."""
 
     name: str
     arguments: str = "{}"
@@ -32,12 +32,12 @@ class ToolCall:
                 raise InvalidRequest(f"a tool call's {name} is {shown(value)}; allowed: text", param="tool_calls")
             check_unicode(f"the {name} of a tool call", value)
         arguments = json.dumps(self.parsed(), ensure_ascii=False)
-        check_unicode("the arguments of a tool call", arguments)  # which may have been escaped
+        check_unicode("the arguments of a tool call", arguments)  # they may have been escaped
 
     @classmethod
     def of(cls, given: object) -> ToolCall:
-        """From a client's object, in which name and arguments may be those of its `function`, as others write it.
-        Raises `InvalidRequest`."""
+        """Reads a client's object. Name and arguments may be inside `function`, as in OpenAI's API. Raises
+        `InvalidRequest`."""
         if isinstance(given, cls):
             return given
         given = flat_call(given)
@@ -46,7 +46,7 @@ class ToolCall:
         return cls(**given)
 
     def parsed(self) -> dict[str, Any]:
-        """The arguments. Raises `InvalidRequest`."""
+        """Parses the arguments. Raises `InvalidRequest`."""
         try:
             arguments = json.loads(self.arguments or "{}")
         except (ValueError, RecursionError) as error:
@@ -60,7 +60,7 @@ class ToolCall:
 
 
 def flat_call(given: object) -> object:
-    """A call in the form `{"id": ..., "type": "function", "function": {...}}`, as others write it, as we do."""
+    """Converts a call in OpenAI's form, `{"id": ..., "type": "function", "function": {...}}`, to a flat object."""
     function = given.get("function") if isinstance(given, Mapping) else None
     if not isinstance(given, Mapping) or not isinstance(function, Mapping) or given.get("type") != "function":
         return given
@@ -70,8 +70,8 @@ def flat_call(given: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The functions a model is told of: a JSON list, each entry as templates expect it, `{"type": "function",
-    "function": {"name", "description", "parameters"}}`."""
+    """The functions that a model may call, for its template: a JSON list of `{"type": "function", "function": {"name",
+    "description", "parameters"}}`."""
 
     source: str = ""
 
@@ -87,7 +87,7 @@ class Tools:
 
     @classmethod
     def of(cls, functions: list[Mapping[str, Any]]) -> Tools:
-        """From the definitions of functions: `name`, and if they have them `description` and `parameters`."""
+        """Converts definitions of functions with `name` and optionally `description` and `parameters`."""
         if not functions:
             return cls()
         wrapped = [{"type": "function", "function": dict(function)} for function in functions]
@@ -99,7 +99,7 @@ class Tools:
         return tools
 
     def parsed(self) -> list[dict[str, Any]]:
-        """The list. Raises `InvalidRequest`."""
+        """Parses the list. Raises `InvalidRequest`."""
         if not self.source:
             return []
         try:
@@ -113,7 +113,7 @@ class Tools:
 
     @property
     def digest(self) -> str:
-        """Tells them from others; empty if there are none."""
+        """A digest of the definitions; empty without tools."""
         return hashlib.sha256(self.source.encode()).hexdigest()[:16] if self.source else ""
 
     def __bool__(self) -> bool:
@@ -123,41 +123,41 @@ class Tools:
 NO_TOOLS = Tools()
 
 ToolFormat = Literal["json", "named", "tags", "list", "functions", "channels"]
-"""How a model writes calls:
+"""Formats in which models write calls:
 
-- json: an object or a list of objects that is the whole answer (Llama 3, models that know of no tools), or all that
-  follows a control token (Mistral's Nemo, Granite 3)
+- json: an object or a list of objects that is the whole answer (Llama 3, models without tools), or the whole text after
+  a control token (Mistral's Nemo, Granite 3)
 - named: names, each followed by its arguments, with control tokens around them (later models of Mistral)
 - tags: objects between `<tool_call>` and `</tool_call>` (Hermes, Qwen)
 - list: a list of objects between `<TOOLCALL>` and `</TOOLCALL>` (Nemotron Nano 2)
 - functions: `<function=name>` and its `<parameter=name>`s, whose values are text, between the same tags as objects
   (Qwen3-Coder, Nemotron 3)
-- channels: messages that are addressed to `functions.name`, beside others with thoughts and with what is said (gpt-oss)
+- channels: messages addressed to `functions.name`, beside others with thoughts and text (gpt-oss)
 """
 TAGS: dict[ToolFormat, tuple[str, str]] = {
     "tags": ("<tool_call>", "</tool_call>"),
     "list": ("<TOOLCALL>", "</TOOLCALL>"),
     "functions": ("<tool_call>", "</tool_call>"),
 }
-"""What stands around calls, in the formats in which that is text."""
+"""The tags around calls, in the formats in which these are text."""
 MARKS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|tool_call|>", "<|/tool_call|>")
-"""Control tokens that stand around calls, or within them, in the other formats."""
+"""Control tokens around or within calls, in the other formats."""
 THOUGHTS = ("<think>", "</think>")
-"""What stands around thoughts. Some models have control tokens for these tags, and for those around calls."""
+"""The tags around thoughts. Some models have control tokens for these tags, and for those around calls."""
 CHANNELS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")
-"""Control tokens that stand around messages, and within what precedes their content."""
+"""Control tokens around messages and within their headers."""
 
 Thinks = Literal["no", "tags", "opened"]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelHabits:
-    """How a model writes what is not text for its readers. `arguments`: the key of a call's arguments. `thinks`:
-    between `<think>` and `</think>`, `opened` if the template writes the first. `marks`: the control tokens that the
-    template writes around calls and thoughts, and within them, by their texts. `short_ids`: the ids of calls are nine
-    letters and digits, which the model writes itself. `switches`: variables of the template, their values and how it
-    thinks with each, where that is otherwise. `after_result`: how it thinks after a tool's result, where that is
-    otherwise. `late_system`: system messages may follow others."""
+    """The formats in which a model writes calls and thoughts. `arguments`: the key of a call's arguments. `thinks`:
+    whether thoughts stand between `<think>` and `</think>`; `opened` if the template writes the first tag. `marks`: the
+    control tokens around and within calls and thoughts, by their texts. `short_ids`: the model writes the ids of calls
+    itself, as nine alphanumeric characters. `switches`: variables of the template and their values that change
+    `thinks`, with its value then. `after_result`: the value of `thinks` after a tool's result, if it differs.
+    `late_system`: system messages may follow others."""
 
     tools: ToolFormat = "json"
     arguments: str = "arguments"
@@ -169,22 +169,22 @@ class ModelHabits:
     late_system: bool = True
 
     def mark(self, text: str) -> int | None:
-        """The control token with this text, if calls are written with it."""
+        """Returns the control token with this text, or `None` if calls do not use it."""
         return dict(self.marks).get(text)
 
     @property
     def opens(self) -> str:
-        """The text of the control token that precedes calls, if one does."""
+        """The text of the control token that precedes calls; empty if there is no such token."""
         return next((text for text in ("[TOOL_CALLS]", "<|tool_call|>") if self.mark(text) is not None), "")
 
     def after(self, role: str) -> ModelHabits:
-        """The habits in an answer to a message of this role."""
+        """Returns the formats in an answer to a message of this role."""
         if role != "tool" or self.after_result is None:
             return self
         return replace(self, thinks=self.after_result, switches=())
 
     def told(self, variables: Mapping[str, Any]) -> ModelHabits:
-        """The habits where the template is told `variables`."""
+        """Returns the formats in a template rendered with `variables`."""
         for name, value, thinks in self.switches:
             if variables.get(name) is value:
                 return replace(self, thinks=thinks)

@@ -1,4 +1,4 @@
-"""A grammar that a turn's output has to follow."""
+"""Grammars that a turn's output must follow."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tenuto.base.errors import InvalidRequest
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "ebnf", "lark"]
 KINDS: tuple[GrammarKind, ...] = get_args(GrammarKind)
 MAX_GRAMMAR = 2**18
-"""Characters of a grammar's source."""
+"""In characters of a grammar's source."""
 MAX_CHOICES = 4096
 WHITE_SPACE = r"(\x20|\x0A\x20{0,32})?"
-"""In JSON there may be a blank, or a new line and its indentation, wherever white space may be; not white space for
-ever, into which small models fall."""
+"""The white space allowed in JSON: one blank, or a new line and its indentation. Small models tend to repeat unbounded
+white space forever."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What the output must be: JSON by a schema, any JSON object, text that matches a regular expression as a whole,
-    one of several strings, or a text of a context-free grammar, written as EBNF (rules `name ::= ...`, the first called
-    `root`) or for Lark (rules `name: ...`, the first called `start`).
+    """The form of an output: JSON by a schema, any JSON object, text that matches a regular expression as a whole, one
+    of several strings, or a sentence of a context-free grammar. Grammars are written as EBNF (rules `name ::= ...`, the
+    first called `root`) or for Lark (rules `name: ...`, the first called `start`).
 
     `source`: the schema as JSON text, the expression, the choices as a JSON list, or the rules; empty for
     `json_object`.
@@ -34,7 +34,7 @@ class Grammar:
     source: str = ""
 
     def __post_init__(self) -> None:
-        """Raises `InvalidRequest` unless it could be a grammar; whether it is one shows when it is compiled."""
+        """Raises `InvalidRequest` for a wrong kind or size. Errors in the source are found when it is compiled."""
         if self.kind not in KINDS:
             raise InvalidRequest(f"grammar is of kind {shown(self.kind)}; allowed: {', '.join(KINDS)}", param="grammar")
         if not isinstance(self.source, str):
@@ -49,8 +49,9 @@ class Grammar:
 
     @classmethod
     def of(cls, given: object) -> Self:
-        """From what a client writes: an object with one field, named as the kind. Its value is a schema (an object, a
-        boolean or JSON text), `true` for `json_object`, a list of strings for `choice`, and text for all others."""
+        """Reads a client's object with one field, named as the kind. Its value is a schema (an object, a boolean or
+        JSON text), `true` for `json_object`, a list of strings for `choice`, and text for all others. Raises
+        `InvalidRequest`."""
         if isinstance(given, cls):
             return given
         if not isinstance(given, Mapping) or len(given) != 1 or next(iter(given)) not in KINDS:
@@ -70,7 +71,8 @@ class Grammar:
 
     @classmethod
     def of_schema(cls, schema: object) -> Self:
-        """JSON by a schema: an object, a boolean, or JSON text of either. Raises `InvalidRequest`."""
+        """Returns a grammar for JSON by a schema: an object, a boolean, or JSON text of either. Raises
+        `InvalidRequest`."""
         if isinstance(schema, Mapping | bool):
             try:
                 return cls("json_schema", json.dumps(schema, ensure_ascii=False, allow_nan=False))
@@ -82,7 +84,7 @@ class Grammar:
 
     @classmethod
     def of_choice(cls, choices: object) -> Self:
-        """One of several strings. Raises `InvalidRequest`."""
+        """Returns a grammar for one of several strings. Raises `InvalidRequest`."""
         if not isinstance(choices, Sequence) or isinstance(choices, str | bytes):
             raise InvalidRequest(f"choice is {shown(choices)}; allowed: a list of strings", param="grammar")
         strings = tuple(choices)
@@ -94,20 +96,20 @@ class Grammar:
         return cls("choice", json.dumps(strings, ensure_ascii=False))
 
     def choices(self) -> list[str]:
-        """The strings of a `choice`. Raises `InvalidRequest` if its source is not a list of strings."""
+        """Returns the strings of a `choice`. Raises `InvalidRequest` if its source is not a list of strings."""
         strings: list[str] = parsed(self.source)
         self.of_choice(strings)
         return strings
 
     def given(self) -> dict[str, Any]:
-        """As a client writes it; the inverse of `of`."""
+        """Returns the object that a client writes; the inverse of `of`."""
         if self.kind == "json_object":
             return {self.kind: True}
         return {self.kind: self.choices() if self.kind == "choice" else self.source}
 
 
 def parsed(text: str) -> Any:
-    """JSON in a grammar's source. Raises `InvalidRequest`."""
+    """Parses JSON in a grammar's source. Raises `InvalidRequest`."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

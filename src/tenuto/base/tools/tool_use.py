@@ -1,4 +1,4 @@
-"""What functions an answer may call, or must, and the grammars that see to it."""
+"""The functions that an answer may or must call, and the grammars that ensure it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tenuto.base.tools.grammar import Grammar
 
 ToolChoice = Literal["auto", "none", "required"]
 NAME = r"^[A-Za-z0-9_.-]{1,64}$"
-"""Of a function."""
+"""The pattern of a function's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The functions that a model is told of, each a mapping with `name`, and if it has them `description` and
-    `parameters`, a JSON schema; and what its answer makes of them. With `choice` "auto" it may call them, with "none"
-    nothing that it says is a call, and "required" forces a call, by a grammar: of any of them, or of the one called
-    `only`. There may be several calls if they may be `parallel`."""
+    """The functions in a model's prompt, each a mapping with `name` and optionally `description` and `parameters`, a
+    JSON schema, and their use in the answer. With `choice` "auto" the model may call them. With "none" no text is
+    parsed as a call. "required" forces a call by a grammar: of any function, or of the one named `only`. `parallel`
+    allows several calls."""
 
     functions: tuple[Mapping[str, Any], ...] = ()
     choice: ToolChoice = "auto"
@@ -50,14 +50,14 @@ class ToolUse:
             )
         if self.choice == "required" and not self.chosen:
             raise InvalidRequest(
-                "tool_choice asks for a call of a function that tools does not have; allowed: one of them",
+                "tool_choice names a function that tools does not have; allowed: one of them",
                 param="tool_choice",
             )
-        _ = self.told  # raises `InvalidRequest` for what cannot be told
+        _ = self.told  # raises `InvalidRequest` for definitions that cannot be written
 
     @classmethod
     def of(cls, tools: object, choice: object = None, parallel: object = None) -> ToolUse:
-        """From what a Python client writes. A tool is a function's definition, or an object whose `function` is one.
+        """Reads the values of a Python client. A tool is a function's definition, or an object whose `function` is one.
         `choice`: "auto", "none", "required", or an object with the `name` of the function that must be called. Raises
         `InvalidRequest`."""
         functions = tuple(_function(number, given) for number, given in enumerate(items("tools", tools, "a list")))
@@ -71,11 +71,11 @@ class ToolUse:
                 )
             return cls(functions, "required", name, parallel)
         chosen = "auto" if choice is None else choice
-        return cls(functions, chosen, parallel=parallel)  # type: ignore[arg-type] # checked when it is made
+        return cls(functions, chosen, parallel=parallel)  # type: ignore[arg-type] # checked in `__post_init__`
 
     @classmethod
     def among(cls, options: Mapping[str, object]) -> ToolUse | None:
-        """What a turn's options say, or `None` if they do not mention tools. Raises `InvalidRequest`."""
+        """Reads a turn's options. Returns `None` if they do not mention tools. Raises `InvalidRequest`."""
         tools, choice, parallel = (options.get(name) for name in TOOL_OPTIONS)
         if tools is not None:
             return cls.of(tools, choice, parallel)
@@ -94,19 +94,18 @@ class ToolUse:
 
     @property
     def told(self) -> Tools:
-        """What the model is told of, with any `choice`, so that a conversation's later turns may have another."""
+        """The functions in the prompt. They do not depend on `choice`, which may change in a later turn."""
         return Tools.of(list(self.functions))
 
     def grammar(self, habits: ModelHabits, answer: Grammar | None) -> Grammar | None:
-        """What the answer must follow: `answer`, if that is given, or calls, where they are forced or may come instead.
+        """Returns the grammar of the answer: `answer` if given, or calls, where they are forced or may replace it.
         Raises `InvalidRequest`."""
         functions = {each["name"]: each.get("parameters") for each in self.chosen}
         parallel = self.parallel and not self.only
         return shape_of(habits, answer, functions, forced=self.choice == "required", parallel=parallel)
 
     def reading(self, habits: ModelHabits, grammar: Grammar | None) -> Reading:
-        """How an answer is taken apart that follows `grammar`, if there is one: where that has no room for thoughts,
-        there are none."""
+        """Returns the settings for parsing an answer. Thoughts are not expected if `grammar` has no place for them."""
         thinks = habits.thinks if grammar is None or has_thoughts(grammar) else "no"
         names = tuple(each["name"] for each in self.chosen)
         typed = {each["name"]: _types(each.get("parameters")) for each in self.chosen}
@@ -114,14 +113,14 @@ class ToolUse:
         return Reading(replace(habits, thinks=thinks), names, types)
 
     def marks(self, habits: ModelHabits) -> tuple[tuple[str, int], ...]:
-        """The control tokens that the answer's text needs to be taken apart."""
+        """Returns the control tokens that must stay in the answer's text so that it can be parsed."""
         if self.chosen or habits.tools == "channels":
             return habits.marks
         return tuple((text, token) for text, token in habits.marks if text in THOUGHTS)
 
 
 def _types(parameters: Any) -> dict[str, tuple[str, ...]]:
-    """The types of a function's parameters, of those that have some."""
+    """Returns the types of a function's parameters that have types."""
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     if not isinstance(properties, Mapping):
         return {}
@@ -129,7 +128,7 @@ def _types(parameters: Any) -> dict[str, tuple[str, ...]]:
 
 
 def unwrapped(given: object) -> object:
-    """A function in the form `{"type": "function", "function": {...}}`, as others write it, without that."""
+    """Returns the inner object of `{"type": "function", "function": {...}}`, the form of OpenAI's API."""
     if isinstance(given, Mapping) and set(given) == {"type", "function"} and given["type"] == "function":
         return given["function"]
     return given
@@ -139,7 +138,7 @@ _FIELDS = ("name", "description", "parameters")
 
 
 def _function(number: int, given: object) -> Mapping[str, Any]:
-    """A function's definition. Raises `InvalidRequest`."""
+    """Checks a function's definition. Raises `InvalidRequest`."""
     field, function = f"tools[{number}]", unwrapped(given)
     if not isinstance(function, Mapping) or not {"name"} <= set(function) <= {*_FIELDS, "strict"}:
         raise InvalidRequest(
@@ -161,6 +160,8 @@ def _function(number: int, given: object) -> Mapping[str, Any]:
         raise InvalidRequest(
             f"{field}.parameters is {shown(parameters)}; allowed: a JSON schema", param=f"{field}.parameters"
         )
-    if not isinstance(strict := function.get("strict"), bool | None):  # others write it; forced calls always are
+    if not isinstance(
+        strict := function.get("strict"), bool | None
+    ):  # OpenAI's API has it; forced calls are always strict
         raise InvalidRequest(f"{field}.strict is {shown(strict)}; allowed: true or false", param=f"{field}.strict")
     return {key: function[key] for key in _FIELDS if function.get(key) is not None}

@@ -1,4 +1,4 @@
-"""What a chat template is told besides messages and tools."""
+"""Variables of a chat template besides messages and tools."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ MAX_SIZE = 2**16
 RESERVED = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token"}
 )
-"""What a template is told by others."""
+"""Variables that a template gets from other parts of the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variables:
-    """Variables of a chat template, such as `enable_thinking`: a JSON object. Those a template does not know change
+    """Variables of a chat template, such as `enable_thinking`: a JSON object. Those that a template does not use change
     nothing."""
 
     source: str = ""
@@ -36,7 +36,7 @@ class Variables:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Variables:
-        """From their values, which are JSON. Raises `InvalidRequest`."""
+        """Encodes values, which must be JSON. Raises `InvalidRequest`."""
         try:
             variables = cls(json.dumps(dict(given), ensure_ascii=False, allow_nan=False)) if given else cls()
         except (TypeError, ValueError, RecursionError) as error:
@@ -45,7 +45,7 @@ class Variables:
         return variables
 
     def parsed(self) -> dict[str, Any]:
-        """The object. Raises `InvalidRequest`."""
+        """Parses the object. Raises `InvalidRequest`."""
         if not self.source:
             return {}
         try:
@@ -56,7 +56,7 @@ class Variables:
             raise InvalidRequest(f"{FIELD} are {shown(values)}; allowed: an object", param=FIELD)
         check_nesting(FIELD, values, FIELD)
         if taken := RESERVED & values.keys():
-            raise InvalidRequest(f"{FIELD} have {min(taken)!r}, which the request itself tells", param=FIELD)
+            raise InvalidRequest(f"{FIELD} have {min(taken)!r}, which the request itself sets", param=FIELD)
         return values
 
 

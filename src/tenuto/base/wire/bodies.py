@@ -1,4 +1,4 @@
-"""Values as JSON of the native HTTP API, in both directions. A field whose name differs there declares it itself."""
+"""Conversion of values to and from JSON of the native HTTP API. A field declares its JSON name if it differs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ T = TypeVar("T")
 
 
 def named(name: str) -> dict[str, str]:
-    """The metadata of a dataclass's field that is called `name` in JSON."""
+    """Returns metadata for a dataclass field whose name in JSON is `name`."""
     return {"name": name}
 
 
 def body_of(value: Any) -> dict[str, Any]:
-    """A dataclass as a JSON object."""
+    """Converts a dataclass to a JSON object."""
     return _renamed(value.__class__, msgspec.to_builtins(value), to_json=True)
 
 
 def read_body(kind: type[T], body: Mapping[str, Any]) -> T:
-    """The dataclass of a JSON object, whose other fields are ignored. Raises `msgspec.ValidationError` or
+    """Converts a JSON object to a dataclass; unknown fields are ignored. Raises `msgspec.ValidationError` or
     `TypeError`."""
     return msgspec.convert(_renamed(kind, body, to_json=False), kind)
 
@@ -39,7 +39,7 @@ def _renamed(kind: Any, values: Mapping[str, Any], *, to_json: bool) -> dict[str
 
 @cache
 def _fields(kind: Any) -> tuple[tuple[str, str, Any], ...]:
-    """Of every field, its own name, the one in JSON, and the dataclass that it holds, if it does."""
+    """Returns for every field its name, its name in JSON, and the dataclass it contains or `None`."""
     types = get_type_hints(kind)
     inner = {name: held if is_dataclass(held) else None for name, held in types.items()}
     return tuple((each.name, each.metadata.get("name", each.name), inner[each.name]) for each in fields(kind))

@@ -1,4 +1,4 @@
-"""A session as a file: JSON that another server of the same model can make a session of."""
+"""Sessions as files of JSON, which another server of the same model can import."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tenuto.base.options import Policy
 from tenuto.base.views import View
 
 FORMAT = "tenuto-session-1"
-"""A reader of later formats also reads this one."""
+"""Readers of later formats also read this one."""
 
 
 class Standing(View, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What the messages up to a turn's end come to: whether they opened with a system message, whether there are
-    others, who spoke last, and a digest of the tools that they opened with, if they did."""
+    """A summary of the messages up to a turn's end: whether they begin with a system message, whether there are others,
+    the role of the last one, and a digest of the tools that they begin with, if any."""
 
     system: bool
     dialogue: bool
@@ -26,8 +26,8 @@ class Standing(View, frozen=True, kw_only=True, forbid_unknown_fields=True, omit
 
 
 class SavedTurn(View, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A committed turn, as token ids. `conversation`: `None` if it is not made of messages. `cut`: the history was cut
-    inside its input."""
+    """A committed turn, as token ids. `conversation`: `None` if it does not consist of messages. `cut`: whether the
+    history was cut inside its input."""
 
     input: list[int]
     output: list[int]
@@ -36,9 +36,9 @@ class SavedTurn(View, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class SessionDocument(View, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that a session is, except for its memory, which is computed again.
+    """A whole session except its memory, which is computed again.
 
-    `model`: a fingerprint of what tokens mean to its model. `sha256`: of all the rest, in hexadecimal."""
+    `model`: a fingerprint of the model's vocabulary. `sha256`: the checksum of all other fields, in hexadecimal."""
 
     format: str = FORMAT
     model: str = ""
@@ -54,28 +54,28 @@ class SessionDocument(View, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def tokens(self) -> int:
-        """How many there are in its turns."""
+        """The number of tokens in its turns."""
         return sum(len(turn.input) + len(turn.output) for turn in self.turns)
 
     def policy(self, tenant: str = "") -> Policy:
-        """What applies to the session when it belongs to `tenant`. Raises `InvalidRequest`."""
+        """Returns the policy of the session when it belongs to `tenant`. Raises `InvalidRequest`."""
         metadata = tuple(self.metadata.items())
         return Policy(self.priority, self.ttl, self.max_tokens, tenant=tenant, metadata=metadata)
 
     def signed(self, model: str) -> SessionDocument:
-        """With the fingerprint of its model and the checksum."""
+        """Returns a copy with the fingerprint of its model and the checksum."""
         complete = msgspec.structs.replace(self, model=model)
         return msgspec.structs.replace(complete, sha256=_digest(complete))
 
     def check(self, model: str) -> None:
-        """Raises `InvalidRequest` unless it is whole, and of the model with this fingerprint."""
+        """Raises `InvalidRequest` unless it is undamaged and belongs to the model with this fingerprint."""
         if self.format != FORMAT:
             raise InvalidRequest(f"the session's format is {shown(self.format)}; allowed: {FORMAT!r}", param="format")
         if self.sha256 != _digest(self):
-            raise InvalidRequest("the session is damaged: its sha256 is another; export it again", param="sha256")
+            raise InvalidRequest("the session is damaged: its sha256 does not match; export it again", param="sha256")
         if self.model != model:
             raise InvalidRequest(
-                "the session is of a model whose tokens mean something else; allowed: one of this model", param="model"
+                "the session is of a model with another vocabulary; allowed: a session of this model", param="model"
             )
         whole("version", self.version, 0, MAX_COUNT)
         if not all(turn.input or turn.output for turn in self.turns):
@@ -83,13 +83,13 @@ class SessionDocument(View, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def _digest(document: SessionDocument) -> str:
-    """However the document was written, and in whatever order."""
+    """Returns a checksum that does not depend on the form or order in which the document was written."""
     rest = msgspec.structs.replace(document, sha256="")
     return hashlib.sha256(msgspec.json.encode(rest, order="deterministic")).hexdigest()
 
 
 def read_document(data: bytes | str) -> SessionDocument:
-    """The document in a file. Raises `InvalidRequest`."""
+    """Decodes a document. Raises `InvalidRequest`."""
     try:
         found = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
         given = msgspec.json.decode(found.get("format", b"null"))

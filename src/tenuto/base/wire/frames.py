@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 _LENGTH = struct.Struct("<I")
 LARGE = 2**18
-"""Bytes from which on a message is not copied: copying tens of megabytes holds up all other threads."""
+"""The size in bytes from which a message is not copied. Copying tens of megabytes holds up all other threads."""
 
 
 def frame(*pieces: bytes) -> tuple[bytes, ...]:
-    """What to send for a message that is given in pieces: its length, and the pieces."""
+    """Returns the bytes to send for a message given in pieces: its length, and the pieces."""
     size = sum(map(len, pieces))
     length = _LENGTH.pack(size)
     return (length, *pieces) if size >= LARGE else (b"".join((length, *pieces)),)
@@ -24,7 +24,7 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, received: bytes) -> Iterator[bytes | memoryview]:
-        """Yield the messages that `received` completes. A large message is the buffer that it arrived in."""
+        """Yields the messages that `received` completes. A large message is a view of the buffer that it arrived in."""
         self._buffer += received
         start = 0
         while len(self._buffer) - start >= _LENGTH.size:

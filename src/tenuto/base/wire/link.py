@@ -1,4 +1,4 @@
-"""Calls of an engine, wherever that runs, and the link that the edge has to one."""
+"""Calls of an engine in this or another process, and the edge's link to it."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ Deliver = Callable[[TurnNews], None]
 
 
 class Waiting(NamedTuple):
-    """Who waits for an answer, and of which type that is. `future`: asyncio's, or one of `concurrent.futures`."""
+    """A caller that waits for an answer of type `answer`. `future`: of asyncio or `concurrent.futures`."""
 
     answer: type[Any]
     future: Any
 
 
 class Calls:
-    """Matches replies to calls, wherever the engine runs and in whichever thread it replies.
+    """Matches replies to calls, in any process and thread.
 
-    Invariant: whoever removes a call from `_waiting` or `_streams` tells its caller something.
+    Invariant: code that removes a call from `_waiting` or `_streams` notifies its caller.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Calls:
         self._streams: dict[int, Deliver] = {}
 
     def take(self, reply: AnyReply) -> None:
-        """Handle a reply of the engine."""
+        """Handles a reply of the engine."""
         match reply:
             case Updates():
                 streams = self._streams
@@ -74,7 +74,7 @@ class Calls:
                 self.stop(reply)
 
     def stop(self, stopped: Stopped) -> None:
-        """The engine has stopped: tell everyone who waits why. Only the first reason counts."""
+        """Ends all waiting calls, since the engine has stopped. Only the first reason counts."""
         if self.stopped is not None:
             return
         self.stopped = stopped
@@ -101,7 +101,7 @@ class Calls:
 
 
 class Link(Calls, ABC):
-    """The edge's way to an engine. Belongs to one event loop."""
+    """The edge's connection to an engine. Belongs to one event loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,20 +109,20 @@ class Link(Calls, ABC):
 
     @abstractmethod
     def send(self, request: Request[Any]) -> None:
-        """Have the engine handle a request. Its replies go to `take`."""
+        """Sends a request to the engine. Its replies go to `take`."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Stop the engine and wait until it has stopped."""
+        """Stops the engine and waits until it has stopped."""
 
     async def call(self, request: Request[T]) -> T:
-        """The answer. Raises the engine's refusal, or `EngineStopped`."""
+        """Returns the answer. Raises the engine's refusal, or `EngineStopped`."""
         raw = await self._ask(request, next(self._numbers))
         answer: T = msgspec.msgpack.decode(raw, type=answer_of(type(request)))
         return answer
 
     async def start(self, request: StartTurn, deliver: Deliver) -> None:
-        """Start a turn; returns when `deliver` has been given the ticket. Raises the engine's refusal. Must not be
+        """Starts a turn and returns when `deliver` has received the ticket. Raises the engine's refusal. Must not be
         cancelled: the turn would start anyway."""
         number = next(self._numbers)
         self._streams[number] = deliver
@@ -133,7 +133,7 @@ class Link(Calls, ABC):
             raise
 
     async def ended(self) -> None:
-        """Wait until the engine has stopped and everyone waiting for it has been told."""
+        """Waits until the engine has stopped and all callers have been notified."""
         await self._ended.wait()
 
     def stop(self, stopped: Stopped) -> None:

@@ -1,7 +1,7 @@
 """Messages between the edge and the engine, encoded as MessagePack by msgspec.
 
-A request declares the type of its answer. Its sender chooses its call number, which answers, refusals and a turn's
-deltas repeat. A session is identified by its tenant and its id among that tenant's sessions.
+A request declares the type of its answer. Its sender chooses a call number, which answers, refusals and a turn's deltas
+repeat. A session is identified by its tenant and its id among that tenant's sessions.
 """
 
 from __future__ import annotations
@@ -55,23 +55,23 @@ class OfSession(Request[T_co], Generic[T_co], frozen=True, kw_only=True):
 
     @property
     def key(self) -> SessionKey:
-        """The session."""
+        """The key of the session."""
         return self.tenant, self.session
 
 
 @cache
 def answer_of(request: type[Request[T]]) -> type[T]:
-    """The answer type of a kind of request."""
-    (answer,) = get_args(request.__orig_bases__[0])  # type: ignore[attr-defined] # every generic class has them
+    """Returns the answer type of a kind of request."""
+    (answer,) = get_args(request.__orig_bases__[0])  # type: ignore[attr-defined] # every generic class has bases
     return cast("type[T]", answer)
 
 
 class Describe(Request[ModelView], frozen=True, kw_only=True):
-    """The model and how it runs."""
+    """Describe the model and its settings."""
 
 
 class OpenSession(Request[SessionInfo], frozen=True, kw_only=True):
-    """A new session. `session` `None`: the engine makes up an id. `limits`: its tenant's."""
+    """Open a session. `session` `None`: the engine generates an id. `limits`: those of its tenant."""
 
     session: str | None
     policy: Policy
@@ -84,19 +84,19 @@ class OpenSession(Request[SessionInfo], frozen=True, kw_only=True):
 
 
 class GetSession(OfSession[SessionInfo], frozen=True, kw_only=True):
-    """A session as it is."""
+    """Describe a session."""
 
 
 class ExportSession(OfSession[SessionDocument], frozen=True, kw_only=True):
-    """A session as of its last commit, as a file. `state`: the path of a file to write it to with its state, see
-    `base.wire.state_file`."""
+    """Export a session as it was at its last commit. `state`: the path of a file to which it is written with its state,
+    see `base.wire.state_file`."""
 
     state: str | None = None
 
 
 class ImportSession(Request[SessionInfo], frozen=True, kw_only=True):
-    """A session as it was exported, here or elsewhere. `session`: its id here. `policy`: applies in place of what the
-    document says. `state`: the path of a file that has the document and its state."""
+    """Import a session that this or another server exported. `session`: its id here. `policy` replaces the policy in
+    the document. `state`: the path of a file with the document and its state."""
 
     session: str
     policy: Policy
@@ -110,7 +110,7 @@ class ImportSession(Request[SessionInfo], frozen=True, kw_only=True):
 
 
 class ListSessions(Request[SessionPage], frozen=True, kw_only=True):
-    """Up to `limit` sessions of `tenant` after id `after`, by id, hidden ones excluded; in `state` if that is given."""
+    """List up to `limit` sessions of `tenant` after id `after`, by id, excluding hidden ones. `state` filters them."""
 
     tenant: str
     after: str = ""
@@ -119,23 +119,23 @@ class ListSessions(Request[SessionPage], frozen=True, kw_only=True):
 
 
 class ListTurns(OfSession[RecordPage], frozen=True, kw_only=True):
-    """Up to `limit` committed turns, starting at number `first` (1 is the oldest)."""
+    """List up to `limit` committed turns from number `first` on (1 is the oldest)."""
 
     first: int = 1
     limit: int = 100
 
 
 class StartTurn(Request[Ticket], frozen=True, kw_only=True):
-    """Start a turn. After the answer come `Delta`s under the same call, the last with a result, or a `Refusal` if the
+    """Start a turn. After the answer `Delta`s follow under the same call, the last with a result, or a `Refusal` if the
     engine stops.
 
-    `session` `None`: the only turn of an ephemeral session of `tenant`.
-    `version`: the version the session must have. `keep_bos` false: if the tokenizer adds a beginning-of-sequence token
-    by itself, one at the start of the input is dropped where the session has a history. `echo`: the ticket has the
-    prompt's tokens and text. `markup`: control tokens written out in a text become those tokens. `name`: a unique name
-    by which it can be withdrawn. `tools`: what the model is told that it may call, with the first messages; later turns
-    may repeat it. `variables`: what the chat template is told for this turn. `once`: an idempotency key and a digest of
-    what the client asked for: the committed turn is kept for `FindTurn`.
+    `session` `None`: the only turn of an ephemeral session of `tenant`. `version`: the version that the session must
+    have. `keep_bos` false: a beginning-of-sequence token that the tokenizer adds to the input is dropped if the session
+    has a history. `echo`: the ticket contains the prompt's tokens and text. `markup`: control tokens written out in a
+    text become those tokens. `name`: a unique name by which the turn can be withdrawn. `tools`: the functions that the
+    model may call, rendered with the first messages; later turns may repeat them. `variables`: those of the chat
+    template in this turn. `once`: an idempotency key and a digest of the client's request; the committed turn is kept
+    for `FindTurn`.
     """
 
     kind: TurnKind
@@ -155,18 +155,19 @@ class StartTurn(Request[Ticket], frozen=True, kw_only=True):
 
     @property
     def key(self) -> SessionKey | None:
-        """The session, if it has one."""
+        """The key of the session; `None` for an ephemeral one."""
         return (self.tenant, self.session) if self.session is not None else None
 
 
 class FindTurn(OfSession[FoundTurn], frozen=True, kw_only=True):
-    """The committed turn of this session that was started with an idempotency key, whichever process did."""
+    """Find the committed turn of this session that was started with an idempotency key, in this or an earlier
+    process."""
 
     once: str
 
 
 class Draft(OfSession[SessionInfo], frozen=True, kw_only=True):
-    """The whole draft as it reads now. `name`: as in `StartTurn`."""
+    """Replace the session's draft with `input`. `name`: as in `StartTurn`."""
 
     input: TurnInput
     version: int | None = None
@@ -175,22 +176,23 @@ class Draft(OfSession[SessionInfo], frozen=True, kw_only=True):
 
 
 class Withdraw(Request[bool], frozen=True, kw_only=True):
-    """Nobody waits for the `StartTurn` or `Draft` of this name any more: refuse it if its input has not reached the
-    engine yet, which the answer says."""
+    """Refuse the `StartTurn` or `Draft` of this name if its input has not reached the engine yet; answers whether it
+    was refused. Sent when its caller no longer waits."""
 
     name: str
 
 
 class AbortTurn(OfSession[bool], frozen=True, kw_only=True):
-    """Abort the open turn, and answer whether it was. `turn`: only this one. `keep`: as in `TurnOperations.abort`."""
+    """Abort the open turn, or only turn number `turn`; answers whether a turn was aborted. `keep`: as in
+    `TurnOperations.abort`."""
 
     turn: int | None = None
     keep: Keep = None
 
 
 class Fork(OfSession[SessionInfo], frozen=True, kw_only=True):
-    """A child with the history up to a turn or position. `child`: its id, as in `OpenSession`. `metadata`: in place of
-    the parent's."""
+    """Open a child with the history up to a turn or position. `child`: its id, as `session` in `OpenSession`.
+    `metadata` replaces that of the parent."""
 
     child: str | None
     turn: int | None = None
@@ -201,7 +203,7 @@ class Fork(OfSession[SessionInfo], frozen=True, kw_only=True):
 
 
 class Trim(OfSession[SessionInfo], frozen=True, kw_only=True):
-    """A child with some of the turns. `child`: its id, as in `OpenSession`."""
+    """Open a child with some of the turns. `child`: its id, as `session` in `OpenSession`."""
 
     child: str | None
     turns: list[int]
@@ -210,7 +212,7 @@ class Trim(OfSession[SessionInfo], frozen=True, kw_only=True):
 
 
 class Rewind(OfSession[SessionInfo], frozen=True, kw_only=True):
-    """Cut the history back."""
+    """Cut the history back to a turn or position."""
 
     turn: int | None = None
     position: int | None = None
@@ -225,35 +227,35 @@ class CloseSession(OfSession[None], frozen=True, kw_only=True):
 
 
 class DropMemory(Request[int], frozen=True, kw_only=True):
-    """Drop every session without a running turn to its tokens; answers how many held memory."""
+    """Drop every session without a running turn to its tokens; answers the number of sessions that held memory."""
 
 
 class Pause(Request[None], frozen=True, kw_only=True):
-    """No more steps until `Resume`: open turns wait where they are, or with `release` give the memory up that they have
-    acquired, to compute it again. Sessions may be changed meanwhile."""
+    """Stop stepping until `Resume`. Open turns wait, or with `release` lose the memory they have acquired and compute
+    it again. Sessions may be changed meanwhile."""
 
     release: bool = False
 
 
 class Resume(Request[None], frozen=True, kw_only=True):
-    """Go on after `Pause`."""
+    """Continue after `Pause`."""
 
 
 class ReleaseMemory(Request[None], frozen=True, kw_only=True):
-    """Give these parts of the model's memory back to the system; sessions keep their tokens, and turns are refused."""
+    """Return these parts of the model's memory to the system. Sessions keep their tokens, and turns are refused."""
 
     parts: list[MemoryPart]
 
 
 class ResumeMemory(Request[None], frozen=True, kw_only=True):
-    """Allocate these parts again; once all are, turns go on."""
+    """Allocate these parts again. Turns continue once all parts are allocated."""
 
     parts: list[MemoryPart]
 
 
 class UpdateWeights(Request[None], frozen=True, kw_only=True):
-    """Compute with the weights at `path` from now on, and use nothing that was computed before. With `abort` open turns
-    end then; otherwise they go on."""
+    """Compute with the weights at `path` from now on, without any earlier state. With `abort` open turns are aborted;
+    otherwise they continue."""
 
     path: str
     abort: bool = False
@@ -264,11 +266,11 @@ class Audit(Request[AuditReport], frozen=True, kw_only=True):
 
 
 class GetStats(Request[Stats], frozen=True, kw_only=True):
-    """The engine's counters."""
+    """Return the engine's counters."""
 
 
 class Detokenize(Request[str], frozen=True, kw_only=True):
-    """The text of tokens; `special` writes control tokens out. `tenant`: who asks."""
+    """Return the text of tokens; `special` writes control tokens out. `tenant`: that of the caller."""
 
     tenant: str = ""
     tokens: list[int]
@@ -276,16 +278,16 @@ class Detokenize(Request[str], frozen=True, kw_only=True):
 
 
 class TokenTexts(Request[list[str]], frozen=True, kw_only=True):
-    """The text of each token, control tokens written out. `tenant`: who asks."""
+    """Return the text of each token, with control tokens written out. `tenant`: that of the caller."""
 
     tenant: str = ""
     tokens: list[int]
 
 
 class Tokenize(Request[bytes], frozen=True, kw_only=True):
-    """The tokens of an input that opens a session, whatever their number, as the bytes of an `array("i")`: there may be
-    millions. `markup`, `tools` and `variables`: as in `StartTurn`.
-    `generate`: those of messages end where the assistant begins to speak. `tenant`: who asks."""
+    """Return the tokens of an input that opens a session as the bytes of an `array("i")`, since there may be millions.
+    `markup`, `tools` and `variables`: as in `StartTurn`. `generate`: messages end where the assistant's answer begins.
+    `tenant`: that of the caller."""
 
     tenant: str = ""
     input: TurnInput
@@ -296,7 +298,7 @@ class Tokenize(Request[bytes], frozen=True, kw_only=True):
 
 
 AnyRequest: Any = reduce(or_, {*Request.__subclasses__(), *OfSession.__subclasses__()} - {OfSession})
-"""The union of all kinds."""
+"""The union of all kinds of requests."""
 
 
 class Answer(WireMessage, frozen=True, kw_only=True):
@@ -323,11 +325,11 @@ class Updates(WireMessage, frozen=True, kw_only=True):
 
 
 MAYBE_DONE = "the request may have been carried out, and its turn may be in the session once that is served again"
-"""What nobody knows of a request that was under way when the engine stopped."""
+"""The end of an error message for a request that was under way when the engine stopped."""
 
 
 class Stopped(WireMessage, frozen=True, kw_only=True):
-    """Engine to edge: the last message; on either side, why the engine has stopped. `detail`: see `TenutoError`."""
+    """Engine to edge: the last message, with the reason why the engine has stopped. `detail`: see `TenutoError`."""
 
     reason: str
     detail: str = ""
@@ -355,11 +357,11 @@ _ERRORS = _by_code(TenutoError)
 
 
 def refusal_of(call: int, error: TenutoError) -> Refusal:
-    """The message that carries an error to the other side."""
+    """Returns the message for an error."""
     return Refusal(call=call, code=error.code, message=error.message, param=error.param, detail=error.detail)
 
 
 def error_of(refusal: Refusal) -> TenutoError:
-    """The error that a refusal stands for."""
+    """Returns the error of a refusal."""
     kind = _ERRORS.get(refusal.code, TenutoError)
     return kind(refusal.message, param=refusal.param, detail=refusal.detail)

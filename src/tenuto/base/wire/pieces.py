@@ -1,6 +1,6 @@
-"""Large requests written as MessagePack in pieces, without the whole in one block of memory.
+"""An encoder of large requests as MessagePack in pieces, without the whole in one block of memory.
 
-The format: https://github.com/msgpack/msgpack/blob/master/spec.md. What is written is what `msgspec` writes.
+The format: https://github.com/msgpack/msgpack/blob/master/spec.md. The bytes are those that `msgspec` writes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from tenuto.base.turns import Message
 from tenuto.base.wire.messages import Request
 
 PIECE = 2**16
-"""Characters of text, or bytes, from which on a piece is complete."""
+"""The size, in characters of text or in bytes, at which a piece is complete."""
 _ARRAY, _MAP, _TEXT = (0xDC, 0xDD), (0xDE, 0xDF), (0xDA, 0xDB)
-"""What announces a 16-bit length, and a 32-bit length."""
+"""The first byte before a 16-bit length, and before a 32-bit length."""
 
 
 def in_pieces(request: Request[Any], encoder: msgspec.msgpack.Encoder) -> list[bytes]:
-    """The encoded request. Raises as the encoder does."""
+    """Encodes a request. Raises what the encoder raises."""
     pieces: list[bytes] = []
     short = bytearray()  # written, but not yet in `pieces`
     for part in _request(request, encoder):
@@ -74,8 +74,8 @@ def _text(text: str) -> Iterator[bytes]:
 
 
 def _head(kind: tuple[int, int], length: int) -> bytes:
-    """What stands before so many values, fields or bytes of text. Lengths of up to 15 are written shorter, as
-    `msgspec` does, where that can be: a text in pieces has more."""
+    """Returns the header of an array, map or text of this length. Lengths up to 15 of arrays and maps take one byte, as
+    in `msgspec`; a text in pieces is longer."""
     if length < 16 and kind is not _TEXT:
         return bytes([(0x90 if kind is _ARRAY else 0x80) + length])
     short, long = kind

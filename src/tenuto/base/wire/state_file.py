@@ -1,8 +1,8 @@
-"""A session with its state as one file, which is written and read piece by piece, however large it is.
+"""A session with its state as one file, written and read in pieces.
 
 The file is in the safetensors format (a length, a JSON header, then bytes): a tensor `group N` for each memory group,
-uint8 [units, bytes a unit]. Its metadata has the session, as `base.wire.document` writes it, what the state is of, a
-CRC-32 of every unit, and a SHA-256 of all other metadata.
+uint8 [units, bytes a unit]. Its metadata has the session, as `base.wire.document` writes it, the identity of the state,
+a CRC-32 of every unit, and a SHA-256 of all other metadata.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from tenuto.base.wire.document import SessionDocument, read_document
 
 FORMAT = "tenuto-session-state-1"
 _MAX_HEADER = 2**25
-"""Bytes: the tokens of a session of millions, and checksums of its units, have room in it."""
+"""In bytes: enough for a session of millions of tokens and the checksums of its units."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PREFIX = 8
 PIECE = 2**23
-"""Bytes read or copied at once, or one unit if that is larger."""
+"""The number of bytes read or copied at once; one unit if that is larger."""
 
 
 class StateHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the state in a file is. It is that of the session's first `position` tokens. `identity`: of the model, its
-    weights and what a unit is. `units` and `unit_bytes`: how many there are of each group, and their size. `checksums`:
-    CRC-32 of each."""
+    """A description of the state in a file, which covers the session's first `position` tokens. `identity`: a digest of
+    the model, its weights and the layout of units. `units` and `unit_bytes`: the number and size of units of each
+    group. `checksums`: the CRC-32 of each."""
 
     identity: str
     position: int
@@ -58,8 +58,8 @@ class CopiedState:
 def write_state_file(
     path: Path, document: SessionDocument, identity: str, page_size: int, unit_bytes: Sequence[int], state: CopiedState
 ) -> None:
-    """Write a session, signed, and its state. A file that is there is replaced once all is written. Raises
-    `InvalidRequest` if that is not possible."""
+    """Writes a signed session and its state. An existing file is replaced once all is written. Raises `InvalidRequest`
+    or `NoRoom`, see `replacing`."""
     header = StateHeader(
         identity=identity,
         position=state.position,
@@ -85,9 +85,9 @@ def write_state_file(
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file beside `path`, which only this user can read, and which takes its place at the end of the block; if the
-    block raises, it is removed. Raises `NoRoom` if the disk is full, and `InvalidRequest` if it cannot be written for
-    another reason."""
+    """Yields a file beside `path` that only this user can read. It replaces `path` at the end of the block, or is
+    removed if the block raises. Raises `NoRoom` if the disk is full, and `InvalidRequest` if writing fails for another
+    reason."""
     partly = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open_private(partly) as file:
@@ -111,7 +111,7 @@ def _digest(metadata: dict[str, str]) -> str:
 
 
 def _tensors(header: StateHeader) -> dict[str, dict[str, object]]:
-    """Where the units of each group are in the file, as safetensors writes it."""
+    """Returns the description of each group's units in the header, as safetensors writes it."""
     found: dict[str, dict[str, object]] = {}
     begin = 0
     for group, (count, size) in enumerate(zip(header.units, header.unit_bytes, strict=True)):
@@ -125,8 +125,8 @@ class StateFile:
     """An open file with a session and its state. Close it."""
 
     def __init__(self, path: Path, inspect: Callable[[bytes], None] = lambda _: None) -> None:
-        """Reads all but the units. `inspect` sees each JSON text in the file before it is parsed, and may raise. Raises
-        `InvalidRequest` if it is no such file, or its header is damaged."""
+        """Reads everything except the units. `inspect` receives each JSON text in the file before it is parsed, and may
+        raise. Raises `InvalidRequest` if the file has another format or a damaged header."""
         self._inspect = inspect
         try:
             self._file: BinaryIO = open_regular(path)
@@ -177,23 +177,23 @@ class StateFile:
         return document, header, start
 
     def check(self, fingerprint: str, identity: str) -> None:
-        """Raises `InvalidRequest` unless the session is whole, and its state of this model and these weights."""
+        """Raises `InvalidRequest` unless the session is undamaged and its state is of this model and these weights."""
         self.document.check(fingerprint)
         if self.header.identity != identity:
             raise InvalidRequest(
-                "the session's state is of other weights, or arranged for other kernels; allowed: state of this "
+                "the session's state is of other weights or laid out for other kernels; allowed: state of this "
                 "model; export it without state"
             )
 
     def verify(self) -> None:
-        """Read all units, which are of the sizes that the header has. Raises `InvalidRequest` if one is damaged."""
+        """Reads all units. Raises `InvalidRequest` if one is damaged."""
         for group in range(len(self.header.units)):
             for _ in self.pieces(group):
                 pass
 
     def pieces(self, group: int) -> Iterator[Bytes]:
-        """The units of a group, in order, a few at a time: uint8 [units, bytes a unit]. Raises `InvalidRequest` if one
-        is damaged: the file may have been changed since it was verified."""
+        """Yields the units of a group, in order, a few at a time: uint8 [units, bytes a unit]. Raises `InvalidRequest`
+        if one is damaged, since the file may have changed after it was verified."""
         header = self.header
         count, size = header.units[group], header.unit_bytes[group]
         begin = self._start + sum(n * each for n, each in zip(header.units[:group], header.unit_bytes, strict=False))
@@ -204,7 +204,7 @@ class StateFile:
                 self._file.seek(begin + first * size)
                 data = self._file.read(wanted)
             except OSError as error:
-                raise InvalidRequest(f"the file can be read no longer: {error.strerror}") from error
+                raise InvalidRequest(f"the file can no longer be read: {error.strerror}") from error
             if len(data) < wanted:
                 raise _damaged()
             units = np.frombuffer(data, np.uint8).reshape(-1, size)
@@ -213,15 +213,15 @@ class StateFile:
             yield units
 
     def state(self) -> CopiedState:
-        """All of it, in memory."""
+        """Reads the whole state into memory."""
         groups = range(len(self.header.units))
         return CopiedState(self.header.position, [[u for piece in self.pieces(g) for u in piece] for g in groups])
 
 
 def is_state_file(start: bytes) -> bool:
-    """Whether a file that begins so may be one; sessions without state are JSON objects."""
-    return start[_PREFIX : _PREFIX + 1] == b"{" and b"\0" in start[:_PREFIX]  # JSON has none
+    """Whether a file with this beginning may be a state file; sessions without state are JSON objects."""
+    return start[_PREFIX : _PREFIX + 1] == b"{" and b"\0" in start[:_PREFIX]  # JSON has no zero bytes
 
 
 def _damaged() -> InvalidRequest:
-    return InvalidRequest("the file is damaged, or no exported session with state; export it again")
+    return InvalidRequest("the file is damaged, or not an exported session with state; export it again")
