@@ -191,5 +191,5 @@ def test_a_session_is_not_cut_under_its_open_turn() -> None:
     scribe = Scribe([FULL])
     script = scribe.told(5)
     scribe.open(script)
-    with pytest.raises(InvariantError, match="cut under its open turn"):
+    with pytest.raises(InvariantError, match="cut while its turn is open"):
         script.memory.truncate(2)

@@ -1,1 +1,1 @@
-"""Pools, leases, tables, checkpoints and their audit: who owns every unit of model state. No tensors."""
+"""Memory bookkeeping without tensors: pools, leases, page tables, checkpoints, tiers, and the audit of every unit."""

@@ -1,4 +1,4 @@
-"""The auditor: recounts every unit from its holders, and names them."""
+"""The memory audit: recounts every unit from its holders, and names them."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from tenuto.memory.pool import Holder, HolderKind, Lease, Pool
 from tenuto.memory.session_memory import SessionMemory
 
 UNITS_A_VISIT = 16
-"""So many units take about as long as a lease or a holder."""
+"""The number of units that take about as long to count as one lease or holder."""
 
 
 class _Book:
-    """One pool as it was when an audit began, and what holders have been found to list of it."""
+    """The state of one pool when an audit began, and the leases on it that the audit has found."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._counts = np.frombuffer(pool.counts, dtype=np.int32).copy()
         self._free, self._limbo = pool.unused()
         self._leased = pool.leased
-        self._units = array("i")  # of all leases found, one after the other
-        self._holders: list[Holder] = []  # whose each of these leases is
-        self._numbers = array("i")  # of the kinds of these holders, as they were when the leases were added
-        self._lengths: list[int] = []
-        self._tallied = 0  # of these leases, those that `_found` and `_kinds` know
+        self._units = array("i")  # the units of all leases found, one lease after the other
+        self._holders: list[Holder] = []  # the holder of each of these leases
+        self._numbers = array("i")  # the kind number of each holder when the lease was added
+        self._lengths: list[int] = []  # the number of units of each lease
+        self._tallied = 0  # the number of leases that `_found` and `_kinds` include
         self._tallied_units = 0
-        self._found = np.zeros(pool.capacity, np.int32)  # leases that list the unit
-        self._kinds = np.zeros(pool.capacity, np.int32)  # kind of the last holder found
+        self._found = np.zeros(pool.capacity, np.int32)  # the number of leases that list each unit
+        self._kinds = np.zeros(pool.capacity, np.int32)  # the kind number of its last holder found
         self._kind_numbers: dict[HolderKind, int] = {}
-        self._saving = np.zeros(pool.capacity, np.int32)  # leases, of these, of checkpoints that only save work
-        self._places = np.zeros(pool.capacity, np.int32)  # times it is in the free list or limbo
+        self._saving = np.zeros(pool.capacity, np.int32)  # those of the leases that cached checkpoints hold
+        self._places = np.zeros(pool.capacity, np.int32)  # how often the free list and limbo list each unit
         self._placed = 0
 
     def add(self, lease: Lease) -> int:
-        """A lease as it was when the audit began. Returns its number of units."""
+        """Adds a lease, unchanged since the audit began. Returns its number of units."""
         units, holder = lease.units, lease.holder
         if len(set(units)) != len(units):
             raise InvariantError(f"{holder.holder_name} lists a unit of {self._pool.name} twice in one lease")
@@ -52,7 +52,7 @@ class _Book:
         return len(units)
 
     def tally(self) -> None:
-        """Count what was added since the last time."""
+        """Counts the units of the leases added since the last call."""
         units = np.frombuffer(self._units, dtype=np.int32)[self._tallied_units :]
         np.add.at(self._found, units, 1)
         cached = self._kind_numbers.setdefault("cached", len(self._kind_numbers))
@@ -63,7 +63,7 @@ class _Book:
         self._tallied, self._tallied_units = len(self._holders), len(self._units)
 
     def place(self, most: int) -> int:
-        """Note up to `most` more units of the free list and of limbo. Returns how many: 0 when all are."""
+        """Counts up to `most` more units of the free list and of limbo. Returns their number: 0 if all are counted."""
         unused = self._free if self._placed < len(self._free) else self._limbo
         start = self._placed if unused is self._free else self._placed - len(self._free)
         part = unused[start : start + most]
@@ -72,7 +72,8 @@ class _Book:
         return len(part)
 
     def check(self) -> PoolReport:
-        """Compare, once all is tallied and placed. Raises `InvariantError`."""
+        """Compares the counts after all leases are tallied and all unused units placed. Raises `InvariantError` if they
+        differ."""
         wrong = np.flatnonzero(self._found != self._counts)
         if len(wrong):
             unit = int(wrong[0])
@@ -99,15 +100,15 @@ class _Book:
         return sorted(self._holders[i].holder_name for i in owners[np.frombuffer(self._units, dtype=np.int32) == unit])
 
     def check_in_flight(self, units: Iterable[int]) -> None:
-        """The step in flight touches `units` (below 0: none). None is free, so that it cannot be given to someone
-        else."""
+        """Raises `InvariantError` if one of `units`, which the step in flight touches, is free and could be leased
+        again. Negative numbers are ignored."""
         free = sorted({unit for unit in units if unit >= 0 and not self._found[unit]}.difference(self._limbo))
         if free:
             raise InvariantError(f"{self._pool.name}: the step in flight touches free units {free}")
 
 
 class _Audit:
-    """What every audit does: looks at pools first, at holders next, and compares at the end."""
+    """The common part of audits, which look at pools first, at holders next, and compare at the end."""
 
     def __init__(self, memory: Memory, in_flight: Iterable[tuple[int, Iterable[int]]]) -> None:
         self._books = {pool: _Book(pool) for pool in memory.pools}
@@ -127,7 +128,7 @@ class _Audit:
 
 
 class _Recount(_Audit):
-    """An audit at one go."""
+    """An audit in a single call."""
 
     def visit(self, holder: Holder) -> None:
         leases = _leases_of(holder)
@@ -147,9 +148,9 @@ class _Recount(_Audit):
 def recount(
     memory: Memory, holders: Iterable[Holder], in_flight: Iterable[tuple[int, Iterable[int]]] = ()
 ) -> AuditReport:
-    """Recount every unit of every pool from `holders`. Raises `InvariantError` naming units and holders if a count, the
-    free list or a lease's holder is wrong, or if the step in flight touches (`in_flight`: pool index and units) a unit
-    that could be given to someone else."""
+    """Recounts every unit of every pool from `holders`. Raises `InvariantError` with the units and their holders if a
+    count, the free list or a lease's holder is wrong, or if the step in flight touches (`in_flight`: pool index and
+    units) a unit that could be leased again."""
     audit = _Recount(memory, in_flight)
     for holder in holders:
         audit.visit(holder)
@@ -157,12 +158,12 @@ def recount(
 
 
 class AuditCycle(_Audit):
-    """A recount spread over many steps, which finds what `recount` would have found when it began.
+    """A recount spread over many steps, with the result that `recount` would have had when it began.
 
-    It starts with copies of all counts and places. A lease that is about to change is counted before, by its pool, and
-    one made since then does not count. Holders are visited a few at a time, and count what they list and has not
-    changed. A session that has been closed meanwhile is visited all the same; a checkpoint is counted before one that
-    referred to it does not any more. So everything listed at the beginning is counted once, as it was.
+    It starts with copies of all counts, free lists and limbos. A pool has a lease counted just before it changes for
+    the first time; leases made after the beginning do not count. Holders are visited a few at a time, which counts
+    their unchanged leases. A session closed meanwhile is still visited, and a checkpoint is counted before a session
+    drops its reference to it. So every lease that existed at the beginning is counted once, as it was then.
     """
 
     def __init__(
@@ -172,19 +173,19 @@ class AuditCycle(_Audit):
         others: Iterable[Holder],
         in_flight: Iterable[tuple[int, Iterable[int]]] = (),
     ) -> None:
-        """Begin, in place of a cycle that may be in progress. `sessions` are to be those there are now, also when it is
-        read later."""
+        """Begins, and ends a cycle that may be in progress. `sessions`, which is read later, must yield the present
+        sessions even then."""
         super().__init__(memory, in_flight)
-        self.work = 0  # holders and leases visited, and units by `UNITS_A_VISIT`, ever
+        self.work = 0  # holders and leases visited, plus units divided by `UNITS_A_VISIT`
         self._pools = memory.pools
         self._pending = _expand(sessions, others)
-        self._changed: set[Holder] = set()  # whose leases were counted by their pools
+        self._changed: set[Holder] = set()  # holders with leases that pools had counted
         self._unplaced = list(self._books.values())
         for pool in memory.pools:
             pool.begin_cycle(self._count_changing)
 
     def advance(self, most: int) -> AuditReport | None:
-        """Visit `most` holders and leases, or a few more. The report, once there is nothing left to visit. Raises
+        """Visits `most` holders and leases, or a few more. Returns the report once all are visited. Raises
         `InvariantError` as `recount` does."""
         end = self.work + most
         while self.work < end and (holder := next(self._pending, None)) is not None:
@@ -205,7 +206,7 @@ class AuditCycle(_Audit):
     def _visit(self, holder: Holder) -> None:
         leases = _leases_of(holder)
         unchanged = [lease for lease in leases if lease.counted_in != lease.pool.cycle]
-        if unchanged or isinstance(holder, CommittedMemory):  # a checkpoint that many share is looked at once
+        if unchanged or isinstance(holder, CommittedMemory):  # a shared checkpoint is checked once
             _check_floors(holder)
         self._holders += bool(unchanged) and holder not in self._changed
         units = 0
@@ -223,13 +224,13 @@ class AuditCycle(_Audit):
 
 def _expand(sessions: Iterable[SessionMemory], others: Iterable[Holder]) -> Iterator[Holder]:
     for session in sessions:
-        yield from list(session.holders())  # at one time: what moves between them meanwhile is not missed
+        yield from list(session.holders())  # listed at once, so that no lease that moves between them is missed
     yield from others
 
 
 def _check_floors(holder: Holder) -> None:
-    """Raises `InvariantError` if another sequence may write slots that the holder reads. This looks at memory as it is
-    now, even if the holder's leases have changed since the audit began."""
+    """Raises `InvariantError` if another sequence may write slots that the holder reads. Checks the present memory,
+    even if the holder's leases have changed since the audit began."""
     if isinstance(holder, CommittedMemory | Checkpoint):
         holder.check_floors()
 

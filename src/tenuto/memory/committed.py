@@ -1,4 +1,4 @@
-"""What memory keeps of committed history."""
+"""The state of committed history that is in memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tenuto.memory.pool import Holder, HolderKind, Lease
 
 
 class CommittedMemory:
-    """What a session keeps of its history: the state of its first `computed` tokens, and older checkpoints. Its tables
-    serve its open turn too.
+    """A session's history in memory: the state of its first `computed` tokens, and older checkpoints. The open turn
+    uses the same tables.
 
     Invariant: if the model has groups other than full attention and `computed` > 0, the last checkpoint stands at
     `computed` and is needed, while all others only save work; without such groups there are no checkpoints.
@@ -26,8 +26,8 @@ class CommittedMemory:
         self.holder_kind: HolderKind = "session"  # or "prefix", once the session is closed
         self.holder_name = name
         self.computed = 0
-        self.arriving = False  # copies of it are under way: only its open turn waits for them; written by `Parking`
-        self.lost = ""  # why less than the history is in memory; written by whoever takes it
+        self.arriving = False  # whether its units are still being copied in, so that a turn waits; written by `Parking`
+        self.lost = ""  # why less than the history is in memory; written by the code that takes memory away
         self.tables = [group.table(self) for group in memory.groups]
         self.checkpoints = Checkpoints(memory.cache)
 
@@ -36,16 +36,16 @@ class CommittedMemory:
             yield from table.leases()
 
     def resumable(self, target: int) -> int:
-        """The highest resumable position at or below `target`. Changes nothing."""
+        """Returns the highest resumable position at or below `target`. Changes nothing."""
         return self._resumable(target)[0]
 
     def replayed(self, target: int) -> int:
-        """Tokens in memory below `target` that are not below a resumable position: to be computed again, once it is cut
-        or forked there. Changes nothing."""
+        """Returns the number of tokens in memory that a cut or fork at `target` loses: those between the highest
+        resumable position and `target`, which are then computed again. Changes nothing."""
         return min(self.computed, target) - self.resumable(target) if not self.arriving else 0
 
     def _resumable(self, target: int) -> tuple[int, Checkpoint | None]:
-        """The same, with the checkpoint that covers it."""
+        """Returns the same position with the checkpoint that covers it."""
         target = min(target, self.computed) if not self.arriving else 0
         if not self.memory.needs_checkpoints or target == 0:
             return target, None
@@ -60,19 +60,19 @@ class CommittedMemory:
         return at == position or all(table.covers(at, position) for table in self.tables)
 
     def share_checkpoint(self, position: int, owner: Holder) -> Checkpoint | None:
-        """A pinned reference to a checkpoint at the resumable `position`, for `owner`; `None` at position 0 or if there
-        is only full attention."""
+        """Returns a pinned checkpoint at the resumable `position`, for `owner`; `None` at position 0, or if the model
+        has only full attention."""
         at, source = self._resumable(position)
         if at != position:
             raise InvariantError(f"{self.holder_name}: {position} is not resumable")
-        if source is not None and source.position != position:  # its window covers this one
+        if source is not None and source.position != position:  # its window covers that of `position`
             source = self._part_of(source, position, owner)
         if source is not None:
             self.memory.cache.pin(source)
         return source
 
     def _part_of(self, source: Checkpoint, position: int, owner: Holder) -> Checkpoint:
-        """A checkpoint at `position`, which `source` covers."""
+        """Returns a new checkpoint at `position`, which `source` covers."""
         made = Checkpoint(position, owner.holder_name, self.checkpoints.below(position))
         for table, part in zip(self.tables, source.parts, strict=True):
             shared = table.share_part(part, source.position, position, made) if part is not None else None
@@ -80,8 +80,8 @@ class CommittedMemory:
         return made
 
     def fork(self, child: Self, target: int) -> None:
-        """Share everything up to the highest resumable position at or below `target` with the fresh `child`, which
-        refers to the same checkpoints."""
+        """Shares everything up to the highest resumable position at or below `target` with the fresh `child`, which
+        then refers to the same checkpoints."""
         position = self.resumable(target)
         child.checkpoints.refer_to(self.checkpoints, position)
         kept = self.share_checkpoint(position, child)
@@ -91,19 +91,19 @@ class CommittedMemory:
         child.lost = self.lost
 
     def truncate(self, target: int) -> None:
-        """Cut every group to the highest resumable position at or below `target`."""
+        """Cuts every group to the highest resumable position at or below `target`."""
         position = self.resumable(target)
         self.cut(position, self.share_checkpoint(position, self))
 
     def cut(self, position: int, checkpoint: Checkpoint | None) -> None:
-        """Cut every group to `position`. `checkpoint`, pinned, stands there and is moved here."""
+        """Cuts every group to `position`. `checkpoint`, pinned, stands there and is moved here."""
         self.checkpoints.cut(position)
         for group, table in enumerate(self.tables):
             table.truncate(position, checkpoint.parts[group] if checkpoint is not None else None)
         self.stand_at(position, checkpoint)
 
     def check_floors(self) -> None:
-        """For the audit: raises `InvariantError` if another sequence may write slots that this one reads."""
+        """Raises `InvariantError` if another sequence may write slots that this one reads; for the audit."""
         needed = self.checkpoints.needed
         for group, table in enumerate(self.tables):
             table.check_floors(self.computed, needed.parts[group] if needed is not None else None)
@@ -111,19 +111,19 @@ class CommittedMemory:
     # -- leaving the device and coming back
 
     def kept(self) -> list[array[int]]:
-        """The units that are kept of `computed`, which is not 0, by group. Older checkpoints are left out."""
+        """Returns the units of each group kept for `computed`, which is not 0. Older checkpoints are left out."""
         needed = self.checkpoints.needed
         parts = needed.parts if needed is not None else [None] * len(self.tables)
         return [table.kept(part).units for table, part in zip(self.tables, parts, strict=True)]
 
     @property
     def kept_units(self) -> int:
-        """Units of all groups that are kept of `computed`."""
+        """The number of these units in all groups."""
         return sum(map(len, self.kept())) if self.computed else 0
 
     def receive(self, position: int, units: Sequence[Lease]) -> None:
-        """Stand at `position`, having nothing, with `units` of each group, in which its state is. It reads them and has
-        written none."""
+        """Fills the empty memory up to `position` with `units`, one lease per group, which contain the state there. The
+        sequence reads these units but has not written them."""
         for lease in units:
             lease.pool.add_reader(lease.units, lease.pool.reads(position))
         made = Checkpoint(position, self.holder_name) if self.memory.needs_checkpoints else None
@@ -135,8 +135,8 @@ class CommittedMemory:
         self.stand_at(position, made)
 
     def stand_at(self, position: int, checkpoint: Checkpoint | None) -> None:
-        """The memory now ends at `position`. `checkpoint`, pinned, stands there and is moved here."""
+        """Ends the memory at `position`. `checkpoint`, pinned, stands there and is moved here."""
         if checkpoint is not None:
             self.checkpoints.push(checkpoint)
         self.computed = position
-        self.lost = "no checkpoint"  # whoever takes more overwrites this
+        self.lost = "no checkpoint"  # overwritten by the code that takes more away

@@ -1,4 +1,4 @@
-"""All pools of a model, with the queries and changes that concern every group at once."""
+"""The pools of a model, with the queries and changes that concern all groups at once."""
 
 from __future__ import annotations
 
@@ -22,31 +22,33 @@ from tenuto.memory.shape import Shape
 KINDS: dict[Kind, type[Group]] = {Kind.FULL: FullGroup, Kind.SLIDING: SlidingGroup, Kind.STATE: StateGroup}
 """The group class of each kind of memory."""
 CHECKPOINTS = 16
-"""Older ones that a session should have room for: a rewind then replays about as many tokens as it goes back, at
-most; see `Thinning`."""
+"""The number of older checkpoints that a session should have room for. A rewind then replays at most about as many
+tokens as it goes back; see `Thinning`."""
 ENDLESS = 2**30
-"""Tokens of a session than which none is longer."""
+"""A length in tokens that no session reaches."""
 
 
 def turn_units(group: GroupSpec, page_size: int, shape: Shape, end: int, *, generates: bool) -> int:
-    """The most units of a group that a turn holds at once if it starts from nothing and computes `end` tokens."""
+    """Returns the most units of a group that a turn holds at once if it starts at 0 and computes `end` tokens."""
     return KINDS[group.kind].turn_units(group, page_size, shape, end, generates=generates)
 
 
 def session_units(group: GroupSpec, page_size: int, computed: int) -> int:
-    """Units of a group that an idle session with `computed` tokens in memory holds, not counting older checkpoints."""
+    """Returns the units of a group that an idle session with `computed` tokens in memory holds, without older
+    checkpoints."""
     return KINDS[group.kind].session_units(group, page_size, computed)
 
 
 def checkpoint_units(group: GroupSpec, page_size: int) -> int:
-    """The most units of a group that a checkpoint holds."""
+    """Returns the most units of a group that a checkpoint holds."""
     kind = KINDS[group.kind]
     return kind.session_units(group, page_size, ENDLESS) if kind.needs_checkpoints else 0
 
 
 def kept_checkpoints(spec: MemorySpec, shape: Shape, tokens: int) -> int:
-    """How many older checkpoints a session of `tokens` tokens should have room for: `CHECKPOINTS`, or as many as take
-    as many bytes as all else that it and its turn hold, if that is less. 0 for a model that needs none."""
+    """Returns the number of older checkpoints that a session of `tokens` tokens should have room for: `CHECKPOINTS`,
+    or fewer if they would take more bytes than the session and its turn otherwise use. 0 for a model without
+    checkpoints."""
     each = sum(checkpoint_units(g, spec.page_size) * g.bytes_per_unit for g in spec.groups)
     return min(CHECKPOINTS, _bytes_in_use(spec, shape, tokens) // each) if each else 0
 
@@ -57,7 +59,7 @@ def _bytes_in_use(spec: MemorySpec, shape: Shape, tokens: int) -> int:
 
 
 def _units_in_use(spec: MemorySpec, shape: Shape, tokens: int) -> list[int]:
-    """Of each group, by a session of `tokens` tokens and its running turn."""
+    """Returns the units of each group that a session of `tokens` tokens and its running turn use."""
     return [
         session_units(g, spec.page_size, tokens) + turn_units(g, spec.page_size, shape, tokens, generates=True)
         for g in spec.groups
@@ -65,19 +67,19 @@ def _units_in_use(spec: MemorySpec, shape: Shape, tokens: int) -> list[int]:
 
 
 def _least_units(spec: MemorySpec, shape: Shape) -> list[int]:
-    """Of each group, for one turn of the whole context."""
+    """Returns the units of each group for one turn as long as the context."""
     return [turn_units(g, spec.page_size, shape, shape.context_length, generates=True) + 1 for g in spec.groups]
 
 
 def session_bytes(spec: MemorySpec, shape: Shape) -> int:
-    """Bytes that a session as long as the context takes, with its turn and its older checkpoints."""
+    """Returns the bytes that a session as long as the context takes, with its turn and its older checkpoints."""
     kept = kept_checkpoints(spec, shape, shape.context_length)
     units = zip(_least_units(spec, shape), spec.groups, strict=True)
     return sum((n + kept * checkpoint_units(g, spec.page_size)) * g.bytes_per_unit for n, g in units)
 
 
 def units_for_budget(spec: MemorySpec, shape: Shape, budget: int, expected: int) -> tuple[int, ...]:
-    """Units of each group that `budget` bytes hold.
+    """Returns the units of each group that `budget` bytes hold.
 
     One turn as long as the context gets its worst case. The rest is divided in the proportions in which sessions of
     `expected` tokens, their running turns and their older checkpoints would use it. Raises `ConfigError` if not even
@@ -98,26 +100,27 @@ def units_for_budget(spec: MemorySpec, shape: Shape, budget: int, expected: int)
 
 
 class Reservation:
-    """Units that turns are given when they start, held until turns take them."""
+    """Units reserved for turns that start; held until these take them."""
 
     def __init__(self, groups: Sequence[Group], leases: Sequence[Lease]) -> None:
         self._groups = groups
         self._leases = leases
 
     def available(self) -> Longs:
-        """Units of each group that a turn can have now, int64 [groups]: what is left here, or what is free."""
+        """Returns the units of each group that a turn can have now, int64 [groups]: those left in the reservation, or
+        for groups that reserve nothing, those that are free."""
         pairs = zip(self._groups, self._leases, strict=True)
         return np.array([len(lease) if group.units_at_start else group.pool.free for group, lease in pairs], np.int64)
 
     def take(self, need: Longs) -> tuple[Lease, ...]:
-        """The part of a turn's `need` that it is given when it starts, one lease per group."""
+        """Takes out the part of a turn's `need` that it is given when it starts, as one lease per group."""
         firsts = [max(0, len(lease) - n) for lease, n in zip(self._leases, need.tolist(), strict=True)]
         pairs = zip(self._leases, firsts, strict=True)
         return tuple(lease.take(first, len(lease), lease.holder) for lease, first in pairs)
 
 
 class Memory:
-    """The pools of every memory group, the rows of running turns, and the cache of checkpoints."""
+    """The pool of each memory group, the rows of running turns, and the cache of checkpoints."""
 
     def __init__(self, spec: MemorySpec, units: Sequence[int], shape: Shape) -> None:
         self.spec = spec
@@ -133,7 +136,7 @@ class Memory:
             KINDS[group.kind](i, group, pool, spec.page_size, shape, self.rows)
             for i, (group, pool) in enumerate(zip(spec.groups, self.pools, strict=True))
         )
-        self.paged = tuple(i for i, g in enumerate(spec.groups) if g.paged)  # as plans list them
+        self.paged = tuple(i for i, g in enumerate(spec.groups) if g.paged)  # in the order of plans
         self.states = tuple(i for i, g in enumerate(spec.groups) if not g.paged)
         self.needs_checkpoints = any(group.needs_checkpoints for group in self.groups)
         self.stands_at_step_ends = any(group.stands_at_step_ends for group in self.groups)
@@ -141,7 +144,7 @@ class Memory:
         self._refuse_too_small()
 
     def _refuse_too_small(self) -> None:
-        """The longest turn must fit the empty pools."""
+        """Raises `ConfigError` if the longest turn does not fit the empty pools."""
         longest = min(self.shape.context_length, self.max_length)
         for group, pool in zip(self.groups, self.pools, strict=True):
             minimum = group.min_units(longest)
@@ -150,38 +153,38 @@ class Memory:
 
     @property
     def max_length(self) -> int:
-        """The longest sequence, in tokens, that the empty pools can hold (its last token is never computed)."""
+        """The longest sequence, in tokens, that the empty pools can hold; its last token is never computed."""
         return min(group.max_length for group in self.groups)
 
     # -- counting: arrays have one entry per group
 
     def turn_units(self, end: int, *, generates: bool) -> list[int]:
-        """Units of each group in the worst case of a turn that starts from nothing."""
+        """Returns the units of each group in the worst case of a turn that starts from nothing."""
         return [turn_units(g, self.page_size, self.shape, end, generates=generates) for g in self.spec.groups]
 
     def needs(self, rows: Longs, ends: Longs) -> npt.NDArray[np.int64]:
-        """Units of each group that rows have to acquire to compute up to `ends`, int64 [groups, rows]."""
+        """Returns the units of each group that rows have to acquire to compute up to `ends`, int64 [groups, rows]."""
         needs = np.empty((len(self.groups), len(rows)), np.int64)
         for i, group in enumerate(self.groups):
             needs[i] = group.needs(rows, ends)
         return needs
 
     def pledged(self, rows: Longs, ends: Longs) -> Longs:
-        """Units that running rows will still acquire to compute up to `ends`, an upper bound."""
+        """Returns an upper bound on the units that running rows will still acquire to compute up to `ends`."""
         return np.array([group.pledged(rows, ends) for group in self.groups], np.int64)
 
     def expected_growth(self, lengths: Longs, ends: Longs) -> Longs:
-        """An estimate of the units that sequences of `lengths` tokens still need to grow to `ends`."""
+        """Returns an estimate of the units that sequences of `lengths` tokens still need to grow to `ends`."""
         return np.array([group.expected_growth(lengths, ends) for group in self.groups], np.int64)
 
     def free(self) -> Longs:
-        """Units that can be acquired now."""
+        """Returns the units that can be acquired now."""
         return np.array([pool.free for pool in self.pools], np.int64)
 
     @contextmanager
     def reserve(self, turns: int, holder: Holder, *, restored: bool = False) -> Iterator[Reservation]:
-        """Reserve what this many turns are given when they start, as far as it is free, and, if their sessions may be
-        `restored`, a unit for what each session had. What they do not take goes back at the end."""
+        """Reserves the units that this many turns are given when they start, as far as they are free; if their sessions
+        may be `restored`, also one unit for each session. Units that are not taken go back at the end of the block."""
         with ExitStack() as stack:
             counts = [turns * (n + restored) if (n := group.units_at_start) else 0 for group in self.groups]
             reserved = [pool.reserve(n, holder) for pool, n in zip(self.pools, counts, strict=True)]
@@ -190,8 +193,8 @@ class Memory:
     # -- steps
 
     def grow(self, growing: Sequence[tuple[Sequence[Table], int]]) -> list[Growth]:
-        """Acquire what the open turns of sessions, by their tables, need to compute up to an end each: in one call for
-        every group."""
+        """Acquires, in one call per group, the units that open turns need; `growing` pairs the tables of each session
+        with the position up to which its turn computes."""
         return [
             growth
             for group in self.groups
@@ -199,40 +202,40 @@ class Memory:
         ]
 
     def advance(self, rows: Longs, starts: Longs, grown: Sequence[Growth]) -> MemoryChanges:
-        """Apply a plan in which `rows`, having `grown`, compute from `starts` on: every group moves on to the units it
-        writes. Returns what the executor has to know."""
+        """Applies a plan in which `rows`, having `grown`, compute from `starts` on: every group moves on to the units
+        it writes. Returns the changes for the executor."""
         moves = MemoryChanges()
         for group in self.groups:
             group.advance(rows, starts, [growth for growth in grown if growth.group == group.index], moves)
         return moves
 
     def reject(self, row: int, start: int, position: int) -> None:
-        """Accept the row's last step, which began at `start`, only below `position`: cut every group to the highest
-        resumable position at or below it."""
+        """Accepts the row's last step, which began at `start`, only below `position`: cuts every group to the highest
+        resumable position at or below `position`."""
         position = min(group.reject(row, start, position) for group in self.groups)
         self.rows.computed[row] = self.rows.scheduled[row] = position
 
     def slide(self, rows: Longs, before: Longs) -> None:
-        """More than `before` tokens of the rows are computed now: give back what they no longer need."""
+        """Gives back the units that rows no longer need, now that they have computed more than `before` tokens."""
         for group in self.groups:
             group.slide(rows, before)
 
     def step_submitted(self) -> None:
-        """One more step is in flight: what is released from now on waits in limbo until it has settled."""
+        """Records that one more step is in flight: units released from now on wait in limbo until it has settled."""
         for pool in self.pools:
             pool.step_submitted()
 
     def step_settled(self) -> None:
-        """The oldest step in flight has settled."""
+        """Records that the oldest step in flight has settled."""
         for pool in self.pools:
             pool.step_settled()
 
     @property
     def touched(self) -> int:
-        """How many unit counts have ever been changed."""
+        """The total number of changes to unit counts."""
         return sum(pool.touched for pool in self.pools)
 
     def check_totals(self) -> None:
-        """The cheap audit of every step."""
+        """Checks the totals of every pool: the cheap audit of every step."""
         for pool in self.pools:
             pool.check_totals()

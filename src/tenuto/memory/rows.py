@@ -1,4 +1,4 @@
-"""The registers of the running turns: one row each, so that a step's bookkeeping is a few array operations."""
+"""The registers of running turns: one row per turn, so that a step's bookkeeping is a few array operations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FAR = np.int64(2**62)
 
 
 class Rows:
-    """Arrays indexed by row id, one row a running turn. Positions count tokens of the whole sequence.
+    """Arrays indexed by row id, with one row per running turn. Positions count tokens of the whole sequence.
 
     The token line of a row::
 
@@ -24,7 +24,7 @@ class Rows:
 
     Invariant: computed <= scheduled <= limit, known <= expected, scheduled <= expected. `scheduled` and `expected` move
     when a plan is applied; `computed` and `known` when it settles. `mark` is the next position at which a checkpoint is
-    wanted. Registers of one memory group are in that group.
+    wanted. The registers of a memory group are in that group.
     """
 
     def __init__(self, rows: int) -> None:
@@ -36,29 +36,29 @@ class Rows:
         self.mark = np.full(rows, FAR, np.int64)
         self.next_token = np.zeros(rows, np.int32)  # the last known token
         self.samples = np.zeros(rows, np.bool_)  # whether the turn generates
-        self.uncertain = np.zeros(rows, np.bool_)  # lookahead tokens in flight: wait for them to settle
+        self.uncertain = np.zeros(rows, np.bool_)  # whether lookahead tokens are in flight; the row waits for them
         self.step = np.zeros(rows, np.int64)  # the last step the row was in
-        self.run = np.zeros(rows, np.int64)  # raised at every release: tells a late result from a live one
+        self.run = np.zeros(rows, np.int64)  # raised at every release, to distinguish late results from live ones
         self._free = list(range(rows - 1, -1, -1))
 
     @property
     def free(self) -> int:
-        """Free rows."""
+        """The number of free rows."""
         return len(self._free)
 
     @property
     def used(self) -> int:
-        """Rows taken by running turns."""
+        """The number of rows that running turns have."""
         return len(self.run) - len(self._free)
 
     def take(self) -> int:
-        """Take a free row."""
+        """Takes a free row."""
         if not self._free:
             raise InvariantError("a turn was started without a free row")
         return self._free.pop()
 
     def give_back(self, row: int) -> None:
-        """The turn of `row` has left it; results still to come for it are dropped."""
+        """Frees the row that a turn has left; results still to come for that turn are dropped."""
         self.run[row] += 1
         self.uncertain[row] = False
         self.mark[row] = FAR

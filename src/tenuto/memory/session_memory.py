@@ -1,4 +1,4 @@
-"""Everything in memory on a session's account: what it keeps of its history, and what its open turn holds."""
+"""The memory of a session: the state of its history, and the memory of its open turn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tenuto.memory.turn_memory import TurnMemory
 
 
 class SessionMemory(CommittedMemory):
-    """What a session keeps of its history, and its open turn's memory."""
+    """The memory of a session: the state of its history, and the memory of its open turn."""
 
     def __init__(self, memory: Memory, name: str) -> None:
         super().__init__(memory, name)
@@ -25,33 +25,33 @@ class SessionMemory(CommittedMemory):
 
     @property
     def turn(self) -> TurnMemory | None:
-        """The open turn's memory, while it holds anything."""
+        """The open turn's memory; `None` if no turn holds memory."""
         return self._turn if self._turn is not None and not self._turn.ended else None
 
     def begin(self, name: str, target: int, slots: tuple[Lease, ...]) -> TurnMemory:
-        """Begin a turn called `name`; see `TurnMemory`."""
+        """Begins a turn called `name`; see `TurnMemory`."""
         if self.turn is not None:
             raise InvariantError(f"{self.holder_name} already has a turn in memory")
         self._turn = TurnMemory(self, name, target, slots)
         return self._turn
 
     def holders(self) -> Iterator[Holder]:
-        """Everything that holds leases on this session's account."""
+        """Yields all holders of leases that belong to this session: itself, its checkpoints and its turn."""
         yield self
         yield from self.checkpoints
         if self.turn is not None:
             yield from self.turn.holders()
 
     def kept_leases(self) -> Iterator[tuple[int, Lease]]:
-        """The leases, by group, that the session cannot give up without losing its position."""
+        """Yields the leases, each with its group, that the session cannot give up without losing its position."""
         for group, table in enumerate(self.tables):
             yield from ((group, lease) for lease in table.leases())
         if self.checkpoints.needed is not None:
             yield from ((group, part) for group, part in enumerate(self.checkpoints.needed.parts) if part is not None)
 
     def essential_leases(self) -> Iterator[tuple[int, Lease]]:
-        """The leases, by group, that the session and its open turn cannot give up without losing their positions.
-        Cached checkpoints are left out."""
+        """Yields the leases, each with its group, that the session and its open turn cannot give up without losing
+        their positions. Cached checkpoints are left out."""
         yield from self.kept_leases()
         if self.turn is None:
             return
@@ -61,8 +61,8 @@ class SessionMemory(CommittedMemory):
                 yield from ((group, part) for group, part in enumerate(checkpoint.parts) if part is not None)
 
     def frees(self, group: int) -> bool:
-        """Whether giving up the open turn's memory, or without one the session's, frees a unit of `group`. For a turn
-        this may be wrongly true: checkpoints may hold its units too."""
+        """Whether giving up the open turn's memory, or without a turn the session's, frees a unit of `group`. For a
+        turn this may be wrongly true, because checkpoints may hold its units too."""
         table = self.tables[group]
         if self.turn is not None:
             return table.own_frees()
@@ -75,7 +75,8 @@ class SessionMemory(CommittedMemory):
         return any(table.pool.counts[unit] == count for unit, count in mine.items())
 
     def _overlapping(self, needed: Checkpoint, group: int) -> Iterator[Checkpoint]:
-        """`needed` and those before it that share units of `group` with it, if only this session refers to them."""
+        """Yields `needed` and the checkpoints before it that share units of `group` with it, except those to which
+        other sequences refer too."""
         units = set(needed.units_of(group))
         for checkpoint in reversed(list(self.checkpoints)):
             if not units.intersection(checkpoint.units_of(group)):
@@ -84,8 +85,9 @@ class SessionMemory(CommittedMemory):
                 yield checkpoint
 
     def need(self, target: int, end: int, *, generates: bool, restored: int = 0) -> Longs:
-        """An upper bound on the units to acquire, int64 [groups], for the open turn to compute up to `end`, or without
-        one, for a turn that begins at or below `target`, or where the memory ends once it is `restored`."""
+        """Returns an upper bound on the units to acquire, int64 [groups], to compute up to `end`: for the open turn, or
+        without one for a turn that begins at or below `target`. If `restored` is not 0, that turn begins there, where
+        the memory ends once it is restored."""
         start = restored or self.resumable(target)
         worst_case = self.memory.turn_units(end, generates=generates)
         held = self.turn.own_units() if self.turn is not None else [0] * len(worst_case)
@@ -94,18 +96,18 @@ class SessionMemory(CommittedMemory):
         return np.array([table.need(n, had, start, end, at_end=at_end) for table, n, had in units], np.int64)
 
     def truncate(self, target: int) -> None:
-        """Cut every group to the highest resumable position at or below `target`."""
+        """Cuts every group to the highest resumable position at or below `target`."""
         if self.turn is not None:
-            raise InvariantError(f"{self.holder_name} is cut under its open turn")
+            raise InvariantError(f"{self.holder_name} is cut while its turn is open")
         super().truncate(target)
 
     def drop(self) -> None:
-        """Release everything: only the tokens remain, to be computed again when needed."""
+        """Releases everything: only the tokens remain, to be computed again when needed."""
         self.truncate(0)
 
 
 def all_holders(memories: Iterable[SessionMemory]) -> Iterator[Holder]:
-    """Everything that holds leases on these sessions' account; shared checkpoints come once."""
+    """Yields all holders of leases that belong to these sessions, each shared checkpoint once."""
     shared: set[Checkpoint] = set()
     for memory in memories:
         for holder in memory.holders():

@@ -1,4 +1,4 @@
-"""What the worst case of a turn depends on, besides the model."""
+"""The settings, besides the model, on which the worst case of a turn's memory depends."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tenuto.base.config import EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the worst case of a turn depends on, besides the model.
+    """The settings, besides the model, on which the worst case of a turn's memory depends.
 
     `max_step_tokens` is the most tokens one step computes for one turn. `double_buffered`: a step may be planned before
     the outcome of the previous one is known (overlap) or compute tokens that are rejected (lookahead), so the state
-    before it has to outlive it.
+    before the step has to outlive it.
     """
 
     context_length: int
@@ -26,7 +26,7 @@ class Shape:
 
     @staticmethod
     def of(config: EngineConfig, page_size: int) -> Shape:
-        """The shape for this configuration; checkpoints are spaced by whole pages."""
+        """Returns the shape for this configuration; checkpoints are spaced by whole pages."""
         return Shape(
             context_length=config.context_length,
             max_running=config.max_running,

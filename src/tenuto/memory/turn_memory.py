@@ -1,4 +1,4 @@
-"""What an open turn holds besides its session: what it started from, and the units it writes to."""
+"""The memory of an open turn: leases on the units it started from and on those it writes to."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from tenuto.memory.pool import Holder, HolderKind, Lease
 
 @dataclass(frozen=True, slots=True)
 class Unsettled:
-    """A turn left its row while step `step` was in flight, which computes its tokens up to `position`."""
+    """The state of a turn that left its row while step `step`, in flight, was computing its tokens up to `position`."""
 
     step: int
     position: int
 
 
 class TurnMemory:
-    """What an open turn holds: what it started from, and the units it writes to.
+    """The memory of an open turn: leases on the units it started from and on those it writes to.
 
-    It begins at `start`, a resumable position of its session, and is attached to a row while it runs.
+    It begins at `start`, a resumable position of its session, and is attached to a row while the turn runs.
     """
 
     holder_kind: ClassVar[HolderKind] = "turn"
 
     def __init__(self, session: CommittedMemory, name: str, target: int, slots: tuple[Lease, ...]) -> None:
-        """Begin at the highest resumable position at or below `target`. `slots`: the units admission has reserved for
-        the turn to start with, one lease per group, moved here."""
+        """Begins at the highest resumable position at or below `target`. `slots`: the units that admission has reserved
+        for the turn's start, one lease per group, moved here."""
         self.session = session
         self.memory = session.memory
         self.holder_name = name
-        self.ended = False  # holds nothing any more; a turn open on the tables is another
+        self.ended = False  # if True, it holds nothing, and another turn may be open on the tables
         self.start = session.resumable(target)
-        self.checkpoints = Checkpoints(self.memory.cache)  # its own; needed is the last, which it reads
-        self._end_of_input: Checkpoint | None = None  # the one whose slots admission counted
+        self.checkpoints = Checkpoints(self.memory.cache)  # its own; the needed one is the last, which it reads
+        self._end_of_input: Checkpoint | None = None  # the checkpoint whose slots admission counted
         self.source = session.share_checkpoint(self.start, self)  # pinned
         self.row = -1
-        self._scheduled = self.start  # while detached: where it goes on
-        self._settled = self.start  # while detached: how much of that has settled
+        self._scheduled = self.start  # while detached: the position where it goes on
+        self._settled = self.start  # while detached: the settled position, at most `_scheduled`
         self.unsettled: Unsettled | None = None  # set by `_leave`; also written by `settle` and `truncate`
         self._tables = session.tables
         at_end = self.start == session.computed
@@ -62,36 +62,37 @@ class TurnMemory:
         yield from self.checkpoints
 
     def own_units(self) -> list[int]:
-        """Units of each group that admission counted for it: those it may write, and those of them that its checkpoint
-        at the end of the input took."""
+        """Returns the units of each group that admission counted for the turn: those it may write, and those it gave to
+        its checkpoint at the end of the input."""
         parts = self._end_of_input.parts if self._end_of_input is not None else [None] * len(self._tables)
         return [table.counted(part) for table, part in zip(self._tables, parts, strict=True)]
 
     @property
     def computed(self) -> int:
-        """Leading tokens of the sequence whose state is in memory, settled."""
+        """The number of leading tokens whose state is in memory and settled."""
         return int(self.memory.rows.computed[self.row]) if self.row >= 0 else self._settled
 
     @property
     def scheduled(self) -> int:
-        """Leading tokens whose state is in memory once the steps in flight have settled: where it goes on."""
+        """The number of leading tokens whose state is in memory once the steps in flight settle. The turn goes on
+        there."""
         return int(self.memory.rows.scheduled[self.row]) if self.row >= 0 else self._scheduled
 
     # -- rows
 
     def attach(self, row: int) -> list[Growth]:
-        """Move the registers into `row`. Returns the page table entries the executor has to learn."""
+        """Moves the registers into `row`. Returns the page table entries to send to the executor."""
         rows = self.memory.rows
         self.row = row
         rows.computed[row], rows.scheduled[row] = self._settled, self._scheduled
         return [growth for table in self._tables if (growth := table.attach(row)) is not None]
 
     def detach(self) -> None:
-        """Leave the row and keep everything."""
+        """Leaves the row and keeps all units."""
         self._leave(self.scheduled)
 
     def _leave(self, position: int) -> None:
-        """Leave the row, if it has one, to go on at `position`, which a step in flight may still have to compute."""
+        """Leaves the row, if it has one, to go on at `position`, up to which a step in flight may still compute."""
         rows, row = self.memory.rows, self.row
         if row >= 0:
             if rows.scheduled[row] > rows.computed[row]:
@@ -108,9 +109,9 @@ class TurnMemory:
                 self.unsettled = None
 
     def settle(self) -> None:
-        """The step that was in flight when the turn left its row has settled."""
+        """Settles the step that was in flight when the turn left its row."""
         if self.unsettled is None:
-            raise InvariantError(f"{self.holder_name} waits for no step")
+            raise InvariantError(f"{self.holder_name} does not wait for a step")
         position, self.unsettled = self.unsettled.position, None
         if self.row >= 0:
             computed = self.memory.rows.computed
@@ -120,29 +121,29 @@ class TurnMemory:
         self.slide()
 
     def lacking(self, end: int) -> list[int]:
-        """Units of each group to acquire to compute up to `end`."""
+        """Returns the units of each group to acquire to compute up to `end`."""
         return [table.lacking(end) for table in self._tables]
 
     def slide(self) -> None:
-        """Give back own units that no position which can still be accepted needs."""
+        """Gives back own units that are needed by no position that can still be accepted."""
         for table in self._tables:
             table.slide(self.computed)
 
     def add_slots(self, slots: tuple[Lease, ...]) -> None:
-        """Add units to start with, reserved for the turn: a draft begins to generate."""
+        """Adds units reserved for the turn, a draft that begins to generate."""
         for table, lease in zip(self._tables, slots, strict=True):
             table.extend(lease)
 
     def left_checkpoint(self) -> None:
-        """The plan just made reads a checkpoint's units and writes elsewhere, so from now on the checkpoint only saves
-        work, unless it is the one at the end of the input."""
+        """Stops needing the last checkpoint, unless it is the one at the end of the input. The plan just made reads its
+        units and writes elsewhere, so from now on it only saves work."""
         if self.checkpoints.needed is not self._end_of_input:
             self.checkpoints.relax()
 
     # -- checkpoints
 
     def checkpoint(self, position: int) -> Checkpoint:
-        """A pinned checkpoint at the live `position`, up to which the turn is scheduled."""
+        """Returns a new, pinned checkpoint at the live `position`, up to which the turn is scheduled."""
         made = Checkpoint(position, self.holder_name, self.checkpoints.below(position) or self.source)
         for table in self._tables:
             made.parts.append(table.keep(position, made))
@@ -150,8 +151,8 @@ class TurnMemory:
         return made
 
     def mark(self, position: int, *, end_of_input: bool = False) -> None:
-        """Make a checkpoint at `position`, where the plan just applied ends; the row then writes elsewhere. It cannot
-        be evicted until a later step has been planned, since the turn reads it."""
+        """Makes a checkpoint at `position`, where the plan just applied ends; the row then writes elsewhere. The
+        checkpoint cannot be evicted until a later step has been planned, since the turn reads it."""
         self.checkpoints.push(self.checkpoint(position))
         if end_of_input:
             self._end_of_input = self.checkpoints.needed
@@ -159,13 +160,13 @@ class TurnMemory:
             group.write_elsewhere(self.row)
 
     def lacks_checkpoint(self, position: int) -> bool:
-        """Whether the turn has computed up to `position`, where it stands, and could not return there."""
+        """Whether the turn stands at `position`, past its beginning, without a checkpoint to return to there."""
         return self.start < position == self.scheduled and self._checkpoint_at(position) is None
 
     def spare_slot(self) -> bool:
-        """Acquire the units of an optional checkpoint; False if some group has no unit to spare. Where none is left
-        after this, cached checkpoints make room for the next: when the plan at hand, which may read them, has been
-        submitted."""
+        """Acquires the units of an optional checkpoint; returns False if some group has no unit to spare. In groups
+        that then have no free unit, cached checkpoints make room for the next one, but only once the present plan,
+        which may read them, has been submitted."""
         spared = all(table.can_spare for table in self._tables)
         for table in self._tables if spared else ():
             table.take_spare()
@@ -173,24 +174,24 @@ class TurnMemory:
         return spared
 
     def cut_to(self, target: int, *, in_flight: bool = False) -> int:
-        """The highest resumable position at or below `target` that this turn can be cut to. Only settled positions
-        count, or with `in_flight` also those that steps in flight compute. Changes nothing."""
+        """Returns the highest resumable position at or below `target` to which this turn can be cut. Only settled
+        positions count; with `in_flight`, also those that steps in flight compute. Changes nothing."""
         if target < self.start:
             raise InvariantError(f"{self.holder_name} began at {self.start} and cannot be cut to {target}")
         target = min(target, self.scheduled if in_flight else self.computed)
         began = self.first_position
         resumable = [began, *(c.position for c in self.checkpoints)]
         live = self._live_below(target)
-        if live > began:  # it must not write to its source's pages
+        if live > began:  # the turn must not write to its source's pages
             resumable.append(live)
         return max((p for p in resumable if p <= target), default=self.start)
 
-    # -- what others may begin with
+    # -- sharing with other sequences
 
     def shareable(self, target: int) -> int:
-        """The highest settled position at or below `target`, past where the turn began, that another sequence can
-        begin at; 0 if there is none. `target` is within the turn's input, which it never gives up while it keeps
-        anything. Changes nothing."""
+        """Returns the highest settled position at or below `target`, past the turn's beginning, at which another
+        sequence can begin; 0 if there is no such position. `target` is within the turn's input, which the turn never
+        gives up while it keeps any state. Changes nothing."""
         target = min(target, self.computed)
         if self.memory.needs_checkpoints:
             found = self.checkpoints.at(target) or self.checkpoints.below(target)
@@ -198,7 +199,7 @@ class TurnMemory:
         return target if target > self.start else 0
 
     def fork(self, child: CommittedMemory, position: int) -> None:
-        """Share everything up to `position`, which `shareable` has returned, with the fresh `child`."""
+        """Shares everything up to `position`, which `shareable` has returned, with the fresh `child`."""
         child.checkpoints.refer_to(self.session.checkpoints, self.start + 1)
         child.checkpoints.refer_to(self.checkpoints, position)
         kept = self.checkpoints.at(position) if self.memory.needs_checkpoints else None
@@ -211,26 +212,26 @@ class TurnMemory:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has computed anything, or acquired units for it."""
+        """Whether the turn has computed tokens, or acquired units to compute them."""
         computing = self.scheduled > self.start or self.unsettled is not None
         return computing or any(table.has_grown for table in self._tables)
 
     def withdraw(self) -> tuple[Lease, ...]:
-        """End a turn that has not begun, and hand back the units it was given to start with."""
+        """Ends a turn that has not begun, and returns the units it was given to start with."""
         units = tuple(table.opened.take(0, len(table.opened), self) for table in self._tables)
         self.abort()
         return units
 
     def _live_below(self, target: int) -> int:
-        """The highest position at or below `target` from which every group can go on."""
+        """Returns the highest position at or below `target` from which every group can go on."""
         position = min(table.live_below(target, self.scheduled) for table in self._tables)
         return position if position in (target, NOWHERE) else self._live_below(position)
 
     # -- ends
 
     def truncate(self, position: int) -> None:
-        """Cut the turn to `position`, which `cut_to` has returned, and leave the row: what it computed from there on is
-        no longer wanted, or its step failed."""
+        """Cuts the turn to `position`, which `cut_to` has returned, and leaves the row: the tokens computed from there
+        on are no longer wanted, or their step failed."""
         moved = self._checkpoint_at(position)
         again = moved is self.source and position == self.first_position
         if self._end_of_input is not None and self._end_of_input.position > position:
@@ -244,7 +245,8 @@ class TurnMemory:
         self._leave(position)
 
     def _take_back_slots(self, checkpoint: Checkpoint) -> None:
-        """Undo a checkpoint whose slots admission counted: they can be written again."""
+        """Undoes the checkpoint at the end of the input, so that its slots, which admission counted, can be written
+        again."""
         self._end_of_input = None
         self.checkpoints.take(checkpoint.position)
         parts = self.memory.cache.undo(checkpoint)
@@ -254,7 +256,7 @@ class TurnMemory:
 
     @property
     def first_position(self) -> int:
-        """Where it began, or began again when it was cut to a checkpoint of its own."""
+        """The position where the turn began, or began again when it was cut to a checkpoint of its own."""
         return self.source.position if self.source is not None else self.start
 
     def _checkpoint_at(self, position: int) -> Checkpoint | None:
@@ -263,12 +265,12 @@ class TurnMemory:
         return self.checkpoints.at(position)
 
     def commit(self, target: int, base: int) -> None:
-        """Move everything up to the highest resumable position at or below `target` to the session; release the rest.
-        The turn kept the session's first `base` tokens: where the session's own memory of them reaches as far, it
-        stays instead."""
+        """Moves everything up to the highest resumable position at or below `target` to the session, and releases the
+        rest. The turn kept the session's first `base` tokens; if the session's own memory of them reaches as far, that
+        memory stays instead."""
         session, position = self.session, self.cut_to(target)
         kept = session.resumable(min(target, base))
-        if position == self.start or position <= kept:  # nothing to move: even a copied page may not be filled
+        if position == self.start or position <= kept:  # nothing to move; a copied page may not even be filled
             self._roll_back(max(position, kept))
             return
         current = self._take_checkpoint(position)
@@ -284,15 +286,15 @@ class TurnMemory:
         self._end()
 
     def _take_checkpoint(self, position: int) -> Checkpoint | None:
-        """Move out the checkpoint at `position`, pinned, if there is one."""
+        """Takes out the checkpoint at `position`, pinned, if there is one."""
         if self.source is not None and self.source.position == position:
             taken, self.source = self.source, None
             return taken
         return self.checkpoints.take(position)
 
     def _roll_back(self, position: int) -> None:
-        """Release everything and cut the session to `position`. A source there is kept, since the session's own
-        checkpoint may have been evicted."""
+        """Releases everything and cuts the session to `position`. A source at `position` is kept, since the session's
+        own checkpoint may have been evicted."""
         session, source = self.session, self.source
         if source is None or source.position != position:
             self.abort()
@@ -303,7 +305,7 @@ class TurnMemory:
         session.cut(position, source)
 
     def abort(self) -> None:
-        """Release everything: the session is what it was."""
+        """Releases everything, which leaves the session as it was before the turn."""
         for table in self._tables:
             table.abort()
         self._release_source()

@@ -129,7 +129,7 @@ def test_unbalanced_references_and_pins_are_found() -> None:
     shelf = Shelf()
     made = shelf.add(10)
     shelf.cache.release(made)
-    with pytest.raises(InvariantError, match="checkpoint 10 of session s is released but nobody refers to it"):
+    with pytest.raises(InvariantError, match="checkpoint 10 of session s is released, but no sequence refers to it"):
         shelf.cache.release(made)
     with pytest.raises(InvariantError, match="is referred to after its end"):
         shelf.cache.refer(Checkpoint(30, "session s"))
@@ -139,7 +139,7 @@ def test_unbalanced_references_and_pins_are_found() -> None:
         shelf.cache.pin(evicted)
     pinned = shelf.make(50)
     shelf.cache.unpin(pinned)
-    with pytest.raises(InvariantError, match="is unpinned but nobody needs it"):
+    with pytest.raises(InvariantError, match="is unpinned, but no sequence needs it"):
         shelf.cache.unpin(pinned)
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints: resumable positions of sequences, their cache, and which to give up first."""
+"""Checkpoints: resumable positions of sequences, their cache, and the order of eviction."""

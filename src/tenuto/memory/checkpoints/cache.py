@@ -1,4 +1,4 @@
-"""The budgeted cache of checkpoints that only save work."""
+"""The cache, with a budget, of checkpoints that only save work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tenuto.memory.pool import Lease, Pool
 
 
 class _CachedUnits:
-    """How many cached checkpoints hold each unit of one pool, and how many units they hold."""
+    """Counts of the cached checkpoints that hold each unit of one pool; `distinct` is the number of units held."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -33,36 +33,38 @@ class _CachedUnits:
 
     @property
     def none_left(self) -> bool:
-        """Whether no unit is free, or will be when the steps in flight settle."""
+        """Whether no unit is free, now or when the steps in flight settle."""
         return not self._pool.free and not self._pool.limbo
 
     def leases(self) -> npt.NDArray[np.int32]:
-        """How many cached checkpoints hold each unit, int32 [capacity], a copy."""
+        """Returns the number of cached checkpoints that hold each unit, int32 [capacity], as a copy."""
         return self._counts.copy()
 
     def reclaimable(self) -> int:
-        """Units that only cached checkpoints hold."""
+        """Returns the number of units that only cached checkpoints hold."""
         counts = np.frombuffer(self._pool.counts, dtype=np.int32)
         return int(((self._counts > 0) & (self._counts == counts)).sum())
 
     def reclaims(self, lease: Lease) -> tuple[bool, bool]:
-        """Whether releasing `lease` frees a unit at once, and whether it would if the whole cache were evicted."""
+        """Whether releasing `lease` frees a unit at once, and whether a unit of it becomes free if the whole cache is
+        evicted."""
         index = np.frombuffer(lease.units, dtype=np.int32)
         counts = np.frombuffer(self._pool.counts, dtype=np.int32)[index]
         return bool((counts == 1).any()), bool((counts == self._counts[index]).any())
 
 
 class CheckpointCache:
-    """Counts who refers to each checkpoint, and keeps those that only save work: at most `budget[g]` units of group g,
-    each counted once. What exceeds it is evicted in the order of `Thinning`, for everybody who refers to it."""
+    """Counts the references to each checkpoint, and keeps those that only save work: at most `budget[g]` units of group
+    g, each counted once. Checkpoints beyond the budget are evicted in the order of `Thinning`, even if several
+    sequences refer to them."""
 
     def __init__(self, pools: Sequence[Pool], budget: Sequence[int]) -> None:
         self._budget = tuple(budget)
         self._held = tuple(_CachedUnits(pool) for pool in pools)
         self.order = Thinning()
         self.evicted = 0
-        self.replaced = 0  # of them those that made way for new ones
-        self.wanted: set[int] = set()  # groups in which the next checkpoint needs a unit; written by turns' memory
+        self.replaced = 0  # those of the evicted that made room for new ones
+        self.wanted: set[int] = set()  # groups in which the next checkpoint needs a unit; written by `TurnMemory`
 
     def __len__(self) -> int:
         return len(self.order)
@@ -76,14 +78,14 @@ class CheckpointCache:
     # -- references
 
     def refer(self, checkpoint: Checkpoint) -> None:
-        """One more sequence refers to it, to save work."""
+        """Adds the reference of a sequence for which the checkpoint only saves work."""
         if not checkpoint.references:
             raise InvariantError(f"{checkpoint.holder_name} is referred to after its end")
         self._add_reference(checkpoint)
 
     def pin(self, checkpoint: Checkpoint) -> None:
-        """One more sequence refers to it and needs it: it cannot be evicted. The first is that of whoever has made
-        it."""
+        """Adds the reference of a sequence that needs the checkpoint, so that it cannot be evicted. The first such
+        reference is that of its maker."""
         if not checkpoint.references and not checkpoint.ended:
             self.order.made(checkpoint)
         self._add_reference(checkpoint)
@@ -96,23 +98,23 @@ class CheckpointCache:
         checkpoint.references += 1
 
     def require(self, checkpoint: Checkpoint) -> None:
-        """A sequence that refers to it needs it from now on."""
+        """Records that a sequence that refers to the checkpoint needs it from now on."""
         if checkpoint.evicted:
             raise InvariantError(f"{checkpoint.holder_name} is needed after it was evicted")
         if not checkpoint.pins:
-            checkpoint.count_now()  # as what only saves work
+            checkpoint.count_now()  # while its kind is still `cached`
         checkpoint.pins += 1
         if checkpoint in self.order:
             self._remove(checkpoint)
 
     def unpin(self, checkpoint: Checkpoint) -> None:
-        """A sequence that refers to it no longer needs it. Once nobody does, it is in the cache; nothing is evicted
-        before `trim`."""
+        """Records that a sequence that refers to the checkpoint no longer needs it. The last unpin moves it to the
+        cache; nothing is evicted before `trim`."""
         if checkpoint.pins == 1:
-            checkpoint.count_now()  # as needed
+            checkpoint.count_now()  # while its kind is still `checkpoint`
         checkpoint.pins -= 1
         if checkpoint.pins < 0:
-            raise InvariantError(f"{checkpoint.holder_name} is unpinned but nobody needs it")
+            raise InvariantError(f"{checkpoint.holder_name} is unpinned, but no sequence needs it")
         if not checkpoint.pins:
             self.order.add(checkpoint)
             for held, part in zip(self._held, checkpoint.parts, strict=True):
@@ -120,22 +122,22 @@ class CheckpointCache:
                     held.add(part)
 
     def release(self, checkpoint: Checkpoint) -> None:
-        """Drop a reference that is not pinned; the last one gives the units back."""
+        """Drops a reference that is not pinned; the last one gives the units back."""
         checkpoint.references -= 1
         if checkpoint.references < checkpoint.pins:
-            raise InvariantError(f"{checkpoint.holder_name} is released but nobody refers to it")
+            raise InvariantError(f"{checkpoint.holder_name} is released, but no sequence refers to it")
         checkpoint.count_now()
         if not checkpoint.references and not checkpoint.evicted:
             self._remove(checkpoint)
             self._end(checkpoint)
 
     def release_pinned(self, checkpoint: Checkpoint) -> None:
-        """Drop a pinned reference."""
+        """Drops a pinned reference."""
         self.unpin(checkpoint)
         self.release(checkpoint)
 
     def undo(self, checkpoint: Checkpoint) -> list[Lease | None]:
-        """End it and hand its leases to the only sequence that refers to it, which has pinned it."""
+        """Ends the checkpoint and hands its leases to the only sequence that refers to it, which has pinned it."""
         if (checkpoint.pins, checkpoint.references) != (1, 1):
             raise InvariantError(f"{checkpoint.holder_name} is undone while others refer to it")
         checkpoint.count_now()
@@ -162,7 +164,7 @@ class CheckpointCache:
         return any(held.distinct > budget for held, budget in zip(self._held, self._budget, strict=True))
 
     def trim(self) -> None:
-        """Evict what exceeds the budget, and what new checkpoints have to take the place of."""
+        """Evicts checkpoints beyond the budget, and those that must make room for new ones."""
         while self.over_budget:
             self.evict()
         for group in self.wanted:
@@ -173,24 +175,25 @@ class CheckpointCache:
         self.wanted.clear()
 
     def evict(self) -> bool:
-        """Evict the first in order; False if there is none."""
+        """Evicts the first checkpoint of the order; returns False if the cache is empty."""
         heads = self.order.heads()
         if heads:
             self._evict(heads[0])
         return bool(heads)
 
     def reclaimable(self, group: int) -> int:
-        """Units of `group` that would become free if the whole cache were evicted."""
+        """Returns the number of units of `group` that would become free if the whole cache were evicted."""
         return self._held[group].reclaimable()
 
     def leases(self, group: int) -> npt.NDArray[np.int32]:
-        """How many cached checkpoints hold each unit of `group`, int32 [capacity], a copy."""
+        """Returns the number of cached checkpoints that hold each unit of `group`, int32 [capacity], as a copy."""
         return self._held[group].leases()
 
     def evict_for(self, groups: Iterable[int]) -> bool:
-        """Free a unit of one of `groups`. Of the first checkpoints of each class of gaps the first that frees one at
-        once is evicted, or else, for the same gain in the end, the first that shares one with cached checkpoints only.
-        Those that would free nothing are passed over. False, evicting nothing, if no eviction would free any."""
+        """Frees a unit of one of `groups`. Looks at the first checkpoint of each class of gaps, and evicts the first
+        that frees such a unit at once. If there is no such checkpoint, it evicts the first that shares a unit only with
+        cached checkpoints, and looks again. Skips checkpoints that would free nothing. Returns False, evicting nothing,
+        if no eviction would free a unit."""
         wanted = [group for group in groups if self._held[group].distinct]
         checked, passed = False, []
         try:
@@ -203,7 +206,7 @@ class CheckpointCache:
                         return True
                     if later and helpful is None:
                         helpful = checkpoint
-                if not checked:  # which looks at every unit, so it comes last
+                if not checked:  # late, because `reclaimable` looks at every unit
                     wanted, checked = [group for group in wanted if self.reclaimable(group)], True
                 elif helpful is not None:
                     self._evict(helpful)
@@ -212,14 +215,15 @@ class CheckpointCache:
                     for checkpoint in heads:
                         self.order.discard(checkpoint)
                 else:
-                    raise InvariantError("units are counted for cached checkpoints, but none of these holds them")
+                    raise InvariantError("units are counted as cached, but no cached checkpoint holds them")
         finally:
             for checkpoint in passed:
                 self.order.put_back(checkpoint)
         return False
 
     def _frees(self, checkpoint: Checkpoint, groups: Sequence[int]) -> tuple[bool, bool]:
-        """Whether evicting it frees a unit of `groups` at once, and whether it does once others are evicted too."""
+        """Whether evicting the checkpoint frees a unit of `groups` at once, and whether it does once others are evicted
+        too."""
         later = False
         for group in groups:
             part = checkpoint.parts[group]

@@ -11,17 +11,17 @@ from tenuto.memory.checkpoints.cache import CheckpointCache
 from tenuto.memory.checkpoints.checkpoint import Checkpoint
 
 TIDY = 16
-"""Evicted ones that may stay listed in any case."""
+"""The number of evicted checkpoints that may always stay in the list."""
 _position = attrgetter("position")
 
 
 class Checkpoints(Sequence[Checkpoint]):
-    """The checkpoints that one sequence refers to, by position. `needed` is the one it has pinned, if any; any other
-    may be evicted at any time, and is then no longer listed."""
+    """The checkpoints that one sequence refers to, by position. `needed` is the one it has pinned, if any; the others
+    may be evicted at any time, and are then no longer part of the sequence."""
 
     def __init__(self, cache: CheckpointCache) -> None:
         self._cache = cache
-        self._listed: list[Checkpoint] = []  # evicted ones too, until a lookup meets them, or there are many
+        self._listed: list[Checkpoint] = []  # includes evicted ones until a lookup finds them, or there are many
         self._tidy_at = 2 * TIDY
         self.needed: Checkpoint | None = None
 
@@ -40,10 +40,10 @@ class Checkpoints(Sequence[Checkpoint]):
     def __getitem__(self, index: int | slice) -> Checkpoint | list[Checkpoint]:
         return list(self)[index]
 
-    # -- looking one up
+    # -- lookup
 
     def below(self, position: int) -> Checkpoint | None:
-        """The last one before `position`."""
+        """Returns the last checkpoint before `position`."""
         end = start = bisect_left(self._listed, position, key=_position)
         while start and self._listed[start - 1].evicted:
             start -= 1
@@ -51,7 +51,7 @@ class Checkpoints(Sequence[Checkpoint]):
         return self._listed[start - 1] if start else None
 
     def from_on(self, position: int) -> Checkpoint | None:
-        """The first one at or after `position`."""
+        """Returns the first checkpoint at or after `position`."""
         start = end = bisect_left(self._listed, position, key=_position)
         while end < len(self._listed) and self._listed[end].evicted:
             end += 1
@@ -59,38 +59,38 @@ class Checkpoints(Sequence[Checkpoint]):
         return self._listed[start] if start < len(self._listed) else None
 
     def at(self, position: int) -> Checkpoint | None:
-        """The one at `position`."""
+        """Returns the checkpoint at `position`."""
         found = self.from_on(position)
         return found if found is not None and found.position == position else None
 
     def _forget(self, start: int, stop: int) -> None:
-        """Take out entries [start, stop), all of them evicted."""
+        """Removes entries [start, stop), all of them evicted."""
         if start < stop:
             del self._listed[start:stop]
 
-    # -- changing them
+    # -- changes
 
     def push(self, checkpoint: Checkpoint) -> None:
-        """Append the pinned `checkpoint` and take over its reference. The one needed before now only saves work."""
+        """Appends the pinned `checkpoint` and takes over its reference. The one needed before now only saves work."""
         self.relax()
         self._listed.append(checkpoint)
         self.needed = checkpoint
         self._tidy()
 
     def _tidy(self) -> None:
-        """Take out the evicted ones once the list may be half of them."""
+        """Removes the evicted ones when they may be half of the list."""
         if len(self._listed) >= self._tidy_at:
             self._listed = list(self)
             self._tidy_at = 2 * max(TIDY, len(self._listed))
 
     def relax(self) -> None:
-        """None of them is needed from now on."""
+        """Unpins the needed checkpoint, if there is one; it only saves work from now on."""
         if self.needed is not None:
             needed, self.needed = self.needed, None
             self._cache.unpin(needed)
 
     def take(self, position: int) -> Checkpoint | None:
-        """Move out the one at `position`, pinned."""
+        """Takes out the checkpoint at `position`, pinned."""
         found = self.at(position)
         if found is None:
             return None
@@ -102,7 +102,7 @@ class Checkpoints(Sequence[Checkpoint]):
         return found
 
     def cut(self, position: int) -> None:
-        """Drop those at or past `position`."""
+        """Drops the checkpoints at or past `position`."""
         if self.needed is not None and self.needed.position >= position:
             self.relax()
         start = bisect_left(self._listed, position, key=_position)
@@ -111,14 +111,14 @@ class Checkpoints(Sequence[Checkpoint]):
         del self._listed[start:]
 
     def absorb(self, other: Checkpoints) -> None:
-        """Move all of `other`, which come after these, to the end."""
+        """Moves all checkpoints of `other`, which come after these, to the end."""
         other.relax()
         self._listed += other._listed
         other._listed = []
         self._tidy()
 
     def refer_to(self, others: Checkpoints, position: int) -> None:
-        """Refer to those of `others` before `position` that are not evicted."""
+        """Refers to those of `others` before `position` that are not evicted."""
         for checkpoint in others._listed[: bisect_left(others._listed, position, key=_position)]:
             if not checkpoint.evicted:
                 self._cache.refer(checkpoint)

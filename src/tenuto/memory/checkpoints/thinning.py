@@ -1,4 +1,4 @@
-"""Which checkpoint to give up first: the one whose loss adds the least replay, for how long ago it was."""
+"""The order of eviction of cached checkpoints: first the one whose loss adds the least replay, relative to its age."""
 
 from __future__ import annotations
 
@@ -10,44 +10,46 @@ from math import log2
 from tenuto.memory.checkpoints.checkpoint import Checkpoint
 
 PER_OCTAVE = 4
-"""Classes of gaps whose sizes differ by less than a factor of two."""
+"""The number of classes for gaps whose sizes differ by less than a factor of two."""
 DEAD_ENTRIES = 64
-"""How many entries of checkpoints that have left may wait in the heaps, besides as many as there are others."""
+"""The number of dead entries that may stay in the heaps, in addition to one for each live entry."""
 
 Entry = tuple[int, int, Checkpoint]
-"""What it is sorted by, its age's beginning; a number that tells whether it still counts; and the checkpoint."""
+"""The time at which the checkpoint's age begins, by which entries are sorted; the number of the entry, which is live if
+`Thinning._numbers` has that number; and the checkpoint."""
 
 
 class Thinning:
-    """The order in which cached checkpoints are given up.
+    """The order in which cached checkpoints are evicted.
 
-    Without a checkpoint, whoever resumes between the one *below* it on its line and the one *above* replays up to that
-    whole *gap*. The order is by gap over *age*: what has been computed, in tokens and by anybody, since the checkpoint
-    above was made and this one was last needed. So the gaps that remain grow in proportion to how long ago they are, a
-    long session keeps some checkpoints from everywhere in it, and of equal gaps the older goes first, whoever's it is.
+    Without a checkpoint, a sequence that resumes between the one *below* it on its line and the one *above* replays up
+    to the whole *gap* between these two. The order is by gap divided by *age*: the tokens that all sequences have
+    computed since the checkpoint above was made and this one was last needed. So gaps grow in proportion to their age,
+    and a long session keeps checkpoints from all of its parts. Ties evict the older checkpoint, regardless of session.
 
-    A bound follows. Let a session of L tokens have k checkpoints left, the last turn's apart, in which T tokens are.
+    A bound follows. Let a session of L tokens have k checkpoints left, not counting those in its last turn of T tokens.
     Some gap is then at most ((L / T) ^ (2 / k) - 1) times its distance from the end, since k / 2 disjoint gaps that are
-    all larger would be longer than the session together. So if nobody else computes, a rewind by d tokens replays at
-    most about that factor times d; see `tests/engine/test_thinning.py`.
+    all larger would together be longer than the session. So if no other session computes, a rewind by d tokens replays
+    at most about that factor times d; see `tests/engine/test_thinning.py`.
 
-    Checkpoints are sorted in classes of about equal gaps, by age within each: there only the oldest can be the first.
-    A gap that grows, and an age that begins anew, are noticed when the checkpoint is the first of its class: both only
-    move it back. Each of its moves raises its class or is paid for by the one that caused it, so giving one up takes
-    work for every class there is, and a logarithm.
+    Checkpoints are in classes of about equal gaps, sorted by age, so only the oldest of a class can be first in the
+    order. When a gap grows or an age begins anew, the checkpoint only moves back, so both are noticed when it is the
+    first of its class. Each move raises its class or is paid for by the event that caused it. So one eviction costs
+    work for every class, plus a logarithm.
 
-    Invariant: `_numbers` has the checkpoints that may be given up, with the number of the entry that counts. Of any
-    checkpoint that has not ended `branches` counts those right above it, of all lines; `reach` and `reached` are at
-    least the position of the farthest, and the time when the last of them was made. All are written here.
+    Invariant: `_numbers` has the checkpoints that may be evicted, with the number of their live entry. For a checkpoint
+    that has not ended, `branches` counts the checkpoints right above it on all lines. `reach` is at least the position
+    of the farthest of these, and `reached` at least the time when the last was made. This class alone writes these
+    fields.
     """
 
     def __init__(self) -> None:
-        self._now = 0  # tokens up to checkpoints from those below them, over all that were made
+        self._now = 0  # the time: the distance in tokens of each checkpoint ever made from the one below, summed
         self._classes: list[list[Entry]] = []  # heaps
         self._numbers: dict[Checkpoint, int] = {}
         self._next_number = count()
-        self._entries = 0  # in all heaps
-        self.looked = 0  # entries looked at or moved, ever: the work done
+        self._entries = 0  # the number of entries in all heaps
+        self.looked = 0  # total number of entries looked at or moved: a measure of work
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -61,7 +63,7 @@ class Thinning:
     # -- lines
 
     def made(self, checkpoint: Checkpoint) -> None:
-        """The checkpoint was made, after the one it names as below it."""
+        """Records a new checkpoint, which names the one below it."""
         below = self._below(checkpoint)
         self._now += checkpoint.position - (below.position if below is not None else 0)
         checkpoint.reach, checkpoint.reached = checkpoint.position, self._now
@@ -70,7 +72,7 @@ class Thinning:
             below.reach, below.reached = max(below.reach, checkpoint.position), self._now
 
     def ended(self, checkpoint: Checkpoint) -> None:
-        """The checkpoint is no more: those above it come after the one below."""
+        """Records the end of a checkpoint: those above it now come after the one below."""
         checkpoint.ended = True
         below = self._below(checkpoint)
         if below is None:
@@ -85,7 +87,7 @@ class Thinning:
                 self._enter(below)  # its gap has shrunk
 
     def _below(self, checkpoint: Checkpoint) -> Checkpoint | None:
-        """The nearest one below on its line that has not ended. Shortens the way there for the next time."""
+        """Returns the nearest checkpoint below on its line that has not ended. Shortens the path for later calls."""
         found = checkpoint.below
         while found is not None and found.ended:
             found = found.below
@@ -97,25 +99,25 @@ class Thinning:
     # -- the order
 
     def add(self, checkpoint: Checkpoint) -> None:
-        """Nobody needs it from now on."""
+        """Adds a checkpoint that no sequence needs any more."""
         checkpoint.needed_at = self._now
         self._enter(checkpoint)
 
     def discard(self, checkpoint: Checkpoint) -> None:
-        """Somebody needs it, or it is given up."""
+        """Removes a checkpoint that is needed again, evicted or skipped."""
         del self._numbers[checkpoint]
 
     def put_back(self, checkpoint: Checkpoint) -> None:
-        """It was passed over, that is discarded, and is there as before."""
+        """Adds a checkpoint that was discarded only to skip it; its age is as before."""
         self._enter(checkpoint)
 
     def gap(self, checkpoint: Checkpoint) -> int:
-        """The most tokens that are replayed without it, by whoever resumes at or after it."""
+        """Returns the most tokens that a sequence which resumes at or after the checkpoint replays without it."""
         below = self._below(checkpoint)
         return checkpoint.reach - (below.position if below is not None else 0)
 
     def age(self, checkpoint: Checkpoint) -> int:
-        """Tokens that have been computed since it was last needed, and the one above it made."""
+        """Returns the number of tokens computed since it was last needed and the one above it was made."""
         return self._now - self._since(checkpoint)
 
     @staticmethod
@@ -123,7 +125,7 @@ class Thinning:
         return max(checkpoint.needed_at, checkpoint.reached)
 
     def heads(self) -> list[Checkpoint]:
-        """The oldest of every class of gaps; those to be given up first come first."""
+        """Returns the oldest checkpoint of every class of gaps, in the order of eviction."""
         heads = []
         place = 0
         while place < len(self._classes):  # entries may move to a later class meanwhile
@@ -134,7 +136,8 @@ class Thinning:
         return sorted(heads, key=lambda head: self.gap(head) / (self.age(head) + 1))
 
     def _head(self, place: int) -> Checkpoint | None:
-        """The oldest of a class, once the entries before it that are dead or belong elsewhere have left."""
+        """Returns the oldest checkpoint of a class. Removes dead entries before it, and moves those whose class or age
+        has changed."""
         heap = self._classes[place]
         while heap:
             self.looked += 1
@@ -152,7 +155,7 @@ class Thinning:
         return int(PER_OCTAVE * log2(self.gap(checkpoint)))
 
     def _enter(self, checkpoint: Checkpoint) -> None:
-        """Make the entry that counts from now on."""
+        """Makes the checkpoint's live entry; an earlier entry is dead from now on."""
         place = self._class(checkpoint)
         self._classes += [[] for _ in range(place + 1 - len(self._classes))]
         self._numbers[checkpoint] = number = next(self._next_number)
@@ -163,7 +166,7 @@ class Thinning:
             self._bury()
 
     def _bury(self) -> None:
-        """Take out the entries that do not count."""
+        """Removes all dead entries."""
         self.looked += self._entries
         for heap in self._classes:
             heap[:] = [entry for entry in heap if self._numbers.get(entry[2]) == entry[1]]

@@ -1,4 +1,4 @@
-"""Full attention: every page of the sequence, and every position is resumable."""
+"""Full attention: a sequence keeps all of its pages, and every position is resumable."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class FullGroup(PagedGroup):
 
 
 class FullTable(PagedTable):
-    """A sequence's pages in a full attention group. `base` holds the session's, from entry 0 on. A checkpoint needs no
-    part of them, since the sequences that refer to it hold them, but may have one."""
+    """A sequence's pages in a full attention group. `base` holds the session's, from entry 0 on. A checkpoint has no
+    part in this group, since the sequences that refer to it hold the pages."""
 
     def __init__(self, group: FullGroup, holder: Holder) -> None:
         super().__init__(group)
@@ -46,7 +46,7 @@ class FullTable(PagedTable):
     def leases(self) -> Iterator[Lease]:
         yield self.base
 
-    def frees(self) -> bool:  # whoever holds a page holds all before it
+    def frees(self) -> bool:  # a holder of a page holds all pages before it, so the last page decides
         return len(self.base) > 0 and self.pool.counts[self.base.units[-1]] == 1
 
     def kept(self, part: Lease | None) -> Lease:
@@ -55,7 +55,7 @@ class FullTable(PagedTable):
     def receive(self, units: Lease, holder: Holder) -> None:
         self.base.absorb(units)
 
-    def own_frees(self) -> bool:  # likewise
+    def own_frees(self) -> bool:  # the last page decides here too
         return self.own is not None and len(self.own) > 0 and self.pool.counts[self.own.units[-1]] == 1
 
     # -- the open turn
@@ -93,26 +93,26 @@ class FullTable(PagedTable):
         return None
 
     def truncate_turn(self, position: int, part: Lease | None, *, again: bool) -> None:
-        """Cut the turn's own pages to slots below `position`, which is not before where it began. There, even the copy
-        that precedes its first token may not have been made."""
+        """Cuts the turn's own pages to slots below `position`, which is at or past the turn's beginning. At the
+        beginning it gives back all of them, because the copy into the first may not have been made."""
         began = self.first * self.page_size + self._copy_slots
         self.opened.truncate(max(0, pages_for(position, self.page_size) - self.first) if position > began else 0)
         self.go_on(position)
 
     def commit(self, position: int, part: Lease | None) -> None:
         own, brought = self.opened, self.brings(position)
-        if len(own):  # else everything was written in place, into a page the session keeps
+        if len(own):  # otherwise everything was written in place, into a page the session keeps
             own.truncate(pages_for(position, self.page_size) - self.first)
             self.base.truncate(self.first)
         self.base.absorb(own)
         self.own = None
-        self.pool.add_reader(self.base.units[self._began : position // self.page_size])  # full: nobody writes them now
+        self.pool.add_reader(self.base.units[self._began : position // self.page_size])  # full pages are not written
         self.end_at(position, self._page_at(position), brought=brought)
 
     # -- the session
 
     def fork(self, child: Self, position: int, part: Lease | None) -> None:
-        """Share the pages below `position` with the fresh table `child`. The tail stays here."""
+        """Shares the pages below `position` with the fresh table `child`. The tail stays here."""
         entries, holder = pages_for(position, self.page_size), child.base.holder
         child.base.absorb(self.base.share(0, entries, holder, self.used(position)))
 
@@ -126,14 +126,14 @@ class FullTable(PagedTable):
             child.base.absorb(self.opened.share(0, entries - self.first, holder, reads))
 
     def truncate(self, position: int, part: Lease | None) -> None:
-        """Cut the session's pages to slots below `position`."""
+        """Cuts the session's pages to slots below `position`."""
         self.base.truncate(pages_for(position, self.page_size))
         self.end_at(position, self._page_at(position))
 
     def check_floors(self, position: int, part: Lease | None) -> None:
         units = self.base.units
         self.check_tail(units[-1] if len(units) else NO_PAGE, position)
-        if not units or self.pool.counts[units[0]] == 1:  # a holder of later pages holds the first too
+        if not units or self.pool.counts[units[0]] == 1:  # any holder of a later page holds the first too
             return
         wrong = self.pool.unprotected(units, self.used(position))
         wrong = [unit for unit in wrong if unit != self.tail and self.pool.counts[unit] > 1]

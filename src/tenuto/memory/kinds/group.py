@@ -1,5 +1,5 @@
-"""The interface of every kind of memory: a group covers all running rows at once, a table one sequence. A kind is a
-file with both, and an entry in `memory.KINDS`."""
+"""The interface of every kind of memory: a group covers all running rows at once, a table one sequence. Each kind has
+a file that defines both, and an entry in `memory.KINDS`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tenuto.memory.shape import Shape
 Mask = npt.NDArray[np.bool_]
 
 UNLIMITED = 2**40
-"""Tokens: longer than any sequence."""
+"""A length in tokens that no sequence reaches."""
 NOWHERE = -1
-"""No position."""
+"""Stands for the absence of a position."""
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """New pages of a row in group number `group`: table entries [index, index + len(pages)), and the copy needed before
-    the first is used: the first `copy_slots` slots of page `copy_from` go to `pages[0]` (`NO_PAGE`: no copy)."""
+    """New pages of a row in group number `group`, as table entries [index, index + len(pages)). Before the first is
+    used, the first `copy_slots` slots of page `copy_from` are copied to `pages[0]` (`NO_PAGE`: no copy)."""
 
     group: int
     row: int
@@ -42,7 +42,7 @@ class Growth:
 
 @dataclass(slots=True)
 class MemoryChanges:
-    """What a step does to memory, in the form of `Plan`: each group adds to `tables` and `copies`, or to `states`.
+    """A step's changes to memory, in the form of `Plan`: each group adds to `tables` and `copies`, or to `states`.
     `left`: rows that stood at a checkpoint and write elsewhere from now on."""
 
     tables: list[TableChanges] = field(default_factory=list)
@@ -52,13 +52,13 @@ class MemoryChanges:
 
 
 class Group(ABC):
-    """One memory group of the model: its pool, and what it knows of the running turns, by row.
+    """One memory group of the model: its pool, and its data about running turns, by row.
 
-    Arrays over rows are int64 [rows] unless they say otherwise.
+    Arrays over rows are int64 [rows] unless stated otherwise.
     """
 
     needs_checkpoints: ClassVar[bool] = True
-    """Whether some positions are resumable only where there is a checkpoint."""
+    """Whether some positions are resumable only at a checkpoint."""
     stands_at_step_ends: ClassVar[bool] = False
     """Whether a checkpoint can be made only where a step ends."""
 
@@ -73,19 +73,19 @@ class Group(ABC):
 
     @abstractmethod
     def table(self, holder: Holder) -> Table:
-        """An empty table for one sequence; `holder` holds what its session keeps."""
+        """Returns an empty table for one sequence; `holder` holds the units that its session keeps."""
 
     # -- counting
 
     @staticmethod
     @abstractmethod
     def turn_units(spec: GroupSpec, page_size: int, shape: Shape, end: int, *, generates: bool) -> int:
-        """The most units that a turn holds at once if it starts from nothing and computes `end` tokens."""
+        """Returns the most units that a turn holds at once if it starts from nothing and computes `end` tokens."""
 
     @staticmethod
     @abstractmethod
     def session_units(spec: GroupSpec, page_size: int, computed: int) -> int:
-        """Units that an idle session with `computed` tokens in memory holds, not counting older checkpoints."""
+        """Returns the units that an idle session with `computed` tokens in memory holds, without older checkpoints."""
 
     @property
     def max_length(self) -> int:
@@ -93,31 +93,31 @@ class Group(ABC):
         return UNLIMITED
 
     def min_units(self, longest: int) -> int:
-        """The smallest allowed pool if the longest sequence has `longest` tokens."""
+        """Returns the smallest allowed pool if the longest sequence has `longest` tokens."""
         return self.turn_units(self.spec, self.page_size, self.shape, longest, generates=True)
 
     @property
     def units_at_start(self) -> int:
-        """The most units that a turn is given when it starts; 0: it acquires units as it grows."""
+        """The most units that a turn is given when it starts; 0 if it acquires units as it grows."""
         return 0
 
     def needs(self, rows: Longs, ends: Longs) -> Longs | int:
-        """Units that rows have to acquire to compute up to `ends`."""
+        """Returns the units that `rows` have to acquire to compute up to `ends`."""
         return 0
 
     def pledged(self, rows: Longs, ends: Longs) -> int:
-        """Units that running rows will still acquire to compute up to `ends`, an upper bound."""
+        """Returns an upper bound on the units that running rows will still acquire to compute up to `ends`."""
         return 0
 
     def expected_growth(self, lengths: Longs, ends: Longs) -> int:
-        """An estimate of the units that sequences of `lengths` tokens still need to grow to `ends`."""
+        """Returns an estimate of the units that sequences of `lengths` tokens still need to grow to `ends`."""
         return 0
 
     # -- steps
 
     def grow(self, growing: Sequence[tuple[Table, int]]) -> list[Growth]:
-        """Acquire, in one go, what the open turns of tables need to compute up to an end each. The caller has checked
-        that there is room."""
+        """Acquires, in one call, the units that the open turns of tables need to compute up to their ends; `growing`
+        pairs each table with its end. The caller has checked that there is room."""
         lacking = [(table, count) for table, end in growing if (count := table.lacking(end))]
         if lacking and not self.pool.grow([(table.opened, count) for table, count in lacking]):
             raise InvariantError(f"{self.pool.name}: a plan was applied without room for it")
@@ -125,29 +125,29 @@ class Group(ABC):
 
     @abstractmethod
     def advance(self, rows: Longs, starts: Longs, grown: Sequence[Growth], moves: MemoryChanges) -> None:
-        """Apply a plan in which `rows`, having `grown`, compute from `starts` on: move on to the units they write, and
-        add to `moves` what the executor has to know."""
+        """Applies a plan in which `rows`, having `grown`, compute from `starts` on: moves them to the units they write,
+        and adds to `moves` the changes for the executor."""
 
     def can_reject(self, rows: Longs) -> Mask | bool:
-        """Which rows could return to their present position if the next step were rejected."""
+        """Returns which rows could go back to their present position if the next step were rejected."""
         return True
 
     def reject(self, row: int, start: int, position: int) -> int:
-        """Accept the row's last step, which began at `start`, only below `position`. Returns where the row stands then:
-        the highest resumable position at or below `position`."""
+        """Accepts the row's last step, which began at `start`, only below `position`. Returns the row's new position:
+        the highest resumable one at or below `position`."""
         return position
 
     def write_elsewhere(self, row: int) -> None:
-        """A checkpoint was just made where the row stands, so its next step must not write there."""
+        """Keeps the row's next step from writing where the row stands, because a checkpoint was just made there."""
         return
 
     def slide(self, rows: Longs, before: Longs) -> None:
-        """More than `before` tokens of the rows are computed now: give back what they no longer need."""
+        """Gives back the units that rows no longer need, now that they have computed more than `before` tokens."""
         return
 
 
 class Table(ABC):
-    """One sequence's part of a group: what its session keeps besides checkpoints, and what its open turn holds.
+    """One sequence's part of a group: the units its session keeps besides checkpoints, and those its open turn holds.
 
     A checkpoint's part is its lease on units of this group, or `None`.
 
@@ -163,57 +163,57 @@ class Table(ABC):
     # -- what the session keeps
 
     def leases(self) -> Iterator[Lease]:
-        """What the session holds besides its checkpoints."""
+        """Yields the leases that the session holds besides its checkpoints."""
         return iter(())
 
     def frees(self) -> bool:
-        """Whether giving up those leases frees a unit."""
+        """Whether a unit becomes free if the session gives up `leases()`."""
         return False
 
     def own_frees(self) -> bool:
-        """Whether giving up what the open turn has acquired frees a unit; may be wrongly true."""
+        """Whether a unit becomes free if the open turn gives up what it has acquired; may be wrongly true."""
         return self.own is not None and len(self.own) > 0
 
     @abstractmethod
     def kept(self, part: Lease | None) -> Lease:
-        """What the session keeps of its last position, where a checkpoint with `part` stands."""
+        """Returns the lease on the units of the session's last position, where a checkpoint with `part` stands."""
 
     @abstractmethod
     def kept_ranges(self, position: int) -> Iterator[tuple[int, int]]:
-        """Which tokens each unit that is kept of `position` holds the state of, in order: those from the first number
-        on, up to the second. The two are equal where a unit holds the state after that many tokens."""
+        """Yields, for each unit kept for `position`, in order, the range [start, end) of tokens whose state it holds.
+        The two are equal if the unit holds the state after that many tokens."""
 
     @abstractmethod
     def kept_units(self, position: int) -> int:
-        """How many units are kept of `position`."""
+        """Returns the number of units kept for `position`."""
 
     @abstractmethod
     def receive(self, units: Lease, holder: Holder) -> Lease | None:
-        """The session, which has nothing, gets the units of a position. Those that the checkpoint `holder` there has to
-        hold are returned, held by it."""
+        """Gives an empty session the units of a position. If the checkpoint there has to hold them, returns them as a
+        lease held by `holder`, the checkpoint."""
 
     def covers(self, at: int, position: int) -> bool:
-        """Whether a checkpoint at `at` is enough to resume at the earlier `position`."""
+        """Whether a checkpoint at `at` suffices to resume at the earlier `position`."""
         return False
 
     def share_part(self, part: Lease, at: int, position: int, holder: Holder) -> Lease:
-        """A share of `part`, of a checkpoint at `at`, for `holder`, one at the covered `position`."""
-        raise InvariantError(f"{self.pool.name}: what is kept at {at} does not cover {position}")
+        """Shares `part` of a checkpoint at `at` with `holder`, a checkpoint at the covered `position`."""
+        raise InvariantError(f"{self.pool.name}: the units kept at {at} do not cover {position}")
 
     @abstractmethod
     def fork(self, child: Self, position: int, part: Lease | None) -> None:
-        """Share everything below `position`, where a checkpoint with `part` stands, with the fresh table `child`."""
+        """Shares everything below `position`, where a checkpoint with `part` stands, with the fresh table `child`."""
 
     @abstractmethod
     def fork_turn(self, child: Self, position: int, part: Lease | None) -> None:
-        """As `fork`, at a settled `position` of the open turn, past where it began and within its input."""
+        """Does the same as `fork` at a settled `position` of the open turn, within its input and past its beginning."""
 
     @abstractmethod
     def truncate(self, position: int, part: Lease | None) -> None:
-        """Cut the session to `position`, where a checkpoint with `part` stands."""
+        """Cuts the session to `position`, where a checkpoint with `part` stands."""
 
     def check_floors(self, position: int, part: Lease | None) -> None:
-        """For the audit: raises `InvariantError` if another sequence may write slots that this session reads. The
+        """Raises `InvariantError` if another sequence may write slots that this session reads; for the audit. The
         session ends at `position`, where a checkpoint with `part` stands."""
         return
 
@@ -221,12 +221,13 @@ class Table(ABC):
 
     @abstractmethod
     def need(self, worst_case: int, held: int, start: int, end: int, *, at_end: bool) -> int:
-        """Units to acquire to compute up to `end`, an upper bound: for the open turn, which holds `held`, or else for
-        one that starts at `start` (`at_end`: where the session's memory ends). `worst_case`: from nothing."""
+        """Returns an upper bound on the units to acquire to compute up to `end`: for the open turn, which holds `held`,
+        or without one for a turn that starts at `start` (`at_end`: where the session's memory ends). `worst_case`: the
+        bound for a turn that starts from nothing."""
 
     def counted(self, kept: Lease | None) -> int:
-        """How many of the units that admission counted for it the open turn holds; `kept`: the part of the checkpoint
-        at the end of its input."""
+        """Returns how many of the units that admission counted for the open turn it holds; `kept`: the part of the
+        checkpoint at the end of its input."""
         return len(self.opened)
 
     # -- the open turn
@@ -240,11 +241,11 @@ class Table(ABC):
 
     @property
     def has_grown(self) -> bool:
-        """Whether the open turn has acquired units, besides those it was given to start with."""
+        """Whether the open turn has acquired units besides those it was given at its start."""
         return False
 
     def take_up(self, units: Lease) -> None:
-        """A turn opens and is given `units` to start with."""
+        """Opens a turn and gives it `units` to start with."""
         if self.own is not None:
             name = units.holder.holder_name
             raise InvariantError(f"{self.pool.name}: {name} begins on a table that another turn has open")
@@ -252,52 +253,52 @@ class Table(ABC):
 
     @abstractmethod
     def begin(self, units: Lease, start: int, part: Lease | None, *, at_end: bool) -> None:
-        """Open a turn at `start` and give it `units`; `at_end`: the session's memory ends there. The turn reads `part`,
-        of a checkpoint there that outlives it."""
+        """Opens a turn at `start` and gives it `units`; `at_end`: the session's memory ends there. The turn reads
+        `part` of a checkpoint at `start` that outlives the turn."""
 
     def extend(self, units: Lease) -> None:
-        """Add units to start with: a draft begins to generate."""
+        """Adds units for a draft that begins to generate."""
         self.opened.absorb(units)
 
     def attach(self, row: int) -> Growth | None:
-        """The turn gets `row`. Returns the page table entries that the executor has to learn."""
+        """Gives the turn `row`. Returns the page table entries to send to the executor."""
         self.row = row
         self._group.running[row] = self
         return None
 
     def leave(self) -> None:
-        """The turn leaves its row, if it has one, and keeps everything."""
+        """Takes the turn out of its row, if it has one; it keeps all units."""
         self._group.running.pop(self.row, None)
         self.row = -1
 
     def lacking(self, end: int) -> int:
-        """Units to acquire to compute up to `end`."""
+        """Returns the number of units to acquire to compute up to `end`."""
         return 0
 
     def grown(self, count: int) -> Growth:
-        """The turn has just been given `count` units for what it is to compute."""
-        raise InvariantError(f"{self.pool.name}: its turns acquire nothing as they grow")
+        """Records that the turn has just acquired `count` units; returns its new pages."""
+        raise InvariantError(f"{self.pool.name}: turns acquire no units of this group as they grow")
 
     def slide(self, computed: int) -> None:
-        """Give back own units that no position from `computed` on needs."""
+        """Gives back own units that no position from `computed` on needs."""
         return
 
     @abstractmethod
     def live_below(self, target: int, scheduled: int) -> int:
-        """The highest position at or below `target` from which the turn can go on with the units it reads or owns, or
-        `NOWHERE`. `scheduled`: tokens of it that are computed, or in flight."""
+        """Returns the highest position at or below `target` from which the turn can go on with the units it reads or
+        owns, or `NOWHERE`. `scheduled`: the number of tokens that are computed or in flight."""
 
     @abstractmethod
     def truncate_turn(self, position: int, part: Lease | None, *, again: bool) -> None:
-        """Cut the turn to `position`: a live one, that of a checkpoint with `part`, or, `again`, where it began."""
+        """Cuts the turn to `position`: a live one, that of a checkpoint with `part`, or with `again` its first one."""
 
     @abstractmethod
     def commit(self, position: int, part: Lease | None) -> None:
-        """Commit the turn with `position` tokens computed, past where it began: move to the session what the checkpoint
-        there, with `part`, does not hold, and give back the rest."""
+        """Commits the turn with `position` tokens computed, past where it began: moves to the session the units that
+        the checkpoint there, with `part`, does not hold, and gives back the rest."""
 
     def abort(self) -> None:
-        """Give back what the turn acquired."""
+        """Gives back the units that the turn acquired."""
         self.leave()
         self.opened.release()
         self.own = None
@@ -306,11 +307,11 @@ class Table(ABC):
 
     @abstractmethod
     def keep(self, position: int, holder: Holder) -> Lease | None:
-        """A lease, for the checkpoint `holder`, on what resuming at the live `position` needs of this group. `None` if
-        the sequence itself holds that."""
+        """Returns a lease, for the checkpoint `holder`, on the units of this group that resuming at the live `position`
+        needs. `None` if the sequence itself holds them."""
 
     def take_back(self, part: Lease) -> None:
-        """Undo `keep`."""
+        """Undoes `keep`."""
         part.release()
 
     @property
@@ -319,5 +320,5 @@ class Table(ABC):
         return True
 
     def take_spare(self) -> None:
-        """Acquire that unit."""
+        """Acquires the unit for an optional checkpoint."""
         return

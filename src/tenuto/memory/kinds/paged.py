@@ -1,4 +1,4 @@
-"""What full and sliding page tables have in common: own pages, the tail, and its copy."""
+"""The common part of full and sliding page tables: own pages, the tail, and its copy."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ NO_PAGE = -1
 
 
 def pages_for(tokens: int, page_size: int) -> int:
-    """Pages that hold `tokens` token slots."""
+    """Returns the number of pages that hold `tokens` token slots."""
     return -(-tokens // page_size)
 
 
 class PagedGroup(Group):
-    """A group of pages. `entries[row]`: how many table entries the row can write through."""
+    """A group of pages. `entries[row]`: the length of the row's page table."""
 
     def __init__(self, index: int, spec: GroupSpec, pool: Pool, page_size: int, shape: Shape, rows: Rows) -> None:
         super().__init__(index, spec, pool, page_size, shape, rows)
@@ -52,13 +52,13 @@ class PagedGroup(Group):
 
 
 class PagedTable(Table):
-    """One sequence's pages in one group: what its session keeps, and what its open turn has added.
+    """One sequence's pages in one group: those its session keeps, and those its open turn has added.
 
     Token slot p is in table entry p // page_size. A turn reads kept entries below `first` and its own from `first` on.
     It writes into its own pages, and into the last kept page only if the session has that page's *tail*: the right to
     fill its free slots, from the page's floor on (see `Pool`).
 
-    Invariant: of all sequences that hold a page at most one has its tail, and that one's session ends in the page.
+    Invariant: of all sequences that hold a page, at most one has its tail, and the session of that one ends in it.
     """
 
     _group: PagedGroup
@@ -66,23 +66,23 @@ class PagedTable(Table):
     def __init__(self, group: PagedGroup) -> None:
         super().__init__(group)
         self.page_size = group.page_size
-        self.tail = NO_PAGE  # the page whose tail this is; written by `_take_tail` and `_lose_tail`
+        self.tail = NO_PAGE  # the page whose tail this sequence has; written by `_take_tail` and `_lose_tail`
         self.first = 0  # entry of the first page the turn ever owned
-        self.released = 0  # own pages given back from the front, windows only
-        self._copy_slots = 0  # used slots to copy into entry `first`; 0: written in place
+        self.released = 0  # number of own pages given back from the front; windows only
+        self._copy_slots = 0  # used slots to copy into entry `first`; 0 if the turn writes in place
 
     # -- what is kept
 
     def first_entry(self, position: int) -> int:
-        """The first table entry that resuming at `position` needs."""
+        """Returns the first table entry that resuming at `position` needs."""
         return 0
 
     def span(self, position: int) -> int:
-        """How many table entries resuming at `position` needs."""
+        """Returns the number of table entries that resuming at `position` needs."""
         return pages_for(position, self.page_size) - self.first_entry(position)
 
     def used(self, position: int) -> int:
-        """Slots of value in the last page that is kept of `position`."""
+        """Returns the number of used slots in the last page kept for `position`."""
         return (position - 1) % self.page_size + 1
 
     def kept_ranges(self, position: int) -> Iterator[tuple[int, int]]:
@@ -107,8 +107,8 @@ class PagedTable(Table):
         return max(0, min(worst_case - held, pages_for(end, self.page_size) - there))
 
     def entries_at(self, start: int, *, at_end: bool) -> int:
-        """Table entries that a turn starting at `start` need not acquire. The page `start` lies in is copied unless the
-        turn is certain to write in place."""
+        """Returns the number of table entries that a turn starting at `start` need not acquire. The page in which
+        `start` lies counts only if the turn is certain to write it in place; otherwise it is copied."""
         certain = self.writes_in_place(start, at_end=at_end)
         return pages_for(start, self.page_size) if certain else start // self.page_size
 
@@ -119,7 +119,7 @@ class PagedTable(Table):
     # -- the open turn
 
     def open(self, units: Lease, start: int, page: int, *, in_place: bool) -> None:
-        """Open a turn that computes from `start` on; `in_place`: it may fill `page`, in which `start` lies."""
+        """Opens a turn that computes from `start` on; `in_place`: it may fill `page`, in which `start` lies."""
         self.take_up(units)
         self.released = 0
         self._copy_slots = 0 if in_place else start % self.page_size
@@ -134,7 +134,7 @@ class PagedTable(Table):
 
     @property
     def entries(self) -> int:
-        """Table entries the turn can write through."""
+        """The length of the turn's page table, including entries whose pages it has given back."""
         return self.first + self.released + len(self.opened)
 
     def attach(self, row: int) -> Growth:
@@ -154,14 +154,14 @@ class PagedTable(Table):
 
     @abstractmethod
     def kept_page(self, index: int) -> int:
-        """The unit of kept entry `index`."""
+        """Returns the unit of kept entry `index`."""
 
     @abstractmethod
     def view(self) -> tuple[int, array[int]]:
-        """The pages the turn reads, as (first entry, pages)."""
+        """Returns the pages the turn reads, as (first entry, pages)."""
 
     def go_on(self, position: int) -> None:
-        """The open turn has been cut to `position`, and goes on there in a page that it has begun to fill."""
+        """Lets the open turn, which was cut to `position`, write on there in a page that it has begun to fill."""
         index, slot = position // self.page_size, position % self.page_size
         own = index - self.first - self.released
         if slot and 0 <= own < len(self.opened):
@@ -169,7 +169,7 @@ class PagedTable(Table):
             if self.pool.counts[page] == 1:
                 self.pool.take_alone(page, slot)
             self.pool.write_on(page, slot)
-        elif slot and own == -1 and not self._copy_slots and not self.released:  # the last of what it started from
+        elif slot and own == -1 and not self._copy_slots and not self.released:  # the last page it started from
             self.pool.write_on(self.kept_page(index), slot)
 
     # -- the tail
@@ -183,8 +183,9 @@ class PagedTable(Table):
         return len(self.opened) > 0 and position // self.page_size >= self.first
 
     def end_at(self, position: int, page: int, *, brought: bool = False) -> None:
-        """The session's memory now ends at `position`, in `page`: take the tail if the turn `brought` the page, keep it
-        if it is of this page, or lose it. Slots that other sequences read stay below the page's floor."""
+        """Ends the session's memory at `position`, in `page`: takes the page's tail if the turn `brought` the page,
+        else keeps the tail if the session may still write there, or gives it up. Slots that other sequences read stay
+        below the page's floor."""
         if brought and position % self.page_size:
             self._take_tail(page)
         elif position % self.page_size == 0 or not self.has_tail(page, position):
@@ -203,8 +204,8 @@ class PagedTable(Table):
             self.tail = NO_PAGE
 
     def check_tail(self, page: int, position: int) -> None:
-        """For the audit: the session ends at `position`, in `page`. Raises `InvariantError` if it has the tail of
-        another page, or if another sequence may write slots of `page` that this one reads."""
+        """Checks a session that ends at `position`, in `page`; for the audit. Raises `InvariantError` if it has the
+        tail of another page, or if another sequence may write slots of `page` that this one reads."""
         if self.tail not in (NO_PAGE, page) or (self.tail != NO_PAGE and self.pool.tails.get(self.tail) is not self):
             raise InvariantError(f"{self.pool.name}: a session that ends in unit {page} has the tail of {self.tail}")
         other = self.pool.tails.get(page, self)

@@ -1,4 +1,5 @@
-"""Sliding attention: the pages of the last window. A position is resumable while its window's pages are held."""
+"""Sliding attention: a sequence keeps the pages of its last window. A position is resumable while the pages of its
+window are held."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from tenuto.memory.shape import Shape
 
 
 def window_pages(group: GroupSpec, page_size: int) -> int:
-    """The most pages a window can lie in."""
+    """Returns the most pages that one window can touch."""
     return pages_for(group.window - 1, page_size) + 1
 
 
@@ -29,7 +30,7 @@ class SlidingGroup(PagedGroup):
 
     @staticmethod
     def turn_units(spec: GroupSpec, page_size: int, shape: Shape, end: int, *, generates: bool) -> int:
-        """Two windows and what the steps in flight compute."""
+        """Returns the pages of two windows and of the tokens that the steps in flight compute."""
         ahead = pages_for(shape.max_step_tokens * (2 if shape.overlap else 1), page_size) + 1
         return min(pages_for(end, page_size), 2 * window_pages(spec, page_size) + ahead)
 
@@ -45,7 +46,7 @@ class SlidingGroup(PagedGroup):
         return pledged
 
     def expected_growth(self, lengths: Longs, ends: Longs) -> int:
-        """Up to two windows: the one at the end of the input is kept while the turn runs."""
+        """Counts up to two windows, because the one at the end of the input is kept while the turn runs."""
         limit = 2 * window_pages(self.spec, self.page_size)
         return int(
             (np.minimum(-(-ends // self.page_size), limit) - np.minimum(-(-lengths // self.page_size), limit)).sum()
@@ -66,7 +67,7 @@ class SlidingTable(PagedTable):
     def __init__(self, group: SlidingGroup) -> None:
         super().__init__(group)
         self.window = group.spec.window
-        self._source: Lease | None = None  # of the checkpoint the turn resumed from; entries up to `_source_end`
+        self._source: Lease | None = None  # part of the checkpoint the turn resumed from; entries below `_source_end`
         self._source_end = 0
 
     def first_entry(self, position: int) -> int:
@@ -74,7 +75,7 @@ class SlidingTable(PagedTable):
 
     def kept(self, part: Lease | None) -> Lease:
         if part is None:
-            raise InvariantError(f"{self.pool.name}: a position is kept without its units")
+            raise InvariantError(f"{self.pool.name}: a kept position has no units")
         return part
 
     def receive(self, units: Lease, holder: Holder) -> Lease:
@@ -115,7 +116,7 @@ class SlidingTable(PagedTable):
         return target if live else NOWHERE
 
     def keep(self, position: int, holder: Holder) -> Lease:
-        """A second lease on the window of `position`."""
+        """Returns a second lease on the pages of the window of `position`."""
         lease = Lease(self.pool, array("i"), holder)
         low, high = self.first_entry(position), pages_for(position, self.page_size)
         if self._source is not None and low < self.first:
@@ -127,8 +128,9 @@ class SlidingTable(PagedTable):
         return lease
 
     def truncate_turn(self, position: int, part: Lease | None, *, again: bool) -> None:
-        """At a checkpoint of its own the turn goes on in the pages it had filled up to there. Where it began, or last
-        resumed, even the copy that precedes its first token may not have been made."""
+        """Cuts the turn. At one of its own checkpoints it goes on in the pages it had filled up to there. Where it
+        began or last resumed (`again`), it gives back its own pages, because the copy into the first may not have been
+        made."""
         if again:
             self.opened.truncate(0)
             self.released = 0
@@ -153,10 +155,11 @@ class SlidingTable(PagedTable):
     # -- the session
 
     def fork(self, child: Self, position: int, part: Lease | None) -> None:
-        """The child refers to the same checkpoints, which raises the floors of their pages. The tail stays here."""
+        """Does nothing: the child refers to the same checkpoints, which raises the floors of their pages. The tail
+        stays here."""
 
     def fork_turn(self, child: Self, position: int, part: Lease | None) -> None:
-        """Likewise."""
+        """Does nothing, as `fork`."""
 
     def truncate(self, position: int, part: Lease | None) -> None:
         self.end_at(position, last_page(part))
@@ -166,5 +169,5 @@ class SlidingTable(PagedTable):
 
 
 def last_page(window: Lease | None) -> int:
-    """The page that the position of a kept `window` lies in, unless it is the first of the next."""
+    """Returns the last page of a kept `window`, or `NO_PAGE`."""
     return window.units[-1] if window is not None and len(window) else NO_PAGE

@@ -1,4 +1,5 @@
-"""Recurrent state: one slot holds the state after all tokens so far. A position is resumable where a slot stands."""
+"""Recurrent state: one slot holds the state after all tokens so far. A position is resumable if a slot holds the state
+there."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from tenuto.memory.shape import Shape
 
 
 class StateGroup(Group):
-    """A group of state slots. Its arrays have one entry per row, int32 where they name slots.
+    """A group of state slots. Its arrays have one entry per row; those of slots are int32.
 
     The `current` slot holds the state after the row's `scheduled` tokens; the `alternate` one, if `alternate_at` >= 0,
     the state at position `alternate_at`. A `frozen` row's current slot belongs to a checkpoint and is not written.
@@ -31,14 +32,14 @@ class StateGroup(Group):
         self.alternate = np.full(shape.max_running, NO_SLOT, np.int32)
         self.alternate_at = np.full(shape.max_running, NOWHERE, np.int64)
         self.frozen = np.zeros(shape.max_running, np.bool_)
-        self.spare: dict[int, list[int]] = {}  # own slots in no use yet, by row
+        self.spare: dict[int, list[int]] = {}  # own slots not used yet, by row
 
     def table(self, holder: Holder) -> StateTable:
         return StateTable(self)
 
     @staticmethod
     def turn_units(spec: GroupSpec, page_size: int, shape: Shape, end: int, *, generates: bool) -> int:
-        """Working slots, and one that stays at the end of the input while the turn generates."""
+        """Returns the number of working slots, plus one that stays at the end of the input while the turn generates."""
         if not generates:
             return 1
         return 3 if shape.double_buffered else 2
@@ -52,7 +53,7 @@ class StateGroup(Group):
         return self.turn_units(self.spec, self.page_size, self.shape, 0, generates=True)
 
     def advance(self, rows: Longs, starts: Longs, grown: Sequence[Growth], moves: MemoryChanges) -> None:
-        """Which slot each row reads and writes: the alternate one where there is one, else the current in place."""
+        """Each row reads its current slot and writes its alternate one, or the current one if it has no alternate."""
         frozen, reads, other = self.frozen[rows], self.current[rows], self.alternate[rows]
         swapped = other != NO_SLOT
         if (frozen & ~swapped).any():
@@ -82,7 +83,7 @@ class StateGroup(Group):
         return ready
 
     def reject(self, row: int, start: int, position: int) -> int:
-        """A state is resumable only where its slot stands: the one at `start` is in the alternate slot."""
+        """Goes back to `start`, whose state is in the alternate slot; no later position below the end has a slot."""
         self.current[row], self.alternate[row] = self.alternate[row], self.current[row]
         self.alternate_at[row] = NOWHERE
         return start
@@ -91,8 +92,8 @@ class StateGroup(Group):
 class StateTable(Table):
     """The state slots an open turn works with in one group. The session keeps its slots in its checkpoints.
 
-    A step reads the current slot and writes the alternate one if there is one, else the current in place. A slot that a
-    checkpoint holds is never written. While a turn is running, `current` and `alternate` live in its row.
+    A step reads the current slot and writes the alternate one, or the current one if there is no alternate. A slot that
+    a checkpoint holds is never written. While a turn is running, `current` and `alternate` are in its row.
     """
 
     _group: StateGroup
@@ -101,7 +102,7 @@ class StateTable(Table):
         super().__init__(group)
         self.current = NO_SLOT
         self.alternate = NO_SLOT
-        self.spare: list[int] = []  # own slots not in use yet
+        self.spare: list[int] = []  # own slots not used yet
 
     def need(self, worst_case: int, held: int, start: int, end: int, *, at_end: bool) -> int:
         return max(0, worst_case - held)
@@ -111,7 +112,7 @@ class StateTable(Table):
 
     def kept(self, part: Lease | None) -> Lease:
         if part is None:
-            raise InvariantError(f"{self.pool.name}: a position is kept without its units")
+            raise InvariantError(f"{self.pool.name}: a kept position has no units")
         return part
 
     def receive(self, units: Lease, holder: Holder) -> Lease:
@@ -126,7 +127,7 @@ class StateTable(Table):
     # -- the open turn
 
     def begin(self, units: Lease, start: int, part: Lease | None, *, at_end: bool) -> None:
-        """Start from the state in `part` (`None`: the zero state), and write to `units`."""
+        """Opens a turn that starts from the state in `part` (`None`: the zero state) and writes to `units`."""
         self.take_up(units)
         self.spare = list(units.units)
         self.current = part.units[0] if part is not None else NO_SLOT
@@ -159,7 +160,7 @@ class StateTable(Table):
         return before if before <= target else NOWHERE
 
     def truncate_turn(self, position: int, part: Lease | None, *, again: bool) -> None:
-        """Stand on an own slot, a checkpoint's, or the zero state; all other own slots can be written."""
+        """Makes an own slot, a checkpoint's slot or the zero state current; all other own slots can be written."""
         slot = part.units[0] if part is not None else NO_SLOT if again else self._slot_at(position)
         self.leave()
         self.current = slot
@@ -167,7 +168,7 @@ class StateTable(Table):
         self.alternate = self.spare.pop() if slot not in self.opened.units else NO_SLOT
 
     def _slot_at(self, position: int) -> int:
-        """The slot that holds the state at a live `position`."""
+        """Returns the slot that holds the state at a live `position`."""
         group, row = self._group, self.row
         if row < 0:
             return self.current
@@ -184,7 +185,7 @@ class StateTable(Table):
     # -- checkpoints
 
     def keep(self, position: int, holder: Holder) -> Lease:
-        """Move the slot at `position` to a checkpoint; from now on it is only read."""
+        """Moves the slot at `position` to a checkpoint; from now on it is only read."""
         at = self.opened.units.index(self._slot_at(position))
         return self.opened.take(at, at + 1, holder)
 
@@ -204,10 +205,10 @@ class StateTable(Table):
     # -- the session
 
     def fork(self, child: Self, position: int, part: Lease | None) -> None:
-        """The child refers to the same checkpoints."""
+        """Does nothing: the child refers to the same checkpoints."""
 
     def fork_turn(self, child: Self, position: int, part: Lease | None) -> None:
-        """Likewise."""
+        """Does nothing, as `fork`."""
 
     def truncate(self, position: int, part: Lease | None) -> None:
-        """Everything that the session keeps is in its checkpoints."""
+        """Does nothing: everything that the session keeps is in its checkpoints."""
