@@ -1,4 +1,4 @@
-"""Sessions, turns and their events as the native interface answers them."""
+"""The native interface's answers: sessions, turns and their events."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from tenuto.serve.shared.sse import event
 
 
 async def shown(edge: Edge, tenant: Tenant, request: Request[SessionInfo], response: Response) -> Session:
-    """The session that the engine answers with; its version is in the response's headers, too."""
+    """Returns the session in the engine's answer to `request`, and puts its version into the response's headers."""
     info = await edge.link.call(request)
     response.headers["etag"] = etag(info.version)
     return session_body(edge, tenant, info)
 
 
 def session_body(edge: Edge, tenant: Tenant, info: SessionInfo) -> Session:
-    """A session as it is now."""
+    """Returns a session in its current state."""
     turn = edge.turns.queues.open_turn((tenant.name, info.session_id))
     return Session.model_validate({**body_of(info), "turn_id": turn.id if turn is not None else None})
 
 
 def turn_body(turn: LiveTurn) -> Turn:
-    """A turn as it is now."""
+    """Returns a turn in its current state."""
     reply, said = turn.reply(), turn.said()
     known: dict[str, Any] = turn.ticket.told if turn.ticket is not None else {}
     if turn.result is not None:
@@ -58,7 +58,7 @@ def turn_body(turn: LiveTurn) -> Turn:
 
 
 class Plain(msgspec.Struct, gc=False):
-    """A delta with nothing else to tell: what `_delta` would make of it, in a third of the time."""
+    """The body of a delta without logprobs or message parts. Encodes like `_delta`'s result, in a third of the time."""
 
     text: str
     tokens: tuple[int, ...]
@@ -70,13 +70,13 @@ class TurnEvents:
 
     def __init__(self, turn: LiveTurn, position: int) -> None:
         self._turn = turn
-        self._number = position  # of the last event
+        self._number = position  # number of the last event
         self._reader = turn.reading.reader(turn.id) if turn.reading is not None else None
         if self._reader is not None:
             self._reader.push(joined(turn.deltas[:position]).text)
 
     async def whole(self) -> dict[str, Any]:
-        """See `Answer`, as for all that follow."""
+        """See `Answer`, also for the other methods."""
         await self._turn.finished()
         return turn_body(self._turn).model_dump()
 
@@ -94,7 +94,7 @@ class TurnEvents:
         return event("error", Failure.of(error).body)
 
     def _event(self, delta: Delta) -> bytes:
-        """A delta's event; a result's may have another before it, with what was held back."""
+        """Returns a delta's event. The event of a result may follow one with text that was held back."""
         self._number += 1
         reader, told = self._reader, b""
         if reader is None and delta.tokens and delta.result is None and not delta.logprobs:
@@ -123,7 +123,7 @@ def _started(turn: LiveTurn, ticket: Ticket) -> bytes:
 
 
 def _delta(delta: Delta, said: Said | None) -> dict[str, Any]:
-    """With what the text adds to the answer's message, if it is taken apart."""
+    """Returns a delta's body. `said`: the parts that the delta adds to the message, if the answer is parsed."""
     body: dict[str, Any] = {"text": delta.text, "tokens": delta.tokens, "delivered": delta.delivered}
     if said:
         message = said.message()
@@ -134,7 +134,7 @@ def _delta(delta: Delta, said: Said | None) -> dict[str, Any]:
 
 
 def _logprob(entry: TokenLogprob) -> dict[str, Any]:
-    """A token's log-probability and the likeliest in its place."""
+    """Returns a token's log-probability, with the likeliest tokens at its position."""
     return {**_candidate(entry), "top": [_candidate(other) for other in entry.top]}
 
 

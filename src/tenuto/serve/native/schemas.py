@@ -35,7 +35,7 @@ MAX_TRIM_TURNS = 100_000
 MAX_FILE_TURNS = 100_000
 SessionId = Annotated[str, Path(pattern=ID_PATTERN, max_length=ID_LENGTH, description="The session's id.")]
 TurnId = Annotated[str, Path(pattern=r"^turn-[0-9a-f]{24}$", description="The turn's id.")]
-NewId = Annotated[Id | None, Field(description="Made up by the server if not given; an id in use is refused.")]
+NewId = Annotated[Id | None, Field(description="Chosen by the server if not given; an id in use is refused.")]
 IfMatch = Annotated[
     str | None,
     Header(description="The version the session must have, as in its `ETag`; otherwise refused with 412."),
@@ -58,13 +58,13 @@ class NewMessage(Object):
     """A chat message."""
 
     role: str = Field(min_length=1, max_length=64, examples=["user"])
-    content: str | None = Field(examples=["Hello!"], description="`null` in an assistant's message that only calls.")
+    content: str | None = Field(examples=["Hello!"], description="`null` only if an assistant's message has just calls.")
     tool_calls: Annotated[list[Call], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(
-        default_factory=list, description="Of an assistant's message."
+        default_factory=list, description="Calls in an assistant's message."
     )
-    tool_call_id: str = Field("", max_length=256, description="Of a tool's message: the call that it answers.")
-    name: str = Field("", max_length=256, description="Of a tool's message: the function.")
-    reasoning: str = Field("", description="What an assistant thought before its answer.")
+    tool_call_id: str = Field("", max_length=256, description="In a tool's message, the call that it answers.")
+    name: str = Field("", max_length=256, description="In a tool's message, the name of the function.")
+    reasoning: str = Field("", description="An assistant's thoughts before its answer.")
 
     @model_validator(mode="before")
     @classmethod
@@ -74,7 +74,7 @@ class NewMessage(Object):
         return given
 
     def message(self) -> Message:
-        """As the engine takes it. Raises `InvalidRequest`."""
+        """Returns the message in the engine's form. Raises `InvalidRequest`."""
         calls = tuple(ToolCall(call.name, call.arguments, call.id) for call in self.tool_calls)
         return Message(self.role, self.content or "", calls, self.tool_call_id, self.name, self.reasoning)
 
@@ -95,11 +95,11 @@ class NewSession(Object):
     max_tokens: int | None = field_of("max_tokens")
     pinned: bool = Field(
         default=False,
-        description="Its memory never yields to others. Room for `max_tokens` is set aside; refused if there is none.",
+        description="Its memory never yields to others. Room for `max_tokens` is set aside; refused without room.",
     )
     metadata: Annotated[dict[MetadataKey, MetadataValue], at_most(16)] = Field(
         default_factory=dict,
-        description="Stored and shown with it: up to 16 entries, keys of 64 and values of 512 characters.",
+        description="Stored and shown with the session: up to 16 entries, keys of 64 and values of 512 characters.",
     )
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"system": "Be brief.", "ttl": 3600}]})
@@ -125,11 +125,11 @@ class NamedFunction(Object):
 
 
 class WithTools(TurnRequest):
-    """The functions that a session is told of."""
+    """The functions that the model may call."""
 
     temperature_by_default = 0.0
     tools: Annotated[list[NewFunction], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = Field(
-        None, description="Functions that answers may call. A session is told of them with its first messages."
+        None, description="Functions that answers may call. They become part of the prompt with the first messages."
     )
 
     @cached_property
@@ -138,26 +138,26 @@ class WithTools(TurnRequest):
 
 
 class CallingTools(WithTools):
-    """What an answer makes of tools."""
+    """Functions, and rules for calling them."""
 
     tool_choice: Literal["auto", "none", "required"] | NamedFunction | None = Field(
         None, description="`auto` if not given. `required`, or a function, is enforced."
     )
-    parallel_tool_calls: bool | None = Field(None, description="Whether there may be several calls; true if not given.")
+    parallel_tool_calls: bool | None = Field(None, description="Whether an answer may have several calls; true if not given.")
 
 
 @with_options(*OPTIONS)
 class NewTurn(CallingTools):
-    """A turn to start, with its options; those not given have the engine's defaults. With `tools`, also an empty list,
-    the answer is taken apart into content, reasoning and calls."""
+    """A turn to start, with its options; options not given have the engine's defaults. With `tools`, even an empty
+    list, the answer is parsed into content, reasoning and calls."""
 
     input: Input = ""
-    stream: bool = Field(default=True, description="Send events as they come, or else one answer at the end.")
+    stream: bool = Field(default=True, description="Whether to send events as they come, or one answer at the end.")
     if_busy: Literal["reject", "queue"] = Field(
-        "reject", description="While another turn of the session is open: refuse with 409, or wait for its end."
+        "reject", description="If another turn of the session is open, refuse with 409 or wait for its end."
     )
     on_disconnect: Literal["abort", "continue"] = Field(
-        "abort", description="When the last reader leaves: roll the turn back, or go on without readers."
+        "abort", description="When the last reader leaves, roll the turn back or continue without readers."
     )
 
     model_config = ConfigDict(
@@ -179,20 +179,21 @@ class NewAppend(WithTools):
 
 
 class NewDraft(Object):
-    """The whole draft as it reads now."""
+    """The whole text of the draft so far."""
 
     input: Input
 
 
 class Abort(Object):
-    """Which turn to end, and how much of it to commit."""
+    """The turn to end, and the part of it to commit."""
 
     keep: Literal["none", "delivered", "all"] | int = Field(
         "none",
-        description="Nothing; its input and the output tokens sent so far; all of them; or this many.",
+        description="`none` commits nothing. `delivered` commits the input and the output tokens sent so far, `all` the"
+        " input and all output tokens, a number the input and that many output tokens.",
         examples=["delivered"],
     )
-    turn_id: str | None = Field(None, description="Only this turn; the open one if not given.")
+    turn_id: str | None = Field(None, description="Ends only this turn. If not given, ends the open one.")
 
 
 class Position(Object):
@@ -209,7 +210,7 @@ class NewFork(Position):
 
 
 class NewTrim(Object):
-    """Which turns the new session gets."""
+    """The turns to copy to the new session."""
 
     turns: Annotated[list[int], Field(fail_fast=True, max_length=MAX_TRIM_TURNS)] = Field(
         description="Their numbers, ascending.", examples=[[1]]
@@ -218,7 +219,8 @@ class NewTrim(Object):
 
 
 class FileStanding(Object):
-    """What the messages up to a turn's end come to."""
+    """The state of the conversation at a turn's end: whether it has a system message and other messages, the last role,
+    and a digest of its tools."""
 
     system: bool
     dialogue: bool
@@ -227,8 +229,8 @@ class FileStanding(Object):
 
 
 class FileTurn(Object):
-    """A committed turn. `conversation`: `null` if it is not made of messages. `cut`: the history was cut inside its
-    input."""
+    """A committed turn. `conversation`: `null` if the turn is not made of messages. `cut`: the history was cut inside
+    its input."""
 
     input: Items[TokenId]
     output: Items[TokenId]
@@ -237,8 +239,8 @@ class FileTurn(Object):
 
 
 class SessionFile(Object):
-    """A session as a file: all that it is, except for its memory. `model`: a fingerprint of what tokens mean to its
-    model. `sha256`: of all the rest."""
+    """A whole session as a file, without its memory. `model`: fingerprint of the model's tokens. `sha256`: digest of
+    all other fields."""
 
     format: Literal["tenuto-session-1"]
     model: str = Field(max_length=128)
@@ -254,9 +256,9 @@ class SessionFile(Object):
 
 
 class Session(BaseModel):
-    """A session as it is now. The state of its first `computed` of `tokens` tokens is in memory. `memory`: units that
-    it and its turn need, by group; `cached`: those they hold besides, which only save work. `version` counts commits
-    and rewinds. `turn`: the state of its open turn."""
+    """The current state of a session. The state of its first `computed` tokens, out of `tokens`, is in memory.
+    `memory`: units that the session and its turn need, by group. `cached`: further units they hold, which only save
+    work. `version` counts commits and rewinds. `turn`: state of its open turn."""
 
     id: str
     state: str
@@ -278,23 +280,23 @@ class Session(BaseModel):
 
 
 class SessionList(BaseModel):
-    """Sessions by id, as many as were asked for or fit a page of about a megabyte. `next`: pass it as `after` to get
-    the following ones."""
+    """Sessions by id, up to the limit or a page of about a megabyte. Pass `next` as `after` to get the following
+    ones."""
 
     data: list[Session]
     next: str | None
 
 
 class RecordList(BaseModel):
-    """Committed turns, the oldest first: as many as were asked for or fit a page of 65,536 tokens, at least one.
-    `next`: pass it as `first` to get the following ones."""
+    """Committed turns, oldest first: at least one, up to the limit or a page of 65,536 tokens. Pass `next` as `first`
+    to get the following ones."""
 
     data: list[Record]
     next: int | None
 
 
 class Usage(BaseModel):
-    """Exact counts. `cached_tokens`: prompt tokens that did not have to be computed."""
+    """Exact numbers of tokens. `cached_tokens`: prompt tokens that did not have to be computed."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -304,7 +306,7 @@ class Usage(BaseModel):
 
 class Turn(BaseModel):
     """A turn. Once it has ended, its `reason` is stop, length, appended, abort, deadline, grammar or failed, and `kept`
-    is the number of output tokens committed. `message`: its text taken apart, if it was asked for with `tools`."""
+    is the number of output tokens committed. `message`: the parsed answer, if the request had `tools`."""
 
     id: str
     session_id: str
@@ -340,12 +342,12 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 
 
 def etag(version: int | None) -> str:
-    """A session's version as an `ETag`."""
+    """Returns a session's version as an `ETag`."""
     return f'"{version}"'
 
 
 def version_of(if_match: str | None) -> int | None:
-    """The version that an `If-Match` header names; `None` for any."""
+    """Returns the version in an `If-Match` header, or `None` if any version will do."""
     if if_match is None or if_match.strip() == "*":
         return None
     bare = if_match.strip().strip('"')
@@ -355,7 +357,7 @@ def version_of(if_match: str | None) -> int | None:
 
 
 def turn_input(given: str | list[int] | list[NewMessage]) -> TurnInput:
-    """The input as the engine takes it."""
+    """Returns the input in the engine's form."""
     if isinstance(given, str):
         return given
     return [part.message() if isinstance(part, NewMessage) else part for part in given]

@@ -50,7 +50,7 @@ IMPORT_STATE = "/v1/sessions/import/state"
 
 @router.post("", status_code=201, responses=REFUSALS)
 async def open_session(edge: EdgeOf, tenant: Caller, body: NewSession, response: Response) -> Session:
-    """Open a session."""
+    """Opens a session."""
     policy = Policy(
         body.priority,
         edge.settings.ttl(body.ttl, named=body.id is not None),
@@ -69,13 +69,13 @@ async def list_sessions(
     edge: EdgeOf,
     tenant: Caller,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    after: Annotated[str, Query(pattern=r"^[A-Za-z0-9._:-]{0,64}$", description="List those after this id.")] = "",
+    after: Annotated[str, Query(pattern=r"^[A-Za-z0-9._:-]{0,64}$", description="List sessions after this id.")] = "",
     state: Annotated[
         StateFilter | None,
         Query(description="The state of the session, or of its open turn."),
     ] = None,
 ) -> SessionList:
-    """List your sessions, by id."""
+    """Lists the caller's sessions by id."""
     page = await edge.link.call(ListSessions(tenant=tenant.name, after=after, limit=limit, state=state))
     next_id = page.sessions[-1].session_id if page.more else None
     return SessionList(data=[session_body(edge, tenant, info) for info in page.sessions], next=next_id)
@@ -87,10 +87,10 @@ async def import_session(
     tenant: Caller,
     body: SessionFile,
     response: Response,
-    new_id: Annotated[Id | None, Query(alias="id", description="In place of the file's.")] = None,
+    new_id: Annotated[Id | None, Query(alias="id", description="Replaces the id in the file.")] = None,
 ) -> Session:
-    """Open a session that was exported, here or by another server of this model. A file of another model, of another
-    format or with any change is refused. If it has no TTL, the server's own applies."""
+    """Opens a session from a file that this server, or another with the same model, exported. Files of other models or
+    formats, and altered files, are refused. A file without a TTL gets the server's."""
     document = msgspec.convert(body.model_dump(), SessionDocument)
     policy = replace(document.policy(tenant.name), ttl=edge.settings.ttl(document.ttl, named=True))
     request = ImportSession(session=new_id or document.id, policy=policy, document=document, limits=tenant.limits)
@@ -104,10 +104,10 @@ async def import_state(
     tenant: Caller,
     request: HttpRequest,
     response: Response,
-    new_id: Annotated[Id | None, Query(alias="id", description="In place of the file's.")] = None,
+    new_id: Annotated[Id | None, Query(alias="id", description="Replaces the id in the file.")] = None,
 ) -> Session:
-    """Open a session that was exported with its state, so that its next turn computes nothing again. A file of another
-    model, of other weights, of another format or with any change is refused."""
+    """Opens a session from a file with its state, so that its next turn recomputes nothing. Files of other models,
+    weights or formats, and altered files, are refused."""
     async with spooled(request) as path:
         document = await in_parser(partial(document_of, path, edge.model.context_length))
         policy = replace(document.policy(tenant.name), ttl=edge.settings.ttl(document.ttl, named=True))
@@ -120,8 +120,8 @@ async def import_state(
 
 @router.get("/{session_id}/export/state", response_class=Response, responses=REFUSALS | STATE_ANSWER)
 async def export_state(edge: EdgeOf, tenant: Caller, session_id: SessionId) -> Response:
-    """The session as a file, with its state, as far as it is in memory or a tier. Refused while a turn is open. The
-    file is in the safetensors format."""
+    """Returns the session as a safetensors file, with the part of its state that is in memory or a tier. Refused while
+    a turn is open."""
     with spool() as path:
         await edge.link.call(ExportSession(tenant=tenant.name, session=session_id, state=str(path)))
         return streamed(path)
@@ -129,14 +129,14 @@ async def export_state(edge: EdgeOf, tenant: Caller, session_id: SessionId) -> R
 
 @router.get("/{session_id}/export", response_model=SessionFile, responses=REFUSALS)
 async def export_session(edge: EdgeOf, tenant: Caller, session_id: SessionId) -> Response:
-    """The session as of its last commit, as a file: its turns as tokens, its system message and policy."""
+    """Returns the session at its last commit as a file: the tokens of its turns, its system message and its policy."""
     document = await edge.link.call(ExportSession(tenant=tenant.name, session=session_id))
     return Response(msgspec.json.encode(document), media_type="application/json")
 
 
 @router.get("/{session_id}", responses=REFUSALS)
 async def get_session(edge: EdgeOf, tenant: Caller, session_id: SessionId, response: Response) -> Session:
-    """A session as it is now."""
+    """Returns the current state of a session."""
     return await shown(edge, tenant, GetSession(tenant=tenant.name, session=session_id), response)
 
 
@@ -145,10 +145,10 @@ async def close_session(
     edge: EdgeOf,
     tenant: Caller,
     session_id: SessionId,
-    finish: Annotated[bool, Query(description="Let its open turn end first instead of aborting it.")] = False,
+    finish: Annotated[bool, Query(description="Let the open turn end first instead of aborting it.")] = False,
     if_match: IfMatch = None,
 ) -> Response:
-    """Close a session."""
+    """Closes a session."""
     await edge.turns.close_session((tenant.name, session_id), finish=finish, version=version_of(if_match))
     return Response(status_code=204)
 
@@ -158,10 +158,10 @@ async def list_turns(
     edge: EdgeOf,
     tenant: Caller,
     session_id: SessionId,
-    first: Annotated[int, Query(ge=1, description="Number of the first; 1 is the oldest.")] = 1,
+    first: Annotated[int, Query(ge=1, description="Number of the first turn to list; 1 is the oldest.")] = 1,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> RecordList:
-    """List its committed turns, with their tokens and texts."""
+    """Lists the session's committed turns, with their tokens and texts."""
     page = await edge.link.call(ListTurns(tenant=tenant.name, session=session_id, first=first, limit=limit))
     return RecordList(data=page.records, next=first + len(page.records) if page.more else None)
 
@@ -170,7 +170,7 @@ async def list_turns(
 async def fork(
     edge: EdgeOf, tenant: Caller, session_id: SessionId, body: NewFork, response: Response, if_match: IfMatch = None
 ) -> Session:
-    """Open a new session with the same beginning; memory is shared. It does not see an open turn."""
+    """Opens a new session with the same beginning, sharing memory. It does not include an open turn."""
     request = Fork(
         tenant=tenant.name,
         session=session_id,
@@ -187,7 +187,7 @@ async def fork(
 async def rewind(
     edge: EdgeOf, tenant: Caller, session_id: SessionId, body: Position, response: Response, if_match: IfMatch = None
 ) -> Session:
-    """Cut the history back. Refused while a turn is open."""
+    """Cuts the history back. Refused while a turn is open."""
     request = Rewind(
         tenant=tenant.name, session=session_id, turn=body.turn, position=body.position, version=version_of(if_match)
     )
@@ -198,7 +198,8 @@ async def rewind(
 async def trim(
     edge: EdgeOf, tenant: Caller, session_id: SessionId, body: NewTrim, response: Response, if_match: IfMatch = None
 ) -> Session:
-    """Open a new session with some turns of this one. Leading turns share memory, others are computed when needed."""
+    """Opens a new session with some turns of this one. Leading turns share memory; the others are computed when
+    needed."""
     request = Trim(
         tenant=tenant.name,
         session=session_id,

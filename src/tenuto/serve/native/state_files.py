@@ -1,4 +1,5 @@
-"""Sessions with their state, on their way through temporary files: none is ever whole in the edge's memory."""
+"""Export and import of sessions with their state, through temporary files: the edge never has a whole state in
+memory."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ MEDIA_TYPE = "application/octet-stream"
 PIECE = 2**20
 """Bytes written or read at once."""
 VALUES_A_TOKEN = 16
-"""A turn of one token is written with so many values at most."""
+"""The most JSON values that a turn of one token is written with."""
 _BINARY: dict[str, Any] = {"content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
 STATE_BODY: dict[str, Any] = {"requestBody": {"required": True, **_BINARY}}
 STATE_ANSWER: dict[int | str, dict[str, Any]] = {200: {"description": "The file.", **_BINARY}}
@@ -35,8 +36,8 @@ STATE_ANSWER: dict[int | str, dict[str, Any]] = {200: {"description": "The file.
 
 @contextmanager
 def spool() -> Iterator[Path]:
-    """Where a temporary file may be written that only this user can read. It is removed at the end of the block. Raises
-    `NoRoom`."""
+    """Yields a path for a temporary file that only this user can read. The file is removed at the end of the block.
+    Raises `NoRoom`."""
     try:
         made = TemporaryDirectory(prefix="tenuto-")
     except OSError as error:
@@ -47,7 +48,8 @@ def spool() -> Iterator[Path]:
 
 @asynccontextmanager
 async def spooled(request: Request) -> AsyncIterator[Path]:
-    """The body of a request as a file, while the block runs. Raises `UnsupportedMediaType` or `NoRoom`."""
+    """Yields the path of a file with a request's body, which exists while the block runs. Raises `UnsupportedMediaType`
+    or `NoRoom`."""
     given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if given != MEDIA_TYPE:
         raise UnsupportedMediaType(f"the body is declared as {given!r}; allowed: {MEDIA_TYPE}")
@@ -64,7 +66,7 @@ async def spooled(request: Request) -> AsyncIterator[Path]:
 
 
 def _created(path: Path) -> FileIO:
-    """A new file, unbuffered: a buffer that cannot be written would raise again when the file is closed."""
+    """Creates a file without a buffer: a buffer that cannot be written would raise again when the file is closed."""
     try:
         return FileIO(path, "x")
     except OSError as error:
@@ -88,8 +90,8 @@ def _no_room(error: OSError) -> NoRoom:
 
 
 def document_of(path: Path, context_length: int) -> SessionDocument:
-    """The session in a file, which keeps to what a session may be here. The file is not parsed if it has far more
-    values than a session of `context_length` tokens. Raises `InvalidRequest` or `TooLarge`."""
+    """Returns the session in a file after validating it. A file with far more values than a session of `context_length`
+    tokens is not parsed. Raises `InvalidRequest` or `TooLarge`."""
 
     def inspect(text: bytes) -> None:
         structure = Structure(VALUES_A_TOKEN * context_length + LARGE)
@@ -107,7 +109,7 @@ def document_of(path: Path, context_length: int) -> SessionDocument:
 
 
 def streamed(path: Path) -> Response:
-    """An answer with the content of a file, which may be removed meanwhile."""
+    """Returns an answer with the content of a file. The file may be removed while the answer is sent."""
     file = path.open("rb")
     size = os.fstat(file.fileno()).st_size
 

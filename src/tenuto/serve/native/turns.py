@@ -1,4 +1,4 @@
-"""Routes of turns: start one, follow its events, abort it."""
+"""Routes of turns: start a turn, follow its events, abort it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ router = APIRouter(route_class=JsonRoute, prefix="/v1/sessions/{session_id}", ta
 
 @dataclass(frozen=True, slots=True)
 class TurnCall:
-    """A request that starts a turn: what such routes have in common."""
+    """A request that starts a turn; shared by all routes that do."""
 
     edge: Edge
     tenant: Tenant
@@ -54,7 +54,7 @@ class TurnCall:
     idempotency_key: str | None
 
     async def start(self, kind: TurnKind, body: NewTurn | NewAppend) -> LiveTurn:
-        """The turn, once the engine has accepted it."""
+        """Starts a turn and returns it once the engine has accepted it."""
         given = turn_input(body.input)
         habits, use = self.edge.model.habits.after(last_role(given)), body.tool_use
         try:
@@ -76,7 +76,7 @@ class TurnCall:
         return turn
 
     async def answer(self, kind: TurnKind, body: NewTurn | NewAppend, *, stream: bool = False) -> Response:
-        """The turn's events, or the whole turn."""
+        """Starts a turn and answers with its events or, without `stream`, the whole turn."""
         turn = await self.start(kind, body)
         response = await respond(self.request, [turn], *_answer(self.edge, turn, 0), stream=stream)
         if stream:
@@ -101,27 +101,28 @@ CallOf = Annotated[TurnCall, Depends(_turn_call)]
 
 
 def _answer(edge: Edge, turn: LiveTurn, position: int) -> tuple[TurnEvents, Callable[[], None]]:
-    """What tells the turn after its first `position` events, and what is to be called when nobody reads it any more."""
+    """Returns the writer of the turn's events after the first `position`, and the function to call when a reader
+    leaves."""
     return TurnEvents(turn, position), lambda: edge.turns.abandon(turn)
 
 
 @router.post("/turns", response_model=None, responses=REFUSALS | STREAMED)
 async def start_turn(call: CallOf, body: NewTurn) -> Response:
-    """Start a turn: append the input and generate. A draft of the session becomes this turn."""
+    """Starts a turn: appends the input and generates. A draft of the session becomes this turn."""
     return await call.answer("turn", body, stream=body.stream)
 
 
 @router.post("/regenerate", response_model=None, responses=REFUSALS | STREAMED)
 async def regenerate(call: CallOf, body: NewTurn) -> Response:
-    """Generate the last turn's output again. The old one stays until this turn commits."""
+    """Generates the last turn's output again. The old output stays until this turn commits."""
     if body.input:
-        raise InvalidRequest("regenerate has input; allowed: none, the last turn's is used again")
+        raise InvalidRequest("regenerate has input; allowed: no input, since the last turn's is used again")
     return await call.answer("regenerate", body, stream=body.stream)
 
 
 @router.post("/append", response_model=None, responses=REFUSALS | {200: {"model": Turn}})
 async def append(call: CallOf, body: NewAppend) -> Response:
-    """Append input without an answer; it is committed once it is computed."""
+    """Appends input without generating. The input is committed once it is computed."""
     return await call.answer("append", body)
 
 
@@ -135,8 +136,9 @@ async def draft(
     response: Response,
     if_match: IfMatch = None,
 ) -> Session:
-    """Send the whole text so far, again with every change: what stays the same is computed once. It is not part of the
-    history until a turn starts with it; a draft that does not change for some time is dropped."""
+    """Computes input ahead of its turn. Send the whole text so far again with every change; text that stays the same is
+    computed once. A draft is not part of the history until a turn starts with it, and is dropped if it does not change
+    for some time."""
     draft = Draft(
         tenant=tenant.name,
         session=session_id,
@@ -154,7 +156,7 @@ async def draft(
 
 @router.post("/abort", responses=REFUSALS)
 async def abort(edge: EdgeOf, tenant: Caller, session_id: SessionId, body: Abort) -> Turn | None:
-    """End the open turn. The session is as before or, with `keep`, has part of the turn. `null`: it was a draft."""
+    """Ends the open turn. It is rolled back or, with `keep`, partly committed. The answer is `null` for a draft."""
     keep = check_keep(None if body.keep == "none" else body.keep)
     if body.turn_id is not None:
         turn = edge.turns.find(tenant.name, session_id, body.turn_id)
@@ -172,7 +174,7 @@ async def abort(edge: EdgeOf, tenant: Caller, session_id: SessionId, body: Abort
 
 @router.get("/turns/{turn_id}", responses=REFUSALS)
 async def get_turn(edge: EdgeOf, tenant: Caller, session_id: SessionId, turn_id: TurnId) -> Turn:
-    """A turn that is open or ended recently."""
+    """Returns a turn that is open or ended recently."""
     return turn_body(edge.turns.find(tenant.name, session_id, turn_id))
 
 
@@ -187,7 +189,7 @@ async def follow_turn(
         int | None, Header(ge=0, le=MAX_COUNT, description="Send only the events after this one.")
     ] = None,
 ) -> Response:
-    """The events of a turn, from its beginning or from where a broken stream ended."""
+    """Streams the events of a turn, from its beginning or from where a broken stream ended."""
     turn = edge.turns.find(tenant.name, session_id, turn_id)
     position = last_event_id or 0
     if position > len(turn.deltas):

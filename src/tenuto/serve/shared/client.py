@@ -1,4 +1,4 @@
-"""Who asked, as our protocol gives it to the application besides what ASGI has: cheaper for what happens often."""
+"""An extension of ASGI that our protocol offers: cheaper ways to write parts of an answer and to notice disconnects."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ class Client(Protocol):
     """The connection on which a request came."""
 
     def begin_events(self) -> None:
-        """The answer has begun, and is a stream of server-sent events."""
+        """Declares that the answer has begun and is a stream of server-sent events."""
         ...
 
     def write(self, part: bytes) -> bool:
-        """Write a part of the answer's body, which has begun and is not complete. False if it is not taken: the
-        buffers are full. Ignored if the client has gone."""
+        """Writes a part of the answer's body, which has begun and is not complete. Returns False, without writing, if
+        the buffers are full. Ignored if the client has gone."""
         ...
 
     async def drain(self) -> None:
-        """Wait until parts are taken again, or the client has gone."""
+        """Waits until the buffers have room, or the client has gone."""
         ...
 
     def watch(self, gone: Callable[[], None] | None) -> bool:
-        """Have `gone` called when the client disconnects, instead of what was to be called before; `None` for nothing.
-        False if that is not possible: it has disconnected, or some of its request has not been read."""
+        """Sets the function to call when the client disconnects; `None` removes it. Returns False if that is not
+        possible, since the client has disconnected or part of its request is unread."""
         ...
 
 
 def client_of(scope: Scope) -> Client | None:
-    """`None` if another server runs the application."""
+    """Returns the client of a request, or `None` if the application runs on another server."""
     client: Client | None = scope.get("extensions", {}).get(EXTENSION)
     return client

@@ -1,4 +1,4 @@
-"""What all interfaces of the server build on: who asks, what they may do, and the open turns."""
+"""The server's state, shared by all interfaces: callers and their rights, the model, and the open turns."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from tenuto.serve.shared.tasks import Background
 from tenuto.serve.shared.turns import Turns
 
 ABORTING_SECONDS = 5.0
-"""How long the engine may take, at shutdown, to abort the remaining turns."""
+"""Time the engine has, at shutdown, to abort the remaining turns."""
 DRAIN_CHECK_SECONDS = 0.02
 DEFAULT_MODEL = "default"
-"""A name for the served model, whatever it is called."""
+"""A name that always means the served model."""
 
 
 class ServedWeights:
-    """Which weights compute, as clients are told: `version`, and `path` if they are not those the server began with."""
+    """The weights in use: a `version` for clients, and their `path` if they are not those the server began with."""
 
     def __init__(self) -> None:
         self.version = "default"
@@ -44,7 +44,7 @@ class ServedWeights:
         self._updates = 0
 
     def updated(self, path: str, version: str | None) -> None:
-        """They are those at `path` now; without a `version` it is the number of updates."""
+        """Records a switch to the weights at `path`. `version` defaults to the number of updates."""
         self._updates += 1
         self.path, self.version = path, version or str(self._updates)
 
@@ -61,14 +61,14 @@ class Edge:
         self.started = time.time()  # seconds since the epoch
         self.draining = False  # set once, by `drain`
         self.hurried = False  # `drain` does not wait for turns
-        self.body_bytes = 0  # of all open requests; written by whoever reads the bodies, as is the next
-        self.spooled_bytes = 0  # likewise, of bodies that are kept in files
+        self.body_bytes = 0  # bytes of all open requests' bodies; written by their readers, like the next
+        self.spooled_bytes = 0  # bytes of bodies that are kept in files
         self._background = Background()
         self.spawn = self._background.spawn
 
     @property
     def served_name(self) -> str:
-        """The model's name in answers."""
+        """Name of the model in answers."""
         return self.served_names[0]
 
     @property
@@ -77,7 +77,7 @@ class Edge:
         return self.settings.served_model_name or (self.model.model,)
 
     def check_model(self, name: str) -> None:
-        """Raises `ModelNotFound` unless `name` is the served model's, or any name is."""
+        """Raises `ModelNotFound` unless `name` is a name of the served model, or any name is accepted."""
         if not self.settings.any_model_name and name not in (*self.served_names, DEFAULT_MODEL):
             names = ", ".join(map(repr, self.served_names))
             raise ModelNotFound(
@@ -85,7 +85,7 @@ class Edge:
             )
 
     def tenant(self, headers: Headers) -> Tenant:
-        """The tenant whose key is in the headers. Raises `Unauthorized`."""
+        """Returns the tenant whose key is in the headers. Raises `Unauthorized`."""
         keys = self.settings.tenants
         if not keys:
             return EVERYONE
@@ -109,7 +109,7 @@ class Edge:
         continues: bool = False,
         request_key: RequestKey | None = None,
     ) -> LiveTurn:
-        """`Turns.start`, within the limits of the tenant and the server. Raises `LimitReached`, `Overloaded`,
+        """Calls `Turns.start` within the limits of the tenant and the server. Raises `LimitReached`, `Overloaded`,
         `Draining`, `EngineStopped`."""
         self.require_engine()
         if self.draining:
@@ -124,7 +124,7 @@ class Edge:
         )
 
     def _check_open(self, tenant: Tenant) -> None:
-        """Raises unless one more turn may be open."""
+        """Raises `LimitReached` or `Overloaded` unless one more turn may be open."""
         limit, count = tenant.limits.turns, self.turns.open[tenant.name]
         if limit is not None and count >= limit:
             raise LimitReached(f"{count} turns are open; allowed: {limit}; wait for one to end")
@@ -132,7 +132,7 @@ class Edge:
             raise Overloaded(f"{self.settings.max_turns} turns are open, the most allowed; try again later")
 
     async def drain(self) -> None:
-        """Refuse new turns, give open ones time to end, then abort the rest."""
+        """Refuses new turns, gives open ones time to end, then aborts the rest."""
         self.draining = True
         self.turns.queues.refuse_all(Draining("the server is shutting down; try again later"))
         deadline = time.monotonic() + self.settings.drain_seconds

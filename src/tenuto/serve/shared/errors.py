@@ -10,7 +10,7 @@ from typing import Any
 from tenuto.base.errors import TenutoError
 
 RETRY_SECONDS = 1
-"""For `Retry-After`, if nothing better is known."""
+"""Default value of `Retry-After`."""
 BROKEN = "the server failed; its log says why"
 _TYPES = {
     401: "authentication_error",
@@ -23,7 +23,7 @@ _TYPES = {
 
 
 class DetailedError(TenutoError):
-    """An error with facts that the clients of one interface read. `details`: under the interface's names."""
+    """An error with details for the clients of one interface. `details`: values by the interface's names."""
 
     def __init__(self, message: str, details: Mapping[str, Any], *, param: str | None = None) -> None:
         super().__init__(message, param=param)
@@ -32,7 +32,7 @@ class DetailedError(TenutoError):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error as it is answered, before an API's form is given to it. `details`: as in `DetailedError`."""
+    """The content of an error answer, independent of any API's form. `details`: see `DetailedError`."""
 
     status: int
     code: str
@@ -49,14 +49,14 @@ class Failure:
 
     @property
     def body(self) -> dict[str, Any]:
-        """In OpenAI's form."""
+        """The error in OpenAI's form."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         told = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": {**told, **self.more}}
 
     @property
     def more(self) -> dict[str, Any]:
-        """The details, as a field of the error, if there are any."""
+        """The details as a field of the error, or nothing without details."""
         return {} if self.details is None else {"details": dict(self.details)}
 
     @property
@@ -70,15 +70,15 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class ErrorForm:
-    """The form in which one API tells errors. `body`: writes the body of the answer, or the data of a stream's event,
-    from a failure and the request's id. `id_headers`: the headers of every answer that have the request's id."""
+    """The form of one API's errors. `body`: returns the body of an answer, or the data of a stream's event, for a
+    failure and the request's id. `id_headers`: headers that carry the request's id in every answer."""
 
     body: Callable[[Failure, str], dict[str, Any]]
     id_headers: tuple[str, ...] = ("x-request-id",)
 
 
 def new_request_id() -> str:
-    """An id for a request whose client has given none."""
+    """Returns an id for a request that came without one."""
     return secrets.token_hex(8)
 
 

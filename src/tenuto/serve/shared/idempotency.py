@@ -24,7 +24,7 @@ class RequestKey:
 
     @staticmethod
     async def of(request: Request, key: str | None) -> RequestKey | None:
-        """`None` if the client gave no `key`. Requests are equal if their paths and bodies are."""
+        """Returns `key` with the digest of the request's path and body, or `None` without a key."""
         if key is None:
             return None
         assert isinstance(request, JsonRequest)
@@ -41,10 +41,10 @@ class _Scope:
 
 
 class IdempotencyKeys:
-    """The turns started with idempotency keys.
+    """Turns started with idempotency keys.
 
     Invariant: a turn in `_turns` is open, or was committed and is retained; `_scopes` has the same turns by id. So a
-    key is free again once its turn was rolled back.
+    key is free again once its turn is rolled back.
     """
 
     def __init__(self) -> None:
@@ -55,8 +55,8 @@ class IdempotencyKeys:
         return len(self._turns)
 
     async def find(self, request: StartTurn, key: RequestKey) -> LiveTurn | None:
-        """The turn that was started with this key, or `None`; waits while it is being rolled back. Raises `KeyReused`
-        if its request was a different one."""
+        """Returns the turn that was started with this key, or `None`. Waits while that turn is being rolled back.
+        Raises `KeyReused` if its request was a different one."""
         while (entry := self._turns.get(_Scope(request.tenant, request.session, key.key))) is not None:
             turn, digest = entry
             if turn.rolling_back and not turn.ended:
@@ -69,17 +69,17 @@ class IdempotencyKeys:
         return None
 
     def add(self, turn: LiveTurn, key: RequestKey) -> None:
-        """Register `turn`. The caller has just seen `find` return `None`."""
+        """Registers `turn`. Call only right after `find` has returned `None`."""
         scope = _Scope(turn.tenant, turn.request.session, key.key)
         self._turns[scope] = turn, key.digest
         self._scopes[turn.id] = scope
 
     def rename(self, turn_id: str, new: str) -> None:
-        """A turn that has a key gets another id."""
+        """Changes the id of a turn that has a key."""
         self._scopes[new] = self._scopes.pop(turn_id)
 
     def release(self, turn: LiveTurn) -> None:
-        """Free the turn's key, if it has one."""
+        """Frees the turn's key, if it has one."""
         scope = self._scopes.pop(turn.id, None)
         if scope is not None:
             del self._turns[scope]

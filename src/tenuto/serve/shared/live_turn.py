@@ -1,4 +1,4 @@
-"""The stream of one turn: its deltas, kept for any number of readers, who can resume."""
+"""The stream of one turn: its deltas, kept for any number of readers, which can resume."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from tenuto.base.wire.messages import StartTurn
 class LiveTurn:
     """One turn, from its request to its end.
 
-    Invariant: `deltas` are what readers are given, in order. Once the turn has ended, the last of them has its result,
-    unless `error` says why there is none. A delta's number, counted from 1, is the id of its event.
+    Invariant: `deltas` are the deltas for readers, in order. Once the turn has ended, the last one has its result,
+    unless `error` says why there is no result. A delta's number, counted from 1, is the id of its event.
     """
 
     def __init__(self, request: StartTurn, *, continues: bool = False) -> None:
-        """`continues`: even when nobody reads it any more."""
+        """`continues`: the turn continues without readers."""
         self.id = f"turn-{secrets.token_hex(12)}"
         self.request = msgspec.structs.replace(request, name=self.id)  # most of it is dropped once the engine has it
         self.continues = continues
         self.requested_at = time.perf_counter()
         self.deltas: list[Delta] = []
-        self.ticket: Ticket | None = None  # set once, by `deliver`, as are the next two
+        self.ticket: Ticket | None = None  # set once, by `deliver`, like the next two
         self.result: TurnResult | None = None
         self.error: TenutoError | None = None
-        self.reading: Reading | None = None  # how its answer is taken apart, if it is; written by who started it
+        self.reading: Reading | None = None  # how the answer is parsed, if at all; set by the caller of `start`
         self.answered = asyncio.Event()  # the engine has accepted the turn, or it has failed
-        self.readers = 0  # who want it to go on; counted by themselves
-        self.listeners: list[Callable[[], None]] = []  # called after every delta and after the end; they do not raise
-        self.refused: TenutoError | None = None  # why it is not to begin; written by who aborts it
-        self.rolling_back = False  # it is being aborted because nobody reads it
+        self.readers = 0  # readers that want the turn to continue; each counts itself
+        self.listeners: list[Callable[[], None]] = []  # called after every delta and at the end; must not raise
+        self.refused: TenutoError | None = None  # why the turn must not begin; set by an abort
+        self.rolling_back = False  # being aborted for lack of readers
         self._gate = AbortGate()
         self.begin_abort = self._gate.begin_abort
         self._over = asyncio.Event()
@@ -61,7 +61,7 @@ class LiveTurn:
 
     @property
     def state(self) -> str:
-        """waiting, open, committed, aborted or failed."""
+        """One of waiting, open, committed, aborted and failed."""
         if self.result is not None:
             return "committed" if self.result.committed else "aborted"
         if self.error is not None:
@@ -70,7 +70,7 @@ class LiveTurn:
 
     @property
     def delivered(self) -> int:
-        """Leading output tokens whose text readers have received."""
+        """Number of leading output tokens whose text readers have received."""
         return self._gate.delivered
 
     def require_accepted(self) -> None:
@@ -81,7 +81,7 @@ class LiveTurn:
     # -- written by its owner, `Turns`
 
     def deliver(self, news: TurnNews) -> None:
-        """Handle news from the link."""
+        """Handles a message about the turn from the link."""
         match news:
             case Delta():
                 if (delta := self._gate.take(news)) is not None:
@@ -94,9 +94,9 @@ class LiveTurn:
                 self.fail(news)
 
     def fail(self, error: TenutoError) -> None:
-        """End without a result."""
+        """Ends the turn without a result."""
         self._drop_contents()
-        self.error = error.with_traceback(None)  # which would keep the input alive
+        self.error = error.with_traceback(None)  # a traceback would keep the input alive
         self.answered.set()
         self._tell()
 
@@ -109,15 +109,15 @@ class LiveTurn:
         self._tell()
 
     def _drop_contents(self) -> None:
-        """The input, the options, the tools and the variables may be large, and the turn is kept after its end."""
+        """Drops the input, options, tools and variables: they may be large, and the turn is kept after its end."""
         self.request = msgspec.structs.replace(
             self.request, input=[], params=TurnParams(), tools=NO_TOOLS, variables=NO_VARIABLES
         )
 
-    # -- read by anyone
+    # -- for readers
 
     async def finished(self) -> TurnResult:
-        """Wait for the end, as a reader. Raises the error that ended the turn."""
+        """Waits for the end, as a reader. Raises the error that ended the turn."""
         self.readers += 1
         try:
             await self._over.wait()
@@ -129,11 +129,11 @@ class LiveTurn:
         return self.result
 
     def reply(self) -> Delta:
-        """All deltas so far as one."""
+        """Returns all deltas so far, joined into one."""
         return joined(self.deltas)
 
     def said(self) -> Said | None:
-        """The reply so far, taken apart, if it is to be."""
+        """Returns the reply so far in parsed form, or `None` if the turn's answer is not parsed."""
         if self.reading is None:
             return None
         return self.reading.reader(self.id).read(self.reply().text, ended=self.ended)

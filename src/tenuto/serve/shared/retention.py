@@ -1,4 +1,4 @@
-"""How long ended turns are kept."""
+"""Retention of ended turns."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from tenuto.serve.shared.live_turn import LiveTurn
 MAX_TURNS = 4096
 """Ended turns kept for returning readers and repeated requests."""
 MAX_WEIGHT = 2**18
-"""Of ended turns; a delta weighs 1, which is some 400 bytes."""
+"""Total weight of ended turns kept. A delta weighs 1, about 400 bytes."""
 SCORE_WEIGHT = 16
-"""Of a token's log-probabilities."""
+"""Weight of one token's log-probabilities."""
 TOKENS = 8
-"""Tokens that weigh as much as a delta."""
+"""Number of tokens that weigh as much as a delta."""
 
 
 class EndedTurns:
-    """The turns that ended last.
+    """The most recently ended turns.
 
-    Invariant: `_turns` are in the order of their ends, and `_weight` is the sum of their weights. There are at most
-    `MAX_TURNS`, weighing at most `MAX_WEIGHT` unless there is only one.
+    Invariant: `_turns` are ordered by their ends, and `_weight` is the sum of their weights. There are at most
+    `MAX_TURNS`, and their weight is at most `MAX_WEIGHT` unless there is only one.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class EndedTurns:
         self._weight = 0
 
     def add(self, turn: LiveTurn) -> list[LiveTurn]:
-        """Keep one more turn. Returns those no longer kept."""
+        """Adds a turn. Returns the turns that are no longer kept."""
         weight = _weight(turn)
         self._turns.append((turn, weight))
         self._weight += weight

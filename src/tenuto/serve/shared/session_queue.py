@@ -1,4 +1,4 @@
-"""One turn at a time: a session's open turn, and the queue of those that wait for it to end."""
+"""Runs a session's turns one at a time: its open turn, and the queue of turns that wait for it to end."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ from tenuto.base.wire.messages import StartTurn
 from tenuto.serve.shared.live_turn import LiveTurn
 
 MAX_WAITING = 64
-"""Turns that may wait for one session."""
+"""Maximum number of turns that wait for one session."""
 MAX_INPUT_BYTES = 2**27
-"""Input of all waiting turns together."""
+"""Maximum size of all waiting turns' requests together."""
 DEADLINES = ("queue_timeout", "timeout")
-"""The options of a turn that are deadlines, in seconds from its arrival."""
+"""Options of a turn that set deadlines, in seconds from its arrival."""
 
 
 class SessionQueues:
     """The open and waiting turns of all sessions.
 
-    Invariant: a session's turn in `_open` was accepted by the engine, or is being offered to it. Those in `_queues`
-    wait for its end; a session for which nobody waits has no queue. `_arriving` has one event for each turn that has
-    come and is in neither, in the order in which they came.
+    Invariant: a session's turn in `_open` was accepted by the engine, or is being offered to it. Turns in `_queues`
+    wait for its end; a session without waiting turns has no queue. `_arriving` has one event for each turn that has
+    come and is in neither, in order of arrival.
     """
 
     def __init__(self) -> None:
-        self.waiting = Counter[str]()  # turns, by tenant
+        self.waiting = Counter[str]()  # number of waiting turns by tenant
         self._open: dict[SessionKey, LiveTurn] = {}
         self._queues: dict[SessionKey, deque[tuple[LiveTurn, asyncio.Future[None]]]] = {}
         self._arriving: dict[SessionKey, list[asyncio.Event]] = {}
-        self._input_bytes = 0  # of the waiting turns
-        self._closing = Counter[SessionKey]()  # sessions being closed, whose turns may not begin, and how often
+        self._input_bytes = 0  # bytes of the waiting turns' requests
+        self._closing = Counter[SessionKey]()  # calls of `closing` in progress, by session; its turns may not begin
 
     def open_turn(self, session: SessionKey) -> LiveTurn | None:
-        """The session's turn that has begun but not ended."""
+        """Returns the session's turn that has begun but not ended."""
         return self._open.get(session)
 
     def waiting_for(self, session: SessionKey) -> list[LiveTurn]:
-        """Turns that wait for the session, in the order in which they will begin."""
+        """Returns the turns that wait for the session, in the order in which they will begin."""
         return [turn for turn, _ in self._queues.get(session, ())]
 
     @contextmanager
     def arriving(self, session: SessionKey) -> Iterator[Callable[[], Awaitable[None]]]:
-        """While a turn is not yet in the queue. What is yielded waits until all turns that came before it are, or have
-        left."""
+        """Keeps the place of a turn that is not in the queue yet. Yields a function that waits until all turns that
+        came before it have entered the queue or left."""
         arriving = self._arriving.setdefault(session, [])
         before, own = tuple(arriving), asyncio.Event()
         arriving.append(own)
@@ -72,11 +72,11 @@ class SessionQueues:
     def begin(
         self, turn: LiveTurn, session: SessionKey, *, queue: bool, max_queued: int | None = None
     ) -> Awaitable[StartTurn]:
-        """Make `turn` the session's open turn, at once or, with `queue`, when those before it have ended, until
-        `leave`. What is returned, and must be awaited, comes to its request, with what is left of its deadlines.
+        """Makes `turn` the session's open turn until `leave`: at once or, with `queue`, when the turns before it have
+        ended. Returns an awaitable of its request, with the remaining time of its deadlines. It must be awaited.
 
         Raises `SessionBusy` without `queue`, `LimitReached` if `max_queued` turns of its tenant wait, and `Overloaded`.
-        Awaiting raises `DeadlinePassed`, and any error given to `refuse` while it waits.
+        Awaiting raises `DeadlinePassed`, or the error given to `refuse` while the turn waits.
         """
         if session not in self._open and session not in self._queues:
             self._open[session] = turn
@@ -99,7 +99,8 @@ class SessionQueues:
         return msgspec.structs.replace(turn.request, params=params)
 
     def _check_room(self, turn: LiveTurn, session: SessionKey, max_queued: int | None) -> int:
-        """Raises unless one more turn may wait. Returns the bytes of its request."""
+        """Returns the size of the turn's request in bytes. Raises `LimitReached` or `Overloaded` if no more turns may
+        wait."""
         waiting = self.waiting[turn.tenant]
         if max_queued is not None and waiting >= max_queued:
             raise LimitReached(f"{waiting} turns wait for a session; allowed: {max_queued}; wait for one to begin")
@@ -111,7 +112,7 @@ class SessionQueues:
         return size
 
     def leave(self, turn: LiveTurn, session: SessionKey) -> None:
-        """The turn has ended or will not begin, so the next one may."""
+        """Removes a turn that has ended or will not begin, so that the next one may begin."""
         if self._open.get(session) is turn:
             del self._open[session]
         elif session in self._queues:
@@ -119,21 +120,21 @@ class SessionQueues:
         self._promote(session)
 
     def refuse(self, turn: LiveTurn, error: TenutoError) -> None:
-        """If the turn is waiting, end its wait with `error`."""
+        """Ends the turn's wait with `error`, if it is waiting."""
         for waiting, ready in self._queues.get(turn.request.key, ()) if turn.request.key is not None else ():
             if waiting is turn and not ready.done():
                 ready.set_exception(error)
 
     def refuse_all(self, error: TenutoError) -> None:
-        """End the wait of all waiting turns with `error`."""
+        """Ends the wait of all waiting turns with `error`."""
         for session in self._queues:
             for turn in self.waiting_for(session):
                 self.refuse(turn, error)
 
     @contextmanager
     def closing(self, session: SessionKey) -> Iterator[None]:
-        """While the engine closes a session, no waiting turn begins. Once it is closed, they are refused, before
-        another session can take its id."""
+        """Prevents waiting turns from beginning while the engine closes their session. Once it is closed they are
+        refused, before another session can take its id."""
         self._closing[session] += 1
         try:
             yield
@@ -146,7 +147,7 @@ class SessionQueues:
             self._promote(session)
 
     def _promote(self, session: SessionKey) -> None:
-        """Let the first waiting turn begin, unless the session has an open one or is being closed."""
+        """Lets the first waiting turn begin, unless the session has an open turn or is being closed."""
         queue = self._queues.get(session)
         while queue and session not in self._open and session not in self._closing:
             turn, ready = queue.popleft()
@@ -162,7 +163,8 @@ async def _at_once(request: StartTurn) -> StartTurn:
 
 
 async def _until_deadline(ready: asyncio.Future[None], params: TurnParams) -> TurnParams:
-    """Wait, and return `params` with what is left of the deadlines. Raises `DeadlinePassed` if one has passed."""
+    """Waits for `ready`. Returns `params` with the remaining time of the deadlines. Raises `DeadlinePassed` when one
+    passes."""
     deadlines = {name: seconds for name in DEADLINES if (seconds := getattr(params, name)) is not None}
     began = time.monotonic()
     try:

@@ -27,46 +27,49 @@ DONE = b"data: [DONE]\n\n"
 
 
 def data(value: Any) -> bytes:
-    """An event with only JSON data."""
+    """Returns an event with only JSON data."""
     return b"data: " + _json.encode(value) + b"\n\n"
 
 
 def event(name: str, value: Any, number: int | None = None) -> bytes:
-    """An event with a name, JSON data and, if given, a number to resume from."""
+    """Returns an event with a name, JSON data and, if given, a number to resume from."""
     if number is None:
         return b"event: %b\ndata: %b\n\n" % (name.encode(), _json.encode(value))
     return b"event: %b\nid: %d\ndata: %b\n\n" % (name.encode(), number, _json.encode(value))
 
 
 Chunk = bytes | Callable[[], Awaitable[bytes]]
-"""A chunk of a stream, or a function that makes it, if the engine must be asked for that."""
+"""A chunk of a stream, or a coroutine function that makes one with the engine's help."""
 
 
 class Events(Protocol):
     """Writes the events of a stream in some interface's form. Used once."""
 
     def opening(self) -> bytes:
-        """What comes before any output."""
+        """Returns the events before any output."""
         ...
 
     def news(self, index: int, deltas: list[Delta]) -> Chunk:
-        """What tells the next `deltas` of a turn; empty if nothing does. Raises the error that is to end the stream."""
+        """Returns the events for the next `deltas` of a turn; may be empty. Raises the error that should end the
+        stream."""
         ...
 
     def closing(self) -> bytes:
-        """What comes after the ends of all turns."""
+        """Returns the events after the ends of all turns."""
         ...
 
     def failed(self, error: TenutoError) -> bytes:
-        """What ends the stream instead."""
+        """Returns the events that end the stream after an error."""
         ...
 
 
 class EventStream(Response):
-    """Sends the events of turns as they come. `on_close` is called once, when all are sent or the client has gone.
+    """Sends the events of turns as they come. `on_close` is called once, when all events are sent or the client has
+    gone.
 
-    What comes while all before it is sent, which is nearly always, is written where it is delivered: waking the
-    request's task would take longer than all the rest. The task does what has to wait, and the beginnings and ends.
+    Events that come when all earlier ones are sent, nearly always the case, are written right where they are delivered:
+    waking the request's task would take longer than all the rest. The task sends the beginning, the end, and events
+    that have to wait.
     """
 
     media_type = "text/event-stream"
@@ -80,7 +83,7 @@ class EventStream(Response):
         position: int = 0,
         headers: dict[str, str] | None = None,
     ) -> None:
-        """`position`: how many deltas of every turn have been read before."""
+        """`position`: number of deltas of every turn that were read before."""
         super().__init__(None, 200, {"cache-control": "no-store", "x-accel-buffering": "no", **(headers or {})})
         del self.headers["content-length"]
         self._turns = turns
@@ -88,8 +91,8 @@ class EventStream(Response):
         self._events = events
         self._on_close = on_close
         self._client: Client | None = None
-        self._waiting: asyncio.Future[None] | None = None  # the task has sent all there was, and waits for more
-        self._left: Chunk = b""  # news that the task is to send
+        self._waiting: asyncio.Future[None] | None = None  # set while the task waits for more deltas
+        self._left: Chunk = b""  # a chunk for the task to send
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._client = client_of(scope)
@@ -114,7 +117,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _follow(self, send: Send) -> None:
-        """Send what there is to all turns' ends. Raises the error that one ends with."""
+        """Sends the turns' events up to their ends. Raises the error that a turn ends with."""
         while True:
             for index in range(len(self._turns)):
                 if not self._read(index):
@@ -144,7 +147,7 @@ class EventStream(Response):
         while not self._client.write(part):
             await self._client.drain()
 
-    # -- what is delivered
+    # -- deliveries
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
@@ -160,14 +163,14 @@ class EventStream(Response):
                 turn.readers -= 1
 
     def _heard(self, index: int, turn: LiveTurn) -> None:
-        """A turn has news: send them, or leave them to the task."""
+        """Sends a turn's new events, or leaves them to the task."""
         waiting = self._waiting
         if waiting is None or waiting.done():
             return
         if self._client is not None and turn.result is None and turn.error is None:
             try:
                 part = self._news(index)
-            except Exception as error:  # noqa: BLE001 - ends this stream, not whatever else is delivered
+            except Exception as error:  # noqa: BLE001 - ends this stream only, not the other deliveries
                 waiting.set_exception(error)
                 return
             if isinstance(part, bytes) and (not part or self._client.write(part)):
@@ -180,7 +183,7 @@ class EventStream(Response):
         return self._positions[index] == len(self._turns[index].deltas)
 
     def _news(self, index: int) -> Chunk:
-        """The events that tell a turn's new deltas."""
+        """Returns the events for a turn's new deltas."""
         deltas = self._turns[index].deltas
         new = deltas[self._positions[index] :]
         self._positions[index] = len(deltas)
@@ -188,7 +191,7 @@ class EventStream(Response):
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. If the client disconnects first, `work` is cancelled and `ClientDisconnect` raised."""
+    """Returns the result of `work`. If the client disconnects first, cancels `work` and raises `ClientDisconnect`."""
     return await _until_disconnected(request.scope, request.receive, work)
 
 
@@ -212,14 +215,14 @@ async def _until_disconnected(scope: Scope, receive: Receive, work: Coroutine[An
         raise
     finally:
         client.watch(None)
-    if gone:  # and the work ended nevertheless
+    if gone:  # although the work was completed
         task.uncancel()
         raise ClientDisconnect
     return result
 
 
 async def _watching(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """`_until_disconnected` by what ASGI has."""
+    """The implementation of `_until_disconnected` with plain ASGI."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(receive))
     try:

@@ -1,4 +1,4 @@
-"""Asyncio tasks: several at once, and background tasks."""
+"""Helpers for asyncio tasks: several at once, and background tasks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ T = TypeVar("T")
 
 
 AT_ONCE = 32
-"""Tasks that begin in one round of the event loop. A request can ask for a thousand, and the streams of others have
-their turn in between."""
+"""Tasks that begin in one round of the event loop. A request can ask for a thousand, and other requests' streams must
+advance in between."""
 
 
 class Background:
     """Runs coroutines to completion. Asyncio itself does not keep unreferenced tasks alive.
 
-    Invariant: `_waiting` has coroutines only as long as `_begin` is about to be called by the event loop.
+    Invariant: `_waiting` has coroutines only while a call of `_begin` is scheduled on the event loop.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Background:
         self._waiting: deque[Coroutine[Any, Any, None]] = deque()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` in the background, after what was spawned before. It must not raise."""
+        """Runs `work` in the background, starting it after work spawned before. It must not raise."""
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._begin)
         self._waiting.append(work)
@@ -41,8 +41,8 @@ class Background:
 
 
 async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results, in order. If one fails, or this is cancelled, no more are begun, and the others are cancelled and
-    awaited."""
+    """Returns the results, in order. If one fails, or this is cancelled, no more are started and the others are
+    cancelled and awaited."""
     tasks: list[asyncio.Task[T]] = []
     try:
         for work in works:

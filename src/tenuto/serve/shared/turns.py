@@ -1,4 +1,4 @@
-"""The registry of turns: open ones, and those that ended recently."""
+"""The registry of open and recently ended turns."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Turns:
     # -- looking up
 
     def find(self, tenant: str, session: str | None, turn_id: str) -> LiveTurn:
-        """Raises `NotFound`."""
+        """Returns a turn of one session by id. Raises `NotFound`."""
         turn = self._turns.get(turn_id)
         if turn is None or turn.tenant != tenant or turn.request.session != session:
             raise NotFound(f"there is no turn {turn_id!r} here; it never existed, or ended too long ago")
         return turn
 
     def open_turns(self, tenant: str | None = None) -> list[LiveTurn]:
-        """Open turns of `tenant`, `None` for all tenants."""
+        """Returns the open turns of `tenant`, or of all tenants."""
         return [turn for turn in self._turns.values() if not turn.ended and tenant in (None, turn.tenant)]
 
     # -- starting
@@ -64,11 +64,11 @@ class Turns:
         check: Callable[[], None] = lambda: None,
         max_queued: int | None = None,
     ) -> LiveTurn:
-        """Start a turn and return it when the engine has accepted it. If cancelled, this leaves no turn behind.
+        """Starts a turn and returns it when the engine has accepted it. If cancelled, this leaves no turn behind.
 
         `queue`: if the session has an open turn, wait for its end, unless `max_queued` turns of the tenant wait
-        already; without `queue`, raise `SessionBusy`. `continues`: the turn goes on even when nobody reads it.
-        `request_key`: if it was used before, return the earlier turn. `check` may raise to refuse a new turn.
+        already. Without `queue`, raise `SessionBusy`. `continues`: the turn continues without readers. `request_key`:
+        if it was used before, return the earlier turn. `check` may raise to refuse a new turn.
         """
         if request_key is not None and request.session is not None:
             request = msgspec.structs.replace(request, once=(request_key.key, request_key.digest))
@@ -90,7 +90,7 @@ class Turns:
         return turn
 
     async def _attach(self, turn: LiveTurn) -> LiveTurn:
-        """Wait until the engine has accepted the turn, as a reader, so that it is not abandoned meanwhile."""
+        """Waits until the engine has accepted the turn, as a reader, so that it is not abandoned meanwhile."""
         turn.readers += 1
         try:
             await turn.answered.wait()
@@ -121,8 +121,8 @@ class Turns:
     async def _begin(
         self, turn: LiveTurn, session: SessionKey, *, queue: bool, max_queued: int | None
     ) -> StartTurn | None:
-        """Wait until the turn may begin in its session: its request, see `SessionQueues.begin`. `None` if it was
-        committed before; while that is looked up, later turns of the session do not overtake it."""
+        """Waits until the turn may begin in its session. Returns its request as `SessionQueues.begin` does, or `None`
+        if the turn was committed before. Later turns of the session do not overtake it during the lookup."""
         once = turn.request.once
         with self.queues.arriving(session) as all_before:
             if once is not None and await self._found(turn, once):
@@ -134,8 +134,8 @@ class Turns:
         return await begun
 
     async def _found(self, turn: LiveTurn, once: tuple[str, bytes]) -> bool:
-        """Whether the turn was committed long ago, or before the server was started: then it has ended in the same way.
-        Raises `KeyReused` if its request was a different one, and `ResultNotKept`."""
+        """Looks for an earlier commit of the turn in the engine. Returns whether there is one; `turn` then ends with
+        its result. Raises `KeyReused` if its request was a different one, or `ResultNotKept`."""
         key, digest = once
         asked = FindTurn(tenant=turn.tenant, session=turn.request.session or "", once=key)
         found = (await self._link.call(asked)).turn
@@ -158,7 +158,7 @@ class Turns:
         self._end(turn)
         return True
 
-    # -- news and ends
+    # -- deltas and ends
 
     def _deliver(self, turn: LiveTurn, news: TurnNews) -> None:
         turn.deliver(news)
@@ -173,7 +173,7 @@ class Turns:
             self._end(turn)
 
     def _end(self, turn: LiveTurn) -> None:
-        """The turn has ended: the next one of its session may begin. It is retained if the engine had accepted it."""
+        """Lets the next turn of the session begin. The ended turn is retained if the engine had accepted it."""
         self.open[turn.tenant] -= 1
         if not turn.committed:
             self._keys.release(turn)
@@ -187,8 +187,8 @@ class Turns:
             self.queues.leave(turn, turn.request.key)
 
     async def abort(self, turn: LiveTurn, keep: Keep = None) -> None:
-        """End the turn and commit what `keep` says; "delivered" is what its readers have received. An ended turn stays
-        as it is."""
+        """Ends the turn and commits the part given by `keep`; "delivered" is the part its readers have received. An
+        ended turn stays as it is."""
         self._refuse_waiting(turn)
         await turn.answered.wait()
         if turn.ended or turn.ticket is None:
@@ -203,12 +203,13 @@ class Turns:
             await turn.finished()
 
     async def abort_quietly(self, turn: LiveTurn, keep: Keep = None) -> None:
-        """`abort`, ignoring errors: the turn, its session or the engine may have ended meanwhile."""
+        """Calls `abort` and ignores errors: the turn, its session or the engine may have ended meanwhile."""
         with suppress(TenutoError):
             await self.abort(turn, keep)
 
     def abandon(self, turn: LiveTurn) -> None:
-        """A reader has gone. If it was the last, roll the turn back unless it continues without readers."""
+        """Handles the departure of a reader. After the last one, the turn is rolled back unless it continues without
+        readers."""
         if turn.readers == 0 and not turn.ended and not turn.continues:
             turn.rolling_back = True
             self._background.spawn(self._roll_back(turn))
@@ -224,12 +225,12 @@ class Turns:
         self.queues.refuse(turn, turn.refused)
 
     async def withdraw(self, name: str) -> None:
-        """Nobody waits for the input of this name any more; see `messages.Withdraw`."""
+        """Withdraws the input of this name, which no client waits for; see `messages.Withdraw`."""
         with suppress(TenutoError):
             await self._link.call(Withdraw(name=name))
 
     async def close_session(self, session: SessionKey, *, finish: bool = False, version: int | None = None) -> None:
-        """Have the engine close a session, and refuse turns that wait for it. Raises the engine's refusal."""
+        """Closes a session and refuses the turns that wait for it. Raises the engine's refusal."""
         tenant, session_id = session
         with self.queues.closing(session):
             await self._link.call(CloseSession(tenant=tenant, session=session_id, finish=finish, version=version))
