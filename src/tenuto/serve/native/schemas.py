@@ -58,7 +58,9 @@ class NewMessage(Object):
     """A chat message."""
 
     role: str = Field(min_length=1, max_length=64, examples=["user"])
-    content: str | None = Field(examples=["Hello!"], description="`null` only if an assistant's message has just calls.")
+    content: str | None = Field(
+        examples=["Hello!"], description="`null` only if an assistant's message has just calls."
+    )
     tool_calls: Annotated[list[Call], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(
         default_factory=list, description="Calls in an assistant's message."
     )
@@ -143,7 +145,9 @@ class CallingTools(WithTools):
     tool_choice: Literal["auto", "none", "required"] | NamedFunction | None = Field(
         None, description="`auto` if not given. `required`, or a function, is enforced."
     )
-    parallel_tool_calls: bool | None = Field(None, description="Whether an answer may have several calls; true if not given.")
+    parallel_tool_calls: bool | None = Field(
+        None, description="Whether an answer may have several calls; true if not given."
+    )
 
 
 @with_options(*OPTIONS)

@@ -1,1 +1,1 @@
-"""What all interfaces share: open turns, samples, streams, errors, limits and settings."""
+"""Code shared by all interfaces: open turns, samples, streams, errors, limits and settings."""

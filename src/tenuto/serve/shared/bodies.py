@@ -1,7 +1,7 @@
-"""JSON bodies: bounded in structure while they arrive, and parsed beside the event loop if they are large.
+"""JSON bodies: their structure is bounded while they arrive, and large ones are parsed in a thread.
 
-A parser holds Python's lock until it is done, even in a thread, so the cost of parsing has to be bounded first.
-Text costs little, however long it is. Values cost more, and objects and lists most.
+A parser holds Python's lock until it is done, even in a thread, so the cost of parsing has to be bounded first. Text
+costs little at any length; values cost more, and objects and lists most.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from tenuto.serve.shared.json_pieces import PIECE, Cut, Cuts, Unfit, parsed_in_p
 T = TypeVar("T")
 
 MAX_VALUES = 2**21
-"""Values in a body: numbers, strings, lists, objects. The parser takes about 60 ms for so many numbers."""
+"""Maximum number of values in a body: numbers, strings, lists, objects. This many numbers take about 60 ms to parse."""
 MAX_PARTS = 2**18
-"""Lists, objects and fields of objects in a body. The parser takes up to 60 ms for so many."""
+"""Maximum number of lists, objects and fields in a body. This many take up to 60 ms to parse."""
 MAX_DEPTH = 256
-"""Lists and objects inside each other."""
+"""Maximum nesting of lists and objects."""
 LARGE = 2**16
-"""Bytes from which on a body is parsed and checked in a thread."""
+"""Smallest size, in bytes, of a body that is parsed and checked in a thread."""
 MANY = 64
-"""Messages or prompts of one request from which on they are translated in a thread."""
+"""Smallest number of messages or prompts in a request that are translated in a thread."""
 CUTS = "tenuto.cuts"
-"""In a request's scope: the places at which its body may be cut, complete once it has arrived."""
+"""Key in a request's scope of the places at which its body may be cut. They are complete once the body has arrived."""
 
 _QUOTE = ord('"')
 _OPENS, _CLOSES, _COMMA, _COLON = (np.isin(np.arange(256), list(letters)) for letters in (b"[{", b"]}", b",", b":"))
@@ -50,27 +50,27 @@ _STEPS = _OPENS.astype(np.int64) - _CLOSES.astype(np.int64)
 
 
 class Structure:
-    """Counts what a JSON body has outside its strings, while it arrives. If it is not JSON, the counts hold up to where
-    a parser notices."""
+    """Counts the values and nesting of a JSON body while it arrives. If the body is not JSON, the counts are right up
+    to the place where a parser notices."""
 
     def __init__(self, most_values: int = MAX_VALUES, piece_bytes: int = PIECE) -> None:
         self._most_values = min(most_values, MAX_VALUES)
         self.values = 1
         self.parts = 0
         self._depth = 0
-        self._quoted = False  # the next byte is inside a string
-        self._escaped = False  # and follows a backslash
+        self._quoted = False  # the next byte is inside a string,
+        self._escaped = False  # and after a backslash
         self._size = 0  # bytes so far
         self._cuts = Cuts(piece_bytes)
-        self._first: tuple[Any, ...] | None = None  # what `_cuts` is still to read of the first piece
+        self._first: tuple[Any, ...] | None = None  # the first piece's marks, which `_cuts` has not read yet
 
     @property
     def cuts(self) -> list[Cut]:
-        """Places at which the body may be cut."""
+        """Places found so far at which the body may be cut."""
         return self._cuts.found
 
     def feed(self, piece: bytes) -> None:
-        """Read on. Raises `TooLarge`."""
+        """Reads the next piece of the body. Raises `TooLarge`."""
         if not piece:
             return
         if self._escaped:
@@ -92,7 +92,7 @@ class Structure:
         inside = np.logical_xor.accumulate(quotes) ^ self._quoted if len(marks) else quotes
         outside = ~inside & ~quotes
         self._count(marks[outside])
-        if self._quoted and not quotes.any():  # but escaped ones
+        if self._quoted and not quotes.any():  # only escaped quotes
             self._cuts.inside(self._size)
             return
         self._quoted ^= bool(np.count_nonzero(quotes) % 2)
@@ -119,40 +119,41 @@ class Structure:
 
 
 def parsed(body: bytes) -> Any:
-    """The value. Raises `ValueError` or `RecursionError`; what is said of malformed JSON is what `json` says."""
+    """Parses a body. Raises `ValueError` or `RecursionError`; messages about malformed JSON are those of `json`."""
     try:
         return msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # it is stricter, and faster
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # msgspec is faster, but stricter
         return json.loads(body.decode("utf-8", "surrogatepass").removeprefix("\ufeff"))
 
 
 _parser = ThreadPoolExecutor(1, "tenuto-json")
-"""One thread: the event loop competes with it for Python's lock, and never with several."""
+"""A single thread, so that the event loop never competes with several for Python's lock."""
 
 
 def _value(pieces: list[bytes], cuts: Sequence[Cut]) -> Any:
-    """The value of a body, which is taken out of `pieces`. Raises as `parsed`."""
-    body = b"".join(pieces)  # which holds no lock, if it is large
+    """Parses the body in `pieces`, which is emptied. Raises the same errors as `parsed`."""
+    body = b"".join(pieces)  # releases the lock if the body is large
     pieces.clear()
     if cuts:
-        with suppress(Unfit, ValueError, RecursionError):  # it is parsed as a whole, which says what is wrong
+        with suppress(Unfit, ValueError, RecursionError):  # then parsed as a whole, for the error message
             return parsed_in_pieces(body, cuts)
     return parsed(body)
 
 
 class JsonRequest(Request):
-    """A request whose body is dropped once it is parsed. A large one is parsed and checked beside the event loop."""
+    """A request that drops its body once it is parsed. A large body is parsed and checked in a thread."""
 
     def __init__(self, scope: Scope, receive: Receive, field: ModelField | None = None) -> None:
-        """`field`: what the body as a whole has to be."""
+        """`field`: the type of the whole body."""
         super().__init__(scope, receive)
-        self.refusal: Exception | None = None  # of a large body that is JSON, but not what it has to be
+        self.refusal: Exception | None = None  # of a large body that is JSON, but invalid
         self._field = field
         self._pieces: list[bytes] | None = None
         self._digest: bytes | None = None
 
     async def body(self) -> bytes:
-        """The beginning of the body. FastAPI keeps it as long as the request, but only asks whether there is one."""
+        """Returns only the body's first byte: FastAPI keeps the result as long as the request, but only checks whether
+        it is empty."""
         if self._pieces is None:
             self._pieces = [piece async for piece in self.stream() if piece]
         return self._pieces[0][:1] if self._pieces else b""
@@ -171,16 +172,16 @@ class JsonRequest(Request):
             return value
         try:
             model, errors = self._field.validate(value, loc=("body",))
-        except Exception as error:  # noqa: BLE001 - an `InvalidRequest`: to FastAPI, whatever is raised here means that it is not JSON
+        except Exception as error:  # noqa: BLE001 - FastAPI would take it for malformed JSON
             self.refusal = error
         else:
             if not errors:
-                return model  # which is valid when it is checked again
+                return model  # passes when it is checked again
             self.refusal = RequestValidationError(errors, body=value)
         raise HTTPException(400)
 
     async def digest(self) -> bytes:
-        """Equal for requests whose paths and bodies are."""
+        """Returns a digest of the request's path and body."""
         if self._digest is None:
             await self.body()
             self._digest = _digest_of(self.url.path, self._pieces or [])
@@ -188,12 +189,12 @@ class JsonRequest(Request):
 
 
 async def of_many(count: int, work: Callable[[], T]) -> T:
-    """The result of `work` on `count` messages or prompts."""
+    """Returns the result of `work` on `count` messages or prompts, run in the parser's thread if there are many."""
     return work() if count < MANY else await in_parser(work)
 
 
 async def in_parser(work: Callable[[], T]) -> T:
-    """The result of `work`, from the thread that parses."""
+    """Returns the result of `work`, run in the parser's thread."""
     return await asyncio.get_running_loop().run_in_executor(_parser, copy_context().run, work)
 
 
@@ -205,7 +206,7 @@ def _digest_of(path: str, pieces: Iterable[bytes]) -> bytes:
 
 
 class JsonRoute(APIRoute):
-    """A route that reads bodies as `JsonRequest` does."""
+    """A route whose requests are `JsonRequest`s."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()

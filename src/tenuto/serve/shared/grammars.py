@@ -1,4 +1,4 @@
-"""The fields by which clients of several APIs ask for a grammar."""
+"""Grammars from the request fields of several APIs."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ of_regex = partial(Grammar, "regex")
 
 
 def of_any_json(_: bool) -> Grammar:
-    """An object, whatever is in it."""
+    """Returns the grammar of any JSON object."""
     return Grammar("json_object")
 
 
 def of_rules(rules: str) -> Grammar:
-    """A grammar written as EBNF, or for Lark."""
+    """Returns a grammar written as EBNF, or for Lark."""
     return Grammar("ebnf" if "::=" in rules else "lark", rules)
 
 
 Asking = tuple[str, Callable[[Any], Grammar], Any]
-"""The name of a field that may ask for a grammar, what makes one of its value, and the value; `None` asks for none."""
+"""The name of a field that may ask for a grammar, a function that makes the grammar from its value, and the value or
+`None`."""
 
 
 def only_one(*fields: Asking) -> GrammarField | None:
-    """The grammar that the fields of a request ask for, if one does; several may ask for the same. Raises
-    `InvalidRequest` if they ask for different ones."""
+    """Returns the grammar that the fields of a request ask for, if any. Raises `InvalidRequest` if two fields ask for
+    different ones."""
     asked: list[GrammarField] = []
     for name, make, value in fields:
         if value is None:
@@ -54,5 +55,7 @@ def only_one(*fields: Asking) -> GrammarField | None:
             raise
     if len({field.grammar for field in asked}) > 1:
         names = " and ".join(name for name, _ in asked)
-        raise InvalidRequest(f"there are {names}; allowed: one of them, or the same in each", param=asked[1].name)
+        raise InvalidRequest(
+            f"{names} ask for different grammars; allowed: one of them, or the same grammar", param=asked[1].name
+        )
     return asked[0] if asked else None

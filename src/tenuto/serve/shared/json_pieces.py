@@ -1,8 +1,8 @@
-"""Large JSON bodies, parsed in pieces. The parser holds Python's lock from its beginning to its end, but between two
-pieces other threads run.
+"""Parsing of large JSON bodies in pieces. The parser holds Python's lock while it runs; between two pieces, other
+threads can run.
 
-A body is cut behind commas and inside long strings. Each piece is completed to a value of its own: `[` and `{` that are
-open where it begins are written before it, and closed where it ends. Then the values are put together again.
+A body is cut after commas and inside long strings. Each piece is made a complete value: the brackets open at its start
+are written before it, and those open at its end are closed after it. Then the values are joined.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 PIECE = 2**16
-"""Bytes of a piece, at least."""
+"""Minimum size of a piece in bytes."""
 MAX_KEY = 2**12
-"""Bytes of a field's name that is looked for before a cut value."""
+"""Maximum size, in bytes, of the name of a field whose value is cut."""
 _ESCAPE = 12
-"""Bytes of the longest escape in a string: two halves of a letter, `\\ud83d\\ude00`."""
+"""Bytes of the longest escape in a string: a surrogate pair, `\\ud83d\\ude00`."""
 _MARK = "\x00"
-"""Stands for the name of a field whose value was cut. A name in the body that is equal is only in the way of pieces."""
+"""Stands for the name of a field whose value was cut. A body that has an equal name is parsed as a whole."""
 
 Letters = npt.NDArray[np.uint8]
 _OPENS, _OBJECT, _COMMA = b"[{", ord("{"), ord(",")
@@ -31,7 +31,7 @@ _BRACKET = np.isin(np.arange(256), list(b"[{]}"))
 
 
 class Open(NamedTuple):
-    """A list or an object that is not closed yet: its bracket, and where that is."""
+    """A list or object that is not closed yet: its bracket and the bracket's place."""
 
     bracket: int
     at: int
@@ -39,8 +39,8 @@ class Open(NamedTuple):
 
 @dataclass(slots=True)
 class Cut:
-    """A place at which the body may be cut: at a comma, or inside the string that begins at `quote`, at all of the
-    places in `text`. `path`: the lists and objects that are open there, the outermost first."""
+    """A place at which the body may be cut: at a comma, or inside the string that begins at `quote`, at all places in
+    `text`. `path`: the lists and objects open there, outermost first."""
 
     at: int
     path: tuple[Open, ...]
@@ -49,19 +49,19 @@ class Cut:
 
 
 class Cuts:
-    """Finds places at which a body can be cut, while it arrives. In a body that is not JSON they are anywhere."""
+    """Finds places at which a body can be cut while it arrives. In a body that is not JSON, the places mean nothing."""
 
     def __init__(self, piece: int = PIECE) -> None:
         self.found: list[Cut] = []
         self._piece = piece
         self._path: list[Open] = []
         self._last = 0  # the last mark outside of strings
-        self._quote: int | None = None  # where the string begins that the last piece ended in, if it may be cut
+        self._quote: int | None = None  # start of the string in which the body ends so far, if it may be cut
         self._next = piece  # the first byte at which to cut again
 
     def feed(self, marks: Letters, places: npt.NDArray[np.int64], quote: int | None) -> None:
-        """Read on. `marks`: brackets, commas and colons outside of strings; `places`: where in the body they are.
-        `quote`: where the string begins in which the body ends so far."""
+        """Reads on. `marks`: brackets, commas and colons outside of strings. `places`: their places in the body.
+        `quote`: start of the string in which the body ends so far, if any."""
         begin = 0
         while (comma := self._comma(marks, places, begin)) is not None:
             self._follow(marks[begin:comma], places[begin:comma])
@@ -75,7 +75,7 @@ class Cuts:
         self._quote = None if names else quote
 
     def inside(self, at: int) -> None:
-        """The body goes on up to `at` inside the string that it ended in."""
+        """Records that the body continues up to `at` inside the same string."""
         if self._quote is None or at < self._next:
             return
         if not self.found or self.found[-1].quote != self._quote:
@@ -84,7 +84,7 @@ class Cuts:
         self._next = at + self._piece
 
     def _comma(self, marks: Letters, places: npt.NDArray[np.int64], begin: int) -> int | None:
-        """The index of the comma at which to cut next."""
+        """Returns the index of the comma at which to cut next."""
         first = max(begin, int(np.searchsorted(places, self._next)))
         commas = np.flatnonzero(marks[first:] == _COMMA)
         return first + int(commas[0]) if len(commas) else None
@@ -103,10 +103,10 @@ class Unfit(Exception):
 
 
 def parsed_in_pieces(body: bytes, cuts: Sequence[Cut]) -> Any:
-    """The value. Raises `Unfit`, or as `msgspec.json.decode`, if the body is not JSON, and also for some that is: then
-    it has to be parsed as a whole."""
+    """Parses a body that is cut at `cuts`. Raises `Unfit` or an error of `msgspec.json.decode` if the body is not JSON,
+    and for some bodies that are: parse these as a whole."""
     value: Any = None
-    join: _Join | None = None  # of what was parsed and what comes
+    join: _Join | None = None  # joins the values before and after the last cut
     begin = 0
     for cut in (*cuts, None):
         middle: list[str] = []
@@ -128,7 +128,7 @@ def parsed_in_pieces(body: bytes, cuts: Sequence[Cut]) -> Any:
 
 
 def _between_letters(body: bytes, quote: int, at: int) -> int:
-    """The last place up to `at` that is inside no letter and no escape of the string. Raises `Unfit`."""
+    """Returns the last place up to `at` between two characters or escapes of the string. Raises `Unfit`."""
     at = min(at, len(body) - 1)
     for place in range(at, max(quote, at - 2 * _ESCAPE), -1):
         head = body[max(quote + 1, place - _ESCAPE) : place]
@@ -140,7 +140,7 @@ def _between_letters(body: bytes, quote: int, at: int) -> int:
 
 
 def _escaped(body: bytes, quote: int, place: int) -> bool:
-    """Whether `place` is inside an escape, or between two halves of a letter."""
+    """Whether `place` is inside an escape or a surrogate pair."""
     for start in range(place - 1, max(quote, place - _ESCAPE), -1):
         if body[start] != ord("\\") or _backslashes(body, quote, start) % 2:
             continue
@@ -153,7 +153,7 @@ def _escaped(body: bytes, quote: int, place: int) -> bool:
 
 
 def _backslashes(body: bytes, quote: int, end: int) -> int:
-    """The backslashes right before `end`. Raises `Unfit` if there are too many to count."""
+    """Returns the number of backslashes right before `end`. Raises `Unfit` if there are too many to count."""
     before = body[max(quote + 1, end - MAX_KEY) : end]
     count = len(before) - len(before.rstrip(b"\\"))
     if count == MAX_KEY:
@@ -162,7 +162,7 @@ def _backslashes(body: bytes, quote: int, end: int) -> int:
 
 
 def _check_ends(piece: bytes, before: Cut | None, cut: Cut | None) -> None:
-    """Raises `Unfit` where a comma has nothing before or after it, which a piece of its own does not show."""
+    """Raises `Unfit` if the comma at a cut has no value before or after it, which parsing the pieces would not show."""
     if before is not None and before.quote is None and piece[: MAX_KEY + 1].lstrip()[:1] in (b"", b"]", b"}"):
         raise Unfit
     if cut is not None and cut.quote is None and piece[-MAX_KEY:].rstrip()[-1:] in (b"", b"[", b"{"):
@@ -170,7 +170,7 @@ def _check_ends(piece: bytes, before: Cut | None, cut: Cut | None) -> None:
 
 
 def _opening(cut: Cut | None) -> bytes:
-    """What the piece after a cut needs before it."""
+    """Returns the brackets, names and quote to write before the piece that follows a cut."""
     if cut is None:
         return b""
     text = b'"' if cut.quote is not None else b""
@@ -183,7 +183,7 @@ def _opening(cut: Cut | None) -> bytes:
 
 
 def _closing(cut: Cut | None) -> bytes:
-    """What the piece before a cut needs after it."""
+    """Returns the quote and brackets to write after the piece that precedes a cut."""
     if cut is None:
         return b""
     brackets = bytes(ord("}") if each.bracket == _OBJECT else ord("]") for each in reversed(cut.path))
@@ -191,14 +191,14 @@ def _closing(cut: Cut | None) -> bytes:
 
 
 class _Join:
-    """Puts together what was parsed before a cut and after it. `texts`: what lies between, if a string was cut."""
+    """Joins the values before and after a cut. `texts`: the texts between them, if a string was cut."""
 
     def __init__(self, body: bytes, cut: Cut, texts: Sequence[str]) -> None:
         self.cut = cut
         self._body, self._path, self._quote, self._texts = body, cut.path, cut.quote, texts
 
     def put(self, old: Any, new: Any, depth: int = 0) -> Any:
-        """The value that both are parts of."""
+        """Returns the value joined from its parts `old` and `new`."""
         if depth == len(self._path):
             return "".join([old, *self._texts, new])
         innermost = depth == len(self._path) - 1 and self._quote is None
@@ -214,7 +214,7 @@ class _Join:
         return old
 
     def _name(self, at: int) -> Any:
-        """The name of the field whose value begins at `at`. Raises `Unfit`."""
+        """Returns the name of the field whose value begins at `at`. Raises `Unfit`."""
         before = self._body[max(0, at - MAX_KEY) : at].rstrip()
         before = before.removesuffix(b":").rstrip()
         for start in _quotes_before(before):
@@ -224,7 +224,7 @@ class _Join:
 
 
 def _quotes_before(text: bytes) -> Iterator[int]:
-    """The quotes of a text that ends with one, from the last but one backwards."""
+    """Yields the places of quotes, backwards, in a text that ends with a quote, which is left out."""
     at = len(text) - 1
     while (at := text.rfind(b'"', 0, at)) >= 0:
         yield at

@@ -1,4 +1,4 @@
-"""The base of objects in requests of others' interfaces, which have fields that are known, but not supported."""
+"""The base of objects in requests of other APIs, some of whose fields are not supported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tenuto.serve.shared.schemas import Object, unsupported
 from tenuto.serve.shared.undone import leave_undone
 
 NOTHING: tuple[Any, ...] = (None, False, [], {})
-"""Values that ask for nothing."""
+"""Values of a field that mean the same as its absence."""
 
 
 class ForeignObject(Object):
@@ -49,7 +49,7 @@ class ForeignObject(Object):
                 leave_undone(name)
         known = _known(cls)
         if given.keys() <= known:
-            return given  # as most are; there may be thousands
+            return given  # the usual case; there may be thousands of objects
         left_out = cls.ignored.union(cls.not_supported, cls.undone)
         return {
             name: value for name, value in given.items() if name in known or not cls._ignores(name, value, left_out)
@@ -57,7 +57,7 @@ class ForeignObject(Object):
 
     @classmethod
     def _ignores(cls, name: str, value: Any, left_out: Collection[str]) -> bool:
-        """Whether a field that the class does not have is as if it were not given."""
+        """Whether to ignore a field that the class does not have."""
         if name in left_out or value in cls.unknown:
             return True
         if not cls.complete and name.isprintable():  # lone surrogates could not be reported under that name
@@ -67,5 +67,5 @@ class ForeignObject(Object):
 
 @cache
 def _known(kind: type[ForeignObject]) -> frozenset[str]:
-    """The names of its fields."""
+    """Returns the names of a class's fields."""
     return frozenset(field.alias or name for name, field in kind.model_fields.items())

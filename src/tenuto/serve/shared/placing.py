@@ -1,4 +1,4 @@
-"""System messages in conversations of other servers' clients, which put them anywhere."""
+"""Placement of system messages: clients of other servers may put them anywhere in a conversation."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tenuto.serve.shared.undone import leave_undone
 
 
 def placed(messages: Sequence[Message], habits: ModelHabits) -> list[Message]:
-    """The messages as the model's template can write them. If it writes no system message after others, those that
-    open the conversation become one, and later ones become text of the user's."""
+    """Returns messages that the model's template can write. If it accepts a system message only at the beginning, those
+    that open the conversation are joined, and later ones become user messages."""
     if habits.late_system:
         return list(messages)
     placed: list[Message] = []
-    told = False  # the last of them is only what systems said
+    told = False  # the last message has only the text of system messages
     for message in messages:
         last = placed[-1] if placed else None
         if message.role == "system" and all(one.role == "system" for one in placed):
@@ -37,5 +37,5 @@ def placed(messages: Sequence[Message], habits: ModelHabits) -> list[Message]:
 
 
 def joined(first: Message, second: Message) -> Message:
-    """The first message, which goes on with the second's text."""
+    """Returns the first message with the second's text appended."""
     return replace(first, content=f"{first.content}\n\n{second.content}")

@@ -16,14 +16,15 @@ class Answer(Events, Protocol):
     """An answer in some API's form. Used once, for a stream or as a whole."""
 
     async def whole(self) -> Any:
-        """All of it, once the turns have ended. Raises the error that one ended with."""
+        """Returns the whole answer once the turns have ended. Raises the error that a turn ended with."""
         ...
 
 
 async def respond(
     request: Request, turns: Sequence[LiveTurn], answer: Answer, leave: Callable[[], None], *, stream: bool | None
 ) -> Response:
-    """The answer of these turns. `leave` is called once, when it is sent or the client has gone."""
+    """Returns the response for these turns. `leave` is called once, when the answer is complete or the client has
+    gone."""
     if stream:
         return EventStream(turns, answer, leave)
     try:
@@ -34,6 +35,6 @@ async def respond(
 
 
 def streamed(description: str) -> dict[int | str, dict[str, Any]]:
-    """The documentation of a route's answer."""
+    """Returns the documentation of a route's answer, whole or streamed."""
     content = {"application/json": {"schema": {}}, "text/event-stream": {"schema": {"type": "string"}}}
     return {200: {"description": description, "content": content}}

@@ -1,4 +1,5 @@
-"""Several answers to one prompt, computed once by a prefill-only turn on a hidden session, which is then forked."""
+"""Several answers to one prompt. A prefill-only turn on a hidden session computes the prompt once; then the session is
+forked."""
 
 from __future__ import annotations
 
@@ -19,15 +20,15 @@ from tenuto.serve.shared.settings import Tenant, hidden_session_id
 from tenuto.serve.shared.tasks import all_of
 
 MAX_SAMPLES = 128
-"""Answers to one prompt."""
+"""Maximum number of answers to one prompt."""
 HIDDEN_TTL = 300.0
-"""Seconds until a hidden session closes itself, if all else fails."""
+"""Seconds after which an idle hidden session closes, should nothing else close it."""
 
 
 class Samples:
-    """The turns that answer one prompt. Whoever creates it must call `close` in the end, whatever happens.
+    """The turns that answer one prompt. The creator must call `close` in the end, also after errors.
 
-    If there are several, they run on hidden sessions, which count as the tenant's.
+    Several turns run on hidden sessions, which count towards the tenant's.
     """
 
     def __init__(self, edge: Edge, tenant: Tenant) -> None:
@@ -39,28 +40,28 @@ class Samples:
 
     @property
     def input_turn(self) -> LiveTurn:
-        """The turn whose ticket, and scores of the input, are those of the prompt."""
+        """The turn whose ticket and input scores belong to the prompt."""
         return self.prompt if self.prompt is not None else self.turns[0]
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt. Valid once all turns have ended."""
+        """Number of tokens of the prompt. Valid once all turns have ended."""
         return max(turn.result.usage.prompt for turn in self.turns if turn.result is not None)
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompt that did not have to be computed. Valid once all turns have ended."""
+        """Number of prompt tokens that did not have to be computed. Valid once all turns have ended."""
         result = self.input_turn.result
         return result.usage.cached if result is not None else 0
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens of all answers. Valid once all turns have ended."""
+        """Number of tokens of all answers. Valid once all turns have ended."""
         return sum(turn.result.usage.generated for turn in self.turns if turn.result is not None)
 
     async def start(self, request: StartTurn, n: int = 1) -> None:
-        """Start `n` turns; returns when the engine has accepted them. If `n` is more than 1, `request` names no
-        session, and each sample's seed is one more than the previous one's."""
+        """Starts `n` turns and returns when the engine has accepted them. If `n` is more than 1, `request` must not
+        name a session, and each sample's seed is one more than the previous one's."""
         if n == 1:
             self.turns.append(await self._edge.start(self._tenant, request))
             return
@@ -78,7 +79,7 @@ class Samples:
         self.turns = await all_of(sample(i) for i in range(n))
 
     async def _open(self, root: str, request: StartTurn) -> None:
-        """A hidden session whose history is the prompt."""
+        """Opens a hidden session and commits the prompt to its history."""
         tenant = self._tenant
         self._sessions.append(root)
         opening = OpenSession(
@@ -97,22 +98,22 @@ class Samples:
         return (await self._edge.link.call(fork)).session_id
 
     def close(self) -> None:
-        """Abort open turns, unless others read them, and close hidden sessions."""
+        """Aborts open turns that have no other readers, and closes hidden sessions."""
         sessions, self._sessions = self._sessions, []
         if sessions:
-            self._edge.spawn(self._close(sessions))  # which aborts their turns
+            self._edge.spawn(self._close(sessions))  # also aborts their turns
         else:
             for turn in self.turns:
                 self._edge.turns.abandon(turn)
 
     async def _close(self, sessions: list[str]) -> None:
-        """The engine gets these messages after the ones that open the sessions."""
+        """Closes sessions. The engine gets these messages after the ones that open the sessions."""
         closing = [CloseSession(tenant=self._tenant.name, session=session) for session in sessions]
         await asyncio.gather(*map(self._edge.link.call, closing), return_exceptions=True)
 
 
 async def start_all(edge: Edge, tenant: Tenant, requests: Iterable[StartTurn], n: int = 1) -> list[Samples]:
-    """The samples of several prompts, which the caller closes; if some cannot start, all are closed."""
+    """Starts the samples of several prompts. The caller closes them; if some cannot start, all are closed."""
     requests = list(requests)
     all_samples = [Samples(edge, tenant) for _ in requests]
     try:
@@ -130,14 +131,14 @@ def close_all(all_samples: Iterable[Samples]) -> None:
 
 
 async def committed(edge: Edge, turn: LiveTurn) -> TurnResult:
-    """Wait for the turn's end. Raises why it was not committed."""
+    """Waits for the turn's end and returns its result. Raises an error if the turn was rolled back."""
     result = await turn.finished()
     check_end(edge, result)
     return result
 
 
 def check_end(edge: Edge, result: TurnResult) -> None:
-    """Raise why the turn was rolled back, unless it was committed."""
+    """Raises an error with the reason if the turn was rolled back."""
     if result.committed:
         return
     if result.reason is EndReason.DEADLINE:
@@ -148,4 +149,4 @@ def check_end(edge: Edge, result: TurnResult) -> None:
         raise TurnFailed("the steps with the turn failed, and it was rolled back; try again")
     if edge.draining:
         raise Draining("the server is shutting down, and the turn was rolled back; try again later")
-    raise TurnAborted("the turn was aborted, and rolled back")
+    raise TurnAborted("the turn was aborted and rolled back")

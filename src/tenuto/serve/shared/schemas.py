@@ -1,4 +1,4 @@
-"""Building blocks of all interfaces' requests: bounded objects and lists, the engine's options as fields, ids."""
+"""Building blocks of requests in all interfaces: bounded objects and lists, engine options as fields, ids."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tenuto.base.sampling import MAX_BIASES, MAX_TOKEN_ID
 T = TypeVar("T")
 
 ID_PATTERN = r"^(\.{0,2}[A-Za-z0-9_:-]|\.{3})[A-Za-z0-9._:-]*$"
-"""Of a session's id, which needs no quoting in a URL. Excludes `.` and `..`, which clients remove from URLs."""
+"""Pattern of a session's id, which needs no quoting in a URL. Excludes `.` and `..`, which clients remove from URLs."""
 ID_LENGTH = 64
 UNSUPPORTED = "unsupported"
-"""The Pydantic error type of the errors that `unsupported` makes."""
+"""Pydantic's type of the errors that `unsupported` makes."""
 REQUIRED = "required"
-"""The same for `required`."""
+"""Pydantic's type of the errors that `required` makes."""
 MAX_FIELDS = 128
-"""In an object of a request."""
+"""Maximum number of fields of an object in a request."""
 MAX_MESSAGES = 10_000
-"""Messages, or parts of messages, in one request."""
+"""Maximum number of messages in one request, and of parts in one message."""
 MAX_PROMPTS = 1024
-"""Prompts in one request."""
+"""Maximum number of prompts in one request."""
 
 Items = Annotated[list[T], Field(fail_fast=True, max_length=2**20)]
 """A list of token ids, or of anything else that is quick to check. Only the first wrong entry is reported."""
@@ -38,7 +38,7 @@ Prompts = Annotated[list[T], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 
 
 def at_most(entries: int) -> BeforeValidator:
-    """For an object field: bounds its size before its entries are validated."""
+    """Returns a validator that bounds the size of an object before its entries are validated."""
 
     def check(given: Any) -> Any:
         if isinstance(given, dict) and len(given) > entries:
@@ -49,10 +49,10 @@ def at_most(entries: int) -> BeforeValidator:
 
 
 Id = Annotated[str, Field(pattern=ID_PATTERN, max_length=ID_LENGTH)]
-"""Of a session."""
+"""Id of a session."""
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 TokenKey = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID, strict=False)]
-"""A token id as a key: JSON has only strings there."""
+"""A token id as an object's key, where JSON allows only strings."""
 
 _TYPES: dict[str, Any] = {
     "grammar": Annotated[dict[str, Any], at_most(1)],
@@ -82,8 +82,8 @@ _OF_SESSIONS = {each.name: each for each in fields(Policy)}
 
 
 def field_of(name: str, description: str | None = None, *, default: Any = None, **own: Any) -> Any:
-    """A request field with the bounds and description of the engine's option of this name, a turn's or a session's.
-    `own`: bounds that are others here."""
+    """Returns a request field with the bounds and description of the engine's option of this name, for turns or
+    sessions. `own`: bounds that replace the option's."""
     given = (OPTIONS.get(name) or _OF_SESSIONS[name]).metadata
     bounds: Bounds | None = given["allowed"]
     limits: dict[str, Any] = {}
@@ -95,7 +95,7 @@ def field_of(name: str, description: str | None = None, *, default: Any = None, 
 
 
 def type_of(name: str) -> Any:
-    """The type of a request field for the engine's option of this name."""
+    """Returns the type of a request field for the engine's option of this name."""
     if name in _TYPES:
         return _TYPES[name]
     bounds = OPTIONS[name].metadata["allowed"]
@@ -103,12 +103,12 @@ def type_of(name: str) -> Any:
 
 
 def unsupported(field: str, problem: str) -> PydanticCustomError:
-    """An error for validators to raise: `field` (empty: the one being validated) is known but not supported."""
+    """Returns an error for validators to raise: `field` (empty: the one being validated) is known but not supported."""
     return PydanticCustomError(UNSUPPORTED, "{field} {problem}", {"field": field, "problem": problem})
 
 
 def required(field: str) -> PydanticCustomError:
-    """An error for validators to raise: `field` must be given here."""
+    """Returns an error for validators to raise: `field` must be given here."""
     return PydanticCustomError(REQUIRED, "{field} is required", {"field": field})
 
 
@@ -117,23 +117,23 @@ IdempotencyKey = Annotated[
     Header(
         min_length=1,
         max_length=200,
-        description="While the first request with this key runs, others attach to its turn; once it has committed,"
-        " they get its result, also from the next server with the same journal; a session keeps its last 32, of 1 MiB"
-        " together. A turn whose result alone takes more is not run again, but a repeated request may be refused with"
-        " 410. After an abort the key is free. With another body it is refused with 422.",
+        description="While the first request with this key runs, repetitions attach to its turn. Once it has committed,"
+        " they get its result, also from the next server with the same journal. A session keeps its last 32, of 1 MiB"
+        " together. A turn with a larger result is not run again, but a repeated request may be refused with"
+        " 410. After an abort the key is free. A different body with the same key is refused with 422.",
     ),
 ]
 
 
 class Error(BaseModel):
-    """What was wrong, and what is allowed."""
+    """The error of a refused request. Its message names the problem and the allowed values."""
 
     error: dict[str, Any]
 
 
 _AS_ERROR = {"content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    # For every `model` of every route FastAPI makes a validator, so only one of them is given as such.
+    # FastAPI makes a validator for every `model` of every route, so only one status has one.
     status: {"description": text} | ({"model": Error} if status == 400 else _AS_ERROR)
     for status, text in {
         400: "Malformed, or too long for the context",

@@ -1,4 +1,4 @@
-"""The settings of the edge and its API keys: resolved once, before the server listens."""
+"""Settings of the edge, and its API keys. Both are resolved once, before the server listens."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ TENANT_PATTERN = r"[A-Za-z0-9_-]{1,32}"
 BODY_BYTES_A_SECOND = 1024
 """The lowest rate at which a body may arrive, after `ServeSettings.body_seconds`."""
 DAY = 86_400.0
-"""In seconds. Idle sessions cost little, since their memory is reclaimed first; most breaks in a conversation are
-shorter."""
+"""The default TTL in seconds, longer than most breaks in a conversation. Idle sessions cost little, since their memory
+is reclaimed first."""
 
 
 class KeySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An entry of a key file: the `key`, or its `sha256` in hex, so that the file holds no secret. `weight`: its
-    tenant's share of rows and prefill tokens relative to others; 1 if no entry of the tenant has one."""
+    """An entry of a key file: the `key`, or its `sha256` in hex, so that the file holds no secret. `weight`: the
+    tenant's share of rows and prefill tokens relative to others; 1 if no entry of the tenant sets it."""
 
     tenant: str
     key: str | None = None
@@ -50,12 +50,12 @@ class Tenant:
 
 
 EVERYONE = Tenant("default", admin=True)
-"""Without keys."""
+"""The tenant of all requests to a server without keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The tenants by key. Without keys, everyone is the same tenant, with admin rights. `weights`: as in
+    """Tenants by key. Without keys, all callers are the same tenant, with admin rights. `weights`: see
     `EngineConfig.tenant_weights`."""
 
     by_digest: dict[bytes, Tenant] = field(default_factory=dict)
@@ -65,8 +65,8 @@ class Keys:
         return bool(self.by_digest)
 
     def tenant(self, key: str | None) -> Tenant | None:
-        """The tenant with this key, or `None`. Keys are looked up by their digests, so that timing reveals nothing
-        about them."""
+        """Returns the tenant with this key, or `None`. Keys are looked up by their digests, so that timing reveals
+        nothing about them."""
         if not self.by_digest:
             return EVERYONE
         return self.by_digest.get(sha256(key.encode()).digest()) if key is not None else None
@@ -84,7 +84,7 @@ class Keys:
 
 
 def _digest(entry: KeySettings) -> bytes:
-    """The digest of an entry's key. Error messages show no part of the key."""
+    """Returns the digest of an entry's key. Raises `ConfigError`, whose message shows no part of the key."""
     if (entry.key is None) == (entry.sha256 is None):
         raise ConfigError(f"the key of tenant {entry.tenant!r} needs either key or sha256")
     if entry.sha256 is not None:
@@ -118,7 +118,7 @@ def _tenant_name(name: str) -> str:
 
 
 def read_keys(path: Path | None, api_key: str | None, admin_key: str | None) -> Keys:
-    """Keys from a TOML file of `[[keys]]` tables, and the two given directly. Raises `ConfigError`."""
+    """Reads keys from a TOML file of `[[keys]]` tables, and adds the two given directly. Raises `ConfigError`."""
     entries: list[KeySettings] = []
     if path is not None:
         try:
@@ -141,7 +141,7 @@ _ARRIVAL = Bounds(0.1, 3600.0)
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """How the server listens, and what clients may ask of it."""
+    """The server's address, keys and limits."""
 
     host: str = option("127.0.0.1", "Anything but this machine needs an API key.")
     port: int = option(8000, "0 picks a free one.", Bounds(0, 65535))
@@ -192,8 +192,8 @@ class ServeSettings:
             )
 
     def ttl(self, asked: float | None, *, named: bool) -> float | None:
-        """The TTL of a session whose request asks for `asked`. A session without a name of the client's choice cannot
-        be found again once the client is gone, so it always has a TTL."""
+        """Returns the TTL of a session whose request asks for `asked`. A session that its client did not name cannot be
+        found again once the client is gone, so it always has a TTL."""
         if asked is not None:
             return asked
         return self.session_ttl if self.session_ttl is not None or named else DAY
@@ -207,10 +207,10 @@ def _is_loopback(host: str) -> bool:
 
 
 def new_session_id() -> str:
-    """A session id that cannot be guessed."""
+    """Returns a session id that cannot be guessed."""
     return f"session-{secrets.token_hex(12)}"
 
 
 def hidden_session_id() -> str:
-    """The id of a session that the edge opens for itself; no request can name it."""
+    """Returns an id for a session that the edge opens for itself. No request can name it."""
     return f"~{secrets.token_hex(12)}"

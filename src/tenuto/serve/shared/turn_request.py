@@ -1,4 +1,4 @@
-"""Requests that start turns. The engine's options are their fields, under the names that each API gives them."""
+"""Requests that start turns. Their fields include the engine's options, under the names of each API."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ R = TypeVar("R", bound="TurnRequest")
 
 
 class ContextLengthExceeded(ContextExceeded):
-    """`ContextExceeded`, with the code that OpenAI's clients know."""
+    """`ContextExceeded` with the code that OpenAI's clients expect."""
 
     code = "context_length_exceeded"
 
@@ -33,10 +33,10 @@ class ContextLengthExceeded(ContextExceeded):
 class TurnRequest(Object):
     """A request that starts turns.
 
-    `apis`: those whose names the fields have, the nearest first. `setting`: by option, the fields that set it, the one
-    that takes precedence first; `with_options` fills it. `temperature_by_default`: of the API. `input_field`: the field
-    with the input. `too_long`: how the API's clients recognize an input that is too long for the model's context, of
-    `{limit}` tokens; empty if they do not.
+    `apis`: the APIs whose names the fields have, in order of preference. `setting`: the fields that set each option, in
+    order of precedence; filled by `with_options`. `temperature_by_default`: the API's default. `input_field`: name of
+    the field with the input. `too_long`: text by which the API's clients recognize an input that exceeds the model's
+    context of `{limit}` tokens; empty if they do not.
     """
 
     apis: ClassVar[tuple[str, ...]] = ()
@@ -51,18 +51,17 @@ class TurnRequest(Object):
         return None
 
     def grammar_field(self) -> GrammarField | None:
-        """The grammar that the answer's text must follow, and the field that asks for it, if one does. Raises
-        `InvalidRequest`."""
+        """Returns the grammar for the answer's text and the field that asks for it, if any. Raises `InvalidRequest`."""
         return None
 
     def given(self) -> dict[str, Any]:
-        """The options that the request sets, under the engine's names."""
+        """Returns the options that the request sets, under the engine's names."""
         chosen = {option: getattr(self, self._field_of(names)) for option, names in self.setting.items()}
         return {option: value for option, value in chosen.items() if value is not None}
 
     def options(self) -> TurnOptions:
-        """The given options and the API's defaults, under the engine's names. A turn that samples has a seed. Raises
-        `InvalidRequest`."""
+        """Returns the given options and the API's defaults, under the engine's names, with a seed if the turn samples.
+        Raises `InvalidRequest`."""
         options = {"temperature": self.temperature_by_default, **self.given()}
         if options["temperature"]:
             options.setdefault("seed", secrets.randbelow(MAX_SEED + 1))
@@ -71,7 +70,7 @@ class TurnRequest(Object):
         return cast("TurnOptions", options)
 
     def params(self, habits: ModelHabits) -> TurnParams:
-        """The options of the turn, for a model with these `habits`. Raises `InvalidRequest`."""
+        """Returns the options of the turn, for a model with these `habits`. Raises `InvalidRequest`."""
         options, use = self.options(), self.tool_use
         if use is None:
             return turn_params(options)
@@ -79,14 +78,15 @@ class TurnRequest(Object):
         return turn_params(options, use.marks(habits))
 
     def start(self, tenant: Tenant, given: TurnInput, habits: ModelHabits, **more: Any) -> StartTurn:
-        """The turn with the input `given`. `more`: other fields of `StartTurn`. Raises `InvalidRequest`."""
+        """Returns the message that starts the turn with the input `given`. `more`: other fields of `StartTurn`. Raises
+        `InvalidRequest`."""
         params, use = self.params(habits), self.tool_use
         tools = use.told if use is not None else NO_TOOLS
         start = {"kind": "turn", "tenant": tenant.name, "limits": tenant.limits, **more}
         return StartTurn(input=given, params=params, tools=tools, **start)
 
     def field(self, option: str | None) -> str | None:
-        """The field of the request that sets what the engine calls `option`, as the client has spelled it."""
+        """Returns the name, as spelled by the client, of the field that sets the engine's `option`."""
         if option == "input":
             return self.input_field
         if option == "grammar":
@@ -96,12 +96,13 @@ class TurnRequest(Object):
         return self._field_of(names) if names is not None else option
 
     def _field_of(self, names: tuple[str, ...]) -> str:
-        """The first of these fields that is given, or else the last."""
+        """Returns the first of these fields that is given, or else the last one."""
         return next((name for name in names if getattr(self, name) is not None), names[-1])
 
     @contextmanager
     def naming(self, limit: int) -> Iterator[None]:
-        """Errors that are raised inside the block name fields as the client has. `limit`: of the context, in tokens."""
+        """Makes errors raised inside the block name fields as the client does. `limit`: length of the context in
+        tokens."""
         try:
             yield
         except ContextExceeded as error:
@@ -116,9 +117,9 @@ class TurnRequest(Object):
 
 
 def with_options(*names: str, **described: str) -> Callable[[type[R]], type[R]]:
-    """A class decorator that adds options of the engine as optional fields with their bounds and descriptions: these,
-    and all that have names of their own in the class's `apis`. `described`: options with a description of their own.
-    Fields that the class has itself stay as they are."""
+    """Returns a class decorator that adds engine options as optional fields with their bounds and descriptions. It adds
+    `names`, and all options with special names in the class's `apis`. `described`: options with other descriptions.
+    Fields that the class has already stay as they are."""
 
     def add(model: type[R]) -> type[R]:
         chosen = (*names, *described, *(option for option in OPTIONS if aliases_of(option, model.apis)))
@@ -139,11 +140,11 @@ def with_options(*names: str, **described: str) -> Callable[[type[R]], type[R]]:
 
 
 def options_but(*names: str) -> tuple[str, ...]:
-    """All options of the engine except these."""
+    """Returns all options of the engine except these."""
     return tuple(option for option in OPTIONS if option not in names)
 
 
 def aliases_of(option: str, apis: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the names that the first of these APIs with names of its own has for the option; empty without one."""
+    """Returns the option's names in the first of these APIs that has special names for it; empty if all use ours."""
     names: Mapping[str, tuple[str, ...]] = OPTIONS[option].metadata["names"]
     return next((names[api] for api in apis if api in names), ())

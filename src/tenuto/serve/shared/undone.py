@@ -1,5 +1,5 @@
-"""Wishes that this server leaves undone. The answer is as good without them, so the request is not refused; a header of
-the answer names them, and so does the log."""
+"""Wishes that this server leaves undone. The answer is as good without them, so the request is not refused. A header of
+the answer and the log name them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 HEADER = "x-tenuto-left-undone"
 MAX_NOTES = 32
-"""Things named in one answer."""
+"""Maximum number of wishes named in one answer."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.:-]")
 _notes: ContextVar[dict[str, None] | None] = ContextVar("left_undone", default=None)
 
@@ -34,7 +34,7 @@ def noting() -> Iterator[dict[str, None]]:
 
 
 def leave_undone(name: str) -> None:
-    """Note that the field `name` of the request being read asks for something that is not done."""
+    """Records that the field `name` of the request being read asks for something that is not done."""
     notes = _notes.get()
     if notes is not None and len(notes) < MAX_NOTES:
         notes[_UNSAFE.sub("_", name[:64])] = None
@@ -45,12 +45,12 @@ def _kept(tools: list[Any]) -> list[Any]:
 
 
 ToolList = Annotated[list[T], Field(fail_fast=True, max_length=MAX_TOOLS), AfterValidator(_kept)]
-"""Of tools annotated with `of_type`."""
+"""A list of tools annotated with `of_type`."""
 
 
 def of_type(kind: str) -> WrapValidator:
-    """Annotates a tool. Tools of another type than `kind` are left out, as the server cannot run them. A tool without a
-    type is of this `kind`."""
+    """Returns a validator for tools. Tools of other types than `kind` are left out, as the server cannot run them. A
+    tool without a type is of this `kind`."""
 
     def known(given: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         other = given.get("type") if isinstance(given, dict) else None
