@@ -1,1 +1,1 @@
-"""Sessions and turns: their states, their history, and who may do what when."""
+"""Sessions and turns: their states, their history, and the operations that each state allows."""

@@ -1,6 +1,6 @@
-"""How many changes of a journal were ever acknowledged, in a file beside it.
+"""The number of acknowledged changes of a journal, in a file beside it.
 
-SQLite takes the damaged end of its log for one that was never written, and drops it silently. So the number of durable
+SQLite treats a damaged end of its log as if it had never been written, and drops it silently. So the number of durable
 changes is also written here, after every flush: if the journal has fewer, acknowledged changes are lost.
 """
 
@@ -22,8 +22,8 @@ _SUM = struct.Struct("<I")
 
 
 class Acknowledged:
-    """The file of one journal. It is not flushed: after a loss of power its number may be too small, but never too
-    large."""
+    """The file with the number for one journal. It is not flushed: after a loss of power the number may be too small,
+    but never too large."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -31,8 +31,8 @@ class Acknowledged:
         self._failed = False
 
     def read(self, journal: bytes | None) -> int:
-        """The number of changes that were acknowledged of the journal with this id, or, if it is `None`, of any; 0 if
-        that is unknown."""
+        """Returns the number of acknowledged changes of the journal with this id, or of any journal if it is `None`; 0
+        if the number is unknown."""
         try:
             with open_regular(self._path) as file:
                 data = file.read(_FIELDS.size + _SUM.size)
@@ -47,7 +47,7 @@ class Acknowledged:
         return int(changes) if journal in (owner, None) else 0
 
     def write(self, journal: bytes, changes: int) -> None:
-        """Note the number. A failure is logged once and holds nothing back."""
+        """Writes the number. A failure is only logged, once."""
         fields = _FIELDS.pack(journal, changes)
         try:
             if self._file is None:
@@ -56,7 +56,7 @@ class Acknowledged:
             os.pwrite(self._file, fields + _SUM.pack(zlib.crc32(fields)), 0)
         except OSError as error:
             if not self._failed:
-                log.warning("%s cannot be written: %s; lost changes would not be noticed", self._path, error)
+                log.warning("%s cannot be written: %s; lost changes would not be detected", self._path, error)
             self._failed = True
 
     def close(self) -> None:

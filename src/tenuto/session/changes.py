@@ -1,4 +1,4 @@
-"""What happens to sessions and must last, as plain data."""
+"""Changes of sessions that the journal records, as plain data."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ ChangeKind = Literal["open", "fork", "restore", "adopt", "commit", "rewind", "cl
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of a session, complete in itself: whatever happens to the session later, it says what this one did.
+    """A change of a session, complete in itself: later changes of the session do not affect it.
 
-    Afterwards the history is its first `kept` tokens from before (of a fork: the parent's), then `tokens`; there are
-    `turns` records, of which `records` are the last, and what precedes them is as before (or as in the parent). `turn`:
-    the one that committed. `parent`: of a fork, which is opened first, as a restored session is. `result`: of a turn
-    with an idempotency key, to be kept under that, and `forgotten`: keys whose results no longer are. `used`: when this
-    happened, in seconds since the epoch."""
+    After the change, the history consists of its first `kept` tokens from before (for a fork: of the parent), then
+    `tokens`. There are `turns` records: those from before (or of the parent), except that the last ones are `records`.
+
+    `turn`: the committed turn. `parent`: the parent of a fork; the open of a fork, and of a restored session, is a
+    change of its own. `result`: the key and the kept result of a turn with an idempotency key. `forgotten`: keys whose
+    results are no longer kept. `used`: the time of the change, in seconds since the epoch.
+    """
 
     kind: ChangeKind
     session: Session
@@ -38,7 +40,7 @@ class Change:
 
     @property
     def length(self) -> int:
-        """Tokens in the history afterwards."""
+        """The number of tokens in the history after the change."""
         return self.kept + len(self.tokens)
 
     @classmethod
@@ -51,9 +53,8 @@ class Change:
         parent: Session | None = None,
         used: float = 0.0,
     ) -> Change:
-        """The change that `session` has just undergone. The result of a turn with an idempotency key is kept from now
-        on."""
-        if parent is not None and not parent.policy.lasting:  # it may be gone before anyone reads this
+        """Returns the change just made to `session`. Keeps the result of a turn with an idempotency key from now on."""
+        if parent is not None and not parent.policy.lasting:  # the parent may be closed before this is written
             kept, parent = 0, None
         records = tuple(session.records if kept == 0 else session.records[-1:])
         tokens = session.history[kept:]

@@ -1,6 +1,6 @@
 """The journal: committed sessions in one SQLite file, from which they are rebuilt after a restart.
 
-Histories consist of pieces, which never change and which forks share. A change writes what is new and nothing else.
+Histories consist of pieces, which never change and which forks share. A change writes only the new tokens and rows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tenuto.session.session import Session
 log = logging.getLogger("tenuto.journal")
 
 _LOCK_SECONDS = 5.0
-"""How long a file that another process still has open is waited for."""
+"""How long to wait for a file that another process still has open."""
 _MIGRATIONS = {
     1: """
 ALTER TABLE sessions ADD COLUMN used REAL;
@@ -50,40 +50,40 @@ CREATE TABLE results (
 );
 """
 }
-"""By format: the statements that turn a journal into one of the next. A journal of format 2 is written anew."""
+"""The statements that turn a journal of each format into the next format. A journal of format 2 is rewritten."""
 _PIECES = "SELECT position, piece, length, history.checksum, pieces.checksum FROM history JOIN pieces ON id = piece"
 _LOG_BYTES = 2**22
-"""SQLite's log does not stay larger than this."""
+"""The size to which SQLite cuts its log when it restarts it."""
 VACUUMED = 256
-"""Free pages that `tidy` gives back at once; fewer stay."""
+"""The number of free pages that one call of `tidy` gives back; fewer free pages stay."""
 
 
 class Journal:
     """An open journal. One process has it open at a time, and one thread uses it at a time.
 
-    What `write` has returned from survives the death of the process, and, as far as the disk keeps its promises, a loss
-    of power: every call ends with one flush to the disk.
+    Changes survive the death of the process once `write` has returned, and also a loss of power if the disk flushes
+    reliably: every call ends with one flush to the disk.
 
-    Invariant: every row has a checksum, and counts say how many rows there are (`journal_rows`). A session with a
-    damaged or missing row is never read; `mend` sets it aside and names it. If the journal has fewer changes than were
-    acknowledged (`Acknowledged`), `mend` says how many. A sound journal is only read when it is opened: nothing is
-    written before the first change, however full the disk is.
+    Invariant: every row has a checksum, and the rows of each session are counted (`journal_rows`). A session with a
+    damaged or missing row is never read; `mend` sets it aside and reports it. If the journal has fewer changes than
+    were acknowledged (`Acknowledged`), `mend` reports the difference. Opening a sound journal only reads it, so it
+    works on a full disk too; nothing is written before the first change.
     """
 
     def __init__(self, path: Path, fingerprint: str) -> None:
-        """`fingerprint`: of what tokens mean to the model. Raises `ConfigError` if the file cannot be used, is in use,
-        is damaged as a whole, of a later format, or of a model whose tokens mean something else."""
+        """`fingerprint`: identifies the meaning of the model's tokens. Raises `ConfigError` if the file cannot be used,
+        is in use, is unreadable, has a later format, or belongs to a model whose tokens mean something else."""
         self.path = path
         self._fingerprint = fingerprint
         self._acknowledged = Acknowledged(Path(f"{path}-acknowledged"))
         self._id = os.urandom(ID_BYTES)
         self._changes = self._sessions = self._lost = 0
-        self._owned = True  # as far as its first row can be read
-        self._damage: Damage | None = None  # found by a migration
+        self._owned = True  # whether the row of `journal` shows that it is this model's
+        self._damage: Damage | None = None  # the damage found by a migration
         self._found: Path | None = None  # a copy with changes that SQLite would have dropped
         self._vacuumed = False
         try:
-            with suppress(OSError):  # SQLite says what is wrong; its other files get the mode of this one
+            with suppress(OSError):  # SQLite reports the error; its other files get the mode of this one
                 create_private(path)
             self._db = self._source = connected(path, _LOCK_SECONDS)
         except sqlite3.Error as error:
@@ -118,7 +118,7 @@ class Journal:
                 self._require_own(self._db.execute("SELECT fingerprint FROM model").fetchone()[0])
                 for older in range(found, FORMAT - 1):
                     execute(self._db, _MIGRATIONS[older])
-        if fresh:  # so that a journal whose log is lost is not taken for a new one
+        if fresh:  # written to the file itself, so that a journal that loses its log does not look new
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             if (gone := self._acknowledged.read(None)) > 0:
                 log.warning("%s is new; the journal that was there before, with %d changes, is gone", self.path, gone)
@@ -133,11 +133,11 @@ class Journal:
     def _require_own(self, owner: object) -> None:
         if owner != self._fingerprint:
             raise ConfigError(
-                f"the journal {self.path} is of a model whose tokens mean something else; give this one another path"
+                f"the journal {self.path} is of a model whose tokens mean something else; use another path"
             )
 
     def _migrate(self) -> None:
-        """Write a journal of format 2 anew, with checksums."""
+        """Rewrites a journal of format 2 with checksums."""
         rows = SessionRows(self._db, self._fingerprint, FORMAT - 1)
         for _ in rows.read():
             pass
@@ -151,8 +151,8 @@ class Journal:
         self._use_log()
 
     def _read_header(self) -> None:
-        """Find out whose journal it is, and whether all acknowledged changes are there. If not, look for them in what
-        SQLite would drop of its log."""
+        """Checks that the journal is this model's and has all acknowledged changes. If some are missing, looks for them
+        in the part of the log that SQLite would drop."""
         header = SessionRows(self._db, self._fingerprint, FORMAT).header()
         self._owned = header is not None
         if header is None:
@@ -167,7 +167,7 @@ class Journal:
             source = connected(self._found, _LOCK_SECONDS)
             there = SessionRows(source, self._fingerprint, FORMAT).header()
             unreadable = there is None and not has_schema(source)
-            if not unreadable and (there is None or there[2] > self._changes):  # or this row is what is damaged
+            if not unreadable and (there is None or there[2] > self._changes):  # None: only this row is damaged
                 self._source = source
                 self._changes, self._sessions = there[2:] if there is not None else (acknowledged, 0)
             else:
@@ -201,14 +201,15 @@ class Journal:
     # -- reading
 
     def sessions(self) -> Iterator[SavedSession]:
-        """All sound sessions, in the order in which they were opened. `mend` deals with the others."""
+        """Yields all sound sessions, in the order in which they were opened. `mend` handles the others."""
         self._rows = SessionRows(self._source, self._fingerprint, FORMAT)
         yield from self._rows.read()
 
     def mend(self) -> Damage | None:
-        """Call this once all `sessions` have been read, and before anything is written. If anything is damaged or lost,
-        keeps the file under another name, goes on with a new one that has all sound sessions, and returns the losses.
-        Raises `ConfigError` if that is not possible, or if no row shows that the journal is this model's."""
+        """Sets damaged sessions aside; called once all `sessions` have been read, and before anything is written. If
+        anything is damaged or lost, keeps the file under another name, continues with a new one that has all sound
+        sessions, and returns the losses. Raises `ConfigError` if that is impossible, or if no row shows that the
+        journal is this model's."""
         rows = self._rows
         missing = max(0, self._sessions - len(rows.sound) - len(rows.damaged))
         moved = self._source is not self._db
@@ -216,7 +217,7 @@ class Journal:
         if sound and self._is_intact():
             return self._damage
         if not self._owned and rows.damaged and not rows.sound:
-            raise ConfigError(f"the journal {self.path} is damaged, or of another model: no session in it is whole")
+            raise ConfigError(f"the journal {self.path} is damaged, or of another model: it has no undamaged session")
         try:
             new = written_anew(self.path, self._source, rows, self._fingerprint, os.urandom(ID_BYTES))
             keep = copied_aside if self._lost or moved else set_aside
@@ -226,7 +227,7 @@ class Journal:
         except (sqlite3.Error, OSError) as error:
             names = ", ".join(f"{each.name!r}" for each in rows.damaged) or "its structure"
             raise ConfigError(
-                f"the journal {self.path} is damaged ({names}), and cannot be written anew without that: {error}"
+                f"the journal {self.path} is damaged ({names}), and cannot be rewritten without the damage: {error}"
             ) from error
         self._lost = 0
         self._read_header()
@@ -234,7 +235,7 @@ class Journal:
         return damage
 
     def _is_intact(self) -> bool:
-        """Whether SQLite finds its own structures in order: what it takes for free space will be overwritten."""
+        """Whether SQLite finds its structures intact. If they are not, it may overwrite rows as free space."""
         try:
             return bool(self._db.execute("PRAGMA integrity_check(1)").fetchone() == ("ok",))
         except sqlite3.Error:
@@ -243,7 +244,7 @@ class Journal:
     # -- writing
 
     def write(self, changes: Iterable[Change]) -> None:
-        """Write changes, in order, all or none. Only lasting sessions leave a trace. Raises `sqlite3.Error`."""
+        """Writes changes of lasting sessions, in order, all or none. Raises `sqlite3.Error`."""
         lasting = [change for change in changes if change.session.policy.lasting]
         if not lasting:
             return
@@ -257,15 +258,15 @@ class Journal:
         self._acknowledged.write(self._id, self._changes)
 
     def tidy(self) -> bool:
-        """Give some free space back to the file system. False if there is no more to do for now."""
+        """Gives some free space back to the file system. Returns False if there is no more to give back for now."""
         free, pages = self._count("freelist_count"), self._count("page_count")
         if free > max(VACUUMED, pages // 4):
             self._db.executescript(f"PRAGMA incremental_vacuum({VACUUMED})")
-            self._vacuumed = self._count("freelist_count") < free  # else another program has arranged the file
+            self._vacuumed = self._count("freelist_count") < free  # not if another program has rewritten the file
             return self._vacuumed
         if self._vacuumed:
             self._vacuumed = False
-            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # only now does the file become shorter
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # the file becomes shorter only now
         return False
 
     def _count(self, what: str) -> int:
@@ -296,12 +297,12 @@ class Journal:
 
     @staticmethod
     def _about(session: Session) -> tuple[str, str, bytes, str | None]:
-        """The columns of a session that never change."""
+        """Returns the columns of a session that never change."""
         return (*session.key, msgspec.json.encode(session.policy), session.system)
 
     def _seal(self, session: int, version: int, change: Change, length: int, turns: int, results: int) -> None:
-        """Write a session's row with its counts and its checksum. All of it comes from memory: in the file it may have
-        been damaged meanwhile."""
+        """Writes a session's row with its counts and its checksum. All values come from memory, since the row in the
+        file may have been damaged."""
         row = (*self._about(change.session), version, float(change.used), length, turns, results)
         self._db.execute(
             "UPDATE sessions SET tenant = ?, name = ?, policy = ?, system = ?, version = ?, used = ?, length = ?, "
@@ -310,7 +311,7 @@ class Journal:
         )
 
     def _keep_result(self, session: int, change: Change) -> int:
-        """How many results there are more than before."""
+        """Adds and removes the change's kept results. Returns by how many their number has grown."""
         more = 0
         for key in change.forgotten:
             more -= self._db.execute("DELETE FROM results WHERE session = ? AND key = ?", (session, key)).rowcount
@@ -326,13 +327,13 @@ class Journal:
         self._db.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", row)
 
     def _number(self, key: SessionKey) -> tuple[int, int]:
-        """A session's number, and how many results it has."""
+        """Returns a session's number, and the number of its results."""
         query = "SELECT id, results FROM sessions WHERE tenant = ? AND name = ?"
         number, results = self._db.execute(query, key).fetchone()
         return int(number), int(results)
 
     def _cut(self, session: int, length: int) -> None:
-        """The history is its first `length` tokens; pieces that nobody uses any more go."""
+        """Cuts the history to its first `length` tokens, and deletes pieces that no session uses any more."""
         beyond = "FROM history WHERE session = ? AND position >= ?"
         gone = self._db.execute(f"SELECT piece {beyond}", (session, length)).fetchall()
         self._db.execute(f"DELETE {beyond}", (session, length))
@@ -343,7 +344,7 @@ class Journal:
             )
 
     def _shorten(self, session: int, length: int) -> None:
-        """No tokens of the last piece are used beyond the first `length` of the history."""
+        """Shortens the use of the last piece so that the history has at most `length` tokens."""
         query = f"{_PIECES} WHERE session = ? ORDER BY position DESC LIMIT 1"
         for position, piece, count, own, content in self._db.execute(query, (session,)).fetchall():
             if position + count > length:
@@ -355,7 +356,7 @@ class Journal:
                 )
 
     def _share(self, change: Change, parent: Session, number: int) -> None:
-        """A fork begins with its parent's pieces and records. Copies of damaged rows are marked as damaged."""
+        """Gives a fork its parent's pieces and records. Copies of damaged rows are marked as damaged."""
         shared, _ = self._number(parent.key)
         query = f"{_PIECES} WHERE session = ? AND position < ?"
         for position, piece, count, own, content in self._db.execute(query, (shared, change.kept)).fetchall():
@@ -377,7 +378,7 @@ class Journal:
             self._insert("history", (*row, checksum_of(*row, content)))
 
     def _replace_records(self, session: int, turns: int, records: Sequence[TurnRecord]) -> None:
-        """There are `turns` records, the last of which are `records`."""
+        """Replaces the last records, so that there are `turns` records and the last are `records`."""
         first = turns - len(records) + 1
         self._db.execute("DELETE FROM records WHERE session = ? AND number >= ?", (session, first))
         for number, record in enumerate(records, first):

@@ -1,8 +1,8 @@
-"""SQLite's write-ahead log, read past a damaged frame. Its format: https://www.sqlite.org/fileformat2.html#walformat
+"""Repair of SQLite's write-ahead log after a damaged frame. Format: https://www.sqlite.org/fileformat2.html#walformat
 
 The checksum of a frame continues that of the frame before, so one flipped bit makes SQLite drop everything after it.
-Here checksums are computed anew over the frames as they are. A page with the flipped bit remains damaged, which the
-checksums of rows reveal; a flipped bit in a frame's header is corrected; everything else is back.
+This module computes new checksums over the frames as they are, which recovers all frames. A flipped bit in a frame's
+header is corrected. A page with a flipped bit remains damaged, which the checksums of rows reveal.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import numpy.typing as npt
 
 _HEADER, _FRAME = 32, 24
 _MAGIC = 0x377F0682
-"""Checksums are over little-endian words; one more: big-endian."""
+"""The magic number of logs whose checksums are over little-endian words; it is one higher for big-endian words."""
 _VERSION = 3007000
 _FIRST = (1).to_bytes(4, "big")
 _Words = npt.NDArray[np.uint32]
 
 
 _CHANGING = slice(28, 40)
-"""Of the first page: the size of the database, and its free pages. The rest of the page is the schema, which a journal
-has from its beginning and never changes."""
+"""The bytes of the first page with the size of the database and its free pages. The rest of the page is the schema,
+which never changes in a journal."""
 
 
 def mended_log(data: bytes, first_page: bytes) -> bytes | None:
-    """The log with correct checksums, up to the last commit in it; `None` without any commit. `first_page`: that of the
-    database, which replaces the log's, since nothing can be read with a damaged schema."""
+    """Returns the log with correct checksums, up to its last commit; `None` if it has no commit. `first_page`: the
+    first page of the database, which replaces that in the log, since nothing can be read with a damaged schema."""
     page_size = len(first_page)
     step = _FRAME + page_size
     count = max(0, (len(data) - _HEADER) // step)
@@ -57,14 +57,14 @@ def mended_log(data: bytes, first_page: bytes) -> bytes | None:
 
 
 def _is_of(salt: bytes, log: bytes) -> bool:
-    """Whether a frame's salt is the log's, though one half of it may be damaged. Frames left from before the log was
-    begun anew differ in both halves."""
+    """Whether a frame has the salt of the log, although one half of it may be damaged. Frames left from before the log
+    was restarted differ in both halves."""
     return salt[:4] == log[:4] or salt[4:] == log[4:]
 
 
 def _corrected(target: bytes, page: bytes, before: bytes, noted: bytes, *, big: bool) -> bytes:
-    """A frame's page number and database size, with the flipped bit that its checksum reveals corrected, if there is
-    one. `before`, `noted`: the checksums in the log for the frame before and for this one."""
+    """Returns a frame's page number and database size, and corrects one flipped bit in them if the checksum reveals
+    it. `before`, `noted`: the checksums in the log for the frame before and for this one."""
     sums = int.from_bytes(before[:4], "big"), int.from_bytes(before[4:], "big")
     if _stored(_checksum(target + page, sums, big=big)) == noted:
         return target
@@ -77,8 +77,8 @@ def _stored(sums: tuple[int, int]) -> bytes:
 
 
 def _checksum(data: bytes, before: tuple[int, int], *, big: bool) -> tuple[int, int]:
-    """SQLite's checksum: for each pair (a, b) of words, first += a + second, then second += b + first, modulo 2**32.
-    That is linear, so the pairs are summed up at once, each with its coefficients."""
+    """Returns SQLite's checksum: for each pair (a, b) of words, first += a + second, then second += b + first, modulo
+    2**32. This is linear, so all pairs are summed at once, each with its coefficients."""
     words = np.frombuffer(data, ">u4" if big else "<u4").astype(np.uint32)
     a, b = words[::2], words[1::2]
     later = _powers(len(a))
@@ -96,7 +96,7 @@ def _sum(words: _Words) -> int:
 
 @cache
 def _power(n: int) -> tuple[int, int, int, int]:
-    """[[1, 1], [1, 2]] to the power `n`, modulo 2**32."""
+    """Returns [[1, 1], [1, 2]] to the power `n`, modulo 2**32."""
     p, q, r, u = 1, 0, 0, 1
     for _ in range(n):
         p, q, r, u = (p + q) % 2**32, (p + 2 * q) % 2**32, (r + u) % 2**32, (r + 2 * u) % 2**32
@@ -105,7 +105,7 @@ def _power(n: int) -> tuple[int, int, int, int]:
 
 @cache
 def _powers(n: int) -> npt.NDArray[np.uint32]:
-    """For each of `n` pairs, in order, that power for the pairs after it: [2, 2, n]."""
+    """Returns, for each of `n` pairs in order, the power (see `_power`) for the number of pairs after it: [2, 2, n]."""
     found = np.empty((2, 2, n), np.uint32)
     p, q, r, u = 1, 0, 0, 1
     for i in range(n - 1, -1, -1):

@@ -1,4 +1,4 @@
-"""Writes a journal anew, without its damage or in a later format. If anything was lost, the old file is kept under
+"""Rewriting of a journal, without its damage or in a later format. If anything was lost, the old file is kept under
 another name."""
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tenuto.session.journal_rows import (
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """The losses of a journal: `sessions` were set aside, `missing` more cannot even be named, and `changes` that were
-    acknowledged are gone. The old journal is kept in the file `aside`."""
+    """The losses of a journal: `sessions` were set aside, `missing` more could not be identified, and `changes`
+    acknowledged changes are lost. The old journal is kept in the file `aside`."""
 
     sessions: Sequence[DamagedSession]
     missing: int
@@ -37,14 +37,14 @@ class Damage:
 
 
 def connected(path: Path, lock_seconds: float) -> sqlite3.Connection:
-    """A connection that keeps all others out, from its first query on."""
+    """Returns a connection that locks out all others from its first query on."""
     db = sqlite3.connect(path, lock_seconds, isolation_level=None, check_same_thread=False)
-    db.execute("PRAGMA locking_mode = EXCLUSIVE")  # before anything is read: SQLite then needs no file for its index
+    db.execute("PRAGMA locking_mode = EXCLUSIVE")  # set before any read, so that SQLite needs no file for its index
     return db
 
 
 def has_schema(db: sqlite3.Connection) -> bool:
-    """Whether rows can be read at all."""
+    """Whether the schema, and so any row, can be read."""
     try:
         return db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is not None
     except sqlite3.Error:
@@ -52,28 +52,28 @@ def has_schema(db: sqlite3.Connection) -> bool:
 
 
 def execute(db: sqlite3.Connection, statements: str) -> None:
-    """Carry out statements within the transaction under way."""
+    """Executes `statements`, separated by semicolons, in the current transaction."""
     for statement in filter(str.strip, statements.split(";")):
         db.execute(statement)
 
 
 def write_header(db: sqlite3.Connection, fingerprint: str, journal: bytes, changes: int, sessions: int) -> None:
-    """See `journal_rows.SCHEMA`."""
+    """Writes the row of the table `journal`; see `journal_rows.SCHEMA`."""
     row = fingerprint, journal, changes, sessions
     db.execute("DELETE FROM journal")
     db.execute("INSERT INTO journal VALUES (?, ?, ?, ?, ?)", (*row, checksum_of(*row)))
 
 
 def write_schema(db: sqlite3.Connection) -> None:
-    """Make tables in a fresh file, whose free space can be given back."""
+    """Creates the tables in a new file."""
     execute(db, SCHEMA)
     db.execute(f"PRAGMA user_version = {FORMAT}")
     db.execute(f"PRAGMA application_id = {APPLICATION}")
 
 
 def written_anew(path: Path, source: sqlite3.Connection, rows: SessionRows, fingerprint: str, journal: bytes) -> Path:
-    """A journal beside that at `path` with the sound sessions of `rows`, all of which have been read. Raises
-    `sqlite3.Error` or `OSError`, having left nothing."""
+    """Writes a new journal beside the one at `path`, with the sound sessions of `rows`, which have been read; returns
+    its path. If it raises `sqlite3.Error` or `OSError`, it leaves no file."""
     new = path.with_name(f"{path.name}.new")
     _remove(new)
     try:
@@ -97,7 +97,7 @@ def written_anew(path: Path, source: sqlite3.Connection, rows: SessionRows, fing
 
 
 def _copy(source: sqlite3.Connection, db: sqlite3.Connection, fingerprint: str, number: int, pieces: set[int]) -> None:
-    """One session, and those of its pieces that are not in `pieces` yet."""
+    """Copies one session, with those of its pieces that are not in `pieces` yet."""
     query = "SELECT tenant, name, policy, system, version, used FROM sessions NOT INDEXED WHERE id = ?"
     of_it = source.execute(query, (number,)).fetchone()
     history = source.execute(
@@ -124,7 +124,7 @@ def _copy(source: sqlite3.Connection, db: sqlite3.Connection, fingerprint: str, 
 
 
 def _insert(db: sqlite3.Connection, table: str, rows: Iterable[tuple[Value, ...]]) -> int:
-    """Rows with their checksums; how many they are."""
+    """Inserts rows with their checksums. Returns their number."""
     count = 0
     for row in rows:
         values = (*row, checksum_of(*row))
@@ -134,9 +134,9 @@ def _insert(db: sqlite3.Connection, table: str, rows: Iterable[tuple[Value, ...]
 
 
 def take_place(path: Path, db: sqlite3.Connection, new: Path, lock_seconds: float) -> sqlite3.Connection:
-    """Put the file `new` in place of the one at `path`, which `db` has open, and connect to it. One of the two is
-    there, whole, whenever the process is killed."""
-    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # a log must not be taken for that of the new file
+    """Replaces the file at `path`, which `db` has open, by the file `new`, and connects to it. If the process is
+    killed, one of the two files is there, and complete."""
+    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # so that the old log is not applied to the new file
     new.replace(path)
     _flush(path.parent)
     db.close()
@@ -144,7 +144,7 @@ def take_place(path: Path, db: sqlite3.Connection, new: Path, lock_seconds: floa
 
 
 def set_aside(path: Path, db: sqlite3.Connection) -> Path:
-    """Keep the file under another name, besides its own."""
+    """Gives the file a second name, and returns it."""
     db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     aside = _free_name(path)
     try:
@@ -155,14 +155,15 @@ def set_aside(path: Path, db: sqlite3.Connection) -> Path:
 
 
 def copied_aside(path: Path, db: sqlite3.Connection) -> Path:
-    """Copy the file to another name, with SQLite's log as it is, of which SQLite itself takes only the beginning."""
+    """Copies the file to another name, with the whole log, of which SQLite itself would copy only the beginning."""
     aside = _free_name(path)
     _copy_with_log(db, aside, _read_log(path))
     return aside
 
 
 def searched_log(path: Path, db: sqlite3.Connection) -> Path | None:
-    """A copy of the journal with all commits of its log, also those after damage; `None` if the log is empty."""
+    """Makes a copy of the journal with all commits of its log, also those after damage. Returns `None` if the log has
+    no commits."""
     size = int(db.execute("PRAGMA page_size").fetchone()[0])
     found = path.with_name(f"{path.name}.found")
     remove_copy(found)
@@ -183,7 +184,8 @@ def _read_log(path: Path) -> bytes:
 
 
 def _copy_with_log(db: sqlite3.Connection, target: Path, log: bytes) -> None:
-    """By SQLite: to open and close the file here would end the lock that `db` has on it."""
+    """Copies the database to `target`, with `log` as its log. SQLite makes the copy: if this process opened and closed
+    the file itself, `db` would lose its lock."""
     create_private(target)
     with closing(sqlite3.connect(target)) as copy:
         db.backup(copy)
@@ -193,7 +195,7 @@ def _copy_with_log(db: sqlite3.Connection, target: Path, log: bytes) -> None:
 
 
 def remove_copy(path: Path) -> None:
-    """Remove a journal and its log."""
+    """Removes a journal and its log."""
     _remove(Path(f"{path}-wal"))
     _remove(path)
 

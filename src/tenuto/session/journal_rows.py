@@ -18,9 +18,9 @@ from tenuto.text.chat import Conversation
 
 FORMAT = 3
 APPLICATION = 0x54454E55
-"""In the file's header, so that no other program's file is taken for a journal: TENU."""
+"""The application id in the file's header (TENU), which distinguishes a journal from files of other programs."""
 UNSOUND = -1
-"""The checksum of a row that was made from a damaged one."""
+"""The checksum of a row that was made from a damaged row."""
 
 SCHEMA = """
 CREATE TABLE journal (
@@ -48,13 +48,14 @@ CREATE TABLE results (
     checksum INTEGER NOT NULL, UNIQUE (session, key)
 );
 """
-# `history`: tokens [position, position + length) of a session are the first `length` of the piece. `tokens`: int32,
-# little-endian. `policy` and `conversation`: JSON. `records`: numbered from 1. `used`: when a change was last written,
-# seconds since the epoch. `results`: MessagePack, see `KeptTurns`; numbered in the order of their commits.
+# `history`: tokens [position, position + length) of a session are the first `length` tokens of the piece. `tokens`:
+# int32, little-endian. `policy` and `conversation`: JSON. `records`: numbered from 1. `used`: the time of the last
+# written change, in seconds since the epoch. `results`: MessagePack, see `KeptTurns`; numbered in the order of commits.
 #
-# `checksum`: see `checksum_of`; of a piece its tokens, of all others the row. A row of `history` includes the checksum
-# of its piece, and a session the model's fingerprint. A session counts its tokens, turns and results, and `journal`
-# counts sessions, so that a missing row is noticed, too. `changes`: how many were ever written; see `Acknowledged`.
+# `checksum`: see `checksum_of`; it covers the tokens of a piece, and the whole row in other tables. In `history` it
+# also covers the checksum of the piece, and in `sessions` the model's fingerprint. A session counts its tokens, turns
+# and results, and `journal` counts sessions, so that missing rows are detected too. `changes`: the number of changes
+# ever written; see `Acknowledged`.
 
 SESSION = "id, tenant, name, policy, system, version, used, length, turns, results"
 RECORD = "session, number, start, input_end, end, conversation, cut"
@@ -65,7 +66,7 @@ Value = int | float | str | bytes | None
 
 @dataclass(frozen=True, slots=True)
 class DamagedSession:
-    """A session with a damaged or missing row. `name`: its id, if that can still be read."""
+    """A session with a damaged or missing row. `name`: its id if it can still be read, otherwise its number."""
 
     tenant: str
     name: str
@@ -73,11 +74,11 @@ class DamagedSession:
 
 
 class Unsound(Exception):
-    """A row is damaged or missing."""
+    """Raised if a row is damaged or missing."""
 
 
 def checksum_of(*values: Value) -> int:
-    """CRC-32 of values and their types."""
+    """Returns the CRC-32 of values and their types."""
     return zlib.crc32(msgspec.msgpack.encode(values))
 
 
@@ -98,10 +99,10 @@ class SessionRows:
         self._fingerprint = fingerprint
         self._checked = format_ >= 3  # the first with checksums
         self.damaged: list[DamagedSession] = []
-        self.sound: list[int] = []  # numbers of those that were read
+        self.sound: list[int] = []  # the numbers of sessions read without damage
 
     def read(self) -> Iterator[SavedSession]:
-        """All sound sessions, in the order in which they were opened. All others are `damaged` in the end."""
+        """Yields all sound sessions, in the order in which they were opened, and adds the others to `damaged`."""
         for number in sorted(self._numbers()):
             try:
                 saved = self._session(number)
@@ -112,7 +113,7 @@ class SessionRows:
                 yield saved
 
     def header(self) -> tuple[str, bytes, int, int] | None:
-        """Fingerprint, id, changes and sessions of the journal; `None` if that row is damaged or missing."""
+        """Returns fingerprint, id, changes and sessions of the journal; `None` if that row is damaged or missing."""
         try:
             *row, given = self._db.execute("SELECT * FROM journal").fetchone()
             check("journal", tuple(row), given)
@@ -122,7 +123,8 @@ class SessionRows:
         return fingerprint, journal, changes, sessions
 
     def _numbers(self) -> set[int]:
-        """The numbers of all sessions that any row mentions. A damaged page hides rows from one query, not from all."""
+        """Returns the numbers of all sessions that any row mentions. A damaged page hides rows from some queries, but
+        not from all."""
         found: set[int] = set()
         queries = [
             f"SELECT DISTINCT {column} FROM {table} ORDER BY {column} {order}"
@@ -142,7 +144,7 @@ class SessionRows:
         return found
 
     def _name(self, number: int) -> tuple[str, str]:
-        """Tenant and name of a damaged session, from its row and from the index of names, which may differ."""
+        """Returns tenant and name of a damaged session, from its row and from the index of names, which may differ."""
         tenants, names = dict[str, None](), dict[str, None]()
         for source in ("NOT INDEXED", "INDEXED BY sqlite_autoindex_sessions_1"):
             with suppress(sqlite3.Error, ValueError):
@@ -163,7 +165,7 @@ class SessionRows:
         tokens, records = self._tokens(number), tuple(self._records(number))
         results = tuple(self._results(number))
         if self._checked and counts != [len(tokens), len(records), len(results)]:
-            raise Unsound("a row of it is missing")
+            raise Unsound("one of its rows is missing")
         decoded = msgspec.json.decode(policy, type=Policy)
         return SavedSession(name, decoded, system, version, tuple(tokens), records, results, used)
 

@@ -1,4 +1,4 @@
-"""Room that is set aside for pinned sessions, whose memory never yields."""
+"""Memory that is reserved for pinned sessions, which never yield it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from tenuto.memory.rows import Longs
 
 
 class Pins:
-    """Units set aside of each group: for every pinned session, what it takes when it is as long as it may become.
+    """Units of each group that are reserved for pinned sessions: for each session, the units it needs at its greatest
+    allowed length.
 
-    Invariant: beside them the longest turn fits that any session may have. So nobody ever waits for a pinned session to
+    Invariant: the longest possible turn fits beside the reserved units. So no turn ever waits for a pinned session to
     yield.
     """
 
@@ -24,7 +25,7 @@ class Pins:
         self._taken = np.zeros(len(memory.pools), np.int64)
 
     def of(self, limit: int) -> Longs:
-        """Units of each group for a session of up to `limit` tokens, int64 [groups]."""
+        """Returns the units of each group for a session of up to `limit` tokens, int64 [groups]."""
         spec = self._memory.spec
         return np.array([session_units(group, spec.page_size, limit) for group in spec.groups], np.int64)
 
@@ -35,13 +36,13 @@ class Pins:
             if units > most:
                 raise Overloaded(
                     f"pinned sessions would take {units} units of {pool.name}; allowed: {max(0, most)}, so that any"
-                    " turn fits beside them; close one, or give fewer max_tokens"
+                    " turn fits beside them; close a pinned session, or use a smaller max_tokens"
                 )
 
     def add(self, limit: int) -> None:
-        """A pinned session of up to `limit` tokens is open now."""
+        """Reserves the units of a pinned session of up to `limit` tokens, which has been opened."""
         self._taken += self.of(limit)
 
     def remove(self, limit: int) -> None:
-        """It is closed."""
+        """Frees the units of a pinned session of up to `limit` tokens, which has been closed."""
         self._taken -= self.of(limit)

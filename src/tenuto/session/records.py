@@ -1,4 +1,4 @@
-"""What a session is made of: its turns' records, as plain data."""
+"""The records of committed turns, and saved sessions, as plain data."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tenuto.text.chat import Conversation
 
 @dataclass(frozen=True, slots=True)
 class TurnRecord:
-    """A committed turn in the history: input is tokens [start, input_end), output [input_end, end). `conversation`:
-    what the messages up to its end come to; `None` if it is made of tokens that are no messages. `cut`: the history was
-    cut inside its input."""
+    """A committed turn in the history: input is tokens [start, input_end), output [input_end, end). `conversation`: the
+    conversation up to its end; `None` if the turn was given as tokens and not as messages. `cut`: whether the history
+    was cut inside its input."""
 
     start: int
     input_end: int
@@ -28,9 +28,9 @@ class TurnRecord:
 
 @dataclass(frozen=True, slots=True)
 class SavedSession:
-    """All that a session is, except for its memory, which can be computed again. Plain data: a session is rebuilt from
-    it, in the same engine or in another, and goes on in the same way. `results`: see `KeptTurns`. `used`: when it was
-    last known to be used, in seconds since the epoch."""
+    """A session as plain data, without its memory, which can be computed again. A session rebuilt from this data, in
+    the same engine or in another, continues in the same way. `results`: see `KeptTurns`. `used`: the time of its last
+    recorded use, in seconds since the epoch."""
 
     session: str
     policy: Policy
@@ -51,7 +51,7 @@ class SavedSession:
             )
 
     def document(self) -> SessionDocument:
-        """As a file, apart from what makes that one of a model."""
+        """Returns the contents of a session file, without the fields about the model."""
         policy = self.policy
         return SessionDocument(
             id=self.session,
@@ -77,7 +77,7 @@ class SavedSession:
 
     @classmethod
     def of(cls, document: SessionDocument, session: str, policy: Policy) -> SavedSession:
-        """The session of a document, with this id and policy."""
+        """Returns the session of a document, with this id and policy."""
         tokens = chain.from_iterable(chain(turn.input, turn.output) for turn in document.turns)
         records, end = [], 0
         for turn in document.turns:
@@ -89,7 +89,7 @@ class SavedSession:
 
 
 def cut_records(records: list[TurnRecord], position: int) -> list[TurnRecord]:
-    """The records of the first `position` tokens."""
+    """Returns the records of the first `position` tokens."""
     kept = [r for r in records if r.start < position]
     if kept and kept[-1].end > position:
         last = kept.pop()

@@ -1,4 +1,4 @@
-"""What became of turns with idempotency keys, kept with their sessions for repeated requests."""
+"""Results of turns with idempotency keys, kept with their sessions for repeated requests."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from tenuto.base.turns import Delta, TurnResult
 from tenuto.base.views import KeptTurn, Ticket
 
 MAX_RESULTS = 32
-"""Kept of each session: those that were committed last."""
+"""The most results kept for each session, those committed last."""
 MAX_BYTES = 2**20
-"""Kept of each session. A turn of which there is more, as log-probabilities of a long input may be, is kept without its
-output."""
+"""The most bytes of results kept for each session. A larger turn, for example one with log-probabilities of a long
+input, is kept without its output."""
 
 
 class KeptTurns:
-    """The turns of one session that were started with idempotency keys and committed, by key, oldest first. They are
-    kept encoded, which takes least memory."""
+    """The committed turns of one session that have idempotency keys, by key, oldest first. They are kept encoded to
+    save memory."""
 
     def __init__(self, kept: Iterable[tuple[str, bytes]] = ()) -> None:
         self._turns = dict(kept)
@@ -28,7 +28,7 @@ class KeptTurns:
         return len(self._turns)
 
     def all(self) -> tuple[tuple[str, bytes], ...]:
-        """As the constructor takes them."""
+        """Returns all keys with their encoded turns, in the form of the constructor's argument."""
         return tuple(self._turns.items())
 
     def find(self, key: str) -> KeptTurn | None:
@@ -36,7 +36,7 @@ class KeptTurns:
         return msgspec.msgpack.decode(found, type=KeptTurn) if found is not None else None
 
     def add(self, key: str, turn: bytes) -> list[str]:
-        """Keep one more. Returns the keys of those that are not kept any longer."""
+        """Adds a turn. Returns the keys of the turns that are no longer kept."""
         gone = [key] if self._remove(key) else []
         self._turns[key] = turn
         self.size += len(turn)
@@ -53,7 +53,7 @@ class KeptTurns:
 
 
 class Once:
-    """An idempotency key on a turn: what is kept of it when it commits."""
+    """The idempotency key of a turn, which makes the encoded result that is kept when the turn commits."""
 
     __slots__ = ("_digest", "_ticket", "key", "name")
 
@@ -64,11 +64,11 @@ class Once:
         self._ticket: Ticket | None = None
 
     def accepted(self, ticket: Ticket) -> None:
-        """The turn was accepted, and this is what its client was told."""
+        """Records the ticket that the client got when the turn was accepted."""
         self._ticket = ticket
 
     def kept(self, output: Delta, result: TurnResult) -> bytes:
-        """The committed turn, encoded in at most `MAX_BYTES`."""
+        """Returns the committed turn, encoded in at most `MAX_BYTES`."""
         ticket = self._ticket
         assert ticket is not None
         whole = msgspec.structs.replace(output, result=result)

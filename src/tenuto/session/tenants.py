@@ -1,4 +1,4 @@
-"""One tenant's counters, and indexes of its sessions: by id, by the state of their turn, and by last use."""
+"""Counters of one tenant, and indexes of its sessions by id, by the state of their turn, and by last use."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from tenuto.base.views import StateFilter
 from tenuto.session.session import Session
 
 LastUse = tuple[float, str]
-"""Sorts idle sessions by when they were last used; no two of a tenant are equal."""
+"""Sort key of idle sessions: the time of the last use, and the session's id, which makes it unique."""
 
 
 class Tenant:
-    """Counts a tenant's open sessions, `pinned` ones of these, their committed tokens, the units that they keep on the
-    device, and their bytes in a journal; shared tokens and units count for each session that has them. Written by the
-    registry.
+    """Counts a tenant's open sessions, the `pinned` ones among them, their committed tokens, the units that they keep
+    on the device, and their bytes in a journal. Shared tokens and units count for each session that has them. Written
+    by the registry.
 
-    Invariant: `_ids` has the ids of the sessions that are listed, sorted, and `_by_turn` the same ids by whether the
+    Invariant: `_ids` has the sorted ids of the sessions that can be listed, and `_by_turn` the same ids, by whether the
     session has no open turn, a draft or a submitted turn. `_resting` has the sessions without an open turn that keep
-    units, except for pinned ones, and `resting_units` is the number of these.
+    units, except pinned ones, and `resting_units` is the number of their units.
     """
 
     def __init__(self) -> None:
@@ -31,15 +31,15 @@ class Tenant:
         self.resting_units = 0
         self._ids: list[str] = []
         self._by_turn: dict[str, list[str]] = {"idle": [], "drafting": [], "submitted": []}
-        self._turns: dict[str, str] = {}  # in which of these each id is
-        self._resting: list[tuple[float, str, Session]] = []  # by their places
-        self._places: dict[Session, tuple[LastUse, int]] = {}  # of those, with the units that each keeps
+        self._turns: dict[str, str] = {}  # the key of each id in `_by_turn`
+        self._resting: list[tuple[float, str, Session]] = []  # sorted by last use
+        self._places: dict[Session, tuple[LastUse, int]] = {}  # last use and kept units of each resting session
 
     # -- in the order of ids
 
     def listed(self, after: str, state: StateFilter | None) -> Iterator[str]:
-        """The ids after `after` of sessions that may be in `state`, in order: of all, or where that is said of a
-        session's turn, of those whose turns are alike. It must not be changed meanwhile."""
+        """Yields the ids after `after` of sessions that may be in `state`, in order: all ids, or only those of sessions
+        with the same kind of turn if `state` is about turns. Sessions must not change while this is read."""
         submitted = self._by_turn["submitted"]
         ids = self._ids if state is None or state == "open" else self._by_turn.get(state, submitted)
         return (ids[i] for i in range(bisect_right(ids, after), len(ids)))
@@ -47,18 +47,18 @@ class Tenant:
     # -- in the order of their last use
 
     def resting(self) -> Iterator[Session]:
-        """Sessions without an open turn that keep units on the device, and may leave it, those used longest ago first.
-        It must not be changed meanwhile."""
+        """Yields the sessions without an open turn whose units may leave the device, least recently used first.
+        Sessions must not change while this is read."""
         return (session for _, _, session in self._resting)
 
     def resting_units_of(self, session: Session | None) -> int:
-        """Units that the session keeps on the device, if it is one of these."""
+        """Returns the number of units that the session keeps on the device; 0 if it is not in `resting()`."""
         return self._places[session][1] if session in self._places else 0
 
     # -- changes
 
     def add(self, session: Session) -> None:
-        """It has just been opened."""
+        """Adds a session that has just been opened."""
         self.sessions += 1
         self.pinned += session.policy.pinned
         if not (session.policy.ephemeral or session.policy.hidden):
@@ -67,7 +67,7 @@ class Tenant:
             self._turns[session.id] = "idle"
 
     def remove(self, session: Session) -> None:
-        """It is closed."""
+        """Removes a closed session."""
         self.sessions -= 1
         self.pinned -= session.policy.pinned
         self.tokens -= session.counted
@@ -79,7 +79,7 @@ class Tenant:
             _discard(self._by_turn[self._turns.pop(session.id)], session.id)
 
     def place(self, session: Session) -> None:
-        """The session's open turn, the units that it keeps, or when it was last used may have changed."""
+        """Updates the indexes for a session whose open turn, kept units or last use may have changed."""
         turn = session.turn
         rests = turn is None and session.counted_units > 0 and not session.policy.pinned
         self._move(session, (session.last_turn_end, session.id) if rests else None)
@@ -91,11 +91,11 @@ class Tenant:
             self._turns[session.id] = kind
 
     def _move(self, session: Session, place: LastUse | None) -> None:
-        """Have it among those that rest at `place`, or nowhere."""
+        """Moves the session to `place` among the resting ones, or removes it from them (`None`)."""
         old, units = self._places.pop(session, (None, 0))
         self.resting_units -= units
         if old is not None and old != place:
-            del self._resting[bisect_left(self._resting, old)]  # its entry begins with it
+            del self._resting[bisect_left(self._resting, old)]  # entries begin with their place
         if place is not None:
             self._places[session] = place, session.counted_units
             self.resting_units += session.counted_units
@@ -104,5 +104,5 @@ class Tenant:
 
 
 def _discard(ids: list[str], session_id: str) -> None:
-    """Take an id out of a sorted list."""
+    """Removes an id from a sorted list."""
     del ids[bisect_left(ids, session_id)]
