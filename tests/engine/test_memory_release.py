@@ -10,8 +10,7 @@ import pytest
 from tenuto.base.errors import IllegalTransition, InvalidRequest, MemoryReleased
 from tenuto.base.plan import PARTS
 from tenuto.base.turns import EndReason, TurnState
-from tenuto.exec.witness import WitnessWeights
-from tenuto.exec.witness_hashes import advance, next_token
+from tenuto.exec.witness_hashes import WitnessWeights, advance, next_token
 from tests.engine.stage import VOCABULARY, Stage, continuation, count_from, every_mix, every_overlap
 
 

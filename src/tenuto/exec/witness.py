@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from tenuto.base.errors import InvariantError, StepFailed
 from tenuto.base.groups import GroupSpec, Kind, MemorySpec
@@ -27,28 +26,21 @@ from tenuto.base.plan import (
     PREVIOUS_SAMPLE,
     Bytes,
     CopyFailed,
-    InputScores,
     Ints,
-    Logprobs,
     MemoryPart,
     Plan,
-    RowSampling,
     StepResult,
-    TokenMasks,
     Weights,
-    Words,
 )
-from tenuto.base.sampling import LEAST_LOGPROB
 from tenuto.exec.witness_hashes import (
     START,
     Hashes,
     Longs,
+    WitnessWeights,
     advance_all,
     follows,
-    next_allowed,
-    next_unmasked,
-    seeded,
 )
+from tenuto.exec.witness_sampler import WitnessSampler
 
 NEVER = np.int64(-1)
 """Token or position of a slot that was never written."""
@@ -56,16 +48,6 @@ LOST = np.int64(-1)
 """Page number in page tables whose contents were lost in a failed step."""
 MAX_IN_FLIGHT = 2
 """Maximum number of steps submitted and not yet collected."""
-
-
-@dataclass(frozen=True, slots=True)
-class WitnessWeights:
-    """The witness's weights: `start`, the hash of the empty history."""
-
-    start: np.uint64
-
-    def close(self) -> None:
-        """Does nothing; there is nothing to release."""
 
 
 Stored = tuple[int, Longs, Hashes, Longs]
@@ -150,9 +132,7 @@ class WitnessExecutor:
         self._paged = [i for i, g in enumerate(self._spec.groups) if g.paged]
         self._states = [i for i, g in enumerate(self._spec.groups) if not g.paged]
         self._tables = [np.zeros((rows, 64), np.int64) for _ in self._paged]
-        self._last = np.zeros(rows, np.int64)  # each row's latest sample
-        self._seeds = np.zeros(rows, np.uint64)  # of each row's turn, times `MULTIPLIER`
-        self._asking: dict[int, RowSampling] = {}  # rows with masked ids or log-probabilities
+        self._sampler = WitnessSampler(self._vocab_size, rows)
 
     def _allocate(self, units: tuple[int, ...]) -> None:
         size = self._spec.page_size
@@ -255,9 +235,7 @@ class WitnessExecutor:
         lost = list(rows)
         for table in self._tables:
             table[lost] = LOST
-        self._seeds[lost] = ~self._seeds[lost]
-        for row in lost:
-            self._asking.pop(row, None)
+        self._sampler.lose(lost)
 
     def _begin_writing(self, plan: Plan, before: Plan) -> None:
         """Marks units that `plan` newly gives to a sequence as never written, while the step of the earlier plan
@@ -316,15 +294,11 @@ class WitnessExecutor:
     def _compute(self, plan: Plan) -> StepResult:
         self._update_tables(plan)
         self._copy_pages(plan)
-        for row, new in plan.sampling:
-            self._seeds[row] = 0 if new.sampling.greedy else seeded(0, new.sampling.seed)
-            self._asking.pop(row, None)
-            if new.masked or new.top is not None:
-                self._asking[row] = new
+        self._sampler.set_options(plan.sampling)
         starts, counts = plan.starts.astype(np.int64), plan.counts.astype(np.int64)
         rows, tokens = plan.rows.astype(np.int64), plan.tokens.astype(np.int64)
         by_reference = tokens == PREVIOUS_SAMPLE
-        tokens[by_reference] = self._last[np.repeat(rows, counts)[by_reference]]
+        tokens[by_reference] = self._sampler.last[np.repeat(rows, counts)[by_reference]]
         states = self._read(plan, rows, starts)
         hashes = np.zeros(len(tokens), np.uint64)
         offsets = np.cumsum(counts) - counts
@@ -333,8 +307,8 @@ class WitnessExecutor:
             states[live] = advance_all(states[live], tokens[offsets[live] + step])
             hashes[offsets[live] + step] = states[live]
         self._write(plan, rows, starts, counts, tokens, hashes, states)
-        scored = self._score(plan.scores, hashes) if plan.scores is not None else None
-        return StepResult(*self._sample(plan, rows, offsets + counts, hashes), scored)
+        scored = self._sampler.score(plan.scores, hashes) if plan.scores is not None else None
+        return StepResult(*self._sampler.sample(plan, rows, offsets + counts, hashes), scored)
 
     def _update_tables(self, plan: Plan) -> None:
         for i, change in enumerate(plan.tables):
@@ -474,57 +448,3 @@ class WitnessExecutor:
             self._note(group, moves.writes.astype(np.int64))
             stored_hashes, stored_positions = self._slots[group]
             stored_hashes[moves.writes], stored_positions[moves.writes] = states, starts + counts
-
-    def _sample(
-        self, plan: Plan, rows: Longs, stops: Longs, hashes: Hashes
-    ) -> tuple[npt.NDArray[np.int32], Logprobs | None]:
-        samples = plan.samples.astype(np.int64)
-        owner = np.repeat(np.arange(len(rows)), samples)
-        within = np.arange(int(samples.sum())) - np.repeat(np.cumsum(samples) - samples, samples)
-        sampled = hashes[stops[owner] - samples[owner] + within] ^ self._seeds[rows[owner]]
-        tokens = self._next_tokens(sampled)
-        if self._asking or plan.masks:
-            positions = (plan.starts + plan.counts - samples)[owner] + within + 1
-            self._mask(rows[owner], positions, sampled, tokens, plan.masks)
-        self._last[rows[owner]] = tokens  # a row's last sample wins
-        return np.asarray(tokens, np.int32), self._scored(rows[owner], tokens) if self._asking else None
-
-    def _next_tokens(self, states: Hashes) -> Longs:
-        mixed = (states >> np.uint64(17)) ^ (states >> np.uint64(41))
-        return (mixed % np.uint64(self._vocab_size)).astype(np.int64)
-
-    def _mask(self, rows: Longs, positions: Longs, states: Hashes, tokens: Longs, masks: Sequence[TokenMasks]) -> None:
-        """Replaces tokens that masks do not allow at their positions."""
-        allowed: dict[int, Words] = {}
-        for each in masks:
-            words = each.allowed.result()
-            if words is not None:
-                allowed.update(enumerate(words, each.place))
-        for i, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
-            asked = self._asking.get(row)
-            masked = asked.masked if asked is not None and position < asked.masked_before else ()
-            if i in allowed:
-                tokens[i] = next_allowed(int(states[i]), self._vocab_size, masked, allowed[i])
-            elif masked:
-                tokens[i] = next_unmasked(int(states[i]), self._vocab_size, masked)
-
-    def _scored(self, rows: Longs, tokens: Longs) -> Logprobs | None:
-        most = [(asked.top if (asked := self._asking.get(row)) is not None else None) for row in rows.tolist()]
-        places = np.array([i for i, n in enumerate(most) if n is not None], np.int32)
-        if not len(places):
-            return None
-        width = min(1, max(n for n in most if n is not None))
-        said = np.asarray(tokens[places], np.int32)
-        return _certain(places, said, said, width)
-
-    def _score(self, scores: InputScores, hashes: Hashes) -> Logprobs:
-        said = np.asarray(self._next_tokens(hashes[scores.offsets]), np.int32)
-        return _certain(np.arange(len(said), dtype=np.int32), scores.targets, said, min(1, scores.top))
-
-
-def _certain(
-    places: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32], said: npt.NDArray[np.int32], width: int
-) -> Logprobs:
-    """Returns the log-probabilities of `tokens` if the tokens `said` have probability 1."""
-    chosen = np.where(tokens == said, 0, LEAST_LOGPROB).astype(np.float32)
-    return Logprobs(places, chosen, said[:, None][:, :width], np.zeros((len(said), width), np.float32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -79,3 +80,13 @@ def follows(
     before.reshape(-1)[1:] = hashes.reshape(-1)[:-1]
     before[beginnings, 0] = start
     return np.asarray(advance_all(before, tokens) == hashes, np.bool_)
+
+
+@dataclass(frozen=True, slots=True)
+class WitnessWeights:
+    """The witness's weights: `start`, the hash of the empty history."""
+
+    start: np.uint64
+
+    def close(self) -> None:
+        """Does nothing; there is nothing to release."""
