@@ -35,7 +35,7 @@ class MessageWriter:
         }
 
     async def whole(self) -> dict[str, Any]:
-        """The answer, when the turn has ended. Raises the error that it ended with."""
+        """Returns the answer once the turn has ended. Raises the error that the turn ended with."""
         result = await committed(self._edge, self._turn)
         said = self._reader.read(self._turn.reply().text, ended=True)
         self._called = bool(said.calls)
@@ -64,7 +64,7 @@ class MessageWriter:
             return b"".join(parts)
         try:
             check_end(self._edge, delta.result)
-        except TenutoError as error:  # after what has been said
+        except TenutoError as error:  # reported after the text so far
             return b"".join([*parts, self.failed(error)])
         return b"".join([*parts, *self._closing(delta.result)])
 
@@ -75,7 +75,7 @@ class MessageWriter:
         return event("error", FORM.body(Failure.of(error), self._request_id))
 
     def _parts(self, said: Said) -> list[bytes]:
-        """Events for what has been said: thoughts, then text, then calls."""
+        """Returns the events for thoughts, then text, then calls."""
         parts: list[bytes] = []
         if said.reasoning:
             parts += self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})

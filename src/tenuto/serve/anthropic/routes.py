@@ -1,4 +1,4 @@
-"""Anthropic-compatible routes. An answer is the turn of an ephemeral session."""
+"""Anthropic-compatible routes. Every request is one turn of an ephemeral session."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ router = APIRouter(route_class=JsonRoute, prefix="/v1/messages", tags=["anthropi
 
 @router.post("", response_model=None, responses=REFUSALS | streamed("The answer, or its events"))
 async def messages(edge: EdgeOf, tenant: Caller, body: MessagesBody, request: Request) -> Response:
-    """Answer messages."""
+    """Answers messages."""
     edge.check_model(body.model)
     with body.naming(edge.model.context_length):
         given = body.rendered(edge.model.habits)
@@ -35,7 +35,7 @@ async def messages(edge: EdgeOf, tenant: Caller, body: MessagesBody, request: Re
 
 @router.post("/count_tokens", responses=REFUSALS)
 async def count_tokens(edge: EdgeOf, tenant: Caller, body: Conversation) -> dict[str, int]:
-    """How many tokens messages come to."""
+    """Returns the number of tokens of the messages as a prompt."""
     edge.check_model(body.model)
     given = Tokenize(tenant=tenant.name, input=body.rendered(edge.model.habits), tools=body.tool_use.told)
     return {"input_tokens": len(array("i", await edge.link.call(given)))}

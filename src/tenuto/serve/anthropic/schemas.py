@@ -35,16 +35,16 @@ class Block(ForeignObject):
     type: Literal["text", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking"]
     text: str = ""
     thinking: str = ""
-    id: str = Field("", max_length=256, description="Of a `tool_use`.")
-    name: str = Field("", max_length=256, description="Of a `tool_use`: the function.")
+    id: str = Field("", max_length=256, description="Id of a `tool_use`.")
+    name: str = Field("", max_length=256, description="Name of the function in a `tool_use`.")
     input: dict[str, Any] | None = None
-    tool_use_id: str = Field("", max_length=256, description="Of a `tool_result`: the call it answers.")
-    content: str | Messages[Block] | None = Field(None, description="Of a `tool_result`.")
-    tool_name: str = Field("", max_length=256, description="Of a `tool_reference`: a tool that was found.")
+    tool_use_id: str = Field("", max_length=256, description="In a `tool_result`, the id of the call that it answers.")
+    content: str | Messages[Block] | None = Field(None, description="Content of a `tool_result`.")
+    tool_name: str = Field("", max_length=256, description="In a `tool_reference`, the name of a tool that was found.")
 
 
 def text_of(content: str | list[Block] | None) -> str:
-    """The texts of content, one a line, and the names of tools that were found."""
+    """Returns the texts of content and the names of tools that were found, one per line."""
     if not isinstance(content, list):
         return content or ""
     found = ("text", "tool_reference")
@@ -58,7 +58,7 @@ class NewMessage(ForeignObject):
     content: str | Messages[Block]
 
     def rendered(self) -> list[Message]:
-        """As the engine takes it: results of calls are messages of their own."""
+        """Returns the message in the engine's form, where results of calls are separate messages."""
         if isinstance(self.content, str):
             return [Message(self.role, self.content)]
         if self.role == "assistant":
@@ -76,7 +76,7 @@ class NewMessage(ForeignObject):
 
 
 class Tool(ForeignObject):
-    """A function that the model may call. `input_schema`: of its arguments, an object."""
+    """A function that the model may call. `input_schema`: JSON schema of its arguments, an object."""
 
     ignored = frozenset({"cache_control", "defer_loading", "eager_input_streaming", "input_examples", "strict"})
 
@@ -86,13 +86,13 @@ class Tool(ForeignObject):
     input_schema: dict[str, Any]
 
     def told(self) -> dict[str, Any]:
-        """What the model is told of it."""
+        """Returns the function's definition for the model."""
         described = {"description": self.description} if self.description is not None else {}
         return {"name": self.name, **described, "parameters": self.input_schema}
 
 
 class ToolChoice(ForeignObject):
-    """Whether tools must be called."""
+    """Rules for calling tools."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
@@ -100,14 +100,14 @@ class ToolChoice(ForeignObject):
 
 
 class OutputFormat(ForeignObject):
-    """The shape of the answer."""
+    """The format of the answer."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(ForeignObject):
-    """What the answer must be."""
+    """Requirements for the answer."""
 
     undone: ClassVar[dict[str, tuple[Any, ...]]] = {"effort": NOTHING, "task_budget": NOTHING}
 
@@ -115,7 +115,7 @@ class OutputConfig(ForeignObject):
 
 
 class Conversation(ForeignObject, TurnRequest):
-    """The fields that say what is to be answered."""
+    """The fields that make up the prompt."""
 
     apis = ("anthropic",)
     input_field = "messages"
@@ -129,31 +129,35 @@ class Conversation(ForeignObject, TurnRequest):
     }
     not_supported = dict.fromkeys(("chat_template_kwargs", "kv_transfer_params"), NOTHING)
 
-    model: str = Field(description="As listed by `/v1/models`, or `default`.")
+    model: str = Field(description="A name listed by `/v1/models`, or `default`.")
     messages: Messages[NewMessage] = Field(min_length=1)
     system: str | Messages[Block] | None = None
     tools: ToolList[Annotated[Tool, of_type("custom")]] | None = Field(
-        None, description="The client's. Those with a type of their own are left out, and the answer's header says so."
+        None,
+        description="The client's tools. Tools with other types are left out, and a header of the answer names them.",
     )
     tool_choice: ToolChoice | None = Field(None, description="`any`, or a tool, is enforced.")
     output_config: OutputConfig | None = Field(None, description="A JSON schema, which is enforced.")
 
     @cached_property
     def tool_use(self) -> ToolUse:
-        """The fields about tools as the engine takes them. Raises `InvalidRequest`."""
+        """The request's tools and rules in the engine's form. Raises `InvalidRequest`."""
         told, choice = tuple(tool.told() for tool in self.tools or ()), self.tool_choice
         if choice is None:
             return ToolUse(told)
         if (choice.type == "tool") != (choice.name is not None):
-            raise InvalidRequest("tool_choice: a name belongs to type tool, and only there", param="tool_choice.name")
+            raise InvalidRequest(
+                "tool_choice has a name without type tool, or no name with it; allowed: type tool with a name",
+                param="tool_choice.name",
+            )
         kind: Choice = "required" if choice.type in ("any", "tool") else "none" if choice.type == "none" else "auto"
         return ToolUse(told, kind, choice.name or "", parallel=not choice.disable_parallel_tool_use)
 
     def rendered(self, habits: ModelHabits) -> list[Message]:
-        """The messages as the engine takes them. Raises `InvalidRequest`."""
+        """Returns the messages in the engine's form. Raises `InvalidRequest`."""
         if self.messages[-1].role == "assistant":
             raise InvalidRequest(
-                "messages end with one of the assistant; allowed: that the last is the user's", param="messages"
+                "the last message is the assistant's; allowed: a message of the user", param="messages"
             )
         system = text_of(self.system)
         messages = [Message("system", system)] if system else []
@@ -167,12 +171,12 @@ class Conversation(ForeignObject, TurnRequest):
 
 
 class ThreadUnsupported(DetailedError, Unsupported):
-    """The request asks the server to keep the conversation, which it cannot go without: the next request would have
-    only what is new. Anthropic's clients then send the whole conversation."""
+    """The request asks the server to keep the conversation. It cannot be ignored, since the next request would have
+    only new messages. After this error Anthropic's clients send the whole conversation."""
 
     def __init__(self) -> None:
         super().__init__(
-            "thread is given; this server keeps none, allowed: to leave it out and send all messages",
+            "thread is not supported; leave it out and send all messages",
             {"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
             param="thread",
         )
@@ -182,7 +186,7 @@ class ThreadUnsupported(DetailedError, Unsupported):
 class MessagesBody(Conversation):
     """Messages to answer."""
 
-    thread: dict[str, Any] | None = Field(None, description="Not supported: clients are told to do without.")
+    thread: dict[str, Any] | None = Field(None, description="Not supported: requests with it are refused.")
     max_tokens: int = Field(ge=1, le=MAX_NEW_TOKENS)
     stream: bool | None = None
     stop_sequences: list[str] | None = None

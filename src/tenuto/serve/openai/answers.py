@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form, whole or streamed: what completions and chat completions share."""
+"""Answers in OpenAI's form, whole or streamed: code shared by completions and chat completions."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ FINISH_REASONS = {
     EndReason.LENGTH: "length",
     EndReason.APPENDED: "length",
 }
-"""By the reason a turn was committed; a barge-in is a stop."""
+"""OpenAI's finish reason for each reason of a committed turn. A barge-in is a stop."""
 
 
 class Writer(Protocol):
-    """Writes one choice, without its index and finish reason. Each is used once: for a stream or a whole answer."""
+    """Writes one choice, without its index and finish reason. Used once, for a stream or a whole answer."""
 
     def opening(self) -> dict[str, Any] | None:
-        """The choice of a chunk before any text, or `None` for no such chunk."""
+        """Returns the choice for a chunk before any text, or `None` for no such chunk."""
         ...
 
     @property
@@ -38,21 +38,20 @@ class Writer(Protocol):
         ...
 
     def piece(self, delta: Delta) -> dict[str, Any] | None:
-        """The choice of a chunk with new output, or `None` if it is held back."""
+        """Returns the choice for a chunk with new output, or `None` if the output is held back."""
         ...
 
     def closing(self) -> dict[str, Any]:
-        """The choice of the last chunk."""
+        """Returns the choice for the last chunk."""
         ...
 
     def whole(self, delta: Delta) -> dict[str, Any]:
-        """The choice of a whole answer."""
+        """Returns the choice for a whole answer."""
         ...
 
 
 class Choices:
-    """The choices of one request: those of its first prompt, then of its second, and so on. `kind`: the `object` of a
-    whole answer."""
+    """The choices of one request, in the order of its prompts. `kind`: the `object` of a whole answer."""
 
     def __init__(
         self, edge: Edge, kind: str, samples: Sequence[Samples], writers: Sequence[Writer], body: Generation
@@ -72,7 +71,7 @@ class Choices:
         }
 
     async def whole(self) -> dict[str, Any]:
-        """The answer when all turns have ended. Raises the error that one ended with."""
+        """Returns the answer once all turns have ended. Raises the error that a turn ended with."""
         choices = []
         for index, (turn, writer) in enumerate(zip(self.turns, self._writers, strict=True)):
             result = await committed(self._edge, turn)
@@ -113,7 +112,7 @@ class Choices:
         return data({**self._head, "choices": [choice], **(session or {})})
 
     def _session(self) -> dict[str, Any]:
-        """The fields about the client's session."""
+        """Returns the fields about the client's session, if it named one."""
         result = self.turns[0].result
         if self._session_id is None or result is None:
             return {}

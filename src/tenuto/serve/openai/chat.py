@@ -1,4 +1,4 @@
-"""Writes the choices of chat completions."""
+"""Choices of chat completions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tenuto.base.turns import Delta
 
 
 class ChatWriter:
-    """Writes one choice; see `answers.Writer`. `reader`: takes the answer apart."""
+    """Writes one choice; see `answers.Writer`. `reader`: parses the answer."""
 
     def __init__(self, reader: AnswerReader, params: TurnParams) -> None:
         self._reader = reader

@@ -1,4 +1,4 @@
-"""Writes the choices of completions, with logprobs and the echo of the prompt."""
+"""Choices of completions, with logprobs and the echo of the prompt."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tenuto.serve.shared.samples import Samples
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """The echo of a prompt. `first`: the text of its first token, which has no logprob. `scores`: the logprobs of its
-    tokens, unless they come with the answer."""
+    """The echo of a prompt. `first`: text of its first token, which has no logprob. `scores`: logprobs of its tokens,
+    unless they come with the answer."""
 
     text: str
     first: bytes = b""
@@ -26,7 +26,7 @@ class Echo:
 
 
 async def echo_of(edge: Edge, prompt: str | list[int], samples: Samples, params: TurnParams) -> Echo:
-    """The echo of a prompt whose turns were started with `echo`, and with these `params`."""
+    """Returns the echo of a prompt whose turns were started with `echo` and `params`."""
     turn = samples.input_turn
     ticket = turn.ticket
     assert ticket is not None
@@ -38,7 +38,7 @@ async def echo_of(edge: Edge, prompt: str | list[int], samples: Samples, params:
 
 
 class CompletionWriter:
-    """Writes one choice; see `answers.Writer`. `silent`: tokens that have no text when sampled."""
+    """Writes one choice; see `answers.Writer`. `silent`: tokens without text in the output."""
 
     def __init__(self, params: TurnParams, echo: Echo | None = None, silent: Iterable[int] = ()) -> None:
         self._logprobs = params.logprobs is not None
@@ -49,7 +49,7 @@ class CompletionWriter:
     called = False
 
     def opening(self) -> dict[str, Any] | None:
-        """The echo, unless its logprobs come with the answer."""
+        """Returns the echo, unless its logprobs come with the answer."""
         if self._echo is None or (self._logprobs and not self._echo.scores):
             return None
         return self.piece(Delta())
@@ -89,7 +89,7 @@ class Characters:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def take(self, raw: bytes) -> int:
-        """Count these bytes. Returns the number of characters before them."""
+        """Counts the characters of `raw`. Returns the number of characters before it."""
         before = self._count
         self._count += len(self._decoder.decode(raw))
         return before
@@ -106,7 +106,7 @@ def _add(shown: dict[str, list[Any]], raw: bytes, entry: TokenLogprob | None, of
 
 
 def token_text(raw: bytes) -> str:
-    """A token in OpenAI's form: its text, or its bytes if they are not complete characters."""
+    """Returns a token in OpenAI's form: its text, or its bytes if they are not complete characters."""
     try:
         return raw.decode()
     except UnicodeDecodeError:

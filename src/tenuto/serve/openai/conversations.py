@@ -1,4 +1,4 @@
-"""OpenAI's conversations: lists of items that clients write to and responses go on from."""
+"""OpenAI's conversations: lists of items that clients edit and responses continue."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tenuto.serve.openai.response_schemas import Item, Metadata, ResponsePart
 from tenuto.serve.shared.objects import ForeignObject
 
 MAX_CONVERSATIONS = 10_000
-"""Of one tenant."""
+"""Maximum number of one tenant's conversations."""
 MAX_BYTES = 64 * 2**20
-"""Of one tenant's conversations, as JSON."""
+"""Maximum size of one tenant's conversations as JSON."""
 MAX_ITEMS = 20
-"""In one request."""
+"""Maximum number of items in one request."""
 
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
@@ -50,7 +50,8 @@ class ItemsBody(ForeignObject):
 
 @dataclass(slots=True)
 class Conversation:
-    """`items`: as they are listed; `size`: theirs and the metadata's, as JSON; `busy`: a response is being written."""
+    """A list of items. `items`: in the form in which clients see them. `size`: of the items and metadata as JSON.
+    `busy`: a response is being written."""
 
     id: str
     metadata: dict[str, str]
@@ -60,11 +61,11 @@ class Conversation:
     busy: bool = False
 
     def view(self) -> dict[str, Any]:
-        """As clients are shown it."""
+        """Returns the conversation in the form for clients."""
         return {"id": self.id, "object": "conversation", "created_at": self.created_at, "metadata": self.metadata}
 
     def page(self, after: str | None, limit: int, *, newest_first: bool) -> dict[str, Any]:
-        """A part of the items, behind the one called `after`. Raises `NotFound`."""
+        """Returns at most `limit` items after the one with the id `after`. Raises `NotFound`."""
         ordered = self.items[::-1] if newest_first else self.items
         start = 0 if after is None else 1 + next((i for i, one in enumerate(ordered) if one["id"] == after), -1)
         if after is not None and not start:
@@ -73,7 +74,7 @@ class Conversation:
 
 
 class GoingOn:
-    """A response that goes on from a conversation, or from none. `earlier`: the conversation's items."""
+    """A response that may continue a conversation. `earlier`: the conversation's items; empty without one."""
 
     def __init__(
         self, conversations: Conversations, tenant: str, conversation: Conversation | None, items: Sequence[Item]
@@ -90,18 +91,18 @@ class GoingOn:
             conversation.busy = True
 
     def add(self, output: Sequence[dict[str, Any]]) -> None:
-        """The response is complete: its input and output belong to the conversation."""
+        """Appends a complete response's input and output to the conversation."""
         if self._conversation is not None:
             self._conversations.add(self._tenant, self._conversation, [*self._input, *output])
 
     def end(self) -> None:
-        """The conversation is free for the next response."""
+        """Frees the conversation for the next response."""
         if self._conversation is not None:
             self._conversation.busy = False
 
 
 class Conversations:
-    """The conversations of all tenants, in this process alone: they end with it. Every tenant has its own bounds."""
+    """The conversations of all tenants. They exist only in this process and end with it. The limits are per tenant."""
 
     def __init__(self) -> None:
         self._by_id: dict[tuple[str, str], Conversation] = {}
@@ -109,7 +110,7 @@ class Conversations:
         self._bytes: Counter[str] = Counter()
 
     def open(self, tenant: str, items: Sequence[Item], metadata: dict[str, str]) -> Conversation:
-        """A new conversation. Raises `LimitReached`."""
+        """Opens a conversation. Raises `LimitReached`."""
         if self._counts[tenant] >= MAX_CONVERSATIONS:
             raise LimitReached(f"{MAX_CONVERSATIONS} conversations exist, the most allowed; delete some")
         self.require_room(tenant)
@@ -128,43 +129,44 @@ class Conversations:
         return found
 
     def go_on(self, tenant: str, name: str | None, items: Sequence[Item]) -> GoingOn:
-        """A response with input `items`, in the conversation `name` if that is given. The caller ends it. Raises
-        `NotFound`, `SessionBusy`, `LimitReached`, `InvalidRequest`."""
+        """Begins a response with input `items` that continues the conversation `name`, if given. The caller must call
+        its `end`. Raises `NotFound`, `SessionBusy`, `LimitReached`, `InvalidRequest`."""
         if name is None:
             return GoingOn(self, tenant, None, items)
         self.require_room(tenant)
         return GoingOn(self, tenant, self.idle(tenant, name, "conversation"), items)
 
     def idle(self, tenant: str, name: str, param: str | None = None) -> Conversation:
-        """One whose items may change. `param`: the field that names it. Raises `NotFound`, `SessionBusy`."""
+        """Returns a conversation without a response in progress. `param`: the field that names it. Raises `NotFound`,
+        `SessionBusy`."""
         found = self.find(tenant, name)
         if found.busy:
             raise SessionBusy(f"a response in conversation {name} is not complete yet", param=param)
         return found
 
     def require_room(self, tenant: str) -> None:
-        """Raises `LimitReached` unless the tenant may add something."""
+        """Raises `LimitReached` if the tenant's conversations are full."""
         if self._bytes[tenant] >= MAX_BYTES:
             raise LimitReached(f"conversations have {self._bytes[tenant]} bytes; allowed: {MAX_BYTES}; delete some")
 
     def add(self, tenant: str, conversation: Conversation, items: Sequence[dict[str, Any]]) -> None:
-        """Append items, which have ids."""
+        """Appends items, which must have ids."""
         conversation.items += items
         self._resize(tenant, conversation, sum(map(_size, items)))
 
     def describe(self, tenant: str, conversation: Conversation, metadata: dict[str, str]) -> None:
-        """Replace the metadata."""
+        """Replaces the metadata."""
         self._resize(tenant, conversation, _size(metadata) - _size(conversation.metadata))
         conversation.metadata = metadata
 
     def remove(self, tenant: str, conversation: Conversation, item: str) -> None:
-        """Remove an item. Raises `NotFound`."""
+        """Removes an item. Raises `NotFound`."""
         found = self.item(conversation, item)
         conversation.items.remove(found)
         self._resize(tenant, conversation, -_size(found))
 
     def close(self, tenant: str, conversation: Conversation) -> None:
-        """Forget a conversation."""
+        """Deletes a conversation."""
         if self._by_id.pop((tenant, conversation.id), None) is not None:
             self._counts[tenant] -= 1
             self._bytes[tenant] -= conversation.size
@@ -179,18 +181,18 @@ class Conversations:
 
     def _resize(self, tenant: str, conversation: Conversation, by: int) -> None:
         conversation.size += by
-        if (tenant, conversation.id) in self._by_id:  # else it was deleted while a response was written
+        if (tenant, conversation.id) in self._by_id:  # otherwise deleted during a response
             self._bytes[tenant] += by
 
 
 def listed(items: Sequence[dict[str, Any]], *, more: bool = False) -> dict[str, Any]:
-    """Items as a list of OpenAI's."""
+    """Returns items as a list in OpenAI's form."""
     first, last = (items[0]["id"], items[-1]["id"]) if items else ("", "")
     return {"object": "list", "data": list(items), "first_id": first, "last_id": last, "has_more": more}
 
 
 def kept(item: Item) -> dict[str, Any]:
-    """An item in the form of a list's entry, with a new id. Raises `InvalidRequest`."""
+    """Returns an item in the form of a list's entry, with a new id. Raises `InvalidRequest`."""
     base = {"id": f"{_PREFIXES[item.type]}_{secrets.token_hex(12)}", "type": item.type, "status": "completed"}
     if item.type == "message":
         kind = TEXT if item.role == "assistant" else "input_text"

@@ -1,4 +1,4 @@
-"""What an answer must be: OpenAI's response formats, and the fields of vLLM and SGLang for the same."""
+"""Formats of answers: OpenAI's response formats, and the fields of vLLM and SGLang for the same."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tenuto.serve.shared.turn_request import TurnRequest
 
 
 class JsonSchema(ForeignObject):
-    """A named JSON schema. It is always enforced, whether `strict` or not."""
+    """A named JSON schema. It is always enforced, also without `strict`."""
 
     ignored = frozenset({"description", "strict"})
 
@@ -33,13 +33,14 @@ class JsonSchema(ForeignObject):
 
 
 class ResponseFormat(ForeignObject):
-    """The form of the answer."""
+    """The format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
     def asking(self) -> tuple[Asking, Asking]:
-        """What it asks for. Raises `InvalidRequest` if it has a schema without saying so, or none."""
+        """Returns the fields that may ask for a grammar. Raises `InvalidRequest` if `json_schema` does not agree with
+        the type."""
         if (self.json_schema is not None) != (self.type == "json_schema"):
             problem = "is missing" if self.json_schema is None else f"is given, and the type is {self.type}"
             raise InvalidRequest(
@@ -65,7 +66,7 @@ KINDS: dict[str, Callable[[Any], Grammar]] = {
 
 
 class StructuredOutputs(ForeignObject):
-    """vLLM's way to ask for a grammar."""
+    """vLLM's field for grammars."""
 
     ignored = frozenset({"disable_any_whitespace", "disable_fallback"})
     not_supported = dict.fromkeys(("structural_tag", "whitespace_pattern", "disable_additional_properties"), NOTHING)
@@ -81,13 +82,13 @@ class Structured(ForeignObject, TurnRequest):
     """The fields of a request that ask for a grammar; at most one may."""
 
     response_format: ResponseFormat | None = Field(None, description="Text, or JSON; `json_schema` is always enforced.")
-    structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's: one kind of grammar.")
-    guided_json: Schema | None = Field(None, description="The same as a field: a JSON schema.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's field: one kind of grammar.")
+    guided_json: Schema | None = Field(None, description="vLLM's older field for a JSON schema.")
     guided_regex: str | None = None
     guided_choice: Choices | None = None
-    guided_grammar: str | None = Field(None, description="EBNF, or a grammar for Lark.")
-    regex: str | None = Field(None, description="SGLang's name for the same.")
-    ebnf: str | None = Field(None, description="SGLang's name for the same.")
+    guided_grammar: str | None = Field(None, description="A grammar as EBNF or for Lark.")
+    regex: str | None = Field(None, description="SGLang's field for the same.")
+    ebnf: str | None = Field(None, description="SGLang's field for the same.")
 
     def grammar_field(self) -> GrammarField | None:
         fields: list[Asking] = [

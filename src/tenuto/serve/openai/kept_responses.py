@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import OrderedDict
 
 MAX_KEPT = 1000
-"""Responses of one tenant, the latest."""
+"""Maximum number of one tenant's responses; the latest are kept."""
 MAX_BYTES = 16 * 2**20
-"""Of one tenant's responses, as JSON. A response that is larger alone is not kept."""
+"""Maximum size of one tenant's responses as JSON. A larger response is not kept."""
 
 
 class KeptResponses:
-    """The latest stored responses of each tenant. Their sessions live on without them.
+    """The latest stored responses of each tenant. Sessions of older responses stay open.
 
-    Invariant: `_kept` has a tenant's responses as JSON by id, the latest at the end, and `_bytes` their size in all.
+    Invariant: `_kept` has each tenant's responses as JSON by id, the latest at the end, and `_bytes` their total size.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class KeptResponses:
         self._bytes: dict[str, int] = {}
 
     def keep(self, tenant: str, name: str, response: bytes) -> None:
-        """The tenant's oldest are forgotten if there are too many."""
+        """Stores a response. Above the limits, the tenant's oldest responses are dropped."""
         if len(response) > MAX_BYTES:
             return
         kept = self._kept.setdefault(tenant, OrderedDict())

@@ -18,11 +18,11 @@ from tenuto.serve.shared.sse import event
 
 TEXT, THOUGHT = "output_text", "reasoning_text"
 LISTED_TEXT: dict[str, Any] = {"annotations": [], "logprobs": []}
-"""What a part of an answer's text has besides where it is listed."""
+"""Further fields of a text part in lists of items."""
 
 
 class ResponseWriter:
-    """Writes the response of one turn. Used once. `echoed`: what it repeats of the request; `keep` is called with the
+    """Writes the response of one turn. Used once. `echoed`: fields that repeat the request. `keep` is called with the
     response once it is complete."""
 
     def __init__(
@@ -39,8 +39,8 @@ class ResponseWriter:
         self._reader = reader
         self._keep = keep
         self._output: list[dict[str, Any]] = []
-        self._open = ""  # the type of part that the last item is getting
-        self._number = 0  # of the next event
+        self._open = ""  # type of the part being written; empty for none
+        self._number = 0  # number of the next event
         self._head: dict[str, Any] = {
             "id": name,
             "object": "response",
@@ -52,7 +52,7 @@ class ResponseWriter:
         }
 
     async def whole(self) -> dict[str, Any]:
-        """The response, when the turn has ended. Raises the error that it ended with."""
+        """Returns the response once the turn has ended. Raises the error that the turn ended with."""
         result = await committed(self._edge, self._turn)
         for said in (self._reader.push(self._turn.reply().text), self._reader.finish()):
             self._parts(said)
@@ -72,7 +72,7 @@ class ResponseWriter:
         if delta.result is not None:
             try:
                 check_end(self._edge, delta.result)
-            except TenutoError as error:  # after what has been said
+            except TenutoError as error:  # reported after the text so far
                 return b"".join([*parts, self.failed(error)])
             parts += [*self._parts(self._reader.finish()), *self._close()]
             response = self._done(delta.result)
@@ -113,7 +113,7 @@ class ResponseWriter:
         return event(name, {"type": name, "sequence_number": self._number - 1, **fields})
 
     def _of_item(self, name: str, /, **fields: Any) -> bytes:
-        """An event of the last item."""
+        """Returns an event about the last item."""
         return self._event(name, output_index=len(self._output) - 1, **fields)
 
     def _parts(self, said: Said) -> list[bytes]:
@@ -143,7 +143,7 @@ class ResponseWriter:
         return parts
 
     def _write(self, kind: str, text: str) -> list[bytes]:
-        """Add text to the last item, or begin one."""
+        """Adds text to the last item, or begins an item of this kind."""
         parts: list[bytes] = []
         if self._open != kind:
             parts += self._close() + self._begin(kind)
@@ -170,7 +170,7 @@ class ResponseWriter:
         return [added, self._of_item("response.content_part.added", part=dict(part), **about)]
 
     def _close(self) -> list[bytes]:
-        """The last item is complete."""
+        """Completes the last item."""
         if not self._open:
             return []
         kind, self._open = self._open, ""

@@ -1,5 +1,5 @@
-"""OpenAI's Responses. A stored response is a session of the same name, whose state is that after the response; to go on
-from it is to fork it."""
+"""OpenAI's Responses. A stored response is a session of the same name, in the state after the response. A request that
+continues it forks that session."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tenuto.serve.shared.sse import while_connected
 router = APIRouter(route_class=JsonRoute, prefix="/v1/responses", tags=["openai"])
 
 INSTRUCTIONS = "instructions"
-"""In the metadata of a response's session: a digest of those that it was asked with."""
+"""Key in the metadata of a response's session: a digest of its instructions."""
 READ: dict[int | str, dict[str, Any]] = {
     200: {"description": "The response", "content": {"application/json": {"schema": {"type": "object"}}}}
 }
@@ -38,7 +38,7 @@ ResponseId = Annotated[str, Path(pattern=ID_PATTERN, max_length=ID_LENGTH, descr
 
 
 async def _kept(request: Request) -> KeptResponses:
-    """The application's, created for its first request."""
+    """Returns the application's kept responses, created for its first request."""
     state = request.app.state
     if not hasattr(state, "responses"):
         state.responses = KeptResponses()
@@ -53,8 +53,8 @@ Kept = Annotated[KeptResponses, Depends(_kept)]
 async def create(
     edge: EdgeOf, tenant: Caller, body: ResponseBody, request: Request, kept: Kept, conversations: ConversationsOf
 ) -> Response:
-    """Answer input. With `previous_response_id`, send only what is new: a fork of its state goes on. With
-    `conversation`, the answer is written after its items, and added to them."""
+    """Answers input. With `previous_response_id`, send only the new items: the turn runs on a fork of that response's
+    session. With `conversation`, the answer follows the conversation's items and is added to them."""
     edge.check_model(body.model)
     name, habits = f"resp_{secrets.token_hex(16)}", edge.model.habits.after("tool" if body.answers_call else "")
     with body.naming(edge.model.context_length):
@@ -76,7 +76,7 @@ async def create(
         going_on.end()
         edge.turns.abandon(turn)
         if turn.request.session is not None and (body.store is False or not turn.committed):
-            edge.spawn(_close(edge, tenant, name))  # which aborts its turn
+            edge.spawn(_close(edge, tenant, name))  # also aborts its turn
 
     answer = ResponseWriter(edge, turn, reading.reader(turn.id), name, body.echoed(), keep)
     return await respond(request, [turn], answer, leave, stream=body.stream)
@@ -85,7 +85,8 @@ async def create(
 async def _start(
     edge: Edge, tenant: Tenant, body: ResponseBody, params: TurnParams, name: str, earlier: Sequence[Item]
 ) -> LiveTurn:
-    """The turn, in a session called `name` unless nothing is to be kept, once the engine has accepted it."""
+    """Starts the turn and returns it once the engine has accepted it. It runs in the session `name`, or in an ephemeral
+    one if no state has to be kept."""
     previous, stores = body.previous_response_id, body.store is not False
     state = await _state(edge, tenant, previous) if previous is not None else None
     start = StartTurn(
@@ -117,12 +118,13 @@ async def _start(
 
 
 async def _state(edge: Edge, tenant: Tenant, previous: str) -> SessionInfo:
-    """The session of the previous response. Raises `NotFound`, and `SessionBusy` while that is being written."""
+    """Returns the session of the previous response. Raises `NotFound`, or `SessionBusy` while that response is being
+    written."""
     try:
         state = await edge.link.call(GetSession(tenant=tenant.name, session=previous))
     except NotFound:
         raise NotFound(
-            f"there is no response {previous!r}; it was not stored, or too long ago", param="previous_response_id"
+            f"there is no response {previous!r}; it was not stored, or is too old", param="previous_response_id"
         ) from None
     if state.turn is not None:
         raise SessionBusy(f"response {previous} is not complete yet", param="previous_response_id")
@@ -130,7 +132,7 @@ async def _state(edge: Edge, tenant: Tenant, previous: str) -> SessionInfo:
 
 
 def _instructed(body: ResponseBody, state: SessionInfo) -> bool:
-    """Whether the previous response was asked with the same instructions, which its conversation has by then."""
+    """Whether the previous response had the same instructions, so that its session contains them already."""
     return body.instructions is not None and state.metadata.get(INSTRUCTIONS) == _digest(body.instructions)
 
 
@@ -142,21 +144,21 @@ async def _close(edge: Edge, tenant: Tenant, name: str) -> None:
     try:
         await edge.turns.close_session((tenant.name, name))
     except TenutoError:
-        return  # it is closed, or was never opened
+        return  # closed already, or never opened
 
 
 @router.get("/{response_id}", response_model=None, responses=REFUSALS | READ)
 async def read(tenant: Caller, kept: Kept, response_id: ResponseId) -> Response:
-    """A stored response, one of the latest thousand."""
+    """Returns a stored response, if it is one of the latest thousand."""
     response = kept.find(tenant.name, response_id)
     if response is None:
-        raise NotFound(f"there is no response {response_id!r}; it was not stored, too long ago, or is too large")
+        raise NotFound(f"there is no response {response_id!r}; it was not stored, is too old, or is too large")
     return Response(response, media_type="application/json")
 
 
 @router.delete("/{response_id}", responses=REFUSALS)
 async def delete(edge: EdgeOf, tenant: Caller, kept: Kept, response_id: ResponseId) -> dict[str, Any]:
-    """Forget a response and close its session. Those that went on from it have their own."""
+    """Deletes a response and closes its session. Responses that continue it have their own sessions."""
     await edge.link.call(CloseSession(tenant=tenant.name, session=response_id))
     kept.forget(tenant.name, response_id)
     return {"id": response_id, "object": "response", "deleted": True}

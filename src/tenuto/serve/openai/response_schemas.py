@@ -39,12 +39,13 @@ class ResponsePart(ForeignObject):
 
 
 def text_of(content: str | list[ResponsePart] | None) -> str:
-    """The texts of content, one a line."""
+    """Returns the texts of content, one per line."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
 
 
 class Item(ForeignObject):
-    """A message, a call, its result, or thoughts, as they are given or as an earlier response had them."""
+    """A message, a call, the result of a call, or thoughts, written by the client or copied from an earlier
+    response."""
 
     has_kinds = True
     ignored = frozenset({"id", "status", "encrypted_content", "phase", "namespace", "caller"})
@@ -67,7 +68,7 @@ class Item(ForeignObject):
 
 
 class TextFormat(ForeignObject):
-    """The shape of the answer. A schema is always enforced."""
+    """The format of the answer. A schema is always enforced."""
 
     ignored = frozenset({"description", "strict"})
 
@@ -77,7 +78,7 @@ class TextFormat(ForeignObject):
 
 
 class TextConfig(ForeignObject):
-    """What the answer's text must be."""
+    """Requirements for the answer's text."""
 
     undone: ClassVar[dict[str, tuple[Any, ...]]] = {"verbosity": (None,)}
 
@@ -121,23 +122,21 @@ class ResponseBody(ForeignObject, TurnRequest):
         "top_k": (None, -1, 0),
     }
 
-    model: str = Field(description="As listed by `/v1/models`, or `default`.")
-    input: str | Messages[Item] = Field(description="With `previous_response_id`, only what is new.")
+    model: str = Field(description="A name listed by `/v1/models`, or `default`.")
+    input: str | Messages[Item] = Field(description="With `previous_response_id`, only the new items.")
     instructions: str | None = Field(None, description="A system message.")
-    previous_response_id: Id | None = Field(
-        None, description="The conversation that goes on, from a fork of its state."
-    )
+    previous_response_id: Id | None = Field(None, description="The response to continue, on a fork of its session.")
     conversation: str | ConversationName | None = Field(
-        None, description="The conversation to go on from, by its id; input and output are added to it."
+        None, description="The conversation to continue, or its id; input and output are added to it."
     )
-    store: bool | None = Field(None, description="Keep the response, to go on from it; true if not given.")
+    store: bool | None = Field(None, description="Keep the response, so that it can be continued; true if not given.")
     stream: bool | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_NEW_TOKENS, description="As many as fit if not given.")
     temperature: float | None = field_of("temperature", "1 if not given.")
     top_p: float | None = field_of("top_p")
     metadata: Metadata | None = None
     tools: ToolList[Annotated[FlatTool, of_type("function")]] | None = Field(
-        None, description="Functions. Tools of other types are left out; the response and its header say so."
+        None, description="Functions. Tools of other types are left out, and a header of the answer names them."
     )
     tool_choice: Literal["none", "auto", "required"] | FlatNamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -145,12 +144,12 @@ class ResponseBody(ForeignObject, TurnRequest):
 
     @cached_property
     def tool_use(self) -> ToolUse:
-        """The fields about tools as the engine takes them. Raises `InvalidRequest`."""
+        """The request's tools and rules in the engine's form. Raises `InvalidRequest`."""
         return tool_use(self.tools or (), self.tool_choice, self.parallel_tool_calls)
 
     @cached_property
     def items(self) -> list[Item]:
-        """The input as items."""
+        """The request's input as items."""
         return (
             [Item.model_validate({"role": "user", "content": self.input})]
             if isinstance(self.input, str)
@@ -159,7 +158,7 @@ class ResponseBody(ForeignObject, TurnRequest):
 
     @property
     def conversation_id(self) -> str | None:
-        """Of the conversation to go on from. Raises `InvalidRequest`."""
+        """Id of the conversation to continue, if any. Raises `InvalidRequest`."""
         if self.conversation is None:
             return None
         if self.previous_response_id is not None:
@@ -169,7 +168,7 @@ class ResponseBody(ForeignObject, TurnRequest):
         return self.conversation if isinstance(self.conversation, str) else self.conversation.id
 
     def rendered(self, habits: ModelHabits, earlier: Sequence[Item] = (), *, instructed: bool = False) -> list[Message]:
-        """The messages as the engine takes them, after `earlier` items. `instructed`: the conversation has these
+        """Returns `earlier` items and the input as messages in the engine's form. `instructed`: the session has these
         instructions already."""
         return placed(self._messages(earlier, instructed=instructed), habits)
 
@@ -200,7 +199,7 @@ class ResponseBody(ForeignObject, TurnRequest):
         return self.input_field if option == "items" else super().field(option)
 
     def echoed(self) -> dict[str, Any]:
-        """The fields of a response that repeat the request."""
+        """Returns the fields of a response that repeat the request."""
         choice = self.tool_choice.model_dump() if isinstance(self.tool_choice, FlatNamedTool) else self.tool_choice
         text = self.text.model_dump(by_alias=True, exclude_none=True) if self.text is not None else {}
         return {
@@ -222,7 +221,7 @@ class ResponseBody(ForeignObject, TurnRequest):
 
 
 def _rendered(items: list[Item]) -> list[Message]:
-    """The messages that items come to: thoughts and calls belong to the assistant's message beside them."""
+    """Converts items to messages. Thoughts and calls become part of the assistant's message beside them."""
     messages: list[Message] = []
     thoughts = ""
     for item in items:

@@ -1,5 +1,5 @@
-"""OpenAI-compatible routes. A completion is a turn of an ephemeral session, or with `session_id` of one that the client
-keeps."""
+"""OpenAI-compatible routes. A completion is a turn of an ephemeral session or, with `session_id`, of the client's own
+session."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tenuto.serve.shared.sse import while_connected
 router = APIRouter(route_class=JsonRoute, prefix="/v1", tags=["openai"])
 
 MAX_CHOICES = 1024
-"""Answers to one request: prompts times `n`."""
+"""Maximum number of answers to one request: prompts times `n`."""
 
 
 # -- models
@@ -36,14 +36,14 @@ MAX_CHOICES = 1024
 
 @router.get("/models", responses=REFUSALS)
 async def list_models(edge: EdgeOf, _: Caller) -> dict[str, Any]:
-    """List the served model, under each of its names."""
+    """Lists the served model under each of its names."""
     edge.require_engine()
     return {"object": "list", "data": [_model(edge, name) for name in edge.served_names]}
 
 
 @router.get("/models/{model_id:path}", responses=REFUSALS)
 async def get_model(edge: EdgeOf, _: Caller, model_id: str) -> dict[str, Any]:
-    """The model, by its name or as `default`."""
+    """Returns the model, by one of its names or as `default`."""
     edge.require_engine()
     edge.check_model(model_id)
     return _model(edge, edge.served_name if model_id == DEFAULT_MODEL else model_id)
@@ -71,7 +71,7 @@ STREAMED = streamed("The completion, or its chunks, of which the last is `[DONE]
 async def complete(
     edge: EdgeOf, tenant: Caller, body: CompletionBody, request: Request, idempotency_key: IdempotencyKey = None
 ) -> Response:
-    """Continue texts. With `session_id`, the prompt is appended to the session's history and continued."""
+    """Continues texts. With `session_id`, the prompt is appended to the session's history and continued."""
     _check(edge, body, len(body.prompts))
     with body.naming(edge.model.context_length):
         more = {"session": body.session_id, "echo": bool(body.echo)}
@@ -96,7 +96,7 @@ async def complete(
 async def chat(
     edge: EdgeOf, tenant: Caller, body: ChatBody, request: Request, idempotency_key: IdempotencyKey = None
 ) -> Response:
-    """Answer messages. With `session_id`, send only the new ones: the session has the earlier ones."""
+    """Answers messages. With `session_id`, send only the new messages: the session has the earlier ones."""
     _check(edge, body, 1)
     with body.naming(edge.model.context_length):
         given, usual = body.messages, edge.model.habits
@@ -110,7 +110,7 @@ async def chat(
     return await _respond(request, body, Choices(edge, "chat.completion", samples, writers, body))
 
 
-# -- what both have in common
+# -- shared by both
 
 
 def _check(edge: Edge, body: Generation, prompts: int) -> None:
@@ -123,19 +123,20 @@ def _check(edge: Edge, body: Generation, prompts: int) -> None:
 async def _begin(
     edge: Edge, tenant: Tenant, body: Generation, request: Request, starts: list[StartTurn], key: str | None
 ) -> list[Samples]:
-    """The samples of every prompt, which the caller closes."""
+    """Starts the samples of every prompt. The caller closes them."""
     if body.session_id is None:
         return await start_all(edge, tenant, starts, body.samples)
     return await _in_session(edge, tenant, starts[0], await RequestKey.of(request, key))
 
 
 async def _respond(request: Request, body: Generation, answer: Choices) -> Response:
-    """The answer. Its samples are closed once it is sent or the client has gone."""
+    """Returns the response. The answer's samples are closed once it is sent or the client has gone."""
     return await respond(request, answer.turns, answer, lambda: close_all(answer.samples), stream=body.stream)
 
 
 async def _in_session(edge: Edge, tenant: Tenant, start: StartTurn, key: RequestKey | None) -> list[Samples]:
-    """A turn of the client's session, which is opened if it does not exist, and closed again if the turn is refused."""
+    """Starts a turn of the client's session. A missing session is opened first, and closed again if the turn is
+    refused."""
     samples, session = Samples(edge, tenant), start.session or ""
     try:
         samples.turns = [await edge.start(tenant, start, request_key=key)]
@@ -143,7 +144,7 @@ async def _in_session(edge: Edge, tenant: Tenant, start: StartTurn, key: Request
         opened = await _open(edge, tenant, session)
         try:
             samples.turns = [await edge.start(tenant, start, request_key=key)]
-        except SessionBusy:  # it is there for whoever was faster
+        except SessionBusy:  # another request is using the session
             raise
         except TenutoError:
             if opened and edge.turns.queues.open_turn((tenant.name, session)) is None:
@@ -154,7 +155,7 @@ async def _in_session(edge: Edge, tenant: Tenant, start: StartTurn, key: Request
 
 
 async def _open(edge: Edge, tenant: Tenant, session: str) -> bool:
-    """Open the session. False if somebody else did meanwhile."""
+    """Opens the session. Returns False if another request opened it meanwhile."""
     opening = OpenSession(
         session=session,
         policy=Policy(ttl=edge.settings.ttl(None, named=True), tenant=tenant.name),

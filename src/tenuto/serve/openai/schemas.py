@@ -43,7 +43,7 @@ UNDONE: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (None, "none"),
     "service_tier": (None, "auto", "default"),
 }
-"""Fields that ask for what is left undone, with the values that ask for nothing."""
+"""Wishes that are left undone: fields, with the values that mean the same as their absence."""
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "documents", "functions", "logits_processors", "moderation"), NOTHING),
     **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs", "chat_template_kwargs", "vllm_xargs"), NOTHING),
@@ -64,14 +64,14 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "modalities": (None, ["text"]),
     "truncation_side": (None, "right"),
 }
-"""Known fields that are not supported, with the values that ask for nothing."""
+"""Known fields that are not supported, with the values that mean the same as their absence."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Of messages; the first two mean the same."""
+"""Roles of messages; the first two mean the same."""
 
 
 class StreamOptions(ForeignObject):
-    """How a stream is written."""
+    """Options of a stream."""
 
     not_supported = dict.fromkeys(("continuous_usage_stats",), NOTHING)
     ignored = frozenset({"include_obfuscation"})
@@ -81,8 +81,8 @@ class StreamOptions(ForeignObject):
 
 @with_options(*options_but("grammar", "input_logprobs", "logprobs"), temperature="1 if not given.")
 class Generation(Structured):
-    """The fields that both kinds of completion share. Not OpenAI's are `session_id` and those options of vLLM, SGLang
-    and the engine that OpenAI does not have."""
+    """The fields that both kinds of completion share. `session_id` and some options are not OpenAI's but come from
+    vLLM, SGLang and the engine."""
 
     apis: ClassVar[tuple[str, ...]] = ("openai",)
     too_long = "This model's maximum context length is {limit} tokens"
@@ -90,21 +90,23 @@ class Generation(Structured):
     undone = UNDONE
     not_supported = NOT_SUPPORTED
 
-    model: str = Field(description="As listed by `/v1/models`, or `default`.")
-    n: int | None = Field(None, ge=1, le=MAX_SAMPLES, description="Answers to each prompt, which is computed once.")
+    model: str = Field(description="A name listed by `/v1/models`, or `default`.")
+    n: int | None = Field(
+        None, ge=1, le=MAX_SAMPLES, description="Number of answers to each prompt, which is computed once."
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    seed: int | None = Field(None, description="Made up by the server if not given.")
-    top_k: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID, description="-1 and 0 keep all.")
+    seed: int | None = Field(None, description="Chosen by the server if not given.")
+    top_k: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID, description="-1 and 0 keep all tokens.")
     session_id: Id | None = Field(
         None,
-        description="The request is a turn of this session, opened if it does not exist: send only what is new."
+        description="The request is a turn of this session, opened if it does not exist: send only new input."
         " The answer has the session's `version`.",
     )
 
     @property
     def samples(self) -> int:
-        """Answers to each prompt."""
+        """Number of answers to each prompt."""
         return self.n or 1
 
     @property
@@ -143,13 +145,15 @@ class CompletionBody(Generation):
     prompt: str | Items[TokenId] | Prompts[str] | Prompts[Items[TokenId]] = Field(
         description="Text or token ids, or a list of either.", examples=["Once upon a time"]
     )
-    logprobs: int | None = Field(None, ge=0, le=5, description="For every token, with this many of the likeliest.")
-    echo: bool | None = Field(None, description="Answers begin with the prompt.")
+    logprobs: int | None = Field(
+        None, ge=0, le=5, description="Show the logprob of every token, with this many of the likeliest."
+    )
+    echo: bool | None = Field(None, description="Begin answers with the prompt.")
     best_of: int | None = Field(None, description="Must equal `n`.")
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """One or more."""
+        """The prompts, one or more."""
         prompt: Any = self.prompt
         return prompt if isinstance(prompt, list) and not isinstance(next(iter(prompt), 0), int) else [prompt]
 
@@ -194,10 +198,10 @@ class ChatMessage(ForeignObject):
     name: str | None = Field(
         None,
         max_length=256,
-        description="Of a tool's message: the function. Of others: who speaks, where the model's template writes it.",
+        description="In a tool's message, the function; in others the speaker, if the model's template writes it.",
     )
-    tool_call_id: str | None = Field(None, max_length=256, description="Of a tool's message: the call it answers.")
-    reasoning_content: str | None = Field(None, description="What an assistant thought before its answer.")
+    tool_call_id: str | None = Field(None, max_length=256, description="In a tool's message, the call it answers.")
+    reasoning_content: str | None = Field(None, description="An assistant's thoughts before its answer.")
 
     @field_validator("role")
     @classmethod
@@ -207,7 +211,7 @@ class ChatMessage(ForeignObject):
         return role
 
     def rendered(self) -> Message:
-        """The message as the engine takes it."""
+        """Returns the message in the engine's form."""
         text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content or ())
         return Message(
             "system" if self.role == "developer" else self.role,
@@ -239,11 +243,11 @@ class ChatBody(Generation, WithTools):
     }
 
     input_field = "messages"
-    messages: Messages[ChatMessage] = Field(description="With `session_id`, only the new ones.")
+    messages: Messages[ChatMessage] = Field(description="With `session_id`, only the new messages.")
     max_tokens: int | None = field_of("max_new_tokens", ge=1)
-    max_completion_tokens: int | None = field_of("max_new_tokens", "The same.", ge=1)
+    max_completion_tokens: int | None = field_of("max_new_tokens", "Newer name of `max_tokens`.", ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = field_of("logprobs", "How many of the likeliest at every place.")
+    top_logprobs: int | None = field_of("logprobs", "Number of likeliest tokens to show at every position.")
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables of the chat template, such as `enable_thinking`, for this turn."
     )
@@ -264,7 +268,7 @@ class ChatBody(Generation, WithTools):
         return given
 
     def variables(self) -> Variables:
-        """What the chat template is told. Raises `InvalidRequest`."""
+        """Returns the variables for the chat template. Raises `InvalidRequest`."""
         return Variables.of(self.chat_template_kwargs or {})
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Routes of vLLM and SGLang about tokens, and about the server as such."""
+"""Routes of vLLM and SGLang for tokens, the server's version and its health."""
 
 from __future__ import annotations
 
@@ -28,29 +28,33 @@ T = TypeVar("T")
 router = APIRouter(route_class=JsonRoute, tags=["tokens"])
 
 PIECE = 2**14
-"""Tokens written at once."""
+"""Number of tokens encoded at once."""
 TOKENS: dict[int | str, dict[str, Any]] = {
     200: {"description": "The tokens", "content": {"application/json": {"schema": {"type": "object"}}}}
 }
 
 
 class TokenizeBody(ForeignObject):
-    """A text, several, or messages."""
+    """One or several texts, or messages."""
 
     not_supported = dict.fromkeys(("chat_template", "continue_final_message", "mm_processor_kwargs"), NOTHING)
 
-    model: str | None = Field(None, description="If given: as listed by `/v1/models`, or `default`.")
+    model: str | None = Field(None, description="If given, a name listed by `/v1/models`, or `default`.")
     prompt: str | Prompts[str] | None = None
     messages: Messages[ChatMessage] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
-    add_special_tokens: bool | None = Field(None, description="With the token a text begins with; true if not given.")
-    add_generation_prompt: bool | None = Field(None, description="Messages end where the assistant begins to speak.")
+    add_special_tokens: bool | None = Field(
+        None, description="Include the token that begins a text; true if not given."
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="End messages where the assistant's answer begins; true if not given."
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
     return_token_strs: bool | None = None
 
 
 class DetokenizeBody(ForeignObject):
-    """Tokens, or several lists of them."""
+    """One list of tokens, or several."""
 
     ignored = frozenset({"skip_special_tokens"})
 
@@ -60,7 +64,7 @@ class DetokenizeBody(ForeignObject):
 
 @router.post("/tokenize", response_model=None, responses=REFUSALS | TOKENS)
 async def tokenize(edge: EdgeOf, tenant: Caller, body: TokenizeBody) -> Response:
-    """The tokens of a text as a prompt, or of messages."""
+    """Returns the tokens of texts or messages as prompts."""
     if body.model is not None:
         edge.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -93,12 +97,12 @@ async def _tokens(edge: Edge, tenant: Tenant, body: TokenizeBody, prompt: str) -
 
 
 async def _list(parts: Iterable[T], write: Callable[[T], Awaitable[bytes]]) -> bytes:
-    """A JSON list of what is written of the parts."""
+    """Writes a JSON list of the parts' entries."""
     return b"[" + b",".join([await write(part) for part in parts]) + b"]"
 
 
 async def _numbers(tokens: array[int]) -> bytes:
-    """A JSON list of tokens, even of millions, without holding up others."""
+    """Writes a JSON list of tokens, even of millions, without holding up other requests."""
 
     async def write(piece: array[int]) -> bytes:
         await asyncio.sleep(0)
@@ -108,7 +112,7 @@ async def _numbers(tokens: array[int]) -> bytes:
 
 
 async def _texts(edge: Edge, tenant: Tenant, tokens: array[int]) -> bytes:
-    """A JSON list of the texts of tokens."""
+    """Writes a JSON list of the texts of tokens."""
 
     async def write(piece: array[int]) -> bytes:
         return msgspec.json.encode(await edge.link.call(TokenTexts(tenant=tenant.name, tokens=piece.tolist())))[1:-1]
@@ -122,7 +126,7 @@ def _pieces(tokens: array[int]) -> list[array[int]]:
 
 @router.post("/detokenize", responses=REFUSALS)
 async def detokenize(edge: EdgeOf, tenant: Caller, body: DetokenizeBody) -> dict[str, Any]:
-    """The text of tokens, control tokens written out; as `prompt`, as vLLM has it, and as `text`, as SGLang has it."""
+    """Returns the text of tokens, including control tokens, under vLLM's name `prompt` and SGLang's name `text`."""
     if body.model is not None:
         edge.check_model(body.model)
     lists: list[Any] = body.tokens if body.tokens and isinstance(body.tokens[0], list) else [body.tokens]
@@ -133,7 +137,7 @@ async def detokenize(edge: EdgeOf, tenant: Caller, body: DetokenizeBody) -> dict
 
 @router.get("/version", responses=REFUSALS)
 async def server_version(edge: EdgeOf, _: Caller) -> dict[str, str]:
-    """The server's version."""
+    """Returns the server's version."""
     edge.require_engine()
     return {"version": version("tenuto")}
 
@@ -141,5 +145,5 @@ async def server_version(edge: EdgeOf, _: Caller) -> dict[str, str]:
 @router.get("/ping", response_class=Response)
 @router.post("/ping", response_class=Response)
 async def ping(edge: EdgeOf) -> Response:
-    """As `/health`."""
+    """Answers like `/health`."""
     return Response(status_code=503 if edge.draining or edge.link.stopped is not None else 200)

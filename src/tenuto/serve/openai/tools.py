@@ -1,4 +1,4 @@
-"""Functions that clients let the model call, and what they ask for of its calls."""
+"""Functions that the model may call, and rules for calling them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Function(ForeignObject):
     strict: bool | None = Field(None, description="Arguments of forced calls always follow the schema.")
 
     def told(self) -> dict[str, Any]:
-        """What the model is told of it."""
+        """Returns the function's definition for the model."""
         given = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {name: value for name, value in given.items() if value is not None}
 
@@ -42,7 +42,7 @@ class Tool(ForeignObject):
 
 
 class FlatTool(Function):
-    """The same, as Responses have it."""
+    """A tool in the form of Responses."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"defer_loading", "output_schema", "allowed_callers"})
 
@@ -63,7 +63,7 @@ class NamedTool(ForeignObject):
 
 
 class FlatNamedTool(ForeignObject):
-    """The function that must be called, as Responses have it."""
+    """The function that must be called, in the form of Responses."""
 
     type: Literal["function"]
     name: Name
@@ -86,7 +86,7 @@ class GivenCall(ForeignObject):
     function: CalledFunction
 
     def call(self) -> ToolCall:
-        """As the engine takes it. Raises `InvalidRequest`."""
+        """Returns the call in the engine's form. Raises `InvalidRequest`."""
         return ToolCall(self.function.name, self.function.arguments or "{}", self.id)
 
 
@@ -99,15 +99,17 @@ class WithTools(ForeignObject, TurnRequest):
 
     tools: ToolList[Annotated[Tool, of_type("function")]] | None = Field(
         None,
-        description="Functions the model may call. A session is told of them with its first messages. Tools of other"
-        " types are left out, and the answer's header says so.",
+        description="Functions the model may call. They become part of the prompt with the first messages. Other"
+        " types of tools are left out, and a header of the answer names them.",
     )
     tool_choice: Choice | None = Field(None, description="`auto` if not given. `required`, or a function, is enforced.")
-    parallel_tool_calls: bool | None = Field(None, description="Whether there may be several calls; true if not given.")
+    parallel_tool_calls: bool | None = Field(
+        None, description="Whether an answer may have several calls; true if not given."
+    )
 
     @cached_property
     def tool_use(self) -> ToolUse:
-        """The same as the engine takes it. Raises `InvalidRequest`."""
+        """The request's tools and rules in the engine's form. Raises `InvalidRequest`."""
         try:
             return tool_use([tool.function for tool in self.tools or ()], self.tool_choice, self.parallel_tool_calls)
         except InvalidRequest as error:
@@ -119,7 +121,7 @@ class WithTools(ForeignObject, TurnRequest):
 def tool_use(
     functions: Sequence[Function], choice: str | NamedTool | FlatNamedTool | None, parallel: bool | None
 ) -> ToolUse:
-    """The fields about tools as the engine takes them. Raises `InvalidRequest`."""
+    """Returns a request's tools and rules in the engine's form. Raises `InvalidRequest`."""
     told = tuple(function.told() for function in functions)
     if isinstance(choice, str | None):
         chosen = choice or "auto"
@@ -129,4 +131,4 @@ def tool_use(
 
 
 NO_CALLS = dict.fromkeys(("annotations", "audio", "function_call", "refusal"), NOTHING)
-"""Fields of messages that are accepted if they say nothing."""
+"""Fields of messages that are accepted with values that mean the same as their absence."""

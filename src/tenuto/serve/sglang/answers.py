@@ -1,4 +1,4 @@
-"""SGLang-compatible answers to requests to generate."""
+"""SGLang-compatible answers of `/generate`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ ABORT_MESSAGES = {
 
 
 class Answers:
-    """The answers to a request, whole or as server-sent events, each with all output so far: see `Answer`. `several`:
-    the whole answer is a list."""
+    """The answers to a request, whole or as server-sent events; see `Answer`. Each event has all output so far.
+    `several`: the whole answer is a list."""
 
     def __init__(self, edge: Edge, running: Sequence[Running], *, several: bool) -> None:
         self._edge = edge
@@ -71,7 +71,7 @@ class Answers:
 
 
 def _asks(edge: Edge, running: Running, result: TurnResult | None) -> bool:
-    """Whether the engine must be asked for texts."""
+    """Whether the answer needs texts from the engine."""
     output = running.item.output
     stop = result.stop if result is not None else None
     unknown = running.item.scored and running.prompt_scores is None
@@ -79,8 +79,8 @@ def _asks(edge: Edge, running: Running, result: TurnResult | None) -> bool:
 
 
 async def _answer(edge: Edge, running: Running, result: TurnResult | None, delivered: int = 0) -> dict[str, Any]:
-    """The output of a request so far. `result`: of its turn, once it has ended; before that, `delivered` is the number
-    of tokens with delivered text."""
+    """Returns a request's output so far. `result`: the result of its turn, once it has ended. `delivered`: until then,
+    the number of tokens with delivered text."""
     answer = _plain(edge, running, result)
     if running.item.scored:
         answer["meta_info"] |= await _logprobs(edge, running)
@@ -90,7 +90,7 @@ async def _answer(edge: Edge, running: Running, result: TurnResult | None, deliv
 
 
 def _plain(edge: Edge, running: Running, result: TurnResult | None) -> dict[str, Any]:
-    """The same as far as the engine need not be asked."""
+    """Returns the part of `_answer` that needs nothing from the engine."""
     reply, ticket = running.reply, running.accepted.ticket
     assert ticket is not None
     meta: dict[str, Any] = {
@@ -115,7 +115,8 @@ def _finish_reason(result: TurnResult, generated: int) -> dict[str, Any]:
 
 
 def _cached(running: Running, result: TurnResult) -> int:
-    """Cached tokens of the prompt. Several samples compute it once, which counts for the first."""
+    """Returns the number of cached prompt tokens. Several samples compute the prompt once, which counts for the
+    first."""
     if running.prompt is not None and running.prompt.result is not None and running.sample == 0:
         return running.prompt.result.usage.cached
     return result.usage.cached
@@ -125,7 +126,7 @@ def _cached(running: Running, result: TurnResult) -> int:
 
 
 async def _text(edge: Edge, running: Running, result: TurnResult | None, delivered: int) -> str:
-    """The text of the output, with control tokens and the stop that ended it if they are wanted."""
+    """Returns the text of the output, with control tokens and the stop that ended it if the request asks for them."""
     output, reply = running.item.output, running.reply
     stop = result.stop if result is not None else None
     if not output.special_tokens and not _differs(edge, stop, trim_stop=output.trim_stop):
@@ -136,13 +137,14 @@ async def _text(edge: Edge, running: Running, result: TurnResult | None, deliver
     text = await edge.link.call(Detokenize(tenant=running.tenant, tokens=tokens, special=output.special_tokens))
     if output.trim_stop and isinstance(stop, str):
         whole = await edge.link.call(Detokenize(tenant=running.tenant, tokens=tokens))
-        cut = whole[len(reply.text) :]  # what matched and all behind it
+        cut = whole[len(reply.text) :]  # the matched text and all after it
         text = text[: text.rfind(cut)] if cut in text else text
     return text
 
 
 def _differs(edge: Edge, stop: str | int | None, *, trim_stop: bool) -> bool:
-    """Whether the wanted text differs from the delivered one, which ends before a stop, but after a stop id."""
+    """Whether the requested text differs from the delivered text, which ends before a stop string, but after a stop
+    id."""
     if isinstance(stop, str):
         return not trim_stop
     return trim_stop and stop is not None and stop not in edge.model.eos_ids
@@ -152,7 +154,7 @@ def _differs(edge: Edge, stop: str | int | None, *, trim_stop: bool) -> bool:
 
 
 async def _logprobs(edge: Edge, running: Running) -> dict[str, Any]:
-    """Lists of [log-probability, token id, text]; the prompt's first entry has no log-probability."""
+    """Returns lists of [log-probability, token id, text]. The prompt's first entry has no log-probability."""
     if running.prompt_scores is not None:
         return _known_scores(running, running.prompt_scores)
     output = running.item.output
@@ -160,20 +162,21 @@ async def _logprobs(edge: Edge, running: Running) -> dict[str, Any]:
     lists = {"input_token_logprobs": msgspec.Raw(msgspec.json.encode([entry for entry, _ in prompt]))}
     if running.item.params.logprobs:
         lists["input_top_logprobs"] = msgspec.Raw(msgspec.json.encode([top for _, top in prompt]))
-    if running.reply.token_ids:  # with the first of which those of the prompt have come
+    if running.reply.token_ids:  # the prompt's have come with the first of these
         running.prompt_scores = lists
     return _known_scores(running, lists)
 
 
 def _known_scores(running: Running, prompt: dict[str, msgspec.Raw]) -> dict[str, Any]:
-    """`_logprobs`, with those of the prompt."""
+    """Returns the result of `_logprobs` if the lists of the prompt are known."""
     output = running.item.output
     lists = running.output_scores.lists(running.reply, top=bool(running.item.params.logprobs), text=output.token_text)
     return prompt | lists
 
 
 async def _prompt_scores(edge: Edge, running: Running) -> list[tuple[list[Any], list[Any] | None]]:
-    """For every prompt token from the first wanted one on: its entry, and those of the likeliest in its place."""
+    """Returns, for every prompt token from the first requested one on, its entry and those of the likeliest tokens at
+    its position."""
     output = running.item.output
     source = running.prompt if running.prompt is not None else running.accepted
     logprobs = source.reply().input_logprobs if running.prompt is not None else running.reply.input_logprobs

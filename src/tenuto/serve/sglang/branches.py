@@ -1,6 +1,6 @@
-"""SGLang-compatible sessions: any ended request can be continued, several at once.
+"""SGLang-compatible sessions, which can be continued after any ended request, also several times at once.
 
-A request that continues where a history ends runs on the same hidden session; any other runs on a fork.
+A request that continues at the end of a history runs on the same hidden session, any other on a fork.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.settings import Tenant, hidden_session_id
 
 MAX_ENDED = 4096
-"""Ended requests of one session that can be continued; the oldest are forgotten."""
+"""Maximum number of ended requests of one session that can be continued; the oldest are dropped."""
 
 
 @dataclass(slots=True, eq=False)
 class HiddenSession:
-    """A session that no client can name. `tokens`: the length of its history, -1 if unknown; `busy`: a request is open
-    on it, and `tokens` may be out of date. `uses`: counts the ended requests in its history, and the open one."""
+    """A session that no client can name. `tokens`: length of its history, or -1 if unknown. `busy`: a request is open
+    on it, and `tokens` may be out of date. `uses`: number of ended requests in its history, plus the open one."""
 
     id: str
     tokens: int = 0
@@ -36,8 +36,8 @@ class HiddenSession:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EndedRequest:
-    """A request that can be continued: the first `end` tokens of `session`, the first `input_end` of which precede its
-    output."""
+    """A request that can be continued. It covers the first `end` tokens of `session`; its output begins after the first
+    `input_end`."""
 
     session: HiddenSession
     input_end: int
@@ -47,8 +47,8 @@ class EndedRequest:
 
 @dataclass(slots=True, eq=False)
 class RequestPlace:
-    """Where an open request runs: on `session`, after `parent`. `source`: the session and position that `session` is
-    forked from; `exists`: it need not be opened."""
+    """The place of an open request: on `session`, after `parent`. `source`: the session and position that `session` is
+    forked from. `exists`: `session` is open already."""
 
     rid: str
     session: HiddenSession
@@ -60,15 +60,15 @@ class RequestPlace:
 
 
 class Branches:
-    """One session of a client.
+    """A client's session.
 
-    Invariant: `sessions` are the hidden sessions that may be open; each is used by an entry of `ended` or `places`.
+    Invariant: `sessions` has all hidden sessions that may be open; each is used by an entry of `ended` or `places`.
     """
 
     def __init__(
         self, edge: Edge, tenant: Tenant, session_id: str, timeout: float | None, forget: Callable[[], None]
     ) -> None:
-        """`forget` is called when it closes after `timeout` seconds without a turn."""
+        """`forget` is called when the session closes after `timeout` seconds without a turn."""
         self._edge = edge
         self._tenant = tenant
         self._id = session_id
@@ -82,8 +82,8 @@ class Branches:
         self._watch()
 
     async def place(self, rid: str, params: SessionParams) -> RequestPlace:
-        """A place for the request `rid`, on an open hidden session. Raises `InvalidRequest` if what it continues does
-        not exist. Whoever takes a place must call `leave` in the end."""
+        """Returns a place for the request `rid` on an open hidden session. The caller must call `leave` in the end.
+        Raises `InvalidRequest` if the request to continue does not exist."""
         if params.replace and params.rid is not None:
             await self._interrupt(params.rid)
         place = self._choose(rid, params)
@@ -95,7 +95,7 @@ class Branches:
         return place
 
     def accepted(self, place: RequestPlace, turn: LiveTurn) -> None:
-        """The engine has accepted the request's turn: the requests it replaces end."""
+        """Records that the engine has accepted the request's turn, and ends the requests it replaces."""
         place.turn = turn
         if place.replaces:
             for other in self.places:
@@ -103,14 +103,14 @@ class Branches:
                     self._edge.spawn(self._edge.turns.abort_quietly(other.turn))
 
     def leave(self, place: RequestPlace) -> None:
-        """The request's turn has ended, or did not start."""
+        """Frees the place of a request whose turn has ended or did not start."""
         if place not in self.places:
             return
         self.places.discard(place)
         place.session.busy = False
         turn = place.turn
         if turn is None:
-            place.session.tokens = -1  # if starting it was cancelled, it may still commit
+            place.session.tokens = -1  # a turn whose start was cancelled may still commit
         elif turn.ticket is not None and turn.result is not None and turn.result.committed:
             start = turn.ticket.prompt_tokens
             self._end(place, EndedRequest(place.session, start, start + turn.result.kept, place.parent))
@@ -118,7 +118,7 @@ class Branches:
         self._watch()
 
     async def close(self) -> None:
-        """Forget everything; open turns may end first."""
+        """Closes the session. Open turns may end first."""
         self.closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -147,7 +147,7 @@ class Branches:
         return place
 
     def _point(self, params: SessionParams) -> tuple[EndedRequest | None, int]:
-        """The request to continue, and how many tokens of it."""
+        """Returns the request to continue, and the number of its tokens to keep."""
         if params.rid is None:
             return None, 0
         parent = self.ended.get(params.rid)
@@ -155,14 +155,14 @@ class Branches:
             if any(place.rid == params.rid for place in self.places):
                 raise InvalidRequest(f"request {params.rid!r} has not ended; wait for its end, or give replace")
             raise InvalidRequest(
-                f"session {self._id!r} has no request {params.rid!r}; it never was, was rolled back, or was replaced"
+                f"session {self._id!r} has no request {params.rid!r}; it never existed, or was rolled back or replaced"
             )
         self.ended.move_to_end(params.rid)
         end = parent.input_end if params.drop_previous_output else parent.end
         return parent, len(range(end)[: params.offset]) if params.offset else end
 
     async def _interrupt(self, rid: str) -> None:
-        """If the request is open, end it now, keeping what has been delivered."""
+        """Ends the request if it is open, keeping its delivered output."""
         for place in [place for place in self.places if place.rid == rid]:
             if place.turn is not None:
                 await self._edge.turns.abort(place.turn, keep="delivered")
@@ -182,7 +182,7 @@ class Branches:
     # -- ends
 
     def _end(self, place: RequestPlace, ended: EndedRequest) -> None:
-        """The request can be continued from now on."""
+        """Makes an ended request available to be continued."""
         ended.session.tokens = ended.end
         if self.closed:
             return
@@ -207,26 +207,26 @@ class Branches:
             self._edge.spawn(self._close(session))
 
     async def _close(self, session: HiddenSession) -> None:
-        with suppress(TenutoError):  # it was never opened, or the engine is gone
+        with suppress(TenutoError):  # never opened, or the engine has stopped
             await self._edge.turns.close_session((self._tenant.name, session.id), finish=session.busy)
 
     # -- timeout
 
     def _watch(self) -> None:
-        """Restart the timeout."""
+        """Restarts the timeout."""
         if self._timer is not None:
             self._timer.cancel()
         if self._timeout is not None and not self.closed:
             self._timer = asyncio.get_running_loop().call_later(self._timeout, self._expire)
 
     def _expire(self) -> None:
-        if not self.places:  # otherwise the end of a turn watches again
+        if not self.places:  # otherwise the end of a turn restarts the timeout
             self._forget()
             self._edge.spawn(self.close())
 
 
 def _follows(ended: EndedRequest | None, root: EndedRequest | None) -> bool:
-    """Whether `ended` is `root` or continues it. Everything continues `None`."""
+    """Whether `ended` is `root` or continues it. Every request continues `None`."""
     while ended is not root and ended is not None:
         ended = ended.parent
     return ended is root

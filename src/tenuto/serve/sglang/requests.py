@@ -1,4 +1,4 @@
-"""Open SGLang-compatible requests, by the ids that clients give them, and the sessions they name."""
+"""SGLang-compatible requests: open ones by id, and the sessions they continue."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from tenuto.serve.shared.tasks import all_of
 
 ID = re.compile(ID_PATTERN)
 MAX_SESSIONS = 100_000
-"""Sessions with branches, of all tenants together."""
+"""Maximum number of sessions with branches, of all tenants together."""
 
 
 @dataclass(slots=True, eq=False)
 class Running:
     """One answer in progress. `sample`: its index among the answers to one prompt. `started`, `ended`: by
-    `time.perf_counter`. `reply`: the part of the turn in the answer so far. `turn`: set once the engine has accepted
-    it. `prompt`: the turn that computed the prompt, if there are several samples. `prompt_scores`: the lists of the
-    prompt, once they are complete; `output_scores`: those of the output as they are written."""
+    `time.perf_counter`. `reply`: the turn's output in the answer so far. `turn`: set once the engine has accepted it.
+    `prompt`: the turn that computed the prompt for several samples. `prompt_scores`: complete lists of the prompt's
+    log-probabilities. `output_scores`: those of the output so far."""
 
     tenant: str
     rid: str
@@ -73,13 +73,13 @@ class Running:
 
 
 class Requests:
-    """All open requests by tenant and id, and sessions with branches.
+    """All open requests by tenant and id, and all sessions with branches.
 
     Invariant: a request is in `_running` until its turn has ended, or has failed to start.
     """
 
     def __init__(self, edge: Edge) -> None:
-        self.probe: asyncio.Task[bool] | None = None  # the last check that the engine generates
+        self.probe: asyncio.Task[bool] | None = None  # the last check of `/health_generate`
         self._edge = edge
         self._running: dict[tuple[str, str], Running] = {}
         self._by_turn: dict[str, Running] = {}  # by turn id
@@ -89,7 +89,7 @@ class Requests:
     # -- sessions
 
     async def open(self, tenant: Tenant, body: OpenSessionRequest) -> str:
-        """Open a session and return its id. Raises `InvalidRequest` if the id is in use."""
+        """Opens a session and returns its id. Raises `InvalidRequest` if the id is in use."""
         name = body.session_id or new_session_id()
         key = tenant.name, name
         taken = InvalidRequest(f"session {name!r} is open already")
@@ -129,7 +129,7 @@ class Requests:
         self._sessions.pop(key, None)
 
     async def close(self, tenant: Tenant, name: str) -> None:
-        """Close a session if it exists; its open turn may end first."""
+        """Closes a session if it exists. Its open turn may end first."""
         branches = self._sessions.pop((tenant.name, name), None)
         if branches is not None:
             await branches.close()
@@ -140,7 +140,8 @@ class Requests:
     # -- requests
 
     async def start(self, tenant: Tenant, items: Sequence[Item]) -> list[Running]:
-        """Start the turns of a request; returns when the engine has accepted all. If one cannot start, none is left."""
+        """Starts the turns of a request and returns when the engine has accepted all. If one cannot start, the others
+        are rolled back."""
         groups = [_answers(tenant, item) for item in items]
         begun = [running for group in groups for running in group]
         try:
@@ -153,7 +154,7 @@ class Requests:
         return begun
 
     def leave(self, begun: Iterable[Running]) -> None:
-        """Nobody waits for these any more: roll back the open ones."""
+        """Handles the end of a client's wait: turns that are still open are rolled back unless others read them."""
         for running in begun:
             if running.turn is None:
                 self._end(running)
@@ -163,7 +164,7 @@ class Requests:
                 running.samples.close()
 
     async def abort(self, tenant: Tenant, rid: str) -> None:
-        """End the requests with this id, if any."""
+        """Ends the requests with this id, if any."""
         found = [
             running
             for (owner, _), running in self._running.items()
@@ -175,7 +176,7 @@ class Requests:
                 await self._edge.turns.abort_quietly(running.turn)
 
     async def abort_all(self, tenant: Tenant) -> None:
-        """End all turns of a tenant, whichever interface started them."""
+        """Ends all turns of a tenant, from all interfaces."""
         for running in self._running.values():
             running.aborted |= running.tenant == tenant.name
         await all_of(self._edge.turns.abort_quietly(turn) for turn in self._edge.turns.open_turns(tenant.name))
@@ -187,7 +188,7 @@ class Requests:
         self._running[key] = running
 
     async def _begin(self, tenant: Tenant, group: list[Running]) -> None:
-        """Start the answers to one prompt."""
+        """Starts the answers to one prompt."""
         item, edge = group[0].item, self._edge
         request = StartTurn(
             kind="turn",
@@ -222,7 +223,7 @@ class Requests:
             try:
                 self._began(running, await self._edge.start(tenant, request))
             except (NotFound, SessionClosed):
-                raise InvalidRequest(f"there is no session {name!r}; open it first, or again") from None
+                raise InvalidRequest(f"there is no session {name!r}; open it first") from None
             except SessionBusy:
                 raise self._busy(tenant, running, name) from None
             return
@@ -241,7 +242,7 @@ class Requests:
         self._began(running, turn)
 
     def _busy(self, tenant: Tenant, refused: Running, name: str) -> SessionBusy:
-        """Says which request a session is busy with, and what `/generate` can do about it."""
+        """Returns an error that names the request a session is busy with, and a way out for clients of `/generate`."""
         others = [
             running.rid
             for (owner, _), running in self._running.items()
@@ -270,7 +271,7 @@ class Requests:
             self._end(running)
 
     def _end(self, running: Running) -> None:
-        """Free the id, and let what the request added to its session be continued."""
+        """Frees the request's id, and lets its session be continued after it."""
         running.ended = time.perf_counter()
         key = running.tenant, running.rid
         if self._running.get(key) is running:
@@ -286,18 +287,19 @@ def _answers(tenant: Tenant, item: Item) -> list[Running]:
 
 
 def _appending(request: StartTurn, params: SessionParams, name: str) -> StartTurn:
-    """A request to a streaming session, which can only be appended to. Raises `InvalidRequest` if it asks for more."""
+    """Returns the request for a streaming session, which allows only appending. Raises `InvalidRequest` if the request
+    asks for more."""
     if len(name) > ID_LENGTH or not ID.fullmatch(name):
         raise InvalidRequest(f"there is no session {shown(name)}; open it first")
     asked = {"replace": params.replace, "offset": params.offset, "drop_previous_output": params.drop_previous_output}
     for field_name, value in asked.items():
         if value:
-            raise InvalidRequest(f"{field_name} is {value}; a streaming session can only be appended to, leave it out")
+            raise InvalidRequest(f"{field_name} is {value}; a streaming session allows only appending; leave it out")
     return replace(request, params=request.params.output_alone, echo=False)
 
 
 async def _requests(request: Request, edge: EdgeOf) -> Requests:
-    """The application's `Requests`, created for its first request."""
+    """Returns the application's `Requests`, created for its first request."""
     state = request.app.state
     if not hasattr(state, "sglang"):
         state.sglang = Requests(edge)

@@ -21,13 +21,13 @@ STREAMED = streamed("The answer, a list of them for several prompts, or a stream
 
 @router.post("/open_session", responses=REFUSALS)
 async def open_session(requests: RequestsOf, tenant: Caller, body: OpenSessionRequest) -> str:
-    """Open a session; the answer is its id."""
+    """Opens a session and answers with its id."""
     return await requests.open(tenant, body)
 
 
 @router.post("/close_session", response_class=Response, responses=REFUSALS)
 async def close_session(requests: RequestsOf, tenant: Caller, body: CloseSessionRequest) -> Response:
-    """Close a session, if it exists."""
+    """Closes a session, if it exists."""
     await requests.close(tenant, body.session_id)
     return Response()
 
@@ -40,7 +40,7 @@ async def close_session(requests: RequestsOf, tenant: Caller, body: CloseSession
 async def generate(
     edge: EdgeOf, requests: RequestsOf, tenant: Caller, body: GenerateRequest, request: Request
 ) -> Response:
-    """Continue one or several texts or lists of tokens, by themselves or in a session."""
+    """Generates continuations of one or several texts or lists of tokens, optionally in a session."""
     if body.model is not None:
         edge.check_model(body.model)
     with body.naming(edge.model.context_length):
@@ -53,12 +53,12 @@ async def generate(
 
 @router.post("/abort_request", response_class=Response, responses=REFUSALS)
 async def abort_request(edge: EdgeOf, requests: RequestsOf, tenant: Caller, body: AbortRequest) -> Response:
-    """End the requests with an id, if any, or all of yours."""
+    """Ends the requests with the given id, if any, or all of the caller's."""
     edge.require_engine()
     if body.abort_all:
         await requests.abort_all(tenant)
     elif body.rid:
         await requests.abort(tenant, body.rid)
     else:
-        raise InvalidRequest("no request to abort is named; give rid, or abort_all")
+        raise InvalidRequest("there is neither rid nor abort_all; allowed: either of them")
     return Response()

@@ -1,4 +1,4 @@
-"""SGLang-compatible requests, and what they mean for each of their prompts."""
+"""SGLang-compatible requests, and their items: one per prompt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tenuto.serve.shared.schemas import ID_LENGTH, MAX_PROMPTS, Id, Items, Promp
 from tenuto.serve.shared.turn_request import TurnRequest, options_but, with_options
 
 GREEDY_BELOW = 1e-6
-"""Temperatures below this are 0."""
+"""Temperatures below this count as 0."""
 IGNORED = frozenset(
     (
         *("conversation_id", "custom_labels", "external_trace_header", "log_metrics", "no_logs", "received_time"),
@@ -36,7 +36,7 @@ TopNumber = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 class SGLangObject(ForeignObject):
-    """An object in a request. An unknown field is refused unless it asks for nothing."""
+    """An object in a request. An unknown field is refused unless its value means the same as its absence."""
 
     ignored = IGNORED
     unknown = (*NOTHING, "")
@@ -44,12 +44,12 @@ class SGLangObject(ForeignObject):
 
 
 class OpenSessionRequest(SGLangObject):
-    """A session to open. A `streaming` one can only be appended to; in others any request can be continued."""
+    """A session to open. A `streaming` session allows only appending; in others, any request can be continued."""
 
     capacity_of_str_len: int = Field(
         0, ge=-(2**63), lt=2**63, description="Stored with the session; its real limit is the context length."
     )
-    session_id: Id | None = Field(None, description="Made up by the server if not given.")
+    session_id: Id | None = Field(None, description="Chosen by the server if not given.")
     streaming: bool | None = None
     timeout: float | None = field_of("ttl")
 
@@ -68,8 +68,8 @@ class AbortRequest(SGLangObject):
 
 
 class PauseRequest(SGLangObject):
-    """What becomes of open requests while the engine pauses: `abort` ends them, `retract` has them give up their
-    memory, which is computed again, and with `in_place` they wait as they are."""
+    """The fate of open requests during a pause: `abort` ends them, `retract` releases their memory, which is computed
+    again later, and `in_place` only lets them wait."""
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
@@ -78,18 +78,18 @@ Tag = Literal["kv_cache", "weights"]
 
 
 class MemoryRequest(SGLangObject):
-    """Which memory to give back or to allocate again: the state of sessions, the weights, or both."""
+    """The memory to release or to allocate again: the state of sessions, the weights, or both."""
 
     tags: list[Tag] | None = Field(None, min_length=1, max_length=8, description="Both if not given.")
 
     @property
     def parts(self) -> list[Tag]:
-        """What is meant."""
+        """The parts of memory that the tags select."""
         return self.tags if self.tags is not None else ["kv_cache", "weights"]
 
 
 class UpdateWeightsRequest(SGLangObject):
-    """Other weights for the model that runs."""
+    """Other weights for the running model."""
 
     model_path: str = Field(
         min_length=1, max_length=4096, description="A model of the same shape: a directory, a GGUF file or a hub id."
@@ -98,25 +98,26 @@ class UpdateWeightsRequest(SGLangObject):
         None,
         min_length=1,
         max_length=256,
-        description="What answers call them; how often they were updated if not given.",
+        description="Their version in answers; by default the number of updates.",
     )
     abort_all_requests: bool | None = Field(
-        None, description="End open requests; otherwise they go on from their tokens."
+        None, description="End open requests; otherwise they continue from their tokens."
     )
     flush_cache: Literal[True] | None = Field(
-        None, description="Nothing computed with other weights is ever used again."
+        None, description="No effect: state computed with other weights is never used."
     )
     load_format: Literal["auto"] | None = None
-    is_async: bool | None = Field(None, description="No effect: weights are always read while requests go on.")
+    is_async: bool | None = Field(None, description="No effect: weights are always read while requests continue.")
     keep_pause: bool | None = Field(None, description="No effect: a pause lasts until it is ended.")
     recapture_cuda_graph: bool | None = Field(None, description="No effect.")
     token_step: int | None = Field(None, description="No effect.")
-    torch_empty_cache: bool | None = Field(None, description="No effect: free memory always goes back.")
+    torch_empty_cache: bool | None = Field(None, description="No effect: free memory is always returned.")
 
 
 class SessionParams(SGLangObject):
-    """Where in a session a request continues: after the request `rid`, without its output if `drop_previous_output`,
-    and after its first `offset` tokens if that is given. `replace` discards what followed it."""
+    """The place in a session where a request continues: after the request `rid`, without its output if
+    `drop_previous_output`, and after its first `offset` tokens if given. `replace` discards the requests that followed
+    `rid`."""
 
     id: str | None = Field(None, max_length=ID_LENGTH)
     rid: str | None = None
@@ -126,17 +127,17 @@ class SessionParams(SGLangObject):
 
 
 NOT_HERE = ("grammar", "include_stop", "input_logprobs", "logprobs", "priority", "queue_timeout", "timeout")
-"""Options that are not sampling parameters of SGLang's."""
+"""Options that are not sampling parameters in SGLang."""
 
 
 @with_options(*options_but(*NOT_HERE), temperature="1 if not given; 0 is greedy.")
 class SamplingParams(SGLangObject, TurnRequest):
-    """How to generate. `null` means the default, except that `max_new_tokens` `null` means as many as fit."""
+    """Sampling parameters. `null` means the default, except that `null` as `max_new_tokens` means as many as fit."""
 
     apis = ("sglang",)
 
     max_new_tokens: int | None = field_of("max_new_tokens", default=128)
-    top_k: int | None = field_of("top_k", "-1: all.", ge=-1)
+    top_k: int | None = field_of("top_k", "-1 keeps all.", ge=-1)
     json_schema: str | None = Field(None, description="The output is JSON by this schema, given as JSON text.")
     regex: str | None = Field(None, description="The output matches this expression as a whole.")
     ebnf: str | None = Field(None, description="The output follows these rules, written as EBNF or for Lark.")
@@ -165,8 +166,9 @@ class SamplingParams(SGLangObject, TurnRequest):
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """What the answer shows. `logprob_start`: the first prompt token whose log-probability is wanted, -1 for none.
-    `special_tokens`: the text has control tokens. `trim_stop`: the text leaves out the stop that ended it."""
+    """The contents of an answer. `logprob_start`: the first prompt token whose log-probability is shown; -1 shows only
+    those of the output. `special_tokens`: the text has control tokens. `trim_stop`: the text leaves out the stop that
+    ended it."""
 
     logprob_start: int
     token_text: bool
@@ -176,7 +178,7 @@ class OutputOptions:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One prompt of a request. `family`: the id by which several can be aborted at once."""
+    """One prompt of a request. `family`: the id by which all prompts of the request can be aborted."""
 
     rid: str
     family: str
@@ -193,12 +195,12 @@ class Item:
 
 
 _USUAL = SamplingParams.model_validate({})
-"""Of prompts for which nothing is asked."""
+"""Parameters of prompts that come without any."""
 
 
 @with_options("priority")
 class GenerateRequest(SGLangObject, TurnRequest):
-    """One prompt to continue, or a list of them. A value that is not a list applies to all of them."""
+    """One prompt to continue, or a list of prompts. A value that is not a list applies to all of them."""
 
     text: str | Prompts[str] | None = None
     input_ids: TokenIds | Prompts[TokenIds] | None = None
@@ -212,7 +214,7 @@ class GenerateRequest(SGLangObject, TurnRequest):
     top_logprobs_num: TopNumber | Prompts[TopNumber] | None = None
     return_text_in_logprobs: bool | None = None
     session_params: SessionParams | Prompts[SessionParams] | None = None
-    model: str | None = Field(None, description="If given: as listed by `/v1/models`, or `default`.")
+    model: str | None = Field(None, description="If given, a name listed by `/v1/models`, or `default`.")
 
     @property
     def several(self) -> bool:
@@ -234,7 +236,7 @@ class GenerateRequest(SGLangObject, TurnRequest):
         return super().field(option)
 
     def _place(self, number: int, params: SamplingParams, option: str | None) -> str | None:
-        """The field that sets an option for the prompt of this `number`, which has these `params`."""
+        """Returns the field that sets an option for prompt `number`, which has these `params`."""
         inner = params.field(option)
         if inner not in SamplingParams.model_fields:
             return super().field(option)
@@ -245,7 +247,7 @@ class GenerateRequest(SGLangObject, TurnRequest):
         )
 
     def items(self) -> list[Item]:
-        """One item per prompt. Raises `InvalidRequest` for conflicting fields."""
+        """Returns one item per prompt. Raises `InvalidRequest` for conflicting fields."""
         if (self.text is None) == (self.input_ids is None):
             raise InvalidRequest("there are both text and input_ids, or neither; allowed: one of them")
         given: Any = self.text if self.text is not None else self.input_ids
@@ -307,7 +309,7 @@ class GenerateRequest(SGLangObject, TurnRequest):
 
 
 def _each(name: str, given: Any, count: int) -> list[Any]:
-    """One value for each prompt."""
+    """Returns a list with one value per prompt. Raises `InvalidRequest`."""
     if not isinstance(given, list):
         return [given] * count
     if len(given) != count:

@@ -1,4 +1,4 @@
-"""Log-probabilities in SGLang's form. Every event of a stream repeats all of them, so each is written only once."""
+"""Log-probabilities in SGLang's form. Every event of a stream repeats all of them, so each one is encoded only once."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from tenuto.base.turns import Transcript
 
 
 class GrowingList:
-    """A list that only grows, as JSON."""
+    """JSON text of a growing list."""
 
     def __init__(self) -> None:
         self._json = bytearray(b"[")
 
     def extend(self, entries: Iterable[Any]) -> None:
-        """Append entries."""
+        """Appends entries."""
         more = msgspec.json.encode(list(entries))[1:-1]
         if more and len(self._json) > 1:
             self._json += b","
         self._json += more
 
     def whole(self) -> msgspec.Raw:
-        """The list so far."""
+        """Returns the list so far."""
         return msgspec.Raw(bytes(self._json) + b"]")
 
 
 class OutputScores:
-    """Those of a request's output so far: of its tokens, and of the likeliest in their places.
+    """Log-probabilities of a request's output tokens so far, and of the likeliest tokens at their positions.
 
     Invariant: the lists have the first `_written` entries of the transcript.
     """
@@ -40,7 +40,7 @@ class OutputScores:
         self._written = 0
 
     def lists(self, reply: Transcript, *, top: bool, text: bool) -> dict[str, msgspec.Raw]:
-        """The log-probabilities of an answer. `text`: with the tokens' texts."""
+        """Returns the lists of log-probabilities for an answer. `text`: include the tokens' texts."""
         new = reply.logprobs[self._written :]
         self._written += len(new)
         self._tokens.extend(entry(token, text=text) for token in new)
@@ -52,10 +52,10 @@ class OutputScores:
 
 
 def entry(token: TokenLogprob | Candidate, *, text: bool) -> list[Any]:
-    """A token's log-probability, id and text."""
+    """Returns a token's log-probability, id and, with `text`, text."""
     return [token.logprob, token.token, token.raw.decode(errors="replace") if text else None]
 
 
 def likeliest(token: TokenLogprob, *, text: bool) -> list[Any]:
-    """The entries of the likeliest tokens in a token's place."""
+    """Returns the entries of the likeliest tokens at a token's position."""
     return [entry(candidate, text=text) for candidate in token.top]

@@ -1,4 +1,4 @@
-"""SGLang-compatible routes about the server itself: its health, its model and its memory."""
+"""SGLang-compatible routes for the server itself: its health, model, weights and memory."""
 
 from __future__ import annotations
 
@@ -33,21 +33,23 @@ from tenuto.serve.shared.tasks import all_of
 router = APIRouter(route_class=JsonRoute, tags=["sglang"])
 
 PROBE_SECONDS = 20.0
-"""Within which a healthy engine generates a token, or at least takes a step."""
-UNHEALTHY: dict[int | str, dict[str, Any]] = {503: {"description": "The engine has stopped, or the server ends"}}
+"""Time in which a healthy engine generates a token, or at least takes a step."""
+UNHEALTHY: dict[int | str, dict[str, Any]] = {
+    503: {"description": "The engine has stopped, or the server is shutting down"}
+}
 
 
 @router.get("/flush_cache", response_class=PlainTextResponse, responses=REFUSALS)
 @router.post("/flush_cache", response_class=PlainTextResponse, responses=REFUSALS)
 async def flush_cache(edge: EdgeOf, _: Admin) -> Response:
-    """Drop the memory of sessions without a running turn; it is computed again when it is needed."""
+    """Drops the memory of sessions without a running turn. Their state is computed again when it is needed."""
     dropped = await edge.link.call(DropMemory())
     return PlainTextResponse(f"Dropped the memory of {dropped} sessions; running turns keep theirs.\n")
 
 
 @router.post("/pause_generation", responses=REFUSALS)
 async def pause(edge: EdgeOf, _: Admin, body: PauseRequest | None = None) -> dict[str, str]:
-    """No more steps until `/continue_generation`: what is open waits, or ends. New requests queue."""
+    """Takes no more steps until `/continue_generation`. Open requests wait or end; new requests queue."""
     mode = body.mode if body is not None else "abort"
     await edge.link.call(Pause(release=mode == "retract"))
     if mode == "abort":
@@ -57,15 +59,15 @@ async def pause(edge: EdgeOf, _: Admin, body: PauseRequest | None = None) -> dic
 
 @router.post("/continue_generation", responses=REFUSALS)
 async def resume(edge: EdgeOf, _: Admin) -> dict[str, str]:
-    """Go on after a pause."""
+    """Continues after a pause."""
     await edge.link.call(Resume())
     return {"status": "ok", "message": "continued"}
 
 
 @router.post("/release_memory_occupation", responses=REFUSALS)
 async def release_memory(edge: EdgeOf, _: Admin, body: MemoryRequest | None = None) -> dict[str, str]:
-    """Give memory back to the system while generation is paused or nothing runs. Sessions keep their tokens; turns are
-    refused with 503 until all is resumed."""
+    """Returns memory to the system while generation is paused or no turn runs. Sessions keep their tokens; turns are
+    refused with 503 until all memory is resumed."""
     parts = (body or MemoryRequest.model_validate({})).parts
     await edge.link.call(ReleaseMemory(parts=list(parts)))
     return {"status": "ok", "message": f"released, {' and '.join(parts)}"}
@@ -73,8 +75,8 @@ async def release_memory(edge: EdgeOf, _: Admin, body: MemoryRequest | None = No
 
 @router.post("/resume_memory_occupation", responses=REFUSALS)
 async def resume_memory(edge: EdgeOf, _: Admin, body: MemoryRequest | None = None) -> dict[str, str]:
-    """Allocate memory again, and read the weights again if they were released. What sessions need of their state is
-    computed again, or brought back."""
+    """Allocates memory again, and reads the weights again if they were released. The state that sessions need is
+    computed again or restored."""
     parts = (body or MemoryRequest.model_validate({})).parts
     await edge.link.call(ResumeMemory(parts=list(parts)))
     return {"status": "ok", "message": f"resumed, {' and '.join(parts)}"}
@@ -82,8 +84,8 @@ async def resume_memory(edge: EdgeOf, _: Admin, body: MemoryRequest | None = Non
 
 @router.post("/update_weights_from_disk", responses=REFUSALS)
 async def update_weights(edge: EdgeOf, _: Admin, body: UpdateWeightsRequest) -> dict[str, Any]:
-    """Compute with other weights. Sessions and open turns keep their tokens, whose state is computed again. Weights
-    that are damaged, or of another shape, are refused, and nothing changes."""
+    """Switches to other weights. Sessions and open turns keep their tokens, whose state is computed again. Weights that
+    are damaged or of another shape are refused without any change."""
     await edge.link.call(UpdateWeights(path=body.model_path, abort=bool(body.abort_all_requests)))
     edge.weights.updated(body.model_path, body.weight_version)
     return {"success": True, "message": f"the weights are those at {body.model_path}", "num_paused_requests": 0}
@@ -91,14 +93,14 @@ async def update_weights(edge: EdgeOf, _: Admin, body: UpdateWeightsRequest) -> 
 
 @router.get("/health", response_class=Response, responses=UNHEALTHY)
 async def health(edge: EdgeOf) -> Response:
-    """Whether the server takes requests. Needs no key."""
+    """Whether the server accepts requests. Needs no key."""
     return Response(status_code=503 if edge.draining or edge.link.stopped is not None else 200)
 
 
 @router.get("/health_generate", response_class=Response, responses=UNHEALTHY)
 async def health_generate(edge: EdgeOf, requests: RequestsOf) -> Response:
-    """Whether the engine generates a token or, if it is too busy for that, takes steps. Needs no key; simultaneous
-    requests share a token."""
+    """Whether the engine generates a token or, if it is too busy, takes steps. Needs no key. Simultaneous requests
+    share a token."""
     if edge.draining or edge.link.stopped is not None:
         return Response(status_code=503)
     if requests.probe is None or requests.probe.done():
@@ -111,11 +113,11 @@ async def health_generate(edge: EdgeOf, requests: RequestsOf) -> Response:
 
 
 async def _probe(edge: Edge) -> bool:
-    """Whether the engine generates tokens."""
+    """Whether the engine generates a token or takes steps."""
     probe = StartTurn(kind="turn", tenant="", input=[0], params=TurnParams(max_new_tokens=1, timeout=PROBE_SECONDS))
     try:
         before = await edge.link.call(GetStats())
-        with suppress(LimitReached, Overloaded):  # it is busy; does it take steps?
+        with suppress(LimitReached, Overloaded):  # it is busy: check that it takes steps
             turn = await edge.start(Tenant(""), probe)
             if (await turn.finished()).committed:
                 return True
@@ -128,7 +130,7 @@ async def _probe(edge: Edge) -> bool:
 @router.get("/get_model_info", responses=REFUSALS)
 @router.get("/model_info", responses=REFUSALS)
 async def model_info(edge: EdgeOf, tenant: Caller) -> dict[str, Any]:
-    """The model."""
+    """Returns the model's name, and its path for admins."""
     edge.require_engine()
     return {
         **_paths(edge, tenant),
@@ -141,7 +143,7 @@ async def model_info(edge: EdgeOf, tenant: Caller) -> dict[str, Any]:
 
 
 def _paths(edge: Edge, tenant: Tenant) -> dict[str, str]:
-    """The paths of the model's files, for admins only; others get its name."""
+    """Returns the paths of the model's files for admins, and its name for others."""
     if not tenant.admin:
         return {"model_path": edge.served_name, "tokenizer_path": edge.served_name}
     model = edge.model.path or edge.model.model
@@ -151,7 +153,7 @@ def _paths(edge: Edge, tenant: Tenant) -> dict[str, str]:
 @router.get("/get_server_info", responses=REFUSALS)
 @router.get("/server_info", responses=REFUSALS)
 async def server_info(edge: EdgeOf, tenant: Caller) -> dict[str, Any]:
-    """The model, its memory, and what the engine is doing."""
+    """Returns the model, its memory, and the engine's current load."""
     model, settings = edge.model, edge.settings
     stats = await edge.link.call(GetStats())
     return {
