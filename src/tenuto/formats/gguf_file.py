@@ -25,7 +25,7 @@ _SIZE = struct.Struct("<Q")
 _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 _MOST_DIMENSIONS = 4
 _DIGITS = 5
-"""Digits of the numbers in the names of a split model's files, such as `name-00001-of-00003.gguf`."""
+"""Number of digits in the file names of a split model, such as `name-00001-of-00003.gguf`."""
 _SCALARS = {
     GGUFValueType.UINT8: "B",
     GGUFValueType.INT8: "b",
@@ -52,8 +52,8 @@ class GgufTensor:
 
 
 class GgufFile:
-    """An open GGUF file, or all files of a split model, opened by the first one. `metadata` is that of the first file,
-    with values of type int, float, bool, str or lists of these. `tensors` are those of all files."""
+    """An open GGUF file, or all files of a split model; `path` is then the first of them. `metadata` is that of the
+    first file, with values of type int, float, bool, str or lists of these. `tensors` are those of all files."""
 
     def __init__(self, path: Path) -> None:
         """Raises `ModelError` if a file cannot be read, is truncated, or has another format or version, or if files of
@@ -178,7 +178,7 @@ class _One:
         return [self._value(kind) for _ in range(count)]
 
     def _strings(self, count: int) -> list[str]:
-        """Reads `count` strings, faster than by `_string`: vocabularies are most of the metadata."""
+        """Reads `count` strings, faster than `count` calls of `_string`; vocabularies are most of the metadata."""
         view, at, size_at, found = self._view, self._at, _SIZE.unpack_from, list[str]()
         for _ in range(count):
             begin = at + _SIZE.size

@@ -15,7 +15,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A range of `size` bytes in a file, from byte `start` on."""
+    """A range of `size` bytes in a file, from byte `start`."""
 
     path: Path
     start: int

@@ -10,8 +10,8 @@ from tenuto.models.config import Attention
 
 
 class AttentionBlock:
-    """One attention layer. A single matrix, [outputs, hidden], projects queries, keys and values, so that there is one
-    product instead of three. If the shape is `gated`, each head's gate follows its query."""
+    """One attention layer. A single matrix, [outputs, hidden], projects queries, keys and values, so that one
+    matrix product does the work of three. If `gated`, each head's gate follows its query."""
 
     prefix = "self_attn."
 
@@ -28,7 +28,7 @@ class AttentionBlock:
         self._frequencies = torch.from_numpy(s.rope.frequencies()).to(room.device) if s.rope is not None else None
 
     def places(self) -> Places:
-        """See `Places`."""
+        """Returns the destinations of the weights; see `Places`."""
         named = [f"{name}_proj" for name in "qkv"]
         parts = dict(
             zip((f"{name}.weight" for name in named), torch.split(self._qkv, self._outputs), strict=True),

@@ -21,7 +21,8 @@ def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 Places = Mapping[str, torch.Tensor]
-"""The destinations of a block's weights, by their names in the block: views of its tensors."""
+"""The tensors into which a block's stored weights are copied, by name within the block; they may be views of larger
+ones."""
 
 Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -39,7 +40,7 @@ GATES: dict[str, Gate] = {
     "gelu_tanh": lambda gate, up: functional.gelu(gate, approximate="tanh") * up,
     "clamped": _clamped,
 }
-"""Functions of gate and up projection, by the names in `config.ACTIVATIONS`."""
+"""Activations that combine the gate and up projections, by their names in `config.ACTIVATIONS`."""
 
 UNGATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"relu2": lambda up: functional.relu(up).square()}
 """Activation functions of networks without a gate."""
@@ -57,8 +58,8 @@ def activate(activation: str, projected: torch.Tensor, gate_scale: float = 1.0) 
 @dataclass(slots=True)
 class Room:
     """Allocates weights: matrices in `dtype`, and vectors that are sensitive to rounding in float32. `left`: the number
-    of further elements allowed, given the size of the model's files. All methods raise `ModelError`, before they
-    allocate, if a configuration needs more."""
+    of elements that may still be allocated, derived from the size of the model's files, so that a wrong configuration
+    cannot exhaust memory. All methods raise `ModelError`, before they allocate, if it is exceeded."""
 
     device: torch.device
     dtype: torch.dtype
@@ -114,12 +115,12 @@ class StepMemory(Protocol):
         """Stores `k` and `v`, [tokens, kv_heads, head_dim], of `layer` and returns the attention output for `q`,
         [tokens, heads, head_dim], in the shape of `q`. Query head `h` reads key head `h // (heads // kv_heads)`. Scores
         are multiplied by `scale` and, unless `cap` is 0, soft-capped to it by a hyperbolic tangent. `sinks`, float32
-        [heads], are the scores of one further key per head, whose value is zero."""
+        [heads], are the scores of one additional key per head, whose value is zero."""
         ...
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """All rows of the step, grouped by their number of tokens."""
+        """The rows of the step, grouped by their number of tokens in it, so that each group is one dense tensor."""
         ...
 
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

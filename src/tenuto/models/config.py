@@ -124,7 +124,7 @@ class Mamba:
 
     @property
     def convolved(self) -> int:
-        """Number of channels of the convolution: all."""
+        """Number of channels of the convolution, here all `channels`."""
         return self.channels
 
 
@@ -265,11 +265,12 @@ class ModelConfig:
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
-        """The mixers of all layers; their index here is their number in memory groups."""
+        """The mixers of all layers in order. Elsewhere a mixer's number, or a memory group's `layers`, is an index into
+        this."""
         return tuple(mixer for layer in self.layers for mixer in layer.mixers)
 
     def ropes(self) -> bytes:
-        """Returns bytes that encode the ropes of all layers; models with different ropes cannot share keys."""
+        """Returns bytes that encode the ropes of all layers; models in which they differ cannot share cached keys."""
         ropes = [mixer.rope for mixer in self.mixers if isinstance(mixer, Attention) and mixer.rope is not None]
         return b"".join(rope.frequencies().tobytes() + str(rope.magnitude).encode() for rope in ropes)
 

@@ -32,7 +32,7 @@ class MixerBlock(Protocol):
     prefix: str
 
     def places(self) -> Places:
-        """See `Places`."""
+        """Returns the destinations of the weights; see `Places`."""
         ...
 
     def __call__(self, x: torch.Tensor, layer: int, step: Step) -> torch.Tensor:
@@ -61,7 +61,7 @@ def _feed_forward(shape: Mlp | Experts, hidden: int, room: Room) -> MlpBlock | E
 
 
 class _LayerBlock:
-    """One layer. Its mixers have the numbers from `first` on in the model."""
+    """One layer. `first` is the number of its first mixer in the model."""
 
     def __init__(self, layer: Layer, first: int, config: ModelConfig, room: Room) -> None:
         hidden, epsilon = config.hidden, config.norm_eps
@@ -75,7 +75,7 @@ class _LayerBlock:
         self._norms = {name: Norm(hidden, epsilon, room) for name in names}
 
     def places(self) -> Places:
-        """See `Places`."""
+        """Returns the destinations of the weights; see `Places`."""
         parts = {f"{name}.weight": norm.weight for name, norm in self._norms.items()}
         for block in (*self._mixers, self._feed_forward):
             if block is not None:
@@ -115,7 +115,7 @@ class Decoder:
         self.dtype = dtype
         stored = dict(weights)
         held = sum(math.prod(weight.shape) for weight in stored.values())
-        room = Room(device, dtype, 2 * held + _SPARE)  # spare: a slightly wrong shape is reported by its name
+        room = Room(device, dtype, 2 * held + _SPARE)  # spare, so that a slightly wrong shape is reported by name
         self._embedding = room.matrix(config.vocab, config.hidden)
         self._head = self._embedding if config.tied else room.matrix(config.vocab, config.hidden)
         self._norm = Norm(config.hidden, config.norm_eps, room)
@@ -147,7 +147,7 @@ class Decoder:
         """Computes the logits of next tokens.
 
         `tokens` and `positions` are int64 [tokens]: ids, and positions within each token's own sequence. `outputs`,
-        int64 [outputs], are the indices of the tokens whose successors' logits are wanted. Returns float32 [outputs,
+        int64 [outputs], are the indices of the tokens after which logits are wanted. Returns float32 [outputs,
         vocab].
         """
         c, step = self.config, Step(memory, positions, self.dtype)

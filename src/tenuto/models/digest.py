@@ -21,8 +21,8 @@ _PIECE = 1 << 24
 
 
 class Stamp(NamedTuple):
-    """A file's identity and the time of its last write. The system sets `changed` (ctime) at every write, and programs
-    cannot, so a file that is written again gets another stamp."""
+    """A file's identity and the time of its last write. The system updates `changed` (ctime) at every write and
+    programs cannot set it, so a file that is written again always gets a different stamp."""
 
     path: Path
     device: int
@@ -42,11 +42,12 @@ class WeightsDigest:
     """The digest of the weights in a model's files.
 
     It covers every byte of every file. Samples would be faster, but two models may differ in a single matrix (a merged
-    adapter), and the state of one would be taken for the other's. So it takes as long as reading the files, and is only
-    computed when needed: at the start for a disk tier, otherwise for the first export or import of a session.
+    adapter), and one would then use state computed by the other. Hashing takes as long as reading the files, so it
+    is done only when needed: at the start for a disk tier, otherwise for the first export or import of a session.
 
     Create it before the weights are read. If the files change or vanish later, the loaded weights can no longer be
-    identified; `value` is then random and equals no other digest, so state is recomputed, never confused.
+    identified; `value` is then random and equals no other digest, so saved state is recomputed, never used with the
+    wrong weights.
     """
 
     def __init__(self, files: ModelFiles) -> None:

@@ -35,7 +35,7 @@ class ExpertsBlock:
         self._shared_gate = room.matrix(1, hidden) if shape.shared and shape.shared_gate else None
 
     def places(self) -> Places:
-        """See `Places`."""
+        """Returns the destinations of the weights; see `Places`."""
         parts = {"gate.weight": self._router} | self._expert_places("weight", self._inner, self._down)
         if self._correction is not None:
             parts["gate.correction"] = self._correction

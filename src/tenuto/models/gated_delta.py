@@ -38,7 +38,7 @@ class GatedDeltaBlock:
         self._out = room.matrix(hidden, self._values)
 
     def places(self) -> Places:
-        """See `Places`."""
+        """Returns the destinations of the weights; see `Places`."""
         return {
             "in_proj_qkvz.weight": self._qkvz,
             "in_proj_ba.weight": self._ba,

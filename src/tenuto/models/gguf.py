@@ -44,7 +44,7 @@ class GgufCheckpoint:
         return self._family.translate(self.config, self._tensors())
 
     def _tensors(self) -> Iterator[tuple[str, StoredWeight]]:
-        """Yields all weights under our names."""
+        """Yields all weights under our names, before the family's translation."""
         for name, encoded in self._file.tensors.items():
             if name in NOT_WEIGHTS:
                 continue
@@ -54,7 +54,7 @@ class GgufCheckpoint:
             yield self._our_name(name), stored
 
     def _our_name(self, name: str) -> str:
-        """Returns our name of a GGUF tensor. Unknown names are kept; loading the weights refuses them."""
+        """Returns our name of a GGUF tensor. Unknown names are kept; loading rejects them."""
         match name.split("."):
             case ["blk", layer, part, kind] if part in self._family.names:
                 return f"model.layers.{layer}.{self._family.names[part]}.{kind}"

@@ -13,7 +13,7 @@ from tenuto.models.config import Attention, GatedDelta, Mamba, Mamba2, ModelConf
 @dataclass(frozen=True, slots=True)
 class PageShape:
     """Memory of an attention layer: keys and values of `kv_heads` heads with `head_dim` elements, for the last `window`
-    tokens (0: for all). `element` is the type of the elements, or, if `kv_type` is quantized, of their scales."""
+    tokens (0: for all). They are stored as `element`, or quantized to `kv_type` with scales of type `element`."""
 
     window: int
     kv_heads: int
@@ -40,14 +40,14 @@ class StateShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers whose memory has the same shape, given by the numbers of their mixers in the model."""
+    """Layers whose memory has the same shape. `layers` are indices into `ModelConfig.mixers`."""
 
     shape: PageShape | StateShape
     layers: tuple[int, ...]
 
     def spec(self, slots: int) -> GroupSpec:
-        """Returns the group's specification for the engine. A unit holds the memory of all its layers: a page of
-        `slots` token slots, or a state slot."""
+        """Returns the group's specification for the engine. A unit (a state slot, or a page with room for `slots`
+        tokens) holds the memory of all layers of the group."""
         if isinstance(self.shape, StateShape):
             return GroupSpec(Kind.STATE, len(self.layers) * self.shape.unit_bytes)
         kind = Kind.SLIDING if self.shape.window else Kind.FULL
@@ -62,9 +62,9 @@ def layer_groups(
     kv_type: KVCacheDtype = KVCacheDtype.AUTO,
     wide: frozenset[int] = frozenset(),
 ) -> tuple[LayerGroup, ...]:
-    """Returns a model's memory groups in the order of their first layers. Keys and values have elements of type
-    `element`, or are of type `kv_type` except for the mixers in `wide`. States of convolutions are of type
-    `convolutions`, by default `element`."""
+    """Returns a model's memory groups in the order of their first layers. Keys and values are quantized to
+    `kv_type`, unless that is AUTO or the mixer's number is in `wide`; otherwise they are stored as `element`. States of
+    convolutions are stored as `convolutions`, by default `element`."""
     found: dict[PageShape | StateShape, list[int]] = {}
     for i, mixer in enumerate(config.mixers):
         match mixer:
@@ -92,6 +92,6 @@ def state_parts(mixer: Recurrent, convolution: Element, state: Element) -> tuple
 
 
 def memory_spec(groups: tuple[LayerGroup, ...], page_size: int, slots: int | None = None) -> MemorySpec:
-    """Returns the specification of all groups for the engine. A page has room for `slots` tokens, by default
-    `page_size`."""
+    """Returns the specification of all groups for the engine. Each page holds `page_size` tokens in the space of
+    `slots`, by default the same; kernels that work in blocks need more."""
     return MemorySpec(page_size, tuple(group.spec(slots or page_size) for group in groups))

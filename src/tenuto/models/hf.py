@@ -72,7 +72,7 @@ class HfCheckpoint:
         return self._family.translate(self.config, self._tensors())
 
     def _tensors(self) -> Iterator[tuple[str, StoredWeight]]:
-        """Yields all stored tensors, under their stored names, except derived ones."""
+        """Yields the stored tensors under their stored names; omits redundant ones (`_derived`)."""
         for name, tensor in self._stored.items():
             if not self._derived(name):
                 yield name, _as_weight(name, tensor, self._family)

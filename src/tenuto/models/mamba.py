@@ -33,7 +33,7 @@ class MambaBlock:
         self._out_bias = room.matrix(hidden) if s.proj_bias else None
 
     def places(self) -> Places:
-        """See `Places`."""
+        """Returns the destinations of the weights; see `Places`."""
         parts = {
             "in_proj.weight": self._in,
             "conv1d.weight": self._conv,

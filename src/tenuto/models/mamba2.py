@@ -35,7 +35,7 @@ class Mamba2Block:
         self._out_bias = room.matrix(hidden) if s.proj_bias else None
 
     def places(self) -> Places:
-        """See `Places`."""
+        """Returns the destinations of the weights; see `Places`."""
         parts = {
             "in_proj.weight": self._in,
             "conv1d.weight": self._conv,
@@ -70,7 +70,8 @@ class Mamba2Block:
         return scaled(linear(self._gated(found, gate).to(x.dtype), self._out, self._out_bias), s.out_scale)
 
     def _gated(self, found: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Returns the heads' output `found`, gated and normalised in the model's order; float32 [tokens, channels]."""
+        """Returns the heads' output `found`, gated and normalised, in the order that `gate_first` sets; float32
+        [tokens, channels]."""
         s, opened = self._shape, functional.silu(scaled(gate.float(), self._shape.gate_scale))
         if self._norm is None:
             return found * opened

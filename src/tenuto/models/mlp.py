@@ -22,7 +22,7 @@ class MlpBlock:
         self._down = room.matrix(hidden, shape.width)
 
     def places(self) -> Places:
-        """See `Places`."""
+        """Returns the destinations of the weights; see `Places`."""
         parts = zip(self._parts, self._gate_up.chunk(len(self._parts)), strict=True)
         return {f"{name}.weight": part for name, part in parts} | {"down_proj.weight": self._down}
 

@@ -91,9 +91,9 @@ def yarn_divisors(
 ) -> tuple[float, ...]:
     """Returns the divisors of YaRN (Peng et al., arXiv:2309.00071, section 3.2).
 
-    Pairs with more than `fast` rotations within the original context are kept, and those with fewer than `slow` are
-    slowed by `factor`. Frequencies between are interpolated linearly by the pair's index; with `whole`, the indices
-    where interpolation begins and ends are rounded outwards.
+    Pairs that rotate more than `fast` times within the original context keep their frequency, and those that rotate
+    fewer than `slow` times are slowed by `factor`. Frequencies between are interpolated linearly by the pair's index;
+    with `whole`, the indices where interpolation begins and ends are rounded outwards.
     """
     pairs = len(linear_divisors(rotated, 1.0))
     first, last = (
@@ -102,7 +102,7 @@ def yarn_divisors(
     if whole:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rotated - 1)
-    width = last - first if last != first else 0.001  # like the reference: avoids division by zero
+    width = last - first if last != first else 0.001  # as in the reference; avoids division by zero
     kept = [1 - min(max((i - first) / width, 0.0), 1.0) for i in range(pairs)]
     return tuple(1 / ((1 - share) / factor + share) for share in kept)
 

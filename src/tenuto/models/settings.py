@@ -100,7 +100,8 @@ class Settings:
         return Settings(value, self.source)
 
     def only(self, allowed: Mapping[str, tuple[object, ...]]) -> None:
-        """Refuses values that need arithmetic we lack. The error names the last of the `allowed` values."""
+        """Rejects models that need arithmetic we lack: raises `ModelError` unless each key has one of its `allowed`
+        values; `None` stands for a missing one. The error names the last."""
         for key, values in allowed.items():
             if self._values.get(key) not in values:
                 raise ModelError(f"{self.source} has {key} = {self._values.get(key)!r}; supported: {values[-1]!r}")
@@ -119,8 +120,8 @@ class Settings:
         return self.optional("head_dim", int) or self.get("hidden_size", int) // max(heads, 1)
 
     def window(self) -> int:
-        """Returns the number of tokens that a token attends to, itself included. Returns 0, for all, also if the window
-        covers the longest context."""
+        """Returns the number of tokens that a token attends to, itself included. 0 means all tokens, and is also
+        returned if the window covers the longest context."""
         window = self.get("sliding_window", int, 0)
         return window if window < self._longest() else 0
 
@@ -142,15 +143,15 @@ class Settings:
         return Settings(whole | values, self.source).rope_of(head_dim, share=share)
 
     def rope_kind(self) -> object:
-        """Returns the kind of rope scaling; these must be the settings of a rope."""
+        """Returns the kind of rope scaling. Call this on the settings of a rope, such as `rope_parameters`."""
         return self._values.get("rope_type") or self._values.get("type") or "default"
 
     def rope_of(self, head_dim: int, *, share: float = 1.0) -> Rope:
-        """Reads the rope from these settings, which must be those of a rope."""
+        """Reads the rope. Call this on the settings of a rope, such as `rope_parameters`."""
         theta = self.get("rope_theta", float)
         rotated = int(head_dim * self.get("partial_rotary_factor", float, share))
         match self.rope_kind():
-            case "default" | "dynamic":  # dynamic scaling only acts beyond `max_position_embeddings`, our limit
+            case "default" | "dynamic":  # dynamic scaling starts beyond `max_position_embeddings`, our limit
                 return Rope(theta, linear_divisors(rotated, 1.0))
             case "linear":
                 return Rope(theta, linear_divisors(rotated, self.get("factor", float)))

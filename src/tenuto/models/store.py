@@ -104,7 +104,7 @@ def _from_hub(repo_id: str, revision: str | None, progress: Progress, snapshot: 
         return Path(snapshot(repo_id, revision, progress))
     except ModelError:
         raise
-    except Exception as error:  # the hub client raises its own, its HTTP library's and system errors
+    except Exception as error:  # of the hub client, its HTTP library or the system
         reason = " ".join(str(error).split())  # the client's messages have several lines
         raise ModelError(
             f"cannot fetch {_with(repo_id, revision)} from the model hub ({type(error).__name__}: {reason}); check the "

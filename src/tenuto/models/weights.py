@@ -36,7 +36,7 @@ BYTES = Kind.I8
 
 
 _COMPARED = 1024
-"""Number of outputs to compare at a time, as weights may be larger than memory."""
+"""Number of outputs compared at a time, because a tensor may be larger than memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class StoredWeight:
     """A tensor of GGML type `kind` and `shape`, (outputs, inputs) for a matrix.
 
     `read` returns its raw little-endian bytes, uint8: [outputs, bytes per output] for a matrix, [1, bytes] for a
-    vector. It maps them from the file anew at each call, so that they take memory only while in use, and raises
+    vector. It maps them from the file anew at each call, so that they take memory only while in use. Raises
     `ModelError`.
     """
 
@@ -83,8 +83,8 @@ class StoredWeight:
         )
 
     def words(self, kind: Kind, count: int) -> Iterator[Words]:
-        """Yields the bits of the elements, converted to an unquantized `kind`, in pieces of `count` outputs. Raises
-        `ModelError` like `dequantize`."""
+        """Yields the elements converted to an unquantized `kind`, as unsigned integers with their bits, [at most
+        `count` outputs, inputs] at a time. Raises `ModelError` like `dequantize`."""
         data = self.read()
         for first in range(0, len(data), count):
             rows = data[first : first + count]
@@ -125,7 +125,7 @@ def wrong_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> Mod
 
 
 def without_place(name: str) -> ModelError:
-    """Returns the error for a tensor that the configuration does not mention."""
+    """Returns the error for a stored tensor that no part of the configured model uses."""
     return ModelError(f"the model's files hold a tensor {name!r} that its configuration has no place for")
 
 

@@ -42,8 +42,8 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
 
 
 def _attention(settings: Settings) -> Attention:
-    """Reads the attention. The input's multiplier enters scores twice (queries and keys) and the output once (values);
-    the keys' multiplier enters scores."""
+    """Reads the attention. The input multiplier scales queries, keys and values, so it multiplies scores twice and the
+    output once; the key multiplier multiplies scores once."""
     heads, head_dim = settings.get("num_attention_heads", int), settings.head_dim()
     entering = settings.get("attention_in_multiplier", float, 1.0)
     return Attention(

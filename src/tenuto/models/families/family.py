@@ -16,7 +16,8 @@ from tenuto.models.weights import StoredWeight, wrong_shape
 
 Named = tuple[str, StoredWeight]
 Translate = Callable[[ModelConfig, Iterable[Named]], Iterator[Named]]
-"""Translates a model's stored tensors to the names and layout of `ModelCheckpoint.weights`. Unknown names are kept."""
+"""Translates a model's stored tensors to the names and layout of `ModelCheckpoint.weights`. Tensors with unknown names
+are passed on; loading rejects them."""
 
 
 def each(translate: Callable[[ModelConfig, str, StoredWeight], Iterator[Named]]) -> Translate:
@@ -38,8 +39,8 @@ def unchanged(_: ModelConfig, stored: Iterable[Named]) -> Iterator[Named]:
 class Family:
     """Models whose `config.json` names one of `architectures`.
 
-    `read` builds a configuration from these settings and the tokens that end a turn. `quantized` lists the supported
-    quantization methods.
+    `read` builds a configuration from `config.json` and the ids of the tokens that end a turn. `quantized` lists the
+    supported quantization methods.
     """
 
     name: str

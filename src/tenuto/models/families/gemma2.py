@@ -47,8 +47,8 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
 
 
 def _read_gguf(file: GgufFile) -> ModelConfig:
-    """Reads the configuration; norm weights already include the 1. Files do not record the scale of queries, which is
-    not the head size in the 27B model; like llama.cpp, we recognise that model by its number of layers."""
+    """Reads the configuration; converters have already added 1 to norm weights. Files do not record the scale of
+    scores, which in the 27B model does not follow from the head size; like llama.cpp, we recognise it by its layers."""
     count, hidden = layer_count(file, "gemma2"), file.integer("gemma2.embedding_length")
     head = head_dim(file, "gemma2")
     scalar = hidden // file.integer("gemma2.attention.head_count") if count == _LAYERS_OF_27B else head

@@ -35,7 +35,7 @@ QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"
 ROPE_DIVISORS = "rope_freqs.weight"
 SHORT_DIVISORS, LONG_DIVISORS = "rope_factors_short.weight", "rope_factors_long.weight"
 NOT_WEIGHTS = (ROPE_DIVISORS, SHORT_DIVISORS, LONG_DIVISORS)
-"""Tensors that are part of the configuration."""
+"""Tensors that belong to the configuration: divisors of rope frequencies."""
 _LONGEST_HEAD = 2**16
 _ROPES = ("none", "linear", "yarn", "longrope")
 
@@ -102,15 +102,15 @@ def attention(file: GgufFile, architecture: str, rope: Rope | None, **more: Any)
 
 
 def window(file: GgufFile, architecture: str, default: int = 0) -> int:
-    """Returns the number of tokens that a token attends to, itself included. Returns 0, for all, also if the window
-    covers the longest context. `default` replaces a missing value."""
+    """Returns the number of tokens that a token attends to, itself included. 0 means all tokens, and is also returned
+    if the window covers the longest context. `default` replaces a missing value."""
     found: int = file.integer(f"{architecture}.attention.sliding_window", default)
     return found if found < _longest(file, architecture) else 0
 
 
 def rope(file: GgufFile, architecture: str, rotated: int, theta: float = 10000.0) -> Rope:
-    """Reads the rope; `theta` is a default. Converters store the llama3 rule as one divisor per frequency and LongRoPE
-    as two, but linear scaling and YaRN as parameters. Raises `ModelError` for other kinds of scaling."""
+    """Reads the rope; `theta` is a default. Files hold llama3 scaling as one divisor per frequency, LongRoPE as two
+    (short and long contexts), linear scaling and YaRN as parameters. Raises `ModelError` for other kinds of scaling."""
     scaling = f"{architecture}.rope.scaling"
     theta = file.number(f"{architecture}.rope.freq_base", theta)
     original = file.integer(f"{scaling}.original_context_length", file.integer(f"{architecture}.context_length"))

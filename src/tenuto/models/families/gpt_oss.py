@@ -55,7 +55,8 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
 
 
 def _translate(_: ModelConfig, stored: Iterable[Named]) -> Iterator[Named]:
-    """Translates all tensors; blocks and scales of a quantized matrix are held until both have come."""
+    """Translates all tensors. The blocks and scales of a quantized matrix are separate tensors; whichever comes first
+    waits for the other."""
     waiting: dict[str, dict[str, StoredWeight]] = {}
     for name, weight in stored:
         whole, part = name[:-7], name[-6:]
@@ -78,8 +79,8 @@ def _check_mxfp4(name: str, blocks: StoredWeight, scales: StoredWeight) -> None:
 
 
 def mxfp4(blocks: StoredWeight, scales: StoredWeight, outputs: slice = _ALL) -> StoredWeight:
-    """Returns some outputs of a matrix in the OCP microscaling format MXFP4 as bfloat16, [outputs, 32 * blocks]. The
-    conversion is exact and happens when the weight is read.
+    """Converts selected outputs of a matrix from the OCP microscaling format MXFP4 to bfloat16, [outputs, 32 * blocks].
+    The conversion is exact and happens when the weight is read.
 
     `blocks` is uint8 [all outputs, blocks, 16], two values per byte, the first in the low bits. `scales` is uint8 [all
     outputs, blocks]: each block is multiplied by 2 to the power of its scale minus 127.
@@ -111,7 +112,7 @@ def _translate_one(name: str, weight: StoredWeight) -> Iterator[Named]:
 
 
 def _transposed(weight: StoredWeight, outputs: slice) -> StoredWeight:
-    """Returns some outputs of a weight stored as [inputs, outputs], as [outputs, inputs]."""
+    """Transposes a weight stored as [inputs, outputs] and selects `outputs`; returns [outputs, inputs]."""
     inputs, count = weight.shape[0], len(range(*outputs.indices(weight.shape[1])))
     return StoredWeight(
         weight.kind,
@@ -123,8 +124,9 @@ def _transposed(weight: StoredWeight, outputs: slice) -> StoredWeight:
 def _experts(
     name: str, outputs_of: Callable[..., StoredWeight], *stored: StoredWeight, kind: str = "weight"
 ) -> Iterator[Named]:
-    """Yields the weights or biases of each expert; stored outputs of gate and up projection alternate. `outputs_of`
-    takes one expert's parts of the tensors `stored` and a slice of outputs."""
+    """Yields the weights or biases of each expert. The files interleave the outputs of gate and up projections.
+    `outputs_of(*parts, outputs)` builds a weight from one expert's part of each `stored` tensor and a slice of
+    outputs."""
     prefix, _, part = name.rpartition(".")
     parts = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)} if part == "gate_up_proj" else {part: _ALL}
     for i, expert in enumerate(zip(*(weight.each() for weight in stored), strict=True)):

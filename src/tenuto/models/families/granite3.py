@@ -63,7 +63,7 @@ def _read_moe_gguf(file: GgufFile) -> ModelConfig:
 
 
 def _gguf_layers(file: GgufFile, architecture: str, feed_forward: Mlp | Experts) -> ModelConfig:
-    """Reads the configuration. A multiplier of 0 counts as missing; the default one for scores is Llama's."""
+    """Reads the configuration. A multiplier of 0 counts as missing; scores are then scaled as in Llama."""
     heads = gguf_family.attention(file, architecture, rope(file, architecture, head_dim(file, architecture)))
     scale = file.number(f"{architecture}.attention.scale", 0.0) or heads.scale
     return ModelConfig(

@@ -129,7 +129,7 @@ def _top(name: str) -> str:
 
 
 def _moved(part: str, norm: str, inside: str) -> str:
-    """Renames a weight of a layer's norm or of its only block."""
+    """Renames a layer's weight, `part`: the prefix of its norm becomes `norm`, that of its only block `inside`."""
     if part.startswith("norm."):
         return norm + part.removeprefix("norm.")
     return inside + part.removeprefix("mixer.") if part.startswith("mixer.") else part

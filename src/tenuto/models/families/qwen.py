@@ -22,7 +22,7 @@ from tenuto.models.settings import Settings
 
 _KINDS = ("sliding_attention", "full_attention")
 _FIRST_WINDOWED = 28
-"""Default number of the first layer with a window."""
+"""Default index of the first layer with a window."""
 
 
 def _read_qwen2(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
@@ -46,7 +46,8 @@ def _normed(settings: Settings) -> dict[str, bool]:
 
 
 def _heads(settings: Settings, size: int, **more: bool) -> dict[str, Attention]:
-    """Returns attention of both kinds. Models have a window setting even if it is unused."""
+    """Returns the attention of windowed and of full layers, by kind. Files have a window size even if it is unused;
+    `use_sliding_window` decides."""
     settings.only({"hidden_act": ("silu",)})
     windowed = settings.get("use_sliding_window", bool, default=False)
     turned = settings.rope(size)
@@ -92,7 +93,7 @@ def _read_gguf(file: GgufFile, architecture: str, *, qk_norm: bool) -> ModelConf
 
 
 def _read_qwen3_moe_gguf(file: GgufFile) -> ModelConfig:
-    """Files do not record how experts are weighted; like llama.cpp, weights are normalised over the chosen ones."""
+    """Files do not record how experts are weighted; like llama.cpp, we normalise weights over the chosen ones."""
     experts = Experts(
         file.integer("qwen3moe.expert_count"),
         file.integer("qwen3moe.expert_used_count"),

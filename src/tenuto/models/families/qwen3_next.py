@@ -60,7 +60,7 @@ def _feed_forward(settings: Settings, layer: int) -> Mlp | Experts:
 
 
 def _translate(_: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Named]:
-    """Adds 1 to norms, except those of the gated delta nets: they are stored as their difference from 1. Omits the
+    """Adds 1 to norm weights, which are stored as their difference from 1 except in the gated delta nets. Omits the
     layers for multi-token prediction."""
     if not name.startswith("mtp."):
         zero_centred = name.endswith("norm.weight") and ".linear_attn." not in name

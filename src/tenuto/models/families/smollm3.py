@@ -44,7 +44,7 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
 
 
 def _turned(count: int, period: int) -> list[int]:
-    """Returns 1 for each of `count` layers that has a rope, 0 for the others."""
+    """Returns a number for each of `count` layers: 1 with a rope, 0 without."""
     return [int((i + 1) % max(period, 1) != 0) for i in range(count)]
 
 

@@ -1,1 +1,1 @@
-"""Translates models to operations of the native kernels."""
+"""Translates models to lists of operations that the native kernels execute."""

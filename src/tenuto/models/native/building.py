@@ -17,7 +17,8 @@ from tenuto.models.weights import Floats
 
 
 class Building:
-    """Makes operations. The memory that they point to lives as long as `panels` and `kept`."""
+    """Builds operations from a model's layers, and keeps the memory that they point to alive: weights in `panels`,
+    structures in `kept`."""
 
     def __init__(
         self, config: ModelConfig, panels: Panels, groups: tuple[LayerGroup, ...], key_scales: Mapping[int, Floats]
@@ -27,37 +28,37 @@ class Building:
         self.panels = panels
         self.kept: list[object] = []
         self.places = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
-        """The group of each mixer, and its number within the group."""
+        """The index of each mixer's memory group, and the mixer's index within the group."""
         self.key_scales = key_scales
         self._ropes: dict[Rope, int] = {}
         self._norms: dict[str, int] = {}
 
     def norm(self, kind: OpKind, name: str, consumer: Matrix, **more: Any) -> Op:
-        """Returns the normalisation of the residual stream, as input of products with matrices such as `consumer`.
-        Parallel mixers share one norm."""
+        """Returns the operation that normalises the residual stream, in the form that products with `consumer` read.
+        Parallel mixers share the weights of one norm."""
         if name not in self._norms:
             self._norms[name] = self.panels.vector(f"{name}.weight", self.config.hidden)
         return op(kind, consumer=consumer.format, epsilon=self.config.norm_eps, norm=self._norms[name], **more)
 
     def add(self, matrix: Matrix, *, apart: bool, column: int = -1, scale: float = 1.0) -> Op:
-        """Returns the operation that adds a layer's output, times `scale`, to the residual stream, or with `apart` to
-        the buffer that `post` adds."""
+        """Returns the operation that adds `matrix` times a block's output, times `scale`, to the residual stream, or
+        with `apart` to a buffer for `post`. Column `column` of the last PROJECT gates the output, unless -1."""
         scale *= 1.0 if apart else self.config.residual_scale
         return op(OpKind.ADD, first=matrix, apart=apart, column=column, scale=scale)
 
     def post(self, name: str | None) -> Op:
-        """Returns the operation that adds the outputs put `apart` to the residual stream, normalised if there is a
-        norm."""
+        """Returns the operation that adds the outputs that `add` put `apart` to the residual stream, normalised by the
+        norm `name` if given."""
         c = self.config
         weights = self.panels.vector(f"{name}.weight", c.hidden) if name else None
         return op(OpKind.POST, epsilon=c.norm_eps, norm=weights, scale=c.residual_scale)
 
     def rope(self, rope: Rope | None) -> int:
-        """Returns the number of a rope, or -1 for `None`."""
+        """Returns the index of a rope in `ropes`, or -1 for `None`."""
         return -1 if rope is None else self._ropes.setdefault(rope, len(self._ropes))
 
     def ropes(self) -> ctypes.Array[library.Rope]:
-        """Returns all ropes, by their numbers."""
+        """Returns all ropes that `rope` was asked for."""
         made = [
             library.Rope(rope.rotated // 2, rope.magnitude, self.panels.floats(rope.frequencies()))
             for rope in self._ropes

@@ -41,12 +41,12 @@ def _mlp(b: Building, mlp: Mlp, name: str, *, apart: bool) -> list[Op]:
 
 def _experts(b: Building, e: Experts, name: str, *, apart: bool) -> list[Op]:
     """Returns the operations of a mixture of experts. The router's scores and the gate of the shared expert are
-    projected. Then the shared expert computes all tokens, and each other expert those that the router chooses it for.
-    The input is normalised a second time if router and experts are stored in different types, as in GGUF files, whose
-    routers are float32: one input for both would make the experts float32, too."""
+    projected. Then the shared expert computes all tokens, and the other experts the tokens routed to them. The input is
+    normalised again if router and experts are stored in different types, as in GGUF files, whose routers are float32:
+    with a single input, the experts would have to become float32, too."""
     part, hidden, activation = f"{name}mlp.", b.config.hidden, _activation(e.activation)
     halves = _halves(e.activation)
-    b.panels.require(f"{part}gate.weight", e.count, hidden)  # before any memory is allocated for each expert
+    b.panels.require(f"{part}gate.weight", e.count, hidden)  # before memory is allocated per expert
     own, shared = [f"{part}experts.{i}." for i in range(e.count)], f"{part}shared_expert."
     scored = {f"{part}gate": e.count}
     gate = {f"{part}shared_expert_gate": 1} if e.shared and e.shared_gate else {}
@@ -85,7 +85,7 @@ def _experts(b: Building, e: Experts, name: str, *, apart: bool) -> list[Op]:
 
 
 def _halves(activation: str) -> tuple[str, ...]:
-    """Returns the names of the projections into the network."""
+    """Returns the names of the network's input projections."""
     return _PARTS[1:] if activation in UNGATED else _PARTS
 
 

@@ -12,18 +12,18 @@ from tenuto.models.native.panels import Panels
 from tenuto.models.weights import Floats
 
 PART = 32
-"""Dimensions of a quantized key that share a scale."""
+"""Number of dimensions of a quantized key that share a scale."""
 MOST_STEPS = 5
-"""Keys in which a dimension is more than 2 ** 5 times as large as the median stay in 16 bits. Rounding that dimension
-to one of 256 steps would change scores more than all other dimensions together."""
+"""If a dimension is over 2 ** 5 times as large as the median of its part, the layer's keys and values stay in 16 bits:
+rounding that dimension to one of 256 steps would change scores more than all other dimensions together."""
 _LEAST = -24.0
 _TINY = np.float32(1e-30)
 
 
 @dataclass(frozen=True, slots=True)
 class KeyScales:
-    """The scales of a model's keys, by the numbers of its mixers. Keys are multiplied by `scales`, powers of two,
-    float32 [kv_heads * head_dim], and queries are divided by them, so scores do not change. Layers in `wide` keep keys
+    """The scales of a model's keys, by mixer number. Keys are multiplied by `scales`, powers of two, float32 [kv_heads
+    * head_dim], and queries are divided by them, so attention scores do not change. Mixers in `wide` keep their keys
     and values in 16 bits."""
 
     scales: Mapping[int, Floats]
@@ -34,9 +34,9 @@ def key_scales(config: ModelConfig, panels: Panels, wide: frozenset[int] | None 
     """Computes the scales of a model's keys from its weights.
 
     In some models keys are far larger in a few dimensions than in the others: in Qwen2 because of biases, in Qwen3
-    because of the weights of norms. Quantized dimensions share a scale in parts of 32, so one such dimension would
-    leave only a few steps of 256 to the others. It is scaled down to the median of its part. `wide` is given if the
-    layout of memory has been decided before, for other weights. Raises `ModelError`."""
+    because of the weights of norms. Each part of 32 dimensions shares one quantization scale, so one such
+    dimension would leave only a few of 256 steps to the others. It is scaled down to the median of its part. Weights
+    that replace others pass the `wide` of those, because the layout of memory must stay. Raises `ModelError`."""
     scales, found, number = dict[int, Floats](), set[int](), 0
     for i, layer in enumerate(config.layers):
         for mixer in layer.mixers:
@@ -50,18 +50,18 @@ def key_scales(config: ModelConfig, panels: Panels, wide: frozenset[int] | None 
 
 
 def _steps(panels: Panels, a: Attention, name: str, hidden: int) -> Floats | None:
-    """Returns the binary logarithms of a layer's scales, float32 [kv_heads, head_dim], or `None` if its weights do not
-    reveal the sizes of its keys. The names of its weights begin with `name`."""
+    """Returns the binary logarithms of a layer's scales, float32 [kv_heads, head_dim], or `None` without a key bias or
+    norm, which cause outliers. The names of its weights begin with `name`."""
     shape, part = (a.kv_heads, a.head_dim), f"{name}self_attn."
     panels.require(
         f"{part}k_proj.weight", a.kv_heads * a.head_dim, hidden
-    )  # before any memory is allocated for each output
+    )  # checked before memory proportional to the outputs is allocated
     if a.qk_norm:
         sizes = np.tile(np.abs(panels.look(f"{part}k_norm.weight", a.head_dim)), (a.kv_heads, 1))
     elif a.bias:
         bias = panels.look(f"{part}k_proj.bias", a.kv_heads * a.head_dim)
         weights = panels.look(f"{part}k_proj.weight", a.kv_heads * a.head_dim, hidden)
-        products = weights * panels.look(f"{name}input_layernorm.weight", hidden)  # for inputs that are 1 on average
+        products = weights * panels.look(f"{name}input_layernorm.weight", hidden)  # sizes for inputs of size 1
         sizes = np.sqrt(np.square(products).sum(axis=1) + np.square(bias)).reshape(shape)
     else:
         return None

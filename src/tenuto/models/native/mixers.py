@@ -1,5 +1,5 @@
-"""Makes the operations of attention, Mamba-2 and gated delta nets. The output of each is added to the residual stream,
-or put `apart` to be normalised before."""
+"""Builds the operations of attention, Mamba-2 and gated delta nets. Each adds its output to the residual stream, or, if
+`apart`, to a buffer that a later operation normalises and adds."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def _attention(b: Building, a: Attention, layer: int, name: str, *, apart: bool)
 
 
 def _mamba2(b: Building, m: Mamba2, layer: int, name: str, *, apart: bool) -> list[Op]:
-    """Returns the operations of Mamba-2. Its projections are the gate, the convolution's inputs, and time steps."""
+    """Returns the operations of Mamba-2. The input projection computes gates, the convolution's inputs, and time
+    steps."""
     part, hidden, panels = f"{name}mamba.", b.config.hidden, b.panels
     projected = {f"{part}in_proj": m.channels + m.convolved + m.heads}
     (first,) = panels.matrices(projected, hidden, bias=m.proj_bias)
@@ -99,16 +100,16 @@ def _mamba2(b: Building, m: Mamba2, layer: int, name: str, *, apart: bool) -> li
 
 
 def _gated_delta(b: Building, d: GatedDelta, layer: int, name: str, *, apart: bool) -> list[Op]:
-    """Returns the operations of a gated delta net. In files a projection has one part for each key head: its query, its
-    key and the values and output gates of its value heads; another projection has their write strengths and decays.
-    Here the queries of all heads come first, then their keys, and so on."""
+    """Returns the operations of a gated delta net. Files store one projection by key head: its query, its key, and the
+    values and output gates of its value heads; likewise a second one, with write strengths and decays. Here they are
+    reordered: the queries of all heads, then all keys, and so on."""
     part, hidden, panels = f"{name}linear_attn.", b.config.hidden, b.panels
     served, values = d.value_heads // d.key_heads, d.value_heads * d.value_dim
     sizes = {
         f"{part}in_proj_qkvz": [d.key_dim, d.key_dim, served * d.value_dim, served * d.value_dim],
         f"{part}in_proj_ba": [served, served],
     }
-    for key, parts in sizes.items():  # before any memory is allocated for each output
+    for key, parts in sizes.items():  # checked before memory proportional to the outputs is allocated
         panels.require(f"{key}.weight", d.key_heads * sum(parts), hidden)
     first, second = panels.matrices(
         {key: d.key_heads * sum(parts) for key, parts in sizes.items()},
@@ -164,13 +165,13 @@ def _recurrent(
 
 
 def _convolution(b: Building, part: str, channels: int, kernel: int, scales: Floats | None = None) -> int:
-    """Returns the address of a convolution's weights, [kernel][channels], times `scales` of its inputs, [channels]."""
+    """Returns the address of a convolution's weights, [kernel][channels], each multiplied by its channel's scale."""
     weights = b.panels.tensor(f"{part}conv1d.weight", channels, 1, kernel)[:, 0].T
     return b.panels.floats(weights if scales is None else weights * scales)
 
 
 def _scales(m: Mamba2) -> Floats:
-    """Returns the factor of each channel of the convolution's inputs."""
+    """Returns the scale of each channel of the convolution's inputs, float32 [channels]."""
     return np.repeat(np.array(m.input_scales, np.float32), m.convolved_parts)
 
 

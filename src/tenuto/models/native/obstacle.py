@@ -1,4 +1,4 @@
-"""Finds out whether the native kernels can run a model."""
+"""Limits of the native kernels: which models they cannot run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tenuto.kernels.native.pack import LANES
 from tenuto.models.config import Attention, Experts, GatedDelta, Layer, Mamba, Mamba2, Mlp, ModelConfig
 
 MAX_HEAD_DIM = 1024
-"""The size of the arrays in `attention_layer.h`."""
+"""Largest supported head; the size of arrays in `attention_layer.h`."""
 
 
 def obstacle(config: ModelConfig) -> str | None:
@@ -34,7 +34,7 @@ def _sizes(layer: Layer) -> Iterator[tuple[str, int]]:
             case Attention() as a:
                 yield "head_dim", a.head_dim
             case Mamba():
-                pass  # an obstacle by itself
+                pass  # `obstacle` has rejected it
             case Mamba2() as m:
                 yield "Mamba-2 head", m.head_dim
                 yield "convolution", m.convolved

@@ -1,4 +1,4 @@
-"""Takes a model's weights, and packs them for the native kernels."""
+"""Packs a model's weights into panels: 16 outputs of a matrix interleaved, as the native kernels read them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from tenuto.models.weights import Floats, Longs, StoredWeight, without_place, wr
 
 _PANELS = {Kind.F32: PanelFormat.F32, Kind.F16: PanelFormat.F16, Kind.BF16: PanelFormat.BF16}
 _KINDS = {panels: kind for kind, panels in _PANELS.items()}
-_AT_ONCE = 2**20  # weights that are decoded at once
+_AT_ONCE = 2**20  # number of weights decoded at a time
 _AS_STORED: Mapping[str, Longs] = MappingProxyType({})
 
 
 def same_input(first: Matrix, second: Matrix) -> bool:
-    """Returns whether both can have the same input: both are quantized, or both have the same type of floats."""
+    """Whether one form of the input serves both matrices: both are quantized, or both have the same type of floats."""
     return first.format == second.format or not {first.format, second.format} & _KINDS.keys()
 
 
 class Panels:
-    """A model's weights, each of which is taken once by its name. They stay as they are stored, or with `plain` become
-    bfloat16. Matrices with one input become float32 if their types do not allow that. Packed weights live as long as
-    this object."""
+    """A model's weights, and their packed copies, which live as long as this object. Each weight is taken by name,
+    once. Matrices keep their stored type, or with `plain` become bfloat16. But matrices that are multiplied by the same
+    input become float32 unless all are quantized or all have one type of floats."""
 
     def __init__(self, weights: Iterable[tuple[str, StoredWeight]], *, plain: bool) -> None:
         """`weights` are those of `ModelCheckpoint.weights`. All methods raise `ModelError` if a weight is missing or of
@@ -59,7 +59,7 @@ class Panels:
         return self.floats(self.tensor(name, length))
 
     def tensor(self, name: str, *shape: int) -> Floats:
-        """Takes a tensor as floats, to be changed before it is packed."""
+        """Takes a tensor and returns its elements, for changes before `floats` packs them."""
         return self._take(name, shape).decode()
 
     def look(self, name: str, *shape: int) -> Floats:
@@ -68,7 +68,7 @@ class Panels:
         return self._weights[name].decode()
 
     def floats(self, values: Floats) -> int:
-        """Copies values, and returns the address of the copy."""
+        """Copies values into packed memory, and returns the address of the copy."""
         return self._arena.floats(values.reshape(-1))
 
     def matrices(
@@ -79,9 +79,9 @@ class Panels:
         bias: bool = False,
         order: Mapping[str, Longs] = _AS_STORED,
     ) -> list[Matrix]:
-        """Takes matrices that have the same input, and makes all of them quantized, or all of the same type of floats.
-        `outputs` has the number of outputs of each by its name, without `.weight`. With `bias` each has a bias.
-        `order`, int64 [outputs], is the order of outputs for the matrices whose outputs are to be sorted."""
+        """Takes and packs matrices that are multiplied by the same input, and their biases with `bias`. `outputs` maps
+        their names, without `.weight`, to their numbers of outputs. `order`, int64 [outputs], maps the names of those
+        whose outputs are rearranged to indices of stored outputs."""
         stored = [_ordered(self._take(f"{name}.weight", (n, inputs)), order.get(name)) for name, n in outputs.items()]
         made = [self._matrix(weight, kind) for weight, kind in zip(stored, self._kinds(stored), strict=True)]
         for (name, n), matrix in zip(outputs.items(), made, strict=True):
@@ -90,7 +90,7 @@ class Panels:
         return made
 
     def _kinds(self, stored: list[StoredWeight]) -> list[PanelFormat | None]:
-        """Returns the format of each matrix, or `None` for the format of its type."""
+        """Returns the format of each matrix; `None` if it stays quantized as stored."""
         kinds = {weight.kind for weight in stored}
         if self._plain:
             return [PanelFormat.BF16] * len(stored)

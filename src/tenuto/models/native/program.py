@@ -1,4 +1,4 @@
-"""Makes a list of operations of the native kernels from a model with any mix of layers."""
+"""Translates a model with any mix of layers to a list of operations of the native kernels."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class NativeProgram:
         kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO,
         wide: frozenset[int] | None = None,
     ) -> None:
-        """`weights` are those of `ModelCheckpoint.weights`; with `plain` they are converted to bfloat16. `wide` is
-        `KeyScales.wide`, if the layout of memory has been decided before. Raises `ModelError` if a weight is missing,
-        unknown or of a wrong shape, or if there is an `obstacle`."""
+        """`weights` are those of `ModelCheckpoint.weights`; with `plain` they are converted to bfloat16. Weights that
+        replace others pass the `wide` of those (see `key_scales`). Raises `ModelError` if a weight is missing, unknown
+        or of a wrong shape, or if there is an `obstacle`."""
         reason = obstacle(config)
         if reason is not None:
             raise ModelError(f"the native kernels cannot run this model: {reason}")
@@ -51,7 +51,7 @@ class NativeProgram:
         scaled = kv_cache_dtype.scaled_keys
         keys = key_scales(config, self._panels, wide) if scaled else KeyScales({}, frozenset())
         self.wide = keys.wide
-        """Mixers whose keys and values have 16 bits although those of others are quantized."""
+        """Numbers of the mixers that keep keys and values in 16 bits although those of others are quantized."""
         groups = layer_groups(
             config, Element.BFLOAT16, convolutions=Element.FLOAT32, kv_type=kv_cache_dtype, wide=self.wide
         )
@@ -89,8 +89,8 @@ class NativeProgram:
         return [*ops, b.norm(OpKind.SELECT, "model.norm", head), logits]
 
     def _layer(self, layer: Layer, name: str, first: int) -> list[Op]:
-        """Returns the operations of a layer. The names of its weights begin with `name`, and the numbers of its mixers
-        with `first`."""
+        """Returns the operations of a layer. The names of its weights begin with `name`; `first` is the number of its
+        first mixer."""
         b, apart, ops = self._building, layer.post_norms or layer.beside is not None, list[Op]()
         for number, mixing in enumerate(layer.mixers, first):
             ops += mixer(b, mixing, number, name, apart=apart)
