@@ -1,4 +1,4 @@
-"""All open sessions, by tenant and id, and when idle ones expire."""
+"""The registry of open sessions by tenant and id, with the expiry of idle ones."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from tenuto.session.turn import Turn
 
 MAX_ID_LENGTH = 128
 UNREACHABLE = frozenset({".", ".."})
-"""Clients take these for parts of a path and leave them out of URLs, so no session may be called that."""
+"""Path segments that clients remove from URLs, so they are not allowed as session ids."""
 
 
 REST_SHARE = 0.5
-"""The part of its TTL after which an idle session is to leave the device, if it can be brought back."""
+"""The part of its TTL after which an idle session should leave the device, if it can be brought back."""
 MAX_EXPIRED = 128
-"""Sessions that expire, or are to leave the device, at once; others that are due follow at the next look."""
+"""The most sessions that one call of `expired` finds to expire or leave the device; others follow at the next call."""
 GRACE_SECONDS = 60.0
-"""How long a session that is restored stays at least, unless its TTL is shorter: so long may a restart take."""
+"""The least time that a restored session stays open, unless its TTL is shorter, so that a restart may take as long."""
 
 
 class Registry:
-    """Opens, finds, expires and forgets sessions. Work grows with the sessions concerned, not with those there are."""
+    """Opens, finds, expires and closes sessions. The work of an operation does not grow with the number of sessions."""
 
     def __init__(self, memory: Memory, clock: Clock, random: Random, context_length: int, max_sessions: int) -> None:
         self._memory = memory
         self._clock = clock
         self._random = random
-        self.context_length = min(context_length, memory.max_length)  # tokens that fit a session at the most
+        self.context_length = min(context_length, memory.max_length)  # the most tokens that fit a session
         self.pins = Pins(memory, context_length)
         self._max_sessions = max_sessions
         self._sessions: dict[SessionKey, Session] = {}
         self.prefixes: dict[Session, None] = {}  # closed sessions whose memory is kept, in the order of their last use
-        self._tenants: dict[str, Tenant] = {}  # by name; those without sessions are not there
-        self._expiries: list[tuple[float, int, SessionKey]] = []  # a heap; too early if there was a turn since
+        self._tenants: dict[str, Tenant] = {}  # by name; only tenants with sessions
+        self._expiries: list[tuple[float, int, SessionKey]] = []  # a heap; times are too early if a turn came since
         self._watched: dict[SessionKey, int] = {}  # session -> its live entry
-        self._resting: list[Session] = []  # since they were last taken
-        self.more_expired = False  # more were due than `expired` found at the last look
+        self._resting: list[Session] = []  # sessions for the next `take_resting`
+        self.more_expired = False  # whether more sessions were due than the last `expired` found
         self._entries = count(1)
-        self.visited = 0  # sessions that were listed, or looked at for that, ever: a measure of work
+        self.visited = 0  # total number of sessions looked at to list them: a measure of work
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -60,26 +60,26 @@ class Registry:
         return iter(self._sessions.values())
 
     def find(self, session_id: str, tenant: str = "") -> Session | None:
-        """The session that a tenant calls so, if there is one."""
+        """Returns the tenant's session with this id, if there is one."""
         return self._sessions.get((tenant, session_id))
 
     def get(self, session_id: str, tenant: str = "") -> Session:
-        """As `find`. Raises `NotFound`."""
+        """Returns the tenant's session with this id. Raises `NotFound`."""
         session = self.find(session_id, tenant)
         if session is None:
             raise NotFound(f"there is no session {session_id!r}; it was never opened, was closed, or has expired")
         return session
 
     def turn(self, session_id: str, tenant: str = "") -> Turn:
-        """The open turn of a session. Raises `NotFound`, `IllegalTransition` if it has none."""
+        """Returns the open turn of a session. Raises `NotFound`, or `IllegalTransition` if no turn is open."""
         turn = self.get(session_id, tenant).turn
         if turn is None:
             raise IllegalTransition(f"session {session_id} has no open turn")
         return turn
 
     def open(self, session_id: str | None, policy: Policy, system: str | None = None) -> Session:
-        """A new, empty session; `system` opens its conversation. Raises `AlreadyExists`, `Overloaded` or
-        `InvalidRequest`."""
+        """Opens a new, empty session; `system` is the system message of its conversation. Raises `AlreadyExists`,
+        `Overloaded` or `InvalidRequest`."""
         if session_id is None:
             session_id = f"{self._random.getrandbits(96):024x}"
         if type(session_id) is not str or not session_id.isprintable() or not 0 < len(session_id) <= MAX_ID_LENGTH:
@@ -109,16 +109,17 @@ class Registry:
         return session
 
     def use(self, tenant: str) -> Tenant:
-        """What `tenant` has now; not to be changed."""
+        """Returns the counters and indexes of `tenant`. Read only."""
         return self._tenants.get(tenant) or Tenant()
 
     def held(self) -> dict[str, int]:
-        """Committed tokens by tenant."""
+        """Returns the number of committed tokens by tenant."""
         return {name: tenant.tokens for name, tenant in self._tenants.items()}
 
     def listed(self, tenant: str, after: str, state: StateFilter | None = None) -> Iterator[Session]:
-        """A tenant's sessions after id `after`, by id, hidden and ephemeral ones excluded; in `state` if that is given.
-        It passes over no sessions but those with submitted turns. Nothing must change meanwhile."""
+        """Yields a tenant's sessions after id `after` in the order of ids, without hidden and ephemeral ones; only
+        those in `state` if it is given. The only sessions it has to skip have submitted turns in other states. Sessions
+        must not change while this is read."""
         for session_id in self.use(tenant).listed(after, state):
             self.visited += 1
             session = self._sessions[tenant, session_id]
@@ -126,9 +127,10 @@ class Registry:
                 yield session
 
     def leaving(self, tenant: str, most: int, spared: str | None) -> tuple[list[Session], int]:
-        """Which sessions of a tenant, of those without an open turn, would have to leave the device for its sessions to
-        keep fewer than `most` units there: those used longest ago, and never `spared`; and how many units they would
-        keep then. If that cannot be, none would leave, and they would keep all that cannot yield."""
+        """Returns the sessions of a tenant that have to leave the device so that its sessions keep fewer than `most`
+        units there, and the number of units kept then. Only sessions without an open turn leave, least recently used
+        first, and never the session with id `spared`. If this cannot be reached, returns no sessions, and the number of
+        units that cannot leave."""
         use, stays = self.use(tenant), self.find(spared, tenant) if spared is not None else None
         kept, leaving = use.units - use.resting_units + use.resting_units_of(stays), list[Session]()
         if kept >= most:
@@ -144,13 +146,13 @@ class Registry:
         return leaving, kept
 
     def units_of(self, session: Session) -> int:
-        """Units of all groups that the session's history takes, wherever they are now."""
+        """Returns the units of all groups that the session's history takes, regardless of their tier."""
         computed = max(0, len(session.history) - 1)
         spec = self._memory.spec
         return sum(session_units(group, spec.page_size, computed) for group in spec.groups) if computed else 0
 
     def note_length(self, session: Session) -> None:
-        """The session's history may have another length than before."""
+        """Updates the counters after the length of the session's history may have changed."""
         use = self._tenants[session.policy.tenant]
         use.tokens += len(session.history) - session.counted
         session.counted = len(session.history)
@@ -159,7 +161,7 @@ class Registry:
         session.counted_bytes = bytes_now
 
     def note_units(self, session: Session) -> None:
-        """The session may keep more or less on the device than before."""
+        """Updates the counters after the number of units that the session keeps on the device may have changed."""
         use = self._tenants.get(session.policy.tenant)
         if use is not None and session.key in self._sessions:
             units = session.memory.kept_units
@@ -168,11 +170,11 @@ class Registry:
             use.place(session)
 
     def note_turn(self, session: Session) -> None:
-        """The session has another open turn than before, or its draft has become a submitted turn."""
+        """Updates the indexes after the session's open turn has changed, or its draft has been submitted."""
         self._tenants[session.policy.tenant].place(session)
 
     def close(self, session: Session, *, keep: bool = False) -> None:
-        """Forget it. With `keep` its memory stays, as a prefix of other sequences. It must have no open turn."""
+        """Closes and removes a session without an open turn. With `keep` its memory stays, to be shared as a prefix."""
         session.close()
         del self._sessions[session.key]
         if session.policy.pinned:
@@ -189,20 +191,20 @@ class Registry:
             del self._tenants[name]
 
     def use_prefix(self, session: Session) -> None:
-        """A closed session that is kept was of use."""
+        """Marks a kept closed session as the most recently used."""
         if session in self.prefixes:
             del self.prefixes[session]
             self.prefixes[session] = None
 
     def forget_prefix(self, session: Session) -> bool:
-        """Whether this was a closed session; if so, it is no longer kept."""
+        """Removes a kept closed session. Returns False if the session is not one."""
         if session not in self.prefixes:
             return False
         del self.prefixes[session]
         return True
 
     def watch(self, session: Session) -> None:
-        """The session is idle from `last_turn_end` on: note when it would expire."""
+        """Watches the expiry of a session that is idle from `last_turn_end` on."""
         self.note_turn(session)
         if session.policy.ttl is not None and session.key not in self._watched:
             entry = self._watched[session.key] = next(self._entries)
@@ -211,7 +213,7 @@ class Registry:
             self._forget_dead_expiries()
 
     def age(self, session: Session, idle: float) -> None:
-        """A session that was just restored has been idle for so many seconds."""
+        """Sets the time for which a restored session has been idle to `idle` seconds."""
         if session.policy.ttl is not None:
             idle = min(idle, max(0.0, session.policy.ttl - GRACE_SECONDS))
         session.last_turn_end = self._clock.now() - max(0.0, idle)
@@ -219,21 +221,21 @@ class Registry:
         self.watch(session)
 
     def take_resting(self) -> list[Session]:
-        """Sessions, since the last call, that will expire if they stay idle as long as they were when `expired` found
-        them."""
+        """Returns the sessions that `expired` has found, since the last call, to have been idle for `REST_SHARE` of
+        their TTL, and that should leave the device."""
         resting, self._resting = self._resting, []
         return resting
 
     def _forget_dead_expiries(self) -> None:
-        """Keep entries of closed sessions from becoming many more than there are open ones."""
+        """Removes entries of closed sessions when they are more than those of open ones."""
         if len(self._expiries) > 2 * len(self._watched) + 64:
             self._expiries = [entry for entry in self._expiries if self._watched.get(entry[2]) == entry[1]]
             heapq.heapify(self._expiries)
 
     def expired(self) -> list[Session]:
-        """Idle sessions whose TTL has run out, counted from the end of their last turn, up to `MAX_EXPIRED` with those
-        that are to leave the device. A session with an open turn never expires; it is watched again when the turn
-        ends."""
+        """Returns idle sessions whose TTL has run out, counted from the end of their last turn. Finds up to
+        `MAX_EXPIRED` sessions, including those that should leave the device. A session with an open turn never expires;
+        it is watched again when the turn ends."""
         now = self._clock.now()
         found: dict[SessionKey, Session] = {}
         while self._expiries and self._expiries[0][0] <= now and len(found) + len(self._resting) < MAX_EXPIRED:
@@ -256,10 +258,10 @@ class Registry:
         return list(found.values())
 
     def holders(self) -> Iterator[Holder]:
-        """Everything that holds leases on account of a session."""
+        """Yields all holders of leases that belong to open sessions or kept closed ones."""
         return all_holders(self.memories())
 
     def memories(self) -> Iterator[SessionMemory]:
-        """Of all sessions, and of those that are closed and kept: those there are now, also when it is read later."""
+        """Yields the memory of all open sessions and kept closed ones, as they are at the time of the call."""
         sessions = [*self._sessions.values(), *self.prefixes]
         return (session.memory for session in sessions)

@@ -1,4 +1,4 @@
-"""A session: committed history and policy. The truth is its tokens; memory only caches a prefix of them."""
+"""A session: committed history and policy. Its tokens define it; memory only caches the state of a prefix of them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tenuto.session.records import SavedSession, TurnRecord, cut_records
 from tenuto.session.results import KeptTurns
 from tenuto.text.chat import Conversation
 
-if TYPE_CHECKING:  # a turn and its session have each other as fields; a turn imports its session
+if TYPE_CHECKING:  # a turn and its session refer to each other; the module of turns imports this one
     from tenuto.session.turn import Turn
 
 SESSION_BYTES = 512
-"""About what a journal has of a session without turns."""
+"""The approximate size in a journal of a session without turns."""
 RECORD_BYTES = 192
-"""About what a journal has of a turn, besides its tokens."""
+"""The approximate size in a journal of a turn, without its tokens."""
 
 
 class Session:
-    """Committed history, its boundaries, and the memory that caches a prefix of it.
+    """Committed history with its turn boundaries, the policy, and the memory that caches a prefix of the history.
 
     Invariant: `records` cover `history` without gaps; at rest `memory.computed <= max(0, len(history) - 1)`.
     """
@@ -41,17 +41,17 @@ class Session:
     ) -> None:
         self.id = session_id
         self.policy = policy
-        self.system = system  # opens its conversation
+        self.system = system  # the system message of its conversation
         self.memory = memory
-        self.limit = limit  # tokens: context window, own cap and what the pools can hold, the least
+        self.limit = limit  # the most tokens: the least of context window, own cap and what the pools can hold
         self.state = SessionState.OPEN
         self.history = array("i")
         self.records: list[TurnRecord] = []
         self.version = 0  # raised by every commit and rewind
         self.turn: Turn | None = None  # the open turn; set by the engine, cleared by the turn's end
         self.last_turn_end = now
-        self.rests = False  # has been idle for a good part of its TTL; written by the registry
-        self.counted = 0  # tokens counted for its tenant; written by the registry, as the next two
+        self.rests = False  # whether it has been idle for `REST_SHARE` of its TTL; written by the registry
+        self.counted = 0  # tokens counted for its tenant; written by the registry, as are the next two
         self.counted_units = 0
         self.counted_bytes = 0
         self.results = KeptTurns()
@@ -61,17 +61,17 @@ class Session:
 
     @property
     def key(self) -> SessionKey:
-        """What it is found by."""
+        """Tenant and id, under which the registry finds it."""
         return self.policy.tenant, self.id
 
     @property
     def context_left(self) -> int:
-        """Tokens that still fit."""
+        """The number of tokens that still fit."""
         return self.limit - len(self.history)
 
     @property
     def conversation(self) -> Conversation | None:
-        """What the messages in the history come to; `None` if the last turn is not made of messages."""
+        """The conversation so far; `None` if the last turn was given as tokens and not as messages."""
         return self.records[-1].conversation if self.records else None
 
     @property
@@ -81,7 +81,7 @@ class Session:
 
     @property
     def journal_bytes(self) -> int:
-        """About how much a journal has of it, as if it shared nothing."""
+        """The approximate size of the session in a journal, as if it shared no pieces with others."""
         if not self.policy.lasting:
             return 0
         fixed = SESSION_BYTES + len((self.system or "").encode())
@@ -93,7 +93,7 @@ class Session:
 
     @property
     def turn_state(self) -> str:
-        """Of the open turn, or idle."""
+        """The state of the open turn, or `idle`."""
         return self.turn.state.value if self.turn is not None else "idle"
 
     def require_open(self) -> None:
@@ -101,7 +101,7 @@ class Session:
             raise SessionClosed(f"session {self.id} is {self.state.value}; allowed: an open session")
 
     def require_idle(self, operation: str) -> None:
-        """Raise unless the session is open and has no open turn."""
+        """Raises `SessionClosed` or `SessionBusy` unless the session is open and has no open turn."""
         self.require_open()
         if self.turn is not None:
             raise SessionBusy(
@@ -109,7 +109,8 @@ class Session:
             )
 
     def take_in(self, turn: Turn, output: array[int]) -> None:
-        """Commit: the turn's input and `output` join the history, its memory up to the last token joins the memory."""
+        """Commits `turn`: adds its input and `output` to the history, and its memory, except for the last token, to the
+        session's memory."""
         replaced = self.records.pop() if turn.replaces else None
         del self.history[turn.base_length :]
         start = replaced.start if replaced is not None else turn.base_length
@@ -128,7 +129,7 @@ class Session:
         conversation: Conversation | None = None,
         cut: bool = False,
     ) -> None:
-        """Commit a turn that was computed elsewhere, and ends now: only its tokens are here."""
+        """Commits a turn that was computed elsewhere and ends now; only its tokens are known here."""
         self._extend(len(self.history), tokens, output, conversation, cut=cut)
         self.memory.lost = "adopted"
         self.turn_ended(now)
@@ -142,7 +143,7 @@ class Session:
         *,
         cut: bool = False,
     ) -> None:
-        """A turn that begins at `start` joins the history, which has its tokens up to the new ones."""
+        """Adds `tokens` and `output` to the history, and the record of their turn, which begins at `start`."""
         self.history.extend(tokens)
         input_end = len(self.history)
         self.history.extend(output)
@@ -151,7 +152,7 @@ class Session:
         self.version += 1
 
     def saved(self) -> SavedSession:
-        """The session as of its last commit."""
+        """Returns the session as its last commit left it."""
         return SavedSession(
             self.id,
             self.policy,
@@ -163,7 +164,7 @@ class Session:
         )
 
     def restore(self, saved: SavedSession) -> None:
-        """Fill this fresh session with what was saved."""
+        """Fills this new session with the saved history."""
         self.history.extend(saved.tokens)
         self.records = list(saved.records)
         self.version = saved.version
@@ -171,10 +172,10 @@ class Session:
         self.memory.lost = "restored"
 
     def turn_ended(self, now: float) -> None:
-        """The open turn has committed or aborted."""
+        """Ends the open turn, which has committed or aborted."""
         self.turn = None
         self.last_turn_end, self.rests = now, False
-        if self.memory.computed > self._last():  # it began with memory of its input that was found elsewhere
+        if self.memory.computed > self._last():  # the turn began with memory of its input, shared by another session
             self.memory.truncate(self._last())
 
     def _last(self) -> int:
@@ -183,22 +184,22 @@ class Session:
     # -- operations on history
 
     def turn_boundary(self, turns: int) -> int:
-        """Tokens in the first `turns` turns."""
+        """Returns the number of tokens in the first `turns` turns."""
         turns = whole(f"turn of session {self.id}", turns, 0, len(self.records))
         return self.records[turns - 1].end if turns else 0
 
     def check_position(self, position: int) -> int:
-        """A token position in the history."""
+        """Returns `position` if it is a token position in the history. Raises `InvalidRequest` otherwise."""
         return whole(f"position in session {self.id}", position, 0, len(self.history))
 
     def resume_cost(self, position: int) -> int:
-        """Tokens that a session which is cut, or forked, to the first `position` tokens computes again, besides the
-        last of them, which always is. Changes nothing."""
+        """Returns the number of tokens that a session cut or forked to the first `position` tokens has to compute
+        again, not counting the last one, which is always computed again. Changes nothing."""
         last = max(0, position - 1)
         return last - self.memory.resumable(last)
 
     def rewind(self, position: int) -> None:
-        """Cut the history to its first `position` tokens."""
+        """Cuts the history to its first `position` tokens."""
         self.require_idle("rewind")
         self.check_position(position)
         del self.history[position:]
@@ -207,22 +208,23 @@ class Session:
         self.memory.truncate(self._last())
 
     def fork(self, child: Session, position: int) -> None:
-        """Fill the fresh session `child` with the first `position` tokens of the history and a share of their memory.
-        A turn running meanwhile is not seen."""
+        """Fills the new session `child` with the first `position` tokens of the history and a share of their memory. An
+        open turn is not part of it."""
         self.check_position(position)
         child.history = self.history[:position]
         child.records = cut_records(self.records, position)
         self.memory.fork(child.memory, max(0, position - 1))
 
     def regenerated_turn(self) -> TurnRecord:
-        """The last turn, if its output can be generated again."""
+        """Returns the record of the last turn, whose output can be generated again. Raises `IllegalTransition` if it
+        generated nothing."""
         if not self.records or self.records[-1].end == self.records[-1].input_end:
             raise IllegalTransition(f"cannot regenerate in session {self.id}: its last turn generated nothing")
         return self.records[-1]
 
     def close(self) -> None:
-        """Close it; its memory stays, as a prefix of other sequences, until it is dropped. It must have no open
-        turn."""
+        """Closes the session; its memory stays, to be shared as a prefix, until it is dropped. Raises `SessionBusy` if
+        it has an open turn."""
         if self.turn is not None:
             raise SessionBusy(f"cannot close session {self.id}: its turn is {self.turn.state.value}")
         self.state = SessionState.CLOSED

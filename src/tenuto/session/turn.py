@@ -1,4 +1,4 @@
-"""A turn: one transaction on a session. It appends input, generates output, then commits whole or rolls back whole."""
+"""A turn: one transaction on a session, which appends input, generates output, and commits or rolls back as a whole."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tenuto.text.constraint import Constraint
 from tenuto.text.stream import TextStream
 
 Rank = tuple[bool, float, int]
-"""What `Turn.rank` sorts by."""
+"""The sort key of `Turn.rank`."""
 
 TRANSITIONS: dict[str, tuple[frozenset[TurnState], TurnState]] = {
     "submit": (frozenset({TurnState.DRAFTING}), TurnState.QUEUED),
@@ -33,41 +33,41 @@ TRANSITIONS: dict[str, tuple[frozenset[TurnState], TurnState]] = {
         TurnState.ABORTED,
     ),
 }
-"""Every transition of an open turn: from which states, to which."""
+"""Every transition of an open turn: the states from which it is allowed, and the state to which it leads."""
 
 
 class Turn:
-    """One transaction. Its fields are written by itself, except where a comment says who else."""
+    """One transaction on a session. It writes its own fields, except where a comment names another writer."""
 
     def __init__(self, number: int, session: Session, base_length: int, params: TurnParams, arrival: float) -> None:
         self.number = number
         self.session = session
-        self.base_length = base_length  # history tokens it builds on; fewer than there are if it regenerates
+        self.base_length = base_length  # history tokens it continues; fewer than the history has if it regenerates
         self.params = params  # replaced when a draft is submitted
         self.priority = params.priority if params.priority is not None else session.policy.priority
         self.arrival = arrival
-        self.changed = arrival  # when its draft last changed; written by the life cycle
+        self.changed = arrival  # the time of the last change to its draft; written by the engine
         self.input = array("i")
         self.output = array("i")
-        self.max_new_tokens = 0  # effective; 0: prefill only
+        self.max_new_tokens = 0  # the limit after all caps; 0: prefill only
         self.state = TurnState.QUEUED
-        self.replaces = False  # regenerates the session's last turn
-        self.started = False  # has run as a submitted turn
-        self.failures = 0  # failed steps with it alone, until it comes to `failed_end`; written by `Suspects`
-        self.failed_end = 0  # where the last failed step with it was to end; lowered when a draft changes
-        self.sought = -1  # version of the prefix index it was last looked for in; written by `Sharing`, as the next
-        self.looked = ""  # what came of that: one of its `HITS` and `MISSES`
-        self.cached = -1  # prompt tokens found in memory when it first ran; set by the life cycle, as the next
-        self.computed_before = 0  # tokens it had computed then, as a draft
-        self.computed_tokens = 0  # what was dropped included; written by the batch when it leaves its row
-        self.conversation: Conversation | None = None  # what the messages come to with it; set where it is submitted
-        self.text: TextStream | None = None  # set where it is submitted, as the next
-        self.constraint: Constraint | None = None  # what its output has to follow
-        self.stop: str | int | None = None  # what ended it; written by the settler, as the two below
-        self.output_logprobs: list[TokenLogprob] = []  # one an output token if asked for
-        self.input_scores: list[TokenLogprob] = []  # of the leading input tokens that something precedes, if asked for
+        self.replaces = False  # whether it regenerates the session's last turn
+        self.started = False  # whether it has run as a submitted turn
+        self.failures = 0  # failed steps in which it was alone, until it reaches `failed_end`; written by `Suspects`
+        self.failed_end = 0  # the planned end of its last failed step; lowered when a draft changes
+        self.sought = -1  # version of the prefix index at its last lookup; written by `Sharing`, as is the next
+        self.looked = ""  # the outcome of that lookup: one of `HITS` and `MISSES`
+        self.cached = -1  # prompt tokens found in memory when it first ran; set by the engine, as is the next
+        self.computed_before = 0  # tokens it had computed as a draft before that
+        self.computed_tokens = 0  # includes dropped tokens; written by the batch when the turn leaves its row
+        self.conversation: Conversation | None = None  # the conversation up to its input; set when it is submitted
+        self.text: TextStream | None = None  # set when it is submitted, as is the next
+        self.constraint: Constraint | None = None  # the grammar of its output
+        self.stop: str | int | None = None  # the stop that ended it; written by the settler, as are the next two
+        self.output_logprobs: list[TokenLogprob] = []  # one for each output token, if requested
+        self.input_scores: list[TokenLogprob] = []  # of leading input tokens with a predecessor, if requested
         self.result: TurnResult | None = None
-        self.once: Once | None = None  # its idempotency key; set where it is submitted
+        self.once: Once | None = None  # its idempotency key; set when it is submitted
 
     def __repr__(self) -> str:
         return f"<{self.name} {self.state.value}>"
@@ -89,12 +89,11 @@ class Turn:
         return self.state is TurnState.PREEMPTED
 
     def rank(self, aging_seconds: float) -> Rank:
-        """Sorts turns of one tenant, waiting or running: the lower rank runs first and yields last. Drafts come after
-        every turn that someone waits for.
+        """Returns the sort key of the tenant's turns, waiting or running: lower ranks run first and yield last. Drafts
+        come after all submitted turns.
 
         A turn's effective priority is its priority plus one for every `aging_seconds` since it arrived. All turns age
-        alike, so the order of two turns never changes, and arrival minus `aging_seconds` times priority sorts them once
-        and for all."""
+        alike, so the order of two turns never changes: it is that of arrival minus `aging_seconds` times priority."""
         return self.drafting, self.arrival - self.priority * aging_seconds, self.number
 
     @property
@@ -103,38 +102,38 @@ class Turn:
 
     @property
     def generating(self) -> bool:
-        """Whether it generates when it runs: a draft does not yet."""
+        """Whether it generates when it runs; a draft does not."""
         return self.max_new_tokens > 0 and not self.drafting
 
     @property
     def prompt_length(self) -> int:
-        """History and input, tokens."""
+        """The number of tokens in history and input."""
         return self.base_length + len(self.input)
 
     @property
     def length(self) -> int:
-        """History, input and output so far, tokens."""
+        """The number of tokens in history, input and output so far."""
         return self.prompt_length + len(self.output)
 
     @property
     def last_position(self) -> int:
-        """No token at or past this position is computed: the last one never is (`computed <= length - 1`)."""
+        """The end of the tokens that are ever computed; the last token never is (`computed <= length - 1`)."""
         return max(0, self.prompt_length + self.max_new_tokens - 1)
 
     @property
     def resume_position(self) -> int:
-        """The end of input as a resumable position: computing the last input token gives the first output token."""
+        """The end of the input as a resumable position: computing the last input token gives the first output token."""
         return max(0, self.prompt_length - 1)
 
     @property
     def next_scored(self) -> int:
-        """The position of the next input token to be scored; that at position 0 never is."""
+        """The position of the next input token to be scored; the token at position 0 never is."""
         return max(1, self.base_length) + len(self.input_scores)
 
     @property
     def input_logprobs(self) -> tuple[TokenLogprob | None, ...]:
-        """Of the leading input tokens, as far as scored: all once there is output. The first of the whole sequence has
-        `None`. Empty if not asked for."""
+        """Log-probabilities of the leading input tokens scored so far; of all once there is output. The first token of
+        the whole sequence has `None`. Empty if not requested."""
         if not self.params.scores_input:
             return ()
         first = (None,) if self.base_length == 0 and self.input else ()
@@ -142,11 +141,11 @@ class Turn:
 
     @property
     def delivered(self) -> int:
-        """Output tokens the caller has been given, with all their text."""
+        """The number of output tokens whose whole text has been delivered to the client."""
         return self.text.delivered_tokens if self.text is not None else len(self.output)
 
     def tokens(self, start: int, stop: int) -> array[int]:
-        """Tokens [start, stop) of the sequence: history, input, output."""
+        """Returns tokens [start, stop) of the sequence: history, input, output."""
         base, prompt = self.base_length, self.prompt_length
         part = self.session.history[start : min(stop, base)] if start < base else array("i")
         if stop > base and start < prompt:
@@ -156,52 +155,52 @@ class Turn:
         return part
 
     def submit(self, params: TurnParams, now: float) -> None:
-        """The draft is complete: from now on it is a turn that waits."""
+        """Turns a complete draft into a waiting turn."""
         self.go("submit")
         self.params, self.arrival = params, now
         self.priority = params.priority if params.priority is not None else self.session.policy.priority
 
     def go(self, transition: str) -> None:
-        """Make a transition, or raise `IllegalTransition`."""
+        """Makes a transition. Raises `IllegalTransition` if the turn's state does not allow it."""
         allowed, target = TRANSITIONS[transition]
         if self.state not in allowed:
             states = ", ".join(sorted(state.value for state in allowed))
             raise IllegalTransition(f"cannot {transition} {self.name}: it is {self.state.value}; allowed: {states}")
         self.state = target
 
-    # -- finish and abort paths: the owner of the memory ends it
+    # -- finish and abort paths, which belong to the owner of the memory
 
     def preempt(self) -> None:
-        """Lose what it acquired, keep its tokens, and queue again."""
+        """Gives up its memory, keeps its tokens, and queues again."""
         self.go("preempt")
         self.lose_memory()
 
     def pause(self) -> None:
-        """Leave the row and queue again; what it has acquired stays."""
+        """Leaves the row and queues again; keeps its memory."""
         self.go("preempt")
 
     def lose_memory(self) -> None:
-        """Others need what it holds: it will start again. What it had found cached counts only if it has computed
-        something on top of that."""
+        """Gives its memory to others, so that it starts again later. Its cached tokens still count only if it has
+        computed tokens after them."""
         self.release_memory()
         if self.computed_tokens == self.computed_before:
             self.cached = -1
 
     def release_memory(self) -> None:
-        """Give back everything it holds; its session's memory is untouched."""
+        """Gives back all of its own memory; its session's memory does not change."""
         memory = self.session.memory.turn
         if memory is not None:
             memory.abort()
 
     def commit(self, reason: EndReason, now: float, keep: int | None = None) -> TurnResult:
-        """Make input and the first `keep` (`None`: all) output tokens part of the history."""
+        """Makes input and the first `keep` (`None`: all) output tokens part of the history."""
         kept = self.output[: len(self.output) if keep is None else keep]
         self.go("commit")
         self.session.take_in(self, kept)
         return self._end(reason, now, committed=True, kept=len(kept))
 
     def abort(self, reason: EndReason, now: float) -> TurnResult:
-        """Roll back: the session is what it was."""
+        """Rolls back, which leaves the session as it was before the turn."""
         self.go("abort")
         self.release_memory()
         return self._end(reason, now, committed=False, kept=0)
@@ -216,7 +215,7 @@ class Turn:
         return self.result
 
     def said(self, kept: int) -> Delta:
-        """What its client has been told, or will be, of its output, if that ends after `kept` tokens."""
+        """Returns the output that its client gets in total if the output ends after `kept` tokens."""
         text = self.text.text(kept) if self.text is not None else ""
         return Delta(
             tuple(self.output[:kept]),
@@ -229,18 +228,18 @@ class Turn:
 
 
 def as_tokens(tokens: Iterable[int], vocab_size: int, most: int) -> array[int]:
-    """Read token ids, no more than `most` and one, and check them against the vocabulary. Raises `ContextExceeded` if
-    there are more, `InvalidRequest` if they are no ids or reading them raises."""
+    """Reads token ids, at most `most` + 1, and checks them against the vocabulary. Raises `ContextExceeded` if there
+    are more than `most`, and `InvalidRequest` if they are not ids or reading them raises."""
     if isinstance(tokens, (str, bytes, bytearray)):
         raise InvalidRequest(f"input tokens are not token ids: {shown(tokens)}; allowed: a sequence of them")
-    sized = type(tokens) in (list, tuple, array)  # what else has a length may be wrong about it
+    sized = type(tokens) in (list, tuple, array)  # other types may report a wrong length
     try:
         checked = array("i", tokens[: most + 1] if sized else islice(tokens, most + 1))  # type: ignore[index]
     except Exception as error:
         raise InvalidRequest(f"input tokens are not token ids: {_described(error)}") from error
     if len(checked) > most:
         found = str(len(tokens)) if sized else f"more than {most}"  # type: ignore[arg-type]
-        raise ContextExceeded(f"input has {found} tokens; allowed: {most}, which is all that can fit")
+        raise ContextExceeded(f"input has {found} tokens; allowed: {most}, the most that can fit")
     ids = np.frombuffer(checked, np.intc)
     if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
         wrong = next(t for t in checked if not 0 <= t < vocab_size)
@@ -249,7 +248,7 @@ def as_tokens(tokens: Iterable[int], vocab_size: int, most: int) -> array[int]:
 
 
 def _described(error: Exception) -> str:
-    """What a caller's object raised, which may be an exception of its own."""
+    """Describes an exception raised by a caller's object, whose own `__str__` may raise."""
     with suppress(Exception):
         return f"{type(error).__name__}: {error}"
     return type(error).__name__
