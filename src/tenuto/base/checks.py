@@ -125,7 +125,8 @@ def _checked(options: type[Any]) -> tuple[Field[Any], ...]:
 
 
 def items(name: str, value: object, allowed: str) -> tuple[Any, ...]:
-    """Returns a collection as a tuple. Raises `InvalidRequest` for text, bytes and anything else."""
+    """Returns the items of a collection as a tuple. Raises `InvalidRequest`, which names what is `allowed`, for
+    mappings, text, bytes and values that are not collections."""
     if isinstance(value, tuple):
         return value
     if not isinstance(value, str | bytes | bytearray | memoryview | Mapping) and isinstance(value, Iterable):
@@ -150,11 +151,11 @@ def check_unicode(name: str, value: str) -> None:
 
 
 MAX_NESTING = 128
-"""The most levels of objects and lists in JSON that templates render."""
+"""Maximum depth of objects and lists in JSON that chat templates render."""
 
 
 def check_nesting(name: str, value: object, param: str) -> None:
-    """Raises `InvalidRequest` for JSON nested too deeply for a recursive writer."""
+    """Raises `InvalidRequest` for JSON nested deeper than `MAX_NESTING`, since writers of JSON are recursive."""
     level = [value]
     for _ in range(MAX_NESTING + 1):
         inside = [each for each in level if isinstance(each, Mapping | list | tuple)]
@@ -165,7 +166,7 @@ def check_nesting(name: str, value: object, param: str) -> None:
 
 
 def _param(name: str) -> str | None:
-    """Returns `name` if it is an option's name, or `None` if it describes a part of one."""
+    """Returns `name` if it is an option's name; `None` for a phrase such as "a stop string"."""
     return name if name.isidentifier() else None
 
 

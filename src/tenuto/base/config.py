@@ -34,11 +34,12 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tenant's limits at any moment; `None`: unlimited. `turns`: open turns; `queued`: those of them that wait for a
-    busy session. `sessions`: open sessions; `pinned`: those of them that are pinned; `tokens`: their committed tokens.
-    `units`: pages and state slots that its sessions keep on the device; when other sessions of the tenant start, idle
-    ones leave it. `journal_bytes`: approximate size in the journal. Anything that sessions share counts for each of
-    them. A session that has reached `session_units` or `session_journal_bytes` accepts no more turns."""
+    """Limits on what a tenant has at any one time; `None`: unlimited. `turns`: open turns; `queued`: open turns that
+    wait for a busy session. `sessions`: open sessions; `pinned`: pinned open sessions; `tokens`: committed tokens of
+    all open sessions. `units`: pages and state slots that its sessions keep on the device; once it is reached, new
+    turns make idle sessions leave the device. `journal_bytes`: approximate size in the journal. Memory and journal
+    entries that sessions share count for each of them. A session that has reached `session_units` or
+    `session_journal_bytes` accepts no more turns."""
 
     turns: Count | None = None
     queued: Count | None = None

@@ -30,7 +30,8 @@ class InvalidRequest(TenutoError):
 
 
 class ContextExceeded(TenutoError):
-    """History and input leave no room for one token, or the input does not fit the empty pool."""
+    """History and input leave no room in the context for one output token, or the input does not fit into memory even
+    when all of it is free."""
 
     code = "context_exceeded"
     status = 400
@@ -206,7 +207,8 @@ class MemoryReleased(TenutoError):
 
 class NotAcknowledged(TenutoError):
     """Commits cannot be made durable at present. A turn that ends with this error is committed in memory, but may be
-    lost. Any other request refused with it was not carried out, or would have shown a commit that may be lost."""
+    lost. Any other request that fails with it was not carried out, or its answer would have shown a commit that may be
+    lost."""
 
     code = "not_acknowledged"
     status = 503
@@ -220,7 +222,7 @@ class DeadlinePassed(TenutoError):
 
 
 class TurnAborted(TenutoError):
-    """Another request ended the turn before it was committed. Clients do not retry this status."""
+    """Another request ended the turn before it was committed. Its status is one that HTTP clients do not retry."""
 
     code = "turn_aborted"
     status = 410

@@ -1,4 +1,4 @@
-"""Memory groups: the kinds of memory a model's layers need, from a byte budget to unit counts."""
+"""Memory groups: the kinds of memory that a model's layers need, and the size of each group's units."""
 
 from __future__ import annotations
 

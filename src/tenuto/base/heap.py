@@ -10,10 +10,10 @@ from functools import cache
 from pathlib import Path
 
 LARGE_BLOCK = 2**18
-"""The size in bytes from which a block is mapped separately, so that it is returned once it is freed."""
+"""Blocks of at least this many bytes are mapped separately, so that freeing one returns it to the system."""
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # see mallopt(3)
 MUCH = 2**25
-"""The growth in bytes of freed memory, or of all memory, after which it is returned."""
+"""Growth in bytes of freed memory, or of the whole process, after which freed memory is returned."""
 LOOK_SECONDS = 2.0
 _PAGES, _PAGE_BYTES = Path("/proc/self/statm"), resource.getpagesize()
 
@@ -27,8 +27,9 @@ def give_back() -> None:
 
 
 def return_large_blocks() -> None:
-    """Maps large blocks separately; for processes that run only Tenuto. By default the C library keeps blocks of up to
-    32 MiB once one was freed, and cannot return them where small blocks in use lie between."""
+    """Makes the C library map blocks from `LARGE_BLOCK` on separately; for processes that run only Tenuto. By default
+    it stops doing so for blocks of up to 32 MiB once one was freed, and cannot return those that lie between small
+    blocks in use."""
     adjust = _function("mallopt")
     if adjust is not None:
         adjust(_MMAP_THRESHOLD, LARGE_BLOCK)
@@ -36,8 +37,8 @@ def return_large_blocks() -> None:
 
 
 class HeapKeeper:
-    """Returns freed memory to the system some seconds after it was freed. Work that needs much memory does so itself at
-    its end, but its results may be freed much later, by the engine. For processes that run only Tenuto."""
+    """Returns freed memory to the system some seconds after it was freed. Code that needs much memory calls `give_back`
+    when it is done, but the engine may free its results much later. For processes that run only Tenuto."""
 
     def __init__(self) -> None:
         self._free, self._resident = free_bytes(), _resident()
@@ -49,7 +50,7 @@ class HeapKeeper:
         self._thread.start()
 
     def look(self) -> bool:
-        """Returns memory to the system if much was, or may have been, freed since the last time; returns whether."""
+        """Calls `give_back` if much memory was, or may have been, freed since the last time. Returns whether it did."""
         free, resident = free_bytes(), _resident()
         if free < self._free + MUCH and (free < MUCH or resident < self._resident + MUCH):
             self._free, self._resident = min(free, self._free), min(resident, self._resident)
@@ -88,7 +89,7 @@ class _Usage(ctypes.Structure):
 
 
 def free_bytes() -> int:
-    """Returns the bytes of freed memory in the C library, returned or not; 0 if unknown."""
+    """Returns the bytes that the C library counts as free, including those already returned; 0 if unknown."""
     usage = _function("mallinfo2")
     if usage is None:
         return 0

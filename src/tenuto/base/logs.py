@@ -9,9 +9,9 @@ import structlog
 
 
 def configure_logs(level: str = "info", *, as_json: bool | None = None) -> None:
-    """Configures logs in this form, with `extra` as fields, for Tenuto and for warnings of libraries. `as_json` `None`:
-    JSON unless stderr is a terminal. Values are escaped for the terminal, and tracebacks leave out local variables.
-    `level`: one of `base.config.LEVELS`."""
+    """Configures the logs of Tenuto and the warnings of libraries; what these pass as `extra` becomes fields. `as_json`
+    `None`: JSON unless stderr is a terminal. Values are escaped for the terminal, and tracebacks leave out local
+    variables. `level`: one of `base.config.LEVELS`."""
     if as_json is None:
         as_json = not sys.stderr.isatty()
     shared: list[structlog.typing.Processor] = [

@@ -95,7 +95,7 @@ class TurnParams:
 
     @property
     def output_alone(self) -> TurnParams:
-        """These options for a turn whose input is scored elsewhere, or not at all."""
+        """These options without log-probabilities of the input."""
         return replace(self, input_logprobs=None) if self.scores_input else self
 
     @property
@@ -115,8 +115,8 @@ OF_PREFILL = ("priority", "queue_timeout", "timeout", "input_logprobs")
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The options of a session, which apply to all its turns. `ttl`: seconds after its last turn's end until an idle
-    session is closed; `None`: never. `max_tokens`: cap on its history, at most the context length (the default). An
+    """The options of a session, which apply to all its turns. `ttl`: an idle session is closed this many seconds after
+    its last turn ended; `None`: never. `max_tokens`: cap on its history, at most the context length (the default). An
     `ephemeral` session closes when its only turn ends. `tenant`: its owner. `hidden`: it is not listed. `metadata`: the
     owner's notes. The memory of a `pinned` session never yields to others; room for its maximum length is reserved."""
 
@@ -145,7 +145,7 @@ class TurnOptions(TypedDict, total=False):
 
     `max_new_tokens`: as many as fit if not given. `temperature` 0 (the default) is greedy; `top_k` 0, `top_p` 1 and
     `min_p` 0 keep every token; the penalties default to 1, 0 and 0, `logit_bias` (token id to number) to none. `seed`:
-    turns with the same seed draw the same at the same position. `base.sampling.Sampling` describes each.
+    turns with the same seed draw the same random number at the same position. `base.sampling.Sampling` describes each.
 
     `stop`: strings that end the turn, left out of its text unless `include_stop` is set. `stop_regex`: regular
     expressions that end it as soon as one matches, so `[0-9]+` ends it at the first digit. `stop_ids`: token ids that
@@ -202,8 +202,8 @@ class RemoteOptions(ChatOptions, total=False):
     """Options of a turn on a server: those of `ChatOptions` and two more.
 
     `if_busy`: while another turn of the session is open, "reject" (the default) refuses this one, "queue" waits.
-    `on_disconnect`: "abort" (the default) rolls back a turn whose connection breaks. With "continue" the turn goes on,
-    its stream reconnects and misses nothing, and a dropped stream leaves it running.
+    `on_disconnect`: "abort" (the default) rolls back a turn whose connection breaks. With "continue" the turn goes on:
+    its stream reconnects and misses nothing, and a caller who drops the stream leaves the turn running.
     """
 
     if_busy: Literal["reject", "queue"]

@@ -54,7 +54,8 @@ def parse_directory(name: str, given: Any) -> str:
 
 
 def _amount(name: str, text: str, allowed: str) -> int | float:
-    """Returns bytes as an int, or a number without a unit but with a decimal point as a float."""
+    """Returns bytes as an int; a number with a decimal point and no unit is returned as a float. Raises
+    `ConfigError`."""
     found = re.fullmatch(rf"(\d{{1,18}}|\d{{0,15}}\.\d{{1,15}}) ?({'|'.join(_UNITS)})?", text.strip(), re.ASCII)
     if found is None:
         raise ConfigError(f"{name} is {shown(text)}; allowed: {allowed}")

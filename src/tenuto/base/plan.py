@@ -87,10 +87,10 @@ class InputScores:
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """The tokens that a row with a grammar may sample. `place`: the index of its first sample among all of the plan.
-    `allowed` resolves to uint32 [samples of the row, words], a bit for every allowed token, while the step computes; an
-    executor waits for it before it samples. Tokens after the last word are not allowed. `None` allows all tokens; then
-    the result is dropped or ends the turn."""
+    """The tokens that a row with a grammar may sample. `place`: the index of its first sample among all samples of the
+    plan. `allowed` resolves to uint32 [samples of the row, words], a bit for every allowed token, while the step
+    computes; an executor waits for it before it samples. Tokens after the last word are not allowed. If it resolves to
+    `None`, any token may be sampled: the turn has left its row, or its grammar cannot continue and the turn ends."""
 
     place: int
     allowed: Future[Words | None]
@@ -195,8 +195,8 @@ class Executor(Copier, Protocol):
     """Carries out plans in the order of their submission, up to two in flight: `collect` returns the result of the
     oldest that is not yet collected. Units that a plan newly names (new page table entries, the targets of copies, new
     state slots of a row) may be written from `submit` on, before an earlier step in flight has ended. A step submitted
-    after one that fails is carried out anyway. The table changes and sampling options of either may be lost, so they
-    are sent again."""
+    after one that fails is carried out anyway. The table changes and sampling options of both may be lost; the engine
+    sends them again."""
 
     @property
     def spec(self) -> MemorySpec:
@@ -205,8 +205,8 @@ class Executor(Copier, Protocol):
 
     @property
     def layout(self) -> str:
-        """Name of the arithmetic and arrangement of units. Executors of the same model, memory groups and layout can
-        use each other's units."""
+        """Name of the arithmetic that computes units and of their arrangement in bytes. Executors with the same model,
+        memory groups and layout can use each other's units."""
         ...
 
     def prepare(self, units: tuple[int, ...], rows: int, overlap: int = 1) -> None:
@@ -233,8 +233,8 @@ class Executor(Copier, Protocol):
         ...
 
     def submit(self, plan: Plan) -> None:
-        """Starts a step, unless `collect` carries it out, and returns. `collect` raises the failures that the plan's
-        turns can cause."""
+        """Starts a step, or leaves it to `collect`, and returns at once. Failures that the plan's turns can cause are
+        raised by `collect`."""
         ...
 
     def collect(self) -> StepResult:

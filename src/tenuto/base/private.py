@@ -12,7 +12,7 @@ FILE, DIRECTORY = 0o600, 0o700
 
 
 def open_private(path: Path) -> BinaryIO:
-    """Opens a file and writes it from its start. An existing file keeps its mode. Raises `OSError`."""
+    """Opens a file for writing; an existing one is emptied and keeps its mode. Raises `OSError`."""
     return open(path, "wb", opener=_opener)
 
 
@@ -27,7 +27,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def create_private(path: Path) -> None:
-    """Creates a file, if it does not exist, for other code to open. Raises `OSError`."""
+    """Creates an empty file, unless one exists, for other code to open. Raises `OSError`."""
     os.close(os.open(path, os.O_CREAT | os.O_RDWR, FILE))
 
 

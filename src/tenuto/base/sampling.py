@@ -14,7 +14,7 @@ MAX_SEED = 2**63 - 1
 MAX_BIASES = 1024
 MAX_BIAS = 100
 MAX_LOGPROBS = 20
-"""The most likely tokens that a turn may request log-probabilities of, at most."""
+"""Maximum number of likeliest tokens per position whose log-probabilities a turn may request."""
 
 LEAST_LOGPROB = -9999.0
 """Replaces every lower log-probability, also minus infinity, which JSON cannot express. OpenAI's value."""

@@ -21,12 +21,12 @@ TurnKind = Literal["turn", "append", "regenerate"]
 """Append input and generate; append input alone; generate the last turn's output again."""
 
 Keep = int | Literal["delivered", "all"] | None
-"""The part of an aborted turn to commit: nothing, or its input and this many output tokens, those whose text has been
-delivered, or all."""
+"""The part of an aborted turn to commit: nothing (`None`), or its input and this many output tokens, those whose text
+has been "delivered", or "all"."""
 
 
 MESSAGE_SIZE = 2**5
-"""Characters counted for an empty message, since a template writes text around each."""
+"""Characters added to the size of every message for the text that a template writes around it."""
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -94,7 +94,7 @@ MAX_PIECES = 256
 
 
 class TurnState(StrEnum):
-    """Four states of an open turn, and two in which it has ended."""
+    """The four states of an open turn, and the two of one that has ended."""
 
     DRAFTING = "drafting"
     QUEUED = "queued"
@@ -250,7 +250,7 @@ class Transcript:
         return self.result is not None
 
     def take(self, news: Delta | TenutoError) -> Delta:
-        """Adds a delta and returns the part of it that passes. Raises an error given instead."""
+        """Adds a delta and returns the delta that the gate lets pass. Raises `news` if it is an error."""
         if isinstance(news, TenutoError):
             self.failure = news
             raise news
@@ -268,7 +268,8 @@ class Transcript:
         return passed
 
     def tokens_to_keep(self, keep: Keep) -> Keep:
-        """Returns `keep`, with "delivered" replaced by the number of tokens read so far. Raises `InvalidRequest`."""
+        """Returns `keep`, with "delivered" replaced by the number of output tokens whose text has passed so far. Raises
+        `InvalidRequest`."""
         return self._gate.delivered if check_keep(keep) == "delivered" else keep
 
 

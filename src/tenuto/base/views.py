@@ -1,4 +1,4 @@
-"""Views of an engine: the same values in the engine, in messages, at the edge and in clients."""
+"""Views of an engine: descriptions of its model, sessions and turns, shared by engine, messages, edge and clients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SessionKey = tuple[str, str]
 
 
 class SessionState(StrEnum):
-    """A closing session lets its running turn end."""
+    """States of a session. One that is closing lets its running turn end."""
 
     OPEN = "open"
     CLOSING = "closing"
@@ -92,11 +92,13 @@ class AuditReport:
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of the contents of answers, from which HTTP answers are made."""
+    """Base of the values that answer requests; HTTP responses are made from them."""
 
 
 class ModelView(View, frozen=True, kw_only=True):
-    """The model that is served, and the settings it runs with."""
+    """The model that is served, and the settings it runs with. `max_context`: the model's own limit; `context_length`:
+    the engine's. `compute`: the code and device that compute, for people. `units`: pool sizes by name;
+    `capacity_tokens`: token slots of the smallest paged pool, or 0 if no pool has pages."""
 
     model: str
     path: str
@@ -127,9 +129,9 @@ class SessionPage(View, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A committed turn, with texts if there is a tokenizer. `start`: the position of its first token in the history.
-    `resume_cost`: the number of tokens to compute again, with memory as it is now, if the session is cut or forked at
-    the end of this turn."""
+    """A committed turn; its texts are `None` without a tokenizer. `start`: the position of its first token in the
+    history. `resume_cost`: the number of tokens to compute again, with memory as it is now, if the session is cut or
+    forked at the end of this turn."""
 
     number: int
     start: int
@@ -148,7 +150,8 @@ class RecordPage(View, frozen=True, kw_only=True):
 
 
 class Ticket(View, frozen=True, kw_only=True):
-    """An accepted turn. `prompt` and `text` are set only if an echo was requested."""
+    """An accepted turn. `history`: committed tokens before it. `prompt` and `text` are set only if an echo was
+    requested."""
 
     turn: int
     session: str
@@ -203,7 +206,7 @@ class Stats(View, frozen=True, kw_only=True):
     found, by the state of their owner. `tiers`: bytes that parked sessions hold, by tier; `parked`: the number of
     parked sessions; `restored`: sessions restored since the start; `tier_moves`: units moved, by destination;
     `tier_failures`: failed copies, writes and reads, by cause. `snapshots`: sessions that an earlier process saved, by
-    whether their memory was restored."""
+    whether their memory was restored. `held_tokens`: committed tokens of open sessions, by tenant."""
 
     sessions: int
     running: int

@@ -60,7 +60,7 @@ class Reading:
     types: Types = field(default_factory=dict)
 
     def reader(self, answer: str = "") -> AnswerReader:
-        """Returns a parser. `answer`: an id of the answer, from which every reader derives the same ids of calls."""
+        """Returns a parser. `answer`: an id of the answer; parsers with the same one give its calls the same ids."""
         return AnswerReader(self.habits, self.names, answer, self.types)
 
 
@@ -118,7 +118,8 @@ class AnswerReader:
         return said
 
     def _step(self, said: Said, *, ended: bool) -> bool:
-        """Passes on a part of the rest. Returns false if no more can be passed on now."""
+        """Passes on some of the text that is not passed on yet. Returns False if no more can be until further text
+        comes."""
         if self._dropped:
             self._rest = self._rest.lstrip(self._dropped)
             if not self._rest:
@@ -155,6 +156,7 @@ class AnswerReader:
         return False
 
     def _tell(self, said: Said, until: int) -> bool:
+        """Passes on `until` characters as text. Returns False, as `_step` does."""
         if until:
             said.text += self._mark
             self._mark = ""
@@ -219,7 +221,7 @@ class AnswerReader:
         return whole.removeprefix(self._opens).removesuffix(self._closes)
 
     def _after_mark(self, said: Said, *, ended: bool) -> bool:
-        """Parses calls that take the rest of the answer after a control token, or the whole answer."""
+        """Parses calls in the formats in which they fill the answer, or all of it after a control token."""
         mark = self._habits.opens
         before, found, after = self._rest.partition(mark) if mark else (self._rest, "", "")
         if found and (self._started or not before.strip() or self._is_text(before)):
@@ -259,13 +261,14 @@ class AnswerReader:
         return self._tell(said, len(self._rest))
 
     def _start(self, said: Said, *, ended: bool) -> bool:
-        """Passes on text that is not a call; a control token with a call may still follow."""
+        """Passes on text that turned out not to be a call; a control token with a call may still follow."""
         again = not self._started and bool(self._habits.opens) and not ended
         self._started = True
         return True if again else self._tell(said, len(self._rest))
 
     def _named(self, said: Said, *, ended: bool) -> bool:
-        """Parses calls from here on: a name, an optional nine-character id, then JSON arguments."""
+        """Parses calls at the start of the remaining text: a name, an optional nine-character id, then JSON
+        arguments."""
         if self._scan is None:
             begun = self._rest.lstrip()
             head, brace, _ = begun.partition("{")
@@ -294,7 +297,8 @@ class AnswerReader:
         return bool(self._rest)
 
     def _bare(self, head: str) -> str:
-        """Returns the text before arguments without control tokens and without the beginning of one at its end."""
+        """Returns `head`, the text before the arguments, without control tokens, even one still incomplete at its
+        end."""
         for mark, _ in self._habits.marks:
             head = head.replace(mark, "")
         held = max((overlap(head, mark) for mark, _ in self._habits.marks), default=0)
@@ -325,7 +329,7 @@ class AnswerReader:
         return whole
 
     def _begins_name(self, head: str) -> bool:
-        """Whether `head` can be the beginning of a function's name and the text that may follow it."""
+        """Whether `head` may still become a function's name, with or without an id after it."""
         behind = [head.removeprefix(name) for name in self._names if head.startswith(name)]
         return any(name.startswith(head) for name in self._names) or any(map(_BEHIND_NAME.fullmatch, behind))
 
@@ -335,7 +339,7 @@ class AnswerReader:
         return max(found, key=len, default="")
 
     def _made(self, found: list[Any]) -> list[ToolCall]:
-        """Converts objects to calls; empty unless all of them are calls."""
+        """Converts parsed values to calls. Returns an empty list unless every value is a call."""
         called, calls = self._called, [self._call(one) for one in found]
         if None in calls:
             self._called = called

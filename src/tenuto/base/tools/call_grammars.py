@@ -18,8 +18,9 @@ from tenuto.base.tools.grammar import WHITE_SPACE, Grammar, parsed
 def shape_of(
     habits: ModelHabits, answer: Grammar | None, functions: Mapping[str, Any], *, forced: bool, parallel: bool
 ) -> Grammar | None:
-    """Returns the grammar of an answer in a chat: `answer`, if given, or calls of these functions; `forced` allows only
-    calls. Thoughts may come first if the model has them. Raises `InvalidRequest`."""
+    """Returns the grammar of an answer in a chat, or `None` if it may be any text. It allows `answer`, if given, and
+    calls of `functions`; with `forced` only calls. Thoughts may come first if the model has them. Raises
+    `InvalidRequest`."""
     if functions and (forced or answer is not None):
         return calls_grammar(habits, functions, parallel=parallel, answer=None if forced else answer)
     plain = habits.thinks == "no" and habits.tools != "channels"
@@ -29,7 +30,7 @@ def shape_of(
 
 
 def has_thoughts(grammar: Grammar) -> bool:
-    """Whether a grammar made here allows thoughts."""
+    """Whether a grammar made by this module allows thoughts."""
     return grammar.source.startswith(_START)
 
 
@@ -37,7 +38,8 @@ _START = "start: thought"
 
 
 def _thoughts(habits: ModelHabits) -> list[str]:
-    """Returns the rules for thoughts in the model's format, followed by the rule `said`."""
+    """Returns the first rules of a grammar: thoughts in the model's format, if it has any, then `said`, which the
+    caller adds."""
     if habits.tools == "channels":
         closed = f'{_mark(habits, END)} {_mark(habits, START)} "assistant"'
         opened = f'{_mark(habits, CHANNEL)} "analysis" {_mark(habits, MESSAGE)}'
@@ -72,7 +74,8 @@ def calls_grammar(
 
 
 def _several(habits: ModelHabits, *, parallel: bool) -> list[str]:
-    """Returns the rules for one call, or with `parallel` several, each a `body`."""
+    """Returns the rule `calls`: one call, or with `parallel` several. `body`, which the caller adds, is a call without
+    the text around it."""
     more = ' (", " body)*' if parallel else ""
     opens, closes = TAGS.get(habits.tools, ("", ""))
     match habits.tools:
@@ -137,8 +140,8 @@ _OF_TEXT = frozenset(("pattern", "minLength", "maxLength"))
 
 
 def _value(rule: str, schema: Any, root: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Returns the rule of a parameter's value and closing tag, and the rules that it refers to. Text has no quotation
-    marks."""
+    """Returns the rule of a parameter's value and closing tag, and the rules that it refers to. A value of type string
+    is written without quotation marks."""
     closes = f"\n{CLOSE_PARAMETER}\n"
     types = types_of(schema)
     if types and "string" not in types:
@@ -166,7 +169,8 @@ def _answer(habits: ModelHabits, answer: Grammar) -> str:
 
 
 def _of_object(name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the schema of a function's parameters as an object. Raises `InvalidRequest` if it does not allow one."""
+    """Returns the schema of a function's parameters, narrowed to objects. Raises `InvalidRequest` if it allows no
+    object."""
     kind = schema.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise InvalidRequest(
@@ -200,7 +204,7 @@ def _mark(habits: ModelHabits, text: str) -> str:
 
 
 def _part(grammar: Grammar) -> str:
-    """Converts a grammar to a part of a Lark rule."""
+    """Returns a grammar as a part of a Lark rule. Raises `InvalidRequest` unless it is for JSON or choices."""
     if grammar.kind == "json_object":
         return _json({"type": "object"})
     if grammar.kind == "json_schema":

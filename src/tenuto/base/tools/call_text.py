@@ -15,7 +15,8 @@ OPEN_PARAMETER, CLOSE_PARAMETER = "<parameter=", "</parameter>"
 
 
 class Scan:
-    """Finds the end of JSON that begins at `start` of a growing text. It reads every character once."""
+    """Finds the end of a JSON value that begins at position `start` of a growing text. It reads every character
+    once."""
 
     def __init__(self, start: int, closes: str = "") -> None:
         """`closes`: the tag after the JSON, if there is one."""
@@ -33,8 +34,8 @@ class Scan:
         return self._at if self._at > self.start and not self._depth else None
 
     def closing(self, text: str) -> int | None:
-        """Returns the position of the first closing tag outside strings, or of the first one at all if quotation marks
-        are not paired. `None` if there is no such tag yet."""
+        """Returns the position of the first closing tag outside the JSON's strings; if its quotation marks are not
+        paired, that of the first closing tag. `None` if there is no such tag yet."""
         while (found := text.find(self._closes, self._searched)) >= 0:
             if self.first is None and text[self.start : found].lstrip()[:1] not in "{[":
                 return found
@@ -80,7 +81,8 @@ def overlap(text: str, tag: str) -> int:
 
 
 def objects_in(text: str) -> list[Any]:
-    """Returns the JSON values in a text, with lists replaced by their elements. Empty if the text has anything else."""
+    """Returns the JSON values in a text, with lists replaced by their elements. Empty if the text contains anything
+    besides JSON."""
     decoder, found, text = json.JSONDecoder(), list[Any](), text.strip()
     try:
         while text:

@@ -25,8 +25,8 @@ class Header(NamedTuple):
 
 
 def header_of(text: str, *, begun: bool, ended: bool) -> tuple[Header | None, str]:
-    """Parses the header at the beginning of an answer, or with `begun` of a later message, and returns it with the rest
-    of the text. The header is `None` if it is incomplete. An answer without a header is text for the user."""
+    """Parses a message's header and returns it with the text after it. The header is `None` if it is incomplete.
+    `begun`: the answer has earlier messages; an answer that begins without a header is text for the user."""
     if text and not begun and not any(text.startswith(one) or one.startswith(text) for one in _FIRST):
         return Header(), text
     header, found, content = text.partition(MESSAGE)
@@ -37,7 +37,8 @@ def header_of(text: str, *, begun: bool, ended: bool) -> tuple[Header | None, st
 
 
 def content_end(text: str, *, ended: bool) -> tuple[int, int | None]:
-    """Returns the length of a message's content that is certain, and the position of the next header or `None`."""
+    """Returns the length of the text that certainly belongs to the message's content, and the position of the next
+    header, or `None` if the message has not ended."""
     ends = [(at, mark) for mark in (END, START, CHANNEL) if (at := text.find(mark)) >= 0]
     if not ends:
         held = 0 if ended else max(overlap(text, mark) for mark in (END, START, CHANNEL))

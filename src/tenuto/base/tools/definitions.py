@@ -13,7 +13,7 @@ from tenuto.base.errors import InvalidRequest
 
 MAX_TOOLS = 128
 MAX_TOOLS_SIZE = 2**20
-"""In characters of JSON, for all tools' definitions."""
+"""Maximum size of all tools' definitions, in characters of JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +155,8 @@ class ModelHabits:
     """The formats in which a model writes calls and thoughts. `arguments`: the key of a call's arguments. `thinks`:
     whether thoughts stand between `<think>` and `</think>`; `opened` if the template writes the first tag. `marks`: the
     control tokens around and within calls and thoughts, by their texts. `short_ids`: the model writes the ids of calls
-    itself, as nine alphanumeric characters. `switches`: variables of the template and their values that change
-    `thinks`, with its value then. `after_result`: the value of `thinks` after a tool's result, if it differs.
+    itself, as nine alphanumeric characters. `switches`: each variable of the template and its value that change
+    `thinks`, with the changed value. `after_result`: the value of `thinks` after a tool's result, if it differs.
     `late_system`: system messages may follow others."""
 
     tools: ToolFormat = "json"
@@ -178,13 +178,13 @@ class ModelHabits:
         return next((text for text in ("[TOOL_CALLS]", "<|tool_call|>") if self.mark(text) is not None), "")
 
     def after(self, role: str) -> ModelHabits:
-        """Returns the formats in an answer to a message of this role."""
+        """Returns the formats of an answer to a message of this role; see `after_result`."""
         if role != "tool" or self.after_result is None:
             return self
         return replace(self, thinks=self.after_result, switches=())
 
     def told(self, variables: Mapping[str, Any]) -> ModelHabits:
-        """Returns the formats in a template rendered with `variables`."""
+        """Returns the formats of an answer if the template is rendered with `variables`; see `switches`."""
         for name, value, thinks in self.switches:
             if variables.get(name) is value:
                 return replace(self, thinks=thinks)

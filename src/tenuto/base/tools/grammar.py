@@ -13,7 +13,7 @@ from tenuto.base.errors import InvalidRequest
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "ebnf", "lark"]
 KINDS: tuple[GrammarKind, ...] = get_args(GrammarKind)
 MAX_GRAMMAR = 2**18
-"""In characters of a grammar's source."""
+"""Maximum length of a grammar's source, in characters."""
 MAX_CHOICES = 4096
 WHITE_SPACE = r"(\x20|\x0A\x20{0,32})?"
 """The white space allowed in JSON: one blank, or a new line and its indentation. Small models tend to repeat unbounded

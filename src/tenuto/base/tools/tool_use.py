@@ -1,4 +1,4 @@
-"""The functions that an answer may or must call, and the grammars that ensure it."""
+"""The functions that an answer may or must call, and the grammars that force it to."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ class ToolUse:
         return Tools.of(list(self.functions))
 
     def grammar(self, habits: ModelHabits, answer: Grammar | None) -> Grammar | None:
-        """Returns the grammar of the answer: `answer` if given, or calls, where they are forced or may replace it.
-        Raises `InvalidRequest`."""
+        """Returns the grammar of the answer, or `None` if it may be any text. It allows `answer`, if given, and calls;
+        only calls if these are forced. Raises `InvalidRequest`."""
         functions = {each["name"]: each.get("parameters") for each in self.chosen}
         parallel = self.parallel and not self.only
         return shape_of(habits, answer, functions, forced=self.choice == "required", parallel=parallel)

@@ -12,7 +12,7 @@ from tenuto.base.errors import InvalidRequest
 
 FIELD = "chat_template_kwargs"
 MAX_SIZE = 2**16
-"""In characters of JSON."""
+"""Maximum size of all variables, in characters of JSON."""
 RESERVED = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token"}
 )

@@ -12,12 +12,13 @@ from tenuto.base.options import Policy
 from tenuto.base.views import View
 
 FORMAT = "tenuto-session-1"
-"""Readers of later formats also read this one."""
+"""Name of the format. Servers with later formats also read this one."""
 
 
 class Standing(View, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A summary of the messages up to a turn's end: whether they begin with a system message, whether there are others,
-    the role of the last one, and a digest of the tools that they begin with, if any."""
+    """A summary of the messages up to a turn's end. `system`: they begin with a system message; `dialogue`: there are
+    messages other than system messages; `role`: that of the last one; `tools`: a digest of the tools declared at their
+    beginning, if any."""
 
     system: bool
     dialogue: bool
@@ -58,7 +59,7 @@ class SessionDocument(View, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return sum(len(turn.input) + len(turn.output) for turn in self.turns)
 
     def policy(self, tenant: str = "") -> Policy:
-        """Returns the policy of the session when it belongs to `tenant`. Raises `InvalidRequest`."""
+        """Returns the session's policy, with `tenant` as its owner. Raises `InvalidRequest`."""
         metadata = tuple(self.metadata.items())
         return Policy(self.priority, self.ttl, self.max_tokens, tenant=tenant, metadata=metadata)
 
@@ -83,7 +84,7 @@ class SessionDocument(View, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def _digest(document: SessionDocument) -> str:
-    """Returns a checksum that does not depend on the form or order in which the document was written."""
+    """Returns a checksum of the fields. It does not depend on white space or the order of keys in the document."""
     rest = msgspec.structs.replace(document, sha256="")
     return hashlib.sha256(msgspec.json.encode(rest, order="deterministic")).hexdigest()
 

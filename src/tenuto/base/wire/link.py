@@ -35,7 +35,7 @@ Deliver = Callable[[TurnNews], None]
 
 
 class Waiting(NamedTuple):
-    """A caller that waits for an answer of type `answer`. `future`: of asyncio or `concurrent.futures`."""
+    """A caller that waits for an answer of type `answer`. `future`: an asyncio or `concurrent.futures` future."""
 
     answer: type[Any]
     future: Any

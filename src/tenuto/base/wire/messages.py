@@ -131,11 +131,11 @@ class StartTurn(Request[Ticket], frozen=True, kw_only=True):
 
     `session` `None`: the only turn of an ephemeral session of `tenant`. `version`: the version that the session must
     have. `keep_bos` false: a beginning-of-sequence token that the tokenizer adds to the input is dropped if the session
-    has a history. `echo`: the ticket contains the prompt's tokens and text. `markup`: control tokens written out in a
-    text become those tokens. `name`: a unique name by which the turn can be withdrawn. `tools`: the functions that the
-    model may call, rendered with the first messages; later turns may repeat them. `variables`: those of the chat
-    template in this turn. `once`: an idempotency key and a digest of the client's request; the committed turn is kept
-    for `FindTurn`.
+    has a history. `echo`: the ticket contains the prompt's tokens and text. `markup`: control tokens spelled out in a
+    text input are encoded as control tokens. `name`: a unique name by which the turn can be withdrawn. `tools`: the
+    functions that the model may call, rendered with the first messages; later turns may repeat them. `variables`: those
+    of the chat template in this turn. `once`: an idempotency key and a digest of the client's request; the committed
+    turn is kept for `FindTurn`.
     """
 
     kind: TurnKind
@@ -227,7 +227,8 @@ class CloseSession(OfSession[None], frozen=True, kw_only=True):
 
 
 class DropMemory(Request[int], frozen=True, kw_only=True):
-    """Drop every session without a running turn to its tokens; answers the number of sessions that held memory."""
+    """Drop the memory of every session without a running turn, but keep its tokens; answers the number of sessions that
+    held memory."""
 
 
 class Pause(Request[None], frozen=True, kw_only=True):
@@ -254,8 +255,8 @@ class ResumeMemory(Request[None], frozen=True, kw_only=True):
 
 
 class UpdateWeights(Request[None], frozen=True, kw_only=True):
-    """Compute with the weights at `path` from now on, without any earlier state. With `abort` open turns are aborted;
-    otherwise they continue."""
+    """Compute with the weights at `path` from now on, and drop all state that earlier weights computed. With `abort`
+    open turns are aborted; otherwise they continue."""
 
     path: str
     abort: bool = False
