@@ -1,4 +1,4 @@
-"""Settings of the server from the command line, the environment, a file and defaults, as `--show-config` has them."""
+"""Settings of the server from the command line, the environment, a file and defaults, as shown by `--show-config`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def show(tmp_path: Path) -> Show:
 
 
 def shown(done: subprocess.CompletedProcess[str]) -> dict[str, tuple[str, str]]:
-    """Name -> value and source, of every option."""
+    """Returns name -> (value, source) for every option."""
     assert (done.returncode, done.stderr) == (0, "")
     heading, *lines = done.stdout.splitlines()
     assert heading.split() == ["option", "value", "source"]
@@ -58,13 +58,13 @@ def shown(done: subprocess.CompletedProcess[str]) -> dict[str, tuple[str, str]]:
 
 
 def refused(done: subprocess.CompletedProcess[str]) -> str:
-    """The error, which is one line."""
+    """Returns the error, checked to be one line."""
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(r"tenuto: [^\n]*\n", done.stderr), done.stderr
     return done.stderr
 
 
-def test_every_field_is_a_flag_a_variable_and_a_key_or_says_why_not(show: Show) -> None:
+def test_every_field_is_a_flag_a_variable_and_a_key_or_has_a_reason_not_to_be(show: Show) -> None:
     reasons = dict(NOT_OPTIONS)
     names = [each.name for one in CLASSES for each in fields(one)]
     for each in (each for one in CLASSES for each in fields(one) if each.metadata):
@@ -99,7 +99,7 @@ def test_every_option_is_read_from_its_variable(show: Show) -> None:
     assert (found["memory"][0], found["journal"][0]) == ("0.5", '"kept"')
 
 
-def test_a_flag_has_precedence_over_a_variable_over_the_file_over_the_default(show: Show, tmp_path: Path) -> None:
+def test_flags_override_variables_which_override_the_file_and_the_defaults(show: Show, tmp_path: Path) -> None:
     file = "port = 1\ntoken_budget = 2048\nstrict = true\nmax_sessions = 5\nhost_tier = '1GiB'\n"
     found = shown(show("--port", "3", "--no-strict", file=file, TENUTO_PORT="2", TENUTO_TOKEN_BUDGET="4096"))
     path = str(tmp_path / "tenuto.toml")
@@ -113,7 +113,7 @@ def test_a_flag_has_precedence_over_a_variable_over_the_file_over_the_default(sh
     assert shown(show("--disable-radix-cache"))["prefix_cache"] == ("false", "flag --prefix-cache")
 
 
-def test_another_file_may_be_named(show: Show, tmp_path: Path) -> None:
+def test_the_settings_file_can_be_chosen(show: Show, tmp_path: Path) -> None:
     other = tmp_path / "other.toml"
     other.write_text("port = 7\nserved_model_name = ['a', 'b']\nsession_ttl = 'none'\n")
     found = shown(show("--config", "other.toml", file="port = 1\nstrict = true\n"))
@@ -179,13 +179,13 @@ def test_an_error_in_a_variable_is_one_line_that_names_it(show: Show, given: dic
     assert re.search(error, refused(show(**given)))
 
 
-def test_an_error_is_told_also_where_another_source_has_precedence(show: Show) -> None:
+def test_an_error_is_reported_even_if_another_source_overrides_it(show: Show) -> None:
     assert "port is 'x'" in refused(show("--port", "1", file="port = 'x'\n"))
     assert "TENUTO_PORT: port" in refused(show("--port", "1", file="", TENUTO_PORT="x"))
     assert "flag --port: port is 'x'; allowed: a whole number" in refused(show("--port", "x"))
 
 
-def test_variables_of_others_are_left_alone(show: Show) -> None:
+def test_variables_of_other_programs_are_ignored(show: Show) -> None:
     given = {"TENUTO_CACHE": "somewhere", "TENUTO_URL": "http://127.0.0.1:1", "OTHER": "x", "TENUTO_HOST": ""}
     assert variables(given) == {}
     assert {source for _, source in shown(show(**given)).values()} == {"default"}
@@ -201,7 +201,7 @@ def test_a_server_runs_with_the_settings_and_names_their_sources(tmp_path: Path)
     assert f"settings   {file}, variable TENUTO_MAX_SESSIONS\n" in server.lines
 
 
-def test_choices_are_those_of_the_code_that_takes_them() -> None:
+def test_choices_equal_those_of_the_code_that_uses_them() -> None:
     choices = {name: option.declared.metadata["allowed"] for name, option in SERVER.items()}
     assert choices["dtype"] == tuple(Element)
     assert choices["kv_cache_dtype"] == tuple(KVCacheDtype)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import resource
-import shutil
 import sqlite3
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
@@ -14,81 +11,18 @@ import pytest
 
 from tenuto.base.errors import ConfigError
 from tenuto.base.options import Policy
-from tenuto.session.journal import VACUUMED, Journal
+from tenuto.session.journal import Journal
 from tenuto.session.journal_mending import Damage
-from tenuto.session.journal_rows import APPLICATION
 from tenuto.session.records import SavedSession
 from tests.present import present
+from tests.session.journals import SESSIONS, began, harmed_now, killed, left_open, put, written
 from tests.session.test_journal import Journaled
-
-SESSIONS = [f"session {i}" for i in range(6)]
-
-
-def written(path: Path) -> list[SavedSession]:
-    """Writes a journal of six sessions, two of which are forks, change by change, and leaves it open."""
-    talk = Journaled()
-    journal = Journal(path, "tokens")
-    for number, name in enumerate(SESSIONS[:4]):
-        talk.engine.sessions.open(name, Policy(metadata=(("number", str(number)),)))
-        journal.write(talk.new_changes())
-    for turn in range(4):
-        for number, name in enumerate(SESSIONS[:4]):
-            talk.begin(talk.engine.registry.get(name), [1 + number, 2 + turn] * 30, 5)
-            talk.play()
-            journal.write(talk.new_changes())
-    for name, turn in zip(SESSIONS[4:], (2, 3), strict=True):
-        talk.engine.sessions.fork(SESSIONS[0], turn=turn, child=name)
-    talk.engine.sessions.rewind(SESSIONS[1], position=100)
-    journal.write(talk.new_changes())
-    _open.append(journal)
-    return talk.saved()
-
-
-_open: list[Journal] = []
-
-
-@pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
-    yield
-    while _open:
-        _open.pop().close()
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "journal"
-
-
-def killed(path: Path) -> dict[str, bytes]:
-    """Returns the files that a process would leave if it were killed now."""
-    return {each.name: each.read_bytes() for each in path.parent.iterdir() if each.is_file()}
 
 
 def stopped(path: Path) -> dict[str, bytes]:
     """Returns the files of a process that has ended."""
-    _open.pop().close()
+    left_open.pop().close()
     return killed(path)
-
-
-def put(files: dict[str, bytes], directory: Path) -> Path:
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir()
-    for name, content in files.items():
-        (directory / name).write_bytes(content)
-    return directory / "journal"
-
-
-def began(path: Path) -> tuple[list[SavedSession], Damage | None]:
-    """Returns the sessions with which a process begins, and its report of the others."""
-    journal = Journal(path, "tokens")
-    try:
-        found = list(journal.sessions())
-        damage = journal.mend()
-        assert list(journal.sessions()) == found
-        assert journal.mend() is None
-    finally:
-        journal.close()
-    return found, damage
 
 
 def flipped(content: bytes, at: int, bit: int) -> bytes:
@@ -156,8 +90,8 @@ def test_a_flipped_bit_in_the_logs_copy_of_the_schema_loses_nothing(path: Path, 
 
 
 def test_a_flipped_bit_in_the_header_of_the_log_or_of_a_frame_loses_nothing(path: Path, tmp_path: Path) -> None:
-    """The last frame holds the last commit. Without its page number, size or salt everything since the one before would
-    be lost."""
+    """The last frame holds the last commit. Without its page number, size or salt, everything since the previous commit
+    would be lost."""
     saved = written(path)
     files = killed(path)
     log, frame = files["journal-wal"], 24 + 4096
@@ -169,8 +103,8 @@ def test_a_flipped_bit_in_the_header_of_the_log_or_of_a_frame_loses_nothing(path
 
 
 def test_a_flipped_bit_in_a_salt_does_not_bring_older_frames_back(path: Path, tmp_path: Path) -> None:
-    """SQLite writes a log anew from its beginning, over frames whose changes are in the database."""
-    saved, journal, talk = written(path), _open[-1], Journaled()
+    """SQLite restarts a log at its beginning, over frames whose changes are already in the database."""
+    saved, journal, talk = written(path), left_open[-1], Journaled()
     journal._db.execute("PRAGMA wal_checkpoint(RESTART)")
     talk.engine.sessions.open("another", Policy())
     journal.write(talk.new_changes())
@@ -208,7 +142,7 @@ def test_a_transaction_unfinished_when_the_process_was_killed_is_not_damage(path
 
 def test_a_new_journal_in_place_of_a_lost_one_is_logged(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     written(path)
-    _open.pop().close()
+    left_open.pop().close()
     path.write_bytes(b"")
     assert began(path) == ([], None)
     assert "the journal that was there before, with 25 changes, is gone" in caplog.text
@@ -257,15 +191,6 @@ def test_a_damaged_journal_is_kept_where_files_cannot_be_linked(path: Path, monk
     db.close()
 
 
-def harmed_now(path: Path, *statements: str) -> None:
-    _open.pop().close()
-    db = sqlite3.connect(path)
-    for statement in statements:
-        assert db.execute(statement).rowcount
-    db.commit()
-    db.close()
-
-
 def test_a_session_without_its_row_is_named_by_number_and_one_without_a_trace_is_counted(path: Path) -> None:
     saved = written(path)
     harmed_now(path, "DELETE FROM sessions WHERE id = 2")
@@ -274,7 +199,7 @@ def test_a_session_without_its_row_is_named_by_number_and_one_without_a_trace_is
     assert [each.name for each in present(damage).sessions] == ["number 2"]
     assert present(damage).missing == 0
     where = "WHERE session = 4"
-    _open.append(Journal(path, "tokens"))
+    left_open.append(Journal(path, "tokens"))
     harmed_now(
         path, *(f"DELETE FROM {table} {where}" for table in ("history", "records")), "DELETE FROM sessions WHERE id = 4"
     )
@@ -331,195 +256,3 @@ def test_the_journal_of_another_model_is_not_mistaken_for_a_damaged_one(path: Pa
         journal.mend()
     journal.close()
     assert len(began(path)[0]) == 6
-
-
-# -- formats
-
-FORMAT_2 = """
-CREATE TABLE model (fingerprint TEXT NOT NULL);
-CREATE TABLE sessions (
-    id INTEGER PRIMARY KEY, tenant TEXT NOT NULL, name TEXT NOT NULL, policy BLOB NOT NULL, system TEXT,
-    version INTEGER NOT NULL, used REAL, UNIQUE (tenant, name)
-);
-CREATE TABLE pieces (id INTEGER PRIMARY KEY, tokens BLOB NOT NULL);
-CREATE TABLE history (
-    session INTEGER NOT NULL, position INTEGER NOT NULL, piece INTEGER NOT NULL, length INTEGER NOT NULL,
-    PRIMARY KEY (session, position)
-) WITHOUT ROWID;
-CREATE INDEX users_of_pieces ON history (piece);
-CREATE TABLE records (
-    session INTEGER NOT NULL, number INTEGER NOT NULL, start INTEGER NOT NULL, input_end INTEGER NOT NULL,
-    end INTEGER NOT NULL, conversation BLOB, cut INTEGER NOT NULL, PRIMARY KEY (session, number)
-) WITHOUT ROWID;
-CREATE TABLE results (
-    number INTEGER PRIMARY KEY, session INTEGER NOT NULL, key TEXT NOT NULL, turn BLOB NOT NULL, UNIQUE (session, key)
-);
-"""
-
-
-def as_format_2(path: Path, older: Path) -> None:
-    """Rewrites a journal as the previous release wrote it."""
-    _open.pop().close()
-    db = sqlite3.connect(older)
-    db.execute("PRAGMA journal_mode = WAL")
-    db.executescript(FORMAT_2)
-    db.execute("ATTACH ? AS later", (str(path),))
-    db.execute("INSERT INTO model SELECT fingerprint FROM later.journal")
-    for table, columns in (
-        ("sessions", "id, tenant, name, policy, system, version, used"),
-        ("pieces", "id, tokens"),
-        ("history", "session, position, piece, length"),
-        ("records", "session, number, start, input_end, end, conversation, cut"),
-        ("results", "number, session, key, turn"),
-    ):
-        db.execute(f"INSERT INTO {table} SELECT {columns} FROM later.{table}")
-    db.commit()
-    db.execute(f"PRAGMA application_id = {APPLICATION}")
-    db.execute("PRAGMA user_version = 2")
-    db.close()
-
-
-def test_a_journal_of_the_previous_format_is_rewritten_with_checksums(path: Path, tmp_path: Path) -> None:
-    saved = written(path)
-    older = tmp_path / "older"
-    as_format_2(path, older)
-    assert began(older) == (saved, None)
-    db = sqlite3.connect(older)
-    assert db.execute("PRAGMA user_version").fetchone() == (3,)
-    assert db.execute("SELECT count(*) FROM pieces").fetchone() == (14,)  # forks share them as before
-    db.close()
-    assert began(older) == (saved, None)
-    assert sorted(each.name for each in tmp_path.iterdir() if "older" in each.name and each.stat().st_size) == ["older"]
-
-
-def test_a_damaged_session_does_not_keep_a_journal_of_the_previous_format_from_opening(
-    path: Path, tmp_path: Path
-) -> None:
-    saved = written(path)
-    older = tmp_path / "older"
-    as_format_2(path, older)
-    db = sqlite3.connect(older)
-    db.execute("DELETE FROM history WHERE session = 2 AND position = 0")
-    db.commit()
-    db.close()
-    journal = Journal(older, "tokens")
-    assert list(journal.sessions()) == [each for each in saved if each.session != SESSIONS[1]]
-    assert [each.name for each in present(journal.mend()).sessions] == [SESSIONS[1]]
-    journal.close()
-    assert (tmp_path / "older.damaged-1").exists()
-
-
-@pytest.mark.parametrize("killed_in", ["written_anew", "take_place"])
-def test_a_process_killed_while_it_rewrites_a_journal_loses_nothing(
-    killed_in: str, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved = written(path)
-    older = tmp_path / "older"
-    as_format_2(path, older)
-
-    def kill(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    if killed_in == "written_anew":
-        monkeypatch.setattr("tenuto.session.journal_mending.write_header", kill)
-    else:
-        monkeypatch.setattr("tenuto.session.journal.take_place", kill)
-    with pytest.raises(KeyboardInterrupt):
-        Journal(older, "tokens")
-    monkeypatch.undo()
-    assert began(older) == (saved, None)
-
-
-# -- room
-
-
-@contextmanager
-def no_room() -> Iterator[None]:
-    """Makes every write to a file fail."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_a_killed_processs_journal_is_opened_though_the_disk_is_full(path: Path, tmp_path: Path) -> None:
-    saved = written(path)
-    files = killed(path)
-    left = put(files, tmp_path / "left")
-    with no_room():
-        journal = Journal(left, "tokens")
-        assert list(journal.sessions()) == saved
-        assert journal.mend() is None
-        talk = Journaled()
-        talk.engine.sessions.open("new")
-        changes = talk.new_changes()
-        with pytest.raises(sqlite3.OperationalError):
-            journal.write(changes)
-    journal.write(changes)
-    assert len(list(journal.sessions())) == len(saved) + 1
-    journal.close()
-
-
-def fill(talk: Journaled, journal: Journal, sessions: int) -> None:
-    for number in range(sessions):
-        name = f"large {number}"
-        talk.engine.sessions.open(name)
-        for _ in range(4):
-            talk.engine.sessions.adopt(name, [7] * 2000, [8])
-        journal.write(talk.new_changes())
-
-
-@pytest.mark.parametrize("ending", ["close", "rewind"])
-def test_the_space_of_deleted_sessions_is_reclaimed(ending: str, path: Path) -> None:
-    talk = Journaled(10_000)
-    journal = Journal(path, "tokens")
-    kept = talk.engine.sessions.open("kept")
-    fill(talk, journal, 60)
-    while journal.tidy():
-        pass
-    full = path.stat().st_size + Path(f"{path}-wal").stat().st_size
-    for number in range(60):
-        if ending == "close":
-            talk.engine.sessions.close(f"large {number}")
-        else:
-            talk.engine.sessions.rewind(f"large {number}", position=0)
-    journal.write(talk.new_changes())
-    pieces = 0
-    while journal.tidy():
-        pieces += 1
-    assert pieces > 0
-    assert path.stat().st_size + Path(f"{path}-wal").stat().st_size < full // 4
-    assert {each.session for each in journal.sessions()} == {session.id for session in talk.engine.registry}
-    assert journal.mend() is None
-    assert kept.id == "kept"
-    journal.close()
-
-
-def test_a_file_that_cannot_shrink_is_left_as_it_is(path: Path) -> None:
-    Journal(path, "tokens").close()
-    db = sqlite3.connect(path)
-    db.execute("PRAGMA auto_vacuum = NONE")
-    db.execute("VACUUM")
-    db.close()
-    talk = Journaled(10_000)
-    journal = Journal(path, "tokens")
-    fill(talk, journal, 60)
-    for number in range(60):
-        talk.engine.sessions.close(f"large {number}")
-    journal.write(talk.new_changes())
-    assert not journal.tidy()
-    journal.close()
-
-
-def test_a_little_free_space_is_left(path: Path) -> None:
-    talk = Journaled()
-    journal = Journal(path, "tokens")
-    talk.begin(talk.engine.sessions.open("s"), [1] * 100, 2)
-    talk.play()
-    talk.engine.sessions.close("s")
-    journal.write(talk.new_changes())
-    assert not journal.tidy()
-    assert VACUUMED > 100
-    journal.close()

@@ -101,11 +101,6 @@ def test_sessions_come_back_as_they_were_committed(steps: list[tuple[str, int]],
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "journal"
-
-
-@pytest.fixture
 def talk() -> Journaled:
     return Journaled()
 

@@ -1,0 +1,107 @@
+"""A journal of the previous format is rewritten, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from tenuto.session.journal import Journal
+from tenuto.session.journal_rows import APPLICATION
+from tests.present import present
+from tests.session.journals import SESSIONS, began, left_open, written
+
+FORMAT_2 = """
+CREATE TABLE model (fingerprint TEXT NOT NULL);
+CREATE TABLE sessions (
+    id INTEGER PRIMARY KEY, tenant TEXT NOT NULL, name TEXT NOT NULL, policy BLOB NOT NULL, system TEXT,
+    version INTEGER NOT NULL, used REAL, UNIQUE (tenant, name)
+);
+CREATE TABLE pieces (id INTEGER PRIMARY KEY, tokens BLOB NOT NULL);
+CREATE TABLE history (
+    session INTEGER NOT NULL, position INTEGER NOT NULL, piece INTEGER NOT NULL, length INTEGER NOT NULL,
+    PRIMARY KEY (session, position)
+) WITHOUT ROWID;
+CREATE INDEX users_of_pieces ON history (piece);
+CREATE TABLE records (
+    session INTEGER NOT NULL, number INTEGER NOT NULL, start INTEGER NOT NULL, input_end INTEGER NOT NULL,
+    end INTEGER NOT NULL, conversation BLOB, cut INTEGER NOT NULL, PRIMARY KEY (session, number)
+) WITHOUT ROWID;
+CREATE TABLE results (
+    number INTEGER PRIMARY KEY, session INTEGER NOT NULL, key TEXT NOT NULL, turn BLOB NOT NULL, UNIQUE (session, key)
+);
+"""
+
+
+def as_format_2(path: Path, older: Path) -> None:
+    """Rewrites a journal as the previous release wrote it."""
+    left_open.pop().close()
+    db = sqlite3.connect(older)
+    db.execute("PRAGMA journal_mode = WAL")
+    db.executescript(FORMAT_2)
+    db.execute("ATTACH ? AS later", (str(path),))
+    db.execute("INSERT INTO model SELECT fingerprint FROM later.journal")
+    for table, columns in (
+        ("sessions", "id, tenant, name, policy, system, version, used"),
+        ("pieces", "id, tokens"),
+        ("history", "session, position, piece, length"),
+        ("records", "session, number, start, input_end, end, conversation, cut"),
+        ("results", "number, session, key, turn"),
+    ):
+        db.execute(f"INSERT INTO {table} SELECT {columns} FROM later.{table}")
+    db.commit()
+    db.execute(f"PRAGMA application_id = {APPLICATION}")
+    db.execute("PRAGMA user_version = 2")
+    db.close()
+
+
+def test_a_journal_of_the_previous_format_is_rewritten_with_checksums(path: Path, tmp_path: Path) -> None:
+    saved = written(path)
+    older = tmp_path / "older"
+    as_format_2(path, older)
+    assert began(older) == (saved, None)
+    db = sqlite3.connect(older)
+    assert db.execute("PRAGMA user_version").fetchone() == (3,)
+    assert db.execute("SELECT count(*) FROM pieces").fetchone() == (14,)  # forks share them as before
+    db.close()
+    assert began(older) == (saved, None)
+    assert sorted(each.name for each in tmp_path.iterdir() if "older" in each.name and each.stat().st_size) == ["older"]
+
+
+def test_a_damaged_session_does_not_keep_a_journal_of_the_previous_format_from_opening(
+    path: Path, tmp_path: Path
+) -> None:
+    saved = written(path)
+    older = tmp_path / "older"
+    as_format_2(path, older)
+    db = sqlite3.connect(older)
+    db.execute("DELETE FROM history WHERE session = 2 AND position = 0")
+    db.commit()
+    db.close()
+    journal = Journal(older, "tokens")
+    assert list(journal.sessions()) == [each for each in saved if each.session != SESSIONS[1]]
+    assert [each.name for each in present(journal.mend()).sessions] == [SESSIONS[1]]
+    journal.close()
+    assert (tmp_path / "older.damaged-1").exists()
+
+
+@pytest.mark.parametrize("killed_in", ["written_anew", "take_place"])
+def test_a_process_killed_while_it_rewrites_a_journal_loses_nothing(
+    killed_in: str, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = written(path)
+    older = tmp_path / "older"
+    as_format_2(path, older)
+
+    def kill(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if killed_in == "written_anew":
+        monkeypatch.setattr("tenuto.session.journal_mending.write_header", kill)
+    else:
+        monkeypatch.setattr("tenuto.session.journal.take_place", kill)
+    with pytest.raises(KeyboardInterrupt):
+        Journal(older, "tokens")
+    monkeypatch.undo()
+    assert began(older) == (saved, None)
