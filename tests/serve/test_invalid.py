@@ -98,7 +98,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": [PART, {"type": "image_url"}]}]},
         "messages[0].content[1].type",
-        "messages[0].content[1].type is 'image_url'; that is not supported, allowed: 'text'",
+        "messages[0].content[1].type is 'image_url', which is not supported; allowed: 'text'",
     ),
     ("/v1/chat/completions", {"messages": [{"role": "king", "content": ""}]}, "messages[0].role", "not supported"),
     ("/v1/chat/completions", {"tools": [{}]}, "tools[0].type", "tools[0].type is required"),

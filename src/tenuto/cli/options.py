@@ -21,7 +21,7 @@ from tenuto.serve.shared.settings import ServeSettings
 C = TypeVar("C", bound=Callable[..., None])
 
 _KINDS = {bool: (bool, None), int: (str, "<int>"), float: (str, "<float>"), tuple: (list[str], "<list[str]>")}
-"""Type of an option -> type and metavar of its flag in Typer. Others are text."""
+"""Type and metavar of a flag in Typer, by the option's type. Options of other types are text."""
 _VALUES = {
     parse_memory: "SIZE",
     parse_size: "SIZE",
@@ -49,7 +49,7 @@ class Option:
 
     @property
     def kind(self) -> type[Any]:
-        """Its type without type arguments and without `None`."""
+        """The option's type without type arguments and without `None`."""
         return tuple if get_origin(self.hint) is tuple else (get_args(self.hint) or (self.hint,))[0]
 
     def read(self, given: Any, source: str, *, text: bool = True) -> Any:
@@ -72,8 +72,8 @@ class Option:
         return value
 
     def parameter(self, description: str | None = None) -> inspect.Parameter:
-        """Returns the parameter, whose value is what the command line gives, or `None`. `description` replaces the
-        option's own."""
+        """Returns the Typer parameter, whose value is `None` without a flag. `description` replaces the option's
+        own."""
         given, default = self.declared.metadata, self.declared.default
         kind, metavar = _KINDS.get(self.kind, (str, "<str>"))
         flag = f"{self.flag}/--no-{self.flag[2:]}" if kind is bool else self.flag

@@ -49,8 +49,8 @@ def spare_bytes(device: str) -> int:
 
 
 def total_bytes(device: str) -> int:
-    """Returns the bytes of a CUDA device's memory, or of the machine's. Raises `ConfigError` if there is no such
-    device."""
+    """Returns the bytes of a CUDA device's memory, or of the machine's. Raises `ConfigError` if the device is
+    missing."""
     try:
         if _is_cuda(device):
             import torch  # noqa: PLC0415 - loaded where it is used

@@ -346,8 +346,7 @@ class WitnessExecutor:
         return found[0].copy()
 
     def _read_pages(self, index: int, group: GroupSpec, rows: Longs, starts: Longs) -> Hashes:
-        """Reads the hashes like `_read`, in one group. Each row reads exactly the pages of its own history or
-        window."""
+        """Reads the hashes like `_read`, in one group. Each row reads exactly the pages of its history or window."""
         kind, reach = group.kind.value, group.window - 1 if group.kind is Kind.SLIDING else starts
         first = np.maximum(0, starts - (reach if self._verify else np.minimum(reach, 1)))
         if ((first == starts) & (starts > 0)).any():

@@ -55,8 +55,8 @@ def next_unmasked(state: int, vocab_size: int, masked: Collection[int]) -> int:
 
 
 def next_allowed(state: int, vocab_size: int, masked: Collection[int], allowed: Words) -> int:
-    """Returns one of the tokens that are set in the bit mask `allowed` and not in `masked`, all equally likely; if
-    there is no such token, `next_unmasked`."""
+    """Returns one of the tokens that are set in the bit mask `allowed` and not in `masked`, all equally likely; without
+    such a token, returns `next_unmasked`."""
     bits = np.unpackbits(allowed.view(np.uint8), count=vocab_size, bitorder="little")
     bits[list(masked)] = 0
     tokens = np.flatnonzero(bits)

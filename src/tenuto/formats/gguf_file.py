@@ -112,7 +112,7 @@ class GgufFile:
         return value
 
     def tensor(self, name: str) -> GgufTensor:
-        """Returns the tensor `name`. Raises `ModelError` if there is none."""
+        """Returns the tensor `name`. Raises `ModelError` if it is missing."""
         if name not in self.tensors:
             raise ModelError(f"{self.path} has no tensor {name!r}; the file is damaged or of an unsupported kind")
         return self.tensors[name]

@@ -22,8 +22,8 @@ T = TypeVar("T")
 
 
 class Outbox:
-    """Sends messages in the order of the calls of its methods, from any thread. Only updates of a call whose answer is
-    announced wait, for that answer.
+    """Sends messages in the order in which its methods are called, from any thread. Only updates of a call with an
+    announced answer wait, until that answer is sent.
 
     Invariant: `_awaited` has the updates, by call, that wait for their call's answer; only for the outbox's thread.
     """

@@ -102,7 +102,7 @@ class Batch:
         return self._places[turn] - 1 / self.shares.weight(turn)
 
     def row_of(self, turn: Turn) -> int:
-        """Returns the row of a running turn. Raises `InvariantError` if it has none."""
+        """Returns the row of a running turn. Raises `InvariantError` if it has no row."""
         memory = turn.session.memory.turn
         if memory is None or memory.row < 0:
             raise InvariantError(f"{turn.name} has no row")

@@ -313,7 +313,7 @@ class Pressure:
 
     def _least_shared(self, session: Session, short: Sequence[int], held: Masks) -> tuple[int, int] | None:
         """Returns group and number of the session's unit with the fewest leases, among units of `short` groups that are
-        not `held`. None if there is no such unit."""
+        not `held`. Returns None without such a unit."""
         least: tuple[int, int, int] | None = None
         for group, lease in session.memory.essential_leases():
             units = units_of(lease)

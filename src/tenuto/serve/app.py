@@ -230,7 +230,7 @@ class _Exchange:
         *,
         to_disk: bool = False,
     ) -> None:
-        """`headers`: added to the answer. `undone`: the wishes of the request that are left undone; complete when the
+        """`headers`: added to the answer. `undone`: names of request fields that are not carried out; complete when the
         answer begins. `to_disk`: the body is not kept in memory."""
         self.undone = undone
         self.status = 0

@@ -16,9 +16,9 @@ from tenuto.base.errors import InvalidRequest, TenutoError, Unsupported, Unsuppo
 from tenuto.serve.shared.schemas import ID_LENGTH, ID_PATTERN, REQUIRED, UNSUPPORTED
 
 MAX_SHOWN = 8
-"""Problems listed in one message."""
+"""Maximum number of problems listed in one message."""
 MAX_READ = 1000
-"""Pydantic's errors that are read: a large body can have very many."""
+"""Maximum number of Pydantic's errors that are read: a large body can have very many."""
 
 _TYPES = {
     "bool_parsing": "true or false",

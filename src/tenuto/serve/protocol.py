@@ -19,7 +19,7 @@ from tenuto.serve.unread import WatchedConnection
 log = structlog.get_logger("tenuto.http")
 
 MAX_HEADER_BYTES = 2**16
-"""Bytes in a request's line and headers, after a chunked body, or between two of its chunks."""
+"""Maximum bytes in a request's line and headers, after a chunked body, or between two of its chunks."""
 MAX_HEADERS = 256
 SLICE_BYTES = 2**14
 """Bytes parsed before the limits are checked."""
@@ -91,7 +91,7 @@ class RequestClient:
         return not (self._cycle.disconnected or self._cycle.more_body or self._cycle.body)
 
     def lost(self) -> None:
-        """The connection is lost."""
+        """Reports that the connection is lost."""
         if self._gone is not None:
             self._gone()
 

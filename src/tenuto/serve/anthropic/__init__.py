@@ -1,1 +1,1 @@
-"""The interface of Anthropic's clients."""
+"""The Anthropic-compatible interface: messages and their token counts."""

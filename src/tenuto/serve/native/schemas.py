@@ -127,7 +127,7 @@ class NamedFunction(Object):
 
 
 class WithTools(TurnRequest):
-    """The functions that the model may call."""
+    """A request that may define functions for the model to call."""
 
     temperature_by_default = 0.0
     tools: Annotated[list[NewFunction], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = Field(
@@ -140,7 +140,7 @@ class WithTools(TurnRequest):
 
 
 class CallingTools(WithTools):
-    """Functions, and rules for calling them."""
+    """A request that may define functions, and rules for calling them."""
 
     tool_choice: Literal["auto", "none", "required"] | NamedFunction | None = Field(
         None, description="`auto` if not given. `required`, or a function, is enforced."
@@ -208,7 +208,7 @@ class Position(Object):
 
 
 class NewFork(Position):
-    """Where to fork; the end if no place is given."""
+    """The place at which to fork; the end if not given."""
 
     id: NewId = None
 

@@ -28,7 +28,7 @@ MEDIA_TYPE = "application/octet-stream"
 PIECE = 2**20
 """Bytes written or read at once."""
 VALUES_A_TOKEN = 16
-"""The most JSON values that a turn of one token is written with."""
+"""Upper bound on the JSON values that represent a turn of one token."""
 _BINARY: dict[str, Any] = {"content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
 STATE_BODY: dict[str, Any] = {"requestBody": {"required": True, **_BINARY}}
 STATE_ANSWER: dict[int | str, dict[str, Any]] = {200: {"description": "The file.", **_BINARY}}

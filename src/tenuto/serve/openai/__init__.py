@@ -1,1 +1,1 @@
-"""The interface in OpenAI's manner: models, completions and chat completions."""
+"""The OpenAI-compatible interface: models, completions, chat completions, responses, conversations and tokens."""

@@ -50,7 +50,7 @@ class ItemsBody(ForeignObject):
 
 @dataclass(slots=True)
 class Conversation:
-    """A list of items. `items`: in the form in which clients see them. `size`: of the items and metadata as JSON.
+    """A list of items. `items`: in the form in which clients see them. `size`: bytes of the items and metadata as JSON.
     `busy`: a response is being written."""
 
     id: str
@@ -122,7 +122,7 @@ class Conversations:
         return conversation
 
     def find(self, tenant: str, name: str) -> Conversation:
-        """Raises `NotFound`."""
+        """Returns a conversation by id. Raises `NotFound`."""
         found = self._by_id.get((tenant, name))
         if found is None:
             raise NotFound(f"there is no conversation {name[:80]!r}; conversations end with the server")
@@ -173,7 +173,7 @@ class Conversations:
 
     @staticmethod
     def item(conversation: Conversation, name: str) -> dict[str, Any]:
-        """Raises `NotFound`."""
+        """Returns an item by id. Raises `NotFound`."""
         for item in conversation.items:
             if item["id"] == name:
                 return item

@@ -42,9 +42,9 @@ class ResponseFormat(ForeignObject):
         """Returns the fields that may ask for a grammar. Raises `InvalidRequest` if `json_schema` does not agree with
         the type."""
         if (self.json_schema is not None) != (self.type == "json_schema"):
-            problem = "is missing" if self.json_schema is None else f"is given, and the type is {self.type}"
+            problem = "is missing" if self.json_schema is None else f"is given with type {self.type}"
             raise InvalidRequest(
-                f"response_format.json_schema {problem}; allowed: with type json_schema", param="response_format"
+                f"response_format.json_schema {problem}; it belongs to type json_schema", param="response_format"
             )
         schema = self.json_schema.schema_ if self.json_schema is not None else None
         if self.json_schema is not None and schema is None:

@@ -43,7 +43,7 @@ UNDONE: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (None, "none"),
     "service_tier": (None, "auto", "default"),
 }
-"""Wishes that are left undone: fields, with the values that mean the same as their absence."""
+"""Fields that are accepted but not carried out, with the values that mean the same as their absence."""
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "documents", "functions", "logits_processors", "moderation"), NOTHING),
     **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs", "chat_template_kwargs", "vllm_xargs"), NOTHING),
@@ -182,7 +182,7 @@ class ContentPart(ForeignObject):
 
 
 class ChatMessage(ForeignObject):
-    """A message. The other fields of messages in this server's answers, and those that clients add, are accepted."""
+    """A message. Further fields from this server's answers, and fields that clients add, are accepted."""
 
     ignored = frozenset(
         (
@@ -207,7 +207,7 @@ class ChatMessage(ForeignObject):
     @classmethod
     def _known(cls, role: str) -> str:
         if role not in ROLES:
-            raise unsupported("", f"is {shown(role)}; that is not supported, allowed: {', '.join(ROLES)}")
+            raise unsupported("", f"is {shown(role)}, which is not supported; allowed: {', '.join(ROLES)}")
         return role
 
     def rendered(self) -> Message:
@@ -255,7 +255,7 @@ class ChatBody(Generation, WithTools):
     @model_validator(mode="before")
     @classmethod
     def _few_parts(cls, given: Any) -> Any:
-        """Raises `InvalidRequest` before any part is validated."""
+        """Raises `InvalidRequest` if there are too many parts of content, before any is validated."""
         messages = given.get("messages") if isinstance(given, dict) else None
         contents = (
             [one.get("content") for one in messages if isinstance(one, dict)] if isinstance(messages, list) else ()

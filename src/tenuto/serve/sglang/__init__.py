@@ -1,1 +1,1 @@
-"""The interface in SGLang's manner: its paths, its requests and the form of its answers."""
+"""The SGLang-compatible interface: paths, requests and answers in SGLang's form."""

@@ -168,7 +168,7 @@ async def _logprobs(edge: Edge, running: Running) -> dict[str, Any]:
 
 
 def _known_scores(running: Running, prompt: dict[str, msgspec.Raw]) -> dict[str, Any]:
-    """Returns the result of `_logprobs` if the lists of the prompt are known."""
+    """Returns the lists of `_logprobs`, given those of the prompt."""
     output = running.item.output
     lists = running.output_scores.lists(running.reply, top=bool(running.item.params.logprobs), text=output.token_text)
     return prompt | lists

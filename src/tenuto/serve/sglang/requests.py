@@ -154,7 +154,7 @@ class Requests:
         return begun
 
     def leave(self, begun: Iterable[Running]) -> None:
-        """Handles the end of a client's wait: turns that are still open are rolled back unless others read them."""
+        """Ends a client's wait for its requests. Open turns are rolled back unless others read them."""
         for running in begun:
             if running.turn is None:
                 self._end(running)
@@ -231,8 +231,8 @@ class Requests:
         running.place = place = await branches.place(running.rid, params)
         if 0 <= running.item.output.logprob_start < place.session.tokens:
             raise InvalidRequest(
-                f"logprob_start_len is {running.item.output.logprob_start}; allowed where a request is continued: "
-                f"{place.session.tokens}, where its tokens end, or more, or -1"
+                f"logprob_start_len is {running.item.output.logprob_start}; allowed here: -1, or at least "
+                f"{place.session.tokens}, the number of tokens before the input"
             )
         try:
             turn = await self._edge.start(tenant, replace(request, session=place.session.id))

@@ -51,7 +51,7 @@ _STEPS = _OPENS.astype(np.int64) - _CLOSES.astype(np.int64)
 
 class Structure:
     """Counts the values and nesting of a JSON body while it arrives. If the body is not JSON, the counts are right up
-    to the place where a parser notices."""
+    to the place where a parser stops."""
 
     def __init__(self, most_values: int = MAX_VALUES, piece_bytes: int = PIECE) -> None:
         self._most_values = min(most_values, MAX_VALUES)

@@ -42,7 +42,7 @@ class Failure:
 
     @staticmethod
     def of(error: TenutoError) -> Failure:
-        """Omits the error's detail, and the message of an error that is our own mistake."""
+        """Returns the public content of an error: without its detail and, for internal errors, without its message."""
         message = BROKEN if error.status == 500 else error.message
         details = error.details if isinstance(error, DetailedError) else None
         return Failure(error.status, error.code, message, error.param, details)

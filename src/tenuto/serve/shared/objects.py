@@ -17,11 +17,11 @@ NOTHING: tuple[Any, ...] = (None, False, [], {})
 
 
 class ForeignObject(Object):
-    """An object in a request of another API. Known fields that are not supported are refused unless they ask for
-    nothing. `ignored`: fields that never change an answer. `undone`: fields that ask for what is left undone, and said,
-    with the values that ask for nothing. `unknown`: values with which a field that is not known at all is as if it were
-    not given; with others it is refused, as `unsupported` where the API's list of fields is not complete.
-    `has_kinds`: clients may know other values of its field `type`, which are not supported."""
+    """An object in a request of another API. `ignored`: fields that never change an answer. `undone`: fields that are
+    accepted but not carried out, which the answer reports. `not_supported`: fields that are refused. These two map each
+    field to its values that mean the same as its absence. `unknown`: values with which an unknown field is ignored.
+    With other values it is refused, as `unsupported` if the class's list of fields is not `complete`. `has_kinds`: the
+    API has further values of the field `type`, which are not supported."""
 
     ignored: ClassVar[frozenset[str]] = frozenset()
     undone: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -40,10 +40,10 @@ class ForeignObject(Object):
             kinds = get_args(cls.model_fields["type"].annotation)
             if kind not in kinds:
                 allowed = ", ".join(kinds) if len(kinds) > 1 else shown(kinds[0])
-                raise unsupported("type", f"is {shown(kind)}; that is not supported, allowed: {allowed}")
+                raise unsupported("type", f"is {shown(kind)}, which is not supported; allowed: {allowed}")
         for name, harmless in cls.not_supported.items():
             if name in given and given[name] not in harmless:
-                raise unsupported(name, f"is {shown(given[name])}; it is not supported, allowed: to leave it out")
+                raise unsupported(name, f"is {shown(given[name])}, which is not supported; leave it out")
         for name, harmless in cls.undone.items():
             if name in given and given[name] not in harmless:
                 leave_undone(name)

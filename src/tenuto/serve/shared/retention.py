@@ -7,9 +7,9 @@ from collections import deque
 from tenuto.serve.shared.live_turn import LiveTurn
 
 MAX_TURNS = 4096
-"""Ended turns kept for returning readers and repeated requests."""
+"""Maximum number of ended turns kept for returning readers and repeated requests."""
 MAX_WEIGHT = 2**18
-"""Total weight of ended turns kept. A delta weighs 1, about 400 bytes."""
+"""Maximum total weight of ended turns kept. A delta weighs 1, about 400 bytes."""
 SCORE_WEIGHT = 16
 """Weight of one token's log-probabilities."""
 TOKENS = 8

@@ -72,7 +72,7 @@ class Object(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _few_fields(cls, given: Any) -> Any:
-        """Raises `InvalidRequest` before any field is validated."""
+        """Raises `InvalidRequest` if there are too many fields, before any is validated."""
         if isinstance(given, dict) and len(given) > MAX_FIELDS:
             raise InvalidRequest(f"an object has {len(given)} fields; allowed: at most {MAX_FIELDS}")
         return given

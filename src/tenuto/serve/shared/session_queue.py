@@ -1,4 +1,4 @@
-"""Runs a session's turns one at a time: its open turn, and the queue of turns that wait for it to end."""
+"""The turns of sessions, one at a time: a session's open turn, and the queue of turns that wait for it to end."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Keys:
 
     @staticmethod
     def of(entries: list[KeySettings]) -> Keys:
-        """Raises `ConfigError`."""
+        """Builds the keys from a key file's entries. Raises `ConfigError`."""
         found: dict[bytes, Tenant] = {}
         for entry in entries:
             digest = _digest(entry)
@@ -105,8 +105,7 @@ def _weights(entries: list[KeySettings]) -> tuple[tuple[str, float], ...]:
         weight = WEIGHTS.check(f"the weight of tenant {entry.tenant!r}", entry.weight, ConfigError)
         if found.setdefault(entry.tenant, weight) != weight:
             raise ConfigError(
-                f"tenant {entry.tenant!r} has weights {found[entry.tenant]:g} and {weight:g}; allowed: one, in any of"
-                " its entries"
+                f"tenant {entry.tenant!r} has weights {found[entry.tenant]:g} and {weight:g}; allowed: one per tenant"
             )
     return tuple(found.items())
 
@@ -126,7 +125,7 @@ def read_keys(path: Path | None, api_key: str | None, admin_key: str | None) -> 
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"the key file {path} cannot be used: {error}") from error
         if not entries:
-            raise ConfigError(f"the key file {path} has no [[keys]]; without any, everyone would be let in")
+            raise ConfigError(f"the key file {path} has no [[keys]]; without keys, it would admit everyone")
     if api_key is not None:
         entries.append(KeySettings(tenant="default", key=api_key))
     if admin_key is not None:
@@ -143,42 +142,42 @@ _ARRIVAL = Bounds(0.1, 3600.0)
 class ServeSettings:
     """The server's address, keys and limits."""
 
-    host: str = option("127.0.0.1", "Anything but this machine needs an API key.")
-    port: int = option(8000, "0 picks a free one.", Bounds(0, 65535))
+    host: str = option("127.0.0.1", "Address to listen on; addresses that other machines can reach need an API key.")
+    port: int = option(8000, "Port to listen on; 0 picks a free one.", Bounds(0, 65535))
     served_model_name: tuple[str, ...] = option(
-        (), "What clients call the model; may be given several times, and answers have the first. By default its own."
+        (), "Name of the model for clients, by default its own. May be repeated; answers have the first name."
     )
     any_model_name: bool = option(
-        default=False, description="Clients may call the model anything: for those that insist on a name."
+        default=False, description="Accept any model name in requests, for clients with a fixed name."
     )
     api_key: str | None = option(
-        None, "Key that clients must give; as TENUTO_API_KEY it does not show in lists of processes.", secret=True
+        None, "Key that clients must send; as TENUTO_API_KEY it does not show in lists of processes.", secret=True
     )
-    admin_api_key: str | None = option(None, "Key with all rights; likewise TENUTO_ADMIN_API_KEY.", secret=True)
+    admin_api_key: str | None = option(None, "Key with all rights; better given as TENUTO_ADMIN_API_KEY.", secret=True)
     keys: str | None = option(None, "A TOML file of keys, tenants and limits.", parse_path)
     session_ttl: float | None = option(
         DAY,
-        "How long a session without a turn stays open, unless its request says otherwise; 0 or none: forever if its"
+        "Seconds a session without a turn stays open, unless its request sets them; 0 or none: forever if its"
         " client named it, else for a day. A fork or trim inherits the TTL of its source.",
         parse_ttl,
     )
-    drain_seconds: float = option(5.0, "How long turns may continue after SIGTERM.", Bounds(0.0, MAX_SECONDS))
+    drain_seconds: float = option(5.0, "Seconds that turns may continue after SIGTERM.", Bounds(0.0, MAX_SECONDS))
     unread_seconds: float = option(
         30.0,
-        "A client that reads nothing of its answer for this long counts as gone; its system may announce reads only in"
+        "Seconds without a read after which a client counts as gone; its system may announce reads only in"
         " pieces of 64 KiB or more.",
         Bounds(0.1, MAX_SECONDS),
     )
-    max_body_bytes: int = option(32 * 2**20, "Per request.", _BYTES)
-    max_bodies_bytes: int = option(2**30, "Of all open requests together.", _BYTES)
+    max_body_bytes: int = option(32 * 2**20, "Maximum size of a request's body.", _BYTES)
+    max_bodies_bytes: int = option(2**30, "Maximum size of the bodies of all open requests.", _BYTES)
     max_state_bytes: int = option(
-        2**34, "Of all sessions being imported with their state, which go to temporary files.", _BYTES
+        2**34, "Maximum size of all sessions being imported with their state, in temporary files.", _BYTES
     )
-    max_turns: int = option(2048, "Most open turns of all tenants.", _COUNT)
-    max_connections: int = option(4096, "Most open connections.", _COUNT)
-    header_seconds: float = option(10.0, "How long a request's headers may take to arrive.", _ARRIVAL)
-    body_seconds: float = option(30.0, "How long its body may take; one second more for every KiB.", _ARRIVAL)
-    keep_alive_seconds: int = option(5, "How long a connection may be idle between requests.", Bounds(1, 3600))
+    max_turns: int = option(2048, "Maximum number of open turns of all tenants.", _COUNT)
+    max_connections: int = option(4096, "Maximum number of open connections.", _COUNT)
+    header_seconds: float = option(10.0, "Seconds a request's headers may take to arrive.", _ARRIVAL)
+    body_seconds: float = option(30.0, "Seconds a request's body may take to arrive, plus one for every KiB.", _ARRIVAL)
+    keep_alive_seconds: int = option(5, "Seconds a connection may be idle between requests.", Bounds(1, 3600))
     public_metrics: bool = option(default=False, description="Show /metrics without an admin key.")
     tenants: Keys = field(init=False, repr=False)
 

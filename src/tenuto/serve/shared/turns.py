@@ -208,7 +208,7 @@ class Turns:
             await self.abort(turn, keep)
 
     def abandon(self, turn: LiveTurn) -> None:
-        """Handles the departure of a reader. After the last one, the turn is rolled back unless it continues without
+        """Handles the departure of a reader. If it was the last, the turn is rolled back unless it continues without
         readers."""
         if turn.readers == 0 and not turn.ended and not turn.continues:
             turn.rolling_back = True

@@ -1,5 +1,5 @@
-"""Wishes that this server leaves undone. The answer is as good without them, so the request is not refused. A header of
-the answer and the log name them."""
+"""Request fields that this server accepts but does not carry out, since the answer is as good without them. A header of
+the answer and the log name these fields."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 HEADER = "x-tenuto-left-undone"
 MAX_NOTES = 32
-"""Maximum number of wishes named in one answer."""
+"""Maximum number of fields named in one answer."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.:-]")
 _notes: ContextVar[dict[str, None] | None] = ContextVar("left_undone", default=None)
 
@@ -34,7 +34,7 @@ def noting() -> Iterator[dict[str, None]]:
 
 
 def leave_undone(name: str) -> None:
-    """Records that the field `name` of the request being read asks for something that is not done."""
+    """Records that the field `name` of the request being read is not carried out."""
     notes = _notes.get()
     if notes is not None and len(notes) < MAX_NOTES:
         notes[_UNSAFE.sub("_", name[:64])] = None
