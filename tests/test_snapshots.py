@@ -65,7 +65,7 @@ def test_state_of_other_weights_or_kernels_is_refused(options: dict[str, Any], t
         session = engine.session("s")
         session.append([20] * 40)
         session.export_file(tmp_path / "file")
-    with tenuto.Engine(HYBRID) as engine, pytest.raises(InvalidRequest, match="other weights, or arranged"):
+    with tenuto.Engine(HYBRID) as engine, pytest.raises(InvalidRequest, match="other weights or laid out"):
         engine.import_file(tmp_path / "file")
 
 
