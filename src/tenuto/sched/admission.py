@@ -16,7 +16,8 @@ from tenuto.sched.queue import WaitingQueue
 from tenuto.session.turn import Turn
 
 RECONSIDERED_AFTER = 8
-"""Passes after which a turn that found no room is considered again; this costs time proportional to memory in use."""
+"""Number of calls of `admit` after which a turn that found no room is considered again. Considering it takes time
+proportional to the memory in use."""
 
 
 class Restoring(Protocol):
@@ -28,23 +29,24 @@ class Restoring(Protocol):
         ...
 
     def plan(self, turn: Turn) -> int:
-        """Returns the position where a waiting turn would begin if its session were restored for it; 0 if nothing can
-        be restored."""
+        """Returns the position from which a waiting turn would compute if its session were restored first; 0 if nothing
+        can be restored."""
         ...
 
     def units(self, turn: Turn, *, alone: bool = False) -> Longs:
-        """Returns the units of each group, int64 [groups], that restoring acquires; `alone`: if no other holder has any
-        of them in memory."""
+        """Returns the units of each group, int64 [groups], that restoring acquires. With `alone` it counts them as if
+        no other holder had any of them in memory."""
         ...
 
 
 class Admission:
-    """Moves turns from the queue into rows while the worst case of their input fits beside the running turns.
+    """Moves turns from the queue into rows while the most memory that their input can take fits beside the running
+    turns.
 
     The next turn is the first in the queue of the tenant with the lowest load (rows divided by weight). Drafts yield to
     it, and so do running turns of the same tenant with lower priority and rank. A running turn of another tenant yields
-    if that tenant's load, even without the turn, is at least the load the waiting turn's tenant will have. No turn
-    yields to a draft.
+    if that tenant's load without it is still at least the load that the waiting turn's tenant would have with one more
+    row. No turn yields to a draft.
     """
 
     holder_kind: ClassVar[HolderKind] = "admission"
@@ -72,7 +74,7 @@ class Admission:
         self._passes = 0  # calls of `admit`
 
     def leases(self) -> list[Lease]:
-        """Returns no leases: between steps nothing is reserved."""
+        """Returns an empty list, for the auditor: reservations do not outlast a pass."""
         return []
 
     def admit(self) -> None:
@@ -84,7 +86,8 @@ class Admission:
         self._batch.crowded = blocked is not None and not blocked.drafting
 
     def _next(self, aside: Collection[Turn]) -> Turn | None:
-        """Returns the first turn of the tenant that is next. Skips turns in `aside`, and all turns behind them."""
+        """Returns the first turn of the tenant with the lowest load. Skips turns in `aside`, and all turns queued
+        behind them."""
         shares, aging = self._batch.shares, self._queue.aging_seconds
         heads = [turn for turn in self._queue.heads() if turn not in aside]
         if len(heads) < 2:
@@ -100,8 +103,8 @@ class Admission:
         )
 
     def _pass(self) -> Turn | None:
-        """Makes one pass over the queue, with one reservation. Returns the turn that blocks it, if any; a draft that
-        does not fit blocks only its own tenant's drafts."""
+        """Starts turns in one pass over the queue, from one reservation of units. Returns the first turn that does not
+        fit, if any. A draft that does not fit blocks only its own tenant's drafts."""
         memory, aside = self._memory, list[Turn]()
         if not len(self._queue):
             return None
@@ -128,8 +131,8 @@ class Admission:
     # -- making room
 
     def _make_room(self, turn: Turn) -> bool:
-        """Makes other turns and sessions yield so that `turn` can start. Returns False, before any yields, if it must
-        wait anyway."""
+        """Makes other turns and sessions yield so that `turn` can start. If it would have to wait anyway, makes none
+        yield. Returns whether to try again to start it."""
         memory, running = self._memory, self._batch.running()
         asked = turn.number, self._batch.departures, turn.session.memory.computed, self._passes // RECONSIDERED_AFTER
         if running and not turn.drafting and self._refused == asked:
@@ -157,8 +160,8 @@ class Admission:
         return bool((self._need(turn) + self._pledged(turn) <= memory.free()).all())
 
     def _fits_beside(self, turn: Turn, need: Longs, kept: list[Turn]) -> bool:
-        """Whether `turn` has room after all turns and sessions except the turns `kept` have yielded; for a draft, after
-        cached checkpoints and closed sessions have."""
+        """Whether `turn` would have room if all turns and sessions except the turns `kept` yielded; if it is a draft,
+        if cached checkpoints and closed sessions yielded."""
         if turn.drafting:
             return bool((need + self._pledged(turn) <= self._memory.free() + self._pressure.reclaimable()).all())
         wanted = need + self._pledged(turn, later=True) + self._growth(turn, kept)
@@ -171,7 +174,8 @@ class Admission:
 
     def _growth(self, turn: Turn, kept: list[Turn]) -> Longs:
         """Returns the further units, int64 [groups], that a preempted `turn` and the running turns `kept` are expected
-        to need, if each generates as many tokens again as it has (up to its limit). This avoids recomputing in vain."""
+        to need, if each generates as many tokens again as it has (up to its limit). A turn that restarts without this
+        room would probably be preempted again."""
         if not turn.preempted or turn.session.memory.turn is not None or not kept:
             return np.zeros(len(self._memory.pools), np.int64)
         turns = (turn, *kept)
@@ -194,8 +198,8 @@ class Admission:
 
     def _pledged(self, turn: Turn, *, later: bool = False) -> Longs:
         """Returns an upper bound on the units, int64 [groups], that running turns will still acquire for known tokens
-        and, with `later`, for those they generate before units released now can be used. Turns that would yield to
-        `turn` do not count."""
+        and, with `later`, for tokens that they generate until the steps in flight settle, when units released now
+        become free. Turns that would yield to `turn` do not count."""
         memory, rows = self._memory, self._memory.rows
         running = [other for other in self._batch.running() if not self._may_yield(other, turn)]
         order = np.array([self._batch.row_of(turn) for turn in running], np.int64)
@@ -204,8 +208,8 @@ class Admission:
         return memory.pledged(order, ends)
 
     def _need(self, turn: Turn, *, alone: bool = False) -> Longs:
-        """Returns an upper bound on the units, int64 [groups], to acquire for the turn's known tokens; `alone`: see
-        `Restoring.units`."""
+        """Returns an upper bound on the units, int64 [groups], to acquire for the turn's input and output so far;
+        `alone`: see `Restoring.units`."""
         if is_computed(turn):
             return np.zeros(len(self._memory.pools), np.int64)
         end = min(turn.length, max(1, turn.last_position))

@@ -28,7 +28,7 @@ class News:
 
     taken: list[Growth]
     sampling: dict[int, RowSampling]
-    runs: dict[int, int]  # the run of each of these rows
+    runs: dict[int, int]  # `Rows.run` of each of these rows
 
 
 class Batch:
@@ -96,7 +96,7 @@ class Batch:
         self._stale = False
 
     def load_before(self, turn: Turn) -> float:
-        """Returns the load that a running turn's tenant would have if this turn and its later ones yielded."""
+        """Returns the load that a running turn's tenant would have if this turn, and its turns after it, yielded."""
         if self._stale:
             self._sort()
         return self._places[turn] - 1 / self.shares.weight(turn)
@@ -151,9 +151,9 @@ class Batch:
             rows.mark[row] = self.next_mark(turn, memory.scheduled)
 
     def next_mark(self, turn: Turn, position: int) -> int:
-        """Returns the next position after `position` for a checkpoint of the turn. Such positions are page-aligned ones
-        spaced through its input, those that other turns want, and, if the turn generates, the end of its input, where
-        regenerating resumes."""
+        """Returns the next mark of the turn after `position`: a position for a checkpoint. Marks are at regular
+        intervals of whole pages in its input, where other turns want to resume, and, if the turn generates, at the end
+        of its input, where regenerating resumes."""
         end, interval = turn.resume_position, self.memory.shape.checkpoint_interval
         spaced = (position // interval + 1) * interval
         wanted = min((mark for mark in self._wanted_marks.get(turn, ()) if mark > position), default=end)
@@ -162,15 +162,16 @@ class Batch:
         return end if position < end and turn.generating else int(FAR)
 
     def mark_at(self, turn: Turn, position: int) -> None:
-        """Asks for a further checkpoint of a running turn at `position`, if it has not passed that; it is made only if
-        a unit can be spared."""
+        """Asks for a further checkpoint of a running turn at `position`, unless the turn has passed it. The checkpoint
+        is made only if a unit can be spared."""
         row = self.row_of(turn)
         if position > self.rows.scheduled[row]:
             self._wanted_marks.setdefault(turn, set()).add(position)
             self.rows.mark[row] = min(int(self.rows.mark[row]), position)
 
     def marks_due(self, scheduled: npt.NDArray[np.int64]) -> None:
-        """Makes the checkpoints whose marks the rows `scheduled` have just reached or passed."""
+        """Makes the checkpoints that are due: those of the rows `scheduled` whose mark the plan being applied reaches
+        or passes."""
         rows = self.rows
         for row in scheduled[rows.scheduled[scheduled] >= rows.mark[scheduled]].tolist():
             turn: Turn = self.turns[row]
@@ -204,7 +205,8 @@ class Batch:
         self.departures += 1
 
     def take_left(self, step: int) -> list[Turn]:
-        """Returns, and forgets, the turns that left their row while `step` or an earlier step was computing them."""
+        """Returns the turns that left their row while `step`, or an earlier step, was computing them, and forgets
+        them."""
         waiting = [turn for turn in self._left if _unsettled_step(turn) > 0]
         self._left = {turn: None for turn in waiting if _unsettled_step(turn) > step}
         return [turn for turn in waiting if turn not in self._left]
@@ -225,7 +227,8 @@ class Batch:
 
 
 def _unsettled_step(turn: Turn) -> int:
-    """Returns the number of the step in flight that the turn's memory waits for; 0 without one."""
+    """Returns the number of the step in flight that was computing for the turn when it left its row; 0 if there is
+    none."""
     memory = turn.session.memory.turn if turn.session.turn is turn else None
     return memory.unsettled.step if memory is not None and memory.unsettled is not None else 0
 

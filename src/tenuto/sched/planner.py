@@ -21,7 +21,8 @@ from tenuto.sched.suspects import Suspects
 from tenuto.session.turn import Turn
 
 MAX_SCORES = 256
-"""Maximum number of input tokens scored in a step; each takes memory for several times a whole vocabulary's logits."""
+"""Maximum number of input tokens scored in a step. Scoring one takes several times the memory of its logits for the
+whole vocabulary."""
 
 
 class Proposer(Protocol):
@@ -34,8 +35,8 @@ class Proposer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Lacking:
-    """The running turn at index `place` of the order, which has no room to continue. `needed`, int64 [groups], are the
-    units that it and the turns before it must acquire; `alone` are those that it needs itself."""
+    """A running turn without room to continue, at index `place` of the running order. `needed`, int64 [groups]: the
+    units that it and the turns before it must acquire; `alone`: those that it needs itself."""
 
     turn: Turn
     place: int
@@ -51,7 +52,7 @@ class Lacking:
 class Proposal:
     """A possible next step: `rows`, `starts`, `counts`, int64 [n] in running order, and `needs`, int64 [groups, n], the
     units to acquire. `lacking`: the first turn, excluding drafts, left out for lack of units; `last_lacking`: the last
-    one, including drafts. `guesses`: lookahead tokens by index."""
+    one, including drafts. `guesses`: lookahead tokens by index in `rows`."""
 
     rows: Longs
     starts: Longs
@@ -73,8 +74,10 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """An applied plan: `rows`, int64 [n], and the run of each at that time, which identifies late results. `scored`:
-    the input tokens of its scores, in order. `masked`: the row indices of its masks, in order."""
+    """An applied plan. `runs`: `Rows.run` of its `rows` when it was applied, both int64 [n]; a row whose run has
+    changed since was given back, and its results are dropped. `guesses`: lookahead tokens by index in `rows`. `scored`:
+    the input tokens that `plan.scores` scores, in order. `masked`: for each of `plan.masks`, the index of its row in
+    `rows`."""
 
     plan: Plan
     rows: Longs
@@ -86,8 +89,8 @@ class Flight:
 
 
 class Planner:
-    """Makes and applies plans of at most `config.token_budget` tokens, or `config.mixed_budget` if turns decode, whose
-    next tokens wait for the step."""
+    """Makes and applies plans of at most `config.token_budget` tokens, or `config.mixed_budget` if the plan has
+    decodes, which a long step would delay."""
 
     def __init__(
         self, memory: Memory, batch: Batch, suspects: Suspects, config: EngineConfig, proposer: Proposer | None
@@ -138,8 +141,8 @@ class Planner:
         return proposal
 
     def _leave_out_slow(self, order: Longs, wanted: Longs) -> None:
-        """Leaves out rows with slow masks until the next mask is known, unless no other row can continue: a step waits
-        for all of its masks."""
+        """Leaves out rows with slow masks until their next mask is known, since a step waits for all of its masks. Does
+        nothing if no other row can continue."""
         rows, fast = self._memory.rows, wanted.copy()
         for index in self._batch.constrained[order].nonzero()[0].tolist():
             row = int(order[index])
@@ -209,8 +212,8 @@ class Planner:
         return None
 
     def _look_ahead(self, proposal: Proposal, proposer: Proposer) -> None:
-        """Adds guesses to decodes while tokens and pages are left. The first guess is omitted if its token is still in
-        flight, since the executor will know it."""
+        """Adds guesses to decodes while the token budget and free units allow. If a row's next input token is still
+        being sampled, the guess of that token is left out, since the executor will have the token itself."""
         memory, rows, chosen = self._memory, self._memory.rows, proposal.rows
         ready = rows.samples[chosen] & (rows.expected[chosen] == proposal.starts + 1)
         ready &= (proposal.counts == 1) & ~self._batch.stepwise[chosen]
@@ -317,8 +320,8 @@ class Planner:
         return tokens
 
     def _move(self, proposal: Proposal, ends: Longs, news: News) -> MemoryChanges:
-        """Acquires units, advances every group to those that the step writes, and returns the changes for the
-        executor."""
+        """Acquires the units that the step needs, makes every group continue in the units that the step writes, and
+        returns the changes for the executor."""
         turns, growing = self._batch.turns, np.flatnonzero(proposal.needs.any(axis=0)).tolist()
         grown = self._memory.grow([(turns[proposal.rows[i]].session.memory.tables, int(ends[i])) for i in growing])
         moves = self._memory.advance(proposal.rows, proposal.starts, [*news.taken, *grown])

@@ -25,12 +25,12 @@ from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 
 Masks = tuple[npt.NDArray[np.bool_], ...]
-"""For each group, one flag per unit."""
+"""For each group, one flag per unit: bool [units]."""
 
 
 MAX_YIELDS = 128
-"""Maximum number of sessions, turns and cached checkpoints that yield in one step, which takes some ten milliseconds. A
-turn that needs more room waits for the next step."""
+"""Maximum number of sessions, turns and cached checkpoints that yield in one step; so many take some ten milliseconds.
+A turn that needs more room waits for the next step."""
 
 
 class Preempt(Protocol):
@@ -46,7 +46,8 @@ class Drop(Protocol):
 
 
 class Rung(IntEnum):
-    """Classes of sessions without a running turn; the lowest yields first."""
+    """Classes of sessions without a running turn, in the order in which they yield: closed sessions, whose memory
+    serves as prefixes, then sessions with a draft, without a turn, and with a waiting turn."""
 
     PREFIX = 0
     DRAFT = 1
@@ -56,7 +57,7 @@ class Rung(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Closed:
-    """The memory of a closed session: units by group, and the checkpoint it needs."""
+    """The memory of a closed session: its units, as pairs of group and numbers, and the checkpoint it needs."""
 
     units: list[tuple[int, npt.NDArray[np.int32]]]
     needed: Checkpoint | None
@@ -65,9 +66,10 @@ class _Closed:
 class Pressure:
     """Tracks all sessions that hold memory without a running turn, and takes memory from them when it is short.
 
-    Within a rung the lowest priority yields first; ties go to the session that has been there longest. Sessions that
-    would not free a unit of a short group are skipped. If units are shared so that no session alone frees any, all
-    holders of a unit yield. Pinned sessions lose only the memory of their open turns, never committed memory.
+    Within a rung the lowest priority yields first, and at equal priority the session whose state changed longest ago.
+    Sessions that would not free a unit of a group that lacks units are skipped. If units are shared so that no session
+    alone frees any, all holders of one unit yield. Pinned sessions lose only the memory of their open turns, never
+    committed memory.
 
     Invariant: `_closed` has the memory of every closed session, which does not change until it is dropped;
     `_closed_counts[group]` counts how many of them hold each unit, and `_needed` how many need each checkpoint.
@@ -156,13 +158,14 @@ class Pressure:
     # -- what could be freed
 
     def room_beside(self, kept: Iterable[Turn]) -> Longs:
-        """Returns the units of each group, int64 [groups], that are free after all have yielded except the turns
-        `kept`, their sessions and pinned sessions. Units with several of these holders count once."""
+        """Returns the units of each group, int64 [groups], that would be free if everything yielded except the turns
+        `kept`, their sessions and pinned sessions. Units that several of these hold count once."""
         held = [int(mask.sum()) for mask in self._held_by(kept)]
         return np.array([pool.capacity - n for pool, n in zip(self._memory.pools, held, strict=True)], np.int64)
 
     def _held_by(self, turns: Iterable[Turn]) -> Masks:
-        """Returns the units that `turns` and their sessions must keep, and the committed ones of pinned sessions."""
+        """Returns the units that `turns` and their sessions must keep, and those of the committed memory of pinned
+        sessions."""
         held = tuple(np.zeros(pool.capacity, np.bool_) for pool in self._memory.pools)
         for session in self._pinned:
             for group, lease in session.memory.kept_leases():
@@ -177,7 +180,7 @@ class Pressure:
         return np.array([int(mask.sum()) for mask in self._reclaimable()], np.int64)
 
     def _reclaimable(self) -> Masks:
-        """Returns these units as masks. Checkpoints of closed sessions that an open session also needs do not count."""
+        """Returns the units of `reclaimable` as masks. Checkpoints that an open session needs as well do not count."""
         units = [array("i") for _ in self._memory.pools]
         for checkpoint, pins in self._needed.items():
             if checkpoint.pins == pins:
@@ -250,7 +253,8 @@ class Pressure:
 
     def unstick(self, lacking: Turn | None) -> bool:
         """Preempts `lacking`, the last turn left out for lack of room, when no running turn can continue and no step in
-        flight could change that. Returns False if that would not help, because a draft runs alone."""
+        flight could change that. Returns False if the turn is a draft that runs alone: then preempting it would not
+        help."""
         running = self._batch.running()
         if lacking is None:
             waiting = ", ".join(turn.name for turn in running)
@@ -273,8 +277,8 @@ class Pressure:
                     yield place[0], session
 
     def _drop_closed(self, short: Sequence[int]) -> bool:
-        """Drops closed sessions until a unit of a `short` group is free: the first that frees one alone, or all that
-        share one. Returns False if only open sessions could free any. So closed sessions always yield first."""
+        """Drops closed sessions until a unit of a `short` group is free: the first session that frees one alone, or
+        else all that share one. Returns False if closed sessions cannot free any; only then do open sessions yield."""
         if (Rung.PREFIX, 0) not in self._rungs:
             return False
         if self._drop_one(short, set(), Rung.PREFIX):
@@ -294,9 +298,9 @@ class Pressure:
         return False
 
     def _drop_sharing(self, short: Sequence[int], held: Masks, spared: set[Session], last: Rung = Rung.WAITING) -> bool:
-        """Frees a shared unit when no session up to the rung `last` frees one alone. Takes the first session with short
-        units that are not `held`, chooses its unit with the fewest leases, and drops holders of this unit until a unit
-        is free. Returns whether any session was dropped."""
+        """Frees a shared unit when no session up to the rung `last` frees one alone. Takes the first session with a
+        unit of a `short` group that is not `held`, chooses such a unit with the fewest leases, and drops holders of it
+        until a unit is free. Returns whether any session was dropped."""
         shared = (self._least_shared(session, short, held) for _, session in self._droppable(spared, last))
         wanted = next((unit for unit in shared if unit is not None), None)
         if wanted is None:

@@ -1,4 +1,4 @@
-"""The queue of turns that wait for a row, ordered within each tenant by priority, which waiting raises."""
+"""The queue of turns that wait for a row. Each tenant's turns are ordered by priority, which rises while they wait."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class WaitingQueue:
 
     @property
     def submitted(self) -> int:
-        """Waiting turns, excluding drafts."""
+        """Number of waiting turns, excluding drafts."""
         return len(self._live) - len(self._drafts)
 
     def __contains__(self, turn: Turn) -> bool:

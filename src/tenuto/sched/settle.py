@@ -28,7 +28,7 @@ class Settled:
 
 
 class Settler:
-    """Advances `computed` and `known` of the rows in a step; drops results of turns that have left their row."""
+    """Settles steps: advances `computed` and `known` of their rows (see `Rows`), and appends what they sampled."""
 
     def __init__(self, memory: Memory, batch: Batch) -> None:
         self._memory = memory
@@ -36,7 +36,7 @@ class Settler:
         self.turns_settled = 0  # in total: a measure of work
 
     def settle(self, flight: Flight, result: StepResult) -> Settled:
-        """Settles a step. Results of rows that were given back after the plan was applied are dropped."""
+        """Settles a step. Drops the results of rows that their turns have left since the plan was applied."""
         rows, batch, settled = self._memory.rows, self._batch, Settled()
         live = rows.run[flight.rows] == flight.runs
         chosen, samples = flight.rows, flight.plan.samples
@@ -108,8 +108,8 @@ class Settler:
     @staticmethod
     def _follow(turn: Turn) -> tuple[bool, bool]:
         """Pushes the turn's last output token to its grammar, if it has one. Returns whether the text is complete and
-        whether the turn is stuck. Even a stop token must be allowed: if no token may come, an arbitrary one is
-        sampled."""
+        whether the turn is stuck. A stop token that the grammar does not allow makes it stuck, too: where no token is
+        allowed, an arbitrary one is sampled."""
         constraint = turn.constraint
         if constraint is None:
             return False, False

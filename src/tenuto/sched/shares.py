@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from tenuto.session.turn import Turn
 
 REMEMBERED_TENANTS = 4096
-"""Number of tenants whose last start is remembered; all others started earlier."""
+"""Number of tenants whose last start is remembered; the others count as having started before them."""
 
 
 class Shares:
@@ -54,13 +54,15 @@ class Shares:
         return (self._rows[turn.session.policy.tenant] + 1) / self.weight(turn)
 
     def last_start(self, turn: Turn) -> int:
-        """Returns the number of the tenant's last start; a lower one was longer ago."""
+        """Returns the number of the last start of the turn's tenant; starts are numbered in order, and 0 means
+        unknown."""
         return self._started.get(turn.session.policy.tenant, 0)
 
 
 def places(turns: Sequence[Turn], shares: Shares) -> list[tuple[bool, float]]:
-    """Returns the sort keys of running `turns`, given in the order of their ranks. A key is whether the turn is a
-    draft, and its tenant's load up to this turn; so tenants alternate in proportion to their weights."""
+    """Returns the sort keys of running `turns`, given in the order of their ranks. A key is a pair: whether the turn is
+    a draft, and the load of its tenant's turns up to this one. Sorted by it, tenants alternate in proportion to their
+    weights."""
     seen: Counter[str] = Counter()
     found = []
     for turn in turns:
@@ -71,8 +73,8 @@ def places(turns: Sequence[Turn], shares: Shares) -> list[tuple[bool, float]]:
 
 
 def divide(budget: int, wishes: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:
-    """Divides `budget` tokens among tenants by weight. No tenant gets more than it wishes, and no token is left over
-    while one wishes for more."""
+    """Divides `budget` tokens among tenants by weight. No tenant gets more than it wishes for, and all tokens are given
+    out while a tenant wishes for more."""
     given: dict[str, int] = {}
     left, weight_left = budget, sum(weights[tenant] for tenant in wishes)
     for tenant in sorted(wishes, key=lambda tenant: wishes[tenant] / weights[tenant]):

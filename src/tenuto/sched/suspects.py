@@ -11,15 +11,14 @@ MAX_FAILURES = 3
 
 
 class Suspects:
-    """Groups of turns that were in a failed step and have not since reached the position where that step would have
-    ended.
+    """Turns that were in a failed step and have not yet reached the position where it would have ended, in groups.
 
     While any suspect can run, each step runs one group alone. A group that fails is split in two; a turn that reaches
     the end of its failed step is cleared. So if k of n turns make every step fail, this costs at most k * (ceil(log2 n)
     + `MAX_FAILURES`) failed steps and as many partial ones, not counting steps that recompute tokens after a turn with
     recurrent state went back to a checkpoint.
 
-    A suspect that waits, for a row or in its row, does not block other turns, because it may be waiting for them.
+    A suspect that cannot run now does not block other turns, because it may be waiting for them.
 
     Invariant: a turn is in at most one group.
     """
@@ -34,7 +33,7 @@ class Suspects:
         return any(turn in group for group in self._groups)
 
     def rows(self, held: Collection[int]) -> list[int]:
-        """Returns the rows of the next group to run; empty if no suspect can run, so that all other rows may. Rows in
+        """Returns the rows of the next group to run; empty if no suspect can run, and then all other rows may. Rows in
         `held` cannot run."""
         for group in reversed(self._groups):
             rows = [row for row in map(_row, group) if row >= 0 and row not in held]
