@@ -63,7 +63,8 @@ class Workload:
 
 @dataclass(slots=True)
 class Timed:
-    """One turn. `new`: the length of its input. `first` and `gaps`: see `timing`."""
+    """One turn: its `number` in its session, the length `new` of its input, the seconds `first` and `gaps` (see
+    `timing`), and the server's counts or the error."""
 
     number: int
     new: int
@@ -75,7 +76,8 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of the turns with the same number: mean token counts, and seconds at the 50th and 95th percentile."""
+    """Figures of one turn number over all sessions: mean token counts, and percentiles, in seconds, of the time to the
+    first token (`ttft`) and of the gaps between later ones (`itl`). `ended`: number of turns that succeeded."""
 
     turn: int
     ended: int
@@ -105,7 +107,8 @@ class Totals:
 def run_bench(
     url: str, api_key: str | None, api: str, history: str | None, workload: Workload, *, as_json: bool
 ) -> None:
-    """Runs the workload and shows its figures. Raises `InvalidRequest`, and `TenutoError` if no turn succeeds."""
+    """Runs the workload and shows its figures. Raises `InvalidRequest` for a wrong `url`, `api` or `history`, and
+    `TenutoError` if no turn succeeds."""
     if api not in APIS:
         raise InvalidRequest(f"api is {shown(api)}; allowed: {', '.join(APIS)}")
     history = history or APIS[api].histories[0]
@@ -142,7 +145,7 @@ async def measure(
     workload: Workload,
     advance: Callable[[], None],
 ) -> tuple[list[Timed], float]:
-    """Runs all turns and returns them, with the seconds they took together. Calls `advance` after each turn."""
+    """Runs all turns; returns them and the duration of the whole run in seconds. Calls `advance` after each turn."""
     running = asyncio.Semaphore(workload.concurrency)
     timed: list[Timed] = []
     async with BenchHttp(url, api_key) as http:

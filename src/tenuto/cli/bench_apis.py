@@ -30,7 +30,7 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """The parameters of requests. `history`: "session" (the server keeps it) or "resend" (every turn sends it)."""
+    """The parameters of all requests. `history`: "session" (the server keeps it) or "resend" (every turn sends it)."""
 
     history: str
     output_tokens: int

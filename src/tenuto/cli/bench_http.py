@@ -119,8 +119,8 @@ class BenchHttp:
 
 
 class _Connection(asyncio.Protocol):
-    """A connection to a server, for one request at a time. aiohttp, which does more, takes twice as long for a piece of
-    an answer and three times as long for a request.
+    """A connection to a server, for one request at a time. aiohttp, which does more, needs twice the time per piece of
+    an answer and three times per request.
 
     `status`, `usable` (another request may follow) and `ended` (`time.perf_counter`) describe the last answer."""
 

@@ -26,8 +26,8 @@ HELP = """\
 
 
 def run_chat(engine: Engine, system: str | None, options: TurnOptions) -> None:
-    """Runs the chat until the input ends. On a terminal, an error is shown and the chat continues; a script ends with
-    it."""
+    """Runs the chat until the input ends. On a terminal, errors are shown and the chat continues; in a script, the
+    first error is raised."""
     chat = Chat(engine, system, options)
     interactive = sys.stdin.isatty()
     if interactive:
@@ -151,7 +151,7 @@ class Chat:
 
 
 def _place(session_id: str) -> tuple[bool, int, str]:
-    """Returns a sort key: sessions with other names, given by other programs, come before numbered ones."""
+    """Returns a sort key: numbered sessions in order, after those that other programs named."""
     numbered = session_id.isdecimal()
     return numbered, int(session_id) if numbered else 0, session_id
 

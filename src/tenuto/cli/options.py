@@ -33,7 +33,7 @@ _VALUES = {
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option that users set by its name. `hint`: its type."""
+    """An option that users set by flag, variable or file. `declared` is its field in a dataclass, `hint` its type."""
 
     declared: Field[Any]
     hint: Any
@@ -53,7 +53,8 @@ class Option:
         return tuple if get_origin(self.hint) is tuple else (get_args(self.hint) or (self.hint,))[0]
 
     def read(self, given: Any, source: str, *, text: bool = True) -> Any:
-        """Converts text, or a value of its type, to the option's value. Raises `ConfigError`, which names `source`."""
+        """Converts what `source` gives, text or with `text=False` a TOML value, to the option's value. Raises
+        `ConfigError` with `source` in its message."""
         name, value, expected = self.declared.name, given, True
         if not callable(self.declared.metadata["allowed"]):
             if self.kind is tuple and text and isinstance(given, str):
@@ -110,8 +111,8 @@ ALL = declared(Sampling, TurnParams) | SERVER
 
 
 def with_options(*names: str, **descriptions: str) -> Callable[[C], C]:
-    """Returns a decorator that adds options to a command; those in `descriptions` get another description. The
-    command's `**given` are the command line's values, or `None`, which `read_flags` converts."""
+    """Returns a decorator that adds the options in `names` to a command, and those in `descriptions` with another
+    description. The command receives their values in `**given`, for `read_flags`."""
 
     def add(command: C) -> C:
         own = inspect.signature(command, eval_str=True).parameters.values()
@@ -135,7 +136,7 @@ def _default(flag: str, default: Any) -> str:
 
 
 def _range(bounds: Bounds) -> str:
-    """Formats a range for help, without an upper bound that is too high to matter."""
+    """Formats a range for help; omits an upper bound that only guards against absurd values."""
     low, high, below = _number(bounds.low), _number(bounds.high), "<" if bounds.above else "<="
     return f"{low}{below}x<={high}" if bounds.high < MAX_SECONDS else f"x{below.replace('<', '>')}{low}"
 

@@ -212,7 +212,7 @@ def _export_state(session_id: str, file: str, url: str, api_key: str | None) -> 
 
 @contextmanager
 def _on_disk(file: str) -> Iterator[Path]:
-    """Gives the path of the file, or of a temporary copy of standard input."""
+    """Yields the path of the file, or for "-" of a temporary copy of standard input."""
     if file != "-":
         yield Path(file)
         return
@@ -242,7 +242,8 @@ def _ask(method: str, session_id: str, action: str, body: dict[str, Any] | None,
 
 
 def _listed(connection: Connection, path: str, place: str) -> list[dict[str, Any]]:
-    """Returns all entries listed at `path`. `place`: the query parameter for continuing."""
+    """Returns all entries listed at `path`, page by page. `place` is the query parameter that names where a page
+    begins."""
     found: list[dict[str, Any]] = []
     query: dict[str, Any] = {}
     while True:

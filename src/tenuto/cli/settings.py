@@ -17,7 +17,7 @@ from tenuto.cli.tables import show_table
 from tenuto.serve.shared.settings import ServeSettings
 
 FILE = Path("tenuto.toml")
-"""Read from the working directory unless another file is named."""
+"""The settings file that is read, if it exists in the working directory, unless another is named."""
 DEFAULT = "default"
 
 
@@ -30,7 +30,7 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """All settings of a server, and their values with sources, `origins`, by option name."""
+    """All settings of a server. `origins` has every option's value and source, by option name."""
 
     worker: WorkerSettings
     serve: ServeSettings
@@ -50,7 +50,7 @@ class ServerSettings:
 
     @property
     def sources(self) -> list[str]:
-        """The file and the variables that set options."""
+        """The file and the variables that set options, to be shown at the start."""
         found = dict.fromkeys(source for _, source in self.origins.values())
         return [source for source in found if source != DEFAULT and not source.startswith("flag ")]
 

@@ -15,12 +15,13 @@ OneDevice = Annotated[
 ALWAYS = ("--enable-streaming-session", "--enable-mixed-chunk", "--enable-metrics")
 """Flags of features that are always on here."""
 TUNING = ("--mamba-", "--max-mamba-cache-size")
-"""Prefixes of flags that tune SGLang's memory for recurrent state. Here memory is divided by the sessions' needs, and
-state is float32."""
+"""Prefixes of flags that tune SGLang's memory for recurrent state. They are ignored: here memory is divided according
+to what sessions need, and state is float32."""
 
 
 def check(context: typer.Context, tp_size: int) -> None:
-    """Checks that the rest of the command line has only flags without effect. Raises `ConfigError`."""
+    """Raises `ConfigError` unless the unparsed rest of the command line only has flags that are accepted and
+    ignored."""
     if tp_size != 1:
         raise ConfigError(f"tp_size is {tp_size}; allowed: 1, as a model is on one device")
     value_may_follow = False

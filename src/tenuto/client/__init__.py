@@ -1,4 +1,5 @@
-"""Synchronous and asynchronous clients over an exchangeable transport, and the transport to a server."""
+"""Synchronous and asynchronous clients of an engine, and the transport that reaches one on a server. `api.transport`
+has the one to an engine in this process."""
 
 from tenuto.base import errors
 from tenuto.base.errors import TenutoError

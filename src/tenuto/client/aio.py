@@ -189,8 +189,8 @@ class AsyncTurnStream(TurnStreamBase):
 
 
 class Mailbox:
-    """Passes events from other threads to `loop`. One wake-up delivers all events that have come by then, because
-    waking the loop for each token of a step would take longer than everything else that is done for it.
+    """Passes events from other threads to `loop`. One wake-up delivers all events posted by then, because waking the
+    loop for each token would take longer than everything else it does with the token.
 
     Invariant: while `_letters` is not empty, the loop has been woken and `_woken` is set, or `_empty` is running.
     """

@@ -23,12 +23,12 @@ CONNECT_SECONDS = 10.0
 IDLE_SECONDS = 2.0
 """Time for which an idle connection is kept; shorter than on servers, so that no request meets a closed one."""
 END_SECONDS = 5.0
-"""Maximum time, on closing, to wait for sessions to open, then for requests to end, then for leftovers to be
-deleted."""
+"""Maximum time that closing waits for each of three things: sessions being opened, cancelled requests, and the deletion
+of `leftovers`."""
 PIECE = 2**20
 """Bytes of a file sent or received at once."""
 MAX_DELETIONS = 32
-"""Number of leftovers deleted concurrently."""
+"""Maximum number of concurrent deletions of `leftovers`."""
 
 
 class Connection:
@@ -42,7 +42,7 @@ class Connection:
             timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # turns may take any time
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=IDLE_SECONDS),
         )
-        self.leftovers: set[str] = set()  # paths to delete on closing; used only in its own thread
+        self.leftovers: set[str] = set()  # paths of sessions to delete on closing; used only in its own thread
         self._unbroken: set[asyncio.Task[Any]] = set()  # tasks to wait for; used only in its own thread
         self._loop = asyncio.new_event_loop()
         self._stopped = False
@@ -65,7 +65,7 @@ class Connection:
 
     @contextmanager
     def unbroken(self) -> Iterator[None]:
-        """Makes closing the connection wait, before it cancels requests, until the current task has left the block."""
+        """Protects the current task: inside the block, closing waits for it, up to `END_SECONDS`, before it cancels."""
         task = asyncio.current_task()
         assert task is not None
         self._unbroken.add(task)
@@ -123,7 +123,7 @@ class Connection:
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, **query: Any
     ) -> AsyncIterator[httpx.Response]:
         """Sends a request like `ask`; the answer is read in the block, where a broken connection raises `Disconnected`.
-        A `body` that yields bytes is sent unchanged."""
+        A `body` that is an async iterator of bytes is sent as it is, any other as JSON."""
         raw = isinstance(body, AsyncIterator)
         content = body if raw or body is None else encode(body)
         if content is not None:

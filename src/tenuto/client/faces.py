@@ -12,7 +12,7 @@ from tenuto.client.transport import Deliver, Transport
 
 
 class ClientBase:
-    """An engine behind a transport, which is stopped when this object is garbage-collected."""
+    """A client of the engine behind `transport`. The transport stops when this object is garbage-collected."""
 
     def __init__(self, transport: Transport) -> None:
         self._core = EngineCore(transport)

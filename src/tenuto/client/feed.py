@@ -31,8 +31,8 @@ ONE_SHOT_TTL = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The location of a turn. If `session` is `None`, it is a one-shot turn in a new session. If `body` is `None`, the
-    turn `turn_id` is running already."""
+    """How to start or find a turn: posting `body` to a session's `action` starts one, in a new session if `session` is
+    `None`. Without `body`, the turn `turn_id` was started earlier."""
 
     session: str | None
     action: str = "turns"
@@ -94,7 +94,8 @@ class Feed(RunningTurn):
                 await self._connection.ask("DELETE", self._path)
 
     async def _whole(self) -> Delta:
-        """Runs the turn up to its last event; an append has no others."""
+        """Runs the turn on an open session and returns its last event. An append is not streamed: it has no other
+        events."""
         if self._source.action != "append":
             return await self._follow()
         turn = await self._connection.ask("POST", f"{self._path}/append", self._source.body)
@@ -102,8 +103,8 @@ class Feed(RunningTurn):
         return Delta(result=read_body(TurnResult, turn))
 
     async def _follow(self) -> Delta:
-        """Delivers events up to the last one, which is returned. If the connection breaks, a turn that continues is
-        read on a new one."""
+        """Delivers all events but the last, and returns that. If the connection breaks and the turn continues without
+        it, reconnects."""
         deadline, pause = time.monotonic() + PATIENCE_SECONDS, FIRST_PAUSE
         while True:
             position = self._position
@@ -127,7 +128,7 @@ class Feed(RunningTurn):
             pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _read(self) -> Delta:
-        """Delivers the events of one connection except the last, which is returned."""
+        """Reads one connection to its end: delivers all events but the turn's last, and returns that."""
         if self.turn_id is None:
             headers = {"idempotency-key": self._key} if self._source.continues else None
             request = ("POST", f"{self._path}/{self._source.action}", self._source.body, headers)
@@ -146,7 +147,7 @@ class Feed(RunningTurn):
         return last or await self._look_up()
 
     def _read_event(self, event: ServerEvent) -> Delta | None:
-        """Delivers an event; the last one is returned instead."""
+        """Delivers an event; returns the turn's last one instead."""
         if event.name == "error":
             raise error_from(500, event.data.encode())
         body = msgspec.json.decode(event.data)
@@ -166,7 +167,8 @@ class Feed(RunningTurn):
         return None
 
     async def _look_up(self) -> Delta:
-        """Returns the last event of a stream that lacked only this one. Raises `Disconnected` if more is missing."""
+        """Asks the server for the result after a stream that ended without it. Raises `Disconnected` if output is
+        missing, too."""
         if self.turn_id is not None and self._source.continues:
             turn = await self._connection.ask("GET", f"{self._path}/turns/{self.turn_id}")
             if turn["usage"] is not None and (len(turn["tokens"]), len(turn["text"])) == self._received:

@@ -21,7 +21,7 @@ SessionT = TypeVar("SessionT", bound="Session")
 
 
 class Closing(ABC):
-    """A context manager that closes itself."""
+    """A base class of context managers that call `close` at the end of the block."""
 
     def __enter__(self) -> Self:
         return self
@@ -31,7 +31,7 @@ class Closing(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Releases this object's resources."""
+        """Closes this object; see the subclass."""
 
 
 class Client(Closing, ClientBase, Generic[SessionT]):
@@ -92,9 +92,9 @@ class Client(Closing, ClientBase, Generic[SessionT]):
         return self._core.audit().result()
 
     def pause_generation(self, *, retract: bool = False) -> None:
-        """Takes no more steps until `continue_generation`. Open turns wait; with `retract` they release the memory they
-        have acquired and compute it again later. New turns queue. Servers may require an admin key for this and the
-        next four methods."""
+        """Makes the engine stop taking steps until `continue_generation`. Open turns wait; with `retract` they release
+        the memory they have acquired and compute it again later. New turns queue. Servers may require an admin key for
+        this and the next four methods."""
         self._core.pause(retract=retract).result()
 
     def continue_generation(self) -> None:
@@ -167,7 +167,7 @@ class TurnStream(TurnStreamBase, Closing):
     def abort(self, keep: Keep = None) -> TurnResult:
         """Ends the turn now. By default it is rolled back. With `keep` this is a barge-in: the input is committed
         together with that many output tokens, or with those whose text was read from this stream ("delivered"). Kept
-        tokens that were not read yet can still be read, except text that was joined to that of other tokens. If the
+        tokens that were not read yet can still be read, without pieces of text that include a dropped token. If the
         turn has already ended, its result is returned."""
         return self._reader.abort(keep).result()
 

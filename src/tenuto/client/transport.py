@@ -21,7 +21,8 @@ T = TypeVar("T")
 Event = Delta | TenutoError
 Deliver = Callable[[Event], None]
 """Passes an event from the transport's thread to the reader. An event is a delta, the last of which has the turn's
-result, or the error that ends the turn. The function must not block. If it raises, the reader counts as gone."""
+result, or the error that ends the turn. The function must not block. If it raises, the transport stops reading the
+turn."""
 
 
 Options = Mapping[str, object]
@@ -30,7 +31,7 @@ Options = Mapping[str, object]
 
 class Transport(Protocol):
     """A way to reach an engine. Methods may be called from any thread, and from finalizers at any moment; only `close`
-    blocks. Requests leave the tenant empty."""
+    blocks. Requests leave the tenant empty: the other side fills it in."""
 
     @property
     def options(self) -> frozenset[str]:
@@ -43,8 +44,9 @@ class Transport(Protocol):
         ...
 
     def start(self, request: StartTurn, options: Options, use: ToolUse | None, deliver: Deliver) -> RunningTurn:
-        """Starts a turn; with `use`, its answer is parsed. A server has its own defaults for missing `options`. Raises
-        `EngineStopped` if the transport is closed, and `InvalidRequest`."""
+        """Starts a turn; with `use`, its answer is parsed for reasoning and tool calls. `request` has defaults for all
+        options; a server applies its own to those missing in `options`. Raises `EngineStopped` if the transport is
+        closed, and `InvalidRequest`."""
         ...
 
     def request_stop(self) -> None:
@@ -57,8 +59,8 @@ class Transport(Protocol):
 
 
 class RunningTurn(ABC):
-    """A turn started by a transport, which reports its progress by calling `accept`, `take` and `fail`, one at a
-    time."""
+    """A turn in progress. The transport that started it calls `accept`, `take` and `fail`, one at a time, to report
+    progress."""
 
     def __init__(self, deliver: Deliver) -> None:
         self.turn_id: str | None = None  # its id on a server
@@ -75,7 +77,7 @@ class RunningTurn(ABC):
             self.started.set_result(None)
 
     def take(self, delta: Delta) -> None:
-        """Passes on a delta; one with a result ends the turn."""
+        """Delivers a delta; one with a result ends the turn."""
         if self.time_to_first_token is None and delta.tokens:
             self.time_to_first_token = time.perf_counter() - self._asked
         if delta.result is not None:

@@ -60,7 +60,7 @@ class Exchange(NamedTuple):
 
 
 def exchange_of(request: Request[Any]) -> Exchange:
-    """Returns the HTTP request for a request of the client. Raises `NotFound` if its session id is impossible."""
+    """Translates a client's request to HTTP. Raises `NotFound` if its session id cannot exist."""
     return _EXCHANGES[type(request)](request)
 
 
@@ -116,7 +116,7 @@ def answer_from(request: Request[T], body: Any) -> T:
 
 
 def _answer(kind: type, body: Any) -> Any:
-    """Rearranges an answer so that it converts to `kind`."""
+    """Rearranges a JSON answer to the fields of `kind`."""
     if kind is SessionInfo:
         return read_body(SessionInfo, body)
     if kind is SessionPage:
@@ -129,7 +129,7 @@ def _answer(kind: type, body: Any) -> Any:
 
 def session_path(session_id: str) -> str:
     """Returns the path of a session. Raises `NotFound` for ids that no session can have."""
-    if session_id in ("", ".", ".."):  # other paths in a URL
+    if session_id in ("", ".", ".."):  # these change the path of a URL
         raise NotFound(f"there is no session {session_id!r}")
     return f"/v1/sessions/{quote(session_id, safe='')}"
 
@@ -143,7 +143,7 @@ def encode(body: Any) -> bytes:
 
 
 def _plain(value: object) -> int | float:
-    """Converts numbers of other types, such as NumPy's."""
+    """Converts numbers that JSON encoding does not know, such as NumPy's."""
     if isinstance(value, SupportsIndex):
         return index(value)
     if isinstance(value, SupportsFloat):
@@ -180,7 +180,7 @@ def turn_body(kind: TurnKind, params: TurnParams, options: Options) -> dict[str,
 
 
 def tools_body(kind: TurnKind, use: ToolUse) -> dict[str, Any]:
-    """Returns the fields about tools that apply to this kind of turn."""
+    """Returns the fields of a turn's JSON body that describe its tools."""
     body: dict[str, Any] = {"tools": list(use.functions)}
     if kind != "append":
         body["tool_choice"] = {"name": use.only} if use.only else use.choice
@@ -189,7 +189,7 @@ def tools_body(kind: TurnKind, use: ToolUse) -> dict[str, Any]:
 
 
 def error_from(status: int, content: bytes) -> TenutoError:
-    """Converts an error answer or event to an error of the class that it names, or to `TenutoError`."""
+    """Converts the JSON of an error answer or event to the error class that its code names, or to `TenutoError`."""
     try:
         refused = msgspec.json.decode(content, type=_Refused).error
     except msgspec.DecodeError:

@@ -1,4 +1,5 @@
-"""The intake: turns the input of commands into tokens while the engine's thread continues with its steps."""
+"""The intake: turns the input of turns and drafts into tokens while the engine's thread continues with its steps, and
+then hands them to the engine."""
 
 from __future__ import annotations
 
@@ -32,18 +33,19 @@ that its session would accept it."""
 
 @dataclass(slots=True, eq=False)
 class Input:
-    """A command's input on its way into the engine. `subscriber`: receives the events of the turn it starts, if any.
-    `answer` is called with the command's answer, before any event of the turn, or `refuse` with an error."""
+    """A command and its input on their way into the engine. `subscriber` receives the events of the turn that it
+    starts. Before any of them, `answer` is called with the command's answer; if it fails, `refuse` with the error
+    instead."""
 
     command: StartTurn | Draft
     subscriber: Subscriber | None
-    answer: Callable[[Any], None]  # takes the answer of the command's type
+    answer: Callable[[Any], None]  # takes an answer of the command's type
     refuse: Callable[[BaseException], None]
     size: int = field(init=False)  # see `size_of`
     withdrawn: bool = field(default=False, init=False)
-    lane: Lane | None = field(default=None, init=False)  # its lane, until `_end`; written by the intake
-    number: int = field(default=0, init=False)  # counts all inputs in order of arrival; written by the intake
-    meant: Session | None = field(default=None, init=False)  # the session it is for; only for the engine's thread
+    lane: Lane | None = field(default=None, init=False)  # where its work is queued, until `_end`; written by the intake
+    number: int = field(default=0, init=False)  # its place in the order of arrival; written by the intake
+    meant: Session | None = field(default=None, init=False)  # its session when it came; only for the engine's thread
     met: bool = field(default=False, init=False)  # whether `meant` is set; only for the engine's thread
 
     def __post_init__(self) -> None:
@@ -58,10 +60,11 @@ class Input:
 
 
 class Intake:
-    """Takes in input, in the order of arrival for each session.
+    """Prepares inputs and hands them to the engine, for each session in their order of arrival.
 
-    Invariant: for each session, `_pending` has the lane and the number of inputs on their way, and `_returned` the
-    numbers of inputs that must be prepared again. No later input overtakes these. Both are under `_lock`.
+    Invariant: for each session, `_pending` has the lane of its inputs and how many are on their way; `_returned` has
+    the `number`s of those that the engine gave back to be prepared again, which no later input overtakes. `_lock`
+    guards both.
     """
 
     def __init__(self, dispatcher: Dispatcher, preparer: Preparer, loop: EngineLoop, lanes: Lanes) -> None:
@@ -76,7 +79,8 @@ class Intake:
         self._named: dict[str, Input] = {}
 
     def put(self, item: Input) -> None:
-        """Takes in an input as soon as possible. Not for the engine's thread."""
+        """Prepares an input and hands it to the engine: at once if it is short and nothing is before it, otherwise in a
+        lane. Not for the engine's thread."""
         with self._lock:
             item.number = next(self._numbers)
             waits = item.session in self._pending
@@ -112,8 +116,8 @@ class Intake:
         return True
 
     def withdraw(self, name: str) -> bool:
-        """Withdraws an input, so that it is refused unless it is in the engine already. Returns whether it was
-        found."""
+        """Withdraws the input whose command has this name: it is refused unless the engine executes it first. Returns
+        whether it was found."""
         with self._lock:
             item = self._named.get(name)
         if item is None:
@@ -141,8 +145,8 @@ class Intake:
             raise self._loop.stopped.error()
 
     def _prepare(self, item: Input) -> Prepared:
-        """Prepares an input. Short input is tried with a guess of its session's state; if that fails, or the input is
-        long, the engine provides the state, which takes a step."""
+        """Prepares an input. Its tokens depend on its session's state. Input that is not `LONG` is tried with a guess;
+        if that fails, or for long input, the engine is asked for the state, which waits for a step to end."""
         basis = self._guess(item)
         while True:
             sure = basis is None or item.session is None
@@ -160,8 +164,8 @@ class Intake:
         self._loop.execute(lambda engine: self._begin(engine, item, prepared), lambda done: self._begun(item, done))
 
     def _guess(self, item: Input) -> Basis | None:
-        """Returns the probable state of the input's session, seen from this thread; None if the engine must provide
-        it."""
+        """Returns the state of the input's session as read from this thread, which may be outdated; `None` if the
+        engine must be asked."""
         return self._dispatcher.guess(item.command) if item.session is None or item.size < LONG else None
 
     # -- in the engine's thread
@@ -171,7 +175,8 @@ class Intake:
         return self._dispatcher.basis(item.command)
 
     def _begin(self, engine: Engine, item: Input, prepared: Prepared) -> Ticket | SessionInfo | None:
-        """Executes the command. Returns `None` if its input must be prepared again."""
+        """Executes the command. Returns `None` if its input must be prepared again: the state it was prepared for is
+        outdated, or an earlier input has not been executed."""
         _require_wanted(item)
         _meet(engine, item)
         _require_meant(engine, item)
@@ -214,7 +219,7 @@ class Intake:
             self._put(item)
 
     def _end(self, item: Input, *, finished: bool) -> None:
-        """Removes an input from its lane, and if it is finished, also from the returned ones."""
+        """Records that an input left its lane, and, if `finished`, that it need not be prepared again."""
         with self._lock:
             self._named.pop(item.command.name, None)
             if item.session is not None and item.lane is not None:
@@ -229,7 +234,8 @@ class Intake:
 
 
 def size_of(given: TurnInput) -> int:
-    """Returns the number of characters of text or messages, or of token ids. Messages count with an overhead."""
+    """Returns the number of characters of text or messages, or the number of token ids. Each message adds a small
+    overhead."""
     if isinstance(given, str):
         return len(given)
     if given and isinstance(given[0], Message):

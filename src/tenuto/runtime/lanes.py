@@ -16,7 +16,7 @@ log = logging.getLogger("tenuto.runtime")
 LONG = 2**15
 """Work on at least this many characters or tokens is long."""
 LARGE = 2**18
-"""After work of at least this size, free memory is returned to the system."""
+"""After work of at least this size, free heap memory is returned to the system."""
 MUCH = 2**22
 """After several pieces of work of this total size, free memory is also returned."""
 
@@ -33,9 +33,10 @@ class Work(NamedTuple):
 
 
 class Lane:
-    """A thread that does one piece of work after the other: alternating between tenants, in order for each tenant.
+    """A thread that does one piece of work after the other: tenants take turns, and each tenant's work is done in
+    order.
 
-    Invariant: `_waiting` has the tenants with waiting work, the next one first; under `_changed`.
+    Invariant: `_waiting` has the tenants with waiting work, the next one first; `_changed` guards it.
     """
 
     def __init__(self, name: str) -> None:
@@ -68,7 +69,7 @@ class Lane:
                 work.do()
             except Exception:  # a bug of ours, which must not stop other work
                 log.exception("text work failed")
-            del work  # do not keep it alive until the next one comes
+            del work  # frees it now; the next one may come much later
             if size >= LARGE or done >= MUCH:
                 give_back()
                 done = 0

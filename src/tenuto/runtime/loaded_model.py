@@ -17,7 +17,7 @@ from tenuto.runtime.models import Model
 
 class LoadedModel:
     """Reads weights outside the engine's thread and makes the engine use them. `model` is the model with the weights in
-    use; `execute` writes it, and only one thread may call that."""
+    use. Only `execute` changes it, and only one thread may call that."""
 
     def __init__(self, model: Model, config: EngineConfig, loop: EngineLoop, dispatcher: Dispatcher) -> None:
         self.model = model
@@ -68,8 +68,8 @@ class LoadedModel:
         self.model = model
 
     def _use(self, weights: Weights | None, work: Callable[[Engine], None]) -> None:
-        """Makes the engine use the weights that were read; closes them if that fails. Raises `Overloaded` if memory is
-        short."""
+        """Runs `work`, which makes the engine use `weights`, in the engine's thread; closes the weights if that fails.
+        Raises `Overloaded` if memory is short."""
         try:
             self._loop.call(work).result()
         except BaseException as error:

@@ -38,7 +38,7 @@ WITNESS_VOCABULARY = 1000
 
 
 class WeightsIdentity(Protocol):
-    """Identifies weights."""
+    """The identity of a model's weights, so that saved state is only used with the weights that computed it."""
 
     @property
     def stamps(self) -> tuple[object, ...]:
@@ -57,7 +57,7 @@ class WeightsIdentity(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NamedWeights:
-    """Weights identified by a name instead of files."""
+    """The identity of weights without files, such as the witness's: their name."""
 
     value: str
     stamps: tuple[object, ...] = ()
@@ -70,9 +70,9 @@ class NamedWeights:
 @dataclass(frozen=True, slots=True)
 class Model:
     """An executor with its model's tokenizer, chat template and other facts. `max_context` is the model's longest
-    context in tokens. `spare_bytes` is the device memory available for a server's sessions. `compute` describes, for
-    people, the code and device that compute. `weights` identifies the weights; `reading` returns the identity of those
-    at a path."""
+    context in tokens. `spare_bytes` is the device memory available for a server's sessions. `compute` describes to
+    users the code and device that compute. `ropes`: see `ModelConfig.ropes`. `reading(path)` returns the identity of
+    the weights at `path`."""
 
     executor: Executor
     vocab_size: int
@@ -98,7 +98,7 @@ class Model:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the tokens; equal for models whose tokens mean the same."""
+        """A digest of the vocabulary, equal for models in which every token id means the same."""
         return self.tokenizer.fingerprint if self.tokenizer is not None else f"{self.vocab_size} tokens"
 
     def state_fingerprint(self) -> str:
@@ -185,8 +185,8 @@ def _witness(name: str, page_size: int, step_seconds: str) -> Model:
 
 
 def memory_bytes(settings: WorkerSettings) -> int | None:
-    """Returns the bytes for the state of sessions; None if the settings leave it open. Raises `ConfigError` if they set
-    a share of a missing device."""
+    """Returns the memory for the state of sessions, in bytes; `None` if the settings do not set it. Raises
+    `ConfigError` if they set a share of a device that is missing."""
     memory = settings.memory
     return int(memory * total_bytes(settings.device)) if isinstance(memory, float) else memory
 

@@ -22,8 +22,9 @@ T = TypeVar("T")
 
 
 class Outbox:
-    """Sends messages in the order in which its methods are called, from any thread. Only updates of a call with an
-    announced answer wait, until that answer is sent.
+    """Sends messages in the order in which its methods are called, from any thread. A `call` is the number of a
+    request; updates carry the call that started their turn. Only updates of an announced call wait, until its answer is
+    sent.
 
     Invariant: `_awaited` has the updates, by call, that wait for their call's answer; only for the outbox's thread.
     """
@@ -37,7 +38,7 @@ class Outbox:
         self._thread.start()
 
     def announce(self, call: int) -> None:
-        """Announces that the answer to `call` comes later; updates of the call wait for it."""
+        """Holds back the updates of `call` until its answer, which is still being computed, has been sent."""
         self._waiting.put(partial(self._await, call))
 
     def answer(self, request: Request[T], value: T) -> None:
@@ -50,7 +51,7 @@ class Outbox:
         self._waiting.put(partial(self._refuse, refusal_of(call, told)))
 
     def update(self, updates: Sequence[tuple[int, Delta]]) -> None:
-        """Sends new output of turns, by call."""
+        """Sends new output of turns, each with the call that started the turn."""
         self._waiting.put(partial(self._update, updates))
 
     def stopped(self, stopped: Stopped) -> None:

@@ -1,4 +1,4 @@
-"""Preparation of commands' input as tokens. Not for use in the engine's thread."""
+"""Conversion of commands' input to tokens. Not for use in the engine's thread, which it would hold up."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Preparer:
         return max(1, len(grammar.source))
 
     def prepare(self, command: StartTurn | Draft, basis: Basis) -> Prepared:
-        """Returns the tokens that the command appends to `basis`, and its grammar. Raises the errors of
-        `Renderer.prepare` and `GrammarCompiler.constraint`."""
+        """Returns the tokens that the command appends to `basis`, the state of its session, and its grammar. Raises the
+        errors of `Renderer.prepare` and `GrammarCompiler.constraint`."""
         if not isinstance(command, StartTurn):
             prompt = parse_input(command.input, self._tokenizer, basis.room(generate=False), basis.last_token)
             return self._renderer.prepare(basis, prompt, generate=False)

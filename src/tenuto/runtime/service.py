@@ -68,11 +68,11 @@ T = TypeVar("T")
 
 class Service:
     """An engine that is controlled by messages. Only one thread at a time may call `handle`; one of the service's
-    threads calls `send`, which may block. Requests for a session are executed in order, except that other requests may
-    be executed while input becomes tokens.
+    threads calls `send`, which may block. Requests for a session are executed in order, except that later requests may
+    overtake a turn or draft whose input is still being converted to tokens.
 
-    The dispatcher executes requests in the engine's thread. The service does the work around that in other threads:
-    input becomes tokens before, and answers get their texts after.
+    The dispatcher executes requests in the engine's thread. The service does the rest in other threads: it converts
+    input to tokens first, and adds texts to answers last.
     """
 
     def __init__(
@@ -202,7 +202,8 @@ class Service:
             self._outbox.answer(request, value)
 
     def _ask(self, request: Request[T]) -> None:
-        """Executes a command whose answer does not depend on sessions, and answers."""
+        """Executes a command that neither changes sessions nor shows their state, so that its answer need not wait for
+        the journal."""
         if isinstance(request, ReleaseMemory | ResumeMemory | UpdateWeights):
             self._lanes.files.put(0, partial(self._move_memory, request))
             return
@@ -217,10 +218,11 @@ class Service:
         give_back()
 
     def _execute(self, request: Request[T], work: Callable[[Engine], T]) -> None:
-        """Executes a command and answers."""
+        """Executes a command that changes sessions or shows their state, and answers once all changes so far are
+        durable."""
 
         def reply(done: Future[T]) -> None:
-            self._flush()  # earlier updates go out before the answer
+            self._flush()  # sends earlier output before the answer
             self._reply(request, done)
 
         self._loop.execute(work, reply, ends=isinstance(request, AbortTurn))
@@ -253,7 +255,7 @@ class Service:
             self._answer(request, done.result())
 
     def _answer(self, request: Request[Any], value: Any) -> None:
-        """Answers with a command's result. Its texts, or a document's checksum, are computed in another thread."""
+        """Answers with a command's result, after adding texts or a document's checksum to it in another thread."""
         match value:
             case Ticket(prompt=[_, *_] as tokens):
                 self._later(request, len(tokens), lambda: self._texts.of_ticket(value))
@@ -270,12 +272,14 @@ class Service:
                 self._outbox.answer(request, value)
 
     def _later(self, request: Request[T], size: int, work: Callable[[], T]) -> None:
-        """Answers later with the result of `work` on `size` tokens, without delaying other answers."""
+        """Runs `work`, on `size` characters or tokens, in a lane and answers with its result. Other answers do not
+        wait."""
         self._outbox.announce(request.call)
         self._lanes.of(size).put(size, partial(self._told, request, work), getattr(request, "tenant", ""))
 
     def publish(self, call: int, news: Delta | TenutoError) -> None:
-        """Passes on a turn's output, or the error that ends its updates. Runs in the engine's thread."""
+        """Sends a turn's output, or the error that ended it, as updates of the call that started it. Output is
+        collected until `_flush`. Runs in the engine's thread."""
         if isinstance(news, Delta):
             self._updates.append((call, news))
         else:
@@ -295,8 +299,8 @@ class Service:
         self._outbox.stopped(stopped)
 
     def _leave(self) -> None:
-        """Releases the stopped engine. If a journal keeps its sessions, their memory is saved in the disk tier, if
-        there is one."""
+        """Releases the stopped engine's memory. If a journal keeps its sessions, saves their state in the disk tier
+        first, if there is one."""
         outlived = self._writer is not None
         if outlived and self._engine.fuse.broken is None:
             try:
@@ -334,7 +338,7 @@ def open_journal(settings: WorkerSettings, model: Model) -> Journal | None:
 
 
 def _log_damage(damage: Damage, journal: Path) -> None:
-    """Logs the sessions and changes that are lost."""
+    """Logs what a damaged journal has lost."""
     aside = {"journal": str(journal), "aside": str(damage.aside)}
     for each in damage.sessions:
         named = {"tenant": each.tenant, "session": each.name, "reason": each.reason}

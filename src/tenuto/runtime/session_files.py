@@ -48,7 +48,7 @@ class SessionFiles:
         return signed
 
     def checked(self, request: ImportSession, path: Path) -> StateFile:
-        """Opens the file with the request's session and checks all of it. Raises `InvalidRequest`."""
+        """Opens the file of a session to import, and checks all of it. Raises `InvalidRequest`."""
         file = StateFile(path)
         with ExitStack() as undo:
             undo.callback(file.close)

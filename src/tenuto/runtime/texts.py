@@ -42,7 +42,7 @@ class Texts:
         return msgspec.structs.replace(page, records=records)
 
     def of_kept(self, turn: KeptTurn) -> KeptTurn:
-        """Adds the texts of a kept turn's prompt and log-probabilities."""
+        """Adds the texts of the prompt and the log-probabilities of a turn kept for repeated requests."""
         ticket = self.of_ticket(turn.ticket) if turn.ticket.prompt else turn.ticket
         return msgspec.structs.replace(turn, ticket=ticket, output=self.of_delta(turn.output))
 

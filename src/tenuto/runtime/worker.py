@@ -40,7 +40,7 @@ class Sender:
         self._encoder = msgspec.msgpack.Encoder()
 
     def __call__(self, message: AnyReply) -> None:
-        with suppress(OSError):  # the other side is gone; the reader notices it, too
+        with suppress(OSError):  # the other side is gone; `run` notices it, too
             for piece in frame(self._encoder.encode(message)):
                 self._connection.sendall(piece)
 
@@ -54,7 +54,7 @@ def run(connection: socket.socket) -> None:
             service = _obey(frames.feed(received), service, send)
     except TenutoError as error:
         send(refusal_of(0, error))
-    except ConnectionError:  # the same as closed
+    except ConnectionError:  # the other side is gone
         pass
     finally:
         if service is not None:
@@ -62,8 +62,8 @@ def run(connection: socket.socket) -> None:
 
 
 def _obey(payloads: Iterator[bytes | memoryview], service: Service | None, send: Sender) -> Service | None:
-    """Handles received messages without keeping references to them. Returns the service, which the first message
-    opens."""
+    """Handles received messages; the first opens the service, which is returned. The caller keeps no reference to a
+    message, so that large ones are freed at once."""
     for payload in payloads:
         if service is None:
             settings = msgspec.msgpack.decode(payload, type=WorkerSettings)
