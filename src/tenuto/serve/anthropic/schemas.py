@@ -157,7 +157,7 @@ class Conversation(ForeignObject, TurnRequest):
         """Returns the messages in the engine's form. Raises `InvalidRequest`."""
         if self.messages[-1].role == "assistant":
             raise InvalidRequest(
-                "the last message is the assistant's; allowed: a message of the user", param="messages"
+                "messages end with one of the assistant's; allowed: a user's message at the end", param="messages"
             )
         system = text_of(self.system)
         messages = [Message("system", system)] if system else []
