@@ -160,7 +160,7 @@ def test_a_group_that_refuses_to_lease_free_units_breaks_an_invariant(
     path = exported(told((FULL, STATE)), "s", tmp_path / "file")
     there = Stage((FULL, STATE))
     monkeypatch.setattr(there.engine.memory.pools[0], "acquire", lambda *_: None)
-    with pytest.raises(InvariantError, match="full0 has 300 free units, and does not lease 14"):
+    with pytest.raises(InvariantError, match="full0 has 300 free units, but does not lease 14"):
         imported(there, path)
 
 

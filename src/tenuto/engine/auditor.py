@@ -1,4 +1,4 @@
-"""Recounts memory at one go, or a little at every step, so that the audit that is always on holds up nobody."""
+"""The auditor recounts memory in a single call, or a little at every step, so that audits never delay turns."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tenuto.session.registry import Registry
 log = logging.getLogger("tenuto.audit")
 
 VISITS_A_STEP = 256
-"""Holders and leases that a step visits: about a millisecond."""
+"""The number of holders and leases visited per step, which takes about a millisecond."""
 
 Told = Callable[[AuditReport], None]
 
 
 class Auditor:
-    """Begins an audit cycle every `every` steps (0: never), and when someone asks, and carries it on at every step. If
-    it is `strict`, it recounts everything after every step instead, and logs every recount. `others` are the holders
-    besides sessions."""
+    """Begins an audit cycle every `every` steps (0: never) and on request, and advances it at every step. If `strict`,
+    it recounts everything after every step instead, and logs every recount. `others` are the holders besides sessions.
+    """
 
     def __init__(
         self,
@@ -45,35 +45,35 @@ class Auditor:
         self._every = every
         self._since = 0  # steps since the last cycle began
         self._cycle: AuditCycle | None = None
-        self._told: list[Told] = []  # who waits for the cycle in progress
-        self._asked: list[Told] = []  # who waits for one that has not begun
-        self.work = 0  # ever, as `AuditCycle.work`
-        self.cycles = 0  # ever ended
+        self._told: list[Told] = []  # callbacks for the report of the cycle in progress
+        self._asked: list[Told] = []  # callbacks for the report of the next cycle
+        self.work = 0  # total of `AuditCycle.work`
+        self.cycles = 0  # number of cycles ended
 
     def recount(self, flights: Iterable[Flight]) -> AuditReport:
-        """Recount everything now; `flights` are the steps in flight. Raises `InvariantError`."""
+        """Recounts everything now; `flights` are the steps in flight. Raises `InvariantError`."""
         self._check_rows()
         return recount(self._memory, self._holders(), self._touched(flights))
 
     @property
     def awaited(self) -> bool:
-        """Whether someone waits for a report."""
+        """Whether a requested report is outstanding."""
         return bool(self._told or self._asked)
 
     def ask(self, told: Told) -> None:
-        """Call `told` with the report of a cycle that begins from now on. It must not raise."""
+        """Requests a cycle that begins after this call; `told`, which must not raise, is called with its report."""
         self._asked.append(told)
 
     def step(self, flights: Iterable[Flight]) -> None:
-        """A step has ended; `flights` are in flight. Raises `InvariantError` if anything is not as it should be,
-        or was not when the cycle began."""
+        """Advances the cycle after a step; `flights` are in flight. Raises `InvariantError` if the counts are wrong, or
+        were wrong when the cycle began."""
         if self._strict:
             self._step_strictly(flights)
             return
         self._since += 1
         due = self._every > 0 and self._since >= self._every
         if (self._asked and not self._told) or (due and self._cycle is None):
-            self._cycle = self._begin(flights)  # in place of one that nobody waits for
+            self._cycle = self._begin(flights)  # replaces a cycle whose report was not requested
             self._told, self._asked, self._since = self._asked, [], 0
         if self._cycle is None:
             return
@@ -111,7 +111,7 @@ class Auditor:
                 raise InvariantError(f"{turn!r} has a row and is not its session's open turn")
 
     def _touched(self, flights: Iterable[Flight]) -> list[tuple[int, list[int]]]:
-        """Units that steps in flight touch, by group."""
+        """Returns the units that steps in flight touch, each list with its group."""
         touched: list[tuple[int, list[int]]] = []
         for plan in (flight.plan for flight in flights):
             for group, table, copy in zip(self._memory.paged, plan.tables, plan.copies, strict=True):

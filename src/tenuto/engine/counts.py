@@ -13,12 +13,17 @@ USAGE = tuple(field.name for field in fields(Usage))
 
 @dataclass(slots=True)
 class Counts:
-    """Written by the life cycle and by `Sharing`. `transitions`: operations and transitions; `totals`: tokens of all
-    ended turns, by field of `Usage`; `recomputed`: tokens that must be computed again, by reason; `replayed`: tokens in
-    memory that going back gave up for want of a checkpoint, by operation; `prefix_lookups`: turns that lacked at least
-    a page, by `HITS` and `MISSES`; `prefix_tokens`: tokens found, by `HITS`;
-    `imports`: imported sessions, by what came of their state: "imported", or "no room" and "copy failed", and then it
-    is computed from the tokens."""
+    """Counters of an engine.
+
+    - `transitions`: operations and transitions.
+    - `totals`: tokens of all ended turns, by field of `Usage`.
+    - `recomputed`: tokens that must be computed again, by reason.
+    - `replayed`: tokens in memory that forks and rewinds lost because a checkpoint was missing, by operation.
+    - `prefix_lookups`: turns that lacked at least a page, by `HITS` and `MISSES`.
+    - `prefix_tokens`: tokens found, by `HITS`.
+    - `imports`: imported sessions, by the outcome for their state: "imported", or "no room" and "copy failed", after
+      which it is computed from the tokens.
+    """
 
     transitions: Counter[Transition] = field(default_factory=Counter)
     totals: Counter[str] = field(default_factory=Counter)

@@ -1,4 +1,4 @@
-"""The engine: sessions in, tokens out. `Engine.step` is the architecture; callers use `sessions` and `turns`."""
+"""The engine runs turns on sessions. `Engine.step` shows the architecture; callers use `sessions` and `turns`."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ from tenuto.text.masks import Masks, MasksAtOnce
 
 @dataclass(slots=True)
 class StepReport:
-    """What a step has brought: turns with new output, and turns that ended and changes of sessions since the step
-    before. `worked` is False if there was nothing to compute, nor anything left for the next step."""
+    """The outcome of a step: turns with new output, and the turns that ended and changes of sessions since the previous
+    step. `worked` is False if there was nothing to compute and nothing is left for the next step."""
 
     worked: bool = False
     progressed: list[Turn] = field(default_factory=list)
@@ -58,7 +58,7 @@ class StepReport:
 
 
 class Engine:
-    """Owns sessions, memory and the schedule; single-threaded. `units[g]` is the size of each pool of the model."""
+    """Owns sessions, memory and the schedule; single-threaded. `units[g]` is the size of the pool of group g."""
 
     def __init__(  # noqa: PLR0913 - every collaborator is named
         self,
@@ -77,11 +77,11 @@ class Engine:
         carrier: Carrier | None = None,
         identity: str = "",
     ) -> None:
-        """`disk` replaces the files that `config.disk_tier` asks for, `carrier` the threads that copy what is parked to
-        the device. `identity`: of what is in units of memory; what another engine has left on disk is used if it is
-        the same. Raises `ConfigError`."""
+        """`disk` replaces the files of `config.disk_tier`, and `carrier` the threads that copy parked units to the
+        device. `identity` stands for the meaning of units' contents; memory that another engine has left on disk is
+        used if its identity is the same. Raises `ConfigError`."""
         if config.lookahead and proposer is None:
-            raise ConfigError(f"lookahead is {config.lookahead}; allowed: 0, as nothing here guesses tokens")
+            raise ConfigError(f"lookahead is {config.lookahead}; allowed: 0, because this engine has no proposer")
         self.config = config
         self.vocab_size = vocab_size
         self._clock, self.fuse = clock, Fuse()
@@ -159,8 +159,8 @@ class Engine:
         self.auditor = Auditor(
             self.memory, self.registry, (self._admission,), self.batch, config.audit_every, strict=config.strict
         )
-        self.paused = False  # nothing is planned; written by `pause` and `resume`
-        self.steps = 0  # ever planned or looked for
+        self.paused = False  # if True, nothing is planned; written by `pause` and `resume`
+        self.steps = 0  # number of calls of `step`
         self.transitions = self.counts.transitions
         self.totals = self.counts.totals
 
@@ -168,8 +168,8 @@ class Engine:
 
     @guarded
     def step(self) -> StepReport:
-        """Admit waiting turns and plan a step, unless paused or without memory; let the executor compute it, settle
-        what it has computed, audit."""
+        """Admits waiting turns and plans a step, unless paused or without memory; submits it, settles finished steps,
+        and audits."""
         self.pressure.begin_step()
         self._lifecycle.expire()
         self._lifecycle.join()
@@ -191,21 +191,21 @@ class Engine:
 
     @property
     def queued(self) -> int:
-        """Submitted turns that wait for a row."""
+        """The number of submitted turns that wait for a row."""
         return self._queue.submitted
 
     def now(self) -> float:
-        """Seconds, on the clock that deadlines are measured by."""
+        """Returns the time, in seconds, of the clock for deadlines."""
         return self._clock.now()
 
     @property
     def idle(self) -> bool:
-        """Whether a step would have nothing to do but watch the clock."""
+        """Whether a step would only check for expired timers."""
         return not self._has_turns and not self.idle_memory.copying
 
     @property
     def only_begins(self) -> bool:
-        """Whether a step would begin turns, and no turn is under way that would wait if it came later."""
+        """Whether a step would only begin turns, so that no running turn waits if the step comes later."""
         return not len(self.batch) and not len(self._flights) and self.queued > 0
 
     @property
@@ -217,7 +217,7 @@ class Engine:
 
     @guarded
     def pause(self, *, release: bool = False) -> None:
-        """Plan nothing more until `resume`. With `release` running turns give up what they have acquired, and queue."""
+        """Plans no steps until `resume`. With `release`, running turns give up the units they acquired, and queue."""
         self.paused = True
         if release:
             for turn in list(self.batch.running()):
@@ -225,24 +225,24 @@ class Engine:
 
     @guarded
     def resume(self) -> None:
-        """Go on."""
+        """Ends a pause."""
         self.paused = False
 
     # -- giving memory back
 
     @property
     def released(self) -> frozenset[MemoryPart]:
-        """What the system has back; without it nothing is planned."""
+        """The parts of memory that are given back to the system; while there are any, nothing is planned."""
         return self._occupation.released
 
     @guarded
     def release_memory(self, parts: Collection[MemoryPart]) -> None:
-        """Give memory back to the system until `restore_memory`. Every session drops to its tokens, or is parked, and
-        turns are refused; those of a paused engine wait. Raises `IllegalTransition` unless the engine is paused or
+        """Gives memory back to the system until `restore_memory`. Every session drops to its tokens, or is parked. New
+        turns are rejected; turns of a paused engine wait. Raises `IllegalTransition` unless the engine is paused or
         idle."""
         if self._has_turns and not self.paused:
             raise IllegalTransition(
-                "turns run or wait; memory can be released while generation is paused, or none does"
+                "turns run or wait; memory can be released while generation is paused or once no turn runs or waits"
             )
         self._occupation.release(parts)
 
@@ -250,39 +250,38 @@ class Engine:
     def restore_memory(
         self, parts: Collection[MemoryPart], weights: Weights | None = None, identity: str | None = None
     ) -> None:
-        """Allocate again what was released of `parts`, and compute with `weights`, which were read for that, if they
-        were. Turns go on once nothing is released. `identity`: as of the engine, if the weights have turned out to be
-        others than those that were released; then nothing that is parked is used again. Raises `ConfigError`, having
-        changed nothing, if there is no memory."""
+        """Allocates the released ones of `parts` again; `weights` are given exactly if weights are among these. Turns
+        go on once no part is released. `identity`: the engine's new identity, if the weights differ from the released
+        ones; parked memory is then never used again. Raises `ConfigError`, having changed nothing, if there is not
+        enough memory."""
         self._occupation.restore(parts, weights, identity)
 
     @guarded
     def update_weights(self, weights: Weights, identity: str = "", *, abort: bool = False) -> None:
-        """Compute with `weights` from now on; `identity`: as of the engine. Nothing that was computed before is used
-        again: every session drops to its tokens, and what is parked is forgotten. Submitted turns go on from their
-        tokens, or with `abort` end. Raises `IllegalTransition` if the weights are released, and `ConfigError`, having
-        replaced nothing, if there is no memory."""
+        """Computes with `weights` from now on; `identity` is the engine's new identity. Results of the old weights are
+        never used again: every session drops to its tokens, and parked memory is discarded. Submitted turns go on from
+        their tokens, or with `abort` end. Raises `IllegalTransition` if the weights are released, and `ConfigError`,
+        having replaced nothing, if there is not enough memory."""
         self._occupation.update(weights, identity, abort=abort)
 
     def end(self, *, keep: bool = False) -> None:
-        """Release the disk tier, and unless told to `keep` them remove its files. Nothing is asked of the engine
-        afterwards."""
+        """Releases the disk tier, and removes its files unless `keep` is set. The engine is not used afterwards."""
         self.idle_memory.close(keep=keep)
 
     # -- audit
 
     def audit(self) -> AuditReport:
-        """Recount every unit from its holders, now. Raises `InvariantError` if anything is not as it should be."""
+        """Recounts every unit from its holders, now. Raises `InvariantError` if the counts are wrong."""
         self.idle_memory.audit()
         return self.auditor.recount(self._flights)
 
     @guarded
     def ask_audit(self, told: Callable[[AuditReport], None]) -> None:
-        """Have every unit recounted as `audit` does, a little at every step, beginning with the next, and `told` called
-        with the report. What is found wrong stops the engine."""
+        """Requests a recount as by `audit`, spread over the next steps, and calls `told` with its report. An error it
+        finds stops the engine."""
         self.auditor.ask(told)
 
     @property
     def counted_work(self) -> tuple[int, int, int]:
-        """Units touched, rows considered and turns settled, ever: what a step's cost is made of."""
+        """Total numbers of units touched, rows considered and turns settled, which determine the cost of steps."""
         return self.memory.touched, self._planner.rows_considered, self._settler.turns_settled

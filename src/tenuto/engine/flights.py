@@ -1,4 +1,4 @@
-"""Steps in flight: planned, submitted, then settled, or retried when one fails."""
+"""Steps in flight: planned, submitted, and settled, or retried after a failure."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tenuto.session.turn import Turn
 from tenuto.text.masks import MaskRequest, Masks, give_up
 
 PREFILL_TOKENS = 16
-"""Tokens a row, on average, from which a step is mostly prefill."""
+"""The average number of tokens per row from which a step counts as prefill."""
 
 log = logging.getLogger("tenuto.engine")
 
 
 class Flights:
-    """Steps submitted and not yet collected, the oldest first, and what `Engine.step` does with them."""
+    """The submitted steps that are not yet collected, the oldest first, and the stages of `Engine.step` for them."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class Flights:
         self._settler = settler
         self._suspects = suspects
         self._flights: deque[Flight] = deque()
-        self._began = 0.0  # when the oldest step in flight was submitted, or the one before it ended
-        self._void = 0  # the last step whose result is dropped because an earlier one failed
+        self._began = 0.0  # the time when the oldest step in flight was submitted, or the step before it ended
+        self._void = 0  # the last step whose result is dropped because an earlier step failed
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -64,15 +64,16 @@ class Flights:
         return iter(self._flights)
 
     def plan(self) -> Flight | None:
-        """Plan the next step; if memory is short, others yield first. `None` if nothing can run now."""
+        """Plans the next step; if memory is short, other turns and sessions yield first. Returns `None` if no turn can
+        run now."""
         pressure = self._lifecycle.pressure
         while len(self._batch):
             proposal, made = self._planner.propose(), True
             while (lacking := proposal.lacking) is not None and made:
                 made = pressure.make_room(lacking, in_flight=bool(self._flights))
-                proposal = self._planner.propose()  # even if the room is still to come: somebody may have yielded
+                proposal = self._planner.propose()  # also if room is made later, because a turn may have yielded
                 if made and proposal.lacking is not None and proposal.lacking.same(lacking):
-                    raise InvariantError(f"{lacking.turn.name} was given the room it lacked, and lacks it still")
+                    raise InvariantError(f"{lacking.turn.name} was given the room it lacked, but still lacks it")
             if len(proposal.rows):
                 return self._planner.apply(proposal)
             if self._flights or self._idle_memory.copying or pressure.unfinished or not len(self._batch):
@@ -82,7 +83,7 @@ class Flights:
         return None
 
     def submit(self, planned: Flight) -> None:
-        """Have the executor compute it."""
+        """Submits the planned step to the executor."""
         self._memory.step_submitted()
         if not self._flights:
             self._began = self._lifecycle.now()
@@ -106,7 +107,7 @@ class Flights:
         return progressed
 
     def collect(self) -> tuple[Flight, StepResult | None]:
-        """Wait for the oldest step; its result is `None` if it failed."""
+        """Waits for the oldest step. Its result is `None` if it failed."""
         flight, result = self._flights.popleft(), None
         try:
             result = self._executor.collect()
@@ -122,19 +123,18 @@ class Flights:
         return flight, result
 
     def _measure(self, flight: Flight) -> None:
-        """Note what computing tokens costs, for those that could be brought back instead: of steps that are mostly
-        prefill."""
+        """Records the time of a step that is mostly prefill, to compare computing tokens with restoring them."""
         ended = self._lifecycle.now()
         if len(flight.plan.tokens) >= PREFILL_TOKENS * len(flight.rows):
             self._idle_memory.note_computed(len(flight.plan.tokens), ended - self._began)
         self._began = ended
 
     def is_void(self, flight: Flight) -> bool:
-        """Whether its result is dropped because an earlier step failed."""
+        """Whether the step's result is dropped because an earlier step failed."""
         return flight.plan.step <= self._void
 
     def settle(self, flight: Flight, result: StepResult) -> list[Turn]:
-        """Take in what was computed, and end the turns that are done. Returns the turns with new output."""
+        """Settles the results of a step, and ends the turns that are done. Returns the turns with new output."""
         settled = self._settler.settle(flight, result)
         if self._suspects:
             self._suspects.step_succeeded()
@@ -153,8 +153,8 @@ class Flights:
         return settled.progressed
 
     def _ask_masks(self) -> None:
-        """Have the masks of the oldest step in flight computed. To be called when it becomes that: all tokens that it
-        builds on have been settled. The executor waits for them with what it samples, not with what it computes."""
+        """Requests the masks of the oldest step in flight; called when it becomes the oldest, since all tokens before
+        it are then settled. The executor waits for the masks only before it samples."""
         if not self._flights or not self._flights[0].masked:
             return
         flight, requests = self._flights[0], []
@@ -168,14 +168,14 @@ class Flights:
         self._masks.ask(requests)
 
     def _ask_slow_masks(self, progressed: list[Turn]) -> None:
-        """Have those that take long computed before they are wanted; see `Planner`."""
+        """Requests masks that take long to compute before they are needed; see `Planner`."""
         slow = [turn.constraint for turn in progressed if turn.constraint is not None and turn.constraint.slow]
         if slow:
             self._masks.ask([MaskRequest(constraint, (), Future()) for constraint in slow])
 
     def retry(self, failed: Flight) -> None:
-        """A step failed, and so did those submitted since: their turns go on from what is settled, and the turns of the
-        failed step become suspects."""
+        """Retries the turns of a failed step and of the steps submitted since, whose results are dropped. They go on
+        from their settled tokens, and the turns of the failed step become suspects."""
         void = [failed, *self._flights]
         self._void = void[-1].plan.step
         suspects = [*self._live(failed), *self._batch.take_left(failed.plan.step)]
@@ -193,7 +193,7 @@ class Flights:
                 give_up(masks.allowed)
 
     def _live(self, flight: Flight) -> list[Turn]:
-        """The turns of a flight that are still in their rows."""
+        """Returns the turns of a flight that are still in their rows."""
         same = self._memory.rows.run[flight.rows] == flight.runs
         return list(self._batch.turns[flight.rows[same]])
 

@@ -1,4 +1,4 @@
-"""What a turn is refused for before it queues: nothing has been changed then."""
+"""The checks that a turn must pass before it queues; a rejected turn has changed nothing."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tenuto.text.constraint import Constraint
 from tenuto.text.stream import TextStream
 
 TextFactory = Callable[[tuple[str, ...], int, bool, tuple[str, ...], tuple[tuple[str, int], ...]], TextStream]
-"""Makes the text stream of a turn: its arguments are those of `TextStream` after the tokenizer."""
+"""Makes the text stream of a turn; its arguments are those of `TextStream` after the tokenizer."""
 
 
 class TurnGate:
-    """Says what a turn may generate, or why it may not start."""
+    """Checks new turns, and determines how many tokens they may generate."""
 
     def __init__(
         self, queue: WaitingQueue, max_queued: int, vocab_size: int, context_length: int, text: TextFactory | None
@@ -31,13 +31,13 @@ class TurnGate:
         self._text = text
 
     def read(self, tokens: Iterable[int]) -> array[int]:
-        """Checks the caller's tokens. Reading runs the caller's code, so it comes before anything is looked at. Raises
-        as `as_tokens`."""
+        """Reads and checks the caller's tokens. Reading may run the caller's code, so operations do this first. Raises
+        the errors of `as_tokens`."""
         return as_tokens(tokens, self._vocab_size, self._context_length)
 
     def allowed(self, session: Session, prompt: int, wanted: int | None) -> int:
-        """Tokens that a turn with `prompt` tokens of history and input may generate, at most `wanted`. Raises
-        `InvalidRequest`, `ContextExceeded`."""
+        """Returns the number of tokens, at most `wanted`, that a turn with `prompt` tokens of history and input may
+        generate. Raises `InvalidRequest` or `ContextExceeded`."""
         room = session.limit - prompt
         if wanted != 0 and prompt == 0:
             raise InvalidRequest("there is nothing to continue: history and input are empty; give at least one token")
@@ -49,8 +49,8 @@ class TurnGate:
         return room if wanted is None else min(wanted, room)
 
     def admit(self, params: TurnParams, constraint: Constraint | None = None) -> TextStream | None:
-        """What turns its tokens into text, if anything does. `constraint`: the turn's grammar, compiled. Raises
-        `InvalidRequest`; `Overloaded` if too many wait."""
+        """Returns the turn's text stream, or `None` if the engine has no tokenizer. `constraint`: the turn's compiled
+        grammar. Raises `InvalidRequest`, and `Overloaded` if too many turns wait."""
         if params.grammar is not None and constraint is None:
             raise InvalidRequest("a grammar needs a tokenizer, and this engine has none", param="grammar")
         for token in params.stop_ids:

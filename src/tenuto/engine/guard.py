@@ -1,4 +1,4 @@
-"""What every operation of an engine has in common."""
+"""The common frame of an engine's operations: an internal error stops the engine."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tenuto.base.errors import EngineStopped, TenutoError
 
 @dataclass(slots=True)
 class Fuse:
-    """`broken`: the bug of our own that has stopped the engine; written by `guarded`."""
+    """`broken`: the internal error that has stopped the engine; written by `guarded`."""
 
     broken: Exception | None = None
 
 
 class Guarded(Protocol):
-    """Has operations of an engine; all of these have one fuse."""
+    """A class with operations of an engine; all such classes share one fuse."""
 
     fuse: Fuse
 
@@ -29,8 +29,8 @@ R = TypeVar("R")
 
 
 def guarded(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
-    """An operation that either ends, or refuses with a `TenutoError` having changed nothing. Whatever else it raises is
-    our own bug, and stops the engine: every operation raises `EngineStopped` ever after."""
+    """Makes a method an operation that either succeeds, or raises a `TenutoError` and changes nothing. Any other
+    exception is an internal error and stops the engine: every later operation raises `EngineStopped`."""
 
     @wraps(method)
     def operation(self: E, /, *args: P.args, **kwargs: P.kwargs) -> R:

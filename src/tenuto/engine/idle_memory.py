@@ -1,4 +1,4 @@
-"""The memory of idle sessions off the device, as the rest of the engine sees it: with tiers, or without any."""
+"""The engine's interface to memory of idle sessions off the device, and its implementation without tiers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tenuto.session.turn import Turn
 
 @dataclass(frozen=True, slots=True)
 class TierCounts:
-    """`parked` sessions now, sessions ever `restored`, bytes `used` by tier, units ever `moved` by target, and
-    `failures` by cause."""
+    """Counters of tiers: sessions `parked` now, total sessions `restored`, bytes `used` by tier, total units `moved` by
+    target, and `failures` by cause."""
 
     parked: int = 0
     restored: int = 0
@@ -39,10 +39,10 @@ class IdleMemory(Restoring, Protocol):
     def counts(self) -> TierCounts: ...
 
     def park(self, session: Session) -> bool:
-        """Copies what the session keeps, which is about to be released. Returns whether all of it is parked now."""
+        """Copies the session's memory, which is about to be released. Returns whether all of it is parked now."""
 
     def lend(self, session: Session) -> LentUnits | None:
-        """Lends the parked memory of a session, to be read by another thread until `take_back`."""
+        """Lends the parked memory of a session, which another thread may read until `take_back`."""
 
     def take_back(self, lent: LentUnits) -> None:
         """Ends a loan, whether the memory was read or not."""
@@ -51,57 +51,58 @@ class IdleMemory(Restoring, Protocol):
         """Returns the number of tokens whose memory is parked."""
 
     def hold(self, session: Session, state: CopiedState) -> bool:
-        """Parks a session with state from elsewhere. Returns False if there is no room."""
+        """Parks a session with state from another engine or process. Returns False if there is no room."""
 
     def changed(self, session: Session, kept: int) -> None:
-        """Only the first `kept` tokens of the session's history are unchanged."""
+        """Cuts the session's parked memory to the first `kept` tokens of its history, which alone are unchanged."""
 
     def fork(self, parent: Session, child: Session) -> None:
-        """The child's history is the beginning of its parent's."""
+        """Shares the parent's parked memory with a fork, whose history is the beginning of the parent's."""
 
     def forget(self, session: Session) -> None:
-        """The session is closed, or its parked memory is not to be restored."""
+        """Discards the parked memory of a session that is closed or must not be restored."""
 
     def restore(self, turn: Turn, slots: tuple[Lease, ...]) -> None:
-        """Begins to restore what `plan` found for the turn, in `slots`, which were acquired for the turn to start with,
-        and in free units. The session has it at once, but if the turn `awaits` it, it is empty until `arrivals` returns
-        the turn."""
+        """Begins to restore the memory that `plan` found for the turn, into `slots`, the units reserved for the turn's
+        start, and free units. The session has these units at once, but if the turn `awaits` them, they have no contents
+        until `arrivals` returns the turn."""
 
     def awaits(self, turn: Turn) -> bool:
-        """Whether the turn has to wait, since its session's memory is arriving."""
+        """Whether the turn has to wait because its session's memory is arriving."""
 
     def begun(self, turn: Turn) -> None:
-        """The waiting turn has begun on its session's memory: no other turn may, until that has arrived."""
+        """Records that the waiting turn has begun on its session's memory; no other turn may until it has arrived."""
 
     def arrivals(self) -> Iterable[tuple[Turn, bool]]:
-        """Returns the turns whose sessions' memory has arrived since the last call or, `False`, has failed to: then it
-        has to be given up and computed again."""
+        """Returns the turns whose sessions' memory has arrived since the last call, or with `False` those for which it
+        has failed to arrive; that memory must be given up and computed again."""
 
     def give_up(self, turn: Turn) -> None:
-        """A waiting turn has left its row and released its memory: the session has none. What is parked stays."""
+        """Gives up the arriving memory of a turn that has left its row and released its own. The session keeps no
+        memory on the device; its parked memory stays."""
 
     def on_copied(self, told: Callable[[], None]) -> None:
-        """Has `told` called, in any thread, when copies have ended that a turn may wait for."""
+        """Sets `told` to be called, in any thread, when copies for which a turn may wait have ended."""
 
     def note_computed(self, tokens: int, seconds: float) -> None:
-        """Notes what computing tokens costs, which restoring them would save."""
+        """Records the time of computing tokens, which restoring them would save."""
 
     def become(self, identity: str) -> None:
-        """The weights have been replaced; `identity` is that of what they compute. Nothing may be parked."""
+        """Changes the identity of units' contents after the weights were replaced. Nothing may be parked."""
 
     def finish(self) -> None:
         """Waits for copies under way; no turn waits for them."""
 
     def audit(self) -> None:
-        """Raises `InvariantError` if anything parked is not as it should be."""
+        """Raises `InvariantError` if the records of parked memory are inconsistent."""
 
     def close(self, *, keep: bool) -> None:
-        """Releases the disk tier, and unless told to `keep` them removes its files."""
+        """Releases the disk tier, and removes its files unless `keep` is set."""
 
 
 class NoParking:
-    """The device is all there is: a session that leaves it keeps only its tokens, nothing is ever restored, and no turn
-    waits for memory. What only follows a restore raises `InvariantError`."""
+    """An `IdleMemory` without tiers: a session that leaves the device keeps only its tokens, and no turn waits for
+    memory. Methods that are only called after a restore raise `InvariantError`."""
 
     restores = False
     copying = False
@@ -123,49 +124,49 @@ class NoParking:
         return False
 
     def changed(self, session: Session, kept: int) -> None:
-        """Nothing of it is parked."""
+        """Does nothing: the session is not parked."""
 
     def fork(self, parent: Session, child: Session) -> None:
-        """Nothing of the parent is parked."""
+        """Does nothing: the parent is not parked."""
 
     def forget(self, session: Session) -> None:
-        """Nothing of it is parked."""
+        """Does nothing: the session is not parked."""
 
     def plan(self, turn: Turn) -> int:
         return 0
 
     def units(self, turn: Turn, *, alone: bool = False) -> Longs:
-        raise InvariantError(f"nothing is parked that {turn.name} could begin with")
+        raise InvariantError(f"no memory is parked with which {turn.name} could begin")
 
     def restore(self, turn: Turn, slots: tuple[Lease, ...]) -> None:
-        """Nothing of its session is parked."""
+        """Does nothing: the turn's session is not parked."""
 
     def awaits(self, turn: Turn) -> bool:
         return False
 
     def begun(self, turn: Turn) -> None:
-        raise InvariantError(f"{turn.name} waits for nothing")
+        raise InvariantError(f"{turn.name} does not wait for memory")
 
     def arrivals(self) -> tuple[()]:
         return ()
 
     def give_up(self, turn: Turn) -> None:
-        raise InvariantError(f"{turn.name} waits for nothing")
+        raise InvariantError(f"{turn.name} does not wait for memory")
 
     def on_copied(self, told: Callable[[], None]) -> None:
-        """Nothing is ever copied."""
+        """Does nothing: there are no copies."""
 
     def note_computed(self, tokens: int, seconds: float) -> None:
-        """Computing has no alternative, so its cost decides nothing."""
+        """Does nothing: tokens are never restored instead of computed."""
 
     def become(self, identity: str) -> None:
-        """No copy has an identity."""
+        """Does nothing: there are no copies."""
 
     def finish(self) -> None:
-        """No copy is under way."""
+        """Does nothing: there are no copies."""
 
     def audit(self) -> None:
-        """Nothing is parked, so nothing can be wrong."""
+        """Does nothing: nothing is parked."""
 
     def close(self, *, keep: bool) -> None:
-        """There is no disk tier."""
+        """Does nothing: there is no disk tier."""

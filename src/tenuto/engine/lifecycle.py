@@ -1,4 +1,4 @@
-"""The transitions of turns, from the queue to their end, and what they mean for sessions."""
+"""The transitions of turns, from the queue to their end, and their effects on sessions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Lifecycle:
         counts: Counts,
         news: News,
     ) -> None:
-        """Without `prefixes` no turn begins with another session's memory."""
+        """`prefixes`: if `None`, no turn begins with another session's memory."""
         self._sessions = sessions
         self._idle_memory = idle_memory
         self._queue = queue
@@ -56,7 +56,7 @@ class Lifecycle:
             self.sharing = Sharing(memory, prefixes, sessions, batch, self.pressure, queue.aging_seconds, counts)
 
     def now(self) -> float:
-        """Seconds, by the engine's clock."""
+        """Returns the time of the engine's clock, in seconds."""
         return self._clock.now()
 
     def note(
@@ -68,7 +68,7 @@ class Lifecycle:
         turn: Turn | None = None,
         parent: Session | None = None,
     ) -> None:
-        """Record a change that has just happened; see `Change`."""
+        """Records a change that has just been made; see `Change`."""
         if parent is not None:
             self._idle_memory.fork(parent, session)
         elif kind == "close":
@@ -78,7 +78,7 @@ class Lifecycle:
         self._news.changes.append(Change.of(kind, session, kept, turn, parent, self._clock.wall()))
 
     def enqueue(self, turn: Turn, event: str) -> None:
-        """Queue a submitted turn. `event` names the operation that submitted it."""
+        """Queues a submitted turn. `event` names the operation that submitted it."""
         self._counts.note(event)
         turn.session.turn = turn
         self._sessions.note_turn(turn.session)
@@ -87,14 +87,14 @@ class Lifecycle:
         self.pressure.note(turn.session)
 
     def start(self, turn: Turn, slots: tuple[Lease, ...]) -> None:
-        """Give a waiting turn its row."""
+        """Gives a waiting turn its row, or ends it if it has nothing to compute."""
         if not turn.drafting:
             self._counts.note("start" if turn.state is TurnState.QUEUED else "resume")
             turn.go("start")
             turn.started = True
         self._idle_memory.restore(turn, slots)
         awaits = self._idle_memory.awaits(turn)
-        if is_computed(turn) and not awaits:  # it needs no units
+        if is_computed(turn) and not awaits:  # such a turn needs no units
             for lease in slots:
                 lease.release(unused=True)
             if not turn.drafting:
@@ -110,13 +110,14 @@ class Lifecycle:
         self.pressure.note(turn.session)
 
     def _goes_on(self, turn: Turn) -> None:
-        """A turn in a row has all that its session had: it runs now, or when others have computed what it shares."""
+        """Lets a turn run whose session's memory is complete, unless it waits for another turn to compute a common
+        prefix."""
         self.sharing.started(turn)
         if not (turn.drafting or self.sharing.waits(turn)):
             self._first_run(turn)
 
     def _first_run(self, turn: Turn) -> None:
-        """A submitted turn begins to compute: note what it found in memory, once."""
+        """Records, once, how many tokens a submitted turn that begins to compute has found in memory."""
         if turn.cached < 0:
             turn.cached = min(continues_from(turn), turn.prompt_length)
             turn.computed_before = turn.computed_tokens
@@ -124,14 +125,14 @@ class Lifecycle:
             self.sharing.counted(turn)
 
     def _note_recomputed(self, turn: Turn) -> None:
-        """Count the tokens of the history that a starting turn has to compute again, by reason."""
+        """Counts the tokens of the history that a starting turn has to compute again, by reason."""
         memory, wanted = turn.session.memory, min(start_target(turn), max(0, turn.base_length - 1))
         if (missing := wanted - continues_from(turn)) > 0:
             self._counts.recomputed["no checkpoint" if memory.computed >= wanted else memory.lost] += missing
 
     def _leave_row(self, turn: Turn) -> None:
-        """Take the turn out of the batch. To be called before its memory is detached. If it waits for memory to arrive,
-        nothing of that is kept: the session stays parked."""
+        """Takes the turn out of the batch; called before its memory is detached. If it waits for memory to arrive,
+        gives that memory up: the session stays parked."""
         memory = turn.session.memory.turn
         if memory is not None and memory.row >= 0:
             self.sharing.left(turn)
@@ -142,7 +143,7 @@ class Lifecycle:
                 self.note_memory(turn.session)
 
     def preempt(self, turn: Turn, why: str = "preempted") -> None:
-        """Release what a turn has acquired: of a running turn, or of a draft or waiting turn that has memory."""
+        """Releases the units that a turn has acquired; it is running, or a draft or waiting turn with memory."""
         memory = turn.session.memory.turn
         if memory is not None:
             self._counts.recomputed[why] += memory.computed - memory.start
@@ -156,7 +157,7 @@ class Lifecycle:
         self.pressure.note(turn.session)
 
     def retry(self, turn: Turn) -> None:
-        """Continue a turn whose step has failed from what is settled. If it had a row, it gets one again."""
+        """Continues a turn of a failed step from its settled tokens. If it had a row, it gets one again."""
         memory = turn.session.memory.turn
         running = memory is not None and memory.row >= 0
         if not self._keep_settled(turn, "step failed", "step failed"):
@@ -168,11 +169,11 @@ class Lifecycle:
             self._queue.push(turn)
 
     def _keep_settled(self, turn: Turn, why: str, why_preempted: str) -> bool:
-        """Take the turn out of its row, if it has one, and cut its memory back to what is settled. Returns False if the
-        turn relied on a checkpoint that the failed step, or one in flight, was to fill; then it is preempted."""
+        """Takes the turn out of its row, if it has one, and cuts its memory back to the settled tokens. Returns False,
+        having preempted the turn, if it relied on a checkpoint that a failed step, or a step in flight, was to fill."""
         memory = turn.session.memory.turn
         if memory is None:
-            raise InvariantError(f"{turn.name} has no memory to be cut")
+            raise InvariantError(f"{turn.name} has no memory to cut")
         position = memory.cut_to(memory.computed)
         if position < memory.first_position:
             self.preempt(turn, why_preempted)
@@ -183,8 +184,8 @@ class Lifecycle:
         return True
 
     def pause(self, turn: Turn) -> None:
-        """Free the row of a running turn or a draft for another turn. A draft keeps its memory, a running turn keeps
-        what is settled of it. One whose memory is still arriving gives that up."""
+        """Frees the row of a running turn or a draft for another turn. A draft keeps its memory, and a running turn
+        keeps its settled tokens. A turn whose memory is still arriving gives it up."""
         if self._idle_memory.awaits(turn):
             self._queue_again(turn, "paused")
             return
@@ -199,7 +200,7 @@ class Lifecycle:
             self.pressure.note(turn.session)
 
     def drop(self, session: Session, why: str = "pressure") -> None:
-        """Release memory, as the last resort of pressure: that of the open turn if it has any, else the session's. The
+        """Releases the memory of the open turn if it has any, otherwise the session's: the last resort of pressure. The
         tokens are kept and computed again later. The turn must not be running."""
         turn = session.turn
         if turn is not None and session.memory.turn is not None:
@@ -233,18 +234,19 @@ class Lifecycle:
         return held
 
     def note_memory(self, session: Session) -> None:
-        """A session without a running turn has more or less memory than before, or another history."""
+        """Updates indexes and counters after the memory or history of a session without a running turn has changed."""
         self._index(session)
         self._sessions.note_units(session)
         self.pressure.note(session)
 
     def _index(self, session: Session) -> None:
-        """Others find what the session has in memory now. Kept sessions that it covers are of no use any more."""
+        """Lets other turns find the session's present memory, and drops kept sessions that it covers."""
         for covered in self.sharing.note_memory(session):
             self.drop(covered, "covered")
 
     def join(self) -> None:
-        """Have turns that waited in their rows go on: with what has been copied, and with what others compute."""
+        """Continues turns that waited in their rows, once their memory has arrived or other turns have computed the
+        common prefix."""
         for turn, arrived in self._idle_memory.arrivals():
             if arrived:
                 self._arrived(turn)
@@ -257,7 +259,7 @@ class Lifecycle:
                 self._first_run(turn)
 
     def _queue_again(self, turn: Turn, why: str) -> None:
-        """A turn that waits for memory to arrive leaves its row without."""
+        """Takes a turn that waits for memory to arrive out of its row, without that memory."""
         if not turn.drafting:
             self.preempt(turn, why)
             return
@@ -266,7 +268,7 @@ class Lifecycle:
         self.pressure.note(turn.session)
 
     def _arrived(self, turn: Turn) -> None:
-        """The session's memory is there: the turn goes on in its row, if it has anything to compute."""
+        """Continues a turn in its row after its session's memory has arrived, if it has anything to compute."""
         self._batch.held.discard(self._batch.row_of(turn))
         self._goes_on(turn)
         if is_computed(turn):
@@ -276,10 +278,10 @@ class Lifecycle:
                 self.commit(turn, EndReason.APPENDED)
 
     def _begin_again(self, turn: Turn, found: Found) -> None:
-        """A turn in a row, which has not begun, begins with what was found."""
+        """Restarts a turn in a row, which has not computed anything, with the memory that was found."""
         memory = turn.session.memory.turn
         if memory is None:
-            raise InvariantError(f"{turn.name} has no memory to begin again with")
+            raise InvariantError(f"{turn.name} has no memory to withdraw")
         self._batch.remove(turn, memory.row)
         units = memory.withdraw()
         self.sharing.begin_with(turn, found)
@@ -294,7 +296,7 @@ class Lifecycle:
         self.commit(turn, EndReason.APPENDED)
 
     def rest(self, turn: Turn) -> None:
-        """Free the row of a draft that is fully computed. The draft keeps its memory."""
+        """Frees the row of a draft that is fully computed. The draft keeps its memory."""
         self._leave_row(turn)
         memory = turn.session.memory.turn
         if memory is None:
@@ -303,7 +305,7 @@ class Lifecycle:
         self.pressure.note(turn.session)
 
     def redraft(self, turn: Turn, new: array[int]) -> None:
-        """Replace the draft's input with `new`, keeping what was computed of their common prefix."""
+        """Replaces the draft's input by `new`, and keeps the computed part of their common prefix."""
         old = turn.input
         common = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
         self._queue.remove(turn)
@@ -322,7 +324,7 @@ class Lifecycle:
         turn.input = new
 
     def queue_draft(self, turn: Turn) -> None:
-        """Queue a draft that has changed, and restart its timeout."""
+        """Queues a draft that has changed, and restarts its timeout."""
         turn.changed = self._clock.now()
         self.timers.drafted(turn)
         if continues_from(turn) < turn.last_position:
@@ -330,7 +332,7 @@ class Lifecycle:
         self.pressure.note(turn.session)
 
     def commit(self, turn: Turn, reason: EndReason, keep: int | None = None) -> None:
-        """End the turn and append its input and first `keep` (`None`: all) output tokens to the history."""
+        """Ends the turn, and appends its input and first `keep` (`None`: all) output tokens to the history."""
         if turn.text is not None and reason is not EndReason.ABORT:
             turn.text.finish()
         self._leave_row(turn)
@@ -341,7 +343,7 @@ class Lifecycle:
         self._turn_ended(turn)
 
     def abort(self, turn: Turn, reason: EndReason) -> None:
-        """End the turn and leave its session as it was before."""
+        """Ends the turn, and leaves its session as it was before."""
         self._leave_row(turn)
         self._counts.note(reason.value, turn.state)
         turn.abort(reason, self._clock.now())
@@ -363,8 +365,8 @@ class Lifecycle:
             self.note_memory(session)
 
     def close(self, session: Session) -> None:
-        """Close and forget a session without an open turn. Its memory stays for others to begin with, unless another
-        session has that too."""
+        """Closes and removes a session without an open turn. Its memory stays for other turns to share, unless another
+        session covers it."""
         self._index(session)
         self._sessions.close(session, keep=self.sharing.keep(session))
         self.note_memory(session)
@@ -372,7 +374,7 @@ class Lifecycle:
         self.note("close", session, kept=len(session.history))
 
     def expire(self) -> None:
-        """End turns past their deadlines and drafts left unchanged for too long, and close expired sessions."""
+        """Ends turns past their deadlines and drafts left unchanged for too long, and closes expired sessions."""
         for turn in self.timers.due(self._clock.now()):
             self.abort(turn, EndReason.DEADLINE)
         for session in self._sessions.expired():
@@ -383,7 +385,7 @@ class Lifecycle:
                 self._park(session)
 
     def _park(self, session: Session) -> None:
-        """An idle session that will expire leaves the device, if there is somewhere to bring it back from."""
+        """Moves an idle session that will expire off the device, if it can be parked."""
         if not session.policy.pinned and session.memory.computed and self._idle_memory.park(session):
             session.memory.drop()
             session.memory.lost = "expiring"

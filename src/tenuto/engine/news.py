@@ -1,4 +1,4 @@
-"""What has happened to turns and sessions since it was last asked for."""
+"""Ended turns and changes of sessions since the last step."""
 
 from __future__ import annotations
 

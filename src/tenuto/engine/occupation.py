@@ -1,4 +1,4 @@
-"""Memory that the system gets back for a while, and weights that others replace."""
+"""Release of the model's memory to the system and its restoration, and replacement of the weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tenuto.session.registry import Registry
 
 
 class Occupation:
-    """What of the model's memory is allocated. `released`: what the system has back."""
+    """Releases and restores the model's memory. `released`: the parts that the system has back."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class Occupation:
         """Raises `MemoryReleased` while turns cannot run."""
         if self.released:
             raise MemoryReleased(
-                f"the memory of {' and '.join(sorted(self.released))} is released; allowed until it is resumed: what "
-                "needs no turn"
+                f"the memory of {' and '.join(sorted(self.released))} is released; allowed until it is resumed: "
+                "operations that need no turn"
             )
 
     def release(self, parts: Collection[MemoryPart]) -> None:
@@ -78,8 +78,8 @@ class Occupation:
         self._idle_memory.become(identity)
 
     def _vacate(self, *, park: bool) -> None:
-        """Have no unit in use, and no step in flight; running turns queue again. What sessions had is parked, where
-        there is room, or nothing of it is kept."""
+        """Frees all units and lands all steps in flight; running turns queue again. With `park`, the memory of sessions
+        is parked as far as there is room; otherwise it is discarded, in tiers too."""
         for turn in list(self._batch.running()):
             self._lifecycle.preempt(turn)
         for session in [*self._sessions, *self._sessions.prefixes]:
@@ -91,15 +91,15 @@ class Occupation:
         self._require_empty()
 
     def _require_empty(self) -> None:
-        """Raises `InvariantError` if somebody has a unit, once copies that nobody waits for have ended."""
+        """Waits for copies under way. Raises `InvariantError` if any unit is not free then."""
         self._idle_memory.finish()
         for pool in self._memory.pools:
             if pool.free != pool.capacity:
-                raise InvariantError(f"{pool.name}: {pool.capacity - pool.free} units are in use, and nobody has them")
+                raise InvariantError(f"{pool.name}: {pool.capacity - pool.free} units are in use without a holder")
 
 
 def _part(part: object) -> MemoryPart:
-    """Raises `InvalidRequest`."""
+    """Returns `part` if it names a part of memory. Raises `InvalidRequest` otherwise."""
     for known in PARTS:
         if part == known:
             return known

@@ -1,4 +1,4 @@
-"""Idle sessions leave the device, and come back when their turns start."""
+"""Parking of idle sessions in tiers, and their restoration when their turns start."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tenuto.session.turn import Turn
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """The memory of the turn's session, of `position` tokens, is there when all `moves` have ended."""
+    """Memory of `position` tokens that is arriving for a turn's session; it is complete when all `moves` have ended."""
 
     turn: Turn
     position: int
@@ -41,12 +41,11 @@ class Arrival:
 
 
 class Parking:
-    """An `IdleMemory` with tiers: which session is parked where. What is parked of a session is a cache: its tokens can
-    always be computed again.
+    """An `IdleMemory` with tiers. The parked memory of a session is a cache: its tokens can always be computed again.
 
-    Invariant: what is parked of a session holds for the first tokens of its history, never for its last, as memory at
-    rest does. Units that come back are compared with these tokens. It stays while the session is in memory, so that
-    only what is new is copied when it leaves again.
+    Invariant: a session's parked memory is the state of the first tokens of its history, without the last token, as is
+    its memory at rest. Units that are restored are compared with these tokens. Parked memory stays while the session is
+    on the device, so that only new units are copied when it leaves again.
     """
 
     holder_kind: ClassVar[HolderKind] = "copy"
@@ -56,16 +55,16 @@ class Parking:
     def __init__(self, memory: Memory, tiers: Tiers) -> None:
         self._memory = memory
         self._sessions: dict[Session, Parked] = {}
-        self._arriving: dict[Session, Arrival] = {}  # those whose open turns wait in their rows for it
+        self._arriving: dict[Session, Arrival] = {}  # sessions whose open turns wait in their rows
         self.tiers = tiers
         self._planned: tuple[Turn | None, int] = None, 0
-        self.parked = 0  # sessions, ever
+        self.parked = 0  # total number of sessions parked
         self.restored = 0
         self.restored_tokens = 0
-        self.recomputed: Counter[str] = Counter()  # sessions that had been parked and are computed again, by cause
+        self.recomputed: Counter[str] = Counter()  # parked sessions that are computed again, by cause
 
     def leases(self) -> list[Lease]:
-        """Nothing between steps: what is restored goes to the session at once, before it has arrived."""
+        """Returns no leases: the session gets units at once, before their contents have arrived."""
         return []
 
     def __len__(self) -> int:
@@ -95,7 +94,7 @@ class Parking:
     def park(self, session: Session) -> bool:
         memory = session.memory
         if not 0 < memory.computed < len(session.history):
-            return False  # it has nothing, or more: of its turn's input, which may not become history
+            return False  # no memory, or memory of its turn's input too, which may not become history
         parked = self.tiers.park(memory.computed, memory.kept(), self._contents(session, memory.computed))
         if parked is None:
             return False
@@ -104,12 +103,12 @@ class Parking:
         return True
 
     def has(self, session: Session) -> bool:
-        """Whether some of it is parked."""
+        """Whether some of the session's memory is parked."""
         return (parked := self._sessions.get(session)) is not None and parked in self.tiers
 
     def save(self, session: Session, *, late: bool) -> int:
-        """See that what there is of a session is on disk, if it is not too `late` to write. Of how many tokens it
-        is."""
+        """Writes the memory of a session to disk, unless it is there already or it is too `late` to write. Returns the
+        number of tokens whose memory is on disk."""
         memory, parked = session.memory, self._sessions.get(session)
         there = parked.position if parked is not None and parked in self.tiers else 0
         if memory.computed > there and not late:
@@ -124,7 +123,7 @@ class Parking:
         return there
 
     def write_index(self, saved: Sequence[tuple[Session, int]]) -> bool:
-        """Write down what is on disk of sessions, each of so many tokens. False if that failed."""
+        """Writes the index of sessions on disk, each with its number of tokens. Returns False if that failed."""
         return self.tiers.write_index(
             [
                 (*session.key, session.history[:position].tobytes(), self._sessions[session])
@@ -158,8 +157,9 @@ class Parking:
     def take_over(
         self, snapshot: Snapshot | None, wanted: Sequence[tuple[Session, SavedMemory, int]]
     ) -> Iterator[tuple[Session, SavedMemory, int | None]]:
-        """Park sessions with the memory of so many tokens that was saved for them: how many each has now, or `None` if
-        its files are gone. What was saved besides is removed."""
+        """Parks sessions with the memory that was saved for them; `wanted` has the number of tokens to use for each.
+        Yields the number of tokens that each has now, or `None` if its files are gone. Removes all other saved memory.
+        """
         taken = self.tiers.take_over(
             snapshot, [(saved, position, self._contents(session, position)) for session, saved, position in wanted]
         )
@@ -177,13 +177,13 @@ class Parking:
 
     @staticmethod
     def _check(session: Session, parked: Parked) -> None:
-        """The invariant. Raises `InvariantError`."""
+        """Raises `InvariantError` if the class's invariant does not hold."""
         if not 0 < parked.position < len(session.history):
             raise InvariantError(
                 f"session {session.id} of {len(session.history)} tokens is parked with the state of {parked.position}"
             )
 
-    # -- what happens to the session
+    # -- changes of the session
 
     def changed(self, session: Session, kept: int) -> None:
         parked, most = self._sessions.get(session), max(0, kept - 1)
@@ -199,12 +199,12 @@ class Parking:
         self._replace(session, None)
 
     def _part(self, session: Session, parked: Parked, position: int) -> Parked | None:
-        """A second `Parked` of at most `position` tokens; `None` if nothing of it serves."""
+        """Returns a second `Parked` of at most `position` tokens, or `None` if it could not be resumed."""
         position = self._resumable(parked, position)
         return self.tiers.share(parked, position, self._contents(session, position)) if position else None
 
     def _resumable(self, parked: Parked, target: int) -> int:
-        """The highest position at or below `target` at which the parked memory can be resumed; 0 if nowhere."""
+        """Returns the highest position at or below `target` at which the parked memory can be resumed, or 0."""
         if parked not in self.tiers:
             return 0
         if target >= parked.position:
@@ -213,16 +213,16 @@ class Parking:
 
     @staticmethod
     def _counts(session: Session, position: int) -> list[int]:
-        """Units of each group that are kept of a position."""
+        """Returns the number of units of each group that are kept for a position."""
         return [table.kept_units(position) for table in session.memory.tables]
 
     @staticmethod
     def _contents(session: Session, position: int) -> list[list[Content]]:
-        """The contents of those units."""
+        """Returns the contents of the units that are kept for a position, by group."""
         tokens = session.history[:position].tobytes()
         return [contents(session.policy.tenant, tokens, table.kept_ranges(position)) for table in session.memory.tables]
 
-    # -- coming back
+    # -- restoring
 
     def plan(self, turn: Turn) -> int:
         self._planned = turn, self._position(turn)
@@ -238,7 +238,7 @@ class Parking:
         tier = "disk" if parked.on_disk else "host"
         if not parked.trial and not self.tiers.rates.worth(tier, parked.size, position):
             return 0
-        self.tiers.use(parked)  # it is not to make room for others now
+        self.tiers.use(parked)  # so that it does not make room for others now
         return position
 
     def units(self, turn: Turn, *, alone: bool = False) -> Longs:
@@ -247,14 +247,14 @@ class Parking:
         if alone:
             return np.array(counts, np.int64)
         lacking = np.array(self.tiers.lacking(parked, counts), np.int64)
-        for group, count in enumerate(counts):  # a last page that others have is copied before it is written
+        for group, count in enumerate(counts):  # a shared last page is copied before it is written
             lacking[group] += self.tiers.on_device(parked, group, count)[-1:] not in ([], [None])
         return lacking
 
     def restore(self, turn: Turn, slots: tuple[Lease, ...]) -> None:
         planned, position = self._planned
         self._planned = None, 0
-        if planned is not turn or not position or is_computed(turn):  # it may have found more elsewhere since
+        if planned is not turn or not position or is_computed(turn):  # it may share more memory of others since
             return
         session, parked = turn.session, self._sessions[turn.session]
         leases: list[Lease] = []
@@ -322,7 +322,7 @@ class Parking:
         session.memory.lost = "parked"
 
     def _acquire(self, parked: Parked, group: int, count: int, position: int, slots: tuple[Lease, ...]) -> Lease | None:
-        """A lease on `count` units, all of `position`: those that the device still has, and fresh ones."""
+        """Returns a lease on the `count` units kept for `position`: those that the device still has, and fresh ones."""
         pool = self._memory.pools[group]
         there = self.tiers.on_device(parked, group, count)
         missing = sum(unit is None for unit in there)
@@ -349,7 +349,7 @@ class Parking:
             self._check(session, parked)
             there += parked in self.tiers
         if there != len(self.tiers):
-            raise InvariantError(f"{len(self.tiers)} sequences are parked, {there} of them of sessions")
+            raise InvariantError(f"{len(self.tiers)} sequences are parked, but sessions refer to {there}")
         self.tiers.audit()
 
 
@@ -362,7 +362,7 @@ def parking_of(
     timer: Callable[[], float],
     identity: str,
 ) -> Parking | None:
-    """Where the memory of idle sessions goes, if there is more than the device. Raises `ConfigError`."""
+    """Returns the parking for the configured tiers, or `None` if there are no tiers. Raises `ConfigError`."""
     if disk is None and config.disk_tier:
         disk = UnitFiles(user_path(config.disk_tier), config.disk_tier_size or MAX_COUNT, identity)
     if disk is None and not config.host_tier:

@@ -1,4 +1,4 @@
-"""Operations on sessions: what callers may do with them besides their turns."""
+"""Operations on sessions, except those on their turns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tenuto.text.chat import Conversation
 
 
 class SessionOperations:
-    """Finds a session by its id among those of a `tenant`; without tenants, that is left out."""
+    """Operations on sessions, each found by its id among those of `tenant`, which is empty if there are no tenants."""
 
     def __init__(
         self,
@@ -54,7 +54,8 @@ class SessionOperations:
 
     @guarded
     def open(self, session_id: str | None = None, policy: Policy | None = None, system: str | None = None) -> Session:
-        """Open a session; `system` opens its conversation. Raises `AlreadyExists`, `Overloaded` or `InvalidRequest`."""
+        """Opens a session; `system` is the system message of its conversation. Raises `AlreadyExists`, `Overloaded` or
+        `InvalidRequest`."""
         session = self._registry.open(session_id, policy or Policy(), system)
         self._counts.note("open")
         self._lifecycle.note("open", session)
@@ -71,8 +72,8 @@ class SessionOperations:
         tenant: str = "",
         metadata: tuple[tuple[str, str], ...] | None = None,
     ) -> Session:
-        """A new session that starts with this one's first `turn` turns, or `position` tokens, or all. While a turn is
-        open the fork sees the last commit. It has this one's metadata unless it is given other, and is not pinned."""
+        """Opens a session that starts with the first `turn` turns, or `position` tokens, or all of this one's history,
+        without an open turn. It gets this one's metadata unless `metadata` is given, and is not pinned."""
         parent = self._registry.get(session_id, tenant)
         parent.require_open()
         at = self._position(parent, turn, position)
@@ -90,8 +91,7 @@ class SessionOperations:
     def rewind(
         self, session_id: str, *, turn: int | None = None, position: int | None = None, tenant: str = ""
     ) -> Session:
-        """Cut the history back to its first `turn` turns or `position` tokens. Raises `SessionBusy` while a turn is
-        open."""
+        """Cuts the history to its first `turn` turns or `position` tokens. Raises `SessionBusy` if a turn is open."""
         session = self._registry.get(session_id, tenant)
         session.require_idle("rewind")
         if turn is None and position is None:
@@ -116,9 +116,8 @@ class SessionOperations:
         cut: bool = False,
         tenant: str = "",
     ) -> Session:
-        """Commit a turn that was computed elsewhere: its tokens join the history, and are computed here when that is
-        wanted. `conversation`, `cut`: as of `TurnRecord`. Raises `SessionBusy`, `ContextExceeded` or
-        `InvalidRequest`."""
+        """Commits a turn that was computed elsewhere: its tokens join the history, and are computed here when needed.
+        `conversation`, `cut`: see `TurnRecord`. Raises `SessionBusy`, `ContextExceeded` or `InvalidRequest`."""
         given, answer = self._gate.read(tokens), self._gate.read(output)
         session = self._registry.get(session_id, tenant)
         session.require_idle("add a turn to")
@@ -132,10 +131,9 @@ class SessionOperations:
 
     @guarded
     def restore(self, saved: SavedSession) -> Session:
-        """Open a session as it was saved, here or in another engine; what it needs of its history is computed when that
-        is wanted. If it is known when it was used, its TTL goes on. If there is no room for a pinned session, it is
-        opened without that. Raises what `open` raises, and `ContextExceeded` if
-        it is longer than sessions may be here."""
+        """Opens a session that was saved by this engine or another; its history is computed again when needed. Its TTL
+        counts from `saved.used`, if that is known. A pinned session without room is opened unpinned. Raises the errors
+        of `open`, and `ContextExceeded` if it is longer than sessions may be here."""
         self._gate.read(saved.tokens)
         try:
             session = self.open(saved.session, saved.policy, saved.system)
@@ -158,7 +156,7 @@ class SessionOperations:
 
     @guarded
     def state(self, session_id: str, tenant: str = "") -> CopiedState | LentUnits:
-        """The state of a session; see `SessionStates.of`. Raises `SessionBusy` while a turn is open."""
+        """Returns the state of a session; see `SessionStates.of`. Raises `SessionBusy` while a turn is open."""
         return self._states.of(self._registry.get(session_id, tenant))
 
     def take_back(self, lent: LentUnits) -> None:
@@ -167,17 +165,17 @@ class SessionOperations:
 
     @property
     def unit_bytes(self) -> list[int]:
-        """The size of a unit of each group."""
+        """The size in bytes of a unit of each group."""
         return self._states.unit_bytes
 
     def check_state(self, file: StateFile) -> None:
-        """See `SessionStates.check`."""
+        """Checks a state file; see `SessionStates.check`."""
         self._states.check(file)
 
     @guarded
     def put_state(self, session_id: str, file: StateFile, tenant: str = "") -> None:
-        """Give a session that was just restored the state in a file, which `check_state` has checked. While memory is
-        released it keeps its tokens alone."""
+        """Gives a session that was just restored the state in a file, which `check_state` has checked. Ignores the
+        state while memory is released."""
         if not self._occupation.released:
             self._states.put(self._registry.get(session_id, tenant), file)
 
@@ -191,8 +189,7 @@ class SessionOperations:
 
     @guarded
     def close(self, session_id: str, *, finish: bool = False, tenant: str = "") -> None:
-        """Close a session. With `finish` a submitted turn may end first; otherwise, and always for a draft, it is
-        aborted."""
+        """Closes a session and aborts its open turn. With `finish`, a submitted turn may end first, but not a draft."""
         session = self._registry.get(session_id, tenant)
         turn = session.turn
         if turn is not None and finish and not turn.drafting:
@@ -201,14 +198,14 @@ class SessionOperations:
             return
         if turn is not None:
             session.state = SessionState.CLOSING
-            self._lifecycle.abort(turn, EndReason.ABORT)  # closes it
+            self._lifecycle.abort(turn, EndReason.ABORT)  # closes the session
             return
         self._lifecycle.close(session)
 
     @guarded
     def drop(self, session_id: str | None = None, *, tenant: str = "") -> int:
-        """Drop a session, or every session, without a running turn to its tokens, to be recomputed when wanted. Returns
-        how many held something."""
+        """Drops a session, or all sessions, without a running turn to its tokens, which are computed again when needed.
+        Returns the number of sessions that held memory."""
         if session_id is None:
             sessions = [session for session in self._registry if not session.has_running_turn]
             return sum(map(self._lifecycle.flush, [*sessions, *self._registry.prefixes]))
@@ -218,20 +215,20 @@ class SessionOperations:
         return int(self._lifecycle.flush(session))
 
     def leave_device(self, sessions: Iterable[Session]) -> None:
-        """Have these leave the device, unless they are in use by now."""
+        """Moves these sessions off the device, except those that have an open turn by now."""
         for session in sessions:
             if session.turn is None and session.memory.computed:
                 self._lifecycle.drop(session)
 
     @guarded
     def recover(self) -> None:
-        """Park the sessions that were just restored with what an engine before this one has left of their memory in
-        the disk tier. What is left there besides is removed."""
+        """Parks sessions that were just restored with their memory that an earlier engine has left in the disk tier.
+        Removes all other files of that engine."""
         self._snapshots.recover(self._registry)
 
     @guarded
     def save(self) -> None:
-        """Abort open turns, and leave the memory of lasting sessions in the disk tier, as far as `snapshot_seconds`
+        """Aborts open turns, and writes the memory of lasting sessions to the disk tier, as far as `snapshot_seconds`
         allow, for `recover` to find. Only `end` may follow."""
         for session in list(self._registry):
             if session.turn is not None:

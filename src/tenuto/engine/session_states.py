@@ -1,4 +1,4 @@
-"""The state of one session on its way out of an engine, and into one."""
+"""Export and import of the state of single sessions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tenuto.session.session import Session
 
 
 class SessionStates:
-    """Copies the state of sessions without open turns."""
+    """Copies the state of sessions without open turns out of memory, and into it."""
 
     holder_kind: ClassVar[HolderKind] = "copy"
     holder_name = "an imported session"
@@ -38,7 +38,7 @@ class SessionStates:
         note: Callable[[Session], None],
         counts: Counts,
     ) -> None:
-        """`note` is told of sessions that have more memory than before."""
+        """`note` is called with each session whose memory has grown."""
         self._memory = memory
         self._copier = copier
         self._idle_memory = idle_memory
@@ -48,17 +48,17 @@ class SessionStates:
         self._imports = counts.imports
 
     def leases(self) -> list[Lease]:
-        """Nothing between steps: copies are made at once."""
+        """Returns no leases: between steps no copy is under way."""
         return []
 
     @property
     def unit_bytes(self) -> list[int]:
-        """The size of a unit of each group."""
+        """The size in bytes of a unit of each group."""
         return [self._copier.unit_bytes(group) for group in range(len(self._memory.groups))]
 
     def of(self, session: Session) -> CopiedState | LentUnits:
-        """The session's state: a copy, or its parked memory, which another thread may read until `take_back`. Raises
-        `SessionBusy` while a turn is open."""
+        """Returns the session's state: a copy, or its parked memory, which another thread may read until `take_back`.
+        Raises `SessionBusy` while a turn is open."""
         session.require_idle("export the state of")
         memory = session.memory
         if self._idle_memory.position(session) < memory.computed:
@@ -66,7 +66,9 @@ class SessionStates:
                 kept = memory.kept()
                 groups = [self._read(group, each) for group, each in enumerate(kept)]
             except CopyFailed as error:
-                raise InvalidRequest(f"the session's state cannot be copied: {error}; export it without") from error
+                raise InvalidRequest(
+                    f"the session's state cannot be copied: {error}; export the session without its state"
+                ) from error
             return CopiedState(memory.computed, groups)
         return self._idle_memory.lend(session) or CopiedState(0, [[] for _ in self._memory.groups])
 
@@ -83,7 +85,7 @@ class SessionStates:
         if (header.page_size, header.unit_bytes) != (self._memory.page_size, self.unit_bytes):
             raise InvalidRequest(
                 f"the session's state is in pages of {header.page_size} tokens and units of {header.unit_bytes} bytes; "
-                f"allowed: pages of {self._memory.page_size} and units of {self.unit_bytes}"
+                f"allowed: pages of {self._memory.page_size} tokens and units of {self.unit_bytes} bytes"
             )
         most = max(0, file.document.tokens - 1)
         wanted = self._counts(header.position) if 0 < header.position <= most else [0] * len(header.units)
@@ -98,19 +100,19 @@ class SessionStates:
         return [table.kept_units(position) for table in tables]
 
     def put(self, session: Session, file: StateFile) -> None:
-        """Give a session that was just restored the state in a file, which was checked: on the device if there is room
-        when idle sessions yield, else where they are parked. It is computed again if there is room nowhere."""
+        """Gives a session that was just restored the state in a checked file: on the device if there is room after idle
+        sessions have yielded, otherwise in the tiers. If no tier has room, the state is computed again later."""
         if not file.header.position:
             return
         if session.memory.computed:
             raise InvariantError(f"{session!r} has memory that its imported state would replace")
         try:
             self._imports["imported" if self._put(session, file) else "no room"] += 1
-        except (CopyFailed, InvalidRequest):  # the file can be read no longer
+        except (CopyFailed, InvalidRequest):  # the file can no longer be read
             self._imports["copy failed"] += 1
 
     def _put(self, session: Session, file: StateFile) -> bool:
-        """False if there is no room."""
+        """Puts the state on the device or in a tier. Returns False if there is no room."""
         leases = self._room(np.array(file.header.units, np.int64))
         if leases is None:
             return self._idle_memory.hold(session, file.state())
@@ -126,7 +128,7 @@ class SessionStates:
         return True
 
     def _room(self, needed: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[Lease] | None:
-        """Units of each group, if there is room beside running turns."""
+        """Returns leases on the units of each group, or `None` if they do not fit beside running turns."""
         running = list(self._batch.running())
         if (needed > self._pressure.room_beside(running)).any():
             return None
@@ -136,8 +138,8 @@ class SessionStates:
         leases: list[Lease] = []
         for pool, count in zip(self._memory.pools, needed.tolist(), strict=True):
             lease = pool.acquire(count, self)
-            if lease is None:  # the state of a group would go to the one before it
-                raise InvariantError(f"{pool.name} has {pool.free} free units, and does not lease {count}")
+            if lease is None:  # a missing lease would shift the state of later groups
+                raise InvariantError(f"{pool.name} has {pool.free} free units, but does not lease {count}")
             leases.append(lease)
         return leases
 

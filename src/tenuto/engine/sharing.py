@@ -1,4 +1,4 @@
-"""Turns begin with what others have in memory of the same tokens, or wait in their rows for what others compute."""
+"""Sharing of prefixes: turns begin with other sequences' memory of the same tokens, or wait until it is computed."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 
 HITS = ("open", "closed", "running")
-"""Whose memory a turn begins with: that of an open session, of one that is closed and kept, or of a running turn."""
+"""The owner of the memory that a turn begins with: an open session, a kept closed session, or a running turn."""
 NO_ROOM = "no room"
 MISSES = ("nothing alike", "no checkpoint", "own checkpoint", "scored", NO_ROOM)
-"""Why a turn computes a page or more itself: nobody has it, nobody can begin there, its session would lose a
-checkpoint, its input is scored, or it does not fit beside what it would begin with."""
+"""The reason why a turn computes a page or more itself: no sequence has the same tokens, or has a checkpoint there; its
+session would lose a checkpoint; its input is scored; or it does not fit beside the memory it would share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A sequence can begin with the first `position` tokens of `session`'s memory; `running`: of its open turn's."""
+    """Memory with which a turn can begin: the first `position` tokens of `session`; `running`: of its open turn."""
 
     session: Session
     position: int
@@ -36,80 +36,81 @@ class Found:
 
 @dataclass(slots=True)
 class Wait:
-    """A turn waits until `provider` has computed `goal` tokens; 0: it has left its row."""
+    """A wait of a turn until `provider` has computed `goal` tokens; 0 if `provider` has left its row."""
 
     provider: Turn
     goal: int
 
 
 class PrefixSharing(Protocol):
-    """Lets turns begin with memory that others have of the same tokens. See `Sharing`."""
+    """Lets turns begin with other sequences' memory of the same tokens. See `Sharing`."""
 
     def share(self, turn: Turn) -> None:
-        """A waiting turn without memory of its own begins with what others have, if that is at least a page more of its
-        tokens than its own session has."""
+        """Lets a waiting turn without memory of its own begin with another sequence's memory, if that covers at least
+        a page more of its tokens than its own session's."""
 
     def begin_with(self, turn: Turn, found: Found) -> None:
-        """The turn's session, which has no turn in memory, gets what was found in place of its own memory."""
+        """Replaces the memory of the turn's session, which has no turn in memory, by the memory that was found."""
 
     def no_room(self, turn: Turn) -> None:
-        """The turn does not fit beside its session's memory, and begins from nothing."""
+        """Records that the turn does not fit beside its session's memory, and begins from nothing."""
 
     def started(self, turn: Turn) -> None:
-        """The turn has got a row: it may wait there, and others for it."""
+        """Records that the turn has got a row. It may wait there, and other turns may wait for it."""
 
     def waits(self, turn: Turn) -> bool:
-        """Whether it waits in its row."""
+        """Whether the turn waits in its row for another turn."""
 
     def counted(self, turn: Turn) -> None:
-        """The turn begins to compute for the first time."""
+        """Counts the outcome of the turn's lookup, when it begins to compute for the first time."""
 
     def left(self, turn: Turn) -> None:
-        """The turn is about to leave its row. Those who wait for it continue at the next step."""
+        """Records that the turn is about to leave its row. Turns that wait for it continue at the next step."""
 
     def ready(self) -> Iterable[tuple[Turn, Found | None]]:
-        """Turns that need not wait any longer, with what they begin with now; `None`: as they are."""
+        """Yields turns that need not wait any longer, each with the memory it begins with now, or `None` to continue
+        unchanged."""
 
     def note_history(self, session: Session, kept: int) -> None:
-        """Only the first `kept` tokens of what the session has, or looked for, still count."""
+        """Removes index entries and hashes of the session past its first `kept` tokens, which alone are unchanged."""
 
     def note_memory(self, session: Session) -> list[Session]:
-        """The session, which may be closed, has more or less memory than before. Returns closed sessions that it covers
-        from now on."""
+        """Updates the index after the memory of the session, open or closed, has changed. Returns the kept closed
+        sessions that it covers from now on."""
 
     def keep(self, session: Session) -> bool:
-        """Whether the memory of a session that is about to be closed is of use to others."""
+        """Keeps a session that is about to be closed; returns False if its memory would not help other turns."""
 
 
 class NoSharing:
-    """No turn begins with another session's memory: none is indexed, kept after its session or waited for."""
+    """A `PrefixSharing` that shares nothing: memory is not indexed, and not kept after its session closes."""
 
     def share(self, turn: Turn) -> None:
-        """It begins with its own session's memory."""
+        """Does nothing: the turn begins with its own session's memory."""
 
     def begin_with(self, turn: Turn, found: Found) -> None:
-        raise InvariantError(f"{turn.name} was offered {found.position} tokens, and nothing is shared")
+        raise InvariantError(f"{turn.name} was offered {found.position} tokens, but nothing is shared")
 
     def no_room(self, turn: Turn) -> None:
-        """It would not look for another session's memory anyway."""
+        """Does nothing: the turn does not look for another session's memory."""
 
     def started(self, turn: Turn) -> None:
-        """It waits for no other turn."""
+        """Does nothing: the turn waits for no other turn."""
 
     def waits(self, turn: Turn) -> bool:
         return False
 
     def counted(self, turn: Turn) -> None:
-        """It did not look for memory, so there is no outcome."""
+        """Does nothing: there was no lookup."""
 
     def left(self, turn: Turn) -> None:
-        """No other turn waits for it."""
+        """Does nothing: no other turn waits for this one."""
 
     def ready(self) -> tuple[()]:
         return ()
 
     def note_history(self, session: Session, kept: int) -> None:
-        """No index has the session."""
+        """Does nothing: sessions are not indexed."""
 
     def note_memory(self, session: Session) -> list[Session]:
         return []
@@ -121,10 +122,10 @@ class NoSharing:
 class Sharing:
     """Finds the memory that turns begin with.
 
-    A turn that gets a row, while an earlier one of no lower priority computes what both begin with, waits in its row
-    for that. It goes on as soon as that is settled, or the other leaves its row: so it waits for nobody who could wait
-    for it, and for nothing that it would not compute itself. Whoever is waited for makes a checkpoint where the two
-    part, if the model needs one.
+    A turn that gets a row, while an earlier turn of no lower priority (its provider) computes their common prefix,
+    waits in its row for the prefix. It goes on as soon as the prefix is settled or the provider leaves its row. So a
+    turn never waits for one that could wait for it, nor for tokens that it would not compute itself. The provider makes
+    a checkpoint at the end of the prefix, if the model needs one.
 
     Invariant: `_waits` has exactly the turns in rows that wait; the rows of those whose provider has a row are in
     `Batch.held`.
@@ -155,7 +156,7 @@ class Sharing:
     def share(self, turn: Turn) -> None:
         if turn.session.memory.turn is not None:
             return
-        if turn.looked in HITS:  # and has lost what it found
+        if turn.looked in HITS:  # the turn has lost the memory it found
             turn.looked = ""
         found = self._find(turn)
         if found is not None:
@@ -177,8 +178,8 @@ class Sharing:
         return None
 
     def _best(self, turn: Turn, have: int) -> Found | None:
-        """Whose memory begins with at least a page more of the turn's tokens than the `have` its session has, the one
-        that can be begun with farthest. That may be nowhere: without a checkpoint there."""
+        """Returns the memory with a common prefix at least a page longer than the `have` tokens of the turn's session;
+        among several, the one with the highest position to begin at. That position may be 0, without a checkpoint."""
         tokens, best = turn.tokens(0, turn.resume_position), None
         if turn.sought != self._index.version:
             turn.sought = self._index.version
@@ -194,8 +195,8 @@ class Sharing:
         return best
 
     def _cannot_share(self, turn: Turn) -> str:
-        """Why the turn computes everything that its session has not; empty if it need not. After an abort a session
-        stands where it stood, so it gives up no checkpoint."""
+        """Returns the reason why the turn may not share other memory; empty if it may. After an abort a session has to
+        stand where it did before, so it gives up no checkpoint."""
         if turn.looked == NO_ROOM:
             return NO_ROOM
         if turn.params.scores_input:
@@ -276,12 +277,13 @@ class Sharing:
 
     @staticmethod
     def _has_begun(turn: Turn) -> bool:
-        """Whether the turn in a row has computed anything."""
+        """Whether the turn, which is in a row, has computed anything."""
         memory = turn.session.memory.turn
         return memory is None or memory.has_begun
 
     def _worth_waiting(self, turn: Turn) -> Wait | None:
-        """Whom to wait for: whoever comes farthest with what both begin with, of those who yield later."""
+        """Returns the wait for the turn that computes the longest common prefix, among turns that yield later; `None`
+        if waiting would save less than a page."""
         have = continues_from(turn)
         least = have + self._memory.page_size
         if turn.resume_position < least or self._cannot_share(turn) or self._has_begun(turn):
@@ -299,12 +301,13 @@ class Sharing:
         return best
 
     def _goal(self, other: Turn, common: int) -> int:
-        """The highest position, at or below `common`, at which others can begin with what a running turn computes."""
+        """Returns the highest position, at or below `common`, at which another turn can begin with the memory of the
+        running turn `other`."""
         memory = other.session.memory.turn
         if not self._memory.needs_checkpoints or memory is None:
             return common
         if common == other.resume_position and other.generating:
-            return common  # it makes a checkpoint there anyway
+            return common  # `other` makes a checkpoint there anyway
         aligned = common - common % self._memory.page_size
         if aligned > memory.scheduled:
             return aligned

@@ -1,4 +1,4 @@
-"""From one process to the next: the memory of open sessions is left on disk, and taken over."""
+"""Snapshots: the memory of open sessions that one process leaves on disk, and the next one takes over."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from tenuto.memory.tiers.unit_files import DiskFailed
 from tenuto.session.session import Session
 
 INDEX_SECONDS = 2.0
-"""What has been saved is written down so often: whoever ends the process meanwhile does not undo it."""
+"""The interval at which the index is written while sessions are saved, so that a kill loses only the last of them."""
 
 
 class NoSnapshots:
-    """Without tiers, a process leaves no memory to the next one: sessions are computed again."""
+    """Replaces `Snapshots` without tiers: a process leaves no memory to the next, which computes sessions again."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
     def save(self, sessions: Iterable[Session], seconds: float) -> None:
-        """There is no disk to save them on."""
+        """Does nothing: there is no disk tier."""
 
     def recover(self, sessions: Iterable[Session]) -> None:
-        """There is no disk to find them on."""
+        """Does nothing: there is no disk tier."""
 
 
 class Snapshots:
-    """Writes down at the end where the memory of sessions is, and finds it at the start. Nobody trusts what is found:
-    tokens are compared with the session's history, units with their checksums, and what does not verify is computed
-    again.
+    """Writes the memory of sessions and an index of it to disk at the end of a process, and finds it at the start of
+    the next. Found memory is verified: its tokens are compared with the session's history, and its units with their
+    checksums. Memory that does not verify is computed again.
 
-    `counts`: sessions, by what came of them: "saved", "not saved" (no room, a failure, or no time), "restored",
-    "partly" (the history goes on otherwise from some point), "stale", "missing"; and of whole snapshots "damaged",
-    "foreign", "unreadable" and "unwritten".
+    `counts`: the number of sessions by outcome: "saved", "not saved" (no room, a failure, or no time), "restored",
+    "partly" (the history differs from some point on), "stale", "missing"; and of whole snapshots: "damaged", "foreign",
+    "unreadable" and "unwritten".
     """
 
     def __init__(self, parking: Parking, clock: Clock) -> None:
@@ -44,8 +44,8 @@ class Snapshots:
         self.counts: Counter[str] = Counter()
 
     def save(self, sessions: Iterable[Session], seconds: float) -> None:
-        """Move the memory of sessions without open turns to disk, the last used first, for at most so many seconds,
-        and write down where it is."""
+        """Moves the memory of sessions without open turns to disk, most recently used first, for at most `seconds`, and
+        writes the index."""
         began = noted = self._clock.now()
         saved: list[tuple[Session, int]] = []
         for session in sorted(sessions, key=lambda session: session.last_turn_end, reverse=True):
@@ -63,7 +63,7 @@ class Snapshots:
             self.counts["unwritten"] += 1
 
     def recover(self, sessions: Iterable[Session]) -> None:
-        """Park sessions, which have no memory, with what was saved of them. What nobody wants is removed."""
+        """Parks sessions, which have no memory, with their saved memory. Removes all other saved memory."""
         try:
             found = self._parking.tiers.read_index()
         except SnapshotUnusable as error:
@@ -90,7 +90,7 @@ class Snapshots:
             self.counts["unwritten"] += 1
 
     def _position(self, session: Session, saved: SavedMemory) -> int:
-        """How much of the saved memory is of the session's history and can be resumed."""
+        """Returns the number of tokens of the saved memory that match the session's history and can be resumed."""
         tokens, history = saved.history, session.history
         most = min(len(tokens), max(0, len(history) - 1))
         same = most if tokens[:most] == history[:most] else next(i for i in range(most) if tokens[i] != history[i])

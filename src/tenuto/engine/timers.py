@@ -12,11 +12,11 @@ from tenuto.session.registry import Registry
 from tenuto.session.turn import Turn
 
 MAX_IDLE_TIMERS = 1024
-"""How many timers of ended turns may remain in the heap, besides a few per session."""
+"""The number of timers of ended turns that may stay in the heap, in addition to a few per session."""
 
 
 class Timer(Enum):
-    """What a turn's timer limits."""
+    """The time that a turn's timer limits."""
 
     DRAFT = 0  # time since the draft last changed
     QUEUE = 1  # time until it first runs
@@ -24,7 +24,7 @@ class Timer(Enum):
 
 
 class Timers:
-    """Timers of open turns. Those of ended turns are removed when the heap grows."""
+    """Timers of open turns. Timers of ended turns are removed when the heap grows."""
 
     def __init__(self, sessions: Registry, draft_timeout: float) -> None:
         self._sessions = sessions
@@ -36,18 +36,18 @@ class Timers:
         return len(self._heap)
 
     def submitted(self, turn: Turn) -> None:
-        """Sets the timers that the options of a submitted turn ask for."""
+        """Sets the timers of a submitted turn according to its options."""
         if turn.params.queue_timeout is not None:
             self._set(turn, turn.arrival + turn.params.queue_timeout, Timer.QUEUE)
         if turn.params.timeout is not None:
             self._set(turn, turn.arrival + turn.params.timeout, Timer.TOTAL)
 
     def drafted(self, turn: Turn) -> None:
-        """Sets a draft's timer anew, after a change."""
+        """Restarts a draft's timer after a change."""
         self._set(turn, turn.changed + self._draft_timeout, Timer.DRAFT)
 
     def due(self, now: float) -> Iterator[Turn]:
-        """Removes the timers that have expired, and yields the turns that they end, one before the next is removed."""
+        """Removes expired timers, and yields the turns that they end; each is yielded before the next is removed."""
         while self._heap and self._heap[0][0] <= now:
             _, _, timer, key, number = heapq.heappop(self._heap)
             turn = self._open_turn(key)
@@ -61,7 +61,7 @@ class Timers:
             heapq.heapify(self._heap)
 
     def _is_live(self, when: float, _: int, timer: Timer, key: SessionKey, number: int) -> bool:
-        """Whether a timer can still end its turn. It cannot if the turn has ended, or the draft has changed since."""
+        """Whether a timer can still end its turn: not if the turn has ended, or the draft has changed since."""
         turn = self._open_turn(key)
         return (
             turn is not None
@@ -76,6 +76,6 @@ class Timers:
 
     def _is_due(self, turn: Turn, timer: Timer, now: float) -> bool:
         drafting = turn.drafting
-        if timer is Timer.DRAFT:  # every change of the draft sets a new one
+        if timer is Timer.DRAFT:  # every change of the draft sets a new timer
             return drafting and turn.changed + self._draft_timeout <= now
         return timer is Timer.TOTAL or not turn.started

@@ -1,4 +1,4 @@
-"""Operations on turns: how callers begin and end them."""
+"""Operations on turns, which begin and end them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tenuto.text.constraint import Constraint
 
 
 class TurnOperations:
-    """Finds a turn by its session's id, and the session as `SessionOperations` does."""
+    """Operations on the open turn of a session, which is found as in `SessionOperations`."""
 
     def __init__(
         self,
@@ -55,10 +55,11 @@ class TurnOperations:
         tenant: str = "",
         once: Once | None = None,
     ) -> Turn:
-        """Open a turn: append `tokens`, which make the conversation `conversation`, and generate, or with
-        `max_new_tokens` 0 commit them once they are computed. `constraint`: the grammar of `params`, compiled for this
-        turn. `once`: its idempotency key. An open draft becomes this turn, and what it has computed of `tokens` is
-        kept. Raises `SessionBusy`, `ContextExceeded`, `InvalidRequest` or `Overloaded`, having changed nothing."""
+        """Opens a turn that appends `tokens` and generates, or with `max_new_tokens` 0 commits the tokens once they are
+        computed. `conversation`: the conversation up to the end of `tokens`. `constraint`: the grammar of `params`,
+        compiled for this turn. `once`: its idempotency key. An open draft becomes this turn and keeps its computed
+        prefix of `tokens`. Raises `SessionBusy`, `ContextExceeded`, `InvalidRequest` or `Overloaded`, having changed
+        nothing."""
         checked, params = self._gate.read(tokens), params or TurnParams()
         self._occupation.require_memory()
         session = self._registry.get(session_id, tenant)
@@ -67,7 +68,7 @@ class TurnOperations:
         if draft is None:
             session.require_idle("start a turn on")
         elif params.scores_input:
-            raise InvalidRequest("input_logprobs of a turn that was a draft: tokens computed earlier have none")
+            raise InvalidRequest("input_logprobs are not available for a turn that was a draft")
         allowed = self._gate.allowed(session, len(session.history) + len(checked), params.max_new_tokens)
         text = self._gate.admit(params, constraint)
         turn = draft or Turn(next(self._numbers), session, len(session.history), params, self._clock.now())
@@ -92,15 +93,15 @@ class TurnOperations:
         tenant: str = "",
         once: Once | None = None,
     ) -> Turn:
-        """Open a turn that generates the last turn's output again. The old output stays until this turn commits.
-        `constraint`: as of `submit`."""
+        """Opens a turn that generates the last turn's output again. The old output stays until this turn commits.
+        `constraint`, `once`: see `submit`."""
         self._occupation.require_memory()
         session = self._registry.get(session_id, tenant)
         session.require_idle("regenerate in")
         params = params or TurnParams()
         record = session.regenerated_turn()
         if params.scores_input:
-            raise InvalidRequest("regenerate has input_logprobs; it has no input")
+            raise InvalidRequest("input_logprobs are not available for regenerate, which has no input")
         if params.max_new_tokens == 0:
             raise InvalidRequest("regenerate has max_new_tokens 0; allowed: at least 1")
         allowed = self._gate.allowed(session, record.input_end, params.max_new_tokens)
@@ -114,15 +115,16 @@ class TurnOperations:
 
     @staticmethod
     def _keep_output(turn: Turn, once: Once | None) -> None:
-        """What becomes of a turn with an idempotency key is kept."""
+        """Sets the turn's idempotency key; its whole text is then kept for the result."""
         turn.once = once
         if once is not None and turn.text is not None:
             turn.text.keep_text()
 
     @guarded
     def draft(self, session_id: str, tokens: Iterable[int], *, tenant: str = "") -> Turn:
-        """Give the whole draft so far; call again with every change. Only what differs is computed, all but its last
-        token. The draft is no history until `submit`; it times out `draft_timeout` after its last change."""
+        """Sets the draft to `tokens`, which are the whole draft so far. Only changed tokens are computed, except the
+        last one. The draft joins the history only through `submit`; it times out `draft_timeout` seconds after its last
+        change."""
         checked = self._gate.read(tokens)
         self._occupation.require_memory()
         session = self._registry.get(session_id, tenant)
@@ -146,8 +148,8 @@ class TurnOperations:
 
     @guarded
     def abort(self, session_id: str, keep: Keep = None, *, tenant: str = "") -> Turn:
-        """End the open turn now. `keep` `None` rolls it back; otherwise its input and what `keep` says of its output
-        are committed (a barge-in), unless it never ran. Raises `IllegalTransition` if no turn is open."""
+        """Ends the open turn now. `keep` `None` rolls it back; otherwise its input and the output that `keep` selects
+        are committed (a barge-in), unless the turn never ran. Raises `IllegalTransition` if no turn is open."""
         session = self._registry.get(session_id, tenant)
         turn = session.turn
         if turn is None:
