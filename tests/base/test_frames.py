@@ -9,7 +9,7 @@ from tenuto.base.wire.frames import LARGE, FrameReader, frame
 
 
 @given(st.lists(st.sampled_from([0, 1, 5, LARGE - 1, LARGE, LARGE + 3]), max_size=6), st.integers(1, 2 * LARGE))
-def test_messages_arrive_as_they_were_sent_however_the_stream_is_cut(sizes: list[int], size: int) -> None:
+def test_messages_arrive_as_sent_however_the_stream_is_cut(sizes: list[int], size: int) -> None:
     sent = [bytes([number]) * length for number, length in enumerate(sizes)]
     stream = b"".join(piece for message in sent for piece in frame(message))
     reader, found = FrameReader(), list[bytes]()

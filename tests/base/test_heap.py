@@ -1,4 +1,4 @@
-"""Freed memory is given back."""
+"""Freed memory is returned to the system."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tenuto.base.heap import MUCH, HeapKeeper
 
 
 class Heap:
-    """What the keeper sees."""
+    """The heap as the keeper sees it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free = self.resident = 10 * MUCH
@@ -22,7 +22,7 @@ class Heap:
         self.returned += 1
 
 
-def test_memory_freed_long_after_the_work_that_took_it_is_given_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_freed_long_after_its_work_is_returned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Heap(monkeypatch)
     keeper = HeapKeeper()
     seen.resident += 3 * MUCH  # taken
@@ -36,7 +36,7 @@ def test_memory_freed_long_after_the_work_that_took_it_is_given_back_once(monkey
     assert seen.returned == before + 1
 
 
-def test_nothing_is_given_back_while_memory_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_returned_while_memory_stays_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Heap(monkeypatch)
     keeper = HeapKeeper()
     seen.free += MUCH - 1
@@ -46,7 +46,7 @@ def test_nothing_is_given_back_while_memory_stays_as_it_is(monkeypatch: pytest.M
     assert seen.returned == 0
 
 
-def test_memory_that_is_taken_and_freed_between_two_looks_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_taken_and_freed_between_two_looks_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Heap(monkeypatch)
     keeper = HeapKeeper()
     seen.resident += MUCH

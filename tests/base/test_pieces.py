@@ -27,7 +27,7 @@ INPUTS = TEXTS | st.lists(MESSAGES, max_size=3) | st.lists(st.integers(0, 9), ma
 
 
 @given(INPUTS)
-def test_a_request_in_pieces_is_what_it_is_as_a_whole(given_input: TurnInput) -> None:
+def test_the_pieces_of_a_request_add_up_to_the_whole(given_input: TurnInput) -> None:
     for request in (
         StartTurn(kind="turn", tenant="t", input=given_input, call=300),
         Tokenize(input=given_input),
@@ -48,6 +48,6 @@ def test_no_piece_of_a_large_request_is_large(given_input: TurnInput) -> None:
     assert max(map(len, pieces)) <= 2 * PIECE
 
 
-def test_text_that_cannot_be_encoded_is_refused_in_pieces_too() -> None:
+def test_text_that_cannot_be_encoded_is_also_refused_in_pieces() -> None:
     with pytest.raises(UnicodeEncodeError):
         in_pieces(Tokenize(input="\ud800" * PIECE), ENCODER)

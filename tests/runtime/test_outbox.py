@@ -1,4 +1,4 @@
-"""Messages on their way out of an engine."""
+"""Messages sent by an engine."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tenuto.runtime.texts import Texts
 
 
 class Work:
-    """Something to send that can be looked for."""
+    """Work that can be weakly referenced."""
 
     def __call__(self) -> None:
-        """Send it."""
+        """Does nothing."""
 
 
 class Waiting(SimpleQueue[Callable[[], None] | None]):
-    """A queue that notes, whenever it is asked for more, whether the work before is gone."""
+    """A queue that notes at every `get` whether the previous work has been freed."""
 
     def __init__(self, before: weakref.ref[Work]) -> None:
         self.gone: list[bool] = []
@@ -30,9 +30,9 @@ class Waiting(SimpleQueue[Callable[[], None] | None]):
         return super().get(block, timeout)
 
 
-def test_a_message_is_freed_when_it_is_sent_not_when_the_next_one_is() -> None:
+def test_a_message_is_freed_when_it_is_sent_and_not_when_the_next_one_is() -> None:
     def ignore(_: AnyReply) -> None:
-        """Nothing is sent."""
+        """Sends nothing."""
 
     outbox, work = Outbox(ignore, Texts(None)), Work()
     waiting = Waiting(weakref.ref(work))

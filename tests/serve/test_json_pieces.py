@@ -1,4 +1,4 @@
-"""Large JSON bodies are cut, and parsed piece by piece."""
+"""Large JSON bodies are cut and parsed piece by piece."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VALUES = st.recursive(
 
 
 def arrived(body: bytes, size: int, piece_bytes: int = PIECE) -> Structure:
-    """The structure of a body that came in pieces of `size` bytes."""
+    """Returns the structure of a body that arrived in pieces of `size` bytes."""
     structure = Structure(piece_bytes=piece_bytes)
     for at in range(0, len(body), size):
         structure.feed(body[at : at + size])
@@ -31,7 +31,7 @@ def arrived(body: bytes, size: int, piece_bytes: int = PIECE) -> Structure:
 
 
 @given(VALUES, st.integers(1, 20), st.integers(1, 10), st.booleans(), st.sampled_from([None, 1]))
-def test_a_body_parsed_in_pieces_has_the_value_that_it_has_as_a_whole(
+def test_a_body_parsed_in_pieces_equals_the_body_parsed_whole(
     value: Any, size: int, piece_bytes: int, escaped: bool, indent: int | None
 ) -> None:
     body = json.dumps(value, ensure_ascii=escaped, indent=indent).encode()
@@ -43,7 +43,7 @@ def test_a_body_parsed_in_pieces_has_the_value_that_it_has_as_a_whole(
 
 
 @given(VALUES, st.integers(0, 10_000), st.sampled_from([b",", b'"', b"[", b"}", b"", b"\\"]), st.integers(1, 10))
-def test_what_is_not_json_as_a_whole_is_not_json_in_pieces(
+def test_a_body_that_is_invalid_as_a_whole_is_invalid_in_pieces(
     value: Any, place: int, damage: bytes, piece_bytes: int
 ) -> None:
     body = json.dumps(value).encode()
@@ -68,7 +68,7 @@ def test_what_is_not_json_as_a_whole_is_not_json_in_pieces(
     ],
     ids=["messages", "prompts", "text", "escapes", "nested", "string"],
 )
-def test_the_parser_never_has_more_than_some_pieces_of_a_large_body_at_once(
+def test_the_parser_never_holds_more_than_a_few_pieces_of_a_large_body(
     value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = json.dumps(value).encode()
@@ -94,7 +94,7 @@ def test_the_parser_never_has_more_than_some_pieces_of_a_large_body_at_once(
         b'{"a":[[1,2],[3,4]],"b":1,"a":[[5,6,7,8]]}',
     ],
 )
-def test_the_last_of_several_fields_with_one_name_counts_in_pieces_too(body: bytes) -> None:
+def test_the_last_of_several_fields_of_one_name_also_counts_in_pieces(body: bytes) -> None:
     for piece_bytes in range(1, 12):
         cuts = arrived(body, 3, piece_bytes).cuts
         assert cuts

@@ -42,7 +42,7 @@ CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 class Family:
     """`pre` is the value of `tokenizer.ggml.pre` in its GGUF files, and `architecture` their architecture. `special`
     begins with the end token and, if prompts begin with one (`bos`), that token. `letters`: BPE of characters with byte
-    fallback, as in SentencePiece, not bytes. `runs`: runs of blanks are tokens."""
+    fallback, as in SentencePiece. `runs`: runs of blanks are tokens."""
 
     pre: str
     architecture: str
