@@ -217,7 +217,7 @@ class NewTrim(Object):
     """The turns to copy to the new session."""
 
     turns: Annotated[list[int], Field(fail_fast=True, max_length=MAX_TRIM_TURNS)] = Field(
-        description="Their numbers, ascending.", examples=[[1]]
+        description="Numbers of the turns, ascending.", examples=[[1]]
     )
     id: NewId = None
 

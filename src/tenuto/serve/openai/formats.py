@@ -87,8 +87,8 @@ class Structured(ForeignObject, TurnRequest):
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = Field(None, description="A grammar as EBNF or for Lark.")
-    regex: str | None = Field(None, description="SGLang's field for the same.")
-    ebnf: str | None = Field(None, description="SGLang's field for the same.")
+    regex: str | None = Field(None, description="SGLang's field for a regular expression.")
+    ebnf: str | None = Field(None, description="SGLang's field for a grammar as EBNF.")
 
     def grammar_field(self) -> GrammarField | None:
         fields: list[Asking] = [

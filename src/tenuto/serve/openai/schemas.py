@@ -194,7 +194,7 @@ class ChatMessage(ForeignObject):
 
     role: str = Field(max_length=64, examples=["user"])
     content: str | Messages[ContentPart] | None = Field(None, examples=["Hello!"])
-    tool_calls: Calls | None = Field(None, description="Of an assistant's message.")
+    tool_calls: Calls | None = Field(None, description="Calls in an assistant's message.")
     name: str | None = Field(
         None,
         max_length=256,

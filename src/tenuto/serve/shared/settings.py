@@ -125,7 +125,7 @@ def read_keys(path: Path | None, api_key: str | None, admin_key: str | None) -> 
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"the key file {path} cannot be used: {error}") from error
         if not entries:
-            raise ConfigError(f"the key file {path} has no [[keys]]; without keys, it would admit everyone")
+            raise ConfigError(f"the key file {path} has no [[keys]]; the server would admit everyone")
     if api_key is not None:
         entries.append(KeySettings(tenant="default", key=api_key))
     if admin_key is not None:
