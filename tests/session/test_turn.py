@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -184,3 +185,14 @@ def test_only_ids_in_the_vocabulary_are_tokens(tokens: list[int], vocabulary: in
 def test_input_that_is_not_a_list_of_integers_is_refused(tokens: object) -> None:
     with pytest.raises(InvalidRequest, match="not token ids"):
         as_tokens(tokens, 10, 6)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("leave", [Turn.pause, Turn.lose_memory])
+@pytest.mark.parametrize("computed", [0, 2])
+def test_a_turn_that_leaves_its_row_before_it_computed_anything_counts_its_cached_tokens_again(
+    leave: Callable[[Turn], None], computed: int
+) -> None:
+    turn = make_turn(RUNNING)
+    turn.cached, turn.computed_tokens = 0, computed
+    leave(turn)
+    assert turn.cached == (0 if computed else -1)

@@ -178,11 +178,15 @@ class Turn:
     def pause(self) -> None:
         """Leaves the row and queues again; keeps its memory."""
         self.go("preempt")
+        self._recount_cached()
 
     def lose_memory(self) -> None:
-        """Gives its memory to others, so that it starts again later. Its cached tokens still count only if it has
-        computed tokens after them."""
+        """Gives its memory to others, so that it starts again later."""
         self.release_memory()
+        self._recount_cached()
+
+    def _recount_cached(self) -> None:
+        """Has its cached tokens counted when it starts again, unless it has computed tokens after them."""
         if self.computed_tokens == self.computed_before:
             self.cached = -1
 
