@@ -1,5 +1,5 @@
-"""The spelling of bytes in a vocabulary. Text can be delivered token by token only if a token stands for the same bytes
-in every context."""
+"""The spelling of bytes in a vocabulary. Only alphabets in which a token stands for the same bytes in every context are
+supported, since text is delivered token by token."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def _is_sentencepiece(backend: tokenizers.Tokenizer) -> bool:
 
 
 def replacing(what: str, by: str) -> dict[str, Any]:
-    """Returns the settings of a normalizer or decoder that replaces `what` with `by`."""
+    """Returns the settings of a normalizer or decoder that replaces `what` with `by`, as the tokenizers library writes
+    them."""
     return {"type": "Replace", "pattern": {"String": what}, "content": by}
 
 

@@ -22,8 +22,8 @@ class Before(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Blanks:
-    """Settings of the leading blank: it is put before a text that `opens` a history or follows a `control` token.
-    `once`: not if the text already begins with a blank."""
+    """Settings of the leading blank: with `opens` it is put before the first text of a history, with `control` before a
+    text that follows a control token, and with `once` only if the text does not begin with a blank already."""
 
     opens: bool = False
     control: bool = False

@@ -1,4 +1,5 @@
-"""Upper bounds on the text of one token, so that text which cannot fit is refused without being encoded."""
+"""Upper bounds on the text that one token stands for, so that text which cannot fit is refused without being
+encoded."""
 
 from __future__ import annotations
 
@@ -14,24 +15,24 @@ from tenuto.text.alphabet import SPACE
 _SHRINKS = {"ByteLevel": 1, "NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Lowercase": 3}
 """The factor by which each normalizer may shrink a text in UTF-8. Other normalizers may drop any part of it."""
 _BLANKS_WRITTEN = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-"""The only supported replacement, which drops nothing."""
+"""The settings of the only supported replacement; it drops no text."""
 _IN_UTF8 = (*range(0xC0), *range(0xC2, 0xF5))
 """The bytes that can occur in UTF-8."""
 WINDOW = 2**16
-"""Characters of a long text to process at a time, so that other threads get Python's lock in between."""
+"""Characters of a long text to process at a time, so that other threads get the GIL in between."""
 _KEEPING = frozenset({"ByteLevel", "Digits", "Punctuation", "Split"})
 """Pre-tokenizers that drop no text, unless configured to remove matches."""
 
 
 class TokenBound(NamedTuple):
-    """One token stands for at most `max_bytes` bytes of UTF-8, not counting bytes in `lost`, which the vocabulary lacks
-    and the tokenizer drops."""
+    """A bound: one token stands for at most `max_bytes` bytes of UTF-8, not counting bytes in `lost`, which the
+    vocabulary lacks and the tokenizer drops."""
 
     max_bytes: int
     lost: bytes
 
     def least_tokens(self, text: str, spare: int) -> int:
-        """Returns a lower bound on the tokens of `text`, not counting `spare` of its bytes."""
+        """Returns a lower bound on the tokens of `text` if `spare` of its bytes may vanish before it is encoded."""
         if text.isascii() and not self.lost:
             size = len(text)
         else:

@@ -45,8 +45,8 @@ class Conversation:
         return replace(self, dialogue=self.dialogue or set(roles) != {"system"}, role=roles[-1])
 
     def stand_in(self, last: str, filler: str) -> list[dict[str, Any]]:
-        """Returns the shortest conversation that a template continues in the same way. The content is `last` in the
-        last message and `filler` in the others."""
+        """Returns the messages of the shortest conversation that a template continues in the same way. The content is
+        `last` in the last message and `filler` in the others."""
         if not self.dialogue:
             return [{"role": "system", "content": last}]
         roles = ["system"] if self.system else []
@@ -93,8 +93,8 @@ class ChatTemplate:
         local_time: Callable[[], datetime] = datetime.now,
         tool_source: str | None = None,
     ) -> None:
-        """`tool_source`: a separate template for conversations with tools. Tries out both and raises `ModelError` if
-        one is not a template or cannot be rendered as a delta."""
+        """`tool_source`: a separate template for conversations with tools. Renders examples with both, and raises
+        `ModelError` if one is not a template or cannot be rendered turn by turn."""
         eos_id = tokenizer.eos_ids[0] if tokenizer.eos_ids else None
         variables = {
             "bos_token": tokenizer.control_text(tokenizer.bos_id),
@@ -153,8 +153,8 @@ class ChatTemplate:
         return cls(tokenizer.chat_template, tokenizer, tool_source=tokenizer.tool_template)
 
     def _try(self, asked: Conversation, answered: Conversation, question: Sequence[Message]) -> tuple[str, str]:
-        """Returns the text that closes an answer and the text that asks for one. Some templates accept the absence of
-        tools only as an empty list; this is found out here. Raises `ModelError`."""
+        """Returns the text that closes an answer and the text that asks for one. If the template fails without a list
+        of tools, it gets an empty one from now on, which some templates need. Raises `ModelError`."""
         try:
             closer = self._tail(answered, [], generate=False)[0]
             self._tail(answered, question, generate=True)
@@ -167,7 +167,7 @@ class ChatTemplate:
 
     def _closing(self, text: str) -> tuple[str, int | None]:
         """Returns the blanks at the start of `text`, which follows a message's content, and the control token after
-        them."""
+        them; "" and None if `text` does not begin so."""
         first, *rest = [*self._markup.tokenizer.split_markup(text), None][:2]
         if isinstance(first, str) and not first.strip() and rest and isinstance(rest[0], int):
             return first, rest[0]
@@ -182,7 +182,7 @@ class ChatTemplate:
         return True
 
     def _writes_results_of_calls_only(self, answered: Conversation) -> bool:
-        """Whether the template accepts a tool's result after a call but not after an answer without one."""
+        """Whether the template accepts a tool's result after a call, but not after an answer without calls."""
         result = Message("tool", "x", name="f", tool_call_id="0" * 9)
         if self._can_write(answered, result):
             return False
@@ -200,7 +200,7 @@ class ChatTemplate:
         return None
 
     def _switches(self, asked: Conversation, prompt: str) -> Iterator[tuple[str, bool, Thinks]]:
-        """Yields each variable and value that change how an answer begins, as thoughts or as text, with the effect.
+        """Yields each variable, its value and the resulting `Thinks`, where these change how an answer begins.
         `prompt`: the text that asks for an answer without these variables."""
         usual = thinks_of(self._source, prompt)
         for name in (name for name in SWITCHES if name in self._source):
@@ -254,7 +254,7 @@ class ChatTemplate:
         later = Conversation(system=system, dialogue=False, role="system", tools=digest).then(messages, generate)
         guard = self._guard(messages, tools, variables)
         told = protected(tools.parsed(), guard.protect)
-        text = self._template.render(_protected(messages, guard), generate, told, _told(variables, guard))
+        text = self._template.render(_protected(messages, guard), generate, told, _guarded(variables, guard))
         return Rendered(guard.encode(text if generate else self._unclosed(text, later, variables), room), later)
 
     def delta(
@@ -271,9 +271,9 @@ class ChatTemplate:
         with the markup that closes the last message, without an end-of-turn token already in the history. `variables`
         apply to this turn only.
 
-        Without messages, an unfinished answer is continued, with no tokens; after a finished one, or another role's
-        message, the assistant is asked to speak. Raises `InvalidRequest` if the template refuses the messages here, and
-        `ContextExceeded` like `opening`."""
+        Without messages, no tokens are added if the last answer is unfinished, so that the model continues it;
+        otherwise the assistant is asked to speak. Raises `InvalidRequest` if the template refuses the messages here,
+        and `ContextExceeded` like `opening`."""
         if earlier.tools and self._with_tools is not None:
             return self._with_tools.delta(
                 earlier, messages, last_token=last_token, generate=generate, room=room, variables=variables
@@ -309,9 +309,10 @@ class ChatTemplate:
         generate: bool,
         variables: Variables = NO_VARIABLES,
     ) -> tuple[str, Guard]:
-        """Returns the text that the template writes after the content of `earlier`'s last message, and its guard."""
+        """Returns the text that the template writes after the content of `earlier`'s last message, and the guard that
+        protected `messages` in it."""
         guard = self._guard(messages, variables=variables)
-        told = _told(variables, guard)
+        told = _guarded(variables, guard)
         results = bool(messages) and messages[0].role == "tool" and earlier.role == "assistant" and self._needs_calls
         stand_in = self._call_before(earlier, messages[0], guard) if results else None
         stand_in = stand_in or earlier.stand_in(guard.mark, guard.filler)
@@ -328,8 +329,8 @@ class ChatTemplate:
         return tail, guard
 
     def _call_before(self, earlier: Conversation, result: Message, guard: Guard) -> list[dict[str, Any]]:
-        """Returns a stand-in like `Conversation.stand_in` whose answer is a call with the mark as its argument. Raises
-        `InvalidRequest` if `result` does not name its function."""
+        """Returns messages like `Conversation.stand_in`, but the last is a call, of the function that `result` answers,
+        with `guard.mark` as its argument. Raises `InvalidRequest` if `result` does not name the function."""
         if not result.name:
             raise InvalidRequest(
                 "the model's chat template needs the function's name to write a result after an answer; allowed: a "
@@ -341,7 +342,7 @@ class ChatTemplate:
         return [*before, {**answer, "tool_calls": [call]}]
 
     def _check_places(
-        self, stand_in: list[dict[str, Any]], messages: Sequence[Message], guard: Guard, told: dict[str, Any]
+        self, stand_in: list[dict[str, Any]], messages: Sequence[Message], guard: Guard, variables: dict[str, Any]
     ) -> None:
         """Raises `_Displaced` unless the template writes each of `messages`, except the assistant's, after the
         stand-in; text written elsewhere would never reach the history."""
@@ -352,7 +353,9 @@ class ChatTemplate:
         expected = sum(raw["role"] != "assistant" for raw in probed)
         if not expected:
             return
-        _, _, tail = self._template.render([*stand_in, *probed], generate=True, variables=told).partition(guard.mark)
+        _, _, tail = self._template.render([*stand_in, *probed], generate=True, variables=variables).partition(
+            guard.mark
+        )
         if tail.count(guard.probe) < expected:
             roles = sorted({raw["role"] for raw in probed} - {"assistant"})
             raise _Displaced(
@@ -369,7 +372,7 @@ class ChatTemplate:
         return text.removesuffix(closer)
 
 
-def _told(variables: Variables, guard: Guard) -> dict[str, Any]:
+def _guarded(variables: Variables, guard: Guard) -> dict[str, Any]:
     return {name: protected(value, guard.protect) for name, value in variables.parsed().items()}
 
 

@@ -14,7 +14,7 @@ T = TypeVar("T")
 MAX_BYTES = 2**26
 """Bound on the estimated memory of all cached grammars."""
 SOURCE_BYTES = 100
-"""Compiled size per character of a grammar's source; JSON schemas were measured at 50 to 95 bytes."""
+"""Bytes of a compiled grammar per character of its source; JSON schemas were measured at 50 to 95."""
 LEAST_BYTES = 2**18
 """Memory of the smallest compiled grammar."""
 GROWTH_BYTES_A_SECOND = 4e8
@@ -33,8 +33,8 @@ class Growth:
     """
 
     def __init__(self, compile_seconds: float = 0.0, outgrown: Callable[[], None] = lambda: None) -> None:
-        """`compile_seconds`: the time compiling took; a grammar that took longer may grow further. `outgrown`: called
-        once, when the limit is exceeded."""
+        """`compile_seconds`: the time compiling took; the longer it took, the further the automaton may grow.
+        `outgrown`: called once, when the limit is exceeded."""
         self.bytes = 0.0
         self._tell = outgrown
         self._limit = min(max(MAX_GROWTH, compile_seconds * GROWTH_BYTES_A_SECOND), MAX_BYTES / 2)

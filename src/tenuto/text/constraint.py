@@ -12,7 +12,8 @@ import numpy as np
 from tenuto.base.plan import Words
 
 SLOW_SECONDS = 0.005
-"""A constraint is slow if its last mask took longer; its masks are then computed apart from the others."""
+"""A constraint is slow if its last masks took longer. Masks of slow constraints are computed in a thread of their
+own."""
 
 
 class Matcher(Protocol):
@@ -78,9 +79,9 @@ class Constraint:
     def masks(self, guesses: Sequence[int]) -> Words | None:
         """Returns the masks of the next token and of the token after each guess: uint32 [1 + guesses, words].
 
-        After a guess that is not allowed, completes the text or cannot be continued, the mask allows every token: what
-        is sampled there is ignored or fails. Returns None if no token may come next or the grammar is too complex; the
-        next `push` then fails."""
+        After a guess that is not allowed, completes the text or cannot be continued, the masks allow every token: what
+        is sampled there is dropped, or `push` refuses it. Returns None if no token may come next or the grammar is too
+        complex; the next `push` then sets `failure`."""
         began = perf_counter()
         with self._lock:
             masks = np.full((1 + len(guesses), self._words), 0xFFFFFFFF, np.uint32)

@@ -21,7 +21,8 @@ from tenuto.text.tokenizer import Tokenizer
 
 
 def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
-    """Builds the tokenizer described by the `tokenizer.*` keys. Raises `ModelError`, also for unsupported kinds."""
+    """Builds the tokenizer that the file's `tokenizer.*` keys describe. Raises `ModelError` if it is damaged or of an
+    unsupported kind."""
     path, meta = file.path, file.metadata
     architecture, name = meta.get("general.architecture"), meta.get("tokenizer.ggml.pre")
     try:
@@ -78,8 +79,8 @@ class _Swallowing(NamedTuple):
 
     @classmethod
     def of(cls, architecture: object, pre: object) -> Self:
-        """Returns the behaviour published with Phi-3 mini (Llama 2's tokenizer) and Phi-4 (GPT-4's); other models
-        swallow nothing."""
+        """Returns the behaviour in the files published with Phi-3 mini, which has Llama 2's tokenizer, and Phi-4, which
+        has GPT-4's. The control tokens of other models swallow nothing."""
         if architecture != "phi3":
             return cls()
         return cls(left=pre == "dbrx", right=pre in (None, "default", "dbrx"))
@@ -94,8 +95,8 @@ class _Swallowing(NamedTuple):
 def _added(
     tokens: list[str], types: list[int], steering: Collection[int | None], swallowing: _Swallowing
 ) -> list[AddedToken]:
-    """Returns the tokens that are matched before text is split into words. Tokens in `steering` are control tokens
-    whatever their type, so that users' text never encodes to the token that ends a turn."""
+    """Returns the tokens that are matched before text is split into words. The ids in `steering` become control tokens
+    whatever their type, so that users' text never encodes to a token that ends a turn."""
     added = []
     for i, (text, kind) in enumerate(zip(tokens, types, strict=True)):
         if kind not in (UNKNOWN, CONTROL, USER_DEFINED) and i not in steering:

@@ -34,8 +34,8 @@ class GrammarMatcher:
 
     def __init__(self, matcher: LLMatcher, growth: Growth, control: Words | None = None) -> None:
         """`growth`: that of the automaton, which all copies share. `control`: the mask of all control tokens, if the
-        grammar names any. Where a control token may end text that could also continue, the library's mask allows every
-        control token, so `fill` tries each."""
+        grammar names any. Where text may continue or end with a control token, the library's mask allows every control
+        token, so `fill` checks each."""
         self._matcher = matcher
         self._growth = growth
         self._control = control
@@ -83,7 +83,7 @@ class GrammarCompiler:
         self._making = threading.Lock()
 
     def has(self, grammar: Grammar) -> bool:
-        """Whether `grammar` is compiled already, so that `constraint` takes no time."""
+        """Whether `grammar` is compiled already, so that `constraint` returns at once."""
         return grammar in self._compiled
 
     def constraint(self, grammar: Grammar) -> Constraint:

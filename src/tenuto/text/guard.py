@@ -28,8 +28,8 @@ class Markup:
         self._tails = tuple({text[cut:] for text in texts for cut in range(1, len(text))})
 
     def half_written(self, before: str, after: str) -> bool:
-        """Whether `before` ends, or `after` starts, with part of a control token, which text put between the two could
-        complete."""
+        """Whether `before` ends, or `after` starts, with part of a control token. A user's text between the two could
+        complete it."""
         return before.endswith(self._heads) or after.startswith(self._tails)
 
 
@@ -37,8 +37,8 @@ class Guard:
     """The stand-ins of one rendering: characters of Unicode's private use area that occur in none of its texts.
 
     Where a user's text spells a control token, a stand-in replaces the first character before the template sees it. So
-    whatever the template does with the text (trim, split, repeat), control tokens in the output are the template's own.
-    The original characters are restored when the text between control tokens is encoded.
+    control tokens in the output are the template's own, even if the template trims, splits or repeats the text. The
+    original characters are restored when the text between control tokens is encoded.
     """
 
     def __init__(self, markup: Markup, texts: Iterable[str]) -> None:

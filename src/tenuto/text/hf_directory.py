@@ -35,7 +35,7 @@ def tokenizer_from_directory(path: Path) -> Tokenizer:
         backend,
         bos_id=bos_id,
         eos_ids=eos_ids,
-        adds_bos=bos_id is not None and _adds(backend, bos_id, config.get("add_bos_token")),
+        adds_bos=bos_id is not None and _adds_bos(backend, bos_id, config.get("add_bos_token")),
         chat_template=templates.usual,
         tool_template=templates.with_tools,
     )
@@ -92,10 +92,10 @@ def _added_texts(backend: tokenizers.Tokenizer) -> set[str]:
     return {token.content for token in backend.get_added_tokens_decoder().values()}
 
 
-def _adds(backend: tokenizers.Tokenizer, bos_id: int, told: object) -> bool:
-    """Whether prompts begin with `bos_id`, by the configuration or, failing that, by the post-processor."""
-    if isinstance(told, bool):
-        return told
+def _adds_bos(backend: tokenizers.Tokenizer, bos_id: int, configured: object) -> bool:
+    """Whether prompts begin with `bos_id`: as `configured` or, if that is not a bool, as the post-processor does."""
+    if isinstance(configured, bool):
+        return configured
     first: list[int] = backend.encode("a", add_special_tokens=True).ids[:1]
     return first == [bos_id]
 

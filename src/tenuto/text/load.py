@@ -12,7 +12,7 @@ from tenuto.text.tokenizer import Tokenizer
 
 
 def load_tokenizer(path: Path, opened: GgufFile | None = None) -> Tokenizer:
-    """Loads the tokenizer of the model at `path`: a GGUF file (`opened` if it is open already) or a directory with
+    """Loads the tokenizer of the model at `path`: a GGUF file, which may be `opened` already, or a directory with
     `tokenizer.json`. Raises `ModelError`."""
     if path.is_dir():
         return tokenizer_from_directory(path)

@@ -27,7 +27,8 @@ class MaskRequest(NamedTuple):
 
 
 def give_up(answer: Future[Words | None]) -> None:
-    """Answers None to a pending request whose turn has left its row; the token sampled in that row is dropped."""
+    """Answers None to a pending request whose turn has left its row, so that the step need not wait; the token sampled
+    in that row is dropped."""
     if not answer.done() and answer.set_running_or_notify_cancel():
         answer.set_result(None)
 
@@ -56,7 +57,8 @@ class MasksAtOnce:
 
 
 class MaskThreads:
-    """Carries out requests in two threads; slow constraints have the second one, so that the others need not wait."""
+    """Carries out requests in two threads. The second one is for slow constraints, so that others need not wait for
+    these."""
 
     def __init__(self) -> None:
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix=f"tenuto-{name}") for name in ("masks", "slow-masks")]

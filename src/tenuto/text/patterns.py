@@ -24,9 +24,9 @@ MAX_MATCH_LENGTH = 1024
 """In characters. Longer matches are not found; this bounds the text searched for every token, and the text held
 back."""
 MAX_SIZE = 256
-"""Characters, classes and assertions in a turn's expressions, each counted as often as it may be repeated. The states
-of a larger automaton may exceed its memory; RE2 then follows every position in the expression for every character of
-the text. A size of 1,000 takes 20 ms a token, this one up to 3 ms."""
+"""Characters, classes and assertions in a turn's expressions, each counted as often as it may be repeated. Larger
+automata may not fit into RE2's cache of states; it then follows every position in the expression for every character of
+the text. An expression of size 1,000 takes 20 ms per token, one of this size up to 3 ms."""
 MAX_PROGRAM_BYTES = 2**20
 """Memory for the compiled form of an expression and the automaton states its search visits."""
 MAX_CACHED = 32
@@ -53,8 +53,8 @@ _AT_END = ("$", r"\b", r"\B", r"\z")
 @dataclass(frozen=True, slots=True)
 class StopPattern:
     """A compiled expression, shared by all turns that use it. `begun` matches wherever the rest of the text may still
-    become a match. `looks_ahead`: the expression may match a text but not an extension of it. `size` is counted as for
-    `MAX_SIZE`."""
+    become a match. `looks_ahead`: a match may depend on the character after it, or on whether the text ends there.
+    `size` is counted as for `MAX_SIZE`."""
 
     pattern: str
     whole: re2._Regexp
@@ -65,7 +65,7 @@ class StopPattern:
 
 class PatternFinder:
     """Finds the first match of a pattern in a growing text: of the matches that end first, the longest, up to
-    `MAX_MATCH_LENGTH` characters. The end of the text so far counts as the end of the text."""
+    `MAX_MATCH_LENGTH` characters. `$` and the like match at the end of the text so far."""
 
     def __init__(self, pattern: StopPattern) -> None:
         self._pattern = pattern
@@ -158,8 +158,8 @@ def _refused(problem: str) -> InvalidRequest:
 
 
 class _Fragment(NamedTuple):
-    """A fragment of an expression: `itself`, an expression `begun` that matches its prefixes, and its `size` as counted
-    for `MAX_SIZE`."""
+    """A fragment of an expression. `itself`: its source; `begun`: an expression that matches the prefixes of its
+    matches; `size`: as counted for `MAX_SIZE`."""
 
     itself: str
     begun: str = ""
@@ -180,7 +180,7 @@ class _Parser:
         return self._choice()
 
     def _choice(self) -> _Fragment:
-        """Parses from here to the end of the group."""
+        """Parses the choices from here to the end of the group."""
         choices: list[_Fragment] = []
         sequence: list[_Fragment] = []
         flags: list[_Fragment] = []  # flags apply up to the end of the group, in later choices too
@@ -226,8 +226,8 @@ def _of_sequence(sequence: Sequence[_Fragment]) -> _Fragment:
 
 
 def _repeated(part: _Fragment, times: str) -> _Fragment:
-    """Repeats a part. A prefix of the result is some whole repetitions, at most one fewer than allowed, and a prefix of
-    the part."""
+    """Repeats a part. A prefix of the result consists of whole repetitions, at most one fewer than allowed, and a
+    prefix of the part."""
     most: int | None
     if times[0] == "{":
         least, comma, last = times[1 : times.index("}")].partition(",")

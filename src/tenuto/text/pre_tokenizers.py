@@ -95,7 +95,8 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 """Pre-tokenizers by `tokenizer.ggml.pre`."""
 
 _UNNAMED = {"gpt2": "gpt-2", "qwen2": "qwen2", "qwen3": "qwen2", "qwen3moe": "qwen2"}
-"""The pre-tokenizer of files that name none, by `general.architecture`: those always trained with the same one."""
+"""The pre-tokenizer of files that name none, by `general.architecture`, for architectures always trained with the same
+one."""
 
 
 def pre_tokenizer(kind: object, name: str | None, architecture: object) -> PreTokenizer:

@@ -8,8 +8,8 @@ from tenuto.base.errors import ContextExceeded
 
 
 class Room(NamedTuple):
-    """The space left for an input. The history has `history` tokens and may have `allowed` with the input; `limit` is
-    the context. `spare`: tokens of the input that may turn out to be in the history already."""
+    """The space left for an input. `history`: tokens of the history; `allowed`: tokens that history and input may have
+    together; `limit`: the context, in tokens. `spare`: tokens of the input that may already be in the history."""
 
     history: int
     allowed: int

@@ -25,8 +25,8 @@ def with_blanks(tokens: list[str], types: list[int]) -> list[str]:
 
 
 def sentencepiece(tokens: list[str], types: list[int], scores: Sequence[float]) -> tokenizers.Tokenizer:
-    """Builds the tokenizer. `tokens[i]`, `types[i]` and `scores[i]` describe token i. Adjacent tokens are merged in the
-    order of the score of the normal token they form, highest first."""
+    """Builds the tokenizer. `tokens[i]`, `types[i]` and `scores[i]` describe token i. Of all adjacent tokens that form
+    a normal token, those whose token has the highest score are merged first."""
     tokens = with_blanks(tokens, types)
     unknown = next((text for text, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None)
     model = models.BPE(

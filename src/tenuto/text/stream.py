@@ -67,7 +67,7 @@ class TextStream:
         self._kept = []
 
     def text(self, tokens: int) -> str:
-        """Returns the delivered text of the first `tokens` tokens; "" unless it is kept."""
+        """Returns the delivered text of the first `tokens` tokens; "" if `keep_text` was not called."""
         return "".join(text for end, text in self._kept or () if end <= tokens)
 
     def take_text(self) -> str:

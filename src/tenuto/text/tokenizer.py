@@ -15,7 +15,7 @@ from tenuto.text.blanks import Before, Blanks, taken_from
 from tenuto.text.bounds import token_bound
 
 LONG_TEXT = 2048
-"""Texts of at least this many characters are encoded without holding Python's lock, so that other threads can run."""
+"""Texts of at least this many characters are encoded without holding the GIL, so that other threads can run."""
 
 
 class Tokenizer:
@@ -72,7 +72,7 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256, in hex, of the texts of all tokens; equal if every token means the same."""
+        """SHA-256, in hex, of the texts of all tokens; equal for two tokenizers in which every id means the same."""
         digest = hashlib.sha256()
         for token, text in sorted((self._bytes | {i: t.encode() for i, t in self._control.items()}).items()):
             digest.update(token.to_bytes(4, "little") + len(text).to_bytes(4, "little") + text)
@@ -114,8 +114,8 @@ class Tokenizer:
         return ids
 
     def least_tokens(self, text: str, spare: int = 0) -> int:
-        """Returns a lower bound on the tokens of `text` (plain or markup) without encoding it, ignoring `spare` of its
-        bytes. 0 if one token of this tokenizer can stand for text of any length."""
+        """Returns a lower bound on the tokens of `text` (plain or markup) without encoding it, if `spare` of its bytes
+        may vanish before it is encoded. 0 if one token can stand for text of any length."""
         return self._bound.least_tokens(text, spare) if self._bound is not None else 0
 
     def split_markup(self, text: str) -> Iterator[int | str]:

@@ -97,9 +97,9 @@ def protected(value: Any, protect: Protect) -> Any:
 
 
 def without_tools(messages: Sequence[Message], tools: Tools, *, system: bool, results: bool) -> list[Message]:
-    """Returns the messages for a template that does not support tools. Definitions go into the system message, or
-    without `system` into the first message, and calls into the text of their message. Results become the user's text
-    unless the template writes `results`."""
+    """Returns the messages for a template that does not support tools. Definitions go into the system message, or into
+    the first message if the template has no `system` messages; calls into the text of their message. Results become
+    messages of the user unless the template writes `results`."""
     told = [_plain(message) for message in (messages if results else _results_said(messages))]
     if not tools:
         return told
@@ -113,7 +113,8 @@ def without_tools(messages: Sequence[Message], tools: Tools, *, system: bool, re
 
 
 def _results_said(messages: Sequence[Message]) -> list[Message]:
-    """Returns the messages with results of calls as the user's text; consecutive ones are joined to one message."""
+    """Returns the messages with results of calls as messages of the user, each joined with the user's messages beside
+    it."""
     told, names, joins = list[Message](), dict[str, str](), False
     for each in messages:
         names |= {call.id: call.name for call in each.tool_calls}
@@ -141,7 +142,7 @@ def _plain(message: Message) -> Message:
 
 
 def texts_of(messages: Sequence[Message], tools: Tools) -> list[str]:
-    """Returns all texts that users put into messages and tools."""
+    """Returns all texts of messages and tools, which users may have written."""
     texts = [tools.source]
     for message in messages:
         texts += (message.content, message.name, message.tool_call_id, message.reasoning)

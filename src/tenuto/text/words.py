@@ -1,4 +1,4 @@
-"""A tokenizer for the witness, which has no model files: its tokens are the 256 bytes and made-up words."""
+"""A tokenizer for the witness executor, which has no model files: its tokens are the 256 bytes and made-up words."""
 
 from __future__ import annotations
 
