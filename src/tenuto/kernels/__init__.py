@@ -1,1 +1,1 @@
-"""Kernels: in PyTorch, portable and the reference for tests, and natively for CPUs."""
+"""Kernels: portable ones in PyTorch, which are the reference in tests, and native ones for CPUs."""

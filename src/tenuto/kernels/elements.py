@@ -22,7 +22,7 @@ class Element(StrEnum):
 
 class KVCacheDtype(StrEnum):
     """The type of keys and values in memory. `number` is its number in `KvType` of `kv_cache.h`. `words` describe it to
-    users. Keys that are quantized want `scaled_keys`: outlier dimensions are scaled down before.
+    users. `scaled_keys`: outlier dimensions of keys are scaled down before they are quantized, and queries scaled up.
 
     - `auto`: the floats that the executor computes with.
     - `int8`: 8-bit quants, with a scale for every 32 dimensions of a key, and for every value.
@@ -44,8 +44,8 @@ class KVCacheDtype(StrEnum):
     INT8 = "int8", 1, "8-bit keys and values", True
 
     def slot_bytes(self, head_dim: int, element: Element) -> int:
-        """Returns the size of a key and a value of `head_dim` dimensions with their scales. `element` is the type of
-        elements, or of scales. `kv_cache.h` has the layout."""
+        """Returns the size, in bytes, of one token slot of one KV head: a key, a value and their scales. `element` is
+        the type of elements, or of scales. `kv_cache.h` has the layout."""
         match self:
             case KVCacheDtype.AUTO:
                 return 2 * head_dim * element.size
@@ -56,7 +56,8 @@ class KVCacheDtype(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """One of the arrays of a layer's state."""
+    """The shape, without slots, and element type of one of the two arrays of a layer's state; see
+    `groups.state_parts`."""
 
     shape: tuple[int, ...]
     element: Element

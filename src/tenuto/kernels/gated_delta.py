@@ -1,4 +1,4 @@
-"""The gated delta rule in plain PyTorch: Yang et al., arXiv:2412.06464, in the form by chunks of its section 3.3."""
+"""The gated delta rule in plain PyTorch: Yang et al., arXiv:2412.06464, in the chunked form of section 3.3."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tenuto.kernels.recurrent import SCAN_BLOCK
 def scan(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the recurrence token by token: the state `S` of each head becomes `T + beta * k (v - T^T k)^T` with `T =
-    exp(decay) * S`, and the head's output is `S^T q`.
+    """Computes the recurrence over each row's tokens: the state `S` of each head becomes `T + beta * k (v - T^T k)^T`
+    with `T = exp(decay) * S`, and the head's output is `S^T q`.
 
     All arrays are float32. `q` and `k` are [rows, length, heads, key_dim], and `v` is [rows, length, heads, value_dim].
     `decay`, at most 0, and `beta` are [rows, length, heads]. `state` is [rows, heads, key_dim, value_dim]. Returns the
@@ -29,13 +29,13 @@ def scan(
 def _block(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Does what `scan` does, for all tokens at once and with heads before tokens.
+    """Does what `scan` does, for all tokens at once; arrays are [rows, heads, length, ...].
 
     The write of a token, `w = beta * (v - T^T k)`, depends on the writes of earlier tokens in the block. This is a
     triangular system, which is solved for all tokens.
     """
     length = q.shape[2]
-    # In float64: the difference of two sums may be much smaller than either.
+    # float64, because differences of two sums may be much smaller than either.
     total = decay.double().cumsum(dim=2)
     later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
     since = (total[..., None] - total[..., None, :]).masked_fill(later, -torch.inf).exp().float()

@@ -1,4 +1,4 @@
-"""The product with a weight matrix."""
+"""Multiplication by a weight matrix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Xeon, torch 2.13)."""
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Multiplies `x` [rows, inputs] by the transpose of `weight` [outputs, inputs], and adds `bias` [outputs]. Returns
-    a contiguous [rows, outputs]. A batch of decodes, with few rows, spends most of its time here."""
+    [rows, outputs], contiguous. A batch of decodes, with few rows, spends most of its time here."""
     if x.device.type != "cpu" or x.dtype != torch.float32 or not 1 < len(x) <= _FEW_ROWS:
         return functional.linear(x, weight, bias)
     product = (weight @ x.t()).t().contiguous()

@@ -10,8 +10,8 @@ from tenuto.kernels.recurrent import SCAN_BLOCK
 def scan(
     x: torch.Tensor, steps: torch.Tensor, rates: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the recurrence token by token: the state `h` of each head becomes `exp(step * rate) * h + step * x b^T`,
-    and the head's output is `h c`.
+    """Computes the recurrence over each row's tokens: the state `h` of each head becomes `exp(step * rate) * h + step *
+    x b^T`, and the head's output is `h c`.
 
     All arrays are float32. `x` is [rows, length, heads, head_dim]. `steps`, at least 0, are [rows, length, heads], and
     `rates`, at most 0, are [heads]. `b` and `c` are [rows, length, groups, size], each for `heads / groups` consecutive
@@ -29,8 +29,8 @@ def scan(
 def _block(
     x: torch.Tensor, steps: torch.Tensor, rates: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Does what `scan` does, for all tokens at once. Heads are split into (groups, heads of a group). Letters of
-    dimensions: r rows, t and s tokens, g groups, k heads of a group, p elements of a head, n elements of the state."""
+    """Does what `scan` does, for all tokens at once. Heads are split into (groups, heads of a group). Letters in
+    `einsum`: r rows, t and s tokens, g groups, k heads of a group, p elements of a head, n elements of the state."""
     rows, length, _, head_dim = x.shape
     groups = b.shape[2]
     # Decay since the start of the block, in float64: the difference of two may be much smaller than either.

@@ -20,8 +20,8 @@ from tenuto.kernels.ragged import ragged_arange
 Longs = npt.NDArray[np.int64]
 
 QUERY_BLOCK = 128
-"""The number of queries of a block. A longer chunk attends block by block, each up to its own last token. This skips
-most of the tokens that the causal mask would hide, and bounds the mask's memory."""
+"""Maximum number of queries in a block. A longer chunk attends block by block, each only to tokens up to its last
+query. This skips most of the tokens that the causal mask would hide, and bounds the mask's memory."""
 
 _SHARE = 0.75
 _SLACK = 32
@@ -81,7 +81,7 @@ class PagedKV:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Blocks with the same number of queries that attend together.
+    """`_Blocks` as tensors on the device: query blocks that attend together.
 
     `tokens`, int64 [blocks * count], are the queries' indices in the flat batch. `pages`, int64 [blocks, pages of a
     block], are the pages that they read; they attend to the first `length` tokens of these. `mask`, [blocks, count,

@@ -13,7 +13,8 @@ from tenuto.base.plan import Ints
 from tenuto.kernels.elements import StatePart
 
 SCAN_BLOCK = 64
-"""The number of tokens that a scan computes at once; a state is passed from one such block to the next."""
+"""Number of tokens that a scan computes at once. A longer row is computed in such blocks, each from the state that the
+one before it leaves."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ def uniforms(seeds: Longs, positions: Longs) -> Floats:
 
     It is stateless: the number is element `position` of a SplitMix64 sequence (Steele, Lea and Flood, "Fast splittable
     pseudorandom number generators", OOPSLA 2014) that starts from the mixed seed. It has 52 bits, so that its product
-    with a sum is always less than the sum.
+    with a total weight is less than that total also after rounding.
     """
     step = np.uint64(0x9E3779B97F4A7C15)
     state = _mix(seeds.astype(np.uint64) + step) + (positions.astype(np.uint64) + np.uint64(1)) * step

@@ -1,1 +1,1 @@
-"""The forward pass on a CPU, in C++: compiled on the user's machine when it is first wanted."""
+"""The forward pass on a CPU, in C++: compiled on the user's machine when it is first used."""

@@ -1,4 +1,4 @@
-// Tiles of AMX: their configuration, and conversions to bfloat16.
+// AMX tiles: their configuration, and conversions to bfloat16.
 #pragma once
 
 #include "simd.h"
@@ -15,8 +15,8 @@ struct alignas(64) Config {
 // drop other stores around them.
 INLINE void compiler_barrier() { asm volatile("" : : : "memory"); }
 
-// The shapes of the tiles: for products, or for attention of some query rows to the values of one block, or of a pair
-// of blocks, at a time.
+// The configurations of the tiles: for matrix products, or for attention, which multiplies softmax weights by the
+// values of one block or of a pair of blocks at a time.
 enum Layout { NONE, MATMUL, ATTENTION, ATTENTION_TO_PAIRS };
 static thread_local Layout configured = NONE;
 static thread_local int configured_rows = 0;

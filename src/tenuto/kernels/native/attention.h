@@ -1,4 +1,4 @@
-// Attention of query rows to a span of the KV cache, by whatever is fastest for its type on this CPU.
+// Attention of query rows to a span of the KV cache, with the fastest kernel for its type on this CPU.
 #pragma once
 
 #include "attention_int8.h"
@@ -63,7 +63,7 @@ static void attend(const Span &span, const QueryRows &rows, float cap, const Spa
   }
 }
 
-// Adds the result of a query row for chunks that follow to its result so far.
+// Adds `part`, the result of a query row for the chunks that follow, to `total`, its result so far.
 static void add_partial(PartialAttention *total, const PartialAttention *part, int head_dim) {
   if (part->max_score == -INFINITY)
     return;

@@ -1,4 +1,4 @@
-// Attention by tiles of AMX: groups of 16 query rows.
+// Attention with AMX tiles: groups of 16 query rows.
 #pragma once
 
 #include <type_traits>
@@ -9,8 +9,8 @@
 namespace amx {
 
 // Prefetches the next chunk, a few cache lines at a time, while the kernel computes attention to this one. It
-// prefetches into the second cache, so that this chunk stays in the first. FEW rows are limited by memory alone, so
-// they prefetch as often as possible.
+// prefetches into the L2 cache, so that this chunk stays in L1. With FEW rows memory is the only limit, so it
+// prefetches as often as possible.
 template <bool FEW> class Prefetcher {
 public:
   // Prefetches the blocks of `span` up to the end of a chunk, or nothing if it is null.
@@ -42,7 +42,7 @@ public:
 private:
   static constexpr int LINES = FEW ? 8 : 4;
 
-  // Continues with the next memory that is contiguous: blocks of one page.
+  // Continues with the next contiguous range of memory: blocks of one page.
   __attribute__((noinline)) void next_run() {
     const Cache &cache = blocks_->cache;
     values_ = !values_ && from_ < to_ && cache.values_apart();
@@ -72,7 +72,7 @@ struct Mantissas {
 };
 static const Mantissas mantissas;
 
-// Returns the number to subtract from scores in 128ths, so that their whole parts are exponents.
+// Returns the number to subtract from scores in 128ths, so that their integer parts are the exponents of floats.
 INLINE i32x16 offsets(f32x16 base) { return nearest((base - 127.0f) * 128.0f); }
 // Returns the logarithms of softmax weights in 128ths, plus 127 * 128.
 INLINE i32x16 logarithms(const float *scores, float base, int offset) {
@@ -311,7 +311,7 @@ private:
 };
 
 // Does what `::attend` does, for head dimensions that are multiples of 32. All rows use a chunk's keys, and then its
-// values, so that these stay in the first cache.
+// values, so that these stay in the L1 cache.
 template <bool FEW> static void attend(const Span &span, const QueryRows &rows, float cap, const Span *next) {
   const Blocks &blocks = span.blocks;
   alignas(64) Scores scores;

@@ -3,9 +3,9 @@
 
 #include "kv_cache.h"
 
-// The running result of a query row (online softmax). `max_score` is a whole number of at least the highest score so
-// far, or minus infinity. `sum` is that of the softmax weights 2^(score - max_score). The memory behind it has the sum
-// of the values times their weights, float [head_dim].
+// The running result of a query row (online softmax). Scores are multiplied by log2(e), so that weights are powers of
+// 2. `max_score` is an integer not below the highest score so far, or minus infinity. `sum` is that of the softmax
+// weights 2^(score - max_score). The sum of the values times their weights, float [head_dim], follows in memory.
 //
 // Scores are computed for a chunk of blocks at a time, and the results of chunks are added in their order. A chunk's
 // result depends on `max_score` only by a power of two, so results do not depend on which thread computes which chunks.
@@ -15,16 +15,16 @@ struct PartialAttention {
 INLINE float *weighted_values(PartialAttention *p) { return (float *)(p + 8); } // 64 bytes on, for alignment
 INLINE int64_t partial_bytes(int head_dim) { return 64 + 4 * (int64_t)head_dim; }
 
-// The number of groups of 16 query rows that attend together: with tiles their results fit into the second cache, and
-// otherwise into the first.
+// The number of groups of 16 query rows that attend together: with tiles their results fit into the L2 cache, and
+// otherwise into L1.
 constexpr int MAX_GROUPS = TENUTO_AMX ? 12 : 3;
 constexpr int CHUNK = 8; // blocks whose scores are computed together
-// Keys are prefetched so many blocks ahead; one block would be too short for the CPU to predict the next.
+// Number of blocks that keys are prefetched ahead. The CPU's own prefetcher needs longer runs than one block.
 constexpr int PREFETCH_BLOCKS = 2;
 constexpr float MASKED = -INFINITY; // the score of a masked key
 
 // Query rows that attend together: of neighbouring tokens, each with the query heads that share a KV head. Queries are
-// already multiplied by the scale of the scores.
+// already multiplied by the scale of the scores and by log2(e).
 struct QueryRows {
   const PairElement *queries;          // [rows][head_dim]
   char *results;                       // a `PartialAttention` each

@@ -1,6 +1,6 @@
-// Attention to the quants of an INT8 cache, by products of integers and without unpacking. Queries and softmax weights
-// become quants of 15 and 14 bits, 128 * coarse + fine, so that they lose much less by rounding than keys and values
-// have lost. Tiles would be no faster: computing softmax weights takes longer than the products.
+// Attention to the quants of an INT8 cache with integer products, without unpacking. Queries and softmax weights are
+// rounded to quants of 15 and 14 bits, 128 * coarse + fine, so that they lose much less than keys and values have lost.
+// Tiles would be no faster: computing softmax weights takes longer than the products.
 #pragma once
 
 #include <type_traits>
@@ -8,7 +8,7 @@
 #include "attention_blocks.h"
 #include "matmul_input.h"
 
-// The highest quants.
+// The highest quants of queries and of softmax weights.
 constexpr float MAX_QUERY_QUANT = 127.0f * 128.0f, MAX_WEIGHT_QUANT = 127.0f * 129.0f;
 // Keys are stored plus 128, of which `Dot::add` subtracts `OFFSET`. The rest, times the sum of the query's quants, has
 // to be subtracted from products.
@@ -57,9 +57,9 @@ struct ChunkWeights {
 };
 
 // Does what `softmax_chunk` does, but the weights are relative to the chunk's highest score, and multiplied by the
-// scales of their values. The highest quant stands for the highest scale among the keys that the row attends to, so it
-// does not depend on other rows. This is not inlined, and other places use `fused`, so that a row's result does not
-// depend on the number of rows computed with it.
+// scales of their values. The highest quant stands for the highest scale among the keys that the row attends to.
+// A row's result must not depend on the other rows: so this is not inlined (the compiler could round differently), and
+// other places use `fused`.
 static __attribute__((noinline)) ChunkWeights softmax_chunk_int8(const float *scores, const float *value_scales,
                                                                  uint8_t *coarse, uint8_t *fine, int count,
                                                                  PartialAttention &row) {

@@ -4,7 +4,7 @@
 #include "attention.h"
 #include "dense.h"
 
-// A KV head, and `queries` tokens of a row from its token `query` on.
+// The queries of one KV head for `queries` tokens of a row, beginning with its token `query`.
 struct QueryRange {
   int row, head, query, queries;
 };
@@ -61,7 +61,7 @@ public:
     if ((int)ranges_.size() >= 8 * team) {
       for (const QueryRange &range : ranges_)
         add_tasks(range, false);
-    } else { // each member gets as many long ranges, the rest of those are divided among members, short ones by chunks
+    } else { // long ranges: equal numbers for all members, the rest divided; short ones: divided by chunks
       auto is_long = [&](const QueryRange &range) { return range.queries * queries_per_kv() >= LANES * team; };
       const int each = (int)std::count_if(ranges_.begin(), ranges_.end(), is_long) / team;
       for (int member = 0; member < team; member++) {

@@ -1,4 +1,4 @@
-// Attention to keys and values in pairs of bfloat16, by instructions of vectors.
+// Attention to keys and values in pairs of bfloat16, with vector instructions.
 #pragma once
 
 #include <type_traits>

@@ -25,9 +25,9 @@ VARIANTS = {
     "avx512": _AVX512,
     "avx2": _AVX2,
 }
-"""The CPU features of each variant, by the names that compilers have for them; the best variant first."""
+"""The CPU features that each variant of the library needs, by their names in compiler flags; the best variant first."""
 _KERNEL_NAMES = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16"}
-"""Linux's names of features, where they differ by more than `_` for `-`."""
+"""Names of features in `/proc/cpuinfo`, where they differ from those in compiler flags by more than `_` for `-`."""
 
 
 class Unavailable(Exception):
@@ -36,7 +36,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The CPU's features, by Linux's names, and the compiler or `None`: they decide which kernels can be compiled."""
+    """What decides which kernels can be compiled: the CPU's features, by Linux's names, and the compiler, if any."""
 
     features: frozenset[str]
     compiler: str | None

@@ -81,8 +81,8 @@ static void post(Workspace &work, const TenutoOp &op, Member &member) {
 }
 
 #if TENUTO_AMX
-// Does what `add` does, by tiles that start from the values to which products are added. Returns false if the operation
-// needs more than that.
+// Does what `add` does, with AMX tiles that start from the values to which products are added. Returns false if the
+// operation also has a bias, gate, scale or second matrix.
 static bool add_tiles(Workspace &work, const TenutoOp &op, Member &member) {
   constexpr int PANELS = 2; // of a task
   const Matrix &w = op.first;
@@ -121,8 +121,8 @@ static void add(Workspace &work, const TenutoOp &op, Member &member) {
              });
 }
 
-// Computes one block of an input from two neighbouring panels of gates and, unless `up` is empty, of the values that
-// they gate.
+// Computes block `block` of the next product's input from two neighbouring panels of `gate` and, unless it is empty, of
+// `up`.
 INLINE void gate_block(const Matrix &gate, const Matrix &up, int block, const TenutoOp &op, const Input &from,
                        const Input &to, int start, int end, Member &member) {
   const int panels = std::min(2, gate.panels - 2 * block);

@@ -119,7 +119,7 @@ private:
     constexpr int AT_ONCE = 2; // panels of a task
     const Input from = inner(e);
     const int tasks = (e.down->panels + AT_ONCE - 1) / AT_ONCE;
-    int known = -1; // as above
+    int known = -1; // the expert whose rows `member.outliers` describes
     for (int task; (task = work_.team.take(member.number, (int)active_.size() * tasks)) >= 0;) {
       const int expert = active_[task / tasks], start = starts_[expert];
       if (expert != known)

@@ -20,8 +20,8 @@ Floats = npt.NDArray[np.float32]
 
 
 class PanelFormat(IntEnum):
-    """A format in which panels store weights; `weight_formats.h` has the layout of each. It is named after the GGML
-    type whose weights it holds without loss.
+    """A format of weights in panels (a panel is 16 outputs of a matrix); `weight_formats.h` has the layouts. Each is
+    named after the GGML type whose weights it holds without loss.
 
     `quant_bytes` is the size of the quants of a block of 32 weights of one output, and `float16s` the number of its
     scales and minima; both are 0 for floats.
@@ -49,7 +49,7 @@ class PanelFormat(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Blocks of 32 weights of some rows.
+    """The quantized weights of some rows in blocks of 32, after `Conversion.split`.
 
     `quants` is uint8 [rows, blocks, bytes], signed in `Q8_0`. `float16s`, each [rows, blocks], are the scales and then
     the minima of a block, in the order in which panels have them.
@@ -96,16 +96,16 @@ def _q4_k(blocks: Bytes) -> Blocks:
 
 
 def _q5_k(blocks: Bytes) -> Blocks:
-    """Splits blocks as `_q4_k` does. 32 bytes before the nibbles have the fifth bits; bit i belongs to the i-th
-    eighth."""
+    """Splits blocks as `_q4_k` does. The 32 bytes before the nibbles hold the weights' fifth bits: bit i of each
+    byte belongs to block i of 32 weights."""
     fifths = _by_block(blocks[..., 16:48], 1)
     quants = np.concatenate((_k_nibbles(blocks[..., 48:]), fifths.reshape(len(blocks), -1, 4)), axis=-1)
     return Blocks(quants, _k_scales(blocks))
 
 
 def _k_nibbles(pairs: Bytes) -> Bytes:
-    """Separates blocks of 32 nibbles, of which every 32 bytes have two: one in the low halves, one in the high
-    halves."""
+    """Rearranges nibbles. In K types 32 bytes hold two blocks of 32 weights: one in the low nibbles, one in the high
+    ones. In panels each block has 16 bytes of its own."""
     halves = pairs.reshape(len(pairs), -1, 2, 16)
     first, second = halves[..., 0, :], halves[..., 1, :]
     quants = np.empty((*first.shape[:-1], 2, 16), np.uint8)
@@ -115,7 +115,8 @@ def _k_nibbles(pairs: Bytes) -> Bytes:
 
 
 def _k_scales(blocks: Bytes) -> tuple[Halves, Halves]:
-    """Returns scales and minima of Q4_K and Q5_K: six bits for each eighth of a block, times a float16 of the block."""
+    """Returns scales and minima of the blocks of 32 weights in Q4_K and Q5_K: six bits each, times a float16 that eight
+    blocks share."""
     first, second, third = (blocks[..., at : at + 4] for at in (4, 8, 12))
     scales = np.concatenate((first & 63, third & 15 | first >> 6 << 4), axis=-1)
     minima = np.concatenate((second & 63, third >> 4 | second >> 6 << 4), axis=-1)
@@ -124,7 +125,8 @@ def _k_scales(blocks: Bytes) -> tuple[Halves, Halves]:
 
 
 def _q6_k(blocks: Bytes) -> Blocks:
-    """Splits blocks of Q6_K. Each half of a block has 64 bytes of nibbles and 32 bytes of higher bits."""
+    """Splits blocks of Q6_K: for each half of the 256 weights, 64 bytes of nibbles and 32 bytes with the two higher
+    bits."""
     shape = blocks.shape[:-1]
     nibbles = _k_nibbles(blocks[..., :128]).reshape(*shape, 2, 2, 2, 16).swapaxes(-3, -2)
     high = _by_block(blocks[..., 128:192].reshape(*shape, 2, 2, 16), 2).swapaxes(-3, -2)
@@ -135,8 +137,9 @@ def _q6_k(blocks: Bytes) -> Blocks:
 
 
 def _by_block(data: Bytes, bits: int) -> Bytes:
-    """Separates blocks whose weights have `bits` bits each in the same bytes, uint8 [..., weights]. Returns uint8 [...,
-    blocks, 4]: byte i has the bits of weights i, 4 + i and so on, from the lowest bits upwards."""
+    """Rearranges bits. Byte w of `data`, uint8 [..., weights], holds `bits` bits of weight w of several blocks, the
+    first block's lowest. Returns uint8 [..., blocks, 4]: byte i holds those of weights i, 4 + i and so on, the first
+    lowest."""
     quads, mask = data.view(np.uint32), np.uint32(0x01010101 * (2**bits - 1))
     shifts = np.arange(0, 8, bits, dtype=np.uint32)
     found = np.zeros((*quads.shape[:-1], len(shifts)), np.uint32)
@@ -151,7 +154,7 @@ def _half(blocks: Bytes, at: int) -> Halves:
 
 
 def _flat(values: Floats | Halves) -> Halves:
-    """Reshapes [rows, blocks, n] to [rows, n * blocks]."""
+    """Reshapes [rows, blocks, n] to [rows, blocks * n], and rounds to float16."""
     return values.reshape(len(values), -1).astype(np.float16)
 
 

@@ -61,12 +61,12 @@ struct TenutoAttention {
 };
 
 // A recurrent layer: layer number `layer` of its memory group. Each of `heads` heads has a state, float [state_size]
-// [head_dim]. Heads form `groups` groups, which share the vectors of `state_size` elements that write to the state and
-// read from it. The convolution has weights, float [kernel][conv_channels], and a bias, float [conv_channels] or null.
-// `*_column` is the first column, among the projected ones, of the convolution's inputs, of the output gate, of each
-// head's time step or decay, and (DELTA) of each head's write strength. `rates`, `step_bias` and `skip` are float
-// [heads]. The norm, float [heads * head_dim] or null, normalises `norm_groups` equal parts, after the gate if
-// `gate_first`. Gates and steps are multiplied by `gate_scale` and `step_scale`.
+// [head_dim]. The heads of each of `groups` groups share the vectors of `state_size` elements that write to the state
+// (B, keys) and read from it (C, queries). The convolution has weights, float [kernel][conv_channels], and a bias,
+// float [conv_channels] or null. `*_column` is the first column, among the projected ones, of the convolution's inputs,
+// of the output gate, of each head's time step or decay, and (DELTA) of each head's write strength. `rates`,
+// `step_bias` and `skip` are float [heads]. The norm, float [heads * head_dim] or null, normalises `norm_groups` equal
+// parts, after the gate if `gate_first`. Gates and steps are multiplied by `gate_scale` and `step_scale`.
 struct TenutoRecurrent {
   int32_t group, layer, heads, head_dim, groups, state_size, kernel;
   int32_t conv_column, gate_column, step_column, write_column;
@@ -87,8 +87,8 @@ struct TenutoExperts {
   const Matrix *gate, *up, *down;
 };
 
-// An operation. x and y are float [tokens][hidden]; y is zero between layers. A and B are inputs of products; P, float,
-// has the results of PROJECT.
+// An operation. x, the residual stream, and y are float [tokens][hidden]; y collects outputs until POST and is zero
+// between layers. A and B are inputs of products; P, float, has the results of PROJECT.
 //   EMBED      x = scale * rows of `first`.
 //   NORM       A = x / rms(x) * norm.
 //   QKV        queries, keys and values = A times first, second and third; rotated. Keys and values go to the cache.

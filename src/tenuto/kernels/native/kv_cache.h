@@ -30,9 +30,9 @@ struct Cache {
     const int64_t first = ((int64_t)layer * kv_heads + head) * blocks * block_bytes();
     return data + page * page_bytes() + first + index * run_bytes();
   }
-  // Returns the distance of a block's values from its keys.
+  // Returns the distance, in bytes, of a block's values from its keys.
   int64_t to_values() const;
-  // Returns the distance of a page's blocks.
+  // Returns the distance, in bytes, of neighbouring blocks of a page.
   int64_t run_bytes() const { return type != KvType::BF16 ? block_bytes() : block_bytes() / 2; }
   // Returns whether the values of a page's blocks follow each other, behind the keys of all its blocks, so that a tile
   // can load those of two blocks. In other types each block has its values behind its own keys.
@@ -105,8 +105,8 @@ struct KvInt8 {
   }
 
 private:
-  // Sets the scale of the quants of `count` numbers: the highest |x| / 127, rounded up, or 0 if that is negligible.
-  // Returns its inverse.
+  // Sets the scale for the quants of `count` numbers: the highest |x| / 127, rounded up to bfloat16, or 0 if that is
+  // negligible. Returns the inverse of the scale, or 0.
   static float set_scale(uint16_t *scale, const float *v, int count) {
     f32x16 most = {};
     for (int d = 0; d < count; d += LANES)
@@ -119,7 +119,7 @@ private:
   }
 };
 
-// Calls `use` with an object of the struct of `type`.
+// Calls `use` with an object of the struct for `type`, so that `use` is compiled for each.
 template <class Use> INLINE void with_kv_type(KvType type, Use use) {
   if (type == KvType::INT8)
     return use(KvInt8());

@@ -216,7 +216,7 @@ class SamplingOptions(ctypes.Structure):
 
 
 class Draws(ctypes.Structure):
-    """Tokens to sample."""
+    """The arguments of one call that samples tokens."""
 
     _fields_ = (
         ("rows", c_int32),
@@ -229,7 +229,7 @@ class Draws(ctypes.Structure):
 
 
 class Library:
-    """A loaded library. Calls release the GIL."""
+    """The native kernels, loaded from a compiled library. Calls release the GIL."""
 
     def __init__(self, path: Path) -> None:
         """Raises `Unavailable` if it cannot be loaded, or if the system does not permit AMX."""

@@ -1,4 +1,4 @@
-// Products of weight matrices and input rows, by whatever is fastest for their formats on this CPU.
+// Products of weight matrices and input rows, with the fastest kernel for their formats on this CPU.
 #pragma once
 
 #include "matmul_simd.h"

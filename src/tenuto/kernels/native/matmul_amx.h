@@ -1,5 +1,5 @@
-// Products by tiles of AMX, of bfloat16: quantized weights are unpacked first. For a few rows unpacking takes longer
-// than tiles save, so `input_type` gives those to the other kernels. A tile of inputs has 16 rows, one of weights 16
+// Products with AMX tiles, of bfloat16: quantized weights are unpacked first. For a few rows unpacking takes longer
+// than tiles save, so `input_type` leaves those to the other kernels. A tile of inputs has 16 rows, one of weights 16
 // outputs.
 #pragma once
 
@@ -13,7 +13,8 @@ namespace amx {
 // Unpacks block `b` of a quantized panel to bfloat16, in the layout of `BF16`, and prefetches as many bytes further on.
 // Masking the bits of a quant where they lie within a mantissa gives the float 1 + q / 2^n; scale and minimum are
 // adjusted to that. For a while after a tile instruction multiplications have only one port, as shifts always have, so
-// there are few shifts. `between` is called with 0, 1, 2 and 3 after each quarter.
+// there are few shifts. `between(q)` is called after quarter q, 0 to 3, so that the caller can mix in tile
+// instructions.
 template <class Format, class Use>
 INLINE void unpack_quants(const uint8_t *panel, int blocks, int b, uint8_t *out, Use between) {
   constexpr int BYTES_A_BLOCK = Format::BLOCK_BYTES;
@@ -95,7 +96,7 @@ enum Tile { FIRST_A = 0, FIRST_B = 1, SECOND_A = 2, SECOND_B = 3 };
 
 // Adds to these tiles the products of block `k` of tiles `tile` and, with `two`, `tile + 1` of `x` and the unpacked
 // blocks `a` and `b`. This has eight parts; parts `from` to `to` are done. With MANY rows, these are loaded so that
-// they do not push the panels out of the first cache.
+// they do not push the panels out of the L1 cache.
 template <bool MANY>
 INLINE void multiply(const uint8_t *a, const uint8_t *b, const Input &x, int tile, bool two, int k, int from, int to) {
   const PairElement *first = x.pairs + ((int64_t)tile * x.blocks + k) * LANES * BLOCK,
@@ -231,7 +232,7 @@ static void few_rows(const uint8_t *a, const uint8_t *b, const Input &x, int fir
   corner.end();
 }
 
-// Does the same for many rows, in pieces of the panels that stay in the first cache when unpacked.
+// Does the same for many rows, in pieces of the panels that stay in the L1 cache when unpacked.
 template <class Format>
 static void many_rows(const uint8_t *a, const uint8_t *b, const Input &x, int first, int last, const Target &target,
                       bool added, uint8_t *buffer) {

@@ -1,12 +1,12 @@
-// Products of a panel of weights and a few input rows, by instructions of vectors.
+// Products of a panel of weights and a few input rows, with vector instructions.
 #pragma once
 
 #include <type_traits>
 
 #include "matmul_input.h"
 
-// Weights are prefetched so many bytes ahead, into the second cache; a panel's scales and the next panel follow without
-// a gap.
+// Number of bytes that weights are prefetched ahead, into the L2 cache, across panels: a panel's scales and the next
+// panel follow without a gap.
 constexpr int PREFETCH_DISTANCE = 24576;
 
 // Adds the product of a block of a quantized panel and a block of an input row to `acc`. All kernels below add in this

@@ -14,7 +14,7 @@ public:
   Memory &operator=(const Memory &) = delete;
   ~Memory() { release(); }
 
-  // Replaces the memory. Raises std::bad_alloc.
+  // Replaces the memory. Throws std::bad_alloc.
   void resize(int64_t bytes) {
     release();
     if (bytes == 0)

@@ -76,13 +76,13 @@ def pack_quantized(data: Bytes, kind: GGMLQuantizationType, arena: Arena) -> Mat
 
 
 def _stride(panel_format: PanelFormat, count: int) -> int:
-    """Returns the size of a quantized panel of `count` blocks."""
+    """Returns the size, in bytes, of a quantized panel of `count` blocks."""
     block_bytes = panel_format.quant_bytes + 2 * panel_format.float16s
     return -(-count * LANES * block_bytes // 64) * 64
 
 
 def _fill(panels: Bytes, blocks: Blocks) -> None:
-    """Copies the blocks of 16 rows into each of `panels`."""
+    """Copies `blocks` into `panels`, 16 rows into each."""
     _, count, size = blocks.quants.shape
     end = count * LANES * size
     quads = blocks.quants.view(np.uint32).reshape(len(panels), LANES, count, size // 4).transpose(0, 2, 3, 1)

@@ -16,8 +16,8 @@ _ROWS = 8
 
 
 def sample(library: Library, forward: int, logits: Singles, choice: Choice, masks: Masks | None = None) -> Longs:
-    """Does what `kernels.torch_sampling.mask` and `sample` do, in float32, with the threads of `forward`. That is an
-    open forward pass of `library` with the vocabulary of `logits`. Masks change the logits if they are contiguous."""
+    """Does what `kernels.torch_sampling.mask` and `sample` do, in float32, with the threads of `forward`, an open
+    forward pass of `library` with the same vocabulary. Masks overwrite `logits`, unless they are not contiguous."""
     logits, tokens = np.ascontiguousarray(logits), np.empty(len(logits), np.int32)
     options = np.empty(len(logits), _OPTIONS)
     for name in _OPTIONS.names or ():

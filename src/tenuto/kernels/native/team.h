@@ -17,7 +17,7 @@
 
 class Team {
 public:
-  // Raises std::system_error if a thread cannot be started.
+  // Throws std::system_error if a thread cannot be started.
   explicit Team(int size) : size_(size), shares_(size) {
     try {
       for (int i = 1; i < size; i++)
@@ -32,7 +32,7 @@ public:
 
   int size() const { return size_; }
 
-  // Returns the time since some fixed moment.
+  // Returns seconds since a fixed moment, unaffected by changes of the clock.
   static double seconds() {
     timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -80,7 +80,7 @@ public:
     for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) {
       _mm_pause();
       if (spins > 300)
-        sched_yield(); // the last member may need a core that another process has
+        sched_yield(); // the last member may be waiting for a core
     }
   }
 

@@ -56,9 +56,8 @@ struct Q5_1 : Quantized<5, 5 * 64, 1, true> {
   }
 };
 
-// Nibbles, and then two vectors of the two higher bits: bits 2 j and 2 j + 1 of byte i of vector h belong to q[16 h + 4
-// j
-// + i].
+// Nibbles, and then two vectors of the two higher bits: those of weight 16 h + 4 j + i are bits 2 j and 2 j + 1 of byte
+// i of vector h.
 struct Q6_K : Quantized<6, 6 * 64, 2, false> {
   INLINE u32x16 quads(const uint8_t *block, int j) {
     const u32x16 low = nibbles(block, j);
@@ -96,7 +95,7 @@ struct F32 {
   INLINE float weight(const uint8_t *block, int k, int lane) { return load<float>(block + k * 64 + lane * 4); }
 };
 
-// Calls `use` with an object of the struct of `format`.
+// Calls `use` with an object of the struct for `format`, so that `use` is compiled for each.
 template <class Use> INLINE void with_format(PanelFormat format, Use use) {
   switch (format) {
   case PanelFormat::Q4_0:

@@ -50,7 +50,7 @@ struct Widths {
   int hidden = 0, input = 0, projected = 0, conv_channels = 0, recurrent_output = 0, attention_output = 0, queries = 0,
       rotation = 0;
   int head_dim = 0;   // of an attention layer
-  bool apart = false; // whether there is a y
+  bool apart = false; // whether an operation uses y
 };
 
 class Workspace {
@@ -88,7 +88,7 @@ public:
   const int32_t *pages(int group, int row) const {
     return step->groups[group].table + step->row_ids[row] * step->groups[group].width;
   }
-  // Returns the type of all tokens' rows for products with a matrix of `format`.
+  // Returns the number format of the input rows of all tokens for products with a matrix of `format`.
   InputType type(PanelFormat format) const { return input_type(format, step->tokens_count); }
   // The inputs of products, A and B.
   Input a(const Matrix &w) const { return a_.view(w.inputs, type(w.format)); }
@@ -104,15 +104,15 @@ public:
   float *recurrent_output(int token) const { return at(recurrent_output_, token, widths.recurrent_output); }
   float *attention_output(int token) const { return at(attention_output_, token, widths.attention_output); }
   float *gates(int token) const { return at(gates_, token, widths.attention_output); }
-  // Returns the queries of a token that share a KV head, followed by those of the step's next token.
+  // Returns the queries of a token for one KV head; those of the step's next token follow.
   PairElement *query(int token, int kv_head, int queries_per_kv, int dim) const {
     return queries_.as<PairElement>() + ((int64_t)kv_head * step->tokens_count + token) * queries_per_kv * dim;
   }
   // Returns the cosines, and then the sines, of a token's angles.
   float *rotation(int token, int rope) const { return at(rotation_, token, widths.rotation) + rotations_[rope]; }
 
-  // Returns the runs in which products take `rows` rows: enough for each thread to keep its own rows, unless the runs
-  // would be short.
+  // Divides `rows` rows into the runs in which products take them: a multiple of the number of threads, so that each
+  // keeps its own rows, unless the runs would be short.
   Runs runs(int rows) const {
     const Runs least(rows), even(rows, round_up(least.count, team.size()));
     return rows < even.count * ROWS_AT_ONCE / 2 ? least : even;
@@ -165,7 +165,7 @@ private:
   static int tasks(const Matrix &w, int at_once) { return (w.panels + at_once - 1) / at_once; }
   static float *at(const Memory &memory, int token, int width) { return memory.as<float>() + (int64_t)token * width; }
 
-  // Widens the buffers for an operation.
+  // Increases the widths to those that an operation needs.
   void widen(const TenutoOp &op) {
     Widths &w = widths;
     for (const Matrix *matrix : {&op.first, &op.second, &op.third})
