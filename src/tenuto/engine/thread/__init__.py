@@ -1,1 +1,1 @@
-"""The thread that runs an engine: commands in, acknowledged changes out."""
+"""The thread that runs an engine: it executes commands and reports acknowledged changes."""

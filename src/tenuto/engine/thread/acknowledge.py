@@ -1,4 +1,4 @@
-"""Acknowledgement: what shows a session's changes is told only once they are durable, in their order."""
+"""Acknowledgement: reports that show changes of sessions are held back until these are durable, and sent in order."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from tenuto.base.wire.messages import Stopped
 from tenuto.session.changes import Change
 
 Tell = Callable[[TenutoError | None], None]
-"""Tells what has been held back, or that it cannot be told, and why."""
+"""Sends a report that was held back, or an error with the reason why it cannot be sent."""
 
 
 class Acknowledger(Protocol):
-    """Says which changes are durable, so that those who wait for them may be told."""
+    """Determines which changes are durable, so that they may be reported."""
 
     def acknowledge(self, changes: Sequence[Change]) -> int:
-        """Take `changes`, which have just happened, in order, and return how many changes in all, counted from the
-        first ever, are durable by now. The number never falls.
+        """Takes new `changes`, in order, and returns the total number of changes, counted from the first ever, that are
+        durable by now. The number never falls.
 
         Called in the engine's thread after commands and after every step, even without new changes; it must not block.
         Another thread that makes more changes durable later calls `EngineLoop.wake`.
 
-        Raises `NotAcknowledged` while the remaining changes cannot become durable; `changes` are taken even then, and
+        Raises `NotAcknowledged` while the remaining changes cannot become durable. `changes` are taken even then, and
         count once it returns again."""
         ...
 
 
 class AtOnce:
-    """Every change counts as durable at once."""
+    """An `Acknowledger` for which every change is durable at once."""
 
     def __init__(self) -> None:
         self._changes = 0
@@ -41,31 +41,31 @@ class AtOnce:
 
 
 class Announcer:
-    """Holds back what shows a change until the change is acknowledged, and tells everything in order.
+    """Holds back reports that show a change until the change is acknowledged, and sends all reports in order.
 
-    While changes cannot be acknowledged, whatever shows one is refused with `NotAcknowledged`: it is in memory, but may
-    not last.
+    While changes cannot be acknowledged, `NotAcknowledged` is sent in place of reports that show one: the change is in
+    memory, but may not last.
     """
 
     def __init__(self, acknowledger: Acknowledger) -> None:
-        self.failure: NotAcknowledged | None = None  # why changes cannot be acknowledged now
+        self.failure: NotAcknowledged | None = None  # the reason why changes cannot be acknowledged now
         self._acknowledger = acknowledger
-        self._new: list[Change] = []  # not yet given to the acknowledger
+        self._new: list[Change] = []  # changes not yet given to the acknowledger
         self._changes = 0
         self._acknowledged = 0
-        self._held: deque[tuple[int, Tell]] = deque()  # each with the number of changes before it
+        self._held: deque[tuple[int, Tell]] = deque()  # reports, each with the number of changes before it
 
     def changed(self, change: Change) -> None:
-        """A change has just happened, after all earlier calls'."""
+        """Adds a change; changes are added in the order in which they happen."""
         self._new.append(change)
         self._changes += 1
 
     def hold(self, tell: Tell) -> None:
-        """Call `tell` once every change up to now is acknowledged, and what was held before has been told."""
+        """Holds a report: calls `tell` once all changes so far are acknowledged and all earlier reports are sent."""
         self._held.append((self._changes, tell))
 
     def advance(self) -> None:
-        """Tell what may be told by now."""
+        """Sends the reports whose changes are acknowledged by now."""
         if self._acknowledged < self._changes:
             self._ask()
         while self._held and (self._held[0][0] <= self._acknowledged or self.failure is not None):
@@ -81,11 +81,11 @@ class Announcer:
             return
         if not self._acknowledged <= acknowledged <= self._changes:
             raise InvariantError(
-                f"{acknowledged} changes are acknowledged; there are {self._changes}, and {self._acknowledged} were"
+                f"{acknowledged} changes are acknowledged; allowed: {self._acknowledged} to {self._changes}"
             )
         self._acknowledged, self.failure = acknowledged, None
 
     def stop(self, stopped: Stopped) -> None:
-        """Nothing more will be acknowledged: whoever waits is told that the engine has stopped."""
+        """Sends an error in place of all held reports, because the engine has stopped."""
         while self._held:
             self._held.popleft()[1](stopped.interrupted())

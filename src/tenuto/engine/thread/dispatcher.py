@@ -1,4 +1,4 @@
-"""The one way into an engine: every operation is a typed command, checked and carried out here."""
+"""The dispatcher checks and executes typed commands, through which all operations reach an engine."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ from tenuto.text.chat import Conversation
 T = TypeVar("T")
 
 MAX_LISTED = 1000
-"""Sessions or turns on one page."""
+"""The most sessions or turns on one page."""
 
 Versioned = StartTurn | Draft | Fork | Trim | Rewind | CloseSession
 Limited = StartTurn | Draft | Fork | Trim | OpenSession | ImportSession
 
 
 class Dispatcher:
-    """Carries out commands, in the engine's thread. A command either does what it says and is answered, or is refused
-    with a `TenutoError` and has changed nothing.
+    """Executes commands in the engine's thread. A command either succeeds and is answered, or is rejected with a
+    `TenutoError` and has changed nothing.
 
-    A command that brings input is given it as tokens, `prepared` outside the engine's thread against a `Basis`.
+    The input of a command is `prepared` as tokens outside the engine's thread, against a `Basis`.
     """
 
     def __init__(self, engine: Engine, renderer: Renderer) -> None:
@@ -68,17 +68,17 @@ class Dispatcher:
         self._renderer = renderer
 
     def execute(self, command: Request[T], prepared: Prepared | None = None) -> T:
-        """The answer. Besides what a command is refused for, raises `Outdated` if its input was prepared against a
-        basis that has changed."""
+        """Executes a command and returns its answer. Raises the errors for which commands are rejected, and `Outdated`
+        if the input was prepared against a basis that has changed."""
         leaving = self.check(command)
         answer: T = self._execute(command, prepared)
         self._engine.sessions.leave_device(leaving)
         return answer
 
     def check(self, command: Request[Any]) -> list[Session]:
-        """What a command is refused for whatever its input is; changes nothing. Returns the idle sessions that leave
-        the device if it is carried out. Raises `NotFound`, `VersionMismatch` if the session has changed since the
-        version that the command names, and `LimitReached` if the tenant may not have more."""
+        """Checks a command without its input; changes nothing. Returns the idle sessions that leave the device if the
+        command is executed. Raises `NotFound`, `VersionMismatch` if the session has changed since the version that the
+        command names, and `LimitReached` if the command would exceed a limit of the tenant."""
         if isinstance(command, Versioned) and command.session is not None:
             session = self._session(command.tenant, command.session)
             if command.version is not None and session.version != command.version:
@@ -135,16 +135,16 @@ class Dispatcher:
             )
 
     def basis(self, command: StartTurn | Draft) -> Basis:
-        """What the command's input is to be prepared against. Raises as `check`."""
+        """Returns the basis against which to prepare the command's input. Raises the errors of `check`."""
         self.check(command)
         return self._basis(command)
 
     def guess(self, command: StartTurn | Draft) -> Basis | None:
-        """As `basis`, for any thread and without a check: what it returns may have changed meanwhile, or never have
-        been so, and `execute` will tell. `None` if there is nothing to go by."""
+        """Returns the basis without any check; for any thread. The basis may be outdated or inconsistent, in which case
+        `execute` raises `Outdated`. Returns `None` if the session cannot be read."""
         try:
             return self._basis(command)
-        except (NotFound, LookupError):  # it changes while it is read
+        except (NotFound, LookupError):  # the session may change while it is read
             return None
 
     def _basis(self, command: StartTurn | Draft) -> Basis:
@@ -163,7 +163,7 @@ class Dispatcher:
 
     @singledispatchmethod
     def _execute(self, command: Request[Any], _: Prepared | None) -> Any:
-        raise InvalidRequest(f"there is no answer to {type(command).__name__}")
+        raise InvalidRequest(f"{type(command).__name__} is not a known command")
 
     # -- sessions
 
@@ -213,7 +213,8 @@ class Dispatcher:
 
     @_execute.register
     def _(self, command: Trim, _: None) -> SessionInfo:
-        """What of the turns stands at the child's start is shared in memory, the rest is computed when it is wanted."""
+        """Makes a session of chosen turns. The leading ones that keep their numbers are forked and share memory; the
+        others are added as tokens, which are computed when needed."""
         session = self._of(command)
         numbers = _ascending(command.turns, len(session.records))
         check_pick(session, numbers)
@@ -265,7 +266,7 @@ class Dispatcher:
 
     def _regenerate(self, command: StartTurn, prepared: Prepared | None) -> Turn:
         if command.session is None:
-            raise InvalidRequest("there is nothing to generate again; name a session")
+            raise InvalidRequest("regenerate has no session; name the session whose last turn is to be regenerated")
         session = self._session(command.tenant, command.session)
         params = self._with_stops(command.params, session.conversation)
         constraint = prepared.constraint if prepared is not None else None
@@ -315,7 +316,7 @@ class Dispatcher:
             raise Outdated
 
     def _with_stops(self, params: TurnParams, conversation: Conversation | None) -> TurnParams:
-        """In a conversation, what ends an answer ends the turn."""
+        """Adds the conversation's end-of-turn tokens to the stop ids."""
         if params.ignore_eos:
             return params
         return replace(params, stop_ids=(*params.stop_ids, *self._renderer.stop_ids(conversation)))

@@ -1,4 +1,4 @@
-"""Changes become durable in a thread of its own: one flush serves all that wait."""
+"""The thread that makes changes durable; one flush covers all waiting changes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ RETRY_SECONDS = 1.0
 
 
 class JournalWriter:
-    """An `Acknowledger` that has every change written to a journal. While writing fails nothing is acknowledged, and
-    what has not been written is tried again every `RETRY_SECONDS`."""
+    """An `Acknowledger` that writes every change to a journal. While writing fails, no change is acknowledged, and
+    unwritten changes are tried again every `RETRY_SECONDS`."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -33,12 +33,12 @@ class JournalWriter:
         self._thread = threading.Thread(target=self._run, name="tenuto-journal", daemon=True)
 
     def start(self, wake: Callable[[], None]) -> None:
-        """Begin to write; `wake` is called whenever more is durable, or writing fails, or no longer does."""
+        """Begins to write; `wake` is called when more changes are durable, or writing begins or ceases to fail."""
         self._wake = wake
         self._thread.start()
 
     def acknowledge(self, changes: Sequence[Change]) -> int:
-        """See `Acknowledger`."""
+        """Implements `Acknowledger.acknowledge`."""
         with self._changed:
             if changes:
                 self._waiting.extend(changes)
@@ -48,7 +48,7 @@ class JournalWriter:
             return self._durable
 
     def close(self) -> None:
-        """Write what waits, as far as that is possible, and close the journal."""
+        """Writes waiting changes, if possible, and closes the journal."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -59,7 +59,7 @@ class JournalWriter:
         while changes := self._next():
             try:
                 self._journal.write(changes)
-            except Exception as error:  # noqa: BLE001 - whatever it is, nothing is acknowledged until it has passed
+            except Exception as error:  # noqa: BLE001 - any error is retried; nothing is acknowledged meanwhile
                 if not self._failed(error):
                     return
             else:
@@ -67,15 +67,15 @@ class JournalWriter:
                 self._tidy()
 
     def _tidy(self) -> None:
-        """Give free space back, as long as no change waits."""
+        """Gives free space back to the file system as long as no change waits."""
         try:
             while not (self._waiting or self._closed) and self._journal.tidy():
                 pass
-        except sqlite3.Error as error:  # nothing is lost by it, and the next write tries again
+        except sqlite3.Error as error:  # no data is lost, and it is tried again after the next write
             log.warning("the journal %s could not be made smaller: %s", self._journal.path, error)
 
     def _next(self) -> list[Change]:
-        """Wait for changes; none when there are no more to come."""
+        """Waits for changes and returns them; the list is empty once the writer is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             return self._waiting[:]
@@ -90,12 +90,12 @@ class JournalWriter:
         self._tell()
 
     def _failed(self, error: Exception) -> bool:
-        """Whether to try again."""
+        """Reports the failure and waits. Returns whether to try again."""
         reason = f"the journal {self._journal.path} cannot be written: {str(error) or type(error).__name__}"
         details = None if isinstance(error, sqlite3.Error) else error
         with self._changed:
             if self._failure is None:
-                log.error("%s; nothing is acknowledged until it can", reason, exc_info=details)
+                log.error("%s; no change is acknowledged until then", reason, exc_info=details)
             self._failure = reason
         self._tell()
         until = monotonic() + RETRY_SECONDS

@@ -1,4 +1,4 @@
-"""Runs an engine in a thread of its own. Commands are answered by futures; turns report to subscribers."""
+"""The loop that runs an engine in a separate thread. Futures answer commands; turns report to subscribers."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ log = logging.getLogger("tenuto.engine")
 T = TypeVar("T")
 
 IDLE_SECONDS = 0.1
-"""How often an idle engine looks at the clock, and so the precision of deadlines and idle timeouts."""
+"""The interval at which an idle engine checks the clock, and so the precision of deadlines and idle timeouts."""
 
 
 Subscriber = Callable[[Delta | TenutoError], None]
 """Called in the engine's thread with every delta of a turn, the last of which has its result, or with the error that
-prevented the turn from starting or stopped the engine. It must not block. If it raises, its reader is taken to be gone,
-and the turn is aborted."""
+prevented the turn from starting or stopped the engine. It must not block. If it raises, the loop treats its reader as
+gone, and aborts the turn."""
 
 
 class EngineLoop:
-    """Owns `engine`, which no other thread may touch from now on. The engine's thread calls `after_round` after each
+    """Owns `engine`, which no other thread may use from now on. The engine's thread calls `after_round` after each
     batch of commands and after each step's events are published. It calls `on_stop` once, after the last step, when all
     waiting callers have been answered.
 
-    A change of a session is reported only when `acknowledger` confirms it, in the order of changes. This holds for a
-    committed turn's last delta, and for every `execute` that made the change or ran after it; a turn started since then
-    reports nothing before that. While changes cannot be acknowledged, callers that wait for one get `NotAcknowledged`,
-    and `execute` refuses work that does not end something."""
+    A change of a session is reported only after `acknowledger` confirms it, in the order of changes. This applies to a
+    committed turn's last delta, and to every `execute` that made the change or ran after it; a turn started after the
+    change also reports only then. While changes cannot be acknowledged, waiting callers get `NotAcknowledged`, and
+    `execute` rejects work unless it ends a turn or a session."""
 
     def __init__(
         self,
@@ -59,17 +59,17 @@ class EngineLoop:
         self._on_stop = on_stop
         self._after_round = after_round
         self._commands: SimpleQueue[_Command[object] | None] = SimpleQueue()
-        self._audits: list[Future[AuditReport]] = []  # awaited; the engine's thread alone
-        self._subscriptions: dict[int, _Subscription] = {}  # by turn number; the engine's thread alone
-        self._opened: list[Turn] = []  # subscribed to by the command being carried out
+        self._audits: list[Future[AuditReport]] = []  # outstanding; used only in the engine's thread
+        self._subscriptions: dict[int, _Subscription] = {}  # by turn number; used only in the engine's thread
+        self._opened: list[Turn] = []  # the turns to which the current command has subscribed
         self.stopped: Stopped | None = None  # set once, under the lock
-        self._lock = threading.RLock()  # reentrant: a finalizer may post in the middle of anything
+        self._lock = threading.RLock()  # reentrant, since a finalizer may post at any point
         engine.idle_memory.on_copied(self.wake)
         self._thread = threading.Thread(target=self._run, name="tenuto-engine", daemon=True)
         self._thread.start()
 
     def call(self, work: Callable[[Engine], T]) -> Future[T]:
-        """Run `work` in the engine's thread, between two steps. The future gets its result or its error at once, so
+        """Runs `work` in the engine's thread, between two steps. The future gets its result or its error at once, so
         `work` must not show the state of sessions. Raises `EngineStopped`."""
         future: Future[T] = Future()
         self._post(_Command(work, future))
@@ -78,9 +78,10 @@ class EngineLoop:
     def execute(
         self, work: Callable[[Engine], T], then: Callable[[Future[T]], None] | None = None, *, ends: bool = False
     ) -> Future[T]:
-        """As `call`, for work that changes sessions or shows their state. The future gets the result once all earlier
-        changes and its own are acknowledged. While changes cannot be acknowledged, the work is refused unless it `ends`
-        something. `then` is called with the future when that is done, before turns that `work` started report."""
+        """Runs `work` like `call`; for work that changes sessions or shows their state. The future gets the result once
+        all earlier changes and its own are acknowledged. While changes cannot be acknowledged, the work is rejected
+        unless it `ends` a turn or a session. `then` is called with the completed future, before turns that `work`
+        started report."""
         future: Future[T] = Future()
         if then is not None:
             future.add_done_callback(then)
@@ -88,19 +89,19 @@ class EngineLoop:
         return future
 
     def subscribe(self, turn: Turn, subscriber: Subscriber) -> None:
-        """Report the turn's deltas to `subscriber`, after the command that opened the turn is answered. To be called in
-        the engine's thread, by that command."""
+        """Reports the turn's deltas to `subscriber`, after the command that opened the turn is answered. Called in the
+        engine's thread, by that command."""
         self._subscriptions[turn.number] = _Subscription(turn, subscriber)
         self._opened.append(turn)
 
     def wake(self) -> None:
-        """Tell the loop that more changes are durable, or can be made durable again, or that a copy has ended. Any
-        thread may call it."""
+        """Wakes the loop after more changes are durable, or can be made durable again, or after a copy has ended. Any
+        thread may call this."""
         with suppress(EngineStopped):
             self.call(lambda _: None)
 
     def audit(self) -> Future[AuditReport]:
-        """Recount as `Engine.audit` does, but spread over the coming steps so that none is delayed. Raises
+        """Recounts as `Engine.audit` does, but spread over the coming steps so that no step is delayed. Raises
         `EngineStopped`, as does the future if the engine stops first."""
         asked: Future[AuditReport] = Future()
         asked.set_running_or_notify_cancel()
@@ -121,15 +122,15 @@ class EngineLoop:
         return asked
 
     def close(self) -> None:
-        """Stop after the step in progress, and wait until it has ended. Pending futures and subscribers get
+        """Stops after the step in progress, and waits until it has ended. Pending futures and subscribers get
         `EngineStopped`."""
         self.request_stop()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def request_stop(self) -> None:
-        """Stop after the step in progress, without waiting for it: finalizers call this, and may run in a thread that
-        the step needs."""
+        """Stops after the step in progress, without waiting for it; for finalizers, which may run in a thread that the
+        step needs."""
         with self._lock:
             if self.stopped is None:
                 self._commands.put(None)
@@ -164,10 +165,10 @@ class EngineLoop:
         self._stop(stopped)
 
     def _obey(self, wait: float) -> bool:
-        """Run the commands queued so far, waiting up to `wait` seconds for the first. Returns False to stop."""
+        """Runs the commands queued so far, waiting up to `wait` seconds for the first. Returns False to stop."""
         try:
             command = self._commands.get(timeout=wait) if wait else self._commands.get_nowait()
-            waiting = self._commands.qsize()  # later ones wait for the next step
+            waiting = self._commands.qsize()  # later commands wait for the next step
             while command is not None:
                 self._carry_out(command)
                 if waiting == 0:
@@ -179,7 +180,7 @@ class EngineLoop:
         return False
 
     def _carry_out(self, command: _Command[object]) -> None:
-        """Run a command. Turns that it ended report before it is answered, turns that it started after."""
+        """Runs a command. Turns that it ended report before it is answered, and turns that it started after that."""
         try:
             answer = command.run(self._engine)
         finally:
@@ -200,7 +201,7 @@ class EngineLoop:
         self._announcer.advance()
 
     def _open(self, turn: Turn, refusal: TenutoError | None) -> None:
-        """Let a turn report, now that the command that started it is answered."""
+        """Lets a turn report after the command that started it is answered."""
         subscription = self._subscriptions.get(turn.number)
         if subscription is None:
             return
@@ -213,7 +214,7 @@ class EngineLoop:
             self._publish(turn)
 
     def _end(self, turns: Iterable[Turn], changes: Sequence[Change]) -> None:
-        """Report ended turns, and announce changes in order: turns that committed report when acknowledged."""
+        """Reports ended turns, and announces changes in order; committed turns report when acknowledged."""
         for turn in turns:
             if turn.result is None or not turn.result.committed:
                 self._publish(turn)
@@ -231,7 +232,7 @@ class EngineLoop:
             subscription.refuse(refusal)
 
     def _publish(self, turn: Turn) -> None:
-        """Send the turn's news to its subscriber. If the subscriber is gone, an open turn is aborted."""
+        """Sends the turn's new output to its subscriber. If the subscriber is gone, aborts the turn if it is open."""
         subscription = self._subscriptions.get(turn.number)
         if subscription is None or not subscription.open:
             return
@@ -267,7 +268,7 @@ class EngineLoop:
 
 
 class _Subscription:
-    """A turn's subscriber, and how much of the turn it has received."""
+    """A turn's subscriber, and the amount of output that it has received."""
 
     __slots__ = ("_input_sent", "_sent", "_subscriber", "_turn", "open")
 
@@ -295,8 +296,8 @@ class _Subscription:
 
 
 class _Command(Generic[T]):
-    """Work for the engine's thread, and the future for its result. With an `announcer` it shows the state of sessions,
-    and is refused while changes cannot be acknowledged, unless it `ends` something."""
+    """Work for the engine's thread, and the future for its result. A command with an `announcer` shows the state of
+    sessions, and is rejected while changes cannot be acknowledged, unless it `ends` a turn or a session."""
 
     def __init__(
         self,
@@ -316,8 +317,8 @@ class _Command(Generic[T]):
         return self._announcer is not None
 
     def run(self, engine: Engine) -> Tell:
-        """Run the work. Calling what this returns sets the future. Raises `InvariantError` if the engine is, or has
-        become, inconsistent."""
+        """Runs the work, and returns a function that sets the future. Raises `InvariantError` if the engine is
+        inconsistent, before or after the work."""
         if not self._future.set_running_or_notify_cancel():
             return _nothing_to_tell
         if self._announcer is not None and self._announcer.failure is not None and not self._ends:
@@ -329,7 +330,7 @@ class _Command(Generic[T]):
         except InvariantError as error:
             self._future.set_exception(EngineStopped("the engine stopped", detail=str(error)))
             raise
-        except Exception as error:  # noqa: BLE001 - a bug in the work; continue if memory is sound
+        except Exception as error:  # noqa: BLE001 - a bug in the work; continues if memory is sound
             self._future.set_exception(error)
             engine.audit()
             return _nothing_to_tell

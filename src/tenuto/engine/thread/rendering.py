@@ -1,4 +1,4 @@
-"""A turn's input to tokens, against what its session has. Any thread may do this; it takes no engine."""
+"""Rendering of a turn's input to tokens that continue a session's history; for any thread, since it needs no engine."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from tenuto.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """All that the rendering of a session's next input depends on: against equal ones it comes to the same tokens.
-    `history` and `limit`, in tokens, only say what need not be encoded."""
+    """The properties of a session that determine how its next input is rendered: an equal basis gives the same tokens.
+    `history` and `limit`, in tokens, only bound the input that has to be encoded."""
 
     session: str = field(compare=False)
     history: int = field(compare=False)
     limit: int = field(compare=False)
     system: str | None = None
-    """Opens the conversation."""
+    """The system message with which the conversation opens."""
     last_token: int | None = None
-    """Of the history; `None` if that is empty."""
+    """The last token of the history; `None` if the history is empty."""
     conversation: Conversation | None = None
-    """What the last turn made of it; `None` if that was not made of messages."""
+    """The conversation after the last turn; `None` if that turn was given as tokens and not as messages."""
     cut: bool = False
-    """The history ends inside the last turn's input."""
+    """Whether the history ends inside the last turn's input."""
 
     @classmethod
     def of(cls, session: Session) -> Self:
-        """What the next input of `session` is rendered against."""
+        """Returns the basis for the next input of `session`."""
         return cls(
             session=session.id,
             history=len(session.history),
@@ -53,26 +53,26 @@ class Basis:
 
     @classmethod
     def opening(cls, context_length: int) -> Self:
-        """What the first input of a session without a system message is rendered against."""
+        """Returns the basis for the first input of a session without a system message."""
         return cls(session="", history=0, limit=context_length)
 
     @property
     def empty(self) -> bool:
-        """Whether there is no history."""
+        """Whether the history is empty."""
         return self.last_token is None
 
     def room(self, *, generate: bool, spare: int = 0) -> Room:
-        """What is left for the input of a turn, or of a prefill-only one."""
+        """Returns the room for the input of a turn; `generate`: the turn also generates."""
         return Room(self.history, self.limit - generate, self.limit, spare)
 
 
 class Outdated(Exception):
-    """Input was prepared against a basis that is no longer the session's: it has to be prepared again."""
+    """Raised if the session's basis has changed since its input was prepared, which has to be prepared again."""
 
 
 class Prepared(NamedTuple):
-    """Input as a turn takes it. `conversation`: what the turn makes of it; see `Basis`. `constraint`: its grammar,
-    compiled."""
+    """The input of a turn as tokens. `conversation`: the conversation after the turn; see `Basis`. `constraint`: its
+    compiled grammar."""
 
     basis: Basis
     tokens: array[int]
@@ -96,8 +96,8 @@ class Renderer:
         tools: Tools = NO_TOOLS,
         variables: Variables = NO_VARIABLES,
     ) -> Prepared:
-        """The tokens that append `prompt`. Raises `InvalidRequest`, `IllegalTransition` if the history is not one that
-        messages can follow, and `ContextExceeded` if it is clear that too little room is left."""
+        """Returns the tokens that append `prompt`. Raises `InvalidRequest`, `IllegalTransition` if messages cannot
+        follow the history, and `ContextExceeded` if the prompt certainly does not fit."""
         prepared = self._prepare(basis, prompt, generate, tools, variables)
         basis.room(generate=generate).require(len(prepared.tokens))
         return prepared
@@ -107,14 +107,14 @@ class Renderer:
             rendered = self._render(basis, list(prompt.messages), generate, tools, variables)
             return Prepared(basis, array("i", rendered.tokens), rendered.conversation)
         if tools:
-            raise InvalidRequest("tools without messages; allowed: with chat messages", param="tools")
+            raise InvalidRequest("tools were given without messages; allowed: with chat messages", param="tools")
         if basis.empty:
             return Prepared(basis, array("i", self._opening_tokens(basis, prompt)), None)
         return Prepared(basis, array("i", prompt.tokens), None)
 
     def _opening_tokens(self, basis: Basis, prompt: Prompt) -> Sequence[int]:
         if basis.system is not None and prompt.tokens:
-            raise InvalidRequest("the session has a system message; its first turn must be one of chat messages")
+            raise InvalidRequest("the session has a system message; its first turn must consist of chat messages")
         tokenizer = self._tokenizer
         if prompt.text and tokenizer is not None and tokenizer.adds_bos and tokenizer.bos_id is not None:
             return [tokenizer.bos_id, *prompt.tokens]
@@ -141,9 +141,9 @@ class Renderer:
                 "allowed: rewind to the end of a turn, or into its output"
             )
         if tools and tools.digest != basis.conversation.tools:
-            had = "others" if basis.conversation.tools else "none"
+            had = "other tools" if basis.conversation.tools else "no tools"
             raise InvalidRequest(
-                f"session {basis.session} has opened with {had}, not these tools; allowed: the same, or none",
+                f"session {basis.session} was opened with {had}; allowed: the same tools, or none",
                 param="tools",
             )
         return self._template.delta(
@@ -156,12 +156,11 @@ class Renderer:
         )
 
     def check_system(self, system: object, context_length: int) -> None:
-        """Whether a session may have this system message. Raises `InvalidRequest`, and `ContextExceeded` if it alone
-        does not fit into a context."""
+        """Checks a system message. Raises `InvalidRequest`, and `ContextExceeded` if it does not fit the context."""
         if system is None:
             return
         if not isinstance(system, str):
-            raise InvalidRequest(f"system is {shown(system)}; allowed: text, or none")
+            raise InvalidRequest(f"system is {shown(system)}; allowed: text or none")
         if self._template is None:
             raise InvalidRequest("a system message needs a model with a chat template")
         if self._tokenizer is not None:
@@ -169,12 +168,12 @@ class Renderer:
             room.require(self._tokenizer.least_tokens(system.strip()))
 
     def stop_ids(self, conversation: Conversation | None) -> tuple[int, ...]:
-        """The tokens that end an answer, if this is a conversation."""
+        """Returns the tokens that end an answer; none without a conversation."""
         return tuple(self._template.stop_ids) if self._template is not None and conversation is not None else ()
 
     def moved_input(self, origin: Session, record: TurnRecord, target: Session) -> array[int]:
-        """The input of a turn of `origin` as it reads after the history of `target`, neither of them empty. It begins
-        with what closes the message before it: nothing, where that ended by itself."""
+        """Returns the input of a turn of `origin`, changed to follow the history of `target`; neither history is empty.
+        It begins with the token that closes the previous message, unless that message already ends with it."""
         tokens = origin.history[record.start : record.input_end]
         template = self._template
         if template is not None and record.conversation is not None and template.end_of_turn is not None:
@@ -188,6 +187,6 @@ class Renderer:
 
 
 def check_pick(session: Session, numbers: Sequence[int]) -> None:
-    """Whether a conversation may consist of the turns of `session` with these numbers. Raises `InvalidRequest`."""
+    """Raises `InvalidRequest` unless a conversation can consist of the turns of `session` with these numbers."""
     if numbers[:1] != [1] and numbers and session.records[0].conversation is not None:
         raise InvalidRequest(f"turn {numbers[0]} cannot open a conversation; allowed: turns that begin with turn 1")

@@ -1,4 +1,4 @@
-"""What answers show of an engine, made in its thread. Texts are left out, and added where nobody waits for that."""
+"""Views of an engine for answers, made in its thread. Texts are left out; other threads add them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tenuto.session.turn import Turn
 T = TypeVar("T")
 
 PAGE_BYTES = 2**20
-"""At which a page of sessions ends."""
+"""The size at which a page of sessions ends."""
 PAGE_TOKENS = 2**16
-"""At which a page of turns ends."""
+"""The number of tokens at which a page of turns ends."""
 
 
 def first_page(found: Iterable[T], limit: int, most: int, weight: Callable[[T], int]) -> list[T]:
-    """At most `limit` items of at most `most` weight in all, but always at least one if there is one."""
+    """Returns at most `limit` first items, of at most `most` weight in total, but at least one if there is one."""
     page: list[T] = []
     total = 0
     for one in islice(found, limit):
@@ -35,13 +35,13 @@ def first_page(found: Iterable[T], limit: int, most: int, weight: Callable[[T], 
 
 
 def bytes_of(view: SessionInfo) -> int:
-    """Of a view as it is sent."""
+    """Returns the size of a view when it is sent."""
     return len(msgspec.msgpack.encode(view))
 
 
 def held(engine: Engine, session: Session) -> tuple[dict[str, int], dict[str, int]]:
-    """Units of each group that the session and its turn need, and those they hold besides, of checkpoints that only
-    save work; those that several leases name count once."""
+    """Returns the units of each group that the session and its turn need, and those that they only hold for cached
+    checkpoints. A unit with several leases counts once."""
     needed: dict[str, list[Lease]] = {pool.name: [] for pool in engine.memory.pools}
     every: dict[str, list[Lease]] = {pool.name: [] for pool in engine.memory.pools}
     for holder in session.memory.holders():
@@ -54,14 +54,14 @@ def held(engine: Engine, session: Session) -> tuple[dict[str, int], dict[str, in
 
 
 def _distinct(leases: list[Lease]) -> int:
-    """Units of these leases, none of which names one twice."""
+    """Returns the number of distinct units of these leases, each of which lists a unit at most once."""
     if len(leases) == 1:
         return len(leases[0])
     return len(set().union(*(lease.units for lease in leases)))
 
 
 def session_info(engine: Engine, session: Session) -> SessionInfo:
-    """A session as it is now."""
+    """Returns the view of a session."""
     memory, cached = held(engine, session)
     return SessionInfo(
         session_id=session.id,
@@ -84,7 +84,7 @@ def session_info(engine: Engine, session: Session) -> SessionInfo:
 
 
 def records(session: Session, first: int, limit: int) -> list[Record]:
-    """A page of up to `limit` committed turns from number `first` on, without their texts."""
+    """Returns a page of up to `limit` committed turns from number `first` on, without their texts."""
     page = first_page(
         session.records[first - 1 : first - 1 + limit], limit, PAGE_TOKENS, lambda record: record.end - record.start
     )
@@ -103,7 +103,7 @@ def records(session: Session, first: int, limit: int) -> list[Record]:
 
 
 def ticket(turn: Turn, *, echo: bool) -> Ticket:
-    """Of a turn that was accepted; with `echo` the prompt's tokens, without their text."""
+    """Returns the ticket of an accepted turn; with `echo` it has the prompt's tokens, without their text."""
     return Ticket(
         turn=turn.number,
         session=turn.session.id,
@@ -116,7 +116,7 @@ def ticket(turn: Turn, *, echo: bool) -> Ticket:
 
 
 def stats(engine: Engine) -> Stats:
-    """What the engine counts."""
+    """Returns the engine's counters."""
     counts, totals, tiers = engine.counts, engine.totals, engine.idle_memory.counts
     return Stats(
         sessions=len(engine.registry),
