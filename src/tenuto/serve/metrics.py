@@ -179,7 +179,7 @@ def _totals(stats: Stats) -> Iterator[Metric]:
     yield _counter("recomputed_tokens", "Tokens computed again, by reason", _by_name(stats.recomputed), "reason")
     text = "Tokens in memory that were computed again after a rewind or fork, for lack of a nearer checkpoint"
     yield _counter("replayed_tokens", text, _by_name(stats.replayed), "operation")
-    text = "Turns that lacked at least a page, by the owner of the prefix they found, or the reason they found none"
+    text = "Turns that lacked at least a page, by the owner of the prefix found, or the reason for finding no prefix"
     yield _counter("prefix_lookups", text, _by_name(stats.prefix_lookups), "outcome")
     yield _counter("prefix_tokens", "Tokens found in other sessions' memory", _by_name(stats.prefix_tokens), "owner")
     yield _gauge("parked_sessions", "Sessions with memory in a tier", [((), stats.parked)])

@@ -56,7 +56,7 @@ class RequestClient:
     def write(self, part: bytes) -> bool:
         """See `Client`; written as uvicorn would."""
         cycle = self._cycle
-        framed = cycle.chunked_encoding  # false before the body and for HEAD
+        framed = cycle.chunked_encoding  # unset before the body and for HEAD
         if cycle.disconnected or not (framed or self.unframed):
             return True
         if self._flow.write_paused:

@@ -166,9 +166,9 @@ class SamplingParams(SGLangObject, TurnRequest):
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """The contents of an answer. `logprob_start`: the first prompt token whose log-probability is shown; -1 shows only
-    those of the output. `special_tokens`: the text has control tokens. `trim_stop`: the text leaves out the stop that
-    ended it."""
+    """The contents of an answer. `logprob_start`: the first prompt token whose log-probability is shown; -1 shows none
+    of the prompt. `special_tokens`: the text has control tokens. `trim_stop`: the text leaves out the stop that ended
+    it."""
 
     logprob_start: int
     token_text: bool

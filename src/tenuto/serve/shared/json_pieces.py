@@ -23,7 +23,7 @@ MAX_KEY = 2**12
 _ESCAPE = 12
 """Bytes of the longest escape in a string: a surrogate pair, `\\ud83d\\ude00`."""
 _MARK = "\x00"
-"""Stands for the name of a field whose value was cut. A body that has an equal name is parsed as a whole."""
+"""Stands for the name of a field whose value was cut. The object must not have a field of this name."""
 
 Letters = npt.NDArray[np.uint8]
 _OPENS, _OBJECT, _COMMA = b"[{", ord("{"), ord(",")

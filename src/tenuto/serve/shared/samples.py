@@ -28,7 +28,7 @@ HIDDEN_TTL = 300.0
 class Samples:
     """The turns that answer one prompt. The creator must call `close` in the end, also after errors.
 
-    Several turns run on hidden sessions, which count towards the tenant's.
+    Several turns run on hidden sessions of the tenant.
     """
 
     def __init__(self, edge: Edge, tenant: Tenant) -> None:

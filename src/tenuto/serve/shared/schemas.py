@@ -26,7 +26,7 @@ REQUIRED = "required"
 MAX_FIELDS = 128
 """Maximum number of fields of an object in a request."""
 MAX_MESSAGES = 10_000
-"""Maximum number of messages in one request, and of parts in one message."""
+"""Maximum number of messages, and of parts of their content, in one request."""
 MAX_PROMPTS = 1024
 """Maximum number of prompts in one request."""
 
