@@ -19,8 +19,8 @@ Singles = npt.NDArray[np.float32]
 
 
 class Logits(Protocol):
-    """Logits, float32 [outputs, vocab], on the model's device; arguments and results are on the host. Valid until the
-    next step."""
+    """Logits, float32 [outputs, vocab], on the model's device; an output is a token after which logits were computed.
+    Arguments and results of methods are on the host. Valid until the next step."""
 
     def __len__(self) -> int: ...
 
@@ -41,12 +41,13 @@ class Logits(Protocol):
         ...
 
     def sample(self, choice: Choice, masks: Masks | None = None) -> Longs:
-        """Samples like the reference, `kernels.torch_sampling.sample`, after `mask` if there are masks. May change the
-        logits."""
+        """Samples like the reference, `kernels.torch_sampling.sample`, after `torch_sampling.mask` if there are masks.
+        Returns the tokens, int64 [outputs]. May change the logits."""
         ...
 
     def score(self, tokens: Longs, most: int) -> tuple[Singles, Longs, Singles]:
-        """Computes log-probabilities like the reference, `kernels.torch_sampling.score`."""
+        """Returns the log-probabilities of `tokens`, int64 [outputs], and ids and log-probabilities of the `most`
+        likeliest tokens, like the reference, `kernels.torch_sampling.score`."""
         ...
 
     def host(self) -> Singles:
@@ -56,7 +57,8 @@ class Logits(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Logits and, if it comes at no cost, the likeliest token of each, int32 [outputs]; ties go to the lowest id."""
+    """Logits and, if the forward pass finds it at no further cost, the likeliest token of each output, int32 [outputs];
+    ties go to the lowest id."""
 
     logits: Logits
     best: Ints | None = None

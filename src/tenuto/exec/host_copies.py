@@ -29,7 +29,7 @@ class HostCopies(Protocol):
 
 
 class PlainCopies:
-    """Copies of the CPU, or of a device without streams."""
+    """Copies between the host and a device without streams; the device may be the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -54,8 +54,8 @@ def pinned(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 class CudaCopies:
-    """Copies of a CUDA device. Host copies are in pinned memory, and stay there while they are parked; copies to the
-    device use their own stream. The calling thread waits for an event, but no step waits.
+    """Copies between the host and a CUDA device. Host copies are in pinned memory, also while they are parked. Copies
+    to the device use a stream of their own, so that only the calling thread waits for them, not the steps.
 
     `cuda` and `allocate` replace `torch.cuda` and `pinned` in tests.
     """
@@ -97,5 +97,5 @@ class CudaCopies:
 
 
 def copies_for(device: torch.device) -> HostCopies:
-    """Returns the copies for a device."""
+    """Returns the `HostCopies` for a device."""
     return CudaCopies(device) if device.type == "cuda" else PlainCopies(device)

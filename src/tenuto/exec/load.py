@@ -69,7 +69,7 @@ def load_executor(  # noqa: PLR0913 - each is a separate option
 
 @dataclass(frozen=True, slots=True)
 class _Opening:
-    """The arguments of `load_executor`, for reading a model's weights now and again later."""
+    """The arguments of `load_executor`, with which weights are read at the start and again later."""
 
     files: ModelFiles
     page_size: int
@@ -85,8 +85,8 @@ class _Opening:
     def forward(
         self, files: ModelFiles, checkpoint: ModelCheckpoint | None = None, wide: frozenset[int] | None = None
     ) -> Forward:
-        """Builds the forward pass of a model, opened as `checkpoint` or here. `wide`: see `NativeProgram`. Raises
-        `ModelError` or `ConfigError`."""
+        """Builds the forward pass of a model, whose weights are opened here unless `checkpoint` is given. `wide`: see
+        `NativeProgram`. Raises `ModelError` or `ConfigError`."""
         checkpoint = checkpoint or open_checkpoint(files)
         longest = checkpoint.config.max_context
         config = checkpoint.config.within(min(self.context or longest, longest))
@@ -120,8 +120,8 @@ class _Opening:
             return None
 
     def _refuse_bytes(self, reason: str) -> None:
-        """Raises `ConfigError` unless `kv_cache_dtype` is `auto`, the only one that PyTorch supports. `reason`: why
-        native kernels cannot compute."""
+        """Raises `ConfigError` unless `kv_cache_dtype` is `auto`, the only one without native kernels. `reason`: why
+        these cannot compute."""
         if self.kv_cache_dtype is not KVCacheDtype.AUTO:
             raise ConfigError(
                 f"kv_cache_dtype is {self.kv_cache_dtype.value!r}, which needs native kernels: {reason}; allowed with "
@@ -131,8 +131,8 @@ class _Opening:
     def again(
         self, config: ModelConfig, spec: MemorySpec, layout: str, wide: frozenset[int] | None, path: str | None
     ) -> Forward:
-        """Reads the model again, or the one at `path`, for memory that is in use. Raises `InvalidRequest` unless its
-        shape is `config` and it has the same memory, and `ModelError` or `ConfigError`."""
+        """Reads the model again, or the one at `path`, to replace the weights that run. Raises `InvalidRequest` unless
+        the model has this shape, these memory groups and this layout of units, and `ModelError` or `ConfigError`."""
         files = self.files if path is None else resolve(path, cache_dir())
         forward = self.forward(files, wide=wide)
         differing = _differing(config, forward.config)

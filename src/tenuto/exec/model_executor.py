@@ -53,9 +53,9 @@ class LoadedWeights:
 class ModelExecutor:
     """An `Executor` that runs a model's forward pass and samples. It is not thread-safe.
 
-    With `overlap`, steps run in one worker thread, which alone writes what they change, so that the next step can be
-    planned meanwhile. Without it, `collect` runs the step in the calling thread, because switching threads twice would
-    take longer than planning.
+    With `overlap`, steps run in one worker thread, so that the next step can be planned meanwhile; no other thread
+    writes the state that steps change. Without it, `collect` runs the step in the calling thread, because switching
+    threads twice would take longer than planning.
     """
 
     def __init__(self, forward: Forward, loader: Loader | None = None) -> None:
@@ -215,8 +215,8 @@ class ModelExecutor:
         return StepResult(tokens, sampled, scored)
 
     def _compute(self, plan: Plan, outputs: Longs) -> Outputs:
-        """Applies the plan and computes its tokens. Returns the logits after the tokens `outputs`, followed by those
-        for scoring. Changes that outlast the step are made first, so that they persist even if the step fails."""
+        """Applies the plan and computes its tokens. Returns the logits after the tokens at `outputs`, followed by those
+        for `plan.scores`. First makes the changes that outlast the step, so that they persist even if it fails."""
         self.forward.apply(plan)
         for row, new in plan.sampling:
             self._options.start(row, new)
@@ -255,15 +255,15 @@ class ModelExecutor:
         return tokens.astype(np.int32), sampled
 
     def _score(self, logits: Logits, scores: InputScores) -> Logprobs:
-        """Returns the log-probabilities of the targets of `scores`, one for each of the logits."""
+        """Returns the log-probabilities of `scores.targets`; target i is scored by the logits of output i."""
         return _scored(np.arange(len(logits)), logits, scores.targets.astype(np.int64), scores.top)
 
 
 @dataclass(frozen=True, slots=True)
 class _Samples:
-    """The samples of a plan, as arrays [samples], int64 unless noted. `outputs`: index of the step's token before the
-    sample. `positions`: position of the sampled token. `last`, bool: whether it is its row's last sample in this
-    step."""
+    """The samples of a plan, as arrays [samples], int64 unless noted. `outputs`: index, among the step's tokens, of the
+    token before the sample. `positions`: position of the sampled token in its sequence. `last`, bool: whether it is its
+    row's last sample in this step."""
 
     rows: Longs
     outputs: Longs
@@ -293,7 +293,7 @@ def _copied(copy: Callable[[], T]) -> T:
 
 
 def _masks(given: Sequence[TokenMasks]) -> Masks | None:
-    """Waits until all masks are known and joins them; None if every sample may be any token."""
+    """Waits until all masks are known and joins them. None if they allow every token for every sample."""
     known = [(masks.place, words) for masks in given if (words := masks.allowed.result()) is not None]
     if not known:
         return None

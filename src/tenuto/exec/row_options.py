@@ -34,10 +34,11 @@ class _Added:
 
 
 class RowOptions:
-    """Sampling options by row id, in host arrays [rows]; the executor's worker writes them when a plan lists a row.
+    """Sampling options by row id, in host arrays [rows]. The thread that runs steps sets a row's options when a plan
+    lists the row in `Plan.sampling`.
 
-    Invariant: `_asking` are the rows with biases, masks, penalties or log-probabilities. While it is empty, steps skip
-    these.
+    Invariant: `_asking` has the rows with biases, masked ids, penalties or log-probabilities. While it is empty, steps
+    skip these.
     """
 
     def __init__(self, rows: int, vocab: int) -> None:

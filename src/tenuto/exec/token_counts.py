@@ -42,7 +42,7 @@ class SeenTokens:
 
 
 class TokenCounts:
-    """Counts tokens for rows with penalties. Only the executor's worker uses it."""
+    """Counts tokens for rows with penalties. Only the thread that runs steps uses it."""
 
     def __init__(self) -> None:
         self._rows: dict[int, SeenTokens] = {}

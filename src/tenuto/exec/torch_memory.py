@@ -53,7 +53,7 @@ class PageMemory:
         return [(self.kv.data, 2)]
 
     def step(self, plan: Plan) -> PagedAttention:
-        """Returns the attention of the rows of `plan`, which must have been applied."""
+        """Returns the attention over this group's pages for the rows of `plan`, which must have been applied."""
         return PagedAttention(self.kv, self._table, plan.rows, plan.starts, plan.counts, window=self._window)
 
 
@@ -123,7 +123,8 @@ class Memories:
 
 
 class MemoriesStep:
-    """The `StepMemory` of one plan. A row's source slot is unchanged unless the row also writes to it."""
+    """The `StepMemory` of one plan. The state slot that a row reads stays unchanged unless the row also writes to
+    it."""
 
     def __init__(
         self, memories: Memories, places: dict[int, tuple[int, int]], plan: Plan, device: torch.device

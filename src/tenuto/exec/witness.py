@@ -45,7 +45,7 @@ from tenuto.exec.witness_sampler import WitnessSampler
 NEVER = np.int64(-1)
 """Token or position of a slot that was never written."""
 LOST = np.int64(-1)
-"""Page number in page tables whose contents were lost in a failed step."""
+"""Page number in page table entries that were lost in a failed step."""
 MAX_IN_FLIGHT = 2
 """Maximum number of steps submitted and not yet collected."""
 
@@ -57,7 +57,7 @@ Stored = tuple[int, Longs, Hashes, Longs]
 @dataclass(slots=True)
 class _Step:
     """A step in flight; `result` is None until it is computed. `histories`: see `WitnessExecutor.histories`. `before`:
-    the contents it has overwritten. `void`: an earlier step failed, so this one may read anything."""
+    the contents it has overwritten. `void`: an earlier step failed, so this one may read wrong contents."""
 
     plan: Plan
     histories: Sequence[Ints] | None = None
@@ -70,8 +70,8 @@ class WitnessExecutor:
     """An `Executor` that computes hashes.
 
     Up to two steps are in flight and are computed in order. A step is computed at `submit` unless `late()` is true, its
-    masks are not yet known, or an earlier step is still uncomputed; otherwise at `collect`, so that it uses memory
-    until the very end. Without `verify`, only the slots that the next token depends on are checked, for benchmarks.
+    masks are not yet known, or an earlier step is still uncomputed; otherwise at `collect`, so that it uses memory as
+    late as a step can. Without `verify`, only the slots that the next token depends on are checked, for benchmarks.
 
     `fail()` decides at every `collect` whether the step fails, and `written()` the fraction of a failed step's writes
     that was done, in order (default 1). Page tables and options of the rows of a failed step, and of the step submitted
@@ -398,8 +398,8 @@ class WitnessExecutor:
         tokens: Longs,
         begins: Longs,
     ) -> None:
-        """Checks that the tokens that rows read, from `first` to `starts`, are those of their histories, where known.
-        Row i reads `pages` from `begins[i]` on."""
+        """Checks that the tokens of each row at positions `first[i]` to `starts[i]` are those of its history, as far as
+        that is `known`. Its pages begin at index `begins[i]` of `pages` and `tokens`."""
         size = self._spec.page_size
         for row, low, start, history, begin in zip(rows, first, starts, known, begins, strict=True):
             stop = min(int(start), len(history))

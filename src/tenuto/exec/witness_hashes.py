@@ -26,7 +26,7 @@ def advance(state: int, token: int) -> int:
 
 
 def history_hash(tokens: Sequence[int]) -> int:
-    """Returns the hash of a whole history, computed token by token for the naive model."""
+    """Returns the hash of a whole history, computed token by token."""
     state = START
     for token in tokens:
         state = advance(state, token)
