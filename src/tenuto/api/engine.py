@@ -12,9 +12,9 @@ from tenuto.text.tokenizer import Tokenizer
 
 
 class ModelOptions(EngineOptions, total=False):
-    """How to run a model: the options of `tenuto.base.config.WorkerSettings` and `EngineConfig`, where each is
-    described. `memory` is by default enough for two sessions with full contexts, their turns and older
-    checkpoints; `memory_bytes` is another name for it."""
+    """Options for running a model: those of `tenuto.base.config.WorkerSettings` and `EngineConfig`, which describe
+    each. `memory` is by default enough for two sessions with full contexts, their turns and older checkpoints;
+    `memory_bytes` is another name for it."""
 
     device: str
     dtype: str | None

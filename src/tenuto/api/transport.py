@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 
 class LocalTransport(Calls):
-    """Sends messages to an engine in this process. One thread passes on all requests in order, so that callers need not
-    prepare input or hold the service's locks."""
+    """Sends messages to an engine in this process. A thread hands all requests to the engine's service in order, so
+    that callers do not wait while their input is encoded or the service is locked."""
 
     options: frozenset[str] = frozenset()
 
@@ -83,8 +83,8 @@ class LocalTransport(Calls):
         return turn
 
     def post(self, request: Request[Any] | LocalTurn) -> None:
-        """Sends a request, whose answer is discarded unless its call is awaited, or withdraws a turn whose reader left
-        before it started. Raises `EngineStopped`."""
+        """Queues a request; its answer is discarded unless `call` or `start` waits for it. A `LocalTurn` is withdrawn:
+        its reader has left before it started. Raises `EngineStopped`."""
         with self._lock:
             if self._closed is not None:
                 raise self._closed.error()
@@ -113,8 +113,8 @@ class LocalTransport(Calls):
         self._service.close()
 
     def _withdraw(self, turn: LocalTurn) -> None:
-        """Withdraws a turn whose reader has left, so that later requests do not see it. If the turn is just starting,
-        waits for the engine's next step and aborts it."""
+        """Withdraws a turn whose reader has left, before later requests are handled. If it is too late for that, waits
+        until the turn has started and aborts it."""
         call, withdrawn = next(self._numbers), Future[bool]()
         self._waiting[call] = Waiting(bool, withdrawn)
         self._service.handle(Withdraw(call=call, name=turn.name))
@@ -133,7 +133,7 @@ class LocalTransport(Calls):
 
 
 class LocalTurn(RunningTurn):
-    """A turn on an engine in this process. Its input can be withdrawn by `name`."""
+    """A turn on an engine in this process. Until it starts, it can be withdrawn by its `name`."""
 
     def __init__(self, transport: LocalTransport, name: str, deliver: Deliver) -> None:
         super().__init__(deliver)
@@ -144,7 +144,7 @@ class LocalTurn(RunningTurn):
         self._left = False  # whether its reader is gone
 
     def hear(self, news: TurnNews) -> None:
-        """Handles one of the engine's messages about the turn; they come in order."""
+        """Handles the engine's next message about the turn."""
         match news:
             case Ticket():
                 self.ticket = news
