@@ -44,7 +44,7 @@ class EngineLoop:
     A change of a session is reported only after `acknowledger` confirms it, in the order of changes. This applies to a
     committed turn's last delta, and to every `execute` that made the change or ran after it; a turn started after the
     change also reports only then. While changes cannot be acknowledged, waiting callers get `NotAcknowledged`, and
-    `execute` rejects work unless it ends a turn or a session."""
+    `execute` rejects work unless it ends a turn."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class EngineLoop:
     ) -> Future[T]:
         """Runs `work` like `call`; for work that changes sessions or shows their state. The future gets the result once
         all earlier changes and its own are acknowledged. While changes cannot be acknowledged, the work is rejected
-        unless it `ends` a turn or a session. `then` is called with the completed future, before turns that `work`
+        unless it `ends` a turn. `then` is called with the completed future, before turns that `work`
         started report."""
         future: Future[T] = Future()
         if then is not None:
@@ -297,7 +297,7 @@ class _Subscription:
 
 class _Command(Generic[T]):
     """Work for the engine's thread, and the future for its result. A command with an `announcer` shows the state of
-    sessions, and is rejected while changes cannot be acknowledged, unless it `ends` a turn or a session."""
+    sessions, and is rejected while changes cannot be acknowledged, unless it `ends` a turn."""
 
     def __init__(
         self,

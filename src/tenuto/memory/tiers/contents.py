@@ -12,7 +12,7 @@ from tenuto.base.plan import Bytes
 
 _DIGEST = 16
 _TOKEN = 4
-"""Bytes of a token."""
+"""The size of a token in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Content:
     tokens: bytes
 
     def covers(self, other: Content) -> bool:
-        """Whether a unit with this content serves as one with `other`, past whose slots anything may be."""
+        """Whether a unit with this content can be used as one with `other`, whose remaining slots may have anything."""
         return self.before == other.before and self.tokens.startswith(other.tokens)
 
     @property
@@ -46,14 +46,14 @@ Contents = Sequence[Sequence[Content]]
 
 
 class NamedUnit(NamedTuple):
-    """A copy of a unit, uint8 [bytes a unit], and its content."""
+    """A copy of a unit, uint8 [bytes per unit], and its content."""
 
     content: Content
     data: Bytes
 
 
 def contents(tenant: str, tokens: bytes, ranges: Iterable[tuple[int, int]]) -> list[Content]:
-    """The contents of units that hold these `ranges`, in ascending order, of a tenant's `tokens` (int32)."""
+    """Returns the contents of units that hold these `ranges`, in ascending order, of a tenant's `tokens` (int32)."""
     owner = tenant.encode()
     digest = blake2b(len(owner).to_bytes(8, "little") + owner, digest_size=_DIGEST)
     found, done = [], 0

@@ -1,4 +1,4 @@
-"""Parked memory on its way out, read beside the engine's thread."""
+"""Parked memory that another thread than the engine's reads, to export it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tenuto.memory.tiers.unit_files import Disk, DiskFailed, UnitFile, read_unit
 
 
 class LentUnit(NamedTuple):
-    """A unit in host memory, or row `row` of `file`, which has to hold `content`."""
+    """A unit in host memory, or in row `row` of `file`, which has to hold `content`."""
 
     group: int
     content: Content
@@ -26,8 +26,8 @@ class LentUnit(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class LentUnits:
-    """The state of a session's first `position` tokens, in the units of `parked`, which the reader keeps until the
-    engine's thread takes it back. `failure`: why reading failed; written by `read`."""
+    """The state of a session's first `position` tokens, in the units of `parked`, which the reader may use until the
+    engine's thread takes it back. `failure`: the cause if reading failed; written by `read`."""
 
     position: int
     parked: Parked
@@ -36,7 +36,7 @@ class LentUnits:
     failure: str = ""
 
     def read(self) -> CopiedState:
-        """All of it, in any thread; the state of no tokens if that failed."""
+        """Reads and returns the whole state, in any thread; if that fails, returns the state of 0 tokens."""
         try:
             return CopiedState(self.position, [self._group(units) for units in self.units])
         except DiskFailed as error:
@@ -51,7 +51,7 @@ class LentUnits:
         found = {i: unit.data for i, unit in enumerate(units) if unit.data is not None}
         for file, places in in_files.items():
             if self.disk is None:
-                raise InvariantError("units are on disk, and there is no disk")
+                raise InvariantError("units are on disk, but there is no disk tier")
             wanted = [(units[i].row, units[i].content) for i in places]
             found.update(zip(places, read_units(self.disk, file, units[places[0]].group, wanted), strict=True))
         return [found[i] for i in range(len(units))]

@@ -1,4 +1,4 @@
-"""Copies of units on their way to the device, or to disk, which other threads carry while steps run."""
+"""Jobs that copy units to the device or to disk in other threads, while steps run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tenuto.memory.tiers.contents import Content, NamedUnit
 from tenuto.memory.tiers.unit_files import Disk, DiskFailed, UnitFile, read_units
 
 THREADS = 2
-"""Moves that are carried at once."""
+"""The number of moves that run at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Unit `unit` of a group is to be filled with `data`, or row `row` of `file`, which has to hold `content`."""
+    """Unit `unit` of a group, to be filled with `data`, or with row `row` of `file`, which has to hold `content`."""
 
     group: int
     unit: int
@@ -35,37 +35,38 @@ class Target:
 
 
 class Job:
-    """Something to be copied, piece by piece, in the thread that calls `advance`.
+    """A job that copies units, piece by piece, in the thread that calls `advance`.
 
-    `cancelled` and `failure` are written by the engine's thread, so that nothing changes while it acts; all else by the
-    thread that carries it, before `ended` is set. `failure`: the cause, if it failed; then nothing of it may be used.
+    The engine's thread writes `cancelled` and `failure`, so that they do not change while it acts. The carrying thread
+    writes all other fields before it sets `ended`. `failure`: the cause if the job failed; its copies may then not be
+    used.
     """
 
     def __init__(self, told: Callable[[Job], None]) -> None:
-        """`told` is called with it when it has ended, in the thread that carries it."""
+        """`told` is called with the ended job, in the thread that carries it."""
         self._told = told
-        self.cancelled = False  # nobody wants it any more
+        self.cancelled = False  # whether it should end early
         self.failure = ""
-        self._cause = ""  # of its failure
-        self.error: BaseException | None = None  # a bug of ours
+        self._cause = ""  # the cause of its failure
+        self.error: BaseException | None = None  # an internal error
         self.ended = threading.Event()
 
     @property
     def usable(self) -> bool:
-        """Whether the copies are what they should be, or may still become that."""
+        """Whether the copies are correct, or may still become so."""
         return not (self.cancelled or self.failure)
 
     def settle(self) -> None:
-        """It has ended: note whether it failed."""
+        """Publishes the outcome of the ended job as `failure`."""
         self.failure = self._cause
 
     def carry(self) -> None:
-        """Go on to the end."""
+        """Copies all pieces."""
         while self.advance():
             pass
 
     def advance(self) -> bool:
-        """Copy the next piece. False if there was none left, and what it copies may be touched by others."""
+        """Copies the next piece. Returns False once the job has ended, after which other code may touch its units."""
         if not self.cancelled:
             try:
                 if self._copy_next():
@@ -81,12 +82,12 @@ class Job:
         return False
 
     def _copy_next(self) -> bool:
-        """Copy a piece; False if there is none left. Raises `DiskFailed` or `CopyFailed`."""
+        """Copies a piece; returns False if no piece is left. Raises `DiskFailed` or `CopyFailed`."""
         raise NotImplementedError
 
 
 class Write(Job):
-    """Writes units, by group, to a new file of the disk: `file`, once it has ended."""
+    """Writes units, by group, to a new file of the disk tier, which is `file` after the job has ended."""
 
     def __init__(self, units: Mapping[int, Sequence[NamedUnit]], disk: Disk, told: Callable[[Job], None]) -> None:
         super().__init__(told)
@@ -100,7 +101,7 @@ class Write(Job):
 
 
 class Move(Job):
-    """Fills units of the device with copies of them.
+    """Fills units of the device from host memory or disk.
 
     `wanted` is written by the engine's thread. `read` and `written`: bytes and seconds.
     """
@@ -114,14 +115,14 @@ class Move(Job):
         piece: int,
         told: Callable[[Job], None],
     ) -> None:
-        """`piece`: bytes that are copied at once, or one unit."""
+        """`piece`: the number of bytes that are copied at once; at least one unit is."""
         super().__init__(told)
         self.targets = targets
         self._copier = copier
         self._disk = disk
         self._timer = timer
         self._pieces = _pieces(targets, piece)
-        self.wanted = 0  # how many sessions wait for it
+        self.wanted = 0  # the number of sessions that wait for it
         self.read = 0, 0.0
         self.written = 0, 0.0
 
@@ -144,12 +145,12 @@ class Move(Job):
 
     def _read(self, file: UnitFile, piece: Sequence[Target]) -> list[Bytes]:
         if self._disk is None:
-            raise InvariantError("units are on disk, and there is no disk")
+            raise InvariantError("units are on disk, but there is no disk tier")
         return read_units(self._disk, file, piece[0].group, [(target.row, target.content) for target in piece])
 
 
 def _pieces(targets: Iterable[Target], most: int) -> Iterator[list[Target]]:
-    """What is of one group, and in one file or in host memory, up to `most` bytes."""
+    """Yields pieces of up to `most` bytes, each of one group, and from one file or from host memory."""
     piece: list[Target] = []
     for target in targets:
         full = (len(piece) + 1) * target.size > most
@@ -162,37 +163,37 @@ def _pieces(targets: Iterable[Target], most: int) -> Iterator[list[Target]]:
 
 
 class Carrier(Protocol):
-    """Has jobs advance until they end. `piece`: bytes that a move copies at once: what one that is cancelled may still
-    copy."""
+    """Advances jobs until they end. `piece`: the number of bytes that a move copies at once, which is the most that a
+    cancelled move still copies."""
 
     @property
     def piece(self) -> int: ...
 
     def carry(self, job: Job) -> None:
-        """Begin, and return."""
+        """Begins the job, and returns."""
         ...
 
     def withdraw(self, job: Job) -> None:
-        """A job was cancelled: it may end at once if it has not begun, and need not wait for others."""
+        """Lets a cancelled job that has not begun end at once, instead of after the jobs before it."""
         ...
 
     def wait(self, job: Job) -> None:
-        """Return when a job that it carries has ended."""
+        """Waits until a job that it carries has ended."""
         ...
 
     def close(self) -> None:
-        """Nothing is carried any more; all jobs have ended."""
+        """Waits for all jobs to end; no job is carried afterwards."""
         ...
 
 
 class CopyThreads:
-    """A `Carrier` with threads of its own."""
+    """A `Carrier` with its own threads."""
 
     piece = 2**24
 
     def __init__(self) -> None:
         self._movers = ThreadPoolExecutor(THREADS, "tenuto-copies")
-        self._writer = ThreadPoolExecutor(1, "tenuto-writes")  # so that no turn waits for what leaves
+        self._writer = ThreadPoolExecutor(1, "tenuto-writes")  # separate, so that no turn waits for writes
         self._futures: dict[Job, Future[None]] = {}
 
     def carry(self, job: Job) -> None:
@@ -205,7 +206,7 @@ class CopyThreads:
         """See `Carrier.withdraw`."""
         future = self._futures.get(job)
         if future is not None and future.cancel():
-            job.carry()  # which ends it
+            job.carry()  # ends it, since it is cancelled
 
     def wait(self, job: Job) -> None:
         """See `Carrier.wait`."""
@@ -221,13 +222,13 @@ J = TypeVar("J", bound=Job)
 
 
 class Jobs(Generic[J]):
-    """Jobs of one kind that are under way, as the engine's thread knows them."""
+    """The jobs of one kind that are under way, from the view of the engine's thread."""
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
         self._ended: SimpleQueue[J] = SimpleQueue()
         self._under_way: dict[J, None] = {}
-        self.wake: Callable[[], None] = lambda: None  # called when one has ended, in any thread; written by the loop
+        self.wake: Callable[[], None] = lambda: None  # called when a job has ended, in any thread; set by the loop
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -236,17 +237,17 @@ class Jobs(Generic[J]):
         return job in self._under_way
 
     def carry(self, job: J) -> None:
-        """Have it begin."""
+        """Begins a job."""
         self._under_way[job] = None
         self._carrier.carry(job)
 
     def tell(self, job: J) -> None:
-        """It has ended. Any thread may call this."""
+        """Records that a job has ended. Any thread may call this."""
         self._ended.put(job)
         self.wake()
 
     def take_ended(self) -> list[J]:
-        """Those that have ended since the last call. Raises what was raised in their threads if that is a bug."""
+        """Returns the jobs that have ended since the last call. Raises the internal error of a job, if it has one."""
         ended: list[J] = []
         while True:
             try:
@@ -260,19 +261,19 @@ class Jobs(Generic[J]):
             ended.append(job)
 
     def wait(self) -> None:
-        """Return when all have ended."""
+        """Waits until all jobs have ended."""
         for job in self._under_way:
             self._carrier.wait(job)
 
     def cancel(self) -> None:
-        """Have all end early."""
+        """Cancels all jobs, so that they end early."""
         for job in self._under_way:
             job.cancelled = True
 
 
 class MovesUnderWay(Jobs[Move]):
-    """The moves under way. The units that one fills belong to it until `take_ended` has returned it, whoever else holds
-    them or held them."""
+    """The moves under way. Until `take_ended` has returned a move, pools do not lease the units that it fills again,
+    even if they are released."""
 
     def __init__(
         self, pools: Sequence[Pool], copier: Copier, disk: Disk | None, carrier: Carrier, timer: Callable[[], float]
@@ -284,7 +285,7 @@ class MovesUnderWay(Jobs[Move]):
         self._timer = timer
 
     def begin(self, targets: Sequence[Target]) -> Move:
-        """Have leased units filled."""
+        """Begins a move that fills leased units."""
         tell = cast("Callable[[Job], None]", self.tell)
         move = Move(targets, self._copier, self._disk, self._timer, self._carrier.piece, tell)
         for group, units in _by_group(targets).items():
@@ -293,7 +294,7 @@ class MovesUnderWay(Jobs[Move]):
         return move
 
     def take_ended(self) -> list[Move]:
-        """See `Jobs.take_ended`. Their units are the pools' again."""
+        """See `Jobs.take_ended`. Pools may lease the units of these moves again."""
         ended = super().take_ended()
         for move in ended:
             for group, units in _by_group(move.targets).items():
@@ -301,7 +302,8 @@ class MovesUnderWay(Jobs[Move]):
         return ended
 
     def give_up(self, move: Move) -> None:
-        """One that waited for the move does not any more. If it was the last, the move ends with the piece at hand."""
+        """Records that a session no longer waits for the move. After the last one, the move ends with its current
+        piece."""
         move.wanted -= 1
         move.cancelled = not move.wanted
         if move.cancelled:

@@ -1,4 +1,4 @@
-"""What there is of sequences off the device."""
+"""Records of memory off the device: stored units, and the sequences that list them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from tenuto.memory.tiers.moves import Move
 from tenuto.memory.tiers.unit_files import UnitFile
 
 UnitVersion = tuple[int, int]
-"""A unit of a pool and its generation, see `Pool.generation`."""
+"""A unit of a pool and its generation; see `Pool.generation`."""
 ELSEWHERE: UnitVersion = 0, -1
-"""Not on the device."""
+"""Stands for a unit that is not on the device."""
 
 
 @dataclass(eq=False, slots=True)
 class StoredUnit:
-    """A copy of a unit of group `group`: `data` in host memory, or row `row` of `file`. `place`: where the same is on
-    the device, as long as that is leased and of the same generation; with a `move`, where it will be when that has
-    arrived.
+    """A copy of a unit of group `group`: `data` in host memory, or row `row` of `file`. `place`: the unit with the same
+    contents on the device, valid while that is leased and of the same generation; with a `move`, the unit that the move
+    is filling.
 
-    Invariants: exactly one of `data` and `file` is set. `references` counts the `Parked` that list it and the moves and
-    writes that have it. `content` is what its session's tokens said when it was copied; row `row` of `file` is used
-    only if the file names a content that covers it.
+    Invariants: exactly one of `data` and `file` is set. `references` counts the `Parked` that list the copy, and the
+    moves and writes that use it. `content` was derived from its session's tokens when it was copied; row `row` of
+    `file` is used only if the file names a content that covers it.
     """
 
     group: int
@@ -36,14 +36,14 @@ class StoredUnit:
     file: UnitFile | None = None
     row: int = -1
     move: Move | None = None
-    leaving: bool = False  # it is being written to disk
+    leaving: bool = False  # whether it is being written to disk
 
 
 @dataclass(eq=False, slots=True)
 class Parked:
-    """The memory of the first `position` tokens of a sequence, off the device: for each group the units, in order.
-    `trial`: it comes back even if that seems to take longer than computing it, so that this is measured again.
-    `pinned`: it never makes room for others, because an index for the next process lists it, or a thread reads it."""
+    """The memory of the first `position` tokens of a sequence, off the device: the units of each group, in order.
+    `trial`: it is restored even if that seems slower than computing it, so that restoring is measured again. `pinned`:
+    it never makes room for others, because an index for the next process lists it, or a thread reads it."""
 
     position: int
     units: list[list[StoredUnit]]
@@ -55,7 +55,7 @@ class Parked:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The number of bytes."""
         return sum(unit.size for group in self.units for unit in group)
 
     @property

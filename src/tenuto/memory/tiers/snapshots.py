@@ -1,4 +1,4 @@
-"""The index of a disk tier: which sessions' memory its files hold, so that another process can go on with them."""
+"""The index of a disk tier, which lists the sessions whose memory its files hold, for the next process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MAGIC = b"tenuto snapshot 2\n"
 
 
 class SnapshotUnusable(Exception):
-    """An index cannot be used; `cause`: "damaged", or "foreign" if it is of another model or shape of memory."""
+    """Raised if an index cannot be used; `cause`: "damaged", or "foreign" (of another model or memory layout)."""
 
     def __init__(self, cause: str) -> None:
         super().__init__(f"the snapshot is {cause}")
@@ -19,8 +19,8 @@ class SnapshotUnusable(Exception):
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Units in rows [row, row + count) of file number `file`. Their contents follow from the session's tokens,
-    and the file has to name the same."""
+    """Units in rows [row, row + count) of file number `file`. Their contents follow from the session's tokens, and must
+    be the ones that the file names."""
 
     file: int
     row: int
@@ -35,7 +35,7 @@ class SavedFile(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class SavedMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The memory of a session's first tokens. `tokens`: int32, little-endian. `groups`: for each group its units, in
+    """The memory of a session's first tokens. `tokens`: int32, little-endian. `groups`: the units of each group, in
     order."""
 
     tenant: str
@@ -45,13 +45,13 @@ class SavedMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def history(self) -> array[int]:
-        """The tokens."""
+        """The tokens as an array."""
         return array("i", self.tokens)
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the files of a disk tier hold. `identity`: of the model, its weights and what a unit is. `unit_bytes`: the
-    size of a unit of each group."""
+    """The list of the contents of a disk tier. `identity`: identifies the model, its weights and the layout of units.
+    `unit_bytes`: the size of a unit of each group."""
 
     identity: str
     unit_bytes: list[int]
@@ -60,13 +60,13 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     sessions: list[SavedMemory]
 
     def encoded(self) -> bytes:
-        """As it is kept, with a checksum."""
+        """Returns the contents of the index file, with a checksum."""
         content = msgspec.msgpack.encode(self)
         return _MAGIC + zlib.crc32(content).to_bytes(4, "little") + content
 
 
 def decoded(data: bytes, identity: str, unit_bytes: list[int], page_size: int) -> Snapshot:
-    """Raises `SnapshotUnusable` unless it is whole and of this model and shape of memory."""
+    """Decodes an index. Raises `SnapshotUnusable` if it is damaged, or of another model or memory layout."""
     content = data[len(_MAGIC) + 4 :]
     checksum = data[len(_MAGIC) : len(_MAGIC) + 4]
     if not data.startswith(_MAGIC) or zlib.crc32(content).to_bytes(4, "little") != checksum:

@@ -1,4 +1,4 @@
-"""The index of a disk tier: made for the next process from parked memory, and turned into parked memory again."""
+"""Conversion of parked memory to the index of a disk tier, and of an index that a process finds to parked memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FileRow = tuple[int, int, int]
 def snapshot_of(
     identity: str, unit_bytes: list[int], page_size: int, saved: Sequence[tuple[str, str, bytes, Parked]]
 ) -> Snapshot:
-    """The index of `saved`, all of which is on disk: tenant, session, tokens (int32), and their parked memory."""
+    """Returns the index of `saved`: tenant, session, tokens (int32), and parked memory, all of which is on disk."""
     files: dict[UnitFile, int] = {}
     sessions = [
         SavedMemory(
@@ -36,12 +36,12 @@ def snapshot_of(
 
 
 def _runs(units: Sequence[StoredUnit], files: dict[UnitFile, int]) -> list[Run]:
-    """Where units on disk are; `files` numbers the files."""
+    """Returns the places of units on disk, and adds their files to `files`, which numbers them."""
     places = [
         (files.setdefault(unit.file, len(files)), unit.row - i) for i, unit in enumerate(units) if unit.file is not None
     ]
     if len(places) < len(units):
-        raise InvariantError("a unit that is not on disk would be written down as if it were")
+        raise InvariantError("a unit that is not on disk would be listed in the index")
     runs, start = [], 0
     for (file, shift), same in groupby(places):
         count = sum(1 for _ in same)
@@ -51,13 +51,13 @@ def _runs(units: Sequence[StoredUnit], files: dict[UnitFile, int]) -> list[Run]:
 
 
 class FoundUnits:
-    """The units of a snapshot, each once for all who want it.
+    """The units of a snapshot; parked sequences share them.
 
     Invariant: the content of a unit covers the content that each `Parked` listing it expects.
     """
 
     def __init__(self, snapshot: Snapshot | None, there: Mapping[str, int], unit_bytes: Sequence[int]) -> None:
-        """`there`: the sizes of the files that there are, by name."""
+        """`there`: the sizes of the existing files, by name."""
         listed = snapshot.files if snapshot is not None else []
         self._files = [
             UnitFile(file.name, min(file.size, there[file.name]), 0) if file.name in there else None for file in listed
@@ -71,8 +71,8 @@ class FoundUnits:
         return [file for file in self._files if file is not None and file.wanted]
 
     def parked(self, saved: SavedMemory, position: int, names: Contents) -> Parked | None:
-        """The memory of the first `position` tokens of `saved`, in units that have to hold `names`. `None` if any of
-        them is missing."""
+        """Returns the memory of the first `position` tokens of `saved`, in units that have to hold `names`; `None` if a
+        unit is missing, or other sequences expect different contents of it."""
         pairs: list[tuple[_FileRow, Content]] = []
         for group, (runs, held) in enumerate(zip(saved.groups, names, strict=True)):
             places = ((group, run.file, run.row + i) for run in runs for i in range(run.count))

@@ -1,4 +1,4 @@
-"""Host memory and disk: copies of units that are not on the device, each kept once for all who want it."""
+"""The host and disk tiers: copies of units, each kept once for all sequences that use it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tenuto.memory.tiers.taken_over import FoundUnits, snapshot_of
 from tenuto.memory.tiers.unit_files import Disk, DiskFailed, UnitFile
 
 MAX_LEAVING = 2**29
-"""Bytes of host memory, or one session, that may be on their way to disk besides what host memory may hold; for what
-exceeds that a step waits."""
+"""The most bytes on their way to disk, which do not count against the host tier's budget; a single session may exceed
+them. A step waits before it exceeds them."""
 _group_of = attrgetter("group")
 
 
 class Tiers:
-    """Parks and brings back memory. Parked memory that was used least recently leaves host memory for disk, and disk
-    for nowhere. A unit that several parked sequences share is kept, moved and restored once.
+    """Parks and restores memory. The least recently used parked memory moves from host memory to disk, and is discarded
+    from disk. A unit that several parked sequences share is kept, moved and restored once.
 
     Invariants: `host_used` is the size of all stored units with `data`, each of which belongs to some `Parked` of
     `_in_host`, or is `leaving`. Every `Parked` is in `_in_host` or in `_on_disk`, each in the order of their last use.
@@ -49,7 +49,7 @@ class Tiers:
         carrier: Carrier,
         identity: str = "",
     ) -> None:
-        """`identity`: of what is in units; state is never taken over from a tier of another one."""
+        """`identity` stands for the meaning of units' contents; state with another identity is never taken over."""
         self._pools = pools
         self._copier = copier
         self._host_bytes = host_bytes
@@ -58,32 +58,31 @@ class Tiers:
         self._timer = timer
         self._identity = identity
         self._copies: dict[tuple[int, int], StoredUnit] = {}  # the last copy of each unit, by group and unit
-        self._in_host: OrderedDict[Parked, None] = OrderedDict()  # those not moved to disk, least recently used first
-        self._on_disk: OrderedDict[Parked, None] = OrderedDict()  # the others, or on their way there
+        self._in_host: OrderedDict[Parked, None] = OrderedDict()  # not moved to disk, least recently used first
+        self._on_disk: OrderedDict[Parked, None] = OrderedDict()  # on disk or on their way there
         self.moves = MovesUnderWay(pools, copier, disk, carrier, timer)
-        self._moving: dict[Move, list[StoredUnit]] = {}  # what each move under way brings
+        self._moving: dict[Move, list[StoredUnit]] = {}  # the units of each move under way
         self.writes: Jobs[Write] = Jobs(carrier)
-        self._leaving: dict[Write, list[StoredUnit]] = {}  # what each write under way has, in its order
+        self._leaving: dict[Write, list[StoredUnit]] = {}  # the units of each write under way, in its order
         self._leaving_bytes = 0
         self._carrier = carrier
         self.host_used = 0
         self.disk_used = 0
         self._file_bytes = 0
         self.rates = Rates()
-        self.moved: Counter[str] = (
-            Counter()
-        )  # units, by where to: "host", "disk", "device"; "nowhere": for want of room
+        # Units by target: "host", "disk" or "device", or "nowhere" if they were discarded to make room:
+        self.moved: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
-        """By cause: "full" and "busy", no room on disk, the latter while writes under way take some of it; "copy"; and
-        those of `DiskFailed`."""
+        """Failures by cause: "full" (no room on disk), "busy" (no room on disk while writes are under way), "copy", and
+        the causes of `DiskFailed`."""
 
     def __len__(self) -> int:
         return len(self._in_host) + len(self._on_disk)
 
     def become(self, identity: str) -> None:
-        """What is in units is of another `identity` from now on. Nothing is parked yet."""
+        """Changes the identity of units' contents. Nothing may be parked."""
         if len(self):
-            raise InvariantError(f"{len(self)} sequences are parked of another identity")
+            raise InvariantError(f"{len(self)} sequences of another identity are parked")
         self._identity = identity
         if self._disk is not None:
             self._disk.become(identity)
@@ -91,8 +90,8 @@ class Tiers:
     # -- parking
 
     def park(self, position: int, kept: Sequence[Sequence[int]], names: Contents) -> Parked | None:
-        """Copy what a session keeps for its first `position` tokens: units of each group, and what they hold. `None` if
-        there is no room, copying failed or computing it again is faster."""
+        """Copies the units of each group that a session keeps for its first `position` tokens; `names` are their
+        contents. Returns `None` if there is no room, copying failed, or computing the tokens again is faster."""
         size = sum(self._unit_size(group) * len(units) for group, units in enumerate(kept))
         tier = "host" if size <= self._host_bytes else "disk"
         if tier == "disk" and self._disk is None:
@@ -108,7 +107,7 @@ class Tiers:
         return parked if parked in self else None
 
     def save(self, position: int, kept: Sequence[Sequence[int]], names: Contents) -> Parked | None:
-        """As `park`, but to disk in any case; `None` if that is not possible."""
+        """Parks units like `park`, but always on disk. Returns `None` if that is not possible."""
         parked = self._copied(position, kept, names)
         if parked is not None and not self.move_to_disk(parked):
             self.forget(parked)
@@ -116,7 +115,7 @@ class Tiers:
         return parked
 
     def _copied(self, position: int, kept: Sequence[Sequence[int]], names: Contents) -> Parked | None:
-        """In host memory, however much that takes."""
+        """Copies units to host memory, even beyond its budget. Returns `None` if copying failed."""
         parked = Parked(position, [])
         try:
             for group, (units, held) in enumerate(zip(kept, names, strict=True)):
@@ -129,7 +128,8 @@ class Tiers:
         return parked
 
     def hold(self, position: int, groups: Sequence[Sequence[Bytes]], names: Contents) -> Parked | None:
-        """Park what was never on the device: units of each group, and what they hold. `None` if there is no room."""
+        """Parks units of each group that were never on the device; `names` are their contents. Returns `None` if there
+        is no room."""
         parked = Parked(position, [])
         for group, (units, held) in enumerate(zip(groups, names, strict=True)):
             stored = [
@@ -166,8 +166,8 @@ class Tiers:
         return stored
 
     def _copy_of(self, group: int, unit: int, content: Content) -> StoredUnit | None:
-        """A copy of the unit as it is now, if that has all of `content`. It may have less, where more slots of a page
-        have been filled since. Raises `InvariantError` if it has anything else."""
+        """Returns an existing copy of the unit if it has all of `content`. It has only part of it if slots of the page
+        were filled since. Raises `InvariantError` if it has anything else."""
         copy = self._copies.get((group, unit))
         if copy is None or not copy.references or copy.place != (unit, self._pools[group].generation[unit]):
             return None
@@ -178,8 +178,8 @@ class Tiers:
         return None
 
     def _fit(self) -> bool:
-        """Move the least recently used to disk, or nowhere, until host memory holds the rest, not counting what is on
-        its way to disk. False if that failed."""
+        """Moves the least recently used memory to disk, or discards it, until the rest fits host memory, without the
+        units on their way to disk. Returns False if that failed."""
         while self._too_much and self._in_host:
             parked = next(iter(self._in_host))
             worth = parked.trial or self.rates.worth("disk", parked.size, parked.position)
@@ -192,14 +192,14 @@ class Tiers:
         return self.host_used - self._leaving_bytes > self._host_bytes
 
     def _leave(self, parked: Parked) -> bool:
-        """Write those of its units that are in host memory to disk. False without a disk, or without room on it.
-        Waits, if more than `MAX_LEAVING` bytes would be on their way."""
+        """Writes those of its units that are in host memory to disk. Returns False without a disk tier, or if that has
+        no room. Waits if more than `MAX_LEAVING` bytes would be on their way."""
         if self._disk is None:
             return False
         if self._leaving_bytes and self._leaving_bytes + _size(self._staying(parked)) > MAX_LEAVING:
             self.writes.wait()
             self.take_written()
-        units = self._staying(parked)  # now, since those of a write that has failed stay, too
+        units = self._staying(parked)  # after the wait, since the units of a failed write stay too
         if units and not self._make_room(_size(units), parked):
             self.failures["busy" if self._leaving_bytes else "full"] += 1
             return False
@@ -224,8 +224,8 @@ class Tiers:
         return True
 
     def _make_room(self, size: int, parked: Parked | None = None) -> bool:
-        """Forget the least recently used memory on disk until `size` more bytes, of `parked`, fit. Pinned memory stays,
-        and so does memory on its way there. False if that is not enough."""
+        """Discards the least recently used memory on disk until `size` more bytes, for `parked`, fit. Pinned memory and
+        memory on its way to disk stay. Returns False if there is not enough room."""
         budget = self._disk.budget if self._disk is not None else 0
         while self._file_bytes + self._leaving_bytes + size > budget:
             victims = (
@@ -242,11 +242,11 @@ class Tiers:
 
     @staticmethod
     def _staying(parked: Parked) -> list[StoredUnit]:
-        """Those in host memory that are not on their way to disk."""
+        """Returns its units in host memory that are not on their way to disk."""
         return [unit for unit in parked if unit.data is not None and not unit.leaving]
 
     def take_written(self) -> None:
-        """Note what has become of writes that have ended."""
+        """Processes writes that have ended."""
         for write in self.writes.take_ended():
             units, file = self._leaving.pop(write), write.file
             self._leaving_bytes -= _size(units)
@@ -260,8 +260,8 @@ class Tiers:
                 self._release(unit)
 
     def _not_written(self, units: Sequence[StoredUnit], cause: str) -> None:
-        """Forget the memory that these units were part of. If the file system filled up before our budget did, also
-        forget the least recently used memory on disk, so that the next write finds room."""
+        """Discards the parked memory that these units belong to. If the file system is full although the budget is not,
+        also discards the least recently used memory on disk, so that the next write finds room."""
         self.failures[cause] += 1
         lost = set(units)
         for parked in [each for each in self._on_disk if not lost.isdisjoint(each)]:
@@ -270,7 +270,7 @@ class Tiers:
             self._make_room(max(0, self._disk.budget - self._file_bytes - self._leaving_bytes) + _size(units))
 
     def _arrived(self, units: Sequence[StoredUnit], file: UnitFile) -> None:
-        """The units, group by group, have been written to `file`."""
+        """Records that the units, group by group, have been written to `file`."""
         file.wanted = len(units)
         self._file_bytes += file.size
         for _, same in groupby(units, _group_of):
@@ -281,38 +281,38 @@ class Tiers:
         self.moved["disk"] += len(units)
 
     def move_to_disk(self, parked: Parked) -> bool:
-        """Move to disk, now, what of it is in host memory. False if that is not possible."""
+        """Moves its units in host memory to disk, and waits for that. Returns False if it is not possible."""
         if not self._leave(parked):
             return False
         self.writes.wait()
         self.take_written()
         return parked in self
 
-    # -- bringing back
+    # -- restoring
 
     def lacking(self, parked: Parked, units: Sequence[int]) -> list[int]:
-        """How many units of each group have to be acquired to bring back the first `units` of each."""
+        """Returns the number of units of each group to acquire to restore the first `units` of each."""
         return [
             sum(self._on_device(unit) is None for unit in stored[:n])
             for stored, n in zip(parked.units, units, strict=True)
         ]
 
     def _on_device(self, unit: StoredUnit) -> int | None:
-        """The unit of the pool that still has the same, or will have it when a move has arrived."""
+        """Returns the unit of the pool that still has the same contents, or will have them when a move has ended."""
         number, generation = unit.place
         pool = self._pools[unit.group]
         there = pool.counts[number] > 0 and pool.generation[number] == generation
         return number if there and (unit.move is None or unit.move.usable) else None
 
     def on_device(self, parked: Parked, group: int, count: int) -> list[int | None]:
-        """For each of the first `count` units of a group, the unit on the device that has the same, or will have it, if
-        there is one."""
+        """Returns, for each of the first `count` units of a group, the unit on the device that has the same contents or
+        will have them; `None` if there is no such unit."""
         return [self._on_device(unit) for unit in parked.units[group][:count]]
 
     def bring_back(self, parked: Parked, leases: Sequence[Lease], names: Contents) -> list[Move]:
-        """Have the first units of each group come to those of `leases`, where they are not yet: the moves to wait for.
-        Units that are already on their way are not moved again. `names`: what the units have to hold, by the tokens of
-        who gets them. Raises `InvariantError` if they hold anything else."""
+        """Copies the first units of each group to those of `leases`, unless they are there already, and returns the
+        moves to wait for. Units that are on their way are not moved again. `names`: the contents that the units must
+        have, derived from the tokens of the receiving session. Raises `InvariantError` if they have other contents."""
         _check(parked, names)
         moves: dict[Move, None] = {}
         moving: list[StoredUnit] = []
@@ -338,7 +338,7 @@ class Tiers:
         return list(moves)
 
     def take_moved(self) -> None:
-        """Note what has become of moves that have ended."""
+        """Processes moves that have ended."""
         for move in self.moves.take_ended():
             if move.failure and not move.cancelled:
                 self.failures[move.failure] += 1
@@ -353,13 +353,13 @@ class Tiers:
                 self._release(stored)
 
     def _not_there(self, unit: StoredUnit) -> None:
-        """What was on its way to the device will not arrive."""
+        """Records that a copy will not arrive on the device."""
         if self._copies.get((unit.group, unit.place[0])) is unit:
             del self._copies[unit.group, unit.place[0]]
         unit.place = ELSEWHERE
 
     def lend(self, parked: Parked, names: Contents) -> LentUnits:
-        """All its units, for another thread to read; they stay until `take_back`. `names`: see `bring_back`."""
+        """Lends all its units to another thread to read; they stay until `take_back`. `names`: see `bring_back`."""
         _check(parked, names)
         units = [
             [LentUnit(each.group, content, each.data, each.file, each.row) for each, content in zip(*pair, strict=True)]
@@ -370,7 +370,7 @@ class Tiers:
         return lent
 
     def take_back(self, lent: LentUnits) -> None:
-        """The other thread is done with them."""
+        """Ends a loan, after the other thread has read the units."""
         if lent.failure:
             self.failures[lent.failure] += 1
         self.forget(lent.parked)
@@ -378,13 +378,13 @@ class Tiers:
     # -- references
 
     def use(self, parked: Parked) -> None:
-        """It is of use."""
+        """Marks it as the most recently used."""
         for kept in (self._in_host, self._on_disk):
             if parked in kept:
                 kept.move_to_end(parked)
 
     def share(self, parked: Parked, position: int, names: Contents) -> Parked:
-        """A second one of the first `position` tokens, with the first units of each group. `names`: see
+        """Returns a second `Parked` for the first `position` tokens, with the first units of each group. `names`: see
         `bring_back`."""
         _check(parked, names)
         shared = Parked(position, [stored[: len(held)] for stored, held in zip(parked.units, names, strict=True)])
@@ -394,7 +394,7 @@ class Tiers:
         return shared
 
     def forget(self, parked: Parked) -> None:
-        """It is not needed any more."""
+        """Discards it, since it is no longer needed."""
         if parked in self:
             self._in_host.pop(parked, None)
             self._on_disk.pop(parked, None)
@@ -427,14 +427,14 @@ class Tiers:
             unit.file = None
 
     def audit(self) -> None:
-        """Recount references and bytes. Raises `InvariantError`."""
+        """Recounts references and bytes. Raises `InvariantError`."""
         found: Counter[StoredUnit] = Counter(chain.from_iterable((*self._in_host, *self._on_disk)))
         for units in (*self._moving.values(), *self._leaving.values()):
             found.update(units)
         host = sum(unit.size for unit in found if unit.data is not None)
         disk = sum(unit.size for unit in found if unit.file is not None)
         if any(unit.references != n or (unit.data is None) == (unit.file is None) for unit, n in found.items()):
-            raise InvariantError("a stored unit has a wrong count of references, or is in two places or none")
+            raise InvariantError("a stored unit has a wrong count of references, or is in both tiers or neither")
         if (host, disk) != (self.host_used, self.disk_used):
             raise InvariantError(
                 f"stored units: {host} bytes in host memory and {disk} on disk, "
@@ -443,7 +443,7 @@ class Tiers:
         files = sum(file.size for file in {unit.file for unit in found if unit.file is not None})
         if files != self._file_bytes or (self._disk is not None and files + self._leaving_bytes > self._disk.budget):
             raise InvariantError(
-                f"files have {files} bytes, {self._leaving_bytes} are leaving; {self._file_bytes} noted"
+                f"files have {files} bytes, counted as {self._file_bytes}; {self._leaving_bytes} bytes are leaving"
             )
 
     # -- from one process to the next
@@ -453,8 +453,8 @@ class Tiers:
         return self._disk is not None
 
     def write_index(self, saved: Sequence[tuple[str, str, bytes, Parked]]) -> bool:
-        """Write down whose memory is on disk: tenant, session, and the tokens, int32, of which it is. False, counted,
-        if that failed."""
+        """Writes the index of memory on disk: for each entry tenant, session, tokens (int32) and units. Returns False,
+        and counts a failure, if that failed."""
         if self._disk is None:
             return False
         snapshot = snapshot_of(self._identity, self._unit_bytes(), self._page_size, saved)
@@ -469,16 +469,16 @@ class Tiers:
         return [self._unit_size(group) for group in range(len(self._pools))]
 
     def read_index(self) -> Snapshot | None:
-        """What a process before this one has written down, if anything. Raises `SnapshotUnusable` or `DiskFailed`."""
+        """Returns the index that an earlier process wrote, or `None`. Raises `SnapshotUnusable` or `DiskFailed`."""
         data = self._disk.read_index() if self._disk is not None else None
         return decoded(data, self._identity, self._unit_bytes(), self._page_size) if data is not None else None
 
     def take_over(
         self, snapshot: Snapshot | None, wanted: Iterable[tuple[SavedMemory, int, Contents]]
     ) -> list[Parked | None]:
-        """Go on with what is on disk: of each saved memory the first units of each group, which have to hold what the
-        session's tokens say, for its first `position` tokens; `None` for those whose files are gone. All else that is
-        on disk is removed. `wanted`: in the order of their last use."""
+        """Takes over memory on disk. `wanted`, in the order of last use, has for each saved memory the number of tokens
+        to take, and the contents that their units must have, derived from the session's tokens. Returns `None` for
+        memory whose files are gone. Removes everything else from the disk."""
         if self._disk is None:
             return []
         found = FoundUnits(snapshot, self._disk.files(), self._unit_bytes())
@@ -492,8 +492,7 @@ class Tiers:
         return [parked if parked in self else None for parked in taken]
 
     def close(self, *, keep: bool = False) -> None:
-        """Nothing is parked or brought back any more; see `Disk.close`. Moves under way are cancelled and waited
-        for."""
+        """Ends parking and restoring: cancels jobs under way, waits for them, and closes the disk; see `Disk.close`."""
         self.moves.cancel()
         self.writes.cancel()
         self._carrier.close()
@@ -502,13 +501,13 @@ class Tiers:
 
 
 def _size(units: Iterable[StoredUnit]) -> int:
-    """Bytes."""
+    """Returns the number of bytes of the units."""
     return sum(unit.size for unit in units)
 
 
 def _check(parked: Parked, names: Contents) -> None:
-    """Raises `InvariantError` if its first units hold anything but `names`."""
+    """Raises `InvariantError` if its first units have other contents than `names`."""
     for stored, held in zip(parked.units, names, strict=True):
         wrong = (unit for unit, content in zip(stored, held, strict=False) if not unit.content.covers(content))
         if len(held) > len(stored) or next(wrong, None) is not None:
-            raise InvariantError(f"what is parked of {parked.position} tokens is of other tokens")
+            raise InvariantError(f"parked memory of {parked.position} tokens has the state of other tokens")

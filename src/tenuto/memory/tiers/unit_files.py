@@ -1,4 +1,4 @@
-"""The disk tier: copies of units in files, used only after their names and checksums have been compared."""
+"""The disk tier: copies of units in files, which are used only if their names and checksums match."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ SUFFIX = ".units"
 INDEX = "sessions.index"
 LOCK = "tenuto.lock"
 READERS = 2
-"""Threads that read and check."""
+"""The number of threads that read and verify units."""
 PIECE = 2**22
-"""Bytes that one of them reads at once."""
+"""The number of bytes that a thread reads at once."""
 MAX_HEADER = 100_000_000
-"""Bytes; the format allows no more."""
+"""The most bytes of a header that the format allows."""
 _LENGTH = 8
 _UNREADABLE = (
     OSError,
@@ -48,12 +48,12 @@ _UNREADABLE = (
     MemoryError,
     RuntimeError,
 )
-"""What reading a file with anything in it may raise."""
+"""The exceptions that reading a file with arbitrary contents may raise."""
 
 
 class DiskFailed(Exception):
-    """Units could not be written or read; `cause`: "full", "write", "read", "foreign" (of another model), "content" (of
-    other tokens) or "checksum"."""
+    """Raised if units could not be written or read; `cause`: "full", "write", "read", "foreign" (of another model),
+    "content" (of other tokens) or "checksum"."""
 
     def __init__(self, cause: str, message: str) -> None:
         super().__init__(message)
@@ -62,7 +62,7 @@ class DiskFailed(Exception):
 
 @dataclass(eq=False, slots=True)
 class UnitFile:
-    """A file with `size` bytes of units, of which `wanted` are still referred to."""
+    """A file with `size` bytes of units, `wanted` of which are still in use."""
 
     name: str
     size: int
@@ -70,54 +70,54 @@ class UnitFile:
 
 
 class Disk(Protocol):
-    """Where files of units are. Several threads may read and write at once."""
+    """A store of files of units. Several threads may read and write at once."""
 
     @property
     def budget(self) -> int:
-        """Bytes of units that there may be."""
+        """The most bytes of units."""
         ...
 
     def become(self, identity: str) -> None:
-        """What is written from now on is of another `identity`; nothing older is read again."""
+        """Changes the identity of units that are written from now on; older units are never read again."""
         ...
 
     def write(self, units: Mapping[int, Sequence[NamedUnit]]) -> UnitFile:
-        """Write units by group. Raises `DiskFailed`, having kept nothing."""
+        """Writes units by group. Raises `DiskFailed`, having kept nothing."""
         ...
 
     def read(self, file: UnitFile, rows: Mapping[int, Sequence[int]]) -> dict[int, list[NamedUnit]]:
-        """Some units of a file, by group and their numbers in it, with the contents that the file names. `read_units`
-        compares these. Raises `DiskFailed`."""
+        """Reads units of a file, by group and row, with the contents that the file names; `read_units` compares these.
+        Raises `DiskFailed`."""
         ...
 
     def remove(self, file: UnitFile) -> None:
-        """The file is not needed any more."""
+        """Removes a file that is no longer needed."""
         ...
 
     def write_index(self, content: bytes) -> None:
-        """Write down what the files hold, for the process that uses them next. Raises `DiskFailed`."""
+        """Writes the index of the files, for the process that uses them next. Raises `DiskFailed`."""
         ...
 
     def read_index(self) -> bytes | None:
-        """What was written down last, if anything was. Raises `DiskFailed`."""
+        """Returns the last index written, or `None` if there is no index. Raises `DiskFailed`."""
         ...
 
     def files(self) -> dict[str, int]:
-        """The sizes in bytes of all files of units that there are, by name."""
+        """Returns the sizes in bytes of all files of units, by name."""
         ...
 
     def take_over(self, files: Iterable[UnitFile]) -> None:
-        """Of the files that another process has left, go on with these, and remove all others."""
+        """Keeps these files of those that another process has left, and removes all others."""
         ...
 
     def close(self, *, keep: bool = False) -> None:
-        """Nothing is written or read any more. Unless told to `keep` them, remove all files."""
+        """Ends all use of the store, and removes all files unless `keep` is set."""
         ...
 
 
 def read_units(disk: Disk, file: UnitFile, group: int, wanted: Sequence[tuple[int, Content]]) -> list[Bytes]:
-    """Units of a group by their numbers in a file, if they have the wanted contents. All reads go through here: only
-    the file itself says what its units hold, not its name and not an index. Raises `DiskFailed`."""
+    """Reads units of a group by their rows in a file, and checks that they have the wanted contents. All reads use this
+    function: only the file itself determines its contents, not its name and not an index. Raises `DiskFailed`."""
     found = disk.read(file, {group: [row for row, _ in wanted]})[group]
     for (row, content), unit in zip(wanted, found, strict=True):
         if not unit.content.covers(content):
@@ -126,12 +126,12 @@ def read_units(disk: Disk, file: UnitFile, group: int, wanted: Sequence[tuple[in
 
 
 class UnitFiles:
-    """A `Disk` in a directory that one process uses at a time, at most `budget` bytes of units.
+    """A `Disk` in a directory that one process uses at a time, for at most `budget` bytes of units.
 
-    A file has for each group a tensor `group N`, uint8 [units, bytes a unit], in the safetensors format, whose metadata
-    gives the format, its version, what the units are of (`identity`), what each holds (`Content.name`) and a CRC-32 of
-    every unit with that name. Files never change, and no name of a file is used twice, so an old index leads to the
-    units that it was written for, or to none.
+    A file has a tensor `group N`, uint8 [units, bytes per unit], for each group, in the safetensors format. Its
+    metadata has the format, the version, the `identity` of the units, the content of each (`Content.name`) and a CRC-32
+    of each unit with its content. Files never change, and file names are never used twice, so an old index refers to
+    the units for which it was written, or to missing files.
     """
 
     def __init__(self, directory: Path, budget: int, identity: str = "") -> None:
@@ -140,7 +140,7 @@ class UnitFiles:
         self.budget = budget
         self._identity = identity
         self._used = 0
-        self._counting = threading.Lock()  # of `_used`: one thread writes while another removes
+        self._counting = threading.Lock()  # guards `_used`, since one thread writes while another removes
         try:
             make_private_directory(directory)
             self._lock = os.open(directory / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
@@ -192,7 +192,7 @@ class UnitFiles:
         return UnitFile(path.name, size, sum(map(len, tensors.values())))
 
     def _lacks(self, size: int) -> bool:
-        """Whether the file system has no room for so many bytes."""
+        """Whether the file system has no room for `size` bytes."""
         with suppress(OSError):
             return shutil.disk_usage(self._directory).free < size
         return False
@@ -222,17 +222,18 @@ class UnitFiles:
     def _units(
         self, place: _OpenTensor, rows: Sequence[int], expected: Sequence[tuple[Content, int]]
     ) -> list[NamedUnit]:
-        """The units numbered `rows` of a tensor, which should have these contents and checksums. Some are read while
-        others are compared. Raises `DiskFailed` if one is damaged."""
+        """Returns the units in `rows` of a tensor, which should have the expected contents and checksums. Some are read
+        while others are verified. Raises `DiskFailed` if one is damaged."""
         file, start, size = place.file, place.start, place.unit_size
         if min([start, *rows]) < 0 or start + (max(rows, default=-1) + 1) * size > os.fstat(file).st_size:
-            raise ValueError("it ends before the units that it should have")
+            raise ValueError("it ends before its units do")
         if len(rows) * size > place.most:
             raise ValueError("its units are larger than those that were written")
         units = np.empty((len(rows), size), np.uint8)
 
         def take(first: int) -> bool:
-            """Read the units from the `first` on of `PIECE` bytes, or one; False if one is damaged."""
+            """Reads `PIECE` bytes of units from unit `first` on, but at least one unit. Returns False if a unit is
+            damaged."""
             piece = slice(first, first + step)
             for unit, row in zip(units[piece], rows[piece], strict=True):
                 if os.preadv(file, [unit.data], start + row * size) < size:
@@ -252,7 +253,7 @@ class UnitFiles:
 
     @staticmethod
     def _unlink(path: Path) -> None:
-        """What cannot be removed is, once that is possible, by `take_over` of another process."""
+        """Removes a file if that is possible; otherwise `take_over` of another process removes it later."""
         with suppress(OSError):
             path.unlink(missing_ok=True)
 
@@ -261,7 +262,7 @@ class UnitFiles:
             self._used -= size
 
     def write_index(self, content: bytes) -> None:
-        """See `Disk.write_index`. There is the old one or the new one, whole, whenever the process is killed."""
+        """See `Disk.write_index`. If the process is killed, the old index or the new one is there, and complete."""
         path = self._directory / INDEX
         new = path.with_suffix(".new")
         try:
@@ -287,7 +288,7 @@ class UnitFiles:
         return {name: status.st_size for name, status in found.items() if stat.S_ISREG(status.st_mode)}
 
     def _paths(self) -> Iterator[Path]:
-        """Everything that is named like a file of units."""
+        """Yields the paths of all files named like files of units."""
         return self._directory.glob(f"*{SUFFIX}")
 
     def take_over(self, files: Iterable[UnitFile]) -> None:
@@ -310,7 +311,7 @@ class UnitFiles:
 
 @dataclass(frozen=True, slots=True)
 class _OpenTensor:
-    """The units of one group in an open file. `begin`: where tensors begin. `most`: bytes of units in the file."""
+    """The units of one group in an open file. `begin`: the offset of tensors. `most`: bytes of units in the file."""
 
     file: int
     begin: int
@@ -319,7 +320,7 @@ class _OpenTensor:
 
     @property
     def start(self) -> int:
-        """Where its first unit is."""
+        """The offset of its first unit in the file."""
         return self.begin + int(self.tensor["data_offsets"][0])
 
     @property
@@ -332,13 +333,13 @@ def _tensor(group: int) -> str:
 
 
 def _checksum(content: Content, data: Bytes) -> int:
-    """Of a unit and what it holds: neither can be exchanged without the other."""
+    """Returns a checksum over a unit and its content, which detects a change of either."""
     return zlib.crc32(data.data, zlib.crc32(content.before + content.tokens))
 
 
 def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file, and where its tensors begin. Raises `ValueError`."""
+    """Returns the header of a safetensors file, and the offset of its tensors. Raises `ValueError`."""
     length = int.from_bytes(file.read(_LENGTH), "little")
     if length > min(MAX_HEADER, os.fstat(file.fileno()).st_size - _LENGTH):
-        raise ValueError("its header is truncated, or too long")
+        raise ValueError("its header is truncated or too long")
     return json.loads(file.read(length)), _LENGTH + length
