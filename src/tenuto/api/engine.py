@@ -50,6 +50,7 @@ class Engine(Client[Session]):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, if it has one."""
         return self._transport.tokenizer
 
 
@@ -65,6 +66,7 @@ class AsyncEngine(AsyncClient[AsyncSession]):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, if it has one."""
         return self._transport.tokenizer
 
     @property

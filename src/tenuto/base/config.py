@@ -168,7 +168,7 @@ def engine_config(given: EngineOptions, max_context: int | None = None) -> Engin
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
     """Settings for loading a model and creating its engine; the first message to an engine process. Raises
-    `ConfigError` if `config` is wrong for every model."""
+    `ConfigError` if `config` is invalid, whichever the model."""
 
     model: str = option(
         DEFAULT_MODEL,
@@ -230,8 +230,7 @@ def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """Returns the directory of downloaded models and compiled kernels: `$TENUTO_CACHE`, else `tenuto` in
     `$XDG_CACHE_HOME` or `~/.cache`. If that does not exist and cannot be created (no home, or a read-only one), it is
-    `tenuto-` and the user's number in the system's temporary directory. Raises `ConfigError` if another user owns
-    it."""
+    `tenuto-` and the user id in the system's temporary directory. Raises `ConfigError` if another user owns it."""
     own = environ.get("TENUTO_CACHE")
     if own:
         return user_path(own)

@@ -100,9 +100,9 @@ class TokenMasks:
 class Plan:
     """One forward pass over a mixed batch of prefill chunks and decodes.
 
-    Row `rows[i]` computes `counts[i]` tokens at positions `starts[i] ...`; their ids are the next `counts[i]` entries
-    of `tokens`. It samples after each of its last `samples[i]` tokens (0 in the middle of a prefill, 1 for a decode, 1
-    + k with k lookahead tokens, whose guesses are the last k input tokens).
+    Row `rows[i]` computes `counts[i]` tokens, at positions from `starts[i]` on; their ids are the next `counts[i]`
+    entries of `tokens`. It samples after each of its last `samples[i]` tokens (0 in the middle of a prefill, 1 for a
+    decode, 1 + k with k lookahead tokens, whose guesses are the last k input tokens).
 
     `tables` and `copies` have one entry per full or sliding memory group, `states` one per state group, each in the
     order of the memory spec. Page tables persist between steps: an executor keeps one row of pages per row id, applies

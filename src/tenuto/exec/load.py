@@ -172,7 +172,7 @@ def _native(config: ModelConfig, cache: Path, machine: Machine, kernels: str, sa
     if kernels != "auto":
         return loaded(library(cache, machine, kernels, say))
     failed = Unavailable("this CPU lacks AVX2")
-    for variant in machine.variants():  # the best one may lack support by the compiler or the system
+    for variant in machine.variants():  # the compiler or the system may not support the best one
         try:
             return loaded(library(cache, machine, variant, say))
         except Unavailable as error:

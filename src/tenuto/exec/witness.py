@@ -112,7 +112,7 @@ class WitnessExecutor:
         self._start = np.uint64(START)  # the hash of the empty history, which stands for the weights
         self._units: tuple[int, ...] = ()
         self._flight: deque[_Step] = deque()  # the oldest first
-        self._losing: list[_Step] = []  # their rows are lost when all of them are computed
+        self._losing: list[_Step] = []  # steps whose rows are lost once all of them are computed
         self._trusting = False  # whether the step being computed is void: its reads are not verified
         self._histories: Sequence[Ints] | None = None  # of the rows of the step being computed
         self.steps = 0

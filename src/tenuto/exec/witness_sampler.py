@@ -30,7 +30,8 @@ class WitnessSampler:
                 self._asking[row] = new
 
     def lose(self, rows: list[int]) -> None:
-        """Forgets the options of rows, whose seeds become wrong."""
+        """Forgets the options of rows and makes their seeds wrong, so that sampling without new options changes the
+        output."""
         self._seeds[rows] = ~self._seeds[rows]
         for row in rows:
             self._asking.pop(row, None)
@@ -56,7 +57,7 @@ class WitnessSampler:
         return (mixed % np.uint64(self._vocab_size)).astype(np.int64)
 
     def _mask(self, rows: Longs, positions: Longs, states: Hashes, tokens: Longs, masks: Sequence[TokenMasks]) -> None:
-        """Replaces tokens that masks do not allow at their positions."""
+        """Replaces, in `tokens`, those that masked ids or `masks` do not allow at their positions."""
         allowed: dict[int, Words] = {}
         for each in masks:
             words = each.allowed.result()

@@ -56,7 +56,7 @@ class Constraint:
         self._matcher = matcher
         self._words = words
         self._next = first  # the mask of the next token, once it is known
-        self._stuck = False  # no token can come next; both under `_lock`
+        self._stuck = False  # no token can come next; like `_next`, under `_lock`
         self._lock = threading.Lock()
         self.failure = ""  # why the turn cannot continue; written by the engine's thread
         self.slow = False  # written by the thread that computes masks

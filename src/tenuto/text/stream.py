@@ -36,8 +36,8 @@ class TextStream:
         self._include_stop = include_stop
         self._ends: deque[tuple[int, int]] = deque()
         self._tokens = 0
-        self._decoded = 0  # characters
-        self._delivered = 0  # characters
+        self._decoded = 0  # characters of text so far
+        self._delivered = 0  # characters delivered so far
         self._delivered_tokens = 0
         self._pieces: list[str] = []  # delivered, not yet taken
         self._kept: list[tuple[int, str]] | None = None  # if kept: delivered pieces, each with the token count by then

@@ -148,9 +148,9 @@ class Tokenizer:
         try:
             if len(text) < LONG_TEXT:
                 ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-            else:  # only this call releases Python's lock
+            else:  # only this call releases the GIL
                 ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        except (TypeError, UnicodeEncodeError):  # which of the two depends on the library's version
+        except (TypeError, UnicodeEncodeError):  # versions of the library differ
             raise InvalidRequest("text has a lone surrogate; allowed: Unicode text") from None
         return ids
 

@@ -32,7 +32,7 @@ class ToolCall:
                 raise InvalidRequest(f"a tool call's {name} is {shown(value)}; allowed: text", param="tool_calls")
             check_unicode(f"the {name} of a tool call", value)
         arguments = json.dumps(self.parsed(), ensure_ascii=False)
-        check_unicode("the arguments of a tool call", arguments)  # they may have been escaped
+        check_unicode("the arguments of a tool call", arguments)  # JSON escapes can hide surrogates
 
     @classmethod
     def of(cls, given: object) -> ToolCall:
