@@ -205,6 +205,7 @@ class Planner:
         return needs, fits
 
     def _lacking(self, order: Longs, needs: npt.NDArray[np.int64], fits: Mask) -> Lacking | None:
+        """Returns the first turn, excluding drafts, that does not fit."""
         for place in (~fits).nonzero()[0].tolist():
             turn: Turn = self._batch.turns[order[place]]
             if not turn.drafting:
@@ -302,6 +303,7 @@ class Planner:
         return InputScores(np.array(offsets, np.int32), np.array(targets, np.int32), top), tuple(scored)
 
     def _tokens(self, proposal: Proposal) -> npt.NDArray[np.int32]:
+        """Returns the input tokens of the step, `Plan.tokens`."""
         rows, chosen, starts, counts = self._memory.rows, proposal.rows, proposal.starts, proposal.counts
         known = rows.known[chosen]
         last = (counts == 1) & (starts >= known - 1)

@@ -143,6 +143,7 @@ class Pressure:
 
     @staticmethod
     def _place(session: Session) -> tuple[Rung, int] | None:
+        """Returns the rung and priority of a session, or None if it holds no memory or cannot yield."""
         turn, memory = session.turn, session.memory
         if session.has_running_turn or (memory.computed == 0 and memory.turn is None):
             return None
@@ -266,6 +267,7 @@ class Pressure:
         return len(running) > 1
 
     def _short(self, needed: Longs) -> list[int]:
+        """Returns the groups that lack units, even counting those that steps in flight will free."""
         pools = self._memory.pools
         return [g for g, n in enumerate(needed.tolist()) if n > pools[g].free + pools[g].limbo]
 
@@ -330,6 +332,7 @@ class Pressure:
         return least[1:] if least is not None else None
 
     def _unused(self, groups: Sequence[int]) -> int:
+        """Returns the number of units of `groups` that are free now or once the steps in flight settle."""
         return sum(self._memory.pools[group].free + self._memory.pools[group].limbo for group in groups)
 
     def _yield(self, rung: Rung, session: Session) -> None:
