@@ -87,8 +87,9 @@ class WitnessSampler:
 
 
 def _certain(
-    places: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32], said: npt.NDArray[np.int32], width: int
+    places: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32], certain: npt.NDArray[np.int32], width: int
 ) -> Logprobs:
-    """Returns the log-probabilities of `tokens` if the tokens `said` have probability 1."""
-    chosen = np.where(tokens == said, 0, LEAST_LOGPROB).astype(np.float32)
-    return Logprobs(places, chosen, said[:, None][:, :width], np.zeros((len(said), width), np.float32))
+    """Returns the log-probabilities of `tokens` where the tokens `certain` have probability 1, and with `width` 1 the
+    latter as the likeliest."""
+    chosen = np.where(tokens == certain, 0, LEAST_LOGPROB).astype(np.float32)
+    return Logprobs(places, chosen, certain[:, None][:, :width], np.zeros((len(certain), width), np.float32))

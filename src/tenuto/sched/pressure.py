@@ -92,7 +92,7 @@ class Pressure:
         self._rungs: dict[tuple[Rung, int], OrderedDict[Session, None]] = {}
         self._places: dict[Session, tuple[Rung, int]] = {}
         self._pinned: dict[Session, None] = {}  # pinned sessions with committed memory
-        self.yielded: Counter[str] = Counter()  # how often each rung yielded
+        self.yielded: Counter[str] = Counter()  # yields by kind: a rung, `checkpoint` or `running`
         self._closed: dict[Session, _Closed] = {}
         self._closed_counts = [np.zeros(pool.capacity, np.int32) for pool in memory.pools]
         self._needed: Counter[Checkpoint] = Counter()
@@ -307,10 +307,10 @@ class Pressure:
         wanted = next((unit for unit in shared if unit is not None), None)
         if wanted is None:
             return False
-        group, page = wanted
+        group, unit = wanted
         dropped, unused = False, self._unused(short)
         for rung, session in list(self._droppable(spared, last)):
-            while any(at == group and page in lease.units for at, lease in session.memory.essential_leases()):
+            while any(at == group and unit in lease.units for at, lease in session.memory.essential_leases()):
                 self._yield(rung, session)  # its turn's memory first, then its own
                 dropped = True
                 if self._unused(short) > unused or self._may_yield <= 0:
@@ -339,9 +339,9 @@ class Pressure:
         self._count(rung.name.lower())
         self.drop(session, "pressure")
 
-    def _count(self, who: str, how_many: int = 1) -> None:
-        self.yielded[who] += how_many
-        self._may_yield -= how_many
+    def _count(self, kind: str, number: int = 1) -> None:
+        self.yielded[kind] += number
+        self._may_yield -= number
 
 
 def units_of(lease: Lease) -> npt.NDArray[np.int32]:
