@@ -171,7 +171,7 @@ def _param(name: str) -> str | None:
 
 
 def _float(value: object) -> float | None:
-    if isinstance(value, (bool, str, bytes)) or not isinstance(value, (float, int, SupportsFloat)):  # checked last, since it is slow
+    if isinstance(value, (bool, str, bytes)) or not isinstance(value, (float, int, SupportsFloat)):  # the last is slow
         return None
     try:
         return float(value)
