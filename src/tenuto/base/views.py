@@ -60,9 +60,9 @@ SHARED = "shared"
 
 @dataclass(frozen=True, slots=True)
 class PoolReport:
-    """Units of one pool: `capacity` = `free` + `in_flight` + `leased`; `by_holder` counts leased units by the kind of
-    their holder. A unit with several holders counts once, as `SHARED`. `cached`: leased units held only by checkpoints
-    that save work but are not needed."""
+    """Units of one pool: `capacity` = `free` + `in_flight` (units in limbo) + `leased`; `by_holder` counts leased units
+    by the kind of their holder. A unit with several holders counts once, as `SHARED`. `cached`: leased units held only
+    by checkpoints that save work but are not needed."""
 
     name: str
     capacity: int

@@ -121,7 +121,7 @@ class NativeForward:
 
     @property
     def wide(self) -> frozenset[int]:
-        """Numbers of the mixers whose keys and values are in 16 bits although the others' are in bytes."""
+        """Numbers of the mixers whose keys and values take 16 bits although those of others take 8."""
         return self._model.wide
 
     @property

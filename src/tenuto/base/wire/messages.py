@@ -88,8 +88,8 @@ class GetSession(OfSession[SessionInfo], frozen=True, kw_only=True):
 
 
 class ExportSession(OfSession[SessionDocument], frozen=True, kw_only=True):
-    """Export a session as it was at its last commit. `state`: the path of a file to which it is written with its state,
-    see `base.wire.state_file`."""
+    """Export a session as it was at its last commit. `state`: the path of a file to write, with the session and its
+    state; see `base.wire.state_file`."""
 
     state: str | None = None
 
