@@ -250,7 +250,7 @@ class Engine:
     def restore_memory(
         self, parts: Collection[MemoryPart], weights: Weights | None = None, identity: str | None = None
     ) -> None:
-        """Allocates the released ones of `parts` again; `weights` are given exactly if weights are among these. Turns
+        """Allocates those of `parts` that are released; `weights` are given exactly if weights are among these. Turns
         go on once no part is released. `identity`: the engine's new identity, if the weights differ from the released
         ones; parked memory is then never used again. Raises `ConfigError`, having changed nothing, if there is not
         enough memory."""

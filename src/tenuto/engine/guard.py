@@ -12,7 +12,7 @@ from tenuto.base.errors import EngineStopped, TenutoError
 
 @dataclass(slots=True)
 class Fuse:
-    """`broken`: the internal error that has stopped the engine; written by `guarded`."""
+    """Stops all operations of an engine. `broken`: the internal error that has stopped it; written by `guarded`."""
 
     broken: Exception | None = None
 

@@ -54,7 +54,7 @@ class IdleMemory(Restoring, Protocol):
         """Parks a session with state from another engine or process. Returns False if there is no room."""
 
     def changed(self, session: Session, kept: int) -> None:
-        """Cuts the session's parked memory to the first `kept` tokens of its history, which alone are unchanged."""
+        """Cuts the session's parked memory to the first `kept` tokens of its history, after later ones have changed."""
 
     def fork(self, parent: Session, child: Session) -> None:
         """Shares the parent's parked memory with a fork, whose history is the beginning of the parent's."""

@@ -157,8 +157,8 @@ class Parking:
     def take_over(
         self, snapshot: Snapshot | None, wanted: Sequence[tuple[Session, SavedMemory, int]]
     ) -> Iterator[tuple[Session, SavedMemory, int | None]]:
-        """Parks sessions with the memory that was saved for them; `wanted` has the number of tokens to use for each.
-        Yields the number of tokens that each has now, or `None` if its files are gone. Removes all other saved memory.
+        """Parks sessions with the memory that was saved for them; `wanted` has the number of tokens to use of each.
+        Yields the number of tokens parked for each, or `None` if its files are gone. Removes all other saved memory.
         """
         taken = self.tiers.take_over(
             snapshot, [(saved, position, self._contents(session, position)) for session, saved, position in wanted]

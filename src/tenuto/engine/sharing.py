@@ -36,7 +36,7 @@ class Found:
 
 @dataclass(slots=True)
 class Wait:
-    """A wait of a turn until `provider` has computed `goal` tokens; 0 if `provider` has left its row."""
+    """A turn's wait until `provider` has computed `goal` tokens; `goal` is 0 once `provider` has left its row."""
 
     provider: Turn
     goal: int
@@ -46,8 +46,8 @@ class PrefixSharing(Protocol):
     """Lets turns begin with other sequences' memory of the same tokens. See `Sharing`."""
 
     def share(self, turn: Turn) -> None:
-        """Lets a waiting turn without memory of its own begin with another sequence's memory, if that covers at least
-        a page more of its tokens than its own session's."""
+        """Lets a waiting turn that holds no memory begin with another sequence's memory, if that covers at least a page
+        more of its tokens than its session's memory does."""
 
     def begin_with(self, turn: Turn, found: Found) -> None:
         """Replaces the memory of the turn's session, which has no turn in memory, by the memory that was found."""
@@ -72,7 +72,7 @@ class PrefixSharing(Protocol):
         unchanged."""
 
     def note_history(self, session: Session, kept: int) -> None:
-        """Removes index entries and hashes of the session past its first `kept` tokens, which alone are unchanged."""
+        """Removes the session's index entries past its first `kept` tokens, after later tokens have changed."""
 
     def note_memory(self, session: Session) -> list[Session]:
         """Updates the index after the memory of the session, open or closed, has changed. Returns the kept closed
@@ -124,7 +124,7 @@ class Sharing:
 
     A turn that gets a row, while an earlier turn of no lower priority (its provider) computes their common prefix,
     waits in its row for the prefix. It goes on as soon as the prefix is settled or the provider leaves its row. So a
-    turn never waits for one that could wait for it, nor for tokens that it would not compute itself. The provider makes
+    turn never waits for one that could wait for it, or for tokens that it would not compute itself. The provider makes
     a checkpoint at the end of the prefix, if the model needs one.
 
     Invariant: `_waits` has exactly the turns in rows that wait; the rows of those whose provider has a row are in

@@ -160,10 +160,10 @@ def recount(
 class AuditCycle(_Audit):
     """A recount spread over many steps, with the result that `recount` would have had when it began.
 
-    It starts with copies of all counts, free lists and limbos. A pool has a lease counted just before it changes for
-    the first time; leases made after the beginning do not count. Holders are visited a few at a time, which counts
-    their unchanged leases. A session closed meanwhile is still visited, and a checkpoint is counted before a session
-    drops its reference to it. So every lease that existed at the beginning is counted once, as it was then.
+    It starts with copies of all counts, free lists and limbos. A lease is counted just before its first change, or when
+    its holder is visited, a few holders at a time; leases made after the beginning do not count. A session closed
+    meanwhile is still visited, and a checkpoint is counted before a session drops its reference to it. So every lease
+    that existed at the beginning is counted once, as it was then.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ class CommittedMemory:
         return min(self.computed, target) - self.resumable(target) if not self.arriving else 0
 
     def _resumable(self, target: int) -> tuple[int, Checkpoint | None]:
-        """Returns the same position with the checkpoint that covers it."""
+        """Returns the position that `resumable` returns, and the checkpoint that covers it."""
         target = min(target, self.computed) if not self.arriving else 0
         if not self.memory.needs_checkpoints or target == 0:
             return target, None
@@ -118,7 +118,7 @@ class CommittedMemory:
 
     @property
     def kept_units(self) -> int:
-        """The number of these units in all groups."""
+        """The number of units in `kept()`; 0 if no token is in memory."""
         return sum(map(len, self.kept())) if self.computed else 0
 
     def receive(self, position: int, units: Sequence[Lease]) -> None:

@@ -178,7 +178,7 @@ class Memory:
         return np.array([group.expected_growth(lengths, ends) for group in self.groups], np.int64)
 
     def free(self) -> Longs:
-        """Returns the units that can be acquired now."""
+        """Returns the units of each group that can be acquired now, int64 [groups]."""
         return np.array([pool.free for pool in self.pools], np.int64)
 
     @contextmanager

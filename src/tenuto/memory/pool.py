@@ -38,9 +38,9 @@ class Holder(Protocol):
 class Pool:
     """Units 0 .. `capacity` - 1 of one group, counted by the leases on them.
 
-    Invariant: every unit is in exactly one of three places: on the free list (count 0), in limbo (count 0, released
-    while a step in flight may still touch it or a copy may still write it), or leased (count = number of leases that
-    list it).
+    Invariant: every unit is in exactly one of three places: on the free list (count 0), in limbo (count 0), or leased
+    (count = number of leases that list it). A unit in limbo was released while a step in flight may still touch it, or
+    a copy may still write it.
 
     A unit has `slots` token slots and a *floor*. Invariant: while the unit is leased, no slot below its floor is ever
     written, and every sequence that reads the unit, except the one that may write it, reads only slots below the floor.

@@ -135,8 +135,8 @@ class TurnMemory:
             table.extend(lease)
 
     def left_checkpoint(self) -> None:
-        """Stops needing the last checkpoint, unless it is the one at the end of the input. The plan just made reads its
-        units and writes elsewhere, so from now on it only saves work."""
+        """Unpins the last checkpoint, unless it is the one at the end of the input: the plan just made reads its units
+        and writes elsewhere, so from now on it only saves work."""
         if self.checkpoints.needed is not self._end_of_input:
             self.checkpoints.relax()
 
@@ -190,7 +190,7 @@ class TurnMemory:
 
     def shareable(self, target: int) -> int:
         """Returns the highest settled position at or below `target`, past the turn's beginning, at which another
-        sequence can begin; 0 if there is no such position. `target` is within the turn's input, which the turn never
+        sequence can begin; 0 if it cannot begin anywhere. `target` is within the turn's input, which the turn never
         gives up while it keeps any state. Changes nothing."""
         target = min(target, self.computed)
         if self.memory.needs_checkpoints:
@@ -256,7 +256,7 @@ class TurnMemory:
 
     @property
     def first_position(self) -> int:
-        """The position where the turn began, or began again when it was cut to a checkpoint of its own."""
+        """The position where the turn began, or began again when it was cut to one of its checkpoints."""
         return self.source.position if self.source is not None else self.start
 
     def _checkpoint_at(self, position: int) -> Checkpoint | None:
@@ -266,8 +266,8 @@ class TurnMemory:
 
     def commit(self, target: int, base: int) -> None:
         """Moves everything up to the highest resumable position at or below `target` to the session, and releases the
-        rest. The turn kept the session's first `base` tokens; if the session's own memory of them reaches as far, that
-        memory stays instead."""
+        rest. The turn builds on the session's first `base` tokens; if the session's own memory of them reaches as far,
+        that memory stays instead."""
         session, position = self.session, self.cut_to(target)
         kept = session.resumable(min(target, base))
         if position == self.start or position <= kept:  # nothing to move; a copied page may not even be filled

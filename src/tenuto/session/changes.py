@@ -20,8 +20,8 @@ class Change:
     After the change, the history consists of its first `kept` tokens from before (for a fork: of the parent), then
     `tokens`. There are `turns` records: those from before (or of the parent), except that the last ones are `records`.
 
-    `turn`: the committed turn. `parent`: the parent of a fork; the open of a fork, and of a restored session, is a
-    change of its own. `result`: the key and the kept result of a turn with an idempotency key. `forgotten`: keys whose
+    `turn`: the committed turn. `parent`: the parent of a fork; forks and restored sessions are opened by an earlier,
+    separate change. `result`: the key and the kept result of a turn with an idempotency key. `forgotten`: keys whose
     results are no longer kept. `used`: the time of the change, in seconds since the epoch.
     """
 

@@ -56,7 +56,7 @@ class PrefixIndex:
         return [other for other in alike if self._covers(session, other)]
 
     def changed(self, session: Session, kept: int) -> None:
-        """Removes the session's entries and hashes past its first `kept` tokens, which alone are still valid."""
+        """Removes the session's entries and hashes past its first `kept` tokens, after later tokens have changed."""
         pages = kept // self.page_size
         self._leave(session, pages)
         if session in self._hashes:

@@ -34,7 +34,7 @@ GRACE_SECONDS = 60.0
 
 
 class Registry:
-    """Opens, finds, expires and closes sessions. The work of an operation does not grow with the number of sessions."""
+    """Opens, finds, expires and closes sessions. The work grows with the sessions concerned, not with all open ones."""
 
     def __init__(self, memory: Memory, clock: Clock, random: Random, context_length: int, max_sessions: int) -> None:
         self._memory = memory

@@ -53,7 +53,7 @@ class KeptTurns:
 
 
 class Once:
-    """The idempotency key of a turn, which makes the encoded result that is kept when the turn commits."""
+    """The idempotency key of a turn; encodes the result that is kept when the turn commits."""
 
     __slots__ = ("_digest", "_ticket", "key", "name")
 

@@ -191,7 +191,7 @@ class Turn:
             self.cached = -1
 
     def release_memory(self) -> None:
-        """Gives back all of its own memory; its session's memory does not change."""
+        """Gives back the memory that the turn acquired; its session's memory does not change."""
         memory = self.session.memory.turn
         if memory is not None:
             memory.abort()

@@ -191,9 +191,9 @@ class CheckpointCache:
 
     def evict_for(self, groups: Iterable[int]) -> bool:
         """Frees a unit of one of `groups`. Looks at the first checkpoint of each class of gaps, and evicts the first
-        that frees such a unit at once. If there is no such checkpoint, it evicts the first that shares a unit only with
-        cached checkpoints, and looks again. Skips checkpoints that would free nothing. Returns False, evicting nothing,
-        if no eviction would free a unit."""
+        that frees such a unit at once. Otherwise it evicts the first that shares a unit only with cached checkpoints,
+        and looks again. Skips checkpoints that would free nothing. Returns False, evicting nothing, if no eviction
+        would free a unit."""
         wanted = [group for group in groups if self._held[group].distinct]
         checked, passed = False, []
         try:

@@ -17,7 +17,7 @@ _position = attrgetter("position")
 
 class Checkpoints(Sequence[Checkpoint]):
     """The checkpoints that one sequence refers to, by position. `needed` is the one it has pinned, if any; the others
-    may be evicted at any time, and are then no longer part of the sequence."""
+    may be evicted at any time, and are then left out."""
 
     def __init__(self, cache: CheckpointCache) -> None:
         self._cache = cache

@@ -22,10 +22,11 @@ Entry = tuple[int, int, Checkpoint]
 class Thinning:
     """The order in which cached checkpoints are evicted.
 
-    Without a checkpoint, a sequence that resumes between the one *below* it on its line and the one *above* replays up
-    to the whole *gap* between these two. The order is by gap divided by *age*: the tokens that all sequences have
-    computed since the checkpoint above was made and this one was last needed. So gaps grow in proportion to their age,
-    and a long session keeps checkpoints from all of its parts. Ties evict the older checkpoint, regardless of session.
+    The checkpoints of a sequence and its forks form a tree; a path in it is a *line*. Without a checkpoint, a sequence
+    that resumes between the one *below* it on its line and the one *above* replays up to the whole *gap* between these.
+    The order is by gap divided by *age*: the tokens that all sequences have computed since the checkpoint above was
+    made and this one was last needed. So gaps grow in proportion to their age, and a long session keeps checkpoints
+    from all of its parts. Ties evict the older checkpoint, regardless of session.
 
     A bound follows. Let a session of L tokens have k checkpoints left, not counting those in its last turn of T tokens.
     Some gap is then at most ((L / T) ^ (2 / k) - 1) times its distance from the end, since k / 2 disjoint gaps that are

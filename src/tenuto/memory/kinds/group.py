@@ -149,7 +149,8 @@ class Group(ABC):
 class Table(ABC):
     """One sequence's part of a group: the units its session keeps besides checkpoints, and those its open turn holds.
 
-    A checkpoint's part is its lease on units of this group, or `None`.
+    A checkpoint's part is its lease on units of this group, or `None`. A position is *live* if the open turn can go on
+    there with the units it reads or owns.
 
     Invariant: `own` is set while a turn is open, and `row` is 0 or more while that turn has a row.
     """
@@ -285,8 +286,8 @@ class Table(ABC):
 
     @abstractmethod
     def live_below(self, target: int, scheduled: int) -> int:
-        """Returns the highest position at or below `target` from which the turn can go on with the units it reads or
-        owns, or `NOWHERE`. `scheduled`: the number of tokens that are computed or in flight."""
+        """Returns the highest live position at or below `target`, or `NOWHERE`. `scheduled`: the number of tokens that
+        are computed or in flight."""
 
     @abstractmethod
     def truncate_turn(self, position: int, part: Lease | None, *, again: bool) -> None:
@@ -298,7 +299,7 @@ class Table(ABC):
         the checkpoint there, with `part`, does not hold, and gives back the rest."""
 
     def abort(self) -> None:
-        """Gives back the units that the turn acquired."""
+        """Ends the turn: leaves its row and gives back the units it acquired."""
         self.leave()
         self.opened.release()
         self.own = None

@@ -128,7 +128,7 @@ class SlidingTable(PagedTable):
         return lease
 
     def truncate_turn(self, position: int, part: Lease | None, *, again: bool) -> None:
-        """Cuts the turn. At one of its own checkpoints it goes on in the pages it had filled up to there. Where it
+        """Cuts the turn. At one of its checkpoints it goes on in the pages it had filled up to that position. Where it
         began or last resumed (`again`), it gives back its own pages, because the copy into the first may not have been
         made."""
         if again:

@@ -34,7 +34,7 @@ class Content:
 
     @classmethod
     def named(cls, name: str) -> Content:
-        """The content with this name. Raises `ValueError` if the name is malformed."""
+        """Returns the content with this name. Raises `ValueError` if the name is malformed."""
         data = bytes.fromhex(name)
         if len(data) < _DIGEST or len(data) % _TOKEN:
             raise ValueError("malformed name of a unit's content")

@@ -23,8 +23,8 @@ from tenuto.memory.tiers.taken_over import FoundUnits, snapshot_of
 from tenuto.memory.tiers.unit_files import Disk, DiskFailed, UnitFile
 
 MAX_LEAVING = 2**29
-"""The most bytes on their way to disk, which do not count against the host tier's budget; a single session may exceed
-them. A step waits before it exceeds them."""
+"""The most bytes that may be on their way to disk; they do not count against the host tier's budget. A step waits
+before it starts a write that would exceed them, unless no other write is under way."""
 _group_of = attrgetter("group")
 
 
@@ -192,7 +192,7 @@ class Tiers:
         return self.host_used - self._leaving_bytes > self._host_bytes
 
     def _leave(self, parked: Parked) -> bool:
-        """Writes those of its units that are in host memory to disk. Returns False without a disk tier, or if that has
+        """Writes the units of `parked` that are in host memory to disk. Returns False without a disk tier, or if it has
         no room. Waits if more than `MAX_LEAVING` bytes would be on their way."""
         if self._disk is None:
             return False
@@ -242,7 +242,7 @@ class Tiers:
 
     @staticmethod
     def _staying(parked: Parked) -> list[StoredUnit]:
-        """Returns its units in host memory that are not on their way to disk."""
+        """Returns the units of `parked` in host memory that are not on their way to disk."""
         return [unit for unit in parked if unit.data is not None and not unit.leaving]
 
     def take_written(self) -> None:
@@ -281,7 +281,7 @@ class Tiers:
         self.moved["disk"] += len(units)
 
     def move_to_disk(self, parked: Parked) -> bool:
-        """Moves its units in host memory to disk, and waits for that. Returns False if it is not possible."""
+        """Moves the units of `parked` in host memory to disk, and waits for that. Returns False if it failed."""
         if not self._leave(parked):
             return False
         self.writes.wait()
@@ -306,7 +306,7 @@ class Tiers:
 
     def on_device(self, parked: Parked, group: int, count: int) -> list[int | None]:
         """Returns, for each of the first `count` units of a group, the unit on the device that has the same contents or
-        will have them; `None` if there is no such unit."""
+        will have them, or `None`."""
         return [self._on_device(unit) for unit in parked.units[group][:count]]
 
     def bring_back(self, parked: Parked, leases: Sequence[Lease], names: Contents) -> list[Move]:
@@ -359,7 +359,8 @@ class Tiers:
         unit.place = ELSEWHERE
 
     def lend(self, parked: Parked, names: Contents) -> LentUnits:
-        """Lends all its units to another thread to read; they stay until `take_back`. `names`: see `bring_back`."""
+        """Lends the units of `parked` to another thread, which may read them until `take_back`. `names`: see
+        `bring_back`."""
         _check(parked, names)
         units = [
             [LentUnit(each.group, content, each.data, each.file, each.row) for each, content in zip(*pair, strict=True)]
@@ -378,7 +379,7 @@ class Tiers:
     # -- references
 
     def use(self, parked: Parked) -> None:
-        """Marks it as the most recently used."""
+        """Marks `parked` as the most recently used."""
         for kept in (self._in_host, self._on_disk):
             if parked in kept:
                 kept.move_to_end(parked)
@@ -394,7 +395,7 @@ class Tiers:
         return shared
 
     def forget(self, parked: Parked) -> None:
-        """Discards it, since it is no longer needed."""
+        """Discards `parked`, which is no longer needed."""
         if parked in self:
             self._in_host.pop(parked, None)
             self._on_disk.pop(parked, None)
@@ -506,7 +507,7 @@ def _size(units: Iterable[StoredUnit]) -> int:
 
 
 def _check(parked: Parked, names: Contents) -> None:
-    """Raises `InvariantError` if its first units have other contents than `names`."""
+    """Raises `InvariantError` if the first units of `parked` have other contents than `names`."""
     for stored, held in zip(parked.units, names, strict=True):
         wrong = (unit for unit, content in zip(stored, held, strict=False) if not unit.content.covers(content))
         if len(held) > len(stored) or next(wrong, None) is not None:
