@@ -71,7 +71,7 @@ class Flights:
             proposal, made = self._planner.propose(), True
             while (lacking := proposal.lacking) is not None and made:
                 made = pressure.make_room(lacking, in_flight=bool(self._flights))
-                proposal = self._planner.propose()  # also if room is made later, because a turn may have yielded
+                proposal = self._planner.propose()  # even if room comes later: a turn may have yielded
                 if made and proposal.lacking is not None and proposal.lacking.same(lacking):
                     raise InvariantError(f"{lacking.turn.name} was given the room it lacked, but still lacks it")
             if len(proposal.rows):

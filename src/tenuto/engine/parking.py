@@ -254,7 +254,7 @@ class Parking:
     def restore(self, turn: Turn, slots: tuple[Lease, ...]) -> None:
         planned, position = self._planned
         self._planned = None, 0
-        if planned is not turn or not position or is_computed(turn):  # it may share more memory of others since
+        if planned is not turn or not position or is_computed(turn):  # it may have found more elsewhere
             return
         session, parked = turn.session, self._sessions[turn.session]
         leases: list[Lease] = []

@@ -183,7 +183,7 @@ class SessionRows:
                 check("pieces", (data,), content)
             piece = array("i", data)
             if position != len(tokens) or length > len(piece):
-                raise Unsound(f"a piece at {position} of {len(piece)} tokens follows {len(tokens)}")
+                raise Unsound(f"a piece at {position} with {len(piece)} tokens follows {len(tokens)} tokens")
             tokens.extend(piece[:length])
         return tokens
 

@@ -88,7 +88,7 @@ class Registry:
             )
         if not UNREACHABLE.isdisjoint(session_id.split("/")):
             raise InvalidRequest(
-                f"session id is {shown(session_id)}; allowed: ids that are not '.' or '..' and have no such part"
+                f"session id is {shown(session_id)}; allowed: ids without '.' or '..' as a path segment"
             )
         check_unicode("system", system or "")
         for part in chain.from_iterable(policy.metadata):

@@ -211,7 +211,7 @@ def test_a_trim_to_turns_that_form_no_conversation_leaves_no_session(talk: Talk,
 
 
 def test_anything_but_a_command_is_refused(talk: Talk) -> None:
-    with pytest.raises(TenutoError, match="no answer"):
+    with pytest.raises(TenutoError, match="not a known command"):
         talk.dispatcher.execute(Request())
 
 

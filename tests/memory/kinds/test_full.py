@@ -176,7 +176,7 @@ def test_a_table_has_one_open_turn() -> None:
     with pytest.raises(InvariantError, match="no turn is open"):
         table._group.grow([(table, 1)])
     table.begin(nothing(pool, "turn 1"), 0, None, at_end=True)
-    with pytest.raises(InvariantError, match="turn 2 begins on a table that another turn has open"):
+    with pytest.raises(InvariantError, match="turn 2 begins on a table on which another turn is open"):
         table.begin(nothing(pool, "turn 2"), 0, None, at_end=True)
 
 

@@ -143,5 +143,5 @@ def test_a_table_has_one_open_turn() -> None:
     with pytest.raises(InvariantError, match="no turn is open"):
         table.extend(present(pool.acquire(1, Someone("turn 0"))))
     table.begin(present(pool.acquire(1, Someone("turn 1"))), 0, None, at_end=True)
-    with pytest.raises(InvariantError, match="turn 2 begins on a table that another turn has open"):
+    with pytest.raises(InvariantError, match="turn 2 begins on a table on which another turn is open"):
         table.begin(present(pool.acquire(1, Someone("turn 2"))), 0, None, at_end=True)

@@ -63,7 +63,7 @@ class CheckpointCache:
         self._held = tuple(_CachedUnits(pool) for pool in pools)
         self.order = Thinning()
         self.evicted = 0
-        self.replaced = 0  # those of the evicted that made room for new ones
+        self.replaced = 0  # checkpoints evicted to make room for new ones
         self.wanted: set[int] = set()  # groups in which the next checkpoint needs a unit; written by `TurnMemory`
 
     def __len__(self) -> int:

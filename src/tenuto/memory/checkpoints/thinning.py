@@ -45,7 +45,7 @@ class Thinning:
     """
 
     def __init__(self) -> None:
-        self._now = 0  # the time: the distance in tokens of each checkpoint ever made from the one below, summed
+        self._now = 0  # the time: total tokens between all checkpoints ever made and the ones below them
         self._classes: list[list[Entry]] = []  # heaps
         self._numbers: dict[Checkpoint, int] = {}
         self._next_number = count()

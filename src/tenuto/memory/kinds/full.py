@@ -106,7 +106,7 @@ class FullTable(PagedTable):
             self.base.truncate(self.first)
         self.base.absorb(own)
         self.own = None
-        self.pool.add_reader(self.base.units[self._began : position // self.page_size])  # full pages are not written
+        self.pool.add_reader(self.base.units[self._began : position // self.page_size])  # full pages never change again
         self.end_at(position, self._page_at(position), brought=brought)
 
     # -- the session

@@ -249,7 +249,7 @@ class Table(ABC):
         """Opens a turn and gives it `units` to start with."""
         if self.own is not None:
             name = units.holder.holder_name
-            raise InvariantError(f"{self.pool.name}: {name} begins on a table that another turn has open")
+            raise InvariantError(f"{self.pool.name}: {name} begins on a table on which another turn is open")
         self.own = units
 
     @abstractmethod
