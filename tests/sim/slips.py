@@ -5,7 +5,9 @@ Each replaces a piece of a module's source. A slip must be adapted when its sour
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
+import tenuto
 from tests.sim.rewritten import rewrite
 
 
@@ -19,6 +21,11 @@ class Slip:
 
     def __str__(self) -> str:
         return f"{self.module}: {self.old.strip()}  ->  {self.new.strip() or 'nothing'}"
+
+    @property
+    def path(self) -> Path:
+        """The file that the slip changes."""
+        return Path(tenuto.__file__).parent / f"{self.module.replace('.', '/')}.py"
 
     def plant(self) -> None:
         """Plants the slip until the process ends."""

@@ -96,7 +96,7 @@ NATIVE_PAGES = (
     Slip("exec.native_forward", "            table.apply(changes)\n            if count", "            if count"),
     Slip("exec.native_forward", "if count := len(copies.sources):", "if (count := len(copies.sources)) > 1:"),
     Slip("exec.native_forward", "_address(copies.sources), _address(copies.targets)", "_address(copies.targets), _address(copies.sources)"),
-    Slip("exec.native_forward", "made.append(Moves(reads=_address(moves.reads), writes=_address(moves.writes)))", "made.append(Moves(reads=_address(moves.writes), writes=_address(moves.writes)))"),
+    Slip("exec.native_forward", "made.append(GroupStep(reads=_address(moves.reads), writes=_address(moves.writes)))", "made.append(GroupStep(reads=_address(moves.writes), writes=_address(moves.writes)))"),
     Slip("exec.native_forward", "for unit, copied in zip(units.tolist(), data, strict=True):", "for unit, copied in zip(sorted(units.tolist()), data, strict=True):"),
     Slip("exec.native_forward", "copied: Bytes = self.memory(group)[units]", "copied: Bytes = self.memory(group)[np.sort(units)]"),
 )  # fmt: skip

@@ -22,6 +22,11 @@ class NativeSlip:
     def __str__(self) -> str:
         return f"{self.file}: {self.old.strip()}  ->  {self.new.strip() or 'nothing'}"
 
+    @property
+    def path(self) -> Path:
+        """The file that the slip changes."""
+        return build.SOURCES / self.file
+
     def plant(self) -> None:
         """Compiles the best variant for this machine into a separate directory, and loads no other, until the process
         ends."""
@@ -43,12 +48,12 @@ def _elsewhere(source: str, directory: Path) -> str:
 
 
 INT8 = (
-    NativeSlip("attention.h", "highest16(most) / 127.0f;", "highest16(most) / 130.0f;"),
-    NativeSlip("attention.h", "(uint16_t)((bits + 0xFFFFu) >> 16)", "(uint16_t)(bits >> 16)"),
-    NativeSlip("attention.h", "fours[i] ^ 0x80808080u", "fours[i]"),
-    NativeSlip("attention.h", "scales(block, d / BLOCK) + lane", "scales(block, 0) + lane"),
-    NativeSlip("attention.h", "set_scale(scales(block, parts()) + lane, value", "set_scale(scales(block, 0) + lane, value"),
-    NativeSlip("attention.h", "(parts() + 2) / 2 * 64", "(parts() + 1) / 2 * 64"),
-    NativeSlip("attention_bytes.h", "asked.offsets[r][part])", "asked.offsets[r][0])"),
-    NativeSlip("attention_bytes.h", "most = max16(most, select(score > UNSEEN, load<f32x16>(value_scales + i * LANES), f32x16{}));", "most = max16(most, load<f32x16>(value_scales + i * LANES));"),
+    NativeSlip("kv_cache.h", "highest16(most) / 127.0f;", "highest16(most) / 130.0f;"),
+    NativeSlip("kv_cache.h", "(uint16_t)((bits + 0xFFFFu) >> 16)", "(uint16_t)(bits >> 16)"),
+    NativeSlip("kv_cache.h", "fours[i] ^ 0x80808080u", "fours[i]"),
+    NativeSlip("kv_cache.h", "scales(cache, block, d / BLOCK) + lane", "scales(cache, block, 0) + lane"),
+    NativeSlip("kv_cache.h", "set_scale(scales(cache, block, parts(cache)) + lane, value", "set_scale(scales(cache, block, 0) + lane, value"),
+    NativeSlip("kv_cache.h", "(parts(cache) + 2) / 2 * 64", "(parts(cache) + 1) / 2 * 64"),
+    NativeSlip("attention_int8.h", "queries.offsets[r][part])", "queries.offsets[r][0])"),
+    NativeSlip("attention_int8.h", "most = max16(most, select(score > MASKED, load<f32x16>(value_scales + i * LANES), f32x16{}));", "most = max16(most, load<f32x16>(value_scales + i * LANES));"),
 )  # fmt: skip

@@ -2,9 +2,13 @@
 
 These runs are short; `make sim` runs any number of worlds, and `python -m tests.sim.proof` plants every change."""
 
+from pathlib import Path
+
 from tests.sim.everything import everything, is_justified, known_catchers
 from tests.sim.planted import Job, look_for_all, needs_pytest
 from tests.sim.run import GRAMMARS, OVERTAKING, PINNED, PREFIXED, run_worlds
+from tests.sim.slips import Slip
+from tests.sim.slips_of_kernels import NativeSlip
 
 STEPS = 6_000
 PREFIX_STEPS = 2_000
@@ -55,6 +59,17 @@ def test_worlds_with_grammars_stay_right():
 def test_large_worlds_stay_right():
     summary = run_worlds(range(4), 150, large=True)
     assert not summary.failures, "\n".join(f"seed {seed}: {report}" for seed, report in summary.failures.items())
+
+
+def test_every_slip_still_has_its_source_and_every_catcher_its_change_and_test():
+    """The next test plants no slip that only a test with a model catches; the source of such a slip may be gone too."""
+    every, catchers = everything(), known_catchers()
+    slips = [each for each in every.values() if isinstance(each, Slip | NativeSlip)]
+    gone = [str(each) for each in slips if not each.path.exists() or each.old not in each.path.read_text()]
+    assert not gone, f"the sources of these slips are gone: {gone}"
+    assert not catchers.keys() - every.keys(), "these catchers have nothing to catch"
+    for path, _, test in {each.partition("::") for each in catchers.values() if isinstance(each, str)}:
+        assert f"def {test.partition('[')[0]}(" in Path(__file__).parents[2].joinpath(path).read_text(), (path, test)
 
 
 def test_planted_faults_slips_and_removed_calls_are_caught():
