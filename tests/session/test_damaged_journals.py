@@ -59,7 +59,7 @@ def test_one_flipped_bit_loses_at_most_its_own_session_which_is_named(path: Path
     assert lost > 5
 
 
-def test_one_flipped_bit_in_the_log_loses_at_most_its_own_part(path: Path, tmp_path: Path) -> None:
+def test_one_flipped_bit_in_the_log_is_corrected_unless_it_is_a_high_bit_of_a_word(path: Path, tmp_path: Path) -> None:
     saved, rng = written(path), Random(6)
     files = killed(path)
     assert len(files["journal-wal"]) > 100_000
@@ -72,7 +72,8 @@ def test_one_flipped_bit_in_the_log_loses_at_most_its_own_part(path: Path, tmp_p
         assert not present(damage).changes
         whole += not lost
         assert len(lost) <= 4
-    assert whole > 8
+        assert not lost or at % 4 == 3  # the high bits of a word
+    assert whole > 20
 
 
 def test_a_flipped_bit_in_the_logs_copy_of_the_schema_loses_nothing(path: Path, tmp_path: Path) -> None:
