@@ -146,7 +146,7 @@ class Intake:
 
     def _prepare(self, item: Input) -> Prepared:
         """Prepares an input. Its tokens depend on its session's state. Input that is not `LONG` is tried with a guess;
-        if that fails, or for long input, the engine is asked for the state, which waits for a step to end."""
+        if that fails, or for long input, the engine provides the state, but only after its current step."""
         basis = self._guess(item)
         while True:
             sure = basis is None or item.session is None

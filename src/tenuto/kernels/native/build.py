@@ -36,7 +36,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What decides which kernels can be compiled: the CPU's features, by Linux's names, and the compiler, if any."""
+    """The CPU's features, by Linux's names, and the compiler, if any. They determine which kernels can be compiled."""
 
     features: frozenset[str]
     compiler: str | None

@@ -55,7 +55,7 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
 
 
 def _translate(_: ModelConfig, stored: Iterable[Named]) -> Iterator[Named]:
-    """Translates all tensors. The blocks and scales of a quantized matrix are separate tensors; whichever comes first
+    """Translates all tensors. The blocks and scales of a quantized matrix are separate tensors; the first of the two
     waits for the other."""
     waiting: dict[str, dict[str, StoredWeight]] = {}
     for name, weight in stored:

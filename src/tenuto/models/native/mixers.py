@@ -100,9 +100,9 @@ def _mamba2(b: Building, m: Mamba2, layer: int, name: str, *, apart: bool) -> li
 
 
 def _gated_delta(b: Building, d: GatedDelta, layer: int, name: str, *, apart: bool) -> list[Op]:
-    """Returns the operations of a gated delta net. Files store one projection by key head: its query, its key, and the
-    values and output gates of its value heads; likewise a second one, with write strengths and decays. Here they are
-    reordered: the queries of all heads, then all keys, and so on."""
+    """Returns the operations of a gated delta net. Files order the outputs of two projections by key head. One has
+    each head's query, key, and the values and output gates of its value heads, the other their write strengths and
+    decays. Here they are reordered: the queries of all heads, then all keys, and so on."""
     part, hidden, panels = f"{name}linear_attn.", b.config.hidden, b.panels
     served, values = d.value_heads // d.key_heads, d.value_heads * d.value_dim
     sizes = {
