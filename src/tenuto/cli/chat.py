@@ -66,7 +66,7 @@ class Chat:
         self._notes = Console(stderr=True, highlight=False, markup=False)
         self._regenerated = 0
         self._sessions: dict[str, Session] = {}
-        for info in sorted(engine.sessions(), key=lambda info: _place(info.session_id)):  # sessions from the journal
+        for info in sorted(engine.sessions(), key=lambda info: _sort_key(info.session_id)):  # sessions from the journal
             self._sessions[info.session_id] = engine.attach(info.session_id)
         if self._sessions:
             *_, self.session = self._sessions.values()
@@ -114,7 +114,7 @@ class Chat:
         self.say(_summary(result, turn.time_to_first_token))
 
     def _fork(self, _argument: str) -> None:
-        parent, (_, last, _) = self.session.id, max(map(_place, self._sessions))
+        parent, (_, last, _) = self.session.id, max(map(_sort_key, self._sessions))
         child = self.session.fork(session_id=str(last + 1))
         self._sessions[child.id] = self.session = child
         typer.echo(f"session {child.id} is a fork of {parent}; this is {child.id}")
@@ -150,7 +150,7 @@ class Chat:
         typer.echo(HELP)
 
 
-def _place(session_id: str) -> tuple[bool, int, str]:
+def _sort_key(session_id: str) -> tuple[bool, int, str]:
     """Returns a sort key: numbered sessions in order, after those that other programs named."""
     numbered = session_id.isdecimal()
     return numbered, int(session_id) if numbered else 0, session_id

@@ -241,8 +241,8 @@ def _ask(method: str, session_id: str, action: str, body: dict[str, Any] | None,
         return connection.call(connection.ask(method, session_path(session_id) + action, body)).result()
 
 
-def _listed(connection: Connection, path: str, place: str) -> list[dict[str, Any]]:
-    """Returns all entries listed at `path`, page by page. `place` is the query parameter that names where a page
+def _listed(connection: Connection, path: str, cursor: str) -> list[dict[str, Any]]:
+    """Returns all entries listed at `path`, page by page. `cursor` is the query parameter that says where a page
     begins."""
     found: list[dict[str, Any]] = []
     query: dict[str, Any] = {}
@@ -251,7 +251,7 @@ def _listed(connection: Connection, path: str, place: str) -> list[dict[str, Any
         found += page["data"]
         if page["next"] is None:
             return found
-        query = {place: page["next"]}
+        query = {cursor: page["next"]}
 
 
 def _show_json(value: Any) -> None:

@@ -179,7 +179,7 @@ class Service:
         work = (
             partial(self._import, request, Path(request.state))
             if isinstance(request, ImportSession)
-            else partial(self._told, request, partial(self._session_files.export, request, Path(request.state)))
+            else partial(self._answer_with, request, partial(self._session_files.export, request, Path(request.state)))
         )
         self._lanes.files.put(0, work, request.tenant)
 
@@ -192,7 +192,7 @@ class Service:
         else:
             self._execute(request, lambda engine: self._session_files.open(engine, request, file))
 
-    def _told(self, request: Request[T], work: Callable[[], T]) -> None:
+    def _answer_with(self, request: Request[T], work: Callable[[], T]) -> None:
         """Answers with the result of `work`, or refuses with its error."""
         try:
             value = work()
@@ -213,7 +213,7 @@ class Service:
     def _move_memory(self, request: ReleaseMemory | ResumeMemory | UpdateWeights) -> None:
         """Releases, allocates or replaces the model's memory, and answers. Runs in the lane for files, so that no
         session is exported meanwhile."""
-        self._told(request, lambda: self._loaded.execute(request))
+        self._answer_with(request, lambda: self._loaded.execute(request))
         gc.collect()
         give_back()
 
@@ -275,7 +275,7 @@ class Service:
         """Runs `work`, on `size` characters or tokens, in a lane and answers with its result. Other answers do not
         wait."""
         self._outbox.announce(request.call)
-        self._lanes.of(size).put(size, partial(self._told, request, work), getattr(request, "tenant", ""))
+        self._lanes.of(size).put(size, partial(self._answer_with, request, work), getattr(request, "tenant", ""))
 
     def publish(self, call: int, news: Delta | TenutoError) -> None:
         """Sends a turn's output, or the error that ended it, as updates of the call that started it. Output is
@@ -293,12 +293,12 @@ class Service:
 
     def _stopped(self, stopped: Stopped) -> None:
         self._flush()
-        self._leave()
+        self._release_engine()
         self._executor.close()
         self._masks.close()
         self._outbox.stopped(stopped)
 
-    def _leave(self) -> None:
+    def _release_engine(self) -> None:
         """Releases the stopped engine's memory. If a journal keeps its sessions, saves their state in the disk tier
         first, if there is one."""
         outlived = self._writer is not None

@@ -22,11 +22,11 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
         {"hidden_activation": (None, "gelu_pytorch_tanh"), "use_bidirectional_attention": (None, False)},
     )
     head_dim, biased = settings.get("head_dim", int, 256), settings.get("attention_bias", bool, default=False)
-    turning = settings.rope(head_dim)
+    rotary = settings.rope(head_dim)
     made = {
         kind: attention(
             settings,
-            turning,
+            rotary,
             head_dim=head_dim,
             scale=settings.get("query_pre_attn_scalar", float, 256.0) ** -0.5,
             window=window,
@@ -52,12 +52,12 @@ def _read_gguf(file: GgufFile) -> ModelConfig:
     count, hidden = layer_count(file, "gemma2"), file.integer("gemma2.embedding_length")
     head = head_dim(file, "gemma2")
     scalar = hidden // file.integer("gemma2.attention.head_count") if count == _LAYERS_OF_27B else head
-    turning = rope(file, "gemma2", head)
+    rotary = rope(file, "gemma2", head)
     made = {
         kind: gguf_family.attention(
             file,
             "gemma2",
-            turning,
+            rotary,
             scale=scalar**-0.5,
             window=size,
             cap=file.number("gemma2.attn_logit_softcapping", _SCORE_CAP),

@@ -28,8 +28,8 @@ def _read_mistral(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
 def _read_gguf(file: GgufFile) -> ModelConfig:
     if file.integer("llama.expert_count", 0):
         raise ModelError(f"{file.path} is a mixture of experts; supported: Llama without experts")
-    turning = rope(file, "llama", head_dim(file, "llama"))
-    heads = gguf_family.attention(file, "llama", turning, window=window(file, "llama"))
+    rotary = rope(file, "llama", head_dim(file, "llama"))
+    heads = gguf_family.attention(file, "llama", rotary, window=window(file, "llama"))
     layer = Layer(heads, Mlp(file.integer("llama.feed_forward_length")))
     return ModelConfig((layer,) * layer_count(file, "llama"), **facts(file, "llama"))
 

@@ -23,8 +23,8 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
 
 def _read_gguf(file: GgufFile) -> ModelConfig:
     size = head_dim(file, "phi3", partly=True)
-    turning = rope(file, "phi3", file.integer("phi3.rope.dimension_count", size))
-    heads = gguf_family.attention(file, "phi3", turning, window=window(file, "phi3"))
+    rotary = rope(file, "phi3", file.integer("phi3.rope.dimension_count", size))
+    heads = gguf_family.attention(file, "phi3", rotary, window=window(file, "phi3"))
     layer = Layer(heads, Mlp(file.integer("phi3.feed_forward_length")))
     return ModelConfig((layer,) * layer_count(file, "phi3"), **facts(file, "phi3"))
 

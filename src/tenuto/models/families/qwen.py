@@ -26,15 +26,15 @@ _FIRST_WINDOWED = 28
 
 
 def _read_qwen2(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
-    return _read_dense(settings, eos, _heads(settings, settings.head_dim(), bias=True))
+    return _read_dense(settings, eos, _attentions(settings, settings.head_dim(), bias=True))
 
 
 def _read_qwen3(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
-    return _read_dense(settings, eos, _heads(settings, settings.get("head_dim", int, 128), **_normed(settings)))
+    return _read_dense(settings, eos, _attentions(settings, settings.get("head_dim", int, 128), **_normed(settings)))
 
 
 def _read_qwen3_moe(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
-    made = _heads(settings, settings.head_dim(), **_normed(settings))
+    made = _attentions(settings, settings.head_dim(), **_normed(settings))
     mixer = made[_KINDS[0] if settings.get("use_sliding_window", bool, default=False) else _KINDS[1]]
     count = settings.get("num_hidden_layers", int)
     return ModelConfig(tuple(Layer(mixer, _feed_forward(settings, i)) for i in range(count)), **settings.facts(eos))
@@ -45,14 +45,14 @@ def _normed(settings: Settings) -> dict[str, bool]:
     return {"qk_norm": True, "bias": biased, "out_bias": biased}
 
 
-def _heads(settings: Settings, size: int, **more: bool) -> dict[str, Attention]:
+def _attentions(settings: Settings, size: int, **more: bool) -> dict[str, Attention]:
     """Returns the attention of windowed and of full layers, by kind. Files have a window size even if it is unused;
     `use_sliding_window` decides."""
     settings.only({"hidden_act": ("silu",)})
     windowed = settings.get("use_sliding_window", bool, default=False)
-    turned = settings.rope(size)
+    rotary = settings.rope(size)
     return {
-        kind: attention(settings, turned, head_dim=size, window=window, **more)
+        kind: attention(settings, rotary, head_dim=size, window=window, **more)
         for kind, window in zip(_KINDS, (settings.window() if windowed else 0, 0), strict=True)
     }
 
@@ -106,8 +106,8 @@ def _read_qwen3_moe_gguf(file: GgufFile) -> ModelConfig:
 
 
 def _gguf_layers(file: GgufFile, architecture: str, feed_forward: Mlp | Experts, *, qk_norm: bool) -> ModelConfig:
-    turned = rope(file, architecture, head_dim(file, architecture))
-    layer = Layer(gguf_family.attention(file, architecture, turned, qk_norm=qk_norm), feed_forward)
+    rotary = rope(file, architecture, head_dim(file, architecture))
+    layer = Layer(gguf_family.attention(file, architecture, rotary, qk_norm=qk_norm), feed_forward)
     return ModelConfig((layer,) * layer_count(file, architecture), **facts(file, architecture))
 
 

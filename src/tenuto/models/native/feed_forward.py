@@ -23,8 +23,8 @@ def feed_forward(b: Building, shape: Mlp | Experts, name: str, *, apart: bool) -
 
 def _mlp(b: Building, mlp: Mlp, name: str, *, apart: bool) -> list[Op]:
     part = f"{name}mlp."
-    halves = _halves(mlp.activation)
-    inner = b.panels.matrices({part + half: mlp.width for half in halves}, b.config.hidden)
+    names = _inner_names(mlp.activation)
+    inner = b.panels.matrices({part + each: mlp.width for each in names}, b.config.hidden)
     (down,) = b.panels.matrices({f"{part}down_proj": b.config.hidden}, mlp.width)
     return [
         b.norm(OpKind.NORM, f"{name}post_attention_layernorm", inner[0]),
@@ -45,13 +45,13 @@ def _experts(b: Building, e: Experts, name: str, *, apart: bool) -> list[Op]:
     normalised again if router and experts are stored in different types, as in GGUF files, whose routers are float32:
     with a single input, the experts would have to become float32, too."""
     part, hidden, activation = f"{name}mlp.", b.config.hidden, _activation(e.activation)
-    halves = _halves(e.activation)
+    names = _inner_names(e.activation)
     b.panels.require(f"{part}gate.weight", e.count, hidden)  # before memory is allocated per expert
     own, shared = [f"{part}experts.{i}." for i in range(e.count)], f"{part}shared_expert."
     scored = {f"{part}gate": e.count}
     gate = {f"{part}shared_expert_gate": 1} if e.shared and e.shared_gate else {}
-    chosen_from = {expert + half: e.width for half in halves for expert in own}
-    for_all = {shared + half: e.shared for half in halves if e.shared}
+    chosen_from = {expert + each: e.width for each in names for expert in own}
+    for_all = {shared + each: e.shared for each in names if e.shared}
     if e.biased:
         (scores,), gates_of_shared = b.panels.matrices(scored, hidden, bias=True), b.panels.matrices(gate, hidden)
         inner, beside = (b.panels.matrices(chosen_from, hidden, bias=True), b.panels.matrices(for_all, hidden))
@@ -84,7 +84,7 @@ def _experts(b: Building, e: Experts, name: str, *, apart: bool) -> list[Op]:
     return [*ops, op(OpKind.EXPERTS, activation=activation, experts=experts, apart=apart, scale=scale)]
 
 
-def _halves(activation: str) -> tuple[str, ...]:
+def _inner_names(activation: str) -> tuple[str, ...]:
     """Returns the names of the network's input projections."""
     return _PARTS[1:] if activation in UNGATED else _PARTS
 

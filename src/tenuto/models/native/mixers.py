@@ -95,8 +95,8 @@ def _mamba2(b: Building, m: Mamba2, layer: int, name: str, *, apart: bool) -> li
         skip=panels.vector(f"{part}D", m.heads),
         norm=panels.vector(f"{part}norm.weight", m.channels) if m.normed else None,
     )
-    give = b.add(out, apart=apart, scale=m.out_scale)
-    return _recurrent(b, OpKind.SCAN, shape, [first], out, name, give)
+    add_output = b.add(out, apart=apart, scale=m.out_scale)
+    return _recurrent(b, OpKind.SCAN, shape, [first], out, name, add_output)
 
 
 def _gated_delta(b: Building, d: GatedDelta, layer: int, name: str, *, apart: bool) -> list[Op]:
@@ -151,7 +151,7 @@ def _recurrent(
     projections: list[Matrix],
     out: Matrix,
     name: str,
-    give: Op,
+    add_output: Op,
 ) -> list[Op]:
     pointed = b.pointed(shape)
     return [
@@ -160,7 +160,7 @@ def _recurrent(
         op(OpKind.CONVOLVE, recurrent=pointed),
         op(scan, recurrent=pointed),
         op(OpKind.GATE, consumer=out.format, recurrent=pointed),
-        give,
+        add_output,
     ]
 
 
