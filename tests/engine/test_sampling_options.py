@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from transformers import LlamaForCausalLM
 
 from tenuto.base.config import EngineConfig
@@ -23,12 +22,11 @@ from tenuto.base.views import Transition
 from tenuto.engine.engine import Engine
 from tenuto.exec.load import load_executor
 from tenuto.exec.model_executor import ModelExecutor
-from tenuto.kernels.sampling import uniforms
 from tenuto.models.store import ModelFiles, resolve
 from tenuto.session.turn import Turn
 from tests.clock import ManualClock
+from tests.engine.by_definition import check_logprobs, raw_logits, said
 from tests.engine.stage import Stage, continuation, count_from, every_mix, every_overlap
-from tests.kernels.reference import Row, reference_kept, reference_logits
 from tests.models.tiny import save_hf, tiny_llama
 
 VOCAB = 101
@@ -126,45 +124,6 @@ def until(engine: Engine, condition: Callable[[], object]) -> None:
             return
         engine.step()
     assert condition()
-
-
-@torch.inference_mode()
-def raw_logits(model: LlamaForCausalLM, tokens: Sequence[int]) -> np.ndarray:
-    return model(torch.tensor([list(tokens)])).logits[0].numpy()
-
-
-def said(model: LlamaForCausalLM, prompt: list[int], params: TurnParams) -> list[int]:
-    """Returns the output by definition, computing the whole sequence for every token."""
-    options, output = params.sampling, list[int]()
-    for k in range(params.max_new_tokens or 0):
-        row = Row(
-            options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty,
-            options.presence_penalty, options.frequency_penalty, dict(options.logit_bias),
-            list(params.stop_ids) if k < params.min_new_tokens else [], prompt, output,
-        )  # fmt: skip
-        edited = reference_logits(raw_logits(model, prompt + output)[-1], row)
-        if options.greedy:
-            output.append(int(edited.argmax()))
-        else:
-            kept, _ = reference_kept(edited, row)
-            uniform = uniforms(np.array([options.seed]), np.array([len(prompt) + k]))[0]
-            output.append(int(np.searchsorted(np.cumsum(kept), uniform, side="right")))
-        if output[-1] in params.stop_ids:
-            break
-    return output
-
-
-def check_logprobs(got: Sequence[TokenLogprob], tokens: Sequence[int], logits: np.ndarray, most: int) -> None:
-    """Compares `got` with the log-probabilities of `tokens`, each from the logits at the same index."""
-    exact = torch.from_numpy(logits.astype(np.float64)).log_softmax(-1).numpy()
-    assert [entry.token for entry in got] == list(tokens)
-    for entry, expected in zip(got, exact, strict=True):
-        assert entry.logprob == pytest.approx(expected[entry.token], abs=5e-4)
-        assert len(entry.top) == most
-        assert [other.logprob for other in entry.top] == pytest.approx(-np.sort(-expected)[:most], abs=5e-4)
-        assert [expected[other.token] for other in entry.top] == pytest.approx(
-            [other.logprob for other in entry.top], abs=5e-4
-        )
 
 
 def outputs(turn: Turn) -> list[int]:
@@ -415,33 +374,6 @@ def test_each_input_token_is_scored_once_on_every_memory_kind_despite_recomputat
     assert [entry.logprob == 0 for entry in scores] == [a == b for a, b in zip(given, likeliest, strict=True)]
     assert turn.output_logprobs == [TokenLogprob(token, 0.0, (Candidate(token, 0.0),)) for token in turn.output]
     assert not stage.engine.batch.scoring
-
-
-@every_overlap
-def test_the_result_names_the_stop_id_that_ended_the_turn(overlap: int) -> None:
-    stage = Stage(overlap=overlap)
-    stage.open()
-    said = continuation(count_from(0, 5), 8)
-    for stop_ids, expected in (((), None), ((said[3], 1), said[3])):
-        turn = stage.engine.turns.submit("s", count_from(0, 5), TurnParams(max_new_tokens=8, stop_ids=stop_ids))
-        stage.play()
-        assert turn.result is not None
-        assert turn.result.stop == expected
-        stage.engine.sessions.rewind("s", position=0)
-
-
-@every_overlap
-def test_a_guessed_stop_id_ends_the_turn_and_is_named(overlap: int) -> None:
-    said = continuation(count_from(0, 5), 8)
-    stage = Stage(overlap=overlap, lookahead=4, guess=lambda turn, most: said[len(turn.output) :][:most])
-    stage.open()
-    turn = stage.engine.turns.submit(
-        "s", count_from(0, 5), TurnParams(max_new_tokens=8, stop_ids=(said[4],), logprobs=0)
-    )
-    stage.play()
-    assert turn.result is not None
-    assert turn.result.stop == said[4]
-    assert [entry.token for entry in turn.output_logprobs] == said[:5]
 
 
 class Numbers:

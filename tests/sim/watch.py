@@ -15,7 +15,8 @@ from tenuto.sched.admission import RECONSIDERED_AFTER
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 from tests.sim import internals
-from tests.sim.internals import Event
+from tests.sim.room import Room
+from tests.sim.transitions import Event
 from tests.sim.travels import ParkedInOrder
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Watch:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._room = Room(world)
         self._idle: dict[str, tuple[Session, int]] = {}
         # with their turns, and the tokens they have in memory
         self._pinned: dict[Session, tuple[Turn | None, int]] = {}
@@ -54,7 +56,7 @@ class Watch:
         self._suspicion: tuple[int, set[Turn], str] | None = None  # turns that yielded, apparently in vain
         self._needy: dict[int, float] = {}  # numbers of the turns it may have been for, and when their drafts changed
         self._parked = ParkedInOrder(world)
-        world.log.would_fit = self._fits_with_its_session
+        world.log.would_fit = self._room.fits_with_its_session
         world.log.better_victim = self._better_victim
 
     def healthy(self, turn: NaiveTurn) -> bool:
@@ -161,7 +163,7 @@ class Watch:
             2 * len(world.engine.batch) if world.config.overlap else 0
         )  # pages taken before the yielded units are freed
         swapped = [e.freed for e in events if e.kind == "share"]  # sessions that took others' memory gave up their own
-        room = [n - len(starts) - growing for n in self._room()]  # the copy of a tail is counted at its worst case
+        room = [n - len(starts) - growing for n in self._room.left()]  # the copy of a tail is counted at its worst case
         room = [n - sum(units) for n, *units in zip(room, *swapped, strict=True)]
         if any(any(e.freed) for e in victims) and all(
             all(n <= have for n, have in zip(e.freed, room, strict=True) if n) for e in victims
@@ -201,8 +203,8 @@ class Watch:
         rows = len(world.engine.batch) == world.config.running or any(e.kind == "start" for e in world.log.events)
         if not losers or rows or internals.copying(world.engine):
             return
-        room = [have - sum(e.freed[group] for e in victims if e.freed) for group, have in enumerate(self._room())]
-        if all(have > needed for have, needed in zip(room, self._worst(world.longest), strict=True)):
+        room = [have - sum(e.freed[group] for e in victims if e.freed) for group, have in enumerate(self._room.left())]
+        if all(have > needed for have, needed in zip(room, self._room.worst(world.longest), strict=True)):
             names = [e.session.id[:6] for e in losers]
             world.found("in vain", f"{names} lost memory to suspects, and {room} units of each group were free")
 
@@ -241,42 +243,6 @@ class Watch:
     def _is_victim(event: Event) -> bool:
         return (event.kind, event.why) in (("preempt", "preempted"), ("drop", "pressure"))
 
-    def _room(self) -> list[int]:
-        """Returns the units of each group that are free and not needed for tokens that turns already know."""
-        engine = self._world.engine
-        room = [pool.free + pool.limbo for pool in engine.memory.pools]
-        for turn in engine.batch.running():
-            for group, pledge in enumerate(self._pledge(turn)):
-                room[group] -= pledge
-        return room
-
-    def _pledge(self, turn: Turn) -> list[int]:
-        """Returns an upper bound of the units a running turn may still acquire for the tokens it knows."""
-        own, pledges = internals.held_beyond(self._world.engine, turn), []
-        for group, worst in enumerate(self._worst(turn.length + 1 + 2 * self._world.config.overlap)):
-            if self._world.config.groups[group].kind is Kind.FULL:
-                pledges.append(max(0, worst - internals.table_entries(turn, group)))
-            else:
-                pledges.append(max(0, worst - own[group]))
-        return pledges
-
-    def _worst(self, length: int) -> list[int]:
-        """Returns an upper bound of the units of each group that a turn needs to compute `length` tokens from
-        nothing."""
-        config = self._world.config
-        found = []
-        for group in config.groups:
-            pages = -(-length // config.page_size)
-            if group.kind is Kind.STATE:
-                found.append(3 if config.overlap or config.lookahead else 2)
-            elif group.kind is Kind.FULL:
-                found.append(pages)
-            else:
-                window = -(-(group.window - 1) // config.page_size) + 1
-                ahead = -(-config.budget * (1 + config.overlap) // config.page_size) + 1
-                found.append(min(pages, 2 * window + ahead))
-        return found
-
     @staticmethod
     def _rung(state: TurnState | None) -> int:
         """Ranks victims: closed sessions yield first, then drafts, idle sessions, waiting turns, and running turns
@@ -304,16 +270,11 @@ class Watch:
                 rung = 2  # with only a draft's text left, its session's memory yields like a waiting turn's
             rank = rung, (turn or session.policy).priority
             gives = internals.exclusive(session) if session.memory.turn is None else session.memory.turn.own_units()
-            new = self._acquired_at_most if turn is not None and turn.number in self._planned else 0  # since the drop
+            planned = turn is not None and turn.number in self._planned
+            new = self._room.acquired_at_most if planned else 0  # since the drop
             if rank < victim and all(a - new >= b for a, b in zip(gives, event.freed, strict=True)):
                 return session
         return None
-
-    @property
-    def _acquired_at_most(self) -> int:
-        """The most units of a group that one step can add to a turn."""
-        config = self._world.config
-        return -(-config.budget // config.page_size) + 1
 
     def _better_victim(self, victim: Session) -> Session | None:
         """Finds an idle session that kept its memory, ranks no higher, and would free something in every group. Closed
@@ -326,18 +287,6 @@ class Watch:
             if idle and session.policy.priority <= victim.policy.priority and all(internals.exclusive(session)):
                 return session
         return None
-
-    def _fits_with_its_session(self, turn: Turn) -> bool:
-        """Returns whether a waiting turn fits beside its session and the running turns, if all others yield. Full
-        attention only: for other kinds the upper bounds are too loose."""
-        world = self._world
-        if any(group.kind is not Kind.FULL for group in world.config.groups) or world.engine.batch.running():
-            return False
-        kept = internals.essential_units(world.engine, turn)
-        size = world.config.page_size
-        start = min(turn.session.memory.computed, turn.base_length, max(0, turn.prompt_length - 1))
-        more = -(-(turn.length + 1) // size) - start // size
-        return all(n + more + 1 <= capacity for n, capacity in zip(kept, world.config.units, strict=True))
 
     def _check_cache(self) -> None:
         """Checks that checkpoints that only save work hold no more than their share, and are not evicted below it.
@@ -419,29 +368,12 @@ class Watch:
         number, since = self._first
         turn = world.session_of(naive.sid).turn
         waits_for_others = turn is not None and turn.preempted and len(world.engine.batch)  # which may grow before it
-        if naive.number != number or turn is None or waits_for_others or not self.fits(turn):
+        if naive.number != number or turn is None or waits_for_others or not self._room.fits(turn):
             self._first = (naive.number, world.steps)
             return
         patience = STARTS_WITHIN if world.steps - world.failed_at > AFTER_FAILURE else AFTER_FAILURE
         if world.steps - since >= patience:
             world.found("waits", f"{turn!r} fits and has not started for {patience} steps")
-
-    def fits(self, turn: Turn) -> bool:
-        """Returns whether a waiting turn fits beside the turns in rows and what they know they will need, if all others
-        yield. Units in limbo are not free yet, and each step adds to them."""
-        engine, config = self._world.engine, self._world.config
-        rows = engine.batch.running()
-        if sum(t.state is not TurnState.DRAFTING for t in rows) >= config.running:
-            return False
-        need = [
-            n + pool.limbo for n, pool in zip(internals.essential_units(engine, turn), engine.memory.pools, strict=True)
-        ]
-        for group, worst in enumerate(self._worst(turn.length + 1)):
-            need[group] += worst + 1
-        for running in rows:
-            for group, pledge in enumerate(self._pledge(running)):
-                need[group] += pledge
-        return all(n <= capacity for n, capacity in zip(need, config.units, strict=True))
 
     def drafts_are_computed(self) -> None:
         """Checks that, once nothing else is left to do, each tenant's first draft has been computed if there is room
@@ -449,7 +381,7 @@ class Watch:
         world = self._world
         if world.waiting() or len(world.engine.batch) or world.steps - world.failed_at < AFTER_FAILURE:
             return
-        room, first = self._room(), dict[str, tuple[Turn, int]]()
+        room, first = self._room.left(), dict[str, tuple[Turn, int]]()
         for session in world.engine.registry:
             turn = session.turn
             if turn is None or turn.state is not TurnState.DRAFTING:
@@ -460,7 +392,7 @@ class Watch:
             if waits and (tenant not in first or turn.rank(aging) < first[tenant][0].rank(aging)):
                 first[tenant] = turn, computed
         for turn, computed in first.values():
-            worst = self._worst(turn.prompt_length + 1)
+            worst = self._room.worst(turn.prompt_length + 1)
             if all(2 * n + 2 <= have for n, have in zip(worst, room, strict=True)):
                 world.found("drafts", f"{turn!r} has {computed} of {turn.prompt_length} tokens computed; {room} free")
 

@@ -33,6 +33,7 @@ from tests.sim.naive import Letters, NaiveSession, NaiveTurn
 from tests.sim.setting import WorldConfig, engine_config
 from tests.sim.slots import Needed, SlotChecker
 from tests.sim.tenants import check_tenants
+from tests.sim.transitions import Log, watched_engine
 from tests.sim.watch import Watch
 
 PATIENCE = 6000  # steps a submitted turn may take from its opening to its end
@@ -65,7 +66,7 @@ class World:
         self.failures = 0
         self.ended_as: dict[int, EndReason] = {}  # by number
         self.asked: dict[int, Keep] = {}  # what each turn that an operation aborts should keep
-        self.log = internals.Log()
+        self.log = Log()
         self._sizes = [
             n * (config.page_size if group.paged else 1) for n, group in zip(config.units, config.groups, strict=True)
         ]
@@ -87,7 +88,7 @@ class World:
             late=lambda: self.rng.random() < 0.5,
             copy_fails=lambda: self._faults.random() < config.copy_fail_rate,
         )
-        self.engine = internals.watched_engine(
+        self.engine = watched_engine(
             self.log,
             self.executor,
             config.units,
