@@ -1,12 +1,12 @@
-"""The Python interface on the witness: no model, token ids only, every operation."""
+"""The Python interface of an engine in this process, on the witness: no model, token ids only. `tests/client` has the
+operations that clients of a server also have."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,24 +17,21 @@ import pytest
 import tenuto
 from tenuto.base.config import WorkerSettings
 from tenuto.base.errors import (
-    AlreadyExists,
     ConfigError,
     ContextExceeded,
     EngineStopped,
-    IllegalTransition,
     InvalidRequest,
     InvariantError,
     ModelError,
-    NotFound,
-    SessionBusy,
 )
 from tenuto.base.turns import EndReason
 from tenuto.exec.witness import WitnessExecutor
-from tenuto.exec.witness_hashes import history_hash, next_token
 from tenuto.runtime.models import load_model
 from tenuto.runtime.service import open_service
 from tenuto.text.tokenizer import Tokenizer
+from tests.eventually import eventually
 from tests.present import present
+from tests.said import said
 
 CONTEXT = 4096
 
@@ -63,134 +60,12 @@ def test_the_files_of_the_disk_tier_are_deleted_with_their_engine(tmp_path: Path
         assert not list(tmp_path.glob("*.units"))
 
 
-def said(history: list[int], count: int) -> list[int]:
-    """Returns the witness's output after a history."""
-    tokens = list(history)
-    for _ in range(count):
-        tokens.append(next_token(history_hash(tokens), 1000))
-    return tokens[len(history) :]
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never held"
-        time.sleep(0.01)
-
-
-def test_a_session_continues_where_its_last_turn_ended(engine: tenuto.Engine) -> None:
-    session = engine.session()
-    expected: list[int] = []
-    for number in range(5):
-        turn = session.turn([number, 7], max_new_tokens=6)
-        expected += [number, 7]
-        assert list(turn.tokens()) == said(expected, 6)
-        expected += said(expected, 6)
-        assert turn.result().reason is EndReason.LENGTH
-        assert turn.result().usage.cached == max(0, len(expected) - 9)
-    assert session.history == expected
-    info = session.info
-    assert (info.turns, info.tokens, info.computed, info.version) == (5, 40, 39, 5)
-    assert info.context_left == CONTEXT - 40
-
-
-def test_turns_of_several_sessions_run_at_the_same_time(engine: tenuto.Engine) -> None:
-    turns = [engine.session().turn([number], max_new_tokens=50) for number in range(6)]
-    assert [turn.result().kept for turn in turns] == [50] * 6
-    assert [turn.token_ids for turn in turns] == [said([number], 50) for number in range(6)]
-    assert all(turn.time_to_first_token is not None for turn in turns)
-
-
-def test_stop_ids_end_a_turn(engine: tenuto.Engine) -> None:
-    expected = said([1], 9)
-    result = engine.session().turn([1], stop_ids=expected[4:5]).result()
-    assert (result.reason, result.kept) == (EndReason.STOP, 5)
-
-
-def test_a_one_shot_turn_leaves_no_session(engine: tenuto.Engine) -> None:
-    turn = engine.generate([1, 2, 3], max_new_tokens=4)
-    assert list(turn.tokens()) == said([1, 2, 3], 4)
-    assert engine.sessions() == []
-    with pytest.raises(InvalidRequest):
-        engine.generate([])
-    assert engine.sessions() == []
-
-
-def test_aborting_rolls_back_and_keeping_commits(engine: tenuto.Engine) -> None:
-    session = engine.session()
-    session.append([1, 2, 3])
-    turn = session.turn([4])
-    next(turn.tokens())
-    assert not turn.abort().committed
-    assert session.history == [1, 2, 3]
-    turn = session.turn([4])
-    next(turn.tokens())
-    assert turn.abort(keep=1).kept == 1
-    assert session.history == [1, 2, 3, 4, *said([1, 2, 3, 4], 1)]
-
-
-def test_a_barge_in_keeps_no_more_than_its_reader_was_given(engine: tenuto.Engine) -> None:
-    session = engine.session()
-    turn = session.turn([5])
-    tokens = turn.tokens()
-    heard = [next(tokens) for _ in range(3)]
-    result = turn.abort(keep="delivered")
-    assert result.kept >= 3  # tokens of one event are given together
-    assert session.history == [5, *turn.token_ids]
-    assert turn.token_ids[:3] == heard
-    assert list(turn.tokens()) == []
-    assert turn.abort() == result
-
-
-def test_dropping_a_stream_aborts_its_turn(engine: tenuto.Engine) -> None:
-    session = engine.session()
-
-    def read_a_little() -> None:
-        for _ in session.turn([1]).tokens():
-            return
-
-    read_a_little()
-    gc.collect()
-    eventually(lambda: session.info.turn is None)
-    assert session.history == []
-    with session.turn([1]) as turn:
-        next(turn.tokens())
-    eventually(lambda: session.info.turn is None)
-    assert session.info.version == 0
-
-
 def test_a_stream_that_is_left_but_kept_can_be_resumed(engine: tenuto.Engine) -> None:
     turn = engine.session().turn([1], max_new_tokens=30)
     for _ in turn.tokens():
         break
     assert turn.result().kept == 30
     assert turn.token_ids == said([1], 30)
-
-
-def test_fork_and_rewind_are_cheap_and_exact(engine: tenuto.Engine) -> None:
-    session = engine.session()
-    for number in range(3):
-        session.turn([number], max_new_tokens=9).result()
-    history = session.history
-    whole, early, inside = session.fork(), session.fork(turn=1), session.fork(position=25)
-    assert [f.history for f in (whole, early, inside)] == [history, history[:10], history[:25]]
-    turn = whole.turn([50], max_new_tokens=3)
-    assert turn.result().usage.cached == 29
-    assert turn.token_ids == said([*history, 50], 3)
-    assert session.rewind(turn=2).tokens == 20
-    assert session.turn([60], max_new_tokens=2).result().usage.cached == 19
-    assert session.rewind(position=5).turns == 1
-    assert session.history == history[:5]
-    assert early.history == history[:10]
-
-
-def test_regenerate_replaces_the_last_output(engine: tenuto.Engine) -> None:
-    session = engine.session()
-    session.turn([1], max_new_tokens=5).result()
-    assert session.regenerate(max_new_tokens=3).result().kept == 3
-    assert session.history == [1, *said([1], 3)]
-    with pytest.raises(IllegalTransition):
-        engine.session().regenerate()
 
 
 def test_samples_of_one_prompt_are_forks_after_an_append(engine: tenuto.Engine) -> None:
@@ -201,65 +76,10 @@ def test_samples_of_one_prompt_are_forks_after_an_append(engine: tenuto.Engine) 
     assert all(turn.token_ids == said(list(range(40)), 5) for turn in turns)
 
 
-def test_a_draft_is_computed_before_it_is_sent(engine: tenuto.Engine) -> None:
-    session = engine.session()
-    session.draft(range(50))
-    session.draft([*range(50), 60, 61])
-    eventually(lambda: session.info.turn == "drafting")
-    turn = session.turn([*range(50), 60, 70], max_new_tokens=2)
-    assert turn.result().usage.prompt == 52
-    assert session.history[:52] == [*range(50), 60, 70]
-    session.draft([1, 2, 3])
-    session.abort()
-    assert session.info.turn is None
-
-
-def test_a_wrong_call_is_a_typed_error_and_changes_nothing(engine: tenuto.Engine) -> None:
-    session = engine.session("mine")
-    with pytest.raises(AlreadyExists):
-        engine.session("mine")
-    with pytest.raises(ContextExceeded):
-        session.turn([1] * (CONTEXT + 1))
-    for wrong in ([1000], [-1], [1.5, "x"], ["x"], {"role": "user"}, b"x", 5, [{"role": "user"}]):
-        with pytest.raises(InvalidRequest):
-            session.turn(wrong)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match="unknown turn options"):
-        session.turn([1], max_tokens=5)  # type: ignore[call-arg]
-    with pytest.raises(InvalidRequest, match="temperature"):
-        session.turn([1], temperature=-1)
-    assert session.info.version == 0
-    turn = session.turn([1])
-    with pytest.raises(SessionBusy):
-        session.turn([2])
-    with pytest.raises(InvalidRequest, match="keep"):
-        turn.abort(keep=-1)
-    turn.abort()
-    session.close()
-    with pytest.raises(NotFound):
-        session.turn([1])
-
-
-def test_a_deadline_aborts_a_turn(engine: tenuto.Engine) -> None:
-    result = engine.session().turn([1], timeout=0.02).result()
-    assert (result.reason, result.committed) == (EndReason.DEADLINE, False)
-
-
 def test_wrong_configuration_is_refused_before_anything_is_built() -> None:
     for wrong in ({"context": 5}, {"context_length": 0}, {"page_size": 0}, {"memory_bytes": 10}, {"overlap": 2}):
         with pytest.raises(ConfigError):
             tenuto.Engine("witness", **wrong)  # type: ignore[arg-type]
-
-
-def test_closing_an_engine_ends_everything_open() -> None:
-    engine = tenuto.Engine("witness")
-    turn = engine.session().turn([1])
-    next(turn.tokens())
-    engine.close()
-    with pytest.raises(EngineStopped, match="closed"):
-        turn.result()
-    with pytest.raises(EngineStopped):
-        engine.session()
-    engine.close()
 
 
 def test_an_unreferenced_engine_stops() -> None:
@@ -345,41 +165,6 @@ def test_the_asynchronous_engine_does_the_same() -> None:
     asyncio.run(talk())
 
 
-def test_cancelling_a_task_aborts_its_turn() -> None:
-    async def talk() -> None:
-        async with tenuto.AsyncEngine("witness") as engine:
-            session = await engine.session()
-            reading = asyncio.Event()
-
-            async def read() -> None:
-                async for _ in session.turn([1]).tokens():
-                    reading.set()
-
-            task = asyncio.create_task(read())
-            await reading.wait()
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            while (await session.info()).turn is not None:
-                await asyncio.sleep(0.01)
-            assert await session.history() == []
-
-    asyncio.run(talk())
-
-
-def test_an_event_loop_that_ends_leaves_no_turn_behind() -> None:
-    engine = tenuto.AsyncEngine("witness")
-
-    async def start() -> tuple[tenuto.AsyncSession, tenuto.AsyncTurnStream]:
-        session = await engine.session()
-        return session, session.turn([1])
-
-    session, turn = asyncio.run(start())
-    eventually(lambda: asyncio.run(session.info()).turn is None)
-    assert turn.token_ids == []
-    asyncio.run(engine.close())
-
-
 def test_the_package_exports_exactly_its_public_names() -> None:
     assert "Engine" in dir(tenuto)
     assert all(getattr(tenuto, name) is not None for name in tenuto.__all__)
@@ -435,44 +220,11 @@ def test_an_invalid_keep_is_refused_and_the_turn_continues(engine: tenuto.Engine
     assert turn.token_ids == said([1], 50)
 
 
-def test_invalid_arguments_of_a_session_or_fork_are_refused_and_open_none(engine: tenuto.Engine) -> None:
-    session = engine.session()
-    for wrong in (
-        lambda: engine.session(5),  # type: ignore[arg-type]
-        lambda: engine.session(ttl=10**400),
-        lambda: engine.session(priority=None),  # type: ignore[arg-type]
-        lambda: engine.session(max_tokens=True),
-        lambda: session.fork(position=1.5),  # type: ignore[arg-type]
-        lambda: session.fork(turn="first"),  # type: ignore[arg-type]
-    ):
-        with pytest.raises(InvalidRequest):
-            wrong()
-    assert len(engine.sessions()) == 1
-
-
 def test_an_ended_turn_can_be_aborted_after_the_engine_was_closed() -> None:
     with tenuto.Engine("witness", context_length=CONTEXT) as engine:
         turn = engine.session().turn([1], max_new_tokens=2)
         result = turn.result()
     assert turn.abort() is result
-
-
-def test_cancelling_the_opening_of_a_session_leaves_none() -> None:
-    async def open_and_cancel() -> None:
-        async with tenuto.AsyncEngine("witness", context_length=CONTEXT) as engine:
-            for _ in range(60):
-                opening = asyncio.create_task(engine.session())
-                await asyncio.sleep(0)
-                opening.cancel()
-                await asyncio.gather(opening, return_exceptions=True)
-            for _ in range(200):
-                left = await engine.sessions()
-                if not left:
-                    break
-                await asyncio.sleep(0.01)
-            assert not left
-
-    asyncio.run(open_and_cancel())
 
 
 def test_a_cancelled_abort_still_ends_the_turn() -> None:
@@ -557,17 +309,6 @@ def test_a_broken_engine_raises_for_every_waiting_caller(engine: tenuto.Engine) 
 def test_numpy_token_ids_are_token_ids(engine: tenuto.Engine) -> None:
     turn = engine.session().turn(np.array([1, 2], np.int32), max_new_tokens=2)
     assert list(turn.tokens()) == said([1, 2], 2)
-
-
-def test_output_that_a_barge_in_keeps_beyond_the_tokens_read_can_still_be_read(engine: tenuto.Engine) -> None:
-    session = engine.session()
-    turn = session.turn([5])
-    next(turn.tokens())
-    eventually(lambda: session.info.tokens == 0 and turn._events.qsize() > 30)
-    assert turn.abort(keep=20).kept == 20
-    assert turn.result().kept == 20
-    assert turn.token_ids == said([5], 20)
-    assert session.history == [5, *turn.token_ids]
 
 
 def test_a_turn_whose_end_was_not_read_can_be_aborted_after_the_engine_was_closed() -> None:

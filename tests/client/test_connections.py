@@ -30,7 +30,8 @@ from tenuto.base.errors import (
 from tenuto.client import feed
 from tenuto.client.core import SessionCore
 from tests.client.conftest import Proxy
-from tests.client.test_session_interface import eventually, said
+from tests.eventually import eventually
+from tests.said import said
 from tests.serve.server import Server, serving
 
 

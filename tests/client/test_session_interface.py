@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -26,14 +24,12 @@ from tenuto.base.errors import (
 from tenuto.base.turns import EndReason
 from tenuto.base.views import RecordPage
 from tenuto.client import core
-from tenuto.exec.witness_hashes import history_hash, next_token
 from tests.client.conftest import CONTEXT
+from tests.eventually import eventually
+from tests.said import said
 from tests.serve.server import Server
 
 AnyEngine = tenuto.Engine | tenuto.RemoteEngine
-AnyAsyncEngine = tenuto.AsyncEngine | tenuto.AsyncRemoteEngine
-AnyAsyncSession = tenuto.AsyncSession | tenuto.AsyncRemoteSession
-AnyAsyncStream = tenuto.AsyncTurnStream | tenuto.AsyncRemoteTurnStream
 
 
 @pytest.fixture(params=["in this process", "over HTTP"])
@@ -41,31 +37,9 @@ def engine(request: pytest.FixtureRequest) -> Iterator[AnyEngine]:
     if request.param == "over HTTP":
         yield request.getfixturevalue("remote")
         return
-    with tenuto.Engine("witness", page_size=4, context_length=CONTEXT) as running:
+    with tenuto.Engine("witness", page_size=4, context_length=CONTEXT, audit_every=20) as running:
         yield running
         running.audit()
-
-
-@pytest.fixture(params=["in this process", "over HTTP"])
-def make_async(request: pytest.FixtureRequest, witness: Server) -> Callable[[], AnyAsyncEngine]:
-    if request.param == "over HTTP":
-        return lambda: tenuto.connect_async(witness.url)
-    return lambda: tenuto.AsyncEngine("witness", page_size=4, context_length=CONTEXT)
-
-
-def said(history: list[int], count: int) -> list[int]:
-    """Returns the witness's output after a history."""
-    tokens = list(history)
-    for _ in range(count):
-        tokens.append(next_token(history_hash(tokens), 1000))
-    return tokens[len(history) :]
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never held"
-        time.sleep(0.01)
 
 
 def test_an_exported_session_can_be_imported_here_or_elsewhere(engine: AnyEngine, witness: Server) -> None:
@@ -117,22 +91,6 @@ def test_a_session_with_its_state_can_be_saved_to_a_file(engine: AnyEngine, tmp_
     session.close()
 
 
-def test_asynchronous_clients_export_and_import(make_async: Callable[[], AnyAsyncEngine], tmp_path: Path) -> None:
-    async def main() -> None:
-        async with make_async() as engine:
-            session = await engine.session()
-            await session.chat("hello", max_new_tokens=5).result()
-            copy = await engine.import_session(await session.export(), session_id="a-copy")
-            assert await copy.history() == await session.history()
-            await copy.close()
-            await session.export_file(tmp_path / "file")
-            copy = await engine.import_file(tmp_path / "file", session_id="a-copy")
-            assert (await copy.info()).computed == (await session.info()).computed
-            await copy.close()
-
-    asyncio.run(main())
-
-
 def test_a_session_continues_where_its_last_turn_ended(engine: AnyEngine) -> None:
     session = engine.session(ttl=60, priority=1)
     expected: list[int] = []
@@ -158,6 +116,7 @@ def test_turns_of_several_sessions_run_at_the_same_time(engine: AnyEngine) -> No
     turns = [engine.session().turn([number], max_new_tokens=50, ignore_eos=True) for number in range(6)]
     assert [turn.result().kept for turn in turns] == [50] * 6
     assert [turn.token_ids for turn in turns] == [said([number], 50) for number in range(6)]
+    assert all(turn.time_to_first_token is not None for turn in turns)
 
 
 def test_stop_ids_end_a_turn(engine: AnyEngine) -> None:
@@ -242,6 +201,7 @@ def test_fork_and_rewind_are_cheap_and_exact(engine: AnyEngine) -> None:
     assert turn.result().usage.cached == 29
     assert turn.token_ids == said([*history, 50], 3)
     assert session.rewind(turn=2).tokens == 20
+    assert session.turn([60], max_new_tokens=2).result().usage.cached == 19
     assert session.rewind(position=np.int64(5)).turns == 1  # type: ignore[arg-type]
     assert session.history == history[:5]
     assert early.history == history[:10]
@@ -389,7 +349,7 @@ def test_a_wrong_call_is_a_typed_error_and_changes_nothing(engine: AnyEngine) ->
     with pytest.raises(SessionBusy):
         session.turn([2])
     for keep in (-1, 1.5, "most", True):
-        with pytest.raises(InvalidRequest):
+        with pytest.raises(InvalidRequest, match="keep"):
             turn.abort(keep=keep)  # type: ignore[arg-type]
     turn.abort()
     session.close()
@@ -435,109 +395,6 @@ def test_the_audit_accounts_for_every_unit(engine: AnyEngine) -> None:
     assert isinstance(report, tenuto.AuditReport)
     assert report.pools[0].by_holder["session"] == 3
     assert "every unit accounted for" in str(report)
-
-
-def test_the_asynchronous_client_does_the_same(make_async: Callable[[], AnyAsyncEngine]) -> None:
-    async def talk() -> None:
-        async with make_async() as engine:
-            session = await engine.session()
-            await session.append([1, 2])
-            turn = session.turn([3], max_new_tokens=5, ignore_eos=True)
-            assert [token async for token in turn.tokens()] == said([1, 2, 3], 5)
-            text = session.turn([4], max_new_tokens=9, ignore_eos=True)
-            assert "".join([piece async for piece in text]) == text.text
-            fork = await session.fork(turn=1)
-            assert await fork.history() == [1, 2]
-            assert await (await session.trim([1])).history() == [1, 2]
-            assert await (await engine.attach(fork.id)).history() == [1, 2]
-            assert (await session.rewind(turn=1)).tokens == 2
-            both = [engine.generate([n], max_new_tokens=9, ignore_eos=True) for n in (1, 2)]
-            assert [(await one.result()).kept for one in both] == [9, 9]
-            await session.draft([9])
-            await session.abort()
-            assert (await session.turn([1], max_new_tokens=4, ignore_eos=True).result()).kept == 4
-            assert (await session.regenerate(max_new_tokens=2, ignore_eos=True).result()).kept == 2
-            with pytest.raises(ContextExceeded):
-                await session.turn([1] * (CONTEXT + 1)).result()
-            open_turn = session.turn([1], ignore_eos=True)
-            async for _ in open_turn.tokens():
-                break
-            assert (await open_turn.abort(keep=0)).kept == 0
-            async with fork, session:
-                assert len(await engine.sessions()) == 3
-                assert (await session.info()).turn is None
-            await engine.audit()
-
-    asyncio.run(talk())
-
-
-def test_cancelling_a_task_aborts_its_turn(make_async: Callable[[], AnyAsyncEngine]) -> None:
-    async def talk() -> None:
-        async with make_async() as engine, await engine.session() as session:
-            reading = asyncio.Event()
-
-            async def read() -> None:
-                async for _ in session.turn([1], ignore_eos=True).tokens():
-                    reading.set()
-
-            task = asyncio.create_task(read())
-            await reading.wait()
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            while (await session.info()).turn is not None:
-                await asyncio.sleep(0.01)
-            assert await session.history() == []
-
-    asyncio.run(talk())
-
-
-def test_an_event_loop_that_ends_leaves_no_turn_behind(make_async: Callable[[], AnyAsyncEngine]) -> None:
-    engine = make_async()
-
-    async def start() -> tuple[AnyAsyncSession, AnyAsyncStream]:
-        session = await engine.session()
-        return session, session.turn([1], ignore_eos=True)
-
-    session, turn = asyncio.run(start())
-    eventually(lambda: asyncio.run(session.info()).turn is None)
-    assert turn.token_ids == []
-    asyncio.run(session.close())
-    asyncio.run(engine.close())
-
-
-def test_cancelling_the_opening_of_a_session_leaves_none(make_async: Callable[[], AnyAsyncEngine]) -> None:
-    async def open_and_cancel() -> None:
-        async with make_async() as engine:
-            for _ in range(30):
-                opening = asyncio.create_task(engine.session())
-                await asyncio.sleep(0)
-                opening.cancel()
-                await asyncio.gather(opening, return_exceptions=True)
-            while await engine.sessions():
-                await asyncio.sleep(0.01)
-
-    asyncio.run(asyncio.wait_for(open_and_cancel(), 20))
-
-
-def test_a_cancelled_append_commits_nothing_uncomputed(
-    make_async: Callable[[], AnyAsyncEngine],
-) -> None:
-    async def append_and_cancel() -> None:
-        async with make_async() as engine, await engine.session() as session:
-            first = session.turn([1], ignore_eos=True)
-            async for _ in first.tokens():
-                break
-            appending = asyncio.create_task(session.append([2]))  # refused, or cancelled before
-            await asyncio.sleep(0)
-            appending.cancel()
-            await asyncio.gather(appending, return_exceptions=True)
-            await first.abort()
-            assert await session.history() == []
-            assert (await session.append([3])).committed
-            assert await session.history() == [3]
-
-    asyncio.run(append_and_cancel())
 
 
 @pytest.mark.parametrize("where", ["in this process", "over HTTP"])
