@@ -92,7 +92,7 @@ def _corrected(
     if len(flipped) > 1:  # the checksum does not tell high bits of several words apart
         page, size = _number(frame, 0), _number(frame, 4)
         wrong_word = 0 if page not in allowed else 1 if 0 < size < page or size >= allowed.stop else -1
-        flipped = [(word, bit) for word, bit in flipped if word == wrong_word]
+        flipped = [each for each in flipped if each[0] == wrong_word]
     if len(flipped) != 1:
         return frame, {noted, *found}
     word, bit = flipped[0]
