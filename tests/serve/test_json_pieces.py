@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.serve.shared import bodies
+from tenuto.serve.shared import bodies, json_pieces
 from tenuto.serve.shared.bodies import Structure
 from tenuto.serve.shared.json_pieces import PIECE, Unfit, parsed_in_pieces
 
@@ -20,6 +22,76 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(TEXTS, inner, max_size=5),
     max_leaves=30,
 )
+
+LETTERS = ["a", "\\", '"', "\x00", "\n", "é", "\U0001f600", ",", "[", "}", ":"]
+
+
+@st.composite
+def written(draw: st.DrawFn) -> str:
+    """A string as JSON, in one of the ways to write each character, sometimes with half a surrogate pair."""
+    text = ""
+    for letter in draw(st.lists(st.sampled_from(LETTERS), max_size=12)):
+        ways = [json.dumps(letter)[1:-1], "".join(f"\\u{unit:04X}" for unit in units(letter))]
+        ways += [letter] if letter.isprintable() and letter not in '"\\' else []
+        text += draw(st.sampled_from(ways))
+    half = draw(st.sampled_from([""] * 8 + ["\\ud83d", "\\ude00", "\\ud83d\\u0041", "\\/"]))
+    return f'"{text}{half}"'
+
+
+def units(letter: str) -> list[int]:
+    """The character in UTF-16."""
+    raw = letter.encode("utf-16-be")
+    return [int.from_bytes(raw[at : at + 2]) for at in range(0, len(raw), 2)]
+
+
+GAPS = st.sampled_from(["", "", "", " ", "\n \t"])
+NUMBERS = st.sampled_from(
+    [
+        "0",
+        "-0",
+        "7",
+        "1.5",
+        "1e3",
+        "1E-400",
+        "1e999",
+        "01",
+        "NaN",
+        "-Infinity",
+        "123456789012345678901234567890",
+        "0.1e",
+    ]
+)
+NAMES = st.sampled_from(['"a"', '"a"', '"\\u0061"', '"b"', '"\\u0000"']) | written()
+ANY_JSON = st.recursive(
+    st.sampled_from(["null", "true", "fals"]) | NUMBERS | written(),
+    lambda inner: (
+        st.lists(st.tuples(GAPS, inner, GAPS).map("".join), max_size=5).map(lambda all_: f"[{','.join(all_)}]")
+        | st.lists(st.tuples(GAPS, NAMES, GAPS, st.just(":"), GAPS, inner).map("".join), max_size=5).map(
+            lambda all_: f"{{{','.join(all_)}}}"
+        )
+    ),
+    max_leaves=20,
+)
+DAMAGES: list[Callable[[bytes, int], bytes]] = [
+    lambda body, _: body,
+    lambda body, _: body,
+    lambda body, _: body + b" ]",
+    lambda body, _: body + b",1",
+    lambda body, _: b"\xef\xbb\xbf" + body,
+    lambda body, at: body[:at],
+    lambda body, at: body[:at] + b"\xe9" + body[at:],
+    lambda body, at: body[:at] + b"\xed\xa0\x80" + body[at:],
+    lambda body, at: body[:at] + b"," + body[at:],
+    lambda body, at: body[:at] + body[at + 1 :],
+]
+
+
+def outcome(parse: Callable[[], Any]) -> str:
+    """The value, or the error."""
+    try:
+        return repr(parse())
+    except (ValueError, RecursionError) as error:
+        return repr(error)
 
 
 def arrived(body: bytes, size: int, piece_bytes: int = PIECE) -> Structure:
@@ -54,6 +126,52 @@ def test_a_body_that_is_invalid_as_a_whole_is_invalid_in_pieces(
     except (Unfit, ValueError):
         return
     assert repr(found) == repr(msgspec.json.decode(body))
+
+
+@settings(max_examples=100)
+@given(
+    st.tuples(GAPS, ANY_JSON, GAPS).map("".join),
+    st.sampled_from(DAMAGES),
+    st.integers(0, 10_000),
+    st.integers(1, 12),
+    st.integers(1, 20),
+)
+def test_any_body_has_the_same_value_or_error_in_pieces_of_any_size(
+    text: str, damage: Callable[[bytes, int], bytes], place: int, size: int, longest_name: int
+) -> None:
+    body = damage(text.encode(), place % len(text.encode()))
+    expected = outcome(lambda: bodies.parsed(body))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(json_pieces, "MAX_KEY", longest_name)
+        for piece_bytes in range(1, 20):
+            cuts = arrived(body, size, piece_bytes).cuts
+            assert outcome(lambda cuts=cuts: bodies._value([body], cuts)) == expected, (piece_bytes, cuts)
+
+
+def test_a_field_may_have_the_name_that_stands_for_names_of_cut_values() -> None:
+    for value in ({"a": [1, 2, 3, 4], "\0": 5}, {"a": [1, 2, 3, 4], "\0": [9]}, {"a": "x" * 40, "\0": "y"}):
+        body = json.dumps(value).encode()
+        for piece_bytes in range(1, 12):
+            assert bodies._value([body], arrived(body, 3, piece_bytes).cuts) == value
+
+
+def test_a_quote_where_the_search_for_a_long_name_ends_does_not_begin_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = json.dumps({'xxxxxx"aaaa': [1, 2, 3, 4, 5, 6, 7, 8]}).encode()
+    for longest in range(1, 30):
+        monkeypatch.setattr(json_pieces, "MAX_KEY", longest)
+        assert bodies._value([body], arrived(body, 4, 8).cuts) == json.loads(body)
+
+
+def test_deep_objects_with_long_names_full_of_quotes_take_about_as_long_in_pieces_as_whole() -> None:
+    name = b'"' + b'\\"' * 2000 + b'":'
+    body = b"%b[%b0]%b" % ((b"{" + name) * 250, b"123456789," * 1_500_000, b"}" * 250)
+    cuts = arrived(body, PIECE).cuts
+    assert len(cuts) > 200
+    begin = time.thread_time()
+    value = bodies._value([body], cuts)
+    spent = time.thread_time() - begin
+    assert value == msgspec.json.decode(body)
+    assert spent < 5.0, "it took minutes when every name was read once per cut and quote"
 
 
 @pytest.mark.parametrize(

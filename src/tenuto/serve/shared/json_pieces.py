@@ -7,7 +7,8 @@ are written before it, and those open at its end are closed after it. Then the v
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
@@ -23,7 +24,11 @@ MAX_KEY = 2**12
 _ESCAPE = 12
 """Bytes of the longest escape in a string: a surrogate pair, `\\ud83d\\ude00`."""
 _MARK = "\x00"
-"""Stands for the name of a field whose value was cut. The object must not have a field of this name."""
+"""Stands for the name of a field whose value was cut. A body that may have an equal name is parsed as a whole."""
+_MARK_JSON = msgspec.json.encode(_MARK).strip(b'"')
+"""The only way to write it in JSON."""
+_NAME = re.compile(rb'"(.*?)"[^\\]', re.DOTALL)
+"""A field's name, backwards, and the byte before it. Quotes in names follow a backslash."""
 
 Letters = npt.NDArray[np.uint8]
 _OPENS, _OBJECT, _COMMA = b"[{", ord("{"), ord(",")
@@ -106,6 +111,7 @@ def parsed_in_pieces(body: bytes, cuts: Sequence[Cut]) -> Any:
     """Parses a body that is cut at `cuts`. Raises `Unfit` or an error of `msgspec.json.decode` if the body is not JSON,
     and for some bodies that are: parse these as a whole."""
     value: Any = None
+    names: dict[int, str] = {}
     join: _Join | None = None  # joins the values before and after the last cut
     begin = 0
     for cut in (*cuts, None):
@@ -120,10 +126,13 @@ def parsed_in_pieces(body: bytes, cuts: Sequence[Cut]) -> Any:
         before = join.cut if join is not None else None
         piece = body[begin:end]
         _check_ends(piece, before, cut)
-        decoded = msgspec.json.decode(b"%b%b%b" % (_opening(before), piece, _closing(cut)))
+        opening = _opening(before)
+        if _MARK_JSON in opening and _MARK_JSON in piece:
+            raise Unfit
+        decoded = msgspec.json.decode(b"%b%b%b" % (opening, piece, _closing(cut)))
         value = decoded if join is None else join.put(value, decoded)
         if cut is not None:
-            join, begin = _Join(body, cut, middle), resume
+            join, begin = _Join(body, cut, middle, names), resume
     return value
 
 
@@ -191,11 +200,13 @@ def _closing(cut: Cut | None) -> bytes:
 
 
 class _Join:
-    """Joins the values before and after a cut. `texts`: the texts between them, if a string was cut."""
+    """Joins the values before and after a cut. `texts`: the texts between them, if a string was cut. `names`: the names
+    of fields by the places of their values, as far as they were read."""
 
-    def __init__(self, body: bytes, cut: Cut, texts: Sequence[str]) -> None:
+    def __init__(self, body: bytes, cut: Cut, texts: Sequence[str], names: dict[int, str]) -> None:
         self.cut = cut
         self._body, self._path, self._quote, self._texts = body, cut.path, cut.quote, texts
+        self._names = names
 
     def put(self, old: Any, new: Any, depth: int = 0) -> Any:
         """Returns the value joined from its parts `old` and `new`."""
@@ -213,18 +224,12 @@ class _Join:
         old.update(new)
         return old
 
-    def _name(self, at: int) -> Any:
+    def _name(self, at: int) -> str:
         """Returns the name of the field whose value begins at `at`. Raises `Unfit`."""
-        before = self._body[max(0, at - MAX_KEY) : at].rstrip()
-        before = before.removesuffix(b":").rstrip()
-        for start in _quotes_before(before):
-            if _backslashes(before, -1, start) % 2 == 0:
-                return msgspec.json.decode(before[start:], type=str)
-        raise Unfit
-
-
-def _quotes_before(text: bytes) -> Iterator[int]:
-    """Yields the places of quotes, backwards, in a text that ends with a quote, which is left out."""
-    at = len(text) - 1
-    while (at := text.rfind(b'"', 0, at)) >= 0:
-        yield at
+        if at not in self._names:
+            before = self._body[max(0, at - MAX_KEY) : at].rstrip().removesuffix(b":").rstrip()
+            found = _NAME.match(before[::-1])
+            if found is None:
+                raise Unfit
+            self._names[at] = msgspec.json.decode(b'"%b"' % found[1][::-1], type=str)
+        return self._names[at]
