@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -145,7 +146,7 @@ def test_any_body_has_the_same_value_or_error_in_pieces_of_any_size(
         patched.setattr(json_pieces, "MAX_KEY", longest_name)
         for piece_bytes in range(1, 20):
             cuts = arrived(body, size, piece_bytes).cuts
-            assert outcome(lambda cuts=cuts: bodies._value([body], cuts)) == expected, (piece_bytes, cuts)
+            assert outcome(partial(bodies._value, [body], cuts)) == expected, (piece_bytes, cuts)
 
 
 def test_a_field_may_have_the_name_that_stands_for_names_of_cut_values() -> None:
