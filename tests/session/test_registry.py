@@ -63,7 +63,7 @@ def test_an_unprintable_id_is_refused(session_id: str) -> None:
 
 @pytest.mark.parametrize("session_id", [".", "..", "a/..", "./a", "a/./b"])
 def test_an_id_that_cannot_stand_in_a_url_is_refused(session_id: str) -> None:
-    with pytest.raises(InvalidRequest, match=r"not '\.' or '\.\.'"):
+    with pytest.raises(InvalidRequest, match="as a path segment"):
         Office().registry.open(session_id, Policy())
     for similar in ("...", "a..", "..a", "a/.../b"):
         Office().registry.open(similar, Policy())
