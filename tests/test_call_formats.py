@@ -11,6 +11,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 import tenuto
+from tenuto.base.config import WorkerSettings
 from tenuto.base.groups import GroupSpec, Kind
 from tenuto.base.tools.definitions import CHANNELS, MARKS
 from tenuto.exec.witness import WitnessExecutor
@@ -61,8 +62,8 @@ def test_a_call_in_any_format_is_read_streamed_and_answered(shape: str, monkeypa
     chat = ChatTemplate(SHAPE % CALLS[shape], tokenizer)
     assert chat.habits.tools == shape
 
-    def load(_name: str, _device: str, _dtype: str | None, page_size: int, *_: Any) -> Model:
-        executor = WitnessExecutor(page_size, [GroupSpec(Kind.FULL, 64)], tokenizer.vocab_size)
+    def load(settings: WorkerSettings) -> Model:
+        executor = WitnessExecutor(settings.page_size, [GroupSpec(Kind.FULL, 64)], tokenizer.vocab_size)
         return Model(executor, tokenizer.vocab_size, tokenizer.eos_ids, 4000, tokenizer, chat)
 
     monkeypatch.setattr("tenuto.api.transport.load_model", load)

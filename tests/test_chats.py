@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tenuto
+from tenuto.base.config import WorkerSettings
 from tenuto.base.errors import IllegalTransition, InvalidRequest
 from tenuto.base.groups import GroupSpec, Kind
 from tenuto.base.turns import Message
@@ -35,8 +35,8 @@ def template(smollm2_path: Path) -> ChatTemplate:
 def engine(smollm2_path: Path, template: ChatTemplate) -> Iterator[tenuto.Engine]:
     tokenizer = load_tokenizer(smollm2_path)
 
-    def load(_name: str, _device: str, _dtype: str | None, page_size: int, *_: Any) -> Model:
-        executor = WitnessExecutor(page_size, [GroupSpec(Kind.FULL, 64)], tokenizer.vocab_size)
+    def load(settings: WorkerSettings) -> Model:
+        executor = WitnessExecutor(settings.page_size, [GroupSpec(Kind.FULL, 64)], tokenizer.vocab_size)
         return Model(executor, tokenizer.vocab_size, tokenizer.eos_ids, 100_000, tokenizer, template)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -57,7 +57,9 @@ def turn(http: httpx.Client, session: str, **body: Any) -> dict[str, Any]:
 
 
 def refusal(response: httpx.Response) -> tuple[int, str]:
-    return response.status_code, response.json()["error"]["code"]
+    """Returns the status and the error's code, or its type in Anthropic's form, which has no codes."""
+    error = response.json()["error"]
+    return response.status_code, error.get("code") or error["type"]
 
 
 # -- sessions

@@ -124,7 +124,7 @@ def test_a_tool_result_is_the_next_turn_of_a_session_and_nothing_is_recomputed(c
         assert answer.usage.prompt_tokens - before < 60  # the result and the markup around it
     records = httpx.get(f"{witness.url}/v1/sessions/agent/turns").json()["data"]
     assert len(records) == 6
-    with pytest.raises(openai.BadRequestError, match="opened with others") as refused:
+    with pytest.raises(openai.BadRequestError, match="opened with other tools") as refused:
         ask(client, HI, tools=[CLOCK], extra_body={"session_id": "agent"})
     assert refused.value.param == "tools"
     httpx.delete(f"{witness.url}/v1/sessions/agent").raise_for_status()
@@ -132,7 +132,7 @@ def test_a_tool_result_is_the_next_turn_of_a_session_and_nothing_is_recomputed(c
 
 def test_a_session_opened_without_tools_gets_none_later(client: OpenAI, witness: Server) -> None:
     ask(client, max_tokens=3, extra_body={"session_id": "plain"})
-    with pytest.raises(openai.BadRequestError, match="opened with none"):
+    with pytest.raises(openai.BadRequestError, match="opened with no tools"):
         ask(client, tools=[CLOCK], extra_body={"session_id": "plain"})
     httpx.delete(f"{witness.url}/v1/sessions/plain").raise_for_status()
 

@@ -271,8 +271,8 @@ def test_a_variable_that_spells_a_control_token_is_text(small: Tokenizer) -> Non
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"messages": []}, "the request itself tells"),
-        ({"bos_token": "x"}, "the request itself tells"),
+        ({"messages": []}, "the request itself sets"),
+        ({"bos_token": "x"}, "the request itself sets"),
         ({"x": float("nan")}, "cannot be written as JSON"),
         ({"x": "y" * 2**16}, "allowed: 65536"),
     ],
