@@ -168,7 +168,7 @@ def engine_config(given: EngineOptions, max_context: int | None = None) -> Engin
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
     """Settings for loading a model and creating its engine; the first message to an engine process. Raises
-    `ConfigError` if `config` is invalid, whichever the model."""
+    `ConfigError` if `config` is invalid for every model."""
 
     model: str = option(
         DEFAULT_MODEL,
