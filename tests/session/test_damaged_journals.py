@@ -103,6 +103,17 @@ def test_a_flipped_bit_in_the_header_of_the_log_or_of_a_frame_loses_nothing(path
         assert damage is None or not damage.changes
 
 
+def test_a_flipped_bit_under_the_log_and_one_in_it_lose_nothing(path: Path, tmp_path: Path) -> None:
+    """The row about the whole journal is in the log, so damage to the file's own copy shows only if the log has some."""
+    saved = written(path)
+    files = killed(path)
+    row = files["journal"].index(b"tokens", 4096)
+    journal, log = flipped(files["journal"], row, 3), flipped(files["journal-wal"], 32 + 24 + 2000, 1)
+    found, damage = began(put({**files, "journal": journal, "journal-wal": log}, tmp_path / "harmed"))
+    assert found == saved
+    assert not present(damage).changes
+
+
 def test_a_flipped_bit_in_a_salt_does_not_bring_older_frames_back(path: Path, tmp_path: Path) -> None:
     """SQLite restarts a log at its beginning, over frames whose changes are already in the database."""
     saved, journal, talk = written(path), left_open[-1], Journaled()

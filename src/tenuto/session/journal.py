@@ -34,7 +34,7 @@ from tenuto.session.journal_mending import (
     write_schema,
     written_anew,
 )
-from tenuto.session.journal_rows import APPLICATION, FORMAT, RECORD, UNSOUND, SessionRows, Value, checksum_of
+from tenuto.session.journal_rows import APPLICATION, FORMAT, RECORD, UNSOUND, Header, SessionRows, Value, checksum_of
 from tenuto.session.records import SavedSession, TurnRecord
 from tenuto.session.session import Session
 
@@ -151,28 +151,36 @@ class Journal:
         self._use_log()
 
     def _read_header(self) -> None:
-        """Checks that the journal is this model's and has all acknowledged changes. If some are missing, looks for them
-        in the part of the log that SQLite would drop."""
+        """Checks that the journal is this model's and has all acknowledged changes. If some are missing, or the row with
+        their number is damaged, looks for them in the part of the log that SQLite would drop."""
         header = SessionRows(self._db, self._fingerprint, FORMAT).header()
         self._owned = header is not None
-        if header is None:
-            return
-        owner, self._id, self._changes, self._sessions = header
-        self._require_own(owner)
-        acknowledged = self._acknowledged.read(self._id)
-        if acknowledged <= self._changes:
-            return
+        if header is not None:
+            self._take_header(header)
+        acknowledged = self._acknowledged.read(self._id if self._owned else None)
+        if acknowledged > self._changes:
+            self._search_log(acknowledged)
+            self._lost = max(0, acknowledged - self._changes) if self._owned else 0
+
+    def _take_header(self, header: Header) -> None:
+        self._require_own(header.fingerprint)
+        self._owned = True
+        self._id, self._changes, self._sessions = header.journal, header.changes, header.sessions
+
+    def _search_log(self, acknowledged: int) -> None:
         self._found = searched_log(self.path, self._db)
-        if self._found is not None:
-            source = connected(self._found, _LOCK_SECONDS)
-            there = SessionRows(source, self._fingerprint, FORMAT).header()
-            unreadable = there is None and not has_schema(source)
-            if not unreadable and (there is None or there[2] > self._changes):  # None: only this row is damaged
-                self._source = source
-                self._changes, self._sessions = there[2:] if there is not None else (acknowledged, 0)
-            else:
-                source.close()
-        self._lost = max(0, acknowledged - self._changes)
+        if self._found is None:
+            return
+        source = connected(self._found, _LOCK_SECONDS)
+        header = SessionRows(source, self._fingerprint, FORMAT).header()
+        if header is not None and header.changes > self._changes:
+            self._source = source
+            self._take_header(header)
+        elif header is None and self._owned and has_schema(source):  # only this row is damaged
+            self._source = source
+            self._changes, self._sessions = acknowledged, 0
+        else:
+            source.close()
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -88,6 +89,16 @@ def check(name: str, row: tuple[Value, ...], given: object) -> None:
         raise Unsound(f"a row of {name} is damaged")
 
 
+class Header(NamedTuple):
+    """The row about the whole journal: the model whose tokens it has, the journal's id, and how many changes were ever
+    written to it and sessions are in it."""
+
+    fingerprint: str
+    journal: bytes
+    changes: int
+    sessions: int
+
+
 class SessionRows:
     """Reads the sessions of a journal one by one, so that a damaged one affects no other.
 
@@ -112,15 +123,14 @@ class SessionRows:
                 self.sound.append(number)
                 yield saved
 
-    def header(self) -> tuple[str, bytes, int, int] | None:
-        """Returns fingerprint, id, changes and sessions of the journal; `None` if that row is damaged or missing."""
+    def header(self) -> Header | None:
+        """Returns the row about the whole journal; `None` if it is damaged or missing."""
         try:
             *row, given = self._db.execute("SELECT * FROM journal").fetchone()
             check("journal", tuple(row), given)
         except (sqlite3.Error, Unsound, ValueError, TypeError):
             return None
-        fingerprint, journal, changes, sessions = row
-        return fingerprint, journal, changes, sessions
+        return Header(*row)
 
     def _numbers(self) -> set[int]:
         """Returns the numbers of all sessions that any row mentions. A damaged page hides rows from some queries, but
