@@ -128,7 +128,13 @@ class MirroredWorld(World):
             wanted = min(session.memory.computed, max(0, at - 1)) if not session.memory.arriving else 0
             if reached != wanted:
                 self.found("shared", f"a fork at {at} shares {reached} tokens of {session.memory.computed}")
-        if session.memory.arriving and at >= len(session.history) and not internals.is_parked(self.engine, child):
+        parked = internals.is_parked(self.engine, session)  # or discarded for room while it is read
+        if (
+            parked
+            and session.memory.arriving
+            and at >= len(session.history)
+            and not internals.is_parked(self.engine, child)
+        ):
             self.found("shared", f"a fork at {at} of a session whose memory is arriving is not parked")
         mine, its = [p for p in held if p < reached], internals.positions_kept(child)[:-1]
         if its != mine:

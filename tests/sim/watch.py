@@ -172,7 +172,7 @@ class Watch:
             message = f"{given} yielded in step {world.steps}, and {room} units of each group were left over"
             if not world.config.overlap:
                 world.found("in vain", message)
-            elif self._suspicion is None:
+            elif self._suspicion is None and not self._just_fits(victims):
                 needy = {turn.number for turn in (*world.waiting(), *world.engine.batch.running())}
                 needy |= {number for number, turn in world.turns.items() if turn.drafting}
                 self._needy = {number: world.turns[number].changed for number in needy & world.turns.keys()}
@@ -180,6 +180,18 @@ class Watch:
                 self._suspicion = (world.steps, names, message)
         if world.looking:
             self._check_rungs(victims)
+
+    def _just_fits(self, victims: list[Event]) -> bool:
+        """Returns whether a waiting turn needs what the victims gave, and fits unless a running turn takes a page before
+        it is free."""
+        there = [pool.free + pool.limbo for pool in self._world.engine.memory.pools]
+        given = [sum(units) for units in zip(*(e.freed for e in victims), strict=True)]
+        for turn in self._world.waiting():
+            need = self._room.worst(turn.length + 1)
+            fits = all(n <= have for n, have in zip(need, there, strict=True))
+            if fits and any(n > have - more for n, have, more in zip(need, there, given, strict=True)):
+                return True
+        return False
 
     def _check_rungs(self, victims: list[Event]) -> None:
         """Checks that no session yields while one that comes before it could have yielded instead."""
