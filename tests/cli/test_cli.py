@@ -246,6 +246,44 @@ def test_ctrl_c_is_a_barge_in_and_quits_at_the_prompt(smollm2_path: Path) -> Non
         assert terminal.quit_by("\x03") == 0
 
 
+def test_one_ctrl_c_at_the_prompt_keeps_the_sessions() -> None:
+    with Terminal([TENUTO, "chat", "--model", "witness", "--max-new-tokens", "8"]) as terminal:
+        terminal.wait_for("1> ")
+        terminal.type("hello\n")
+        terminal.wait_for(r"\[length: kept 8 tokens")
+        terminal.wait_for("1> ")
+        terminal.type("\x03")
+        terminal.wait_for("Ctrl-C again leaves")
+        terminal.wait_for("1> ")
+        terminal.type("/switch\n")
+        terminal.wait_for(r"\* session 1: 1 turns")
+
+
+def test_lines_typed_during_an_answer_are_read_after_it() -> None:
+    with Terminal([TENUTO, "chat", "--model", "witness:0.05", "--max-new-tokens", "40"]) as terminal:
+        terminal.wait_for("1> ")
+        terminal.type("hello\n")
+        terminal.wait_for(r"hello\n\S*.")
+        terminal.type("/sessions\n")
+        answer = terminal.wait_for(r"(?s)(.*)\[length: kept 40 tokens")[1]
+        assert "sessions" not in answer
+        terminal.wait_for(r"\* session 1: 1 turns")
+
+
+def test_an_answer_that_reaches_the_limit_goes_on_when_asked() -> None:
+    with Terminal([TENUTO, "chat", "--model", "witness", "--max-new-tokens", "8"]) as terminal:
+        terminal.wait_for("1> ")
+        terminal.type("/continue\n")
+        terminal.wait_for("error: /continue; allowed right after an answer that ended at --max-new-tokens")
+        terminal.wait_for("1> ")
+        terminal.type("hello\n")
+        terminal.wait_for(r"\[length: kept 8 tokens")
+        terminal.wait_for("/continue goes on")
+        terminal.wait_for("1> ")
+        terminal.type("/continue\n")
+        terminal.wait_for(r"\[length: kept 8 tokens")
+
+
 def test_ctrl_d_quits() -> None:
     with Terminal([TENUTO, "chat", "--model", "witness"]) as terminal:
         terminal.wait_for("1> ")

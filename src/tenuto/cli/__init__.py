@@ -70,13 +70,13 @@ def pull(model: Annotated[str, typer.Argument(help="Like --model of chat.")] = D
     *("model", "device", "dtype", "context_length", "page_size", "kernels", "kv_cache_dtype", "journal"),
     temperature="0 is greedy.",
     seed="For temperatures above 0.",
-    max_new_tokens="Per answer; as many as fit if not given.",
+    max_new_tokens="Per answer; 1024 if not given.",
 )
 def chat(
     system: Annotated[str | None, typer.Option(help="The system message of a new session.")] = None,
     **given: Any,
 ) -> None:
-    """Talk to a model. Ctrl-C stops an answer and keeps the text shown; at the prompt it quits, as does Ctrl-D.
+    """Talk to a model. Ctrl-C stops an answer and keeps the text shown. Ctrl-D, or Ctrl-C twice, quits at the prompt.
 
     Type /help to see the session commands. Lines may also come from a file or a pipe.
 

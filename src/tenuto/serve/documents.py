@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from html import escape
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, RedirectResponse
 
 router = APIRouter(include_in_schema=False)
 
@@ -23,6 +24,13 @@ table { border-collapse: collapse; width: 100%; }
 td, th { text-align: left; vertical-align: top; border-top: 1px solid #8883; padding: .2rem .6rem .2rem 0; }
 @media (prefers-color-scheme: dark) { body { background: #111; color: #ddd; } a { color: #8bf; } }
 """
+_FIRST_SENTENCE = re.compile(r".*?[^.]\.(?=\s|$)", re.DOTALL)
+
+
+@router.get("/", response_class=RedirectResponse)
+async def root() -> str:
+    """Redirects to `/docs`."""
+    return "/docs"
 
 
 @router.get("/docs", response_class=HTMLResponse)
@@ -54,14 +62,16 @@ def _page(openapi: str) -> str:
 
 def _operation(method: str, path: str, operation: dict[str, Any]) -> str:
     described = escape(operation.get("description", operation.get("summary", "")))
+    found = _FIRST_SENTENCE.match(described)
+    first = found[0] if found else described
     body = "".join(_body(operation["requestBody"])) if "requestBody" in operation else ""
     answers = "".join(
         f"<tr><td>{escape(status)}</td><td>{escape(answer.get('description', ''))}{_of_content(answer)}</td></tr>"
         for status, answer in operation["responses"].items()
     )
     return (
-        f'<details><summary><span class="method">{escape(method.upper())}</span><code>{escape(path)}</code></summary>'
-        f"<p>{described}</p>{_parameters(operation.get('parameters', []))}{body}"
+        f'<details><summary><span class="method">{escape(method.upper())}</span><code>{escape(path)}</code> '
+        f"{first}</summary><p>{described}</p>{_parameters(operation.get('parameters', []))}{body}"
         f"<h4>Answers</h4><table>{answers}</table></details>"
     )
 

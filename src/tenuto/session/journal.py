@@ -151,8 +151,8 @@ class Journal:
         self._use_log()
 
     def _read_header(self) -> None:
-        """Checks that the journal is this model's and has all acknowledged changes. If some are missing, or the row with
-        their number is damaged, looks for them in the part of the log that SQLite would drop."""
+        """Checks that the journal is this model's and has all acknowledged changes. If some are missing, or their
+        number is damaged, looks for them in the part of the log that SQLite would drop."""
         header = SessionRows(self._db, self._fingerprint, FORMAT).header()
         self._owned = header is not None
         if header is not None:
