@@ -70,7 +70,7 @@ def test_a_session_closed_while_it_is_being_written_leaves_no_file(tmp_path: Pat
 def test_unfinished_writes_to_disk_stay_within_their_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(host_tier=0, disk=UnitFiles(tmp_path, 10**7))
     tiers = slow.parking.tiers
-    monkeypatch.setattr("tenuto.memory.tiers.tiers.MAX_LEAVING", tiers.host_used + 10)
+    monkeypatch.setattr("tenuto.memory.tiers.writes.MAX_LEAVING", tiers.host_used + 10)
     slow.stage.told("other", 20)
     assert len(tiers.writes) == 1
     slow.engine.pressure.drop(slow.engine.registry.get("other"))
@@ -103,7 +103,7 @@ def test_a_write_that_fails_while_a_snapshot_waits_for_it_loses_no_other_session
         return write(units)
 
     monkeypatch.setattr(disk, "write", fails_once)
-    monkeypatch.setattr("tenuto.memory.tiers.tiers.MAX_LEAVING", tiers.host_used + 1)
+    monkeypatch.setattr("tenuto.memory.tiers.writes.MAX_LEAVING", tiers.host_used + 1)
     engine.sessions.save()
     assert len(tried) > 1
     assert engine.snapshots.counts == {"saved": 1}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from tenuto.base.errors import InvariantError
 from tenuto.base.plan import Bytes
 from tenuto.base.wire.state_file import CopiedState
-from tenuto.memory.tiers.contents import Content
+from tenuto.memory.tiers.contents import Content, Contents
 from tenuto.memory.tiers.parked import Parked
 from tenuto.memory.tiers.unit_files import Disk, DiskFailed, UnitFile, read_units
 
@@ -34,6 +34,15 @@ class LentUnits:
     units: Sequence[Sequence[LentUnit]]
     disk: Disk | None
     failure: str = ""
+
+    @classmethod
+    def of(cls, parked: Parked, names: Contents, disk: Disk | None) -> Self:
+        """Returns all units of `parked`, whose contents are `names`."""
+        units = [
+            [LentUnit(each.group, content, each.data, each.file, each.row) for each, content in zip(*pair, strict=True)]
+            for pair in zip(parked.units, names, strict=True)
+        ]
+        return cls(parked.position, parked, units, disk)
 
     def read(self) -> CopiedState:
         """Reads and returns the whole state, in any thread; if that fails, returns the state of 0 tokens."""

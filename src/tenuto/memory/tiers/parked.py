@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from tenuto.base.errors import InvariantError
 from tenuto.base.plan import Bytes
-from tenuto.memory.tiers.contents import Content
+from tenuto.memory.tiers.contents import Content, Contents
 from tenuto.memory.tiers.moves import Move
 from tenuto.memory.tiers.unit_files import UnitFile
 
@@ -39,6 +40,21 @@ class StoredUnit:
     leaving: bool = False  # whether it is being written to disk
 
 
+def size_of(units: Iterable[StoredUnit]) -> int:
+    """Returns the number of bytes of the units."""
+    return sum(unit.size for unit in units)
+
+
+def recounted(found: Mapping[StoredUnit, int]) -> tuple[int, int, int]:
+    """Returns the bytes of stored units in host memory and on disk, and the bytes of their files. `found`: the number
+    of references to each that were found. Raises `InvariantError` if a unit counts another number, or is in both tiers
+    or in neither."""
+    if any(unit.references != n or (unit.data is None) == (unit.file is None) for unit, n in found.items()):
+        raise InvariantError("a stored unit has a wrong count of references, or is in both tiers or neither")
+    host, disk = (size_of(unit for unit in found if (unit.data is None) is gone) for gone in (False, True))
+    return host, disk, sum(file.size for file in {unit.file for unit in found if unit.file is not None})
+
+
 @dataclass(eq=False, slots=True)
 class Parked:
     """The memory of the first `position` tokens of a sequence, off the device: the units of each group, in order.
@@ -56,7 +72,12 @@ class Parked:
     @property
     def size(self) -> int:
         """The number of bytes."""
-        return sum(unit.size for group in self.units for unit in group)
+        return size_of(self)
+
+    @property
+    def staying(self) -> list[StoredUnit]:
+        """The units in host memory that are not on their way to disk."""
+        return [unit for unit in self if unit.data is not None and not unit.leaving]
 
     @property
     def on_disk(self) -> bool:
@@ -67,3 +88,10 @@ class Parked:
     def in_host(self) -> bool:
         """Whether some of it is in host memory."""
         return any(unit.data is not None for group in self.units for unit in group)
+
+    def check(self, names: Contents) -> None:
+        """Raises `InvariantError` if the first units of each group have other contents than `names`."""
+        for stored, held in zip(self.units, names, strict=True):
+            wrong = (unit for unit, content in zip(stored, held, strict=False) if not unit.content.covers(content))
+            if len(held) > len(stored) or next(wrong, None) is not None:
+                raise InvariantError(f"parked memory of {self.position} tokens has the state of other tokens")

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, groupby
-from operator import attrgetter
-from typing import cast
+from itertools import chain
 
 import numpy as np
 
 from tenuto.base.errors import InvariantError
 from tenuto.base.plan import Bytes, Copier, CopyFailed
 from tenuto.memory.pool import Lease, Pool
-from tenuto.memory.tiers.contents import Content, Contents, NamedUnit
-from tenuto.memory.tiers.lent import LentUnit, LentUnits
-from tenuto.memory.tiers.moves import Carrier, Job, Jobs, Move, MovesUnderWay, Target, Write
-from tenuto.memory.tiers.parked import ELSEWHERE, Parked, StoredUnit
+from tenuto.memory.tiers.contents import Content, Contents
+from tenuto.memory.tiers.lent import LentUnits
+from tenuto.memory.tiers.moves import Carrier, Move, MovesUnderWay, Target
+from tenuto.memory.tiers.parked import ELSEWHERE, Parked, StoredUnit, recounted, size_of
 from tenuto.memory.tiers.rates import Rates
 from tenuto.memory.tiers.snapshots import SavedMemory, Snapshot, decoded
 from tenuto.memory.tiers.taken_over import FoundUnits, snapshot_of
 from tenuto.memory.tiers.unit_files import Disk, DiskFailed, UnitFile
-
-MAX_LEAVING = 2**29
-"""The most bytes that may be on their way to disk; they do not count against the host tier's budget. A step waits
-before it starts a write that would exceed them, unless no other write is under way."""
-_group_of = attrgetter("group")
+from tenuto.memory.tiers.writes import WritesUnderWay, in_groups
 
 
 class Tiers:
@@ -34,7 +28,7 @@ class Tiers:
 
     Invariants: `host_used` is the size of all stored units with `data`, each of which belongs to some `Parked` of
     `_in_host`, or is `leaving`. Every `Parked` is in `_in_host` or in `_on_disk`, each in the order of their last use.
-    `_file_bytes` is the size of all files that stored units refer to, and with `_leaving_bytes` never exceeds the
+    `_file_bytes` is the size of all files that stored units refer to, and with `writes.size` never exceeds the
     disk's budget. A stored unit is only used for a sequence whose tokens its content covers.
     """
 
@@ -62,9 +56,7 @@ class Tiers:
         self._on_disk: OrderedDict[Parked, None] = OrderedDict()  # on disk or on their way there
         self.moves = MovesUnderWay(pools, copier, disk, carrier, timer)
         self._moving: dict[Move, list[StoredUnit]] = {}  # the units of each move under way
-        self.writes: Jobs[Write] = Jobs(carrier)
-        self._leaving: dict[Write, list[StoredUnit]] = {}  # the units of each write under way, in its order
-        self._leaving_bytes = 0
+        self.writes = WritesUnderWay(carrier)
         self._carrier = carrier
         self.host_used = 0
         self.disk_used = 0
@@ -92,7 +84,7 @@ class Tiers:
     def park(self, position: int, kept: Sequence[Sequence[int]], names: Contents) -> Parked | None:
         """Copies the units of each group that a session keeps for its first `position` tokens; `names` are their
         contents. Returns `None` if there is no room, copying failed, or computing the tokens again is faster."""
-        size = sum(self._unit_size(group) * len(units) for group, units in enumerate(kept))
+        size = sum(self._copier.unit_bytes(group) * len(units) for group, units in enumerate(kept))
         tier = "host" if size <= self._host_bytes else "disk"
         if tier == "disk" and self._disk is None:
             return None
@@ -136,15 +128,12 @@ class Tiers:
                 StoredUnit(group, content, data.nbytes, data, ELSEWHERE, references=1)
                 for data, content in zip(units, held, strict=True)
             ]
-            self.host_used += _size(stored)
+            self.host_used += size_of(stored)
             parked.units.append(stored)
         self._in_host[parked] = None
         if not self._fit():
             self.forget(parked)
         return parked if parked in self else None
-
-    def _unit_size(self, group: int) -> int:
-        return self._copier.unit_bytes(group)
 
     def _stored(self, group: int, units: Sequence[int], held: Sequence[Content]) -> list[StoredUnit]:
         pool = self._pools[group]
@@ -180,46 +169,31 @@ class Tiers:
     def _fit(self) -> bool:
         """Moves the least recently used memory to disk, or discards it, until the rest fits host memory, without the
         units on their way to disk. Returns False if that failed."""
-        while self._too_much and self._in_host:
+        while (too_much := self.host_used - self.writes.size > self._host_bytes) and self._in_host:
             parked = next(iter(self._in_host))
             worth = parked.trial or self.rates.worth("disk", parked.size, parked.position)
             if not worth or not self._leave(parked):
                 self.forget(parked)
-        return not self._too_much
-
-    @property
-    def _too_much(self) -> bool:
-        return self.host_used - self._leaving_bytes > self._host_bytes
+        return not too_much
 
     def _leave(self, parked: Parked) -> bool:
         """Writes the units of `parked` that are in host memory to disk. Returns False without a disk tier, or if it has
-        no room. Waits if more than `MAX_LEAVING` bytes would be on their way."""
+        no room. Waits for the writes under way if they have no room for it."""
         if self._disk is None:
             return False
-        if self._leaving_bytes and self._leaving_bytes + _size(self._staying(parked)) > MAX_LEAVING:
+        if not self.writes.has_room(size_of(parked.staying)):
             self.writes.wait()
             self.take_written()
-        units = self._staying(parked)  # after the wait, since the units of a failed write stay too
-        if units and not self._make_room(_size(units), parked):
-            self.failures["busy" if self._leaving_bytes else "full"] += 1
+        units = parked.staying  # after the wait, since the units of a failed write stay too
+        if units and not self._make_room(size_of(units), parked):
+            self.failures["busy" if self.writes.size else "full"] += 1
             return False
         if parked in self._in_host:
             del self._in_host[parked]
             self._on_disk[parked] = None
         if not units:
             return True
-        units.sort(key=lambda unit: unit.group)
-        data = {
-            group: [NamedUnit(u.content, u.data) for u in same if u.data is not None]
-            for group, same in groupby(units, _group_of)
-        }
-        write = Write(data, self._disk, cast("Callable[[Job], None]", self.writes.tell))
-        self._leaving[write] = units
-        self._leaving_bytes += _size(units)
-        for unit in units:
-            unit.leaving = True
-            unit.references += 1
-        self.writes.carry(write)
+        self.writes.begin(units, self._disk)
         self.take_written()
         return True
 
@@ -227,7 +201,7 @@ class Tiers:
         """Discards the least recently used memory on disk until `size` more bytes, for `parked`, fit. Pinned memory and
         memory on its way to disk stay. Returns False if there is not enough room."""
         budget = self._disk.budget if self._disk is not None else 0
-        while self._file_bytes + self._leaving_bytes + size > budget:
+        while self._file_bytes + self.writes.size + size > budget:
             victims = (
                 each
                 for each in self._on_disk
@@ -240,20 +214,11 @@ class Tiers:
             self.forget(victim)
         return True
 
-    @staticmethod
-    def _staying(parked: Parked) -> list[StoredUnit]:
-        """Returns the units of `parked` in host memory that are not on their way to disk."""
-        return [unit for unit in parked if unit.data is not None and not unit.leaving]
-
     def take_written(self) -> None:
         """Processes writes that have ended."""
-        for write in self.writes.take_ended():
-            units, file = self._leaving.pop(write), write.file
-            self._leaving_bytes -= _size(units)
-            for unit in units:
-                unit.leaving = False
-            if file is not None:
-                self._arrived(units, file)
+        for write, units in self.writes.take_units():
+            if write.file is not None:
+                self._arrived(units, write.file)
             else:
                 self._not_written(units, write.failure)
             for unit in units:
@@ -267,13 +232,13 @@ class Tiers:
         for parked in [each for each in self._on_disk if not lost.isdisjoint(each)]:
             self.forget(parked)
         if cause == "full" and self._disk is not None:
-            self._make_room(max(0, self._disk.budget - self._file_bytes - self._leaving_bytes) + _size(units))
+            self._make_room(max(0, self._disk.budget - self._file_bytes - self.writes.size) + size_of(units))
 
     def _arrived(self, units: Sequence[StoredUnit], file: UnitFile) -> None:
         """Records that the units, group by group, have been written to `file`."""
         file.wanted = len(units)
         self._file_bytes += file.size
-        for _, same in groupby(units, _group_of):
+        for _, same in in_groups(units):
             for row, unit in enumerate(same):
                 unit.data, unit.file, unit.row = None, file, row
                 self.host_used -= unit.size
@@ -313,7 +278,7 @@ class Tiers:
         """Copies the first units of each group to those of `leases`, unless they are there already, and returns the
         moves to wait for. Units that are on their way are not moved again. `names`: the contents that the units must
         have, derived from the tokens of the receiving session. Raises `InvariantError` if they have other contents."""
-        _check(parked, names)
+        parked.check(names)
         moves: dict[Move, None] = {}
         moving: list[StoredUnit] = []
         targets: list[Target] = []
@@ -361,14 +326,9 @@ class Tiers:
     def lend(self, parked: Parked, names: Contents) -> LentUnits:
         """Lends the units of `parked` to another thread, which may read them until `take_back`. `names`: see
         `bring_back`."""
-        _check(parked, names)
-        units = [
-            [LentUnit(each.group, content, each.data, each.file, each.row) for each, content in zip(*pair, strict=True)]
-            for pair in zip(parked.units, names, strict=True)
-        ]
-        lent = LentUnits(parked.position, self.share(parked, parked.position, names), units, self._disk)
-        lent.parked.pinned = True
-        return lent
+        shared = self.share(parked, parked.position, names)
+        shared.pinned = True
+        return LentUnits.of(shared, names, self._disk)
 
     def take_back(self, lent: LentUnits) -> None:
         """Ends a loan, after the other thread has read the units."""
@@ -387,7 +347,7 @@ class Tiers:
     def share(self, parked: Parked, position: int, names: Contents) -> Parked:
         """Returns a second `Parked` for the first `position` tokens, with the first units of each group. `names`: see
         `bring_back`."""
-        _check(parked, names)
+        parked.check(names)
         shared = Parked(position, [stored[: len(held)] for stored, held in zip(parked.units, names, strict=True)])
         for unit in shared:
             unit.references += 1
@@ -405,9 +365,8 @@ class Tiers:
         return parked in self._in_host or parked in self._on_disk
 
     def _discard(self, parked: Parked) -> None:
-        for group in parked.units:
-            for unit in group:
-                self._release(unit)
+        for unit in parked:
+            self._release(unit)
         parked.units = [[] for _ in parked.units]
 
     def _release(self, unit: StoredUnit) -> None:
@@ -430,22 +389,12 @@ class Tiers:
     def audit(self) -> None:
         """Recounts references and bytes. Raises `InvariantError`."""
         found: Counter[StoredUnit] = Counter(chain.from_iterable((*self._in_host, *self._on_disk)))
-        for units in (*self._moving.values(), *self._leaving.values()):
-            found.update(units)
-        host = sum(unit.size for unit in found if unit.data is not None)
-        disk = sum(unit.size for unit in found if unit.file is not None)
-        if any(unit.references != n or (unit.data is None) == (unit.file is None) for unit, n in found.items()):
-            raise InvariantError("a stored unit has a wrong count of references, or is in both tiers or neither")
-        if (host, disk) != (self.host_used, self.disk_used):
-            raise InvariantError(
-                f"stored units: {host} bytes in host memory and {disk} on disk, "
-                f"counted as {self.host_used} and {self.disk_used}"
-            )
-        files = sum(file.size for file in {unit.file for unit in found if unit.file is not None})
-        if files != self._file_bytes or (self._disk is not None and files + self._leaving_bytes > self._disk.budget):
-            raise InvariantError(
-                f"files have {files} bytes, counted as {self._file_bytes}; {self._leaving_bytes} bytes are leaving"
-            )
+        found.update(chain(*self._moving.values(), self.writes.units()))
+        counted = self.host_used, self.disk_used, self._file_bytes
+        if (bytes_found := recounted(found)) != counted:
+            raise InvariantError(f"host memory, disk and files have {bytes_found} bytes, counted as {counted}")
+        if self._disk is not None and self._file_bytes + self.writes.size > self._disk.budget:
+            raise InvariantError(f"files have {self._file_bytes} bytes, and {self.writes.size} bytes are leaving")
 
     # -- from one process to the next
 
@@ -467,7 +416,7 @@ class Tiers:
         return True
 
     def _unit_bytes(self) -> list[int]:
-        return [self._unit_size(group) for group in range(len(self._pools))]
+        return [self._copier.unit_bytes(group) for group in range(len(self._pools))]
 
     def read_index(self) -> Snapshot | None:
         """Returns the index that an earlier process wrote, or `None`. Raises `SnapshotUnusable` or `DiskFailed`."""
@@ -486,7 +435,7 @@ class Tiers:
         taken = [found.parked(saved, position, names) for saved, position, names in wanted]
         self._on_disk.update((parked, None) for parked in taken if parked is not None)
         kept = found.files_in_use
-        self.disk_used = _size(found.units.values())
+        self.disk_used = size_of(found.units.values())
         self._file_bytes = sum(file.size for file in kept)
         self._disk.take_over(kept)
         self._make_room(0)  # the budget may be smaller than it was
@@ -499,16 +448,3 @@ class Tiers:
         self._carrier.close()
         if self._disk is not None:
             self._disk.close(keep=keep)
-
-
-def _size(units: Iterable[StoredUnit]) -> int:
-    """Returns the number of bytes of the units."""
-    return sum(unit.size for unit in units)
-
-
-def _check(parked: Parked, names: Contents) -> None:
-    """Raises `InvariantError` if the first units of `parked` have other contents than `names`."""
-    for stored, held in zip(parked.units, names, strict=True):
-        wrong = (unit for unit, content in zip(stored, held, strict=False) if not unit.content.covers(content))
-        if len(held) > len(stored) or next(wrong, None) is not None:
-            raise InvariantError(f"parked memory of {parked.position} tokens has the state of other tokens")
