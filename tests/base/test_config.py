@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.base.config import EngineConfig, EngineOptions, cache_dir, engine_config, user_path
+from tenuto.base.config import EngineConfig, EngineOptions, cache_dir, engine_config, lasting_cache_dir, user_path
 from tenuto.base.errors import ConfigError
 
 
@@ -58,6 +58,7 @@ def test_without_a_writable_home_the_cache_is_a_private_temporary_directory(
 ) -> None:
     expected = temporary / f"tenuto-{os.getuid()}"
     assert cache_dir({"XDG_CACHE_HOME": "/proc/1/nowhere"}) == expected  # no directory can be made there
+    assert lasting_cache_dir({"XDG_CACHE_HOME": "/proc/1/nowhere"}) is None
     assert expected.stat().st_mode & 0o777 == 0o700
     monkeypatch.setattr(Path, "home", no_home)
     assert cache_dir({}) == expected

@@ -162,6 +162,9 @@ class Watch:
         growing = (
             2 * len(world.engine.batch) if world.config.overlap else 0
         )  # pages taken before the yielded units are freed
+        last = max((i for i, e in enumerate(events) if e in victims), default=-1)
+        if any(e.kind == "share" for e in events[last + 1 :]):
+            return  # what yielded can be shared now, so the turn needs less than was asked for
         swapped = [e.freed for e in events if e.kind == "share"]  # sessions that took others' memory gave up their own
         room = [n - len(starts) - growing for n in self._room.left()]  # the copy of a tail is counted at its worst case
         room = [n - sum(units) for n, *units in zip(room, *swapped, strict=True)]

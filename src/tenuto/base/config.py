@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import stat
 import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
@@ -18,8 +16,6 @@ import msgspec
 from tenuto.base.checks import MAX_COUNT, SECONDS, Bounds, check_options, option, shown
 from tenuto.base.errors import ConfigError
 from tenuto.base.parsing import parse_directory, parse_memory, parse_path, parse_size
-
-log = logging.getLogger(__name__)
 
 WEIGHTS = Bounds(0.01, 100.0)
 """Bounds of a tenant's weight."""
@@ -234,8 +230,12 @@ def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """Returns the directory of downloaded models and compiled kernels: `$TENUTO_CACHE`, else `tenuto` in
     `$XDG_CACHE_HOME` or `~/.cache`. If that does not exist and cannot be created (no home, or a read-only one), it is
-    `tenuto-` and the user id in the system's temporary directory, and a warning says so. Raises `ConfigError` if
-    another user owns it."""
+    `tenuto-` and the user id in the system's temporary directory. Raises `ConfigError` if another user owns it."""
+    return lasting_cache_dir(environ) or _private(Path(tempfile.gettempdir()) / f"tenuto-{os.getuid()}")
+
+
+def lasting_cache_dir(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Returns the directory of `cache_dir`, or `None` if that is a temporary one."""
     own = environ.get("TENUTO_CACHE")
     if own:
         return user_path(own)
@@ -244,14 +244,7 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
         usual = (Path(base) if base else Path.home() / ".cache") / "tenuto"
         if usual.exists() or _can_make(usual):
             return usual
-    directory = _private(Path(tempfile.gettempdir()) / f"tenuto-{os.getuid()}")
-    _warn_of(directory)
-    return directory
-
-
-@cache
-def _warn_of(directory: Path) -> None:
-    log.warning("there is no home directory to write to; models are kept in %s unless TENUTO_CACHE is set", directory)
+    return None
 
 
 def _can_make(directory: Path) -> bool:
