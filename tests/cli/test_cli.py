@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import subprocess
 import sys
 import time
@@ -49,9 +50,16 @@ class Terminal:
 
     def wait_for(self, pattern: str) -> re.Match[str]:
         """Reads until the output after the last match matches, and consumes it."""
-        deadline = time.monotonic() + 120
+        match = self._read_until(pattern, seconds=120)
+        if match is None:
+            pytest.fail(f"no {pattern!r} in {self.shown!r}")
+        return match
+
+    def _read_until(self, pattern: str, seconds: float) -> re.Match[str] | None:
+        deadline = time.monotonic() + seconds
         while (match := re.search(pattern, self.shown)) is None:
-            assert time.monotonic() < deadline, f"no {pattern!r} in {self.shown!r}"
+            if not select.select([self._ours], [], [], max(0, deadline - time.monotonic()))[0]:
+                return None
             try:
                 self.shown += os.read(self._ours, 4096).decode(errors="replace").replace("\r", "")
             except OSError:  # the other side is gone
@@ -59,11 +67,19 @@ class Terminal:
         self.shown = self.shown[match.end() :]
         return match
 
+    def interrupt(self, pattern: str) -> re.Match[str]:
+        """Types Ctrl-C until the output matches: Python loses one that arrives just as a prompt begins to wait."""
+        for _ in range(6):
+            self.type("\x03")
+            if match := self._read_until(pattern, 20):
+                return match
+        pytest.fail(f"no {pattern!r} in {self.shown!r}")
+
     def type(self, keys: str) -> None:
         os.write(self._ours, keys.encode())
 
     def quit_by(self, key: str) -> int:
-        """Types the key until the command ends: Python loses a Ctrl-C that arrives just as a prompt begins to wait."""
+        """Types the key until the command ends, as `interrupt` does."""
         for _ in range(12):
             self.type(key)
             with suppress(subprocess.TimeoutExpired):
@@ -236,8 +252,7 @@ def test_ctrl_c_is_a_barge_in_and_quits_at_the_prompt(smollm2_path: Path) -> Non
         terminal.wait_for("1> ")
         terminal.type("Please tell me a very long story about the sea.\n")
         terminal.wait_for(r"sea\.\n.*?\w+ \w+ \w+ ")
-        terminal.type("\x03")
-        kept = int(terminal.wait_for(r"\[abort: kept (\d+) tokens")[1])
+        kept = int(terminal.interrupt(r"\[abort: kept (\d+) tokens")[1])
         assert kept > 2
         terminal.wait_for("1> ")
         terminal.type("/sessions\n")
@@ -252,8 +267,7 @@ def test_one_ctrl_c_at_the_prompt_keeps_the_sessions() -> None:
         terminal.type("hello\n")
         terminal.wait_for(r"\[length: kept 8 tokens")
         terminal.wait_for("1> ")
-        terminal.type("\x03")
-        terminal.wait_for("Ctrl-C again leaves")
+        terminal.interrupt("Ctrl-C again leaves")
         terminal.wait_for("1> ")
         terminal.type("/switch\n")
         terminal.wait_for(r"\* session 1: 1 turns")

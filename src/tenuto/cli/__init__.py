@@ -15,6 +15,10 @@ from tenuto.base.options import OPTIONS, TurnOptions
 from tenuto.cli import sessions, sglang
 from tenuto.cli.options import SERVER, read_flags, with_options
 
+CHAT_TOKENS = 1024
+"""Maximum number of tokens of an answer in a chat, unless the user says otherwise: small models may repeat themselves
+forever."""
+
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -70,7 +74,7 @@ def pull(model: Annotated[str, typer.Argument(help="Like --model of chat.")] = D
     *("model", "device", "dtype", "context_length", "page_size", "kernels", "kv_cache_dtype", "journal"),
     temperature="0 is greedy.",
     seed="For temperatures above 0.",
-    max_new_tokens="Per answer; 1024 if not given.",
+    max_new_tokens=f"Per answer; {CHAT_TOKENS} if not given.",
 )
 def chat(
     system: Annotated[str | None, typer.Option(help="The system message of a new session.")] = None,
@@ -91,9 +95,9 @@ def chat(
     from tenuto.cli.chat import run_chat  # noqa: PLC0415 - see the module's docstring
 
     values = read_flags(given)
-    turn = cast("TurnOptions", {name: values.pop(name) for name in OPTIONS.keys() & values.keys()})
+    turn = {name: values.pop(name) for name in OPTIONS.keys() & values.keys()}
     with Engine(**values) as engine:
-        run_chat(engine, system, turn)
+        run_chat(engine, system, cast("TurnOptions", {"max_new_tokens": CHAT_TOKENS, **turn}))
 
 
 @app.command()

@@ -15,8 +15,6 @@ from tenuto.base.turns import EndReason
 from tenuto.cli.terminal import without_echo, wrap_for_terminal
 from tenuto.client import Session, SessionInfo, TurnOptions, TurnResult, TurnStream
 
-MAX_NEW_TOKENS = 1024
-"""Maximum number of tokens of an answer, unless the user says otherwise: small models may repeat themselves forever."""
 HELP = """\
 /fork          continue in a copy of this session; the original is unchanged
 /rewind [n]    take back the last n turns (1)
@@ -78,10 +76,10 @@ class Chat:
 
     def __init__(self, engine: Engine, system: str | None, options: TurnOptions) -> None:
         self._engine = engine
-        self._options: TurnOptions = {"max_new_tokens": MAX_NEW_TOKENS, **options}
+        self._options = options
         self._notes = Console(stderr=True, highlight=False, markup=False)
         self._regenerated = 0
-        self._cut_short = ""  # id of the session whose last answer ended at `max_new_tokens`
+        self._cut_short = ""  # id of the session whose last answer ended at its limit
         self._sessions: dict[str, Session] = {}
         for info in sorted(engine.sessions(), key=lambda info: _sort_key(info.session_id)):  # sessions from the journal
             self._sessions[info.session_id] = engine.attach(info.session_id)
