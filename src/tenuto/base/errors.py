@@ -15,6 +15,11 @@ class TenutoError(Exception):
     code = "error"
     status = 500
 
+    def __init_subclass__(cls, code: str = "", status: int = 0) -> None:
+        """Without `code` or `status` the subclass has that of its base."""
+        super().__init_subclass__()
+        cls.code, cls.status = code or cls.code, status or cls.status
+
     def __init__(self, message: str = "", *, param: str | None = None, detail: str = "") -> None:
         super().__init__(f"{message}: {detail}" if detail else message)
         self.message = message
@@ -22,246 +27,145 @@ class TenutoError(Exception):
         self.detail = detail
 
 
-class InvalidRequest(TenutoError):
+class InvalidRequest(TenutoError, code="invalid_request", status=400):
     """A value is malformed or out of range."""
 
-    code = "invalid_request"
-    status = 400
 
-
-class ContextExceeded(TenutoError):
+class ContextExceeded(TenutoError, code="context_exceeded", status=400):
     """History and input leave no room in the context for one output token, or the input does not fit into memory even
     when all of it is free."""
 
-    code = "context_exceeded"
-    status = 400
 
-
-class NotFound(TenutoError):
+class NotFound(TenutoError, code="not_found", status=404):
     """No session, turn or model has that name."""
 
-    code = "not_found"
-    status = 404
 
-
-class ModelNotFound(NotFound):
+class ModelNotFound(NotFound, code="model_not_found"):
     """The request names a model that the server does not run."""
 
-    code = "model_not_found"
 
-
-class AlreadyExists(TenutoError):
+class AlreadyExists(TenutoError, code="already_exists", status=409):
     """The id is already in use."""
 
-    code = "already_exists"
-    status = 409
 
-
-class SessionBusy(TenutoError):
+class SessionBusy(TenutoError, code="session_busy", status=409):
     """The session has an open turn and the operation needs it to have none."""
 
-    code = "session_busy"
-    status = 409
 
-
-class IllegalTransition(TenutoError):
+class IllegalTransition(TenutoError, code="illegal_transition", status=409):
     """The operation is not possible in the present state of the session or turn."""
 
-    code = "illegal_transition"
-    status = 409
 
-
-class VersionMismatch(TenutoError):
+class VersionMismatch(TenutoError, code="version_mismatch", status=412):
     """The session has changed since the version that the caller saw."""
 
-    code = "version_mismatch"
-    status = 412
 
-
-class SessionClosed(TenutoError):
+class SessionClosed(TenutoError, code="session_closed", status=410):
     """The session is closing or closed."""
 
-    code = "session_closed"
-    status = 410
 
-
-class Overloaded(TenutoError):
+class Overloaded(TenutoError, code="overloaded", status=429):
     """A configured limit on sessions or queued turns is reached; try again later."""
 
-    code = "overloaded"
-    status = 429
 
-
-class LimitReached(TenutoError):
+class LimitReached(TenutoError, code="limit_reached", status=429):
     """A tenant has reached one of its limits."""
 
-    code = "limit_reached"
-    status = 429
 
-
-class TooLarge(TenutoError):
+class TooLarge(TenutoError, code="too_large", status=413):
     """The body of a request is larger than allowed."""
 
-    code = "too_large"
-    status = 413
 
-
-class HeadersTooLarge(TenutoError):
+class HeadersTooLarge(TenutoError, code="headers_too_large", status=431):
     """The headers of a request are too large or too many."""
 
-    code = "headers_too_large"
-    status = 431
 
-
-class RequestTimeout(TenutoError):
+class RequestTimeout(TenutoError, code="request_timeout", status=408):
     """A request did not arrive completely in time."""
 
-    code = "request_timeout"
-    status = 408
 
-
-class ServerFull(TenutoError):
+class ServerFull(TenutoError, code="server_full", status=503):
     """The server has reached its limit on connections; try again later."""
 
-    code = "server_full"
-    status = 503
 
-
-class UnsupportedMediaType(TenutoError):
+class UnsupportedMediaType(TenutoError, code="unsupported_media_type", status=415):
     """The body of a request has the wrong content type."""
 
-    code = "unsupported_media_type"
-    status = 415
 
-
-class NoRoom(TenutoError):
+class NoRoom(TenutoError, code="no_room", status=507):
     """The disk has no room for a file."""
 
-    code = "no_room"
-    status = 507
 
-
-class Unauthorized(TenutoError):
+class Unauthorized(TenutoError, code="unauthorized", status=401):
     """The request has no key, or an unknown one."""
 
-    code = "unauthorized"
-    status = 401
 
-
-class Forbidden(TenutoError):
+class Forbidden(TenutoError, code="forbidden", status=403):
     """The key does not allow this."""
 
-    code = "forbidden"
-    status = 403
 
-
-class KeyReused(TenutoError):
+class KeyReused(TenutoError, code="idempotency_key_reused", status=422):
     """An idempotency key was used with another request."""
 
-    code = "idempotency_key_reused"
-    status = 422
 
-
-class ResultNotKept(TenutoError):
+class ResultNotKept(TenutoError, code="result_not_kept", status=410):
     """The turn of a repeated request was committed, but its answer was too large to be kept."""
 
-    code = "result_not_kept"
-    status = 410
 
-
-class Unsupported(TenutoError):
+class Unsupported(TenutoError, code="unsupported", status=400):
     """The request uses a part of an interface that is not implemented here."""
 
-    code = "unsupported"
-    status = 400
 
-
-class ConfigError(TenutoError):
+class ConfigError(TenutoError, code="config_error", status=500):
     """A configuration value or a model file is unknown, malformed or does not fit the machine."""
 
-    code = "config_error"
-    status = 500
 
-
-class ModelError(TenutoError):
+class ModelError(TenutoError, code="model_error", status=500):
     """A model's files are missing, damaged or of a kind that is not supported."""
 
-    code = "model_error"
-    status = 500
 
-
-class EngineStopped(TenutoError):
+class EngineStopped(TenutoError, code="engine_stopped", status=503):
     """The engine has stopped, by request or after an `InvariantError`. A turn that was under way may have been
     committed: if so, it is in the session's history once that is served again."""
 
-    code = "engine_stopped"
-    status = 503
 
-
-class MemoryReleased(TenutoError):
+class MemoryReleased(TenutoError, code="memory_released", status=503):
     """The memory that turns need has been returned to the system. Turns can run again after a resume."""
 
-    code = "memory_released"
-    status = 503
 
-
-class NotAcknowledged(TenutoError):
+class NotAcknowledged(TenutoError, code="not_acknowledged", status=503):
     """Commits cannot be made durable at present. A turn that ends with this error is committed in memory, but may be
     lost. Any other request that fails with it was not carried out, or its answer would have shown a commit that may be
     lost."""
 
-    code = "not_acknowledged"
-    status = 503
 
-
-class DeadlinePassed(TenutoError):
+class DeadlinePassed(TenutoError, code="deadline_passed", status=504):
     """A turn waited for its session until one of its deadlines had passed."""
 
-    code = "deadline_passed"
-    status = 504
 
-
-class TurnAborted(TenutoError):
+class TurnAborted(TenutoError, code="turn_aborted", status=410):
     """Another request ended the turn before it was committed. Its status is one that HTTP clients do not retry."""
 
-    code = "turn_aborted"
-    status = 410
 
-
-class GrammarFailed(TenutoError):
+class GrammarFailed(TenutoError, code="grammar_failed", status=400):
     """A turn's grammar or JSON schema proved too complex, or no token of the model can satisfy it. The turn was rolled
     back."""
 
-    code = "grammar_failed"
-    status = 400
 
-
-class TurnFailed(TenutoError):
+class TurnFailed(TenutoError, code="turn_failed", status=503):
     """The steps that ran the turn kept failing, so it was rolled back."""
 
-    code = "turn_failed"
-    status = 503
 
-
-class Draining(TenutoError):
+class Draining(TenutoError, code="draining", status=503):
     """The server is shutting down and accepts nothing new."""
 
-    code = "draining"
-    status = 503
 
-
-class Unreachable(TenutoError):
+class Unreachable(TenutoError, code="unreachable", status=503):
     """A client cannot connect to its server."""
 
-    code = "unreachable"
-    status = 503
 
-
-class Disconnected(TenutoError):
+class Disconnected(TenutoError, code="disconnected", status=503):
     """A client's connection broke before the answer was complete. The request may have been carried out."""
-
-    code = "disconnected"
-    status = 503
 
 
 class StepFailed(Exception):
