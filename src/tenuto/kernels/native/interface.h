@@ -1,5 +1,5 @@
-// The C interface over raw pointers. `library.py` declares the same structures; a test compares them. The caller keeps
-// the memory that pointers refer to.
+// The C interface over raw pointers. `library.py` reads the structures from this file; each line of a structure
+// declares fields of one type. The caller keeps the memory that pointers refer to.
 #pragma once
 
 #include "kv_cache.h"

@@ -1,15 +1,17 @@
-"""The C interface of the native kernels. `interface.h` and `weight_formats.h` describe the fields; a test compares
-layouts."""
+"""The C interface of the native kernels. Structures have the fields that `interface.h`, `weight_formats.h` and
+`sampling.h` declare and describe; a test compares layouts."""
 
 from __future__ import annotations
 
 import ctypes
+import re
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from tenuto.kernels.native.build import Unavailable
+from tenuto.kernels.native.build import SOURCES, Unavailable
 
 
 class OpKind(IntEnum):
@@ -41,191 +43,95 @@ class Activation(IntEnum):
     RELU2 = 3
 
 
+_HEADERS = "".join((SOURCES / name).read_text("utf-8") for name in ("interface.h", "weight_formats.h", "sampling.h"))
+_NUMBERS = {"float": c_float, "double": c_double, "int64_t": c_int64, "int32_t": c_int32, "PanelFormat": c_int32}
+
+
+def _declared(name: str, *structures: type[ctypes.Structure]) -> list[tuple[str, Any]]:
+    """Returns the fields that the headers declare for the structure `name`, perhaps with the prefix `Tenuto`. Those
+    that hold or point to one of `structures` are typed; other pointers are addresses."""
+    known = {structure.__name__: structure for structure in structures}
+    (body,) = re.findall(rf"^struct (?:Tenuto)?{name} {{$(.*?)^}};$", _HEADERS, re.MULTILINE | re.DOTALL)
+    found: list[tuple[str, Any]] = []
+    for kind, declared in re.findall(r"^  (?:const )?(?:Tenuto)?(\w+) (.+?);", body, re.MULTILINE):
+        for one in declared.split(", "):
+            held: Any = known.get(kind) or _NUMBERS.get(kind)
+            if "*" in one:
+                held = POINTER(held) if kind in known else c_void_p
+            found.append((re.findall(r"\w+", one)[-1], held))
+    return found
+
+
 class Matrix(ctypes.Structure):
     """A weight matrix in panels; `format` is a `PanelFormat`."""
 
-    _fields_ = (
-        ("format", c_int32),
-        ("outputs", c_int32),
-        ("inputs", c_int32),
-        ("panels", c_int32),
-        ("stride", c_int64),
-        ("data", c_void_p),
-        ("bias", c_void_p),
-    )
+    _fields_ = _declared("Matrix")
 
 
 class Rope(ctypes.Structure):
     """A rotary embedding."""
 
-    _fields_ = (("pairs", c_int32), ("magnitude", c_float), ("frequencies", c_void_p))
+    _fields_ = _declared("Rope")
 
 
 class Group(ctypes.Structure):
     """A memory group."""
 
-    _fields_ = (
-        ("layers", c_int32),
-        ("kv_heads", c_int32),
-        ("head_dim", c_int32),
-        ("window", c_int32),
-        ("kv_type", c_int32),
-        ("conv_tokens", c_int32),
-        ("conv_channels", c_int32),
-        ("state_floats", c_int32),
-    )
+    _fields_ = _declared("Group")
 
 
 class Attention(ctypes.Structure):
     """An attention layer."""
 
-    _fields_ = (
-        ("group", c_int32),
-        ("layer", c_int32),
-        ("heads", c_int32),
-        ("rope", c_int32),
-        ("gated", c_int32),
-        ("scale", c_float),
-        ("cap", c_float),
-        ("epsilon", c_float),
-        ("query_norm", c_void_p),
-        ("key_norm", c_void_p),
-        ("sinks", c_void_p),
-        ("key_scales", c_void_p),
-    )
+    _fields_ = _declared("Attention")
 
 
 class Recurrent(ctypes.Structure):
     """A recurrent layer."""
 
-    _fields_ = (
-        ("group", c_int32),
-        ("layer", c_int32),
-        ("heads", c_int32),
-        ("head_dim", c_int32),
-        ("groups", c_int32),
-        ("state_size", c_int32),
-        ("kernel", c_int32),
-        ("conv_column", c_int32),
-        ("gate_column", c_int32),
-        ("step_column", c_int32),
-        ("write_column", c_int32),
-        ("norm_groups", c_int32),
-        ("gate_first", c_int32),
-        ("min_step", c_float),
-        ("max_step", c_float),
-        ("gate_scale", c_float),
-        ("step_scale", c_float),
-        ("epsilon", c_float),
-        ("weights", c_void_p),
-        ("bias", c_void_p),
-        ("rates", c_void_p),
-        ("step_bias", c_void_p),
-        ("skip", c_void_p),
-        ("norm", c_void_p),
-    )
+    _fields_ = _declared("Recurrent")
 
 
 class Experts(ctypes.Structure):
     """A mixture of experts."""
 
-    _fields_ = (
-        ("count", c_int32),
-        ("chosen", c_int32),
-        ("normalised", c_int32),
-        ("scale", c_float),
-        ("correction", c_void_p),
-        ("gate", POINTER(Matrix)),
-        ("up", POINTER(Matrix)),
-        ("down", POINTER(Matrix)),
-    )
+    _fields_ = _declared("Experts", Matrix)
 
 
 class Op(ctypes.Structure):
     """An operation."""
 
-    _fields_ = (
-        ("kind", c_int32),
-        ("consumer", c_int32),
-        ("activation", c_int32),
-        ("apart", c_int32),
-        ("column", c_int32),
-        ("epsilon", c_float),
-        ("scale", c_float),
-        ("gate_scale", c_float),
-        ("cap", c_float),
-        ("norm", c_void_p),
-        ("first", Matrix),
-        ("second", Matrix),
-        ("third", Matrix),
-        ("attention", POINTER(Attention)),
-        ("recurrent", POINTER(Recurrent)),
-        ("experts", POINTER(Experts)),
-    )
+    _fields_ = _declared("Op", Matrix, Attention, Recurrent, Experts)
 
 
 class Model(ctypes.Structure):
     """The shape of a model."""
 
-    _fields_ = (
-        ("hidden", c_int32),
-        ("vocab", c_int32),
-        ("page_size", c_int32),
-        ("groups_count", c_int32),
-        ("ropes_count", c_int32),
-        ("groups", POINTER(Group)),
-        ("ropes", POINTER(Rope)),
-    )
+    _fields_ = _declared("Model", Group, Rope)
 
 
 class GroupStep(ctypes.Structure):
     """A step's memory in one group."""
 
-    _fields_ = (("table", c_void_p), ("width", c_int64), ("reads", c_void_p), ("writes", c_void_p))
+    _fields_ = _declared("GroupStep")
 
 
 class Step(ctypes.Structure):
     """A step: the arrays of its plan, and of its results."""
 
-    _fields_ = (
-        ("rows", c_int32),
-        ("tokens_count", c_int32),
-        ("outputs_count", c_int32),
-        ("row_ids", c_void_p),
-        ("starts", c_void_p),
-        ("counts", c_void_p),
-        ("tokens", c_void_p),
-        ("groups", POINTER(GroupStep)),
-        ("outputs", c_void_p),
-        ("logits", c_void_p),
-        ("best", c_void_p),
-        ("op_seconds", c_void_p),
-    )
+    _fields_ = _declared("Step", GroupStep)
 
 
 class SamplingOptions(ctypes.Structure):
     """The sampling options of one token."""
 
-    _fields_ = (
-        ("temperature", c_double),
-        ("top_p", c_double),
-        ("min_p", c_double),
-        ("uniform", c_double),
-        ("top_k", c_int64),
-    )
+    _fields_ = _declared("SamplingOptions")
 
 
 class Draws(ctypes.Structure):
     """The arguments of one call that samples tokens."""
 
-    _fields_ = (
-        ("rows", c_int32),
-        ("words", c_int32),
-        ("logits", c_void_p),
-        ("options", c_void_p),
-        ("masks", c_void_p),
-        ("tokens", c_void_p),
-    )
+    _fields_ = _declared("Draws")
 
 
 class Library:
