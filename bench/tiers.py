@@ -66,7 +66,7 @@ def next_turn(engine: Engine, name: str, draw: random.Random) -> float:
 def until(engine: Engine, condition: Callable[[], bool]) -> None:
     """Runs steps until `condition` is true; waits for copies when there is nothing to compute."""
     copied = threading.Event()
-    engine.idle_memory.on_copied(copied.set)
+    engine.idle_memory.tiers.moves.wake = copied.set
     while not condition():
         copied.clear()
         if not engine.step().worked and len(engine.batch):

@@ -8,5 +8,5 @@ from tenuto.engine.parking import Parking
 
 def parking_in(engine: Engine) -> Parking:
     """Returns the engine's parking, where a story needs one."""
-    assert isinstance(engine.idle_memory, Parking)
+    assert engine.idle_memory.restores
     return engine.idle_memory

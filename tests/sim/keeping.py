@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tenuto.engine.engine import Engine
-from tenuto.engine.parking import Parking
 from tenuto.memory.tiers.parked import Parked
 from tenuto.session.session import Session
 
@@ -25,25 +24,23 @@ def kept_in_vain(engine: Engine) -> str | None:
 
 def parked_of(engine: Engine, session: Session) -> Parked | None:
     """Returns the session's parked memory."""
-    parking = engine.idle_memory
-    parked = parking._sessions.get(session) if isinstance(parking, Parking) else None
-    return parked if isinstance(parking, Parking) and parked in parking.tiers else None
+    parked = engine.idle_memory._sessions.get(session)
+    return parked if parked in engine.idle_memory.tiers else None
 
 
 def stays_on_disk(engine: Engine, session: Session) -> bool:
     """Returns whether the session's memory has left host memory for files that may be deleted."""
-    parked, parking = parked_of(engine, session), engine.idle_memory
-    left = parked is not None and isinstance(parking, Parking) and parked in parking.tiers._on_disk
+    parked = parked_of(engine, session)
+    left = parked is not None and parked in engine.idle_memory.tiers._on_disk
     return parked is not None and left and parked.on_disk and not parked.pinned
 
 
 def is_leaving(engine: Engine) -> bool:
     """Returns whether some memory is on its way to disk."""
-    every = engine.idle_memory._sessions.values() if isinstance(engine.idle_memory, Parking) else ()
-    return any(unit.leaving for parked in every for unit in parked)
+    return any(unit.leaving for parked in engine.idle_memory._sessions.values() for unit in parked)
 
 
 def is_worth_disk(engine: Engine, size: int, tokens: int) -> bool:
     """Returns whether reading `size` bytes from disk is faster than computing `tokens`, according to measurements so
     far."""
-    return isinstance(engine.idle_memory, Parking) and engine.idle_memory.tiers.rates.worth("disk", size, tokens)
+    return engine.idle_memory.tiers.rates.worth("disk", size, tokens)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.views import SessionState
 from tenuto.base.wire.state_file import StateFile, write_state_file
-from tenuto.engine.parking import Parking
 from tenuto.memory.tiers.lent import LentUnits
 from tenuto.memory.tiers.parked import Parked
 from tenuto.session.records import SavedSession
@@ -81,7 +80,7 @@ class ParkedInOrder:
         """Looks at the changes since the last step ended."""
         world, disk = self._world, self._world.disk
         parking = world.engine.idle_memory
-        if not isinstance(parking, Parking) or disk is None or disk.fills_early:
+        if disk is None or disk.fills_early:
             return
         failed = Counter(parking.tiers.failures) - self._failures
         if set(failed) == {"full"} and not keeping.is_leaving(world.engine):

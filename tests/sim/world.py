@@ -431,7 +431,7 @@ class World:
                 if turn is not None:
                     self.ended(turn)
                 self.naive.pop(sid, None)
-        if (left := self.engine.idle_memory.counts).parked:
+        if len(left := self.engine.idle_memory):
             self.found("leaks", f"bytes of tiers are left over: {left.used}")
         if self.config.prefixes:
             self.engine.sessions.drop()

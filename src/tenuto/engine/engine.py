@@ -19,14 +19,13 @@ from tenuto.engine.counts import Counts
 from tenuto.engine.flights import Flights
 from tenuto.engine.gate import TextFactory, TurnGate
 from tenuto.engine.guard import Fuse, guarded
-from tenuto.engine.idle_memory import IdleMemory, NoParking
 from tenuto.engine.lifecycle import Lifecycle
 from tenuto.engine.news import News
 from tenuto.engine.occupation import Occupation
 from tenuto.engine.parking import parking_of
 from tenuto.engine.session_operations import SessionOperations
 from tenuto.engine.session_states import SessionStates
-from tenuto.engine.snapshots import NoSnapshots, Snapshots
+from tenuto.engine.snapshots import Snapshots
 from tenuto.engine.turn_operations import TurnOperations
 from tenuto.memory.memory import Memory
 from tenuto.memory.shape import Shape
@@ -92,9 +91,10 @@ class Engine:
         shares = Shares(dict(config.tenant_weights))
         self.batch = Batch(self.memory, shares, eos_ids, config.aging_seconds)
         self.prefixes = PrefixIndex(self.memory.page_size)
-        parking = parking_of(config, self.memory, executor, disk, carrier or CopyThreads(), clock.now, identity)
-        self.idle_memory: IdleMemory = parking if parking is not None else NoParking()
-        self.snapshots = Snapshots(parking, clock) if parking is not None else NoSnapshots()
+        self.idle_memory = parking_of(
+            config, self.memory, executor, disk, carrier or CopyThreads(), clock.now, identity
+        )
+        self.snapshots = Snapshots(self.idle_memory, clock)
         self.counts, self.news = Counts(), News()
         self._lifecycle = Lifecycle(
             self.memory,
@@ -266,7 +266,7 @@ class Engine:
 
     def end(self, *, keep: bool = False) -> None:
         """Releases the disk tier, and removes its files unless `keep` is set. The engine is not used afterwards."""
-        self.idle_memory.close(keep=keep)
+        self.idle_memory.tiers.close(keep=keep)
 
     # -- audit
 

@@ -11,8 +11,8 @@ from tenuto.base.errors import InvariantError, StepFailed
 from tenuto.base.plan import Executor, StepResult
 from tenuto.base.turns import EndReason
 from tenuto.engine.counts import Counts
-from tenuto.engine.idle_memory import IdleMemory
 from tenuto.engine.lifecycle import Lifecycle
+from tenuto.engine.parking import Parking
 from tenuto.memory.memory import Memory
 from tenuto.sched.batch import Batch
 from tenuto.sched.planner import Flight, Planner
@@ -36,7 +36,7 @@ class Flights:
         memory: Memory,
         lifecycle: Lifecycle,
         batch: Batch,
-        idle_memory: IdleMemory,
+        idle_memory: Parking,
         counts: Counts,
         planner: Planner,
         settler: Settler,
@@ -126,7 +126,7 @@ class Flights:
         """Records the time of a step that is mostly prefill, to compare computing tokens with restoring them."""
         ended = self._lifecycle.now()
         if len(flight.plan.tokens) >= PREFILL_TOKENS * len(flight.rows):
-            self._idle_memory.note_computed(len(flight.plan.tokens), ended - self._began)
+            self._idle_memory.tiers.rates.note("compute", len(flight.plan.tokens), ended - self._began)
         self._began = ended
 
     def is_void(self, flight: Flight) -> bool:

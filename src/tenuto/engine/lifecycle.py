@@ -9,8 +9,8 @@ from tenuto.base.errors import InvariantError
 from tenuto.base.turns import EndReason, TurnState
 from tenuto.base.views import SessionState
 from tenuto.engine.counts import Counts
-from tenuto.engine.idle_memory import IdleMemory
 from tenuto.engine.news import News
+from tenuto.engine.parking import Parking
 from tenuto.engine.sharing import Found, NoSharing, PrefixSharing, Sharing
 from tenuto.engine.timers import Timers
 from tenuto.memory.memory import Memory
@@ -33,7 +33,7 @@ class Lifecycle:
         memory: Memory,
         sessions: Registry,
         prefixes: PrefixIndex | None,
-        idle_memory: IdleMemory,
+        idle_memory: Parking,
         queue: WaitingQueue,
         batch: Batch,
         clock: Clock,

@@ -9,8 +9,8 @@ from tenuto.base.errors import IllegalTransition, InvalidRequest, InvariantError
 from tenuto.base.plan import PARTS, Executor, MemoryPart, Weights
 from tenuto.base.turns import EndReason
 from tenuto.engine.flights import Flights
-from tenuto.engine.idle_memory import IdleMemory
 from tenuto.engine.lifecycle import Lifecycle
+from tenuto.engine.parking import Parking
 from tenuto.memory.memory import Memory
 from tenuto.sched.batch import Batch
 from tenuto.session.registry import Registry
@@ -26,7 +26,7 @@ class Occupation:
         sessions: Registry,
         batch: Batch,
         lifecycle: Lifecycle,
-        idle_memory: IdleMemory,
+        idle_memory: Parking,
         flights: Flights,
     ) -> None:
         self._executor = executor
@@ -64,7 +64,7 @@ class Occupation:
             self.released -= wanted
             if identity is not None:
                 self._vacate(park=False)
-                self._idle_memory.become(identity)
+                self._idle_memory.tiers.become(identity)
 
     def update(self, weights: Weights, identity: str, *, abort: bool) -> None:
         """See `Engine.update_weights`."""
@@ -75,7 +75,7 @@ class Occupation:
                 self._lifecycle.abort(session.turn, EndReason.ABORT)
         self._vacate(park=False)
         self._executor.restore((), weights)
-        self._idle_memory.become(identity)
+        self._idle_memory.tiers.become(identity)
 
     def _vacate(self, *, park: bool) -> None:
         """Frees all units and lands all steps in flight; running turns queue again. With `park`, the memory of sessions

@@ -15,7 +15,6 @@ from tenuto.base.config import EngineConfig, user_path
 from tenuto.base.errors import InvariantError
 from tenuto.base.plan import Copier
 from tenuto.base.wire.state_file import CopiedState
-from tenuto.engine.idle_memory import TierCounts
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import HolderKind, Lease
 from tenuto.memory.rows import Longs
@@ -41,7 +40,8 @@ class Arrival:
 
 
 class Parking:
-    """An `IdleMemory` with tiers. The parked memory of a session is a cache: its tokens can always be computed again.
+    """Parks sessions off the device and restores them when their turns start. The parked memory of a session is a
+    cache: its tokens can always be computed again. Without tiers, nothing is ever parked, and no turn waits for memory.
 
     Invariant: a session's parked memory is the state of the first tokens of its history, without the last token, as is
     its memory at rest. Units that are restored are compared with these tokens. Parked memory stays while the session is
@@ -50,7 +50,6 @@ class Parking:
 
     holder_kind: ClassVar[HolderKind] = "copy"
     holder_name = "copies to the device"
-    restores = True
 
     def __init__(self, memory: Memory, tiers: Tiers) -> None:
         self._memory = memory
@@ -71,28 +70,27 @@ class Parking:
         return len(self.tiers)
 
     @property
+    def restores(self) -> bool:
+        """Whether there are tiers, from which sessions can be restored."""
+        return self.tiers.has_host or self.tiers.has_disk
+
+    @property
     def copying(self) -> bool:
+        """Whether copies to the device are under way, which will free units or let turns continue."""
         return len(self.tiers.moves) > 0
 
     @property
-    def counts(self) -> TierCounts:
-        tiers = self.tiers
-        used = {"host": tiers.host_used, "disk": tiers.disk_used}
-        return TierCounts(len(tiers), self.restored, used, tiers.moved, tiers.failures)
-
-    def note_computed(self, tokens: int, seconds: float) -> None:
-        self.tiers.rates.note("compute", tokens, seconds)
-
-    def become(self, identity: str) -> None:
-        self.tiers.become(identity)
-
-    def close(self, *, keep: bool) -> None:
-        self.tiers.close(keep=keep)
+    def used(self) -> dict[str, int]:
+        """The number of bytes used, by tier; empty without tiers."""
+        return {"host": self.tiers.host_used, "disk": self.tiers.disk_used} if self.restores else {}
 
     # -- leaving
 
     def park(self, session: Session) -> bool:
+        """Copies the session's memory, which is about to be released. Returns whether all of it is parked now."""
         memory = session.memory
+        if not self.restores:
+            return False
         if not 0 < memory.computed < len(session.history):
             return False  # no memory, or memory of its turn's input too, which may not become history
         parked = self.tiers.park(memory.computed, memory.kept(), self._contents(session, memory.computed))
@@ -132,19 +130,19 @@ class Parking:
         )
 
     def lend(self, session: Session) -> LentUnits | None:
+        """Lends the parked memory of a session, which another thread may read until `Tiers.take_back`."""
         parked = self._sessions.get(session)
         if parked is None or parked not in self.tiers:
             return None
         return self.tiers.lend(parked, self._contents(session, parked.position))
 
-    def take_back(self, lent: LentUnits) -> None:
-        self.tiers.take_back(lent)
-
     def position(self, session: Session) -> int:
+        """Returns the number of tokens whose memory is parked."""
         parked = self._sessions.get(session)
         return parked.position if parked is not None and parked in self.tiers else 0
 
     def hold(self, session: Session, state: CopiedState) -> bool:
+        """Parks a session with state from another engine or process. Returns False if there is no room."""
         parked = self.tiers.hold(state.position, state.groups, self._contents(session, state.position))
         self._replace(session, parked)
         return parked is not None
@@ -186,16 +184,19 @@ class Parking:
     # -- changes of the session
 
     def changed(self, session: Session, kept: int) -> None:
+        """Cuts the session's parked memory to the first `kept` tokens of its history, after later ones have changed."""
         parked, most = self._sessions.get(session), max(0, kept - 1)
         if parked is not None and parked.position > most:
             self._replace(session, self._part(session, parked, most))
 
     def fork(self, parent: Session, child: Session) -> None:
+        """Shares the parent's parked memory with a fork, whose history is the beginning of the parent's."""
         parked = self._sessions.get(parent)
         if parked is not None and parked in self.tiers:
             self._replace(child, self._part(child, parked, max(0, len(child.history) - 1)))
 
     def forget(self, session: Session) -> None:
+        """Discards the parked memory of a session that is closed or must not be restored."""
         self._replace(session, None)
 
     def _part(self, session: Session, parked: Parked, position: int) -> Parked | None:
@@ -225,6 +226,7 @@ class Parking:
     # -- restoring
 
     def plan(self, turn: Turn) -> int:
+        """See `Restoring`."""
         self._planned = turn, self._position(turn)
         return self._planned[1]
 
@@ -242,6 +244,7 @@ class Parking:
         return position
 
     def units(self, turn: Turn, *, alone: bool = False) -> Longs:
+        """See `Restoring`."""
         session, position = turn.session, self._planned[1]
         parked, counts = self._sessions[session], self._counts(session, position)
         if alone:
@@ -252,6 +255,9 @@ class Parking:
         return lacking
 
     def restore(self, turn: Turn, slots: tuple[Lease, ...]) -> None:
+        """Begins to restore the memory that `plan` found for the turn, into `slots`, the units reserved for the turn's
+        start, and free units. The session has these units at once, but if the turn `awaits` them, they have no contents
+        until `arrivals` returns the turn."""
         planned, position = self._planned
         self._planned = None, 0
         if planned is not turn or not position or is_computed(turn):  # it may have found more elsewhere
@@ -275,15 +281,16 @@ class Parking:
             self._count(arrival)
 
     def awaits(self, turn: Turn) -> bool:
+        """Whether the turn has to wait because its session's memory is arriving."""
         return turn.session in self._arriving
 
     def begun(self, turn: Turn) -> None:
+        """Records that the waiting turn has begun on its session's memory; no other turn may until it has arrived."""
         turn.session.memory.arriving = True
 
-    def on_copied(self, told: Callable[[], None]) -> None:
-        self.tiers.moves.wake = told
-
     def arrivals(self) -> list[tuple[Turn, bool]]:
+        """Returns the turns whose sessions' memory has arrived since the last call, or with `False` those for which it
+        has failed to arrive; that memory must be given up and computed again."""
         if self.tiers.writes:
             self.tiers.take_written()
         if not self._arriving and not self.tiers.moves:
@@ -304,6 +311,7 @@ class Parking:
         return True
 
     def finish(self) -> None:
+        """Waits for copies under way; no turn waits for them."""
         self.tiers.moves.wait()
         self.tiers.take_moved()
         self.tiers.writes.wait()
@@ -314,6 +322,8 @@ class Parking:
         self.restored_tokens += arrival.position
 
     def give_up(self, turn: Turn) -> None:
+        """Gives up the arriving memory of a turn that has left its row and released its own. The session keeps no
+        memory on the device; its parked memory stays."""
         session = turn.session
         for move in self._arriving.pop(session).moves:
             self.tiers.moves.give_up(move)
@@ -344,6 +354,7 @@ class Parking:
         session.memory.lost = "parked"
 
     def audit(self) -> None:
+        """Raises `InvariantError` if the records of parked memory are inconsistent."""
         there = 0
         for session, parked in self._sessions.items():
             self._check(session, parked)
@@ -361,11 +372,9 @@ def parking_of(
     carrier: Carrier,
     timer: Callable[[], float],
     identity: str,
-) -> Parking | None:
-    """Returns the parking for the configured tiers, or `None` if there are no tiers. Raises `ConfigError`."""
+) -> Parking:
+    """Returns the parking for the configured tiers. Raises `ConfigError`."""
     if disk is None and config.disk_tier:
         disk = UnitFiles(user_path(config.disk_tier), config.disk_tier_size or MAX_COUNT, identity)
-    if disk is None and not config.host_tier:
-        return None
     tiers = Tiers(memory.pools, copier, config.host_tier, disk, memory.page_size, timer, carrier, identity)
     return Parking(memory, tiers)

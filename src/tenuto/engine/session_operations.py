@@ -17,7 +17,7 @@ from tenuto.engine.guard import Fuse, guarded
 from tenuto.engine.lifecycle import Lifecycle
 from tenuto.engine.occupation import Occupation
 from tenuto.engine.session_states import SessionStates
-from tenuto.engine.snapshots import NoSnapshots, Snapshots
+from tenuto.engine.snapshots import Snapshots
 from tenuto.memory.tiers.lent import LentUnits
 from tenuto.session.records import SavedSession
 from tenuto.session.registry import Registry
@@ -36,7 +36,7 @@ class SessionOperations:
         occupation: Occupation,
         gate: TurnGate,
         states: SessionStates,
-        snapshots: Snapshots | NoSnapshots,
+        snapshots: Snapshots,
         counts: Counts,
         clock: Clock,
         snapshot_seconds: float,

@@ -12,7 +12,7 @@ from tenuto.base.errors import InvalidRequest, InvariantError
 from tenuto.base.plan import Bytes, Copier, CopyFailed
 from tenuto.base.wire.state_file import CopiedState, StateFile
 from tenuto.engine.counts import Counts
-from tenuto.engine.idle_memory import IdleMemory
+from tenuto.engine.parking import Parking
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import HolderKind, Lease
 from tenuto.memory.session_memory import SessionMemory
@@ -32,7 +32,7 @@ class SessionStates:
         self,
         memory: Memory,
         copier: Copier,
-        idle_memory: IdleMemory,
+        idle_memory: Parking,
         pressure: Pressure,
         batch: Batch,
         note: Callable[[Session], None],
@@ -74,7 +74,7 @@ class SessionStates:
 
     def take_back(self, lent: LentUnits) -> None:
         """Ends the loan of parked memory, whether it was read or not."""
-        self._idle_memory.take_back(lent)
+        self._idle_memory.tiers.take_back(lent)
 
     def _read(self, group: int, units: array[int]) -> list[Bytes]:
         return list(self._copier.read_units(group, np.array(units, np.int32)))

@@ -15,19 +15,6 @@ INDEX_SECONDS = 2.0
 """The interval at which the index is written while sessions are saved, so that a kill loses only the last of them."""
 
 
-class NoSnapshots:
-    """Replaces `Snapshots` without tiers: a process leaves no memory to the next, which computes sessions again."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-
-    def save(self, sessions: Iterable[Session], seconds: float) -> None:
-        """Does nothing: there is no disk tier."""
-
-    def recover(self, sessions: Iterable[Session]) -> None:
-        """Does nothing: there is no disk tier."""
-
-
 class Snapshots:
     """Writes the memory of sessions and an index of it to disk at the end of a process, and finds it at the start of
     the next. Found memory is verified: its tokens are compared with the session's history, and its units with their
@@ -45,7 +32,9 @@ class Snapshots:
 
     def save(self, sessions: Iterable[Session], seconds: float) -> None:
         """Moves the memory of sessions without open turns to disk, most recently used first, for at most `seconds`, and
-        writes the index."""
+        writes the index. Does nothing without tiers."""
+        if not self._parking.restores:
+            return
         began = noted = self._clock.now()
         saved: list[tuple[Session, int]] = []
         for session in sorted(sessions, key=lambda session: session.last_turn_end, reverse=True):

@@ -117,7 +117,7 @@ def ticket(turn: Turn, *, echo: bool) -> Ticket:
 
 def stats(engine: Engine) -> Stats:
     """Returns the engine's counters."""
-    counts, totals, tiers = engine.counts, engine.totals, engine.idle_memory.counts
+    counts, totals, tiers = engine.counts, engine.totals, engine.idle_memory.tiers
     return Stats(
         sessions=len(engine.registry),
         running=len(engine.batch),
@@ -135,9 +135,9 @@ def stats(engine: Engine) -> Stats:
         replayed=dict(counts.replayed),
         prefix_lookups=dict(counts.prefix_lookups),
         prefix_tokens=dict(counts.prefix_tokens),
-        parked=tiers.parked,
-        restored=tiers.restored,
-        tiers=dict(tiers.used),
+        parked=len(tiers),
+        restored=engine.idle_memory.restored,
+        tiers=engine.idle_memory.used,
         tier_moves=dict(tiers.moved),
         tier_failures=dict(tiers.failures),
         snapshots={**engine.snapshots.counts, **counts.imports},

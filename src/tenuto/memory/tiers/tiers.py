@@ -399,6 +399,10 @@ class Tiers:
     # -- from one process to the next
 
     @property
+    def has_host(self) -> bool:
+        return self._host_bytes > 0
+
+    @property
     def has_disk(self) -> bool:
         return self._disk is not None
 
