@@ -13,14 +13,14 @@ from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.samples import check_end, committed
-from tenuto.serve.shared.sse import event
+from tenuto.serve.shared.sse import Answer, event
 
 
-class MessageWriter:
-    """Writes the answer of one turn. Used once."""
+class MessageAnswer(Answer):
+    """The answer of one turn."""
 
     def __init__(self, edge: Edge, turn: LiveTurn, reader: AnswerReader, request_id: str) -> None:
-        self._edge = edge
+        super().__init__(edge, [turn])
         self._turn = turn
         self._reader = reader
         self._request_id = request_id
@@ -35,7 +35,6 @@ class MessageWriter:
         }
 
     async def whole(self) -> dict[str, Any]:
-        """Returns the answer once the turn has ended. Raises the error that the turn ended with."""
         result = await committed(self._edge, self._turn)
         said = self._reader.read(self._turn.reply().text, ended=True)
         self._called = bool(said.calls)
@@ -49,7 +48,7 @@ class MessageWriter:
         ]
         return {**self._head, "content": content, **self._end(result), "usage": _usage(result)}
 
-    # -- the answer as server-sent events: see `Events`
+    # -- the answer as server-sent events
 
     def opening(self) -> bytes:
         ticket = self._turn.ticket
@@ -59,17 +58,14 @@ class MessageWriter:
 
     def news(self, _: int, deltas: list[Delta]) -> bytes:
         delta = joined(deltas)
-        parts = self._parts(self._reader.read(delta.text, ended=delta.result is not None))
-        if delta.result is None:
-            return b"".join(parts)
-        try:
-            check_end(self._edge, delta.result)
-        except TenutoError as error:  # reported after the text so far
-            return b"".join([*parts, self.failed(error)])
-        return b"".join([*parts, *self._closing(delta.result)])
+        return b"".join(self._parts(self._reader.read(delta.text, ended=delta.result is not None)))
 
     def closing(self) -> bytes:
-        return b""
+        result = self._turn.result
+        assert result is not None
+        check_end(self._edge, result)
+        last = {"type": "message_delta", "delta": self._end(result), "usage": _usage(result)}
+        return b"".join([*self._close(), event("message_delta", last), event("message_stop", {"type": "message_stop"})])
 
     def failed(self, error: TenutoError) -> bytes:
         return event("error", FORM.body(Failure.of(error), self._request_id))
@@ -107,10 +103,6 @@ class MessageWriter:
             return []
         self._block = None
         return [event("content_block_stop", {"type": "content_block_stop", "index": self._index})]
-
-    def _closing(self, result: TurnResult) -> list[bytes]:
-        last = {"type": "message_delta", "delta": self._end(result), "usage": _usage(result)}
-        return [*self._close(), event("message_delta", last), event("message_stop", {"type": "message_stop"})]
 
     def _end(self, result: TurnResult) -> dict[str, Any]:
         stop = result.stop if isinstance(result.stop, str) else None

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from tenuto.base.turns import last_role
 from tenuto.base.wire.messages import Tokenize
-from tenuto.serve.anthropic.answers import MessageWriter
+from tenuto.serve.anthropic.answers import MessageAnswer
 from tenuto.serve.anthropic.schemas import Conversation, MessagesBody
 from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.edge import Caller, EdgeOf
@@ -29,8 +29,8 @@ async def messages(edge: EdgeOf, tenant: Caller, body: MessagesBody, request: Re
         start = body.start(tenant, given, habits)
         reading = body.tool_use.reading(habits, start.params.grammar)
         turn = await while_connected(request, edge.start(tenant, start))
-    answer = MessageWriter(edge, turn, reading.reader(turn.id), request.state.request_id)
-    return await respond(request, [turn], answer, lambda: edge.turns.abandon(turn), stream=body.stream)
+    answer = MessageAnswer(edge, turn, reading.reader(turn.id), request.state.request_id)
+    return await respond(request, answer, stream=body.stream)
 
 
 @router.post("/count_tokens", responses=REFUSALS)

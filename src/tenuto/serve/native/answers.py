@@ -19,7 +19,7 @@ from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.settings import Tenant
-from tenuto.serve.shared.sse import event
+from tenuto.serve.shared.sse import Answer, event
 
 
 async def shown(edge: Edge, tenant: Tenant, request: Request[SessionInfo], response: Response) -> Session:
@@ -65,10 +65,11 @@ class Plain(msgspec.Struct, gc=False):
     delivered: int
 
 
-class TurnEvents:
-    """The events of an accepted turn after the first `position`; at 0, `started` comes first."""
+class TurnAnswer(Answer):
+    """An accepted turn, or its events after the first `position`; at 0, `started` comes first."""
 
-    def __init__(self, turn: LiveTurn, position: int) -> None:
+    def __init__(self, edge: Edge, turn: LiveTurn, position: int = 0) -> None:
+        super().__init__(edge, [turn])
         self._turn = turn
         self._number = position  # number of the last event
         self._reader = turn.reading.reader(turn.id) if turn.reading is not None else None
@@ -76,7 +77,6 @@ class TurnEvents:
             self._reader.push(joined(turn.deltas[:position]).text)
 
     async def whole(self) -> dict[str, Any]:
-        """See `Answer`, also for the other methods."""
         await self._turn.finished()
         return turn_body(self._turn).model_dump()
 
@@ -86,9 +86,6 @@ class TurnEvents:
 
     def news(self, _: int, deltas: list[Delta]) -> bytes:
         return self._event(deltas[0]) if len(deltas) == 1 else b"".join(map(self._event, deltas))
-
-    def closing(self) -> bytes:
-        return b""
 
     def failed(self, error: TenutoError) -> bytes:
         return event("error", Failure.of(error).body)

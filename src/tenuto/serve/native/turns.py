@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -14,7 +13,7 @@ from tenuto.base.checks import MAX_COUNT
 from tenuto.base.errors import IllegalTransition, InvalidRequest, SessionBusy
 from tenuto.base.turns import TurnKind, check_keep, last_role
 from tenuto.base.wire.messages import AbortTurn, Draft
-from tenuto.serve.native.answers import TurnEvents, shown, turn_body
+from tenuto.serve.native.answers import TurnAnswer, shown, turn_body
 from tenuto.serve.native.schemas import (
     STREAMED,
     Abort,
@@ -78,7 +77,7 @@ class TurnCall:
     async def answer(self, kind: TurnKind, body: NewTurn | NewAppend, *, stream: bool = False) -> Response:
         """Starts a turn and answers with its events or, without `stream`, the whole turn."""
         turn = await self.start(kind, body)
-        response = await respond(self.request, [turn], *_answer(self.edge, turn, 0), stream=stream)
+        response = await respond(self.request, TurnAnswer(self.edge, turn), stream=stream)
         if stream:
             response.headers["x-turn-id"] = turn.id
         elif kind != "append" and turn.result is not None and turn.result.version:
@@ -98,12 +97,6 @@ async def _turn_call(
 
 
 CallOf = Annotated[TurnCall, Depends(_turn_call)]
-
-
-def _answer(edge: Edge, turn: LiveTurn, position: int) -> tuple[TurnEvents, Callable[[], None]]:
-    """Returns the writer of the turn's events after the first `position`, and the function to call when a reader
-    leaves."""
-    return TurnEvents(turn, position), lambda: edge.turns.abandon(turn)
 
 
 @router.post("/turns", response_model=None, responses=REFUSALS | STREAMED)
@@ -196,5 +189,6 @@ async def follow_turn(
         raise InvalidRequest(f"last-event-id is {position}; allowed: at most {len(turn.deltas)}, the last event")
     await while_connected(request, turn.answered.wait())
     turn.require_accepted()
-    answer, leave = _answer(edge, turn, position)
-    return EventStream([turn], answer, leave, position=position, headers={"x-turn-id": turn.id})
+    stream = EventStream(TurnAnswer(edge, turn, position), position)
+    stream.headers["x-turn-id"] = turn.id
+    return stream

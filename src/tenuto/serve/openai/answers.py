@@ -12,9 +12,8 @@ from tenuto.base.turns import Delta, EndReason, TurnResult, joined
 from tenuto.serve.openai.schemas import Generation
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure
-from tenuto.serve.shared.live_turn import LiveTurn
-from tenuto.serve.shared.samples import Samples, check_end, committed
-from tenuto.serve.shared.sse import DONE, data
+from tenuto.serve.shared.samples import Samples, check_end, close_all, committed
+from tenuto.serve.shared.sse import DONE, Answer, data
 
 FINISH_REASONS = {
     EndReason.STOP: "stop",
@@ -50,15 +49,14 @@ class Writer(Protocol):
         ...
 
 
-class Choices:
+class Choices(Answer):
     """The choices of one request, in the order of its prompts. `kind`: the `object` of a whole answer."""
 
     def __init__(
         self, edge: Edge, kind: str, samples: Sequence[Samples], writers: Sequence[Writer], body: Generation
     ) -> None:
-        self.samples = samples
-        self.turns: list[LiveTurn] = [turn for answers in samples for turn in answers.turns]
-        self._edge = edge
+        super().__init__(edge, [turn for answers in samples for turn in answers.turns])
+        self._samples = samples
         self._writers = writers
         self._usage_at_end = body.usage_at_end
         self._session_id = body.session_id
@@ -71,7 +69,6 @@ class Choices:
         }
 
     async def whole(self) -> dict[str, Any]:
-        """Returns the answer once all turns have ended. Raises the error that a turn ended with."""
         choices = []
         for index, (turn, writer) in enumerate(zip(self.turns, self._writers, strict=True)):
             result = await committed(self._edge, turn)
@@ -79,7 +76,10 @@ class Choices:
             choices.append(_choice(index, written, result, called=writer.called))
         return {**self._head, "choices": choices, "usage": self._usage(), **self._session()}
 
-    # -- the answer as server-sent events: see `Events`
+    def leave(self) -> None:
+        close_all(self._samples)
+
+    # -- the answer as server-sent events
 
     def opening(self) -> bytes:
         self._head["object"] = "text_completion" if self._kind == "text_completion" else f"{self._kind}.chunk"
@@ -119,13 +119,13 @@ class Choices:
         return {"session_id": self._session_id, "version": result.version}
 
     def _usage(self) -> dict[str, Any]:
-        prompt = sum(samples.prompt_tokens for samples in self.samples)
-        completion = sum(samples.generated_tokens for samples in self.samples)
+        prompt = sum(samples.prompt_tokens for samples in self._samples)
+        completion = sum(samples.generated_tokens for samples in self._samples)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(samples.cached_tokens for samples in self.samples)},
+            "prompt_tokens_details": {"cached_tokens": sum(samples.cached_tokens for samples in self._samples)},
         }
 
 

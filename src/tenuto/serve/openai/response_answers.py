@@ -14,16 +14,16 @@ from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.samples import check_end, committed
-from tenuto.serve.shared.sse import event
+from tenuto.serve.shared.sse import Answer, event
 
 TEXT, THOUGHT = "output_text", "reasoning_text"
 LISTED_TEXT: dict[str, Any] = {"annotations": [], "logprobs": []}
 """Further fields of a text part in lists of items."""
 
 
-class ResponseWriter:
-    """Writes the response of one turn. Used once. `echoed`: fields that repeat the request. `keep` is called with the
-    response once it is complete."""
+class ResponseAnswer(Answer):
+    """The response of one turn. `echoed`: fields that repeat the request. `keep` is called with the response once it is
+    complete, and `end` at the end of the answer."""
 
     def __init__(
         self,
@@ -33,11 +33,13 @@ class ResponseWriter:
         name: str,
         echoed: dict[str, Any],
         keep: Callable[[dict[str, Any]], None],
+        end: Callable[[], None],
     ) -> None:
-        self._edge = edge
+        super().__init__(edge, [turn])
         self._turn = turn
         self._reader = reader
         self._keep = keep
+        self._end = end
         self._output: list[dict[str, Any]] = []
         self._open = ""  # type of the part being written; empty for none
         self._number = 0  # number of the next event
@@ -52,14 +54,17 @@ class ResponseWriter:
         }
 
     async def whole(self) -> dict[str, Any]:
-        """Returns the response once the turn has ended. Raises the error that the turn ended with."""
         result = await committed(self._edge, self._turn)
         for said in (self._reader.push(self._turn.reply().text), self._reader.finish()):
             self._parts(said)
         self._close()
         return self._done(result)
 
-    # -- the response as server-sent events: see `Events`
+    def leave(self) -> None:
+        super().leave()
+        self._end()
+
+    # -- the response as server-sent events
 
     def opening(self) -> bytes:
         begun = self._response("in_progress")
@@ -67,20 +72,15 @@ class ResponseWriter:
         return b"".join(self._event(name, response=begun) for name in names)
 
     def news(self, _: int, deltas: list[Delta]) -> bytes:
-        delta = joined(deltas)
-        parts = self._parts(self._reader.push(delta.text))
-        if delta.result is not None:
-            try:
-                check_end(self._edge, delta.result)
-            except TenutoError as error:  # reported after the text so far
-                return b"".join([*parts, self.failed(error)])
-            parts += [*self._parts(self._reader.finish()), *self._close()]
-            response = self._done(delta.result)
-            parts.append(self._event(f"response.{response['status']}", response=response))
-        return b"".join(parts)
+        return b"".join(self._parts(self._reader.push(joined(deltas).text)))
 
     def closing(self) -> bytes:
-        return b""
+        result = self._turn.result
+        assert result is not None
+        check_end(self._edge, result)
+        parts = [*self._parts(self._reader.finish()), *self._close()]
+        response = self._done(result)
+        return b"".join([*parts, self._event(f"response.{response['status']}", response=response)])
 
     def failed(self, error: TenutoError) -> bytes:
         failure = Failure.of(error)

@@ -17,7 +17,7 @@ from tenuto.base.views import SessionInfo
 from tenuto.base.wire.messages import CloseSession, Fork, GetSession, OpenSession, StartTurn
 from tenuto.serve.openai.conversation_routes import ConversationsOf
 from tenuto.serve.openai.kept_responses import KeptResponses
-from tenuto.serve.openai.response_answers import ResponseWriter
+from tenuto.serve.openai.response_answers import ResponseAnswer
 from tenuto.serve.openai.response_schemas import Item, ResponseBody
 from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
@@ -72,14 +72,13 @@ async def create(
             kept.keep(tenant.name, name, msgspec.json.encode(response))
         going_on.add(response["output"])
 
-    def leave() -> None:
+    def end() -> None:
         going_on.end()
-        edge.turns.abandon(turn)
         if turn.request.session is not None and (body.store is False or not turn.committed):
             edge.spawn(_close(edge, tenant, name))  # also aborts its turn
 
-    answer = ResponseWriter(edge, turn, reading.reader(turn.id), name, body.echoed(), keep)
-    return await respond(request, [turn], answer, leave, stream=body.stream)
+    answer = ResponseAnswer(edge, turn, reading.reader(turn.id), name, body.echoed(), keep, end)
+    return await respond(request, answer, stream=body.stream)
 
 
 async def _start(

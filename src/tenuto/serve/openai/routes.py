@@ -86,7 +86,7 @@ async def complete(
     except BaseException:
         close_all(samples)
         raise
-    return await _respond(request, body, Choices(edge, "text_completion", samples, writers, body))
+    return await respond(request, Choices(edge, "text_completion", samples, writers, body), stream=body.stream)
 
 
 # -- chat completions
@@ -107,7 +107,7 @@ async def chat(
         reading = body.tool_use.reading(habits, start.params.grammar)
         samples = await while_connected(request, _begin(edge, tenant, body, request, [start], idempotency_key))
     writers = [ChatWriter(reading.reader(turn.id), start.params) for turn in samples[0].turns]
-    return await _respond(request, body, Choices(edge, "chat.completion", samples, writers, body))
+    return await respond(request, Choices(edge, "chat.completion", samples, writers, body), stream=body.stream)
 
 
 # -- shared by both
@@ -127,11 +127,6 @@ async def _begin(
     if body.session_id is None:
         return await start_all(edge, tenant, starts, body.samples)
     return await _in_session(edge, tenant, starts[0], await RequestKey.of(request, key))
-
-
-async def _respond(request: Request, body: Generation, answer: Choices) -> Response:
-    """Returns the response. The answer's samples are closed once it is sent or the client has gone."""
-    return await respond(request, answer.turns, answer, lambda: close_all(answer.samples), stream=body.stream)
 
 
 async def _in_session(edge: Edge, tenant: Tenant, start: StartTurn, key: RequestKey | None) -> list[Samples]:

@@ -12,11 +12,11 @@ import msgspec
 from tenuto.base.errors import TenutoError
 from tenuto.base.turns import Delta, EndReason, TurnResult, joined
 from tenuto.base.wire.messages import Detokenize
-from tenuto.serve.sglang.requests import Running
+from tenuto.serve.sglang.requests import Requests, Running
 from tenuto.serve.sglang.scores import entry, likeliest
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure
-from tenuto.serve.shared.sse import DONE, Chunk, data
+from tenuto.serve.shared.sse import DONE, Answer, Chunk, data
 from tenuto.serve.shared.tasks import all_of
 
 ABORT_MESSAGES = {
@@ -27,12 +27,12 @@ ABORT_MESSAGES = {
 }
 
 
-class Answers:
-    """The answers to a request, whole or as server-sent events; see `Answer`. Each event has all output so far.
-    `several`: the whole answer is a list."""
+class Answers(Answer):
+    """The answers to a request. Each event of a stream has all output so far. `several`: the whole answer is a list."""
 
-    def __init__(self, edge: Edge, running: Sequence[Running], *, several: bool) -> None:
-        self._edge = edge
+    def __init__(self, edge: Edge, requests: Requests, running: Sequence[Running], *, several: bool) -> None:
+        super().__init__(edge, [each.accepted for each in running])
+        self._requests = requests
         self._running = running
         self._several = several
 
@@ -44,8 +44,8 @@ class Answers:
             answers.append(await _answer(self._edge, running, running.accepted.result))
         return answers if self._several else answers[0]
 
-    def opening(self) -> bytes:
-        return b""
+    def leave(self) -> None:
+        self._requests.leave(self._running)
 
     def news(self, index: int, deltas: list[Delta]) -> Chunk:
         delta, running = joined(deltas), self._running[index]

@@ -46,9 +46,8 @@ async def generate(
     with body.naming(edge.model.context_length):
         items = await of_many(body.prompts, body.items)
         running = await while_connected(request, requests.start(tenant, items))
-    answers = Answers(edge, running, several=len(running) > 1 or body.several)
-    turns = [each.accepted for each in running]
-    return await respond(request, turns, answers, lambda: requests.leave(running), stream=body.stream)
+    answers = Answers(edge, requests, running, several=len(running) > 1 or body.several)
+    return await respond(request, answers, stream=body.stream)
 
 
 @router.post("/abort_request", response_class=Response, responses=REFUSALS)

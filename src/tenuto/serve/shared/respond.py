@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from fastapi import Request, Response
 
-from tenuto.serve.shared.live_turn import LiveTurn
-from tenuto.serve.shared.sse import Events, EventStream, while_connected
+from tenuto.serve.shared.sse import Answer, EventStream, while_connected
 
 
-class Answer(Events, Protocol):
-    """An answer in some API's form. Used once, for a stream or as a whole."""
-
-    async def whole(self) -> Any:
-        """Returns the whole answer once the turns have ended. Raises the error that a turn ended with."""
-        ...
-
-
-async def respond(
-    request: Request, turns: Sequence[LiveTurn], answer: Answer, leave: Callable[[], None], *, stream: bool | None
-) -> Response:
-    """Returns the response for these turns. `leave` is called once, when the answer is complete or the client has
-    gone."""
+async def respond(request: Request, answer: Answer, *, stream: bool | None) -> Response:
+    """Returns the response with an answer, streamed or whole."""
     if stream:
-        return EventStream(turns, answer, leave)
+        return EventStream(answer)
     try:
         whole = await while_connected(request, answer.whole())
     finally:
-        leave()
+        answer.leave()
     return Response(msgspec.json.encode(whole), media_type="application/json")
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -16,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from tenuto.base.errors import TenutoError
 from tenuto.base.turns import Delta
 from tenuto.serve.shared.client import Client, client_of
+from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.live_turn import LiveTurn
 
 T = TypeVar("T")
@@ -42,30 +44,44 @@ Chunk = bytes | Callable[[], Awaitable[bytes]]
 """A chunk of a stream, or a coroutine function that makes one with the engine's help."""
 
 
-class Events(Protocol):
-    """Writes the events of a stream in some interface's form. Used once."""
+class Answer(ABC):
+    """The answer to a request that started `turns`, in some API's form. Used once, for a stream or as a whole."""
+
+    def __init__(self, edge: Edge, turns: Sequence[LiveTurn]) -> None:
+        self.turns = turns
+        self._edge = edge
+
+    @abstractmethod
+    async def whole(self) -> Any:
+        """Returns the whole answer once the turns have ended. Raises the error that a turn ended with."""
+
+    def leave(self) -> None:
+        """Called once, when the answer is complete or the client has gone."""
+        for turn in self.turns:
+            self._edge.turns.abandon(turn)
+
+    # -- the answer as server-sent events
 
     def opening(self) -> bytes:
         """Returns the events before any output."""
-        ...
+        return b""
 
+    @abstractmethod
     def news(self, index: int, deltas: list[Delta]) -> Chunk:
         """Returns the events for the next `deltas` of a turn; may be empty. Raises the error that should end the
         stream."""
-        ...
 
     def closing(self) -> bytes:
-        """Returns the events after the ends of all turns."""
-        ...
+        """Returns the events after the ends of all turns. Raises the error that should end the stream instead."""
+        return b""
 
+    @abstractmethod
     def failed(self, error: TenutoError) -> bytes:
         """Returns the events that end the stream after an error."""
-        ...
 
 
 class EventStream(Response):
-    """Sends the events of turns as they come. `on_close` is called once, when all events are sent or the client has
-    gone.
+    """Sends the events of an answer as they come.
 
     Events that come when all earlier ones are sent, nearly always the case, are written right where they are delivered:
     waking the request's task would take longer than all the rest. The task sends the beginning, the end, and events
@@ -74,22 +90,13 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        turns: Sequence[LiveTurn],
-        events: Events,
-        on_close: Callable[[], None],
-        *,
-        position: int = 0,
-        headers: dict[str, str] | None = None,
-    ) -> None:
+    def __init__(self, answer: Answer, position: int = 0) -> None:
         """`position`: number of deltas of every turn that were read before."""
-        super().__init__(None, 200, {"cache-control": "no-store", "x-accel-buffering": "no", **(headers or {})})
+        super().__init__(None, 200, {"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._turns = turns
-        self._positions = [position] * len(turns)
-        self._events = events
-        self._on_close = on_close
+        self._answer = answer
+        self._turns = answer.turns
+        self._positions = [position] * len(answer.turns)
         self._client: Client | None = None
         self._waiting: asyncio.Future[None] | None = None  # set while the task waits for more deltas
         self._left: Chunk = b""  # a chunk for the task to send
@@ -100,7 +107,7 @@ class EventStream(Response):
             with suppress(ClientDisconnect):
                 await _until_disconnected(scope, receive, self._send(send))
         finally:
-            self._on_close()
+            self._answer.leave()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -108,11 +115,11 @@ class EventStream(Response):
             self._client.begin_events()
         with self._listening():
             try:
-                await self._put(self._events.opening(), send)
+                await self._put(self._answer.opening(), send)
                 await self._follow(send)
-                last = self._events.closing()
+                last = self._answer.closing()
             except TenutoError as error:
-                last = self._events.failed(error)
+                last = self._answer.failed(error)
         await self._put(last, send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -187,7 +194,7 @@ class EventStream(Response):
         deltas = self._turns[index].deltas
         new = deltas[self._positions[index] :]
         self._positions[index] = len(deltas)
-        return self._events.news(index, new)
+        return self._answer.news(index, new)
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
