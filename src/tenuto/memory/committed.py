@@ -85,8 +85,8 @@ class CommittedMemory:
         position = self.resumable(target)
         child.checkpoints.refer_to(self.checkpoints, position)
         kept = self.share_checkpoint(position, child)
-        for group, (mine, its) in enumerate(zip(self.tables, child.tables, strict=True)):
-            mine.fork(its, position, kept.parts[group] if kept is not None else None)
+        for mine, its in zip(self.tables, child.tables, strict=True):
+            mine.fork(its, position)
         child.stand_at(position, kept)
         child.lost = self.lost
 

@@ -205,8 +205,8 @@ class TurnMemory:
         kept = self.checkpoints.at(position) if self.memory.needs_checkpoints else None
         if kept is not None:
             self.memory.cache.pin(kept)
-        for group, (mine, its) in enumerate(zip(self._tables, child.tables, strict=True)):
-            mine.fork_turn(its, position, kept.parts[group] if kept is not None else None)
+        for mine, its in zip(self._tables, child.tables, strict=True):
+            mine.fork_turn(its, position)
         child.stand_at(position, kept)
         child.lost = self.session.lost
 

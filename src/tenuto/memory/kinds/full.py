@@ -111,12 +111,11 @@ class FullTable(PagedTable):
 
     # -- the session
 
-    def fork(self, child: Self, position: int, part: Lease | None) -> None:
-        """Shares the pages below `position` with the fresh table `child`. The tail stays here."""
+    def fork(self, child: Self, position: int) -> None:
         entries, holder = pages_for(position, self.page_size), child.base.holder
         child.base.absorb(self.base.share(0, entries, holder, self.used(position)))
 
-    def fork_turn(self, child: Self, position: int, part: Lease | None) -> None:
+    def fork_turn(self, child: Self, position: int) -> None:
         entries, holder = pages_for(position, self.page_size), child.base.holder
         reads = self.used(position)
         if entries <= self.first:

@@ -175,9 +175,11 @@ class Table(ABC):
         """Whether a unit becomes free if the open turn gives up what it has acquired; may be wrongly true."""
         return self.own is not None and len(self.own) > 0
 
-    @abstractmethod
     def kept(self, part: Lease | None) -> Lease:
         """Returns the lease on the units of the session's last position, where a checkpoint with `part` stands."""
+        if part is None:
+            raise InvariantError(f"{self.pool.name}: a kept position has no units")
+        return part
 
     @abstractmethod
     def kept_ranges(self, position: int) -> Iterator[tuple[int, int]]:
@@ -188,10 +190,10 @@ class Table(ABC):
     def kept_units(self, position: int) -> int:
         """Returns the number of units kept for `position`."""
 
-    @abstractmethod
     def receive(self, units: Lease, holder: Holder) -> Lease | None:
         """Gives an empty session the units of a position. If the checkpoint there has to hold them, returns them as a
         lease held by `holder`, the checkpoint."""
+        return units.transfer(holder)
 
     def covers(self, at: int, position: int) -> bool:
         """Whether a checkpoint at `at` suffices to resume at the earlier `position`."""
@@ -201,17 +203,18 @@ class Table(ABC):
         """Shares `part` of a checkpoint at `at` with `holder`, a checkpoint at the covered `position`."""
         raise InvariantError(f"{self.pool.name}: the units kept at {at} do not cover {position}")
 
-    @abstractmethod
-    def fork(self, child: Self, position: int, part: Lease | None) -> None:
-        """Shares everything below `position`, where a checkpoint with `part` stands, with the fresh table `child`."""
+    def fork(self, child: Self, position: int) -> None:
+        """Shares the session's own units below `position` with the fresh table `child`, which refers to the same
+        checkpoints. The tail stays here."""
+        return
 
-    @abstractmethod
-    def fork_turn(self, child: Self, position: int, part: Lease | None) -> None:
+    def fork_turn(self, child: Self, position: int) -> None:
         """Does the same as `fork` at a settled `position` of the open turn, within its input and past its beginning."""
+        return
 
-    @abstractmethod
     def truncate(self, position: int, part: Lease | None) -> None:
         """Cuts the session to `position`, where a checkpoint with `part` stands."""
+        return
 
     def check_floors(self, position: int, part: Lease | None) -> None:
         """Raises `InvariantError` if another sequence may write slots that this session reads; for the audit. The

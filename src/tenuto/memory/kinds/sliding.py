@@ -4,7 +4,6 @@ window are held."""
 from __future__ import annotations
 
 from array import array
-from typing import Self
 
 import numpy as np
 
@@ -72,14 +71,6 @@ class SlidingTable(PagedTable):
 
     def first_entry(self, position: int) -> int:
         return min(max(0, position - self.window + 1) // self.page_size, pages_for(position, self.page_size))
-
-    def kept(self, part: Lease | None) -> Lease:
-        if part is None:
-            raise InvariantError(f"{self.pool.name}: a kept position has no units")
-        return part
-
-    def receive(self, units: Lease, holder: Holder) -> Lease:
-        return units.transfer(holder)
 
     # -- the open turn
 
@@ -153,13 +144,6 @@ class SlidingTable(PagedTable):
         self._source = None
 
     # -- the session
-
-    def fork(self, child: Self, position: int, part: Lease | None) -> None:
-        """Does nothing: the child refers to the same checkpoints, which raises the floors of their pages. The tail
-        stays here."""
-
-    def fork_turn(self, child: Self, position: int, part: Lease | None) -> None:
-        """Does nothing, as `fork`."""
 
     def truncate(self, position: int, part: Lease | None) -> None:
         self.end_at(position, last_page(part))

@@ -4,7 +4,6 @@ there."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Self
 
 import numpy as np
 
@@ -110,14 +109,6 @@ class StateTable(Table):
     def counted(self, kept: Lease | None) -> int:
         return len(self.opened) + (len(kept) if kept is not None else 0)
 
-    def kept(self, part: Lease | None) -> Lease:
-        if part is None:
-            raise InvariantError(f"{self.pool.name}: a kept position has no units")
-        return part
-
-    def receive(self, units: Lease, holder: Holder) -> Lease:
-        return units.transfer(holder)
-
     def kept_ranges(self, position: int) -> Iterator[tuple[int, int]]:
         yield position, position
 
@@ -201,14 +192,3 @@ class StateTable(Table):
     def take_spare(self) -> None:
         self.opened.grow(1)
         self.spare.append(self.opened.units[-1])
-
-    # -- the session
-
-    def fork(self, child: Self, position: int, part: Lease | None) -> None:
-        """Does nothing: the child refers to the same checkpoints."""
-
-    def fork_turn(self, child: Self, position: int, part: Lease | None) -> None:
-        """Does nothing, as `fork`."""
-
-    def truncate(self, position: int, part: Lease | None) -> None:
-        """Does nothing: everything that the session keeps is in its checkpoints."""
