@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tenuto.kernels.linear import linear
-from tenuto.models.block import Norm, Places, Room, Step, scaled
+from tenuto.models.block import Norm, Room, Step, scaled
 from tenuto.models.config import Attention
 
 
@@ -13,36 +13,20 @@ class AttentionBlock:
     """One attention layer. A single matrix, [outputs, hidden], projects queries, keys and values, so that one
     matrix product does the work of three. If `gated`, each head's gate follows its query."""
 
-    prefix = "self_attn."
-
-    def __init__(self, shape: Attention, hidden: int, epsilon: float, room: Room) -> None:
-        s = self._shape = shape
+    def __init__(self, shape: Attention, hidden: int, epsilon: float, name: str, room: Room) -> None:
+        """The names of its weights begin with `name`."""
+        s, part = shape, f"{name}self_attn."
+        self._shape = s
         width, kv_width = s.heads * s.head_dim, s.kv_heads * s.head_dim
         self._outputs = [2 * width if s.gated else width, kv_width, kv_width]
-        self._qkv = room.matrix(sum(self._outputs), hidden)
-        self._qkv_bias = room.matrix(sum(self._outputs)) if s.bias else None
-        self._out = room.matrix(hidden, width)
-        self._out_bias = room.matrix(hidden) if s.out_bias else None
-        self._norms = (Norm(s.head_dim, epsilon, room), Norm(s.head_dim, epsilon, room)) if s.qk_norm else None
-        self._sinks = room.floats(s.heads) if s.sinks else None
+        outputs = dict(zip("qkv", self._outputs, strict=True))
+        self._qkv = room.stacked({f"{part}{n}_proj.weight": size for n, size in outputs.items()}, hidden)
+        self._qkv_bias = room.stacked({f"{part}{n}_proj.bias": size for n, size in outputs.items()}) if s.bias else None
+        self._out = room.matrix(f"{part}o_proj.weight", hidden, width)
+        self._out_bias = room.matrix(f"{part}o_proj.bias", hidden) if s.out_bias else None
+        self._norms = [Norm(f"{part}{n}_norm", s.head_dim, epsilon, room) for n in "qk"] if s.qk_norm else None
+        self._sinks = room.floats(f"{part}sinks", s.heads) if s.sinks else None
         self._frequencies = torch.from_numpy(s.rope.frequencies()).to(room.device) if s.rope is not None else None
-
-    def places(self) -> Places:
-        """Returns the destinations of the weights; see `Places`."""
-        named = [f"{name}_proj" for name in "qkv"]
-        parts = dict(
-            zip((f"{name}.weight" for name in named), torch.split(self._qkv, self._outputs), strict=True),
-            **{"o_proj.weight": self._out},
-        )
-        if self._qkv_bias is not None:
-            parts |= zip((f"{name}.bias" for name in named), torch.split(self._qkv_bias, self._outputs), strict=True)
-        if self._out_bias is not None:
-            parts["o_proj.bias"] = self._out_bias
-        if self._norms is not None:
-            parts |= {"q_norm.weight": self._norms[0].weight, "k_norm.weight": self._norms[1].weight}
-        if self._sinks is not None:
-            parts["sinks"] = self._sinks
-        return parts
 
     def __call__(self, x: torch.Tensor, layer: int, step: Step) -> torch.Tensor:
         """`x` and the result are [tokens, hidden]."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch.nn import functional
 
 from tenuto.base.errors import ModelError
-from tenuto.kernels.recurrent import Piece
+from tenuto.kernels.recurrent import Piece, convolve
 from tenuto.models.rope import Rope
 
 
@@ -19,10 +18,6 @@ def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
     """Returns `x` times `factor`; `x` itself if that is 1."""
     return x if factor == 1 else x * factor
 
-
-Places = Mapping[str, torch.Tensor]
-"""The tensors into which a block's stored weights are copied, by name within the block; they may be views of larger
-ones."""
 
 Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -55,27 +50,40 @@ def activate(activation: str, projected: torch.Tensor, gate_scale: float = 1.0) 
     return GATES[activation](scaled(gate, gate_scale), up)
 
 
-@dataclass(slots=True)
 class Room:
-    """Allocates weights: matrices in `dtype`, and vectors that are sensitive to rounding in float32. `left`: the number
-    of elements that may still be allocated, derived from the size of the model's files, so that a wrong configuration
-    cannot exhaust memory. All methods raise `ModelError`, before they allocate, if it is exceeded."""
+    """Allocates the tensors of weights, uninitialised: matrices in `dtype`, and vectors that are sensitive to rounding
+    in float32. `places` are the tensors into which stored weights are copied, by name (see
+    `ModelCheckpoint.weights`); they may be views of larger ones. All methods raise `ModelError`, before they allocate,
+    if more than `left` elements are needed."""
 
-    device: torch.device
-    dtype: torch.dtype
-    left: int
+    def __init__(self, device: torch.device, dtype: torch.dtype, left: int) -> None:
+        """`left` is derived from the size of the model's files, so that a wrong configuration cannot exhaust memory."""
+        self.device = device
+        self.dtype = dtype
+        self.places: dict[str, torch.Tensor] = {}
+        self._left = left
 
-    def matrix(self, *shape: int) -> torch.Tensor:
-        """Returns an uninitialised tensor in the model's element type."""
-        return self._empty(shape, self.dtype)
+    def matrix(self, name: str, *shape: int) -> torch.Tensor:
+        """Returns the tensor of a weight in the model's element type."""
+        self.places[name] = self.empty(shape, self.dtype)
+        return self.places[name]
 
-    def floats(self, *shape: int) -> torch.Tensor:
-        """Returns an uninitialised float32 tensor."""
-        return self._empty(shape, torch.float32)
+    def floats(self, name: str, *shape: int) -> torch.Tensor:
+        """Returns the float32 tensor of a weight."""
+        self.places[name] = self.empty(shape, torch.float32)
+        return self.places[name]
 
-    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        self.left -= math.prod(shape)
-        if self.left < 0:
+    def stacked(self, outputs: Mapping[str, int], *inputs: int) -> torch.Tensor:
+        """Returns the tensor of weights that are computed together, stacked in their order: [sum of outputs, inputs].
+        `outputs` maps their names to their numbers of outputs."""
+        whole = self.empty((sum(outputs.values()), *inputs), self.dtype)
+        self.places |= zip(outputs, torch.split(whole, list(outputs.values())), strict=True)
+        return whole
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Returns a tensor without places."""
+        self._left -= math.prod(shape)
+        if self._left < 0:
             raise ModelError(f"the model's configuration needs a tensor of shape {list(shape)}; its files hold less")
         return torch.empty(shape, device=self.device, dtype=dtype)
 
@@ -85,8 +93,8 @@ class Norm:
     Normalised values are multiplied by `weight`, float32 [width]. Each of `groups` equal parts is normalised
     separately."""
 
-    def __init__(self, width: int, epsilon: float, room: Room, groups: int = 1) -> None:
-        self.weight = room.floats(width)
+    def __init__(self, name: str, width: int, epsilon: float, room: Room, groups: int = 1) -> None:
+        self.weight = room.floats(f"{name}.weight", width)
         self._epsilon = epsilon
         self._groups = groups
 
@@ -151,3 +159,25 @@ class Step:
             cos, sin = (part * rope.magnitude for part in (angles.cos(), angles.sin()))
             self._rotations[rope] = cos.to(self._dtype), sin.to(self._dtype)
         return self._rotations[rope]
+
+
+def recur(
+    step: Step,
+    layer: int,
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    scan: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    found: torch.Tensor,
+) -> None:
+    """Computes the convolution and the recurrence of a recurrent layer, and stores the states after them. `inputs` are
+    those of the convolution, [tokens, channels].
+
+    `scan(convolved, tokens, state)` is called for rows of equal length. It returns their outputs, which are copied to
+    `found`, [tokens, ...], and the state after them. `convolved` is the convolution's output after SiLU, [rows, length,
+    channels]; `tokens`, int64 [rows, length], are the tokens' indices; `state` is float32."""
+    convolution, state = step.memory.read(layer)
+    for piece in step.memory.pieces:
+        out, convolution[piece.rows] = convolve(inputs[piece.tokens], convolution[piece.rows], weight, bias)
+        found[piece.tokens], state[piece.rows] = scan(functional.silu(out), piece.tokens, state[piece.rows].float())
+    step.memory.write(layer, convolution, state)

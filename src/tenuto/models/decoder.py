@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 from torch.nn import functional
@@ -13,7 +12,7 @@ from torch.nn import functional
 from tenuto.base.errors import ModelError
 from tenuto.kernels.linear import linear
 from tenuto.models.attention import AttentionBlock
-from tenuto.models.block import Norm, Places, Room, Step, StepMemory
+from tenuto.models.block import Norm, Room, Step, StepMemory
 from tenuto.models.config import Attention, Experts, GatedDelta, Layer, Mamba, Mamba2, Mixer, Mlp, ModelConfig
 from tenuto.models.experts import ExpertsBlock
 from tenuto.models.gated_delta import GatedDeltaBlock
@@ -26,61 +25,45 @@ from tenuto.models.weights import StoredWeight, without_place, wrong_shape
 _SPARE = 2**20
 
 
-class MixerBlock(Protocol):
-    """A mixer with its weights; `prefix` begins their names within the layer."""
-
-    prefix: str
-
-    def places(self) -> Places:
-        """Returns the destinations of the weights; see `Places`."""
-        ...
-
-    def __call__(self, x: torch.Tensor, layer: int, step: Step) -> torch.Tensor:
-        """Returns the output, [tokens, hidden], of the model's mixer number `layer` for `x`, [tokens, hidden]."""
-        ...
+MixerBlock = Callable[[torch.Tensor, int, Step], torch.Tensor]
+"""`block(x, layer, step)` returns the output, [tokens, hidden], of the model's mixer number `layer` for `x`, [tokens,
+hidden]."""
 
 
-def _mixer(shape: Mixer, hidden: int, epsilon: float, room: Room) -> MixerBlock:
+def _mixer(shape: Mixer, hidden: int, epsilon: float, name: str, room: Room) -> MixerBlock:
     match shape:
         case Attention():
-            return AttentionBlock(shape, hidden, epsilon, room)
+            return AttentionBlock(shape, hidden, epsilon, name, room)
         case Mamba():
-            return MambaBlock(shape, hidden, room)
+            return MambaBlock(shape, hidden, name, room)
         case Mamba2():
-            return Mamba2Block(shape, hidden, epsilon, room)
+            return Mamba2Block(shape, hidden, epsilon, name, room)
         case GatedDelta():
-            return GatedDeltaBlock(shape, hidden, epsilon, room)
+            return GatedDeltaBlock(shape, hidden, epsilon, name, room)
 
 
-def _feed_forward(shape: Mlp | Experts, hidden: int, room: Room) -> MlpBlock | ExpertsBlock:
+def _feed_forward(shape: Mlp | Experts, hidden: int, name: str, room: Room) -> MlpBlock | ExpertsBlock:
     match shape:
         case Mlp():
-            return MlpBlock(shape, hidden, room)
+            return MlpBlock(shape, hidden, f"{name}mlp.", room)
         case Experts():
-            return ExpertsBlock(shape, hidden, room)
+            return ExpertsBlock(shape, hidden, f"{name}mlp.", room)
 
 
 class _LayerBlock:
     """One layer. `first` is the number of its first mixer in the model."""
 
-    def __init__(self, layer: Layer, first: int, config: ModelConfig, room: Room) -> None:
+    def __init__(self, layer: Layer, first: int, config: ModelConfig, name: str, room: Room) -> None:
+        """The names of its weights begin with `name`."""
         hidden, epsilon = config.hidden, config.norm_eps
         self._first = first
         self._scale = config.residual_scale
-        self._mixers = [_mixer(mixer, hidden, epsilon, room) for mixer in layer.mixers]
-        self._feed_forward = _feed_forward(layer.feed_forward, hidden, room) if layer.feed_forward else None
-        names = ["input_layernorm"] * bool(self._mixers) + ["post_attention_layernorm"] * bool(layer.feed_forward)
+        self._mixers = [_mixer(mixer, hidden, epsilon, name, room) for mixer in layer.mixers]
+        self._feed_forward = _feed_forward(layer.feed_forward, hidden, name, room) if layer.feed_forward else None
+        norms = ["input_layernorm"] * bool(self._mixers) + ["post_attention_layernorm"] * bool(layer.feed_forward)
         if layer.post_norms:
-            names += ["mixer_post_norm", "mlp_post_norm"]
-        self._norms = {name: Norm(hidden, epsilon, room) for name in names}
-
-    def places(self) -> Places:
-        """Returns the destinations of the weights; see `Places`."""
-        parts = {f"{name}.weight": norm.weight for name, norm in self._norms.items()}
-        for block in (*self._mixers, self._feed_forward):
-            if block is not None:
-                parts |= {block.prefix + name: place for name, place in block.places().items()}
-        return parts
+            norms += ["mixer_post_norm", "mlp_post_norm"]
+        self._norms = {norm: Norm(name + norm, hidden, epsilon, room) for norm in norms}
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """`x` and the result are [tokens, hidden]."""
@@ -116,30 +99,16 @@ class Decoder:
         stored = dict(weights)
         held = sum(math.prod(weight.shape) for weight in stored.values())
         room = Room(device, dtype, 2 * held + _SPARE)  # spare, so that a slightly wrong shape is reported by name
-        self._embedding = room.matrix(config.vocab, config.hidden)
-        self._head = self._embedding if config.tied else room.matrix(config.vocab, config.hidden)
-        self._norm = Norm(config.hidden, config.norm_eps, room)
+        size = config.vocab, config.hidden
+        self._embedding = room.matrix("model.embed_tokens.weight", *size)
+        self._head = self._embedding if config.tied else room.matrix("lm_head.weight", *size)
+        self._norm = Norm("model.norm", config.hidden, config.norm_eps, room)
         firsts = accumulate((len(layer.mixers) for layer in config.layers), initial=0)
         self._layers = [
-            _LayerBlock(layer, first, config, room) for layer, first in zip(config.layers, firsts, strict=False)
+            _LayerBlock(layer, first, config, f"model.layers.{i}.", room)
+            for i, (layer, first) in enumerate(zip(config.layers, firsts, strict=False))
         ]
-        self._fill(stored)
-
-    def _fill(self, weights: Mapping[str, StoredWeight]) -> None:
-        places = {"model.embed_tokens.weight": self._embedding, "model.norm.weight": self._norm.weight}
-        if not self.config.tied:
-            places["lm_head.weight"] = self._head
-        for i, layer in enumerate(self._layers):
-            places |= {f"model.layers.{i}.{name}": place for name, place in layer.places().items()}
-        for name, weight in weights.items():
-            place = places.pop(name, None)
-            if place is None:
-                raise without_place(name)
-            if place.shape != weight.shape:
-                raise wrong_shape(name, weight.shape, place.shape)
-            place.copy_(tensor_of(weight))
-        if places:
-            raise ModelError(f"the model's files lack {len(places)} tensors, among them {min(places)!r}")
+        _fill(room.places, stored)
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, outputs: torch.Tensor, memory: StepMemory
@@ -152,13 +121,24 @@ class Decoder:
         """
         c, step = self.config, Step(memory, positions, self.dtype)
         x = functional.embedding(tokens, self._embedding)
-        if c.embedding_scale != 1:
-            x = x * torch.tensor(
-                c.embedding_scale, dtype=self.dtype
-            )  # the factor is rounded first, like in the reference
+        if c.embedding_scale != 1:  # the factor is rounded first, like in the reference
+            x = x * torch.tensor(c.embedding_scale, dtype=self.dtype)
         for layer in self._layers:
             x = layer(x, step)
         logits = linear(self._norm(x.index_select(0, outputs)), self._head).float()
         if c.logit_scale != 1:
             logits *= c.logit_scale
         return (logits / c.logit_cap).tanh_().mul_(c.logit_cap) if c.logit_cap else logits
+
+
+def _fill(places: dict[str, torch.Tensor], weights: Mapping[str, StoredWeight]) -> None:
+    """Copies all weights to their places, which it takes out of `places`."""
+    for name, weight in weights.items():
+        place = places.pop(name, None)
+        if place is None:
+            raise without_place(name)
+        if place.shape != weight.shape:
+            raise wrong_shape(name, weight.shape, place.shape)
+        place.copy_(tensor_of(weight))
+    if places:
+        raise ModelError(f"the model's files lack {len(places)} tensors, among them {min(places)!r}")

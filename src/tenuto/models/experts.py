@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tenuto.kernels.linear import linear
-from tenuto.models.block import UNGATED, Places, Room, activate, scaled
+from tenuto.models.block import UNGATED, Room, activate, scaled
 from tenuto.models.config import Experts, Mlp
 from tenuto.models.mlp import MlpBlock
 
@@ -16,44 +16,30 @@ class ExpertsBlock:
     `_inner` is [experts, parts * width, hidden], where the parts are gate (unless ungated) and up projection; `_down`
     is [experts, hidden, width]. `_biases` are those of the router, `_inner` and `_down`."""
 
-    prefix = "mlp."
+    def __init__(self, shape: Experts, hidden: int, name: str, room: Room) -> None:
+        """The names of its weights begin with `name`."""
+        s = self._shape = shape
+        parts = ["up_proj"] if s.activation in UNGATED else ["gate_proj", "up_proj"]
+        inner, down = dict.fromkeys(parts, s.width), {"down_proj": hidden}
+        self._router = room.matrix(f"{name}gate.weight", s.count, hidden)
+        self._correction = room.floats(f"{name}gate.correction", s.count) if s.sigmoid else None
 
-    def __init__(self, shape: Experts, hidden: int, room: Room) -> None:
-        self._shape = shape
-        self._parts = ["up_proj"] if shape.activation in UNGATED else ["gate_proj", "up_proj"]
-        width = len(self._parts) * shape.width
-        self._router = room.matrix(shape.count, hidden)
-        self._correction = room.floats(shape.count) if shape.sigmoid else None
+        def of_all(kind: str, outputs: dict[str, int], *inputs: int) -> torch.Tensor:
+            """Returns the tensor of all experts' weights, [experts, sum of outputs, inputs]."""
+            names = {f"{name}experts.{i}.{part}.{kind}": n for i in range(s.count) for part, n in outputs.items()}
+            return room.stacked(names, *inputs).view(s.count, -1, *inputs)
+
         self._biases = (
-            (room.matrix(shape.count), room.matrix(shape.count, width), room.matrix(shape.count, hidden))
-            if shape.biased
+            (room.matrix(f"{name}gate.bias", s.count), of_all("bias", inner), of_all("bias", down))
+            if s.biased
             else None
         )
-        self._inner = room.matrix(shape.count, width, hidden)
-        self._down = room.matrix(shape.count, hidden, shape.width)
-        self._shared = MlpBlock(Mlp(shape.shared, shape.activation), hidden, room) if shape.shared else None
-        self._shared_gate = room.matrix(1, hidden) if shape.shared and shape.shared_gate else None
-
-    def places(self) -> Places:
-        """Returns the destinations of the weights; see `Places`."""
-        parts = {"gate.weight": self._router} | self._expert_places("weight", self._inner, self._down)
-        if self._correction is not None:
-            parts["gate.correction"] = self._correction
-        if self._biases is not None:
-            parts |= {"gate.bias": self._biases[0]} | self._expert_places("bias", *self._biases[1:])
-        if self._shared is not None:
-            parts |= {f"shared_expert.{name}": place for name, place in self._shared.places().items()}
-        if self._shared_gate is not None:
-            parts["shared_expert_gate.weight"] = self._shared_gate
-        return parts
-
-    def _expert_places(self, kind: str, inner: torch.Tensor, down: torch.Tensor) -> dict[str, torch.Tensor]:
-        found = {}
-        for i, (whole, last) in enumerate(zip(inner, down, strict=True)):
-            for name, part in zip(self._parts, whole.chunk(len(self._parts)), strict=True):
-                found[f"experts.{i}.{name}.{kind}"] = part
-            found[f"experts.{i}.down_proj.{kind}"] = last
-        return found
+        self._inner = of_all("weight", inner, hidden)
+        self._down = of_all("weight", down, s.width)
+        shared = Mlp(s.shared, s.activation) if s.shared else None
+        self._shared = MlpBlock(shared, hidden, f"{name}shared_expert.", room) if shared else None
+        gate = f"{name}shared_expert_gate.weight"
+        self._shared_gate = room.matrix(gate, 1, hidden) if shared and s.shared_gate else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`x` and the result are [tokens, hidden]."""

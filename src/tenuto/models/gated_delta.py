@@ -6,9 +6,8 @@ import torch
 from torch.nn import functional
 
 from tenuto.kernels.linear import linear
-from tenuto.kernels.recurrent import convolve
 from tenuto.kernels.scans import gated_delta_scan
-from tenuto.models.block import Norm, Places, Room, Step
+from tenuto.models.block import Norm, Room, Step, recur
 from tenuto.models.config import GatedDelta
 
 _LEAST_SQUARE = 1e-6
@@ -22,32 +21,20 @@ class GatedDeltaBlock:
     output gates of the value heads it serves; a block of `_ba` holds their write strengths and decays.
     """
 
-    prefix = "linear_attn."
-
-    def __init__(self, shape: GatedDelta, hidden: int, epsilon: float, room: Room) -> None:
-        s = self._shape = shape
+    def __init__(self, shape: GatedDelta, hidden: int, epsilon: float, name: str, room: Room) -> None:
+        """The names of its weights begin with `name`."""
+        s, part = shape, f"{name}linear_attn."
+        self._shape = s
         self._scan = gated_delta_scan(room.device, room.dtype)
         self._served = s.value_heads // s.key_heads
         self._values = s.value_heads * s.value_dim
-        self._qkvz = room.matrix(2 * (s.key_heads * s.key_dim + self._values), hidden)
-        self._ba = room.matrix(2 * s.value_heads, hidden)
-        self._conv = room.matrix(s.convolved, 1, s.kernel)
-        self._log_rates = room.floats(s.value_heads)
-        self._decay_bias = room.floats(s.value_heads)
-        self._norm = Norm(s.value_dim, epsilon, room)
-        self._out = room.matrix(hidden, self._values)
-
-    def places(self) -> Places:
-        """Returns the destinations of the weights; see `Places`."""
-        return {
-            "in_proj_qkvz.weight": self._qkvz,
-            "in_proj_ba.weight": self._ba,
-            "conv1d.weight": self._conv,
-            "A_log": self._log_rates,
-            "dt_bias": self._decay_bias,
-            "norm.weight": self._norm.weight,
-            "out_proj.weight": self._out,
-        }
+        self._qkvz = room.matrix(f"{part}in_proj_qkvz.weight", 2 * (s.key_heads * s.key_dim + self._values), hidden)
+        self._ba = room.matrix(f"{part}in_proj_ba.weight", 2 * s.value_heads, hidden)
+        self._conv = room.matrix(f"{part}conv1d.weight", s.convolved, 1, s.kernel)
+        self._log_rates = room.floats(f"{part}A_log", s.value_heads)
+        self._decay_bias = room.floats(f"{part}dt_bias", s.value_heads)
+        self._norm = Norm(f"{part}norm", s.value_dim, epsilon, room)
+        self._out = room.matrix(f"{part}out_proj.weight", hidden, self._values)
 
     def __call__(self, x: torch.Tensor, layer: int, step: Step) -> torch.Tensor:
         """`x` and the result are [tokens, hidden]."""
@@ -59,15 +46,14 @@ class GatedDeltaBlock:
         strengths = linear(x, self._ba).view(len(x), s.key_heads, 2, -1).float()
         beta, decay = strengths[:, :, 0].flatten(1).sigmoid(), strengths[:, :, 1].flatten(1)
         decay = -self._log_rates.exp() * functional.softplus(decay + self._decay_bias)
-        convolution, state = step.memory.read(layer)
         found = torch.empty(len(x), s.value_heads, s.value_dim, device=x.device)
-        for piece in step.memory.pieces:
-            out, convolution[piece.rows] = convolve(inputs[piece.tokens], convolution[piece.rows], self._conv, None)
-            q, k, v = self._heads(functional.silu(out).float())
-            found[piece.tokens], state[piece.rows] = self._scan(
-                q, k, v, decay[piece.tokens], beta[piece.tokens], state[piece.rows].float()
-            )
-        step.memory.write(layer, convolution, state)
+
+        def scan(
+            convolved: torch.Tensor, tokens: torch.Tensor, state: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            return self._scan(*self._heads(convolved.float()), decay[tokens], beta[tokens], state)
+
+        recur(step, layer, inputs, self._conv, None, scan, found)
         gated = self._norm(found) * functional.silu(z.reshape(found.shape).float())
         return linear(gated.flatten(1).to(x.dtype), self._out)
 
