@@ -39,7 +39,7 @@ from tenuto.sched.settle import Settler
 from tenuto.sched.shares import Shares
 from tenuto.sched.suspects import Suspects
 from tenuto.session.changes import Change
-from tenuto.session.prefixes import PrefixIndex
+from tenuto.session.prefixes import NEVER_FULL, PrefixIndex
 from tenuto.session.registry import Registry
 from tenuto.session.turn import Turn
 from tenuto.text.masks import Masks, MasksAtOnce
@@ -90,7 +90,7 @@ class Engine:
         self._queue = WaitingQueue(config.aging_seconds)
         shares = Shares(dict(config.tenant_weights))
         self.batch = Batch(self.memory, shares, eos_ids, config.aging_seconds)
-        self.prefixes = PrefixIndex(self.memory.page_size)
+        self.prefixes = PrefixIndex(self.memory.page_size if config.prefix_cache else NEVER_FULL)
         self.idle_memory = parking_of(
             config, self.memory, executor, disk, carrier or CopyThreads(), clock.now, identity
         )
@@ -99,7 +99,7 @@ class Engine:
         self._lifecycle = Lifecycle(
             self.memory,
             self.registry,
-            self.prefixes if config.prefix_cache else None,
+            self.prefixes,
             self.idle_memory,
             self._queue,
             self.batch,

@@ -11,7 +11,7 @@ from tenuto.base.views import SessionState
 from tenuto.engine.counts import Counts
 from tenuto.engine.news import News
 from tenuto.engine.parking import Parking
-from tenuto.engine.sharing import Found, NoSharing, PrefixSharing, Sharing
+from tenuto.engine.sharing import Found, Sharing
 from tenuto.engine.timers import Timers
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Lease
@@ -32,7 +32,7 @@ class Lifecycle:
         self,
         memory: Memory,
         sessions: Registry,
-        prefixes: PrefixIndex | None,
+        prefixes: PrefixIndex,
         idle_memory: Parking,
         queue: WaitingQueue,
         batch: Batch,
@@ -41,7 +41,6 @@ class Lifecycle:
         counts: Counts,
         news: News,
     ) -> None:
-        """`prefixes`: if `None`, no turn begins with another session's memory."""
         self._sessions = sessions
         self._idle_memory = idle_memory
         self._queue = queue
@@ -51,9 +50,7 @@ class Lifecycle:
         self._news = news
         self.timers = Timers(sessions, draft_timeout)
         self.pressure = Pressure(memory, batch, self.preempt, self.pause, self.drop)
-        self.sharing: PrefixSharing = NoSharing()
-        if prefixes is not None:
-            self.sharing = Sharing(memory, prefixes, sessions, batch, self.pressure, queue.aging_seconds, counts)
+        self.sharing = Sharing(memory, prefixes, sessions, batch, self.pressure, queue.aging_seconds, counts)
 
     def now(self) -> float:
         """Returns the time of the engine's clock, in seconds."""
@@ -355,7 +352,7 @@ class Lifecycle:
         self._news.ended.append(turn)
         self._sessions.note_length(session)
         committed = turn.result is not None and turn.result.committed
-        self.sharing.note_history(session, turn.prompt_length if committed else len(session.history))
+        self.sharing.index.changed(session, turn.prompt_length if committed else len(session.history))
         if turn.result is not None:
             self._counts.add(turn.result.usage)
         if session.state is SessionState.CLOSING or session.policy.ephemeral:
@@ -368,7 +365,7 @@ class Lifecycle:
         """Closes and removes a session without an open turn. Its memory stays for other turns to share, unless another
         session covers it."""
         self._index(session)
-        self._sessions.close(session, keep=self.sharing.keep(session))
+        self._sessions.close(session, keep=self.sharing.index.keep(session))
         self.note_memory(session)
         self._counts.note("close")
         self.note("close", session, kept=len(session.history))

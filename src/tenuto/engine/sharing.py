@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
-from tenuto.base.errors import InvariantError
 from tenuto.base.views import SessionState
 from tenuto.engine.counts import Counts
 from tenuto.memory.memory import Memory
@@ -42,85 +40,8 @@ class Wait:
     goal: int
 
 
-class PrefixSharing(Protocol):
-    """Lets turns begin with other sequences' memory of the same tokens. See `Sharing`."""
-
-    def share(self, turn: Turn) -> None:
-        """Lets a waiting turn that holds no memory begin with another sequence's memory, if that covers at least a page
-        more of its tokens than its session's memory does."""
-
-    def begin_with(self, turn: Turn, found: Found) -> None:
-        """Replaces the memory of the turn's session, which has no turn in memory, by the memory that was found."""
-
-    def no_room(self, turn: Turn) -> None:
-        """Records that the turn does not fit beside its session's memory, and begins from nothing."""
-
-    def started(self, turn: Turn) -> None:
-        """Records that the turn has got a row. It may wait there, and other turns may wait for it."""
-
-    def waits(self, turn: Turn) -> bool:
-        """Whether the turn waits in its row for another turn."""
-
-    def counted(self, turn: Turn) -> None:
-        """Counts the outcome of the turn's lookup, when it begins to compute for the first time."""
-
-    def left(self, turn: Turn) -> None:
-        """Records that the turn is about to leave its row. Turns that wait for it continue at the next step."""
-
-    def ready(self) -> Iterable[tuple[Turn, Found | None]]:
-        """Yields turns that need not wait any longer, each with the memory it begins with now, or `None` to continue
-        unchanged."""
-
-    def note_history(self, session: Session, kept: int) -> None:
-        """Removes the session's index entries past its first `kept` tokens, after later tokens have changed."""
-
-    def note_memory(self, session: Session) -> list[Session]:
-        """Updates the index after the memory of the session, open or closed, has changed. Returns the kept closed
-        sessions that it covers from now on."""
-
-    def keep(self, session: Session) -> bool:
-        """Keeps a session that is about to be closed; returns False if its memory would not help other turns."""
-
-
-class NoSharing:
-    """A `PrefixSharing` that shares nothing: memory is not indexed, and not kept after its session closes."""
-
-    def share(self, turn: Turn) -> None:
-        """Does nothing: the turn begins with its own session's memory."""
-
-    def begin_with(self, turn: Turn, found: Found) -> None:
-        raise InvariantError(f"{turn.name} was offered {found.position} tokens, but nothing is shared")
-
-    def no_room(self, turn: Turn) -> None:
-        """Does nothing: the turn does not look for another session's memory."""
-
-    def started(self, turn: Turn) -> None:
-        """Does nothing: the turn waits for no other turn."""
-
-    def waits(self, turn: Turn) -> bool:
-        return False
-
-    def counted(self, turn: Turn) -> None:
-        """Does nothing: there was no lookup."""
-
-    def left(self, turn: Turn) -> None:
-        """Does nothing: no other turn waits for this one."""
-
-    def ready(self) -> tuple[()]:
-        return ()
-
-    def note_history(self, session: Session, kept: int) -> None:
-        """Does nothing: sessions are not indexed."""
-
-    def note_memory(self, session: Session) -> list[Session]:
-        return []
-
-    def keep(self, session: Session) -> bool:
-        return False
-
-
 class Sharing:
-    """Finds the memory that turns begin with.
+    """Lets turns begin with other sequences' memory of the same tokens, found in `index`.
 
     A turn that gets a row, while an earlier turn of no lower priority (its provider) computes their common prefix,
     waits in its row for the prefix. It goes on as soon as the prefix is settled or the provider leaves its row. So a
@@ -142,7 +63,7 @@ class Sharing:
         counts: Counts,
     ) -> None:
         self._memory = memory
-        self._index = index
+        self.index = index
         self._sessions = sessions
         self._batch = batch
         self._pressure = pressure
@@ -154,6 +75,8 @@ class Sharing:
     # -- before a turn has a row
 
     def share(self, turn: Turn) -> None:
+        """Lets a waiting turn that holds no memory begin with another sequence's memory, if that covers at least a page
+        more of its tokens than its session's memory does."""
         if turn.session.memory.turn is not None:
             return
         if turn.looked in HITS:  # the turn has lost the memory it found
@@ -164,13 +87,13 @@ class Sharing:
 
     def _find(self, turn: Turn) -> Found | None:
         have, cause = continues_from(turn), self._cannot_share(turn)
-        least = have + self._memory.page_size
+        least = have + self.index.page_size
         if turn.drafting or turn.resume_position < least:
             return None
         if cause:
             turn.looked = cause
             return None
-        best = self._best(turn, have) if turn.sought != self._index.version or self._running.has_alike(turn) else None
+        best = self._best(turn, have) if turn.sought != self.index.version or self._running.has_alike(turn) else None
         if best is not None and best.position >= least:
             return best
         if turn.looked not in HITS and (best is not None or not turn.looked):
@@ -181,14 +104,14 @@ class Sharing:
         """Returns the memory with a common prefix at least a page longer than the `have` tokens of the turn's session;
         among several, the one with the highest position to begin at. That position may be 0, without a checkpoint."""
         tokens, best = turn.tokens(0, turn.resume_position), None
-        if turn.sought != self._index.version:
-            turn.sought = self._index.version
-            owner = self._index.find(turn.session, tokens, have)
+        if turn.sought != self.index.version:
+            turn.sought = self.index.version
+            owner = self.index.find(turn.session, tokens, have)
             if owner is not None:
                 best = Found(owner[0], owner[0].memory.resumable(owner[1]), running=False)
         for other, common in self._running.alike(turn, tokens):
             memory = other.session.memory.turn
-            if memory is not None and min(common, memory.computed) >= have + self._memory.page_size:
+            if memory is not None and min(common, memory.computed) >= have + self.index.page_size:
                 position = memory.shareable(common)
                 if best is None or position > best.position:
                     best = Found(other.session, position, running=True)
@@ -204,6 +127,7 @@ class Sharing:
         return "own checkpoint" if turn.session.memory.computed and self._memory.needs_checkpoints else ""
 
     def begin_with(self, turn: Turn, found: Found) -> None:
+        """Replaces the memory of the turn's session, which has no turn in memory, by the memory that was found."""
         session, owner = turn.session, found.session
         more = found.position - session.memory.computed
         session.memory.drop()
@@ -219,28 +143,25 @@ class Sharing:
         self._pressure.note(session)
 
     def no_room(self, turn: Turn) -> None:
-        turn.looked = NO_ROOM
-
-    # -- what can be found
-
-    def note_history(self, session: Session, kept: int) -> None:
-        self._index.changed(session, kept)
+        """Records that the turn does not fit beside its session's memory, and begins from nothing."""
+        if turn.resume_position >= self.index.page_size:
+            turn.looked = NO_ROOM
 
     def note_memory(self, session: Session) -> list[Session]:
+        """Updates the index after the memory of the session, open or closed, has changed. Returns the kept closed
+        sessions that it covers from now on."""
         if session.state is SessionState.CLOSED and not session.memory.computed:
-            self._index.forget(session)
+            self.index.forget(session)
             return []
         if session.turn is None:
-            self._index.changed(session, len(session.history))
-        return self._index.enter(session)
-
-    def keep(self, session: Session) -> bool:
-        return self._index.keep(session)
+            self.index.changed(session, len(session.history))
+        return self.index.enter(session)
 
     # -- while it has a row
 
     def started(self, turn: Turn) -> None:
-        if turn.drafting:
+        """Records that the turn has got a row. It may wait there, and other turns may wait for it."""
+        if turn.drafting or turn.resume_position < self.index.page_size:
             return
         self._running.add(turn)
         wait = self._worth_waiting(turn)
@@ -251,13 +172,16 @@ class Sharing:
                 self._batch.mark_at(wait.provider, wait.goal)
 
     def waits(self, turn: Turn) -> bool:
+        """Whether the turn waits in its row for another turn."""
         return turn in self._waits
 
     def counted(self, turn: Turn) -> None:
+        """Counts the outcome of the turn's lookup, when it begins to compute for the first time."""
         if turn.looked:
             self._counts.prefix_lookups[turn.looked] += 1
 
     def left(self, turn: Turn) -> None:
+        """Records that the turn is about to leave its row. Turns that wait for it continue at the next step."""
         self._running.remove(turn)
         if self._waits.pop(turn, None) is not None:
             self._batch.held.discard(self._batch.row_of(turn))
@@ -267,6 +191,8 @@ class Sharing:
                 self._batch.held.discard(self._batch.row_of(other))
 
     def ready(self) -> Iterator[tuple[Turn, Found | None]]:
+        """Yields turns that need not wait any longer, each with the memory it begins with now, or `None` to continue
+        unchanged."""
         for turn, wait in list(self._waits.items()):
             theirs = wait.provider.session.memory.turn
             if wait.goal and theirs is not None and theirs.computed < wait.goal:
@@ -284,8 +210,7 @@ class Sharing:
     def _worth_waiting(self, turn: Turn) -> Wait | None:
         """Returns the wait for the turn that computes the longest common prefix, among turns that yield later; `None`
         if waiting would save less than a page."""
-        have = continues_from(turn)
-        least = have + self._memory.page_size
+        least = continues_from(turn) + self.index.page_size
         if turn.resume_position < least or self._cannot_share(turn) or self._has_begun(turn):
             return None
         tokens = turn.tokens(0, turn.resume_position)

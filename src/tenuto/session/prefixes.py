@@ -6,9 +6,12 @@ from array import array
 from collections.abc import Iterator
 from itertools import islice
 
+from tenuto.base.checks import MAX_COUNT
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 
+NEVER_FULL = MAX_COUNT + 1
+"""A page size with which an index stays empty: no sequence has as many tokens."""
 MAX_COMPARED = 8
 """The most sessions found by one page whose tokens are compared."""
 
