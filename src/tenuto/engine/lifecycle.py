@@ -15,7 +15,7 @@ from tenuto.engine.sharing import Found, Sharing
 from tenuto.engine.timers import Timers
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Lease
-from tenuto.sched.batch import Batch, continues_from, is_computed, start_target
+from tenuto.sched.batch import Batch, continues_from, is_computed
 from tenuto.sched.pressure import Pressure
 from tenuto.sched.queue import WaitingQueue
 from tenuto.session.changes import Change, ChangeKind
@@ -123,7 +123,7 @@ class Lifecycle:
 
     def _note_recomputed(self, turn: Turn) -> None:
         """Counts the tokens of the history that a starting turn has to compute again, by reason."""
-        memory, wanted = turn.session.memory, min(start_target(turn), max(0, turn.base_length - 1))
+        memory, wanted = turn.session.memory, min(turn.resume_position, max(0, turn.base_length - 1))
         if (missing := wanted - continues_from(turn)) > 0:
             self._counts.recomputed["no checkpoint" if memory.computed >= wanted else memory.lost] += missing
 

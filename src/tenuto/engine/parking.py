@@ -25,7 +25,7 @@ from tenuto.memory.tiers.parked import Parked
 from tenuto.memory.tiers.snapshots import SavedMemory, Snapshot
 from tenuto.memory.tiers.tiers import Tiers
 from tenuto.memory.tiers.unit_files import Disk, UnitFiles
-from tenuto.sched.batch import is_computed, start_target
+from tenuto.sched.batch import is_computed
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 
@@ -234,8 +234,8 @@ class Parking:
         session, parked = turn.session, self._sessions.get(turn.session)
         if parked is None or session.memory.turn is not None:
             return 0
-        position = self._resumable(parked, start_target(turn))
-        if position < session.memory.resumable(start_target(turn)) + self._memory.page_size:
+        position = self._resumable(parked, turn.resume_position)
+        if position < session.memory.resumable(turn.resume_position) + self._memory.page_size:
             return 0
         tier = "disk" if parked.on_disk else "host"
         if not parked.trial and not self.tiers.rates.worth(tier, parked.size, position):

@@ -10,7 +10,7 @@ import numpy as np
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import HolderKind, Lease
 from tenuto.memory.rows import Longs
-from tenuto.sched.batch import Batch, is_computed, start_target
+from tenuto.sched.batch import Batch, is_computed
 from tenuto.sched.pressure import Pressure
 from tenuto.sched.queue import WaitingQueue
 from tenuto.session.turn import Turn
@@ -214,5 +214,5 @@ class Admission:
             return np.zeros(len(self._memory.pools), np.int64)
         end = min(turn.length, max(1, turn.last_position))
         restored = self._restoring.plan(turn)
-        need = turn.session.memory.need(start_target(turn), end, generates=turn.generating, restored=restored)
+        need = turn.session.memory.need(turn.resume_position, end, generates=turn.generating, restored=restored)
         return need + self._restoring.units(turn, alone=alone) if restored else need

@@ -112,7 +112,7 @@ class Batch:
         """Gives the turn a row and its reserved `slots`, one lease per group; it continues where its memory ends."""
         memory = turn.session.memory.turn
         if memory is None:
-            memory = turn.session.memory.begin(turn.name, start_target(turn), slots)
+            memory = turn.session.memory.begin(turn.name, turn.resume_position, slots)
         elif slots:
             memory.add_slots(slots)
         row = self.rows.take()
@@ -248,7 +248,7 @@ def row_sampling(turn: Turn, stops: tuple[int, ...]) -> RowSampling:
 def continues_from(turn: Turn) -> int:
     """Returns the position from which the turn would compute next. Changes nothing."""
     memory = turn.session.memory
-    return memory.turn.scheduled if memory.turn is not None else memory.resumable(start_target(turn))
+    return memory.turn.scheduled if memory.turn is not None else memory.resumable(turn.resume_position)
 
 
 def is_computed(turn: Turn) -> bool:
@@ -256,8 +256,3 @@ def is_computed(turn: Turn) -> bool:
     memory = turn.session.memory.turn
     settled = memory is None or memory.unsettled is None
     return not turn.generates and settled and continues_from(turn) >= turn.last_position
-
-
-def start_target(turn: Turn) -> int:
-    """Returns the highest position at which a turn may start: that of its last prompt token."""
-    return turn.resume_position
