@@ -131,10 +131,10 @@ def test_a_session_is_exported_without_state_of_other_content(tmp_path: Path) ->
     stage = make(tmp_path)
     told(stage, "a", "b")
     exchange(tmp_path)
-    lent = stage.engine.sessions.state("a")
+    lent = stage.engine.states.of("a")
     assert isinstance(lent, LentUnits)
     state = lent.read()
-    stage.engine.sessions.take_back(lent)
+    stage.engine.states.take_back(lent)
     assert (state.position, parking(stage).tiers.failures) == (0, {"content": 1})
     stage.engine.audit()
 

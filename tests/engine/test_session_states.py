@@ -25,21 +25,21 @@ MODEL, WEIGHTS = "a model", "weights"
 
 def exported(stage: Stage, name: str, path: Path) -> Path:
     document = stage.engine.registry.get(name).saved().document().signed(MODEL)
-    state = stage.engine.sessions.state(name)
+    state = stage.engine.states.of(name)
     if isinstance(state, LentUnits):
         lent, state = state, state.read()
-        stage.engine.sessions.take_back(lent)
-    write_state_file(path, document, WEIGHTS, PAGE, stage.engine.sessions.unit_bytes, state)
+        stage.engine.states.take_back(lent)
+    write_state_file(path, document, WEIGHTS, PAGE, stage.engine.states.unit_bytes, state)
     return path
 
 
 def imported(stage: Stage, path: Path, name: str = "s") -> None:
     with closing(StateFile(path)) as file:
         file.check(MODEL, WEIGHTS)
-        stage.engine.sessions.check_state(file)
+        stage.engine.states.check(file)
         file.verify()
         stage.engine.sessions.restore(SavedSession.of(file.document, name, file.document.policy()))
-        stage.engine.sessions.put_state(name, file)
+        stage.engine.states.put(name, file)
     stage.engine.audit()
 
 
@@ -151,7 +151,7 @@ def test_copies_that_fail_cost_only_time(tmp_path: Path) -> None:
     assert goes_on(there, "s", 7) == 0
     here.executor._copy_fails = lambda: True
     with pytest.raises(InvalidRequest, match="cannot be copied"):
-        here.engine.sessions.state("s")
+        here.engine.states.of("s")
 
 
 def test_a_group_that_refuses_to_lease_free_units_breaks_an_invariant(
@@ -169,7 +169,7 @@ def test_a_session_with_an_open_turn_is_refused() -> None:
     stage.say("s", [1], 50)
     stage.step()
     with pytest.raises(SessionBusy, match="export the state"):
-        stage.engine.sessions.state("s")
+        stage.engine.states.of("s")
 
 
 def told(mix: Any) -> Stage:
@@ -223,7 +223,7 @@ def test_state_of_other_weights_or_another_layout_is_refused(file: Path, tmp_pat
             opened.check("another", WEIGHTS)
         with pytest.raises(InvalidRequest, match="other weights"):
             opened.check(MODEL, "others")
-    units = stage.engine.sessions.unit_bytes
+    units = stage.engine.states.unit_bytes
     for page_size, sizes, changed, complaint in (
         (8, units, state, "pages of 8 tokens"),
         (PAGE, units[:1], CopiedState(55, state.groups[:1]), "units of"),

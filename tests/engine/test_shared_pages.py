@@ -102,11 +102,11 @@ def test_a_turn_that_lost_its_row_still_finds_its_source_after_the_other_rewinds
     stage = Stage(mix, page_size=8, token_budget=24, prefix_cache=True)
     first, second = begin_with_a_running_turn(stage, count_from(1, 20), lost=False)
     stage.engine.pressure.preempt(second)
-    stage.engine._queue.remove(second)  # under pressure it waits until there is room again
+    stage.engine.core.queue.remove(second)  # under pressure it waits until there is room again
     stage.until(lambda: first.state.ended)
     stage.engine.sessions.rewind("first", position=18)
     say_right(stage, "first", [900, 901, 902, 903], 1)
-    stage.engine._queue.push(second)
+    stage.engine.core.queue.push(second)
     stage.play()
     _is_right(second)
 

@@ -257,7 +257,7 @@ def bookkeeping(engine: Engine) -> dict[str, int]:
     return {
         "timers": len(engine.timers),
         "expiries": len(engine.registry._expiries),
-        "queue": engine._queue._listed,
+        "queue": engine.core.queue._listed,
     }
 
 

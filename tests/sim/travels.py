@@ -31,10 +31,10 @@ def leave_and_come(world: RandomWorld, sid: str | None = None) -> None:
         return
     engine, session = world.engine, world.session_of(sid)
     try:
-        state = engine.sessions.state(sid, **world.own(sid))
+        state = engine.states.of(sid, **world.own(sid))
         if isinstance(state, LentUnits):
             lent, state = state, state.read()
-            engine.sessions.take_back(lent)
+            engine.states.take_back(lent)
     except InvalidRequest as error:  # a copy has failed
         if not world.config.copy_fail_rate:
             world.found("exports", f"{sid} cannot be exported: {error}")
@@ -42,11 +42,11 @@ def leave_and_come(world: RandomWorld, sid: str | None = None) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder, "session")
         document = session.saved().document().signed(MODEL)
-        write_state_file(path, document, WEIGHTS, world.config.page_size, engine.sessions.unit_bytes, state)
+        write_state_file(path, document, WEIGHTS, world.config.page_size, engine.states.unit_bytes, state)
         with closing(StateFile(path)) as file:
             try:
                 file.check(MODEL, WEIGHTS)
-                engine.sessions.check_state(file)
+                engine.states.check(file)
                 file.verify()
             except InvalidRequest as error:
                 world.found("exports", f"{sid} was exported, but its import is refused: {error}")
@@ -54,7 +54,7 @@ def leave_and_come(world: RandomWorld, sid: str | None = None) -> None:
             name = f"{sid[:6]} at {world.steps}"
             if name not in world.naive:
                 world.imported(sid, SavedSession.of(file.document, name, session.policy))
-                engine.sessions.put_state(name, file, **world.own(name))
+                engine.states.put(name, file, **world.own(name))
 
 
 def park_last(world: RandomWorld) -> None:

@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 from tenuto.base.errors import InvariantError
 from tenuto.base.views import AuditReport
+from tenuto.engine.core import Core
 from tenuto.memory.audit import AuditCycle, recount
-from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Holder
-from tenuto.sched.batch import Batch
 from tenuto.sched.planner import Flight
-from tenuto.session.registry import Registry
 
 log = logging.getLogger("tenuto.audit")
 
@@ -23,26 +21,17 @@ Told = Callable[[AuditReport], None]
 
 
 class Auditor:
-    """Begins an audit cycle every `every` steps (0: never) and on request, and advances it at every step. If `strict`,
-    it recounts everything after every step instead, and logs every recount. `others` are the holders besides sessions.
-    """
+    """Begins an audit cycle every `config.audit_every` steps (0: never) and on request, and advances it at every step.
+    With `config.strict`, it recounts everything after every step instead, and logs every recount. `others` are the
+    holders besides sessions."""
 
-    def __init__(
-        self,
-        memory: Memory,
-        sessions: Registry,
-        others: tuple[Holder, ...],
-        batch: Batch,
-        every: int,
-        *,
-        strict: bool = False,
-    ) -> None:
-        self._strict = strict
-        self._memory = memory
-        self._sessions = sessions
+    def __init__(self, core: Core, others: tuple[Holder, ...]) -> None:
+        self._strict = core.config.strict
+        self._memory = core.memory
+        self._sessions = core.registry
         self._others = others
-        self._batch = batch
-        self._every = every
+        self._batch = core.batch
+        self._every = core.config.audit_every
         self._since = 0  # steps since the last cycle began
         self._cycle: AuditCycle | None = None
         self._told: list[Told] = []  # callbacks for the report of the cycle in progress

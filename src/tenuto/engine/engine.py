@@ -1,4 +1,4 @@
-"""The engine runs turns on sessions. `Engine.step` shows the architecture; callers use `sessions` and `turns`."""
+"""The engine runs turns on sessions. `Engine.step` shows the architecture."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from tenuto.base.errors import (
 from tenuto.base.plan import Executor, MemoryPart, Weights
 from tenuto.base.views import AuditReport
 from tenuto.engine.auditor import Auditor
-from tenuto.engine.counts import Counts
+from tenuto.engine.core import Core
 from tenuto.engine.flights import Flights
 from tenuto.engine.gate import TextFactory, TurnGate
-from tenuto.engine.guard import Fuse, guarded
+from tenuto.engine.guard import guarded
 from tenuto.engine.lifecycle import Lifecycle
-from tenuto.engine.news import News
 from tenuto.engine.occupation import Occupation
 from tenuto.engine.parking import parking_of
 from tenuto.engine.session_operations import SessionOperations
@@ -83,82 +82,37 @@ class Engine:
             raise ConfigError(f"lookahead is {config.lookahead}; allowed: 0, because this engine has no proposer")
         self.config = config
         self.vocab_size = vocab_size
-        self._clock, self.fuse = clock, Fuse()
-        self.memory = Memory(executor.spec, units, Shape.of(config, executor.spec.page_size))
+        self.memory = memory = Memory(executor.spec, units, Shape.of(config, executor.spec.page_size))
         executor.prepare(units, config.max_running, config.overlap)
-        self.registry = Registry(self.memory, clock, random, config.context_length, config.max_sessions)
-        self._queue = WaitingQueue(config.aging_seconds)
-        shares = Shares(dict(config.tenant_weights))
-        self.batch = Batch(self.memory, shares, eos_ids, config.aging_seconds)
-        self.prefixes = PrefixIndex(self.memory.page_size if config.prefix_cache else NEVER_FULL)
-        self.idle_memory = parking_of(
-            config, self.memory, executor, disk, carrier or CopyThreads(), clock.now, identity
+        self.core = core = Core(
+            config=config,
+            executor=executor,
+            clock=clock,
+            memory=memory,
+            idle_memory=parking_of(config, memory, executor, disk, carrier or CopyThreads(), clock.now, identity),
+            registry=Registry(memory, clock, random, config.context_length, config.max_sessions),
+            prefixes=PrefixIndex(memory.page_size if config.prefix_cache else NEVER_FULL),
+            queue=WaitingQueue(config.aging_seconds),
+            batch=Batch(memory, Shares(dict(config.tenant_weights)), eos_ids, config.aging_seconds),
         )
-        self.snapshots = Snapshots(self.idle_memory, clock)
-        self.counts, self.news = Counts(), News()
-        self._lifecycle = Lifecycle(
-            self.memory,
-            self.registry,
-            self.prefixes,
-            self.idle_memory,
-            self._queue,
-            self.batch,
-            clock,
-            config.draft_timeout,
-            self.counts,
-            self.news,
-        )
-        self.pressure = self._lifecycle.pressure
-        self.timers, self.sharing = self._lifecycle.timers, self._lifecycle.sharing
-        states = SessionStates(
-            self.memory, executor, self.idle_memory, self.pressure, self.batch, self._lifecycle.note_memory, self.counts
-        )
+        self.registry, self.batch, self.prefixes = core.registry, core.batch, core.prefixes
+        self.idle_memory, self.counts, self.news, self.fuse = core.idle_memory, core.counts, core.news, core.fuse
+        self.snapshots = Snapshots(core.idle_memory, clock)
+        self._lifecycle = lifecycle = Lifecycle(core)
+        self.pressure, self.timers, self.sharing = lifecycle.pressure, lifecycle.timers, lifecycle.sharing
         self._admission = Admission(
-            self.memory,
-            self.batch,
-            self._queue,
-            self.pressure,
-            self._lifecycle.start,
-            self._lifecycle.sharing.share,
-            self.idle_memory,
+            memory, core.batch, core.queue, self.pressure, lifecycle.start, self.sharing.share, core.idle_memory
         )
         self.suspects = Suspects()
-        self._planner = Planner(self.memory, self.batch, self.suspects, config, proposer)
-        self._settler = Settler(self.memory, self.batch)
-        self._flights = Flights(
-            executor,
-            self.memory,
-            self._lifecycle,
-            self.batch,
-            self.idle_memory,
-            self.counts,
-            self._planner,
-            self._settler,
-            self.suspects,
-            masks or MasksAtOnce(),
-        )
-        self._occupation = Occupation(
-            executor, self.memory, self.registry, self.batch, self._lifecycle, self.idle_memory, self._flights
-        )
-        gate = TurnGate(self._queue, config.max_queued, vocab_size, config.context_length, text)
-        self.sessions = SessionOperations(
-            self.fuse,
-            self.registry,
-            self._lifecycle,
-            self._occupation,
-            gate,
-            states,
-            self.snapshots,
-            self.counts,
-            clock,
-            config.snapshot_seconds,
-        )
-        self.turns = TurnOperations(
-            self.fuse, self.registry, self._lifecycle, self._occupation, gate, self.counts, clock
-        )
-        self.auditor = Auditor(
-            self.memory, self.registry, (self._admission,), self.batch, config.audit_every, strict=config.strict
-        )
+        self._planner = Planner(memory, core.batch, self.suspects, config, proposer)
+        self._settler = Settler(memory, core.batch)
+        self._flights = Flights(core, lifecycle, self._planner, self._settler, self.suspects, masks or MasksAtOnce())
+        self._occupation = Occupation(core, lifecycle, self._flights)
+        gate = TurnGate(core, vocab_size, text)
+        self.sessions = SessionOperations(core, lifecycle, gate, self.snapshots)
+        self.turns = TurnOperations(core, lifecycle, self._occupation, gate)
+        self.states = SessionStates(core, lifecycle, self._occupation)
+        self.auditor = Auditor(core, (self._admission,))
         self.paused = False  # if True, nothing is planned; written by `pause` and `resume`
         self.steps = 0  # number of calls of `step`
         self.transitions = self.counts.transitions
@@ -192,11 +146,11 @@ class Engine:
     @property
     def queued(self) -> int:
         """The number of submitted turns that wait for a row."""
-        return self._queue.submitted
+        return self.core.queue.submitted
 
     def now(self) -> float:
         """Returns the time, in seconds, of the clock for deadlines."""
-        return self._clock.now()
+        return self.core.clock.now()
 
     @property
     def idle(self) -> bool:
@@ -211,7 +165,7 @@ class Engine:
     @property
     def _has_turns(self) -> bool:
         """Whether turns run or wait, or steps are in flight."""
-        return bool(len(self.batch) or len(self._queue) or len(self._flights))
+        return bool(len(self.batch) or len(self.core.queue) or len(self._flights))
 
     # -- pauses
 

@@ -8,13 +8,10 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 
 from tenuto.base.errors import InvariantError, StepFailed
-from tenuto.base.plan import Executor, StepResult
+from tenuto.base.plan import StepResult
 from tenuto.base.turns import EndReason
-from tenuto.engine.counts import Counts
+from tenuto.engine.core import Core
 from tenuto.engine.lifecycle import Lifecycle
-from tenuto.engine.parking import Parking
-from tenuto.memory.memory import Memory
-from tenuto.sched.batch import Batch
 from tenuto.sched.planner import Flight, Planner
 from tenuto.sched.settle import Settler
 from tenuto.sched.suspects import MAX_FAILURES, Suspects
@@ -31,25 +28,15 @@ class Flights:
     """The submitted steps that are not yet collected, the oldest first, and the stages of `Engine.step` for them."""
 
     def __init__(
-        self,
-        executor: Executor,
-        memory: Memory,
-        lifecycle: Lifecycle,
-        batch: Batch,
-        idle_memory: Parking,
-        counts: Counts,
-        planner: Planner,
-        settler: Settler,
-        suspects: Suspects,
-        masks: Masks,
+        self, core: Core, lifecycle: Lifecycle, planner: Planner, settler: Settler, suspects: Suspects, masks: Masks
     ) -> None:
-        self._executor = executor
+        self._executor = core.executor
         self._masks = masks
-        self._memory = memory
+        self._memory = core.memory
         self._lifecycle = lifecycle
-        self._batch = batch
-        self._idle_memory = idle_memory
-        self._counts = counts
+        self._batch = core.batch
+        self._idle_memory = core.idle_memory
+        self._counts = core.counts
         self._planner = planner
         self._settler = settler
         self._suspects = suspects

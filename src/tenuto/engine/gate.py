@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from tenuto.base.checks import whole
 from tenuto.base.errors import ContextExceeded, InvalidRequest, Overloaded
 from tenuto.base.options import TurnParams
-from tenuto.sched.queue import WaitingQueue
+from tenuto.engine.core import Core
 from tenuto.session.session import Session
 from tenuto.session.turn import as_tokens
 from tenuto.text.constraint import Constraint
@@ -21,13 +21,11 @@ TextFactory = Callable[[tuple[str, ...], int, bool, tuple[str, ...], tuple[tuple
 class TurnGate:
     """Checks new turns, and determines how many tokens they may generate."""
 
-    def __init__(
-        self, queue: WaitingQueue, max_queued: int, vocab_size: int, context_length: int, text: TextFactory | None
-    ) -> None:
-        self._queue = queue
-        self._max_queued = max_queued
+    def __init__(self, core: Core, vocab_size: int, text: TextFactory | None) -> None:
+        self._queue = core.queue
+        self._max_queued = core.config.max_queued
         self._vocab_size = vocab_size
-        self._context_length = context_length
+        self._context_length = core.config.context_length
         self._text = text
 
     def read(self, tokens: Iterable[int]) -> array[int]:

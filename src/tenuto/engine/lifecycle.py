@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from array import array
 
-from tenuto.base.clock import Clock
 from tenuto.base.errors import InvariantError
 from tenuto.base.turns import EndReason, TurnState
 from tenuto.base.views import SessionState
-from tenuto.engine.counts import Counts
-from tenuto.engine.news import News
-from tenuto.engine.parking import Parking
+from tenuto.engine.core import Core
 from tenuto.engine.sharing import Found, Sharing
 from tenuto.engine.timers import Timers
-from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Lease
-from tenuto.sched.batch import Batch, continues_from, is_computed
+from tenuto.sched.batch import continues_from, is_computed
 from tenuto.sched.pressure import Pressure
-from tenuto.sched.queue import WaitingQueue
 from tenuto.session.changes import Change, ChangeKind
-from tenuto.session.prefixes import PrefixIndex
-from tenuto.session.registry import Registry
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 
@@ -28,29 +21,17 @@ from tenuto.session.turn import Turn
 class Lifecycle:
     """Makes every transition of turns and sessions, and keeps queue, batch, pressure and timers in step with it."""
 
-    def __init__(
-        self,
-        memory: Memory,
-        sessions: Registry,
-        prefixes: PrefixIndex,
-        idle_memory: Parking,
-        queue: WaitingQueue,
-        batch: Batch,
-        clock: Clock,
-        draft_timeout: float,
-        counts: Counts,
-        news: News,
-    ) -> None:
-        self._sessions = sessions
-        self._idle_memory = idle_memory
-        self._queue = queue
-        self._clock = clock
-        self._batch = batch
-        self._counts = counts
-        self._news = news
-        self.timers = Timers(sessions, draft_timeout)
-        self.pressure = Pressure(memory, batch, self.preempt, self.pause, self.drop)
-        self.sharing = Sharing(memory, prefixes, sessions, batch, self.pressure, queue.aging_seconds, counts)
+    def __init__(self, core: Core) -> None:
+        self._sessions = core.registry
+        self._idle_memory = core.idle_memory
+        self._queue = core.queue
+        self._clock = core.clock
+        self._batch = core.batch
+        self._counts = core.counts
+        self._news = core.news
+        self.timers = Timers(core.registry, core.config.draft_timeout)
+        self.pressure = Pressure(core.memory, core.batch, self.preempt, self.pause, self.drop)
+        self.sharing = Sharing(core, self.pressure)
 
     def now(self) -> float:
         """Returns the time of the engine's clock, in seconds."""

@@ -6,35 +6,23 @@ from collections.abc import Collection
 
 from tenuto.base.checks import shown
 from tenuto.base.errors import IllegalTransition, InvalidRequest, InvariantError, MemoryReleased
-from tenuto.base.plan import PARTS, Executor, MemoryPart, Weights
+from tenuto.base.plan import PARTS, MemoryPart, Weights
 from tenuto.base.turns import EndReason
+from tenuto.engine.core import Core
 from tenuto.engine.flights import Flights
 from tenuto.engine.lifecycle import Lifecycle
-from tenuto.engine.parking import Parking
-from tenuto.memory.memory import Memory
-from tenuto.sched.batch import Batch
-from tenuto.session.registry import Registry
 
 
 class Occupation:
     """Releases and restores the model's memory. `released`: the parts that the system has back."""
 
-    def __init__(
-        self,
-        executor: Executor,
-        memory: Memory,
-        sessions: Registry,
-        batch: Batch,
-        lifecycle: Lifecycle,
-        idle_memory: Parking,
-        flights: Flights,
-    ) -> None:
-        self._executor = executor
-        self._memory = memory
-        self._sessions = sessions
-        self._batch = batch
+    def __init__(self, core: Core, lifecycle: Lifecycle, flights: Flights) -> None:
+        self._executor = core.executor
+        self._memory = core.memory
+        self._sessions = core.registry
+        self._batch = core.batch
         self._lifecycle = lifecycle
-        self._idle_memory = idle_memory
+        self._idle_memory = core.idle_memory
         self._flights = flights
         self.released: frozenset[MemoryPart] = frozenset()
 

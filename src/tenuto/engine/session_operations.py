@@ -5,22 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from tenuto.base.clock import Clock
 from tenuto.base.errors import InvalidRequest, Overloaded, SessionBusy, TenutoError
 from tenuto.base.options import Policy
 from tenuto.base.turns import EndReason, TurnState
 from tenuto.base.views import SessionState
-from tenuto.base.wire.state_file import CopiedState, StateFile
-from tenuto.engine.counts import Counts
+from tenuto.engine.core import Core
 from tenuto.engine.gate import TurnGate
-from tenuto.engine.guard import Fuse, guarded
+from tenuto.engine.guard import guarded
 from tenuto.engine.lifecycle import Lifecycle
-from tenuto.engine.occupation import Occupation
-from tenuto.engine.session_states import SessionStates
 from tenuto.engine.snapshots import Snapshots
-from tenuto.memory.tiers.lent import LentUnits
 from tenuto.session.records import SavedSession
-from tenuto.session.registry import Registry
 from tenuto.session.session import Session
 from tenuto.text.chat import Conversation
 
@@ -28,29 +22,15 @@ from tenuto.text.chat import Conversation
 class SessionOperations:
     """Operations on sessions, each found by its id among those of `tenant`, which is empty if there are no tenants."""
 
-    def __init__(
-        self,
-        fuse: Fuse,
-        registry: Registry,
-        lifecycle: Lifecycle,
-        occupation: Occupation,
-        gate: TurnGate,
-        states: SessionStates,
-        snapshots: Snapshots,
-        counts: Counts,
-        clock: Clock,
-        snapshot_seconds: float,
-    ) -> None:
-        self.fuse = fuse
-        self._registry = registry
+    def __init__(self, core: Core, lifecycle: Lifecycle, gate: TurnGate, snapshots: Snapshots) -> None:
+        self.fuse = core.fuse
+        self._registry = core.registry
         self._lifecycle = lifecycle
-        self._occupation = occupation
         self._gate = gate
-        self._states = states
         self._snapshots = snapshots
-        self._counts = counts
-        self._clock = clock
-        self._snapshot_seconds = snapshot_seconds
+        self._counts = core.counts
+        self._clock = core.clock
+        self._snapshot_seconds = core.config.snapshot_seconds
 
     @guarded
     def open(self, session_id: str | None = None, policy: Policy | None = None, system: str | None = None) -> Session:
@@ -153,31 +133,6 @@ class SessionOperations:
         self._counts.note("restore")
         self._lifecycle.note("restore", session)
         return session
-
-    @guarded
-    def state(self, session_id: str, tenant: str = "") -> CopiedState | LentUnits:
-        """Returns the state of a session; see `SessionStates.of`. Raises `SessionBusy` while a turn is open."""
-        return self._states.of(self._registry.get(session_id, tenant))
-
-    def take_back(self, lent: LentUnits) -> None:
-        """Ends the loan of parked memory that `state` returned."""
-        self._states.take_back(lent)
-
-    @property
-    def unit_bytes(self) -> list[int]:
-        """The size in bytes of a unit of each group."""
-        return self._states.unit_bytes
-
-    def check_state(self, file: StateFile) -> None:
-        """Checks a state file; see `SessionStates.check`."""
-        self._states.check(file)
-
-    @guarded
-    def put_state(self, session_id: str, file: StateFile, tenant: str = "") -> None:
-        """Gives a session that was just restored the state in a file, which `check_state` has checked. Ignores the
-        state while memory is released."""
-        if not self._occupation.released:
-            self._states.put(self._registry.get(session_id, tenant), file)
 
     @staticmethod
     def _position(session: Session, turn: int | None, position: int | None) -> int:

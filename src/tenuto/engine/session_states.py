@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from typing import ClassVar
 
 import numpy as np
@@ -11,14 +10,13 @@ import numpy as np
 from tenuto.base.errors import InvalidRequest, InvariantError
 from tenuto.base.plan import Bytes, Copier, CopyFailed
 from tenuto.base.wire.state_file import CopiedState, StateFile
-from tenuto.engine.counts import Counts
-from tenuto.engine.parking import Parking
-from tenuto.memory.memory import Memory
+from tenuto.engine.core import Core
+from tenuto.engine.guard import guarded
+from tenuto.engine.lifecycle import Lifecycle
+from tenuto.engine.occupation import Occupation
 from tenuto.memory.pool import HolderKind, Lease
 from tenuto.memory.session_memory import SessionMemory
 from tenuto.memory.tiers.lent import LentUnits
-from tenuto.sched.batch import Batch
-from tenuto.sched.pressure import Pressure
 from tenuto.session.session import Session
 
 
@@ -28,24 +26,16 @@ class SessionStates:
     holder_kind: ClassVar[HolderKind] = "copy"
     holder_name = "an imported session"
 
-    def __init__(
-        self,
-        memory: Memory,
-        copier: Copier,
-        idle_memory: Parking,
-        pressure: Pressure,
-        batch: Batch,
-        note: Callable[[Session], None],
-        counts: Counts,
-    ) -> None:
-        """`note` is called with each session whose memory has grown."""
-        self._memory = memory
-        self._copier = copier
-        self._idle_memory = idle_memory
-        self._pressure = pressure
-        self._batch = batch
-        self._note = note
-        self._imports = counts.imports
+    def __init__(self, core: Core, lifecycle: Lifecycle, occupation: Occupation) -> None:
+        self.fuse = core.fuse
+        self._memory = core.memory
+        self._copier: Copier = core.executor
+        self._registry = core.registry
+        self._idle_memory = core.idle_memory
+        self._batch = core.batch
+        self._imports = core.counts.imports
+        self._lifecycle = lifecycle
+        self._occupation = occupation
 
     def leases(self) -> list[Lease]:
         """Returns no leases: between steps no copy is under way."""
@@ -56,9 +46,11 @@ class SessionStates:
         """The size in bytes of a unit of each group."""
         return [self._copier.unit_bytes(group) for group in range(len(self._memory.groups))]
 
-    def of(self, session: Session) -> CopiedState | LentUnits:
-        """Returns the session's state: a copy, or its parked memory, which another thread may read until `take_back`.
+    @guarded
+    def of(self, session_id: str, tenant: str = "") -> CopiedState | LentUnits:
+        """Returns a session's state: a copy, or its parked memory, which another thread may read until `take_back`.
         Raises `SessionBusy` while a turn is open."""
+        session = self._registry.get(session_id, tenant)
         session.require_idle("export the state of")
         memory = session.memory
         if self._idle_memory.position(session) < memory.computed:
@@ -99,10 +91,13 @@ class SessionStates:
         tables = SessionMemory(self._memory, self.holder_name).tables
         return [table.kept_units(position) for table in tables]
 
-    def put(self, session: Session, file: StateFile) -> None:
+    @guarded
+    def put(self, session_id: str, file: StateFile, tenant: str = "") -> None:
         """Gives a session that was just restored the state in a checked file: on the device if there is room after idle
-        sessions have yielded, otherwise in the tiers. If no tier has room, the state is computed again later."""
-        if not file.header.position:
+        sessions have yielded, otherwise in the tiers. If no tier has room, or memory is released, the state is computed
+        again later."""
+        session = self._registry.get(session_id, tenant)
+        if not file.header.position or self._occupation.released:
             return
         if session.memory.computed:
             raise InvariantError(f"{session!r} has memory that its imported state would replace")
@@ -124,15 +119,15 @@ class SessionStates:
                 lease.release()
             raise
         session.memory.receive(file.header.position, leases)
-        self._note(session)
+        self._lifecycle.note_memory(session)
         return True
 
     def _room(self, needed: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[Lease] | None:
         """Returns leases on the units of each group, or `None` if they do not fit beside running turns."""
         running = list(self._batch.running())
-        if (needed > self._pressure.room_beside(running)).any():
+        if (needed > self._lifecycle.pressure.room_beside(running)).any():
             return None
-        self._pressure.relieve(lambda: needed, running, (), at_once=True)
+        self._lifecycle.pressure.relieve(lambda: needed, running, (), at_once=True)
         if (needed > self._memory.free()).any():
             return None
         leases: list[Lease] = []

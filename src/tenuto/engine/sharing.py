@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tenuto.base.views import SessionState
-from tenuto.engine.counts import Counts
-from tenuto.memory.memory import Memory
-from tenuto.sched.batch import Batch, continues_from
+from tenuto.engine.core import Core
+from tenuto.sched.batch import continues_from
 from tenuto.sched.pressure import Pressure
-from tenuto.session.prefixes import PrefixIndex, RunningPrompts
-from tenuto.session.registry import Registry
+from tenuto.session.prefixes import RunningPrompts
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 
@@ -52,25 +50,16 @@ class Sharing:
     `Batch.held`.
     """
 
-    def __init__(
-        self,
-        memory: Memory,
-        index: PrefixIndex,
-        sessions: Registry,
-        batch: Batch,
-        pressure: Pressure,
-        aging: float,
-        counts: Counts,
-    ) -> None:
-        self._memory = memory
-        self.index = index
-        self._sessions = sessions
-        self._batch = batch
+    def __init__(self, core: Core, pressure: Pressure) -> None:
+        self._memory = core.memory
+        self.index = core.prefixes
+        self._sessions = core.registry
+        self._batch = core.batch
         self._pressure = pressure
-        self._aging = aging
-        self._running = RunningPrompts(index)
+        self._aging = core.config.aging_seconds
+        self._running = RunningPrompts(core.prefixes)
         self._waits: dict[Turn, Wait] = {}
-        self._counts = counts
+        self._counts = core.counts
 
     # -- before a turn has a row
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import count
 
-from tenuto.base.clock import Clock
 from tenuto.base.errors import IllegalTransition, InvalidRequest
 from tenuto.base.options import TurnParams
 from tenuto.base.turns import EndReason, Keep, TurnState, check_keep
-from tenuto.engine.counts import Counts
+from tenuto.engine.core import Core
 from tenuto.engine.gate import TurnGate
-from tenuto.engine.guard import Fuse, guarded
+from tenuto.engine.guard import guarded
 from tenuto.engine.lifecycle import Lifecycle
 from tenuto.engine.occupation import Occupation
-from tenuto.session.registry import Registry
 from tenuto.session.results import Once
 from tenuto.session.turn import Turn
 from tenuto.text.chat import Conversation
@@ -24,23 +22,14 @@ from tenuto.text.constraint import Constraint
 class TurnOperations:
     """Operations on the open turn of a session, which is found as in `SessionOperations`."""
 
-    def __init__(
-        self,
-        fuse: Fuse,
-        registry: Registry,
-        lifecycle: Lifecycle,
-        occupation: Occupation,
-        gate: TurnGate,
-        counts: Counts,
-        clock: Clock,
-    ) -> None:
-        self.fuse = fuse
-        self._registry = registry
+    def __init__(self, core: Core, lifecycle: Lifecycle, occupation: Occupation, gate: TurnGate) -> None:
+        self.fuse = core.fuse
+        self._registry = core.registry
         self._lifecycle = lifecycle
         self._occupation = occupation
         self._gate = gate
-        self._counts = counts
-        self._clock = clock
+        self._counts = core.counts
+        self._clock = core.clock
         self._numbers = count(1)
 
     @guarded

@@ -112,7 +112,7 @@ class Service:
         if self._writer is not None:
             self._writer.start(self._loop.wake)
         self._loaded = LoadedModel(model, config, self._loop, self._dispatcher)
-        self._session_files = SessionFiles(self._loaded, self._loop, self._dispatcher, engine.sessions)
+        self._session_files = SessionFiles(self._loaded, self._loop, self._dispatcher, engine.states)
         self._preparer = Preparer(self._renderer, model.tokenizer, model.grammars())
         self._intake = Intake(self._dispatcher, self._preparer, self._loop, self._lanes)
 

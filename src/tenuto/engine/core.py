@@ -1,0 +1,36 @@
+"""What the parts of an engine share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tenuto.base.clock import Clock
+from tenuto.base.config import EngineConfig
+from tenuto.base.plan import Executor
+from tenuto.engine.counts import Counts
+from tenuto.engine.guard import Fuse
+from tenuto.engine.news import News
+from tenuto.engine.parking import Parking
+from tenuto.memory.memory import Memory
+from tenuto.sched.batch import Batch
+from tenuto.sched.queue import WaitingQueue
+from tenuto.session.prefixes import PrefixIndex
+from tenuto.session.registry import Registry
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """The memory, sessions and turns of one engine, and its clock, counters and fuse."""
+
+    config: EngineConfig
+    executor: Executor
+    clock: Clock
+    memory: Memory
+    idle_memory: Parking
+    registry: Registry
+    prefixes: PrefixIndex
+    queue: WaitingQueue
+    batch: Batch
+    counts: Counts = field(default_factory=Counts)
+    news: News = field(default_factory=News)
+    fuse: Fuse = field(default_factory=Fuse)
