@@ -32,10 +32,9 @@ from tenuto.serve.openai import routes as openai
 from tenuto.serve.openai import tokens as openai_tokens
 from tenuto.serve.sglang import routes as sglang
 from tenuto.serve.sglang import server as sglang_server
-from tenuto.serve.shared.bodies import CUTS, LARGE, Structure
+from tenuto.serve.shared.bodies import LARGE, TEXTS, Structure
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import BROKEN, OPENAI_FORM, ErrorForm, Failure, new_request_id
-from tenuto.serve.shared.json_pieces import Cut
 from tenuto.serve.shared.settings import BODY_BYTES_A_SECOND
 from tenuto.serve.shared.undone import HEADER as LEFT_UNDONE
 from tenuto.serve.shared.undone import noting
@@ -195,7 +194,7 @@ class Envelope:
             exchange.expect(_declared_length(headers))
             if scope["method"] not in ("GET", "HEAD"):
                 self._edge.tenant(headers)  # refuses a request without a key before its body is read
-            scope[CUTS] = exchange.cuts
+            scope[TEXTS] = exchange.texts
             await self._app(scope, exchange.receive, exchange.send)
         except (Overloaded, RequestTimeout, TooLarge, Unauthorized) as error:
             _forget_frames(error)
@@ -246,9 +245,9 @@ class _Exchange:
         self._began = asyncio.get_running_loop().time()
 
     @property
-    def cuts(self) -> Sequence[Cut]:
-        """Places found so far at which the body may be cut."""
-        return self._structure.cuts if self._structure is not None else ()
+    def texts(self) -> Sequence[tuple[int, int]]:
+        """Places of long texts in the body, as far as it has arrived."""
+        return self._structure.texts if self._structure is not None else ()
 
     def expect(self, length: int) -> None:
         """Checks a body of `length` bytes. Raises `TooLarge`, or `Overloaded` if the bodies of all requests are too

@@ -19,13 +19,12 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 from fastapi import Request, Response
-from fastapi._compat import ModelField
 from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope
 
 from tenuto.base.errors import TooLarge
-from tenuto.serve.shared.json_pieces import PIECE, Cut, Cuts, Unfit, parsed_in_pieces
+from tenuto.serve.shared.long_texts import LONG, Unfit, parsed_beside
 
 T = TypeVar("T")
 
@@ -39,8 +38,8 @@ LARGE = 2**16
 """Smallest size, in bytes, of a body that is parsed and checked in a thread."""
 MANY = 64
 """Smallest number of messages or prompts in a request that are translated in a thread."""
-CUTS = "tenuto.cuts"
-"""Key in a request's scope of the places at which its body may be cut. They are complete once the body has arrived."""
+TEXTS = "tenuto.texts"
+"""Key in a request's scope of the places of long texts in its body. They are complete once the body has arrived."""
 
 _QUOTE = ord('"')
 _OPENS, _CLOSES, _COMMA, _COLON = (np.isin(np.arange(256), list(letters)) for letters in (b"[{", b"]}", b",", b":"))
@@ -51,23 +50,20 @@ _STEPS = _OPENS.astype(np.int64) - _CLOSES.astype(np.int64)
 
 class Structure:
     """Counts the values and nesting of a JSON body while it arrives. If the body is not JSON, the counts are right up
-    to the place where a parser stops."""
+    to the place where a parser stops. `texts`: where the texts of more than `long` bytes begin and end, without their
+    quotes."""
 
-    def __init__(self, most_values: int = MAX_VALUES, piece_bytes: int = PIECE) -> None:
+    def __init__(self, most_values: int = MAX_VALUES, long: int = LONG) -> None:
         self._most_values = min(most_values, MAX_VALUES)
         self.values = 1
         self.parts = 0
+        self.texts: list[tuple[int, int]] = []
+        self._long = long
         self._depth = 0
         self._quoted = False  # the next byte is inside a string,
         self._escaped = False  # and after a backslash
         self._size = 0  # bytes so far
-        self._cuts = Cuts(piece_bytes)
-        self._first: tuple[Any, ...] | None = None  # the first piece's marks, which `_cuts` has not read yet
-
-    @property
-    def cuts(self) -> list[Cut]:
-        """Places found so far at which the body may be cut."""
-        return self._cuts.found
+        self._quote = 0  # place of the quote before the text in which the body ends so far, if it ends in one
 
     def feed(self, piece: bytes) -> None:
         """Reads the next piece of the body. Raises `TooLarge`."""
@@ -77,11 +73,7 @@ class Structure:
             piece = b" " + piece[1:]
         self._escaped = (len(piece) - len(piece.rstrip(b"\\"))) % 2 == 1
         begin, self._size = self._size, self._size + len(piece)
-        if self._first is not None:
-            self._cuts.feed(*self._first)
-            self._first = None
         if self._quoted and b'"' not in piece:
-            self._cuts.inside(self._size)
             return
         if b"\\" in piece:
             piece = piece.replace(rb"\\", b"  ").replace(rb"\"", b"  ")
@@ -92,16 +84,18 @@ class Structure:
         inside = np.logical_xor.accumulate(quotes) ^ self._quoted if len(marks) else quotes
         outside = ~inside & ~quotes
         self._count(marks[outside])
-        if self._quoted and not quotes.any():  # only escaped quotes
-            self._cuts.inside(self._size)
-            return
-        self._quoted ^= bool(np.count_nonzero(quotes) % 2)
-        quote = begin + int(places[quotes][-1]) if self._quoted else None
-        found = marks[outside], places[outside] + begin, quote
-        if begin:
-            self._cuts.feed(*found)
-        else:
-            self._first = found  # most bodies have one piece, which is not cut
+        self._follow(places[quotes] + begin)
+
+    def _follow(self, quotes: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        """Notes long texts, given the places of further quotes."""
+        if self._quoted:
+            quotes = np.concatenate(([self._quote], quotes))
+        pairs = quotes[: len(quotes) // 2 * 2].reshape(-1, 2)
+        long = pairs[pairs[:, 1] - pairs[:, 0] - 1 > self._long]
+        self.texts += [(begin + 1, end) for begin, end in long.tolist()]
+        self._quoted = len(quotes) % 2 == 1
+        if self._quoted:
+            self._quote = int(quotes[-1])
 
     def _count(self, marks: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         opened = int(np.count_nonzero(_OPENS[marks]))
@@ -130,24 +124,27 @@ _parser = ThreadPoolExecutor(1, "tenuto-json")
 """A single thread, so that the event loop never competes with several for Python's lock."""
 
 
-def _value(pieces: list[bytes], cuts: Sequence[Cut]) -> Any:
-    """Parses the body in `pieces`, which is emptied. Raises the same errors as `parsed`."""
+def _value(pieces: list[bytes], texts: Sequence[tuple[int, int]]) -> Any:
+    """Parses the body in `pieces`, which is emptied, with long texts at `texts`. Raises the same errors as `parsed`."""
     body = b"".join(pieces)  # releases the lock if the body is large
     pieces.clear()
-    if cuts:
+    if texts:
         with suppress(Unfit, ValueError, RecursionError):  # then parsed as a whole, for the error message
-            return parsed_in_pieces(body, cuts)
+            return parsed_beside(body, texts)
     return parsed(body)
+
+
+Check = Callable[[Any], tuple[Any, Sequence[Any]]]
+"""Validates a whole body. Returns the model, and Pydantic's errors."""
 
 
 class JsonRequest(Request):
     """A request that drops its body once it is parsed. A large body is parsed and checked in a thread."""
 
-    def __init__(self, scope: Scope, receive: Receive, field: ModelField | None = None) -> None:
-        """`field`: the type of the whole body."""
+    def __init__(self, scope: Scope, receive: Receive, check: Check | None = None) -> None:
         super().__init__(scope, receive)
         self.refusal: Exception | None = None  # of a large body that is JSON, but invalid
-        self._field = field
+        self._check = check
         self._pieces: list[bytes] | None = None
         self._digest: bytes | None = None
 
@@ -167,11 +164,11 @@ class JsonRequest(Request):
     def _read(self, pieces: list[bytes], *, keyed: bool, checks: bool = False) -> Any:
         if keyed:
             self._digest = _digest_of(self.url.path, pieces)
-        value = _value(pieces, self.scope.get(CUTS, ()))
-        if self._field is None or not checks:
+        value = _value(pieces, self.scope.get(TEXTS, ()) if checks else ())
+        if self._check is None or not checks:
             return value
         try:
-            model, errors = self._field.validate(value, loc=("body",))
+            model, errors = self._check(value)
         except Exception as error:  # noqa: BLE001 - FastAPI would take it for malformed JSON
             self.refusal = error
         else:
@@ -211,10 +208,10 @@ class JsonRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
         whole = len(self.dependant.body_params) == 1 and not self._embed_body_fields
-        field = self.dependant.body_params[0] if whole else None
+        check = partial(self.dependant.body_params[0].validate, loc=("body",)) if whole else None
 
         async def handle_json(request: Request) -> Response:
-            reading = JsonRequest(request.scope, request.receive, field)
+            reading = JsonRequest(request.scope, request.receive, check)
             try:
                 return await handle(reading)
             except HTTPException:

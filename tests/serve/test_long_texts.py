@@ -1,4 +1,4 @@
-"""Large JSON bodies are cut and parsed piece by piece."""
+"""Long texts of JSON bodies are decoded piece by piece, beside the rest."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.serve.shared import bodies, json_pieces
+from tenuto.serve.shared import bodies, long_texts
 from tenuto.serve.shared.bodies import Structure
-from tenuto.serve.shared.json_pieces import PIECE, Unfit, parsed_in_pieces
+from tenuto.serve.shared.long_texts import LONG, PIECE, Unfit, parsed_beside
 
 TEXTS = st.text(st.sampled_from('a,:[]{}"\\\né\U0001f600'), max_size=40)
 VALUES = st.recursive(
@@ -24,6 +24,8 @@ VALUES = st.recursive(
     max_leaves=30,
 )
 
+SMALLEST_PIECE = 24
+"""In bytes: two surrogate pairs."""
 LETTERS = ["a", "\\", '"', "\x00", "\n", "é", "\U0001f600", ",", "[", "}", ":"]
 
 
@@ -95,35 +97,34 @@ def outcome(parse: Callable[[], Any]) -> str:
         return repr(error)
 
 
-def arrived(body: bytes, size: int, piece_bytes: int = PIECE) -> Structure:
-    """Returns the structure of a body that arrived in pieces of `size` bytes."""
-    structure = Structure(piece_bytes=piece_bytes)
+def places(body: bytes, size: int, long: int = LONG) -> list[tuple[int, int]]:
+    """Returns the places of texts of more than `long` bytes in a body that arrives in pieces of `size` bytes."""
+    structure = Structure(long=long)
     for at in range(0, len(body), size):
         structure.feed(body[at : at + size])
-    return structure
+    return structure.texts
 
 
-@given(VALUES, st.integers(1, 20), st.integers(1, 10), st.booleans(), st.sampled_from([None, 1]))
-def test_a_body_parsed_in_pieces_equals_the_body_parsed_whole(
-    value: Any, size: int, piece_bytes: int, escaped: bool, indent: int | None
+@given(VALUES, st.integers(1, 20), st.integers(0, 10), st.booleans(), st.sampled_from([None, 1]))
+def test_a_body_parsed_beside_its_texts_equals_the_body_parsed_whole(
+    value: Any, size: int, long: int, escaped: bool, indent: int | None
 ) -> None:
     body = json.dumps(value, ensure_ascii=escaped, indent=indent).encode()
-    try:
-        found = parsed_in_pieces(body, arrived(body, size, piece_bytes).cuts)
-    except Unfit:
-        return
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(long_texts, "PIECE", SMALLEST_PIECE)
+        found = parsed_beside(body, places(body, size, long))
     assert repr(found) == repr(msgspec.json.decode(body))
 
 
-@given(VALUES, st.integers(0, 10_000), st.sampled_from([b",", b'"', b"[", b"}", b"", b"\\"]), st.integers(1, 10))
-def test_a_body_that_is_invalid_as_a_whole_is_invalid_in_pieces(
-    value: Any, place: int, damage: bytes, piece_bytes: int
+@given(VALUES, st.integers(0, 10_000), st.sampled_from([b",", b'"', b"[", b"}", b"", b"\\"]), st.integers(0, 10))
+def test_a_body_that_is_invalid_as_a_whole_is_invalid_beside_its_texts(
+    value: Any, place: int, damage: bytes, long: int
 ) -> None:
     body = json.dumps(value).encode()
     place %= len(body)
     body = body[:place] + damage + body[place + 1 :]
     try:
-        found = parsed_in_pieces(body, arrived(body, 4, piece_bytes).cuts)
+        found = parsed_beside(body, places(body, 4, long))
     except (Unfit, ValueError):
         return
     assert repr(found) == repr(msgspec.json.decode(body))
@@ -135,41 +136,34 @@ def test_a_body_that_is_invalid_as_a_whole_is_invalid_in_pieces(
     st.sampled_from(DAMAGES),
     st.integers(0, 10_000),
     st.integers(1, 12),
-    st.integers(1, 20),
+    st.integers(SMALLEST_PIECE, SMALLEST_PIECE + 20),
 )
-def test_any_body_has_the_same_value_or_error_in_pieces_of_any_size(
-    text: str, damage: Callable[[bytes, int], bytes], place: int, size: int, longest_name: int
+def test_any_body_has_the_same_value_or_error_with_texts_in_pieces_of_any_size(
+    text: str, damage: Callable[[bytes, int], bytes], place: int, size: int, piece_bytes: int
 ) -> None:
     body = damage(text.encode(), place % len(text.encode()))
     expected = outcome(lambda: bodies.parsed(body))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(json_pieces, "MAX_KEY", longest_name)
-        for piece_bytes in range(1, 20):
-            cuts = arrived(body, size, piece_bytes).cuts
-            assert outcome(partial(bodies._value, [body], cuts)) == expected, (piece_bytes, cuts)
+        patched.setattr(long_texts, "PIECE", piece_bytes)
+        for long in range(20):
+            texts = places(body, size, long)
+            assert outcome(partial(bodies._value, [body], texts)) == expected, (long, texts)
 
 
-def test_a_field_may_have_the_name_that_stands_for_names_of_cut_values() -> None:
-    for value in ({"a": [1, 2, 3, 4], "\0": 5}, {"a": [1, 2, 3, 4], "\0": [9]}, {"a": "x" * 40, "\0": "y"}):
+def test_a_string_may_look_like_the_mark_of_a_text() -> None:
+    for value in ({"a": "x" * 40, "\0": 5}, {"a": "x" * 40, "\0000": "y"}, ["\0000", "x" * 40], ["\0" * 40]):
         body = json.dumps(value).encode()
-        for piece_bytes in range(1, 12):
-            assert bodies._value([body], arrived(body, 3, piece_bytes).cuts) == value
-
-
-def test_a_quote_where_the_search_for_a_long_name_ends_does_not_begin_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    body = json.dumps({'xxxxxx"aaaa': [1, 2, 3, 4, 5, 6, 7, 8]}).encode()
-    for longest in range(1, 30):
-        monkeypatch.setattr(json_pieces, "MAX_KEY", longest)
-        assert bodies._value([body], arrived(body, 4, 8).cuts) == json.loads(body)
+        for long in range(12):
+            assert bodies._value([body], places(body, 3, long)) == value
 
 
 def test_deep_objects_with_long_names_full_of_quotes_take_about_as_long_in_pieces_as_whole() -> None:
     name = b'"' + b'\\"' * 2000 + b'":'
     body = b"%b[%b0]%b" % ((b"{" + name) * 250, b"123456789," * 1_500_000, b"}" * 250)
-    cuts = arrived(body, PIECE).cuts
-    assert len(cuts) > 200
+    texts = places(body, PIECE)
+    assert len(texts) == 250
     begin = time.thread_time()
-    value = bodies._value([body], cuts)
+    value = bodies._value([body], texts)
     spent = time.thread_time() - begin
     assert value == msgspec.json.decode(body)
     assert spent < 5.0, "it took minutes when every name was read once per cut and quote"
@@ -182,12 +176,12 @@ def test_deep_objects_with_long_names_full_of_quotes_take_about_as_long_in_piece
         {"text": ["\U0001f600" * 5000] * 200},
         {"prompt": "hello " * 200_000, "n": 1},
         {"messages": [{"content": 'é"\\\U0001f600' * 70_000}, {"content": "x"}]},
-        {"a": {"b": {"c": ["x" * 200_000, {"d": list(range(100_000))}]}}},
+        {"a": {"b": {"c": ["x" * 200_000, {"d": list(range(10_000))}]}}},
         "x" * 1_000_000,
     ],
     ids=["messages", "prompts", "text", "escapes", "nested", "string"],
 )
-def test_the_parser_never_holds_more_than_a_few_pieces_of_a_large_body(
+def test_the_parser_never_holds_more_than_a_few_pieces_of_the_texts_of_a_large_body(
     value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = json.dumps(value).encode()
@@ -200,7 +194,7 @@ def test_the_parser_never_holds_more_than_a_few_pieces_of_a_large_body(
 
     monkeypatch.setattr(msgspec.json, "decode", noted)
     pieces = [body[at : at + PIECE] for at in range(0, len(body), PIECE)]
-    assert bodies._value(pieces, arrived(body, PIECE).cuts) == value
+    assert bodies._value(pieces, places(body, PIECE)) == value
     assert len(given_sizes) > len(body) / (4 * PIECE)
     assert max(given_sizes) < 4 * PIECE
 
@@ -208,13 +202,13 @@ def test_the_parser_never_holds_more_than_a_few_pieces_of_a_large_body(
 @pytest.mark.parametrize(
     "body",
     [
-        b'{"a":[1],"b":2,"a":[3,4,5,6],"c":[7,8,9]}',
-        b'{"a":[1,2,3,4],"b":1,"a":[5]}',
-        b'{"a":[[1,2],[3,4]],"b":1,"a":[[5,6,7,8]]}',
+        b'{"a":"one","b":2,"a":"another","c":"last"}',
+        b'{"a":"another","b":1,"a":"one"}',
+        b'{"a":["one"],"\\u0061":["another"],"b":1,"a":["last"]}',
     ],
 )
-def test_the_last_of_several_fields_of_one_name_also_counts_in_pieces(body: bytes) -> None:
-    for piece_bytes in range(1, 12):
-        cuts = arrived(body, 3, piece_bytes).cuts
-        assert cuts
-        assert list(parsed_in_pieces(body, cuts).items()) == list(json.loads(body).items())
+def test_the_last_of_several_fields_of_one_name_also_counts_beside_its_texts(body: bytes) -> None:
+    for long in range(6):
+        texts = places(body, 3, long)
+        assert texts
+        assert list(parsed_beside(body, texts).items()) == list(json.loads(body).items())
