@@ -43,11 +43,11 @@ def test_memory_is_released_until_it_is_resumed_and_every_session_continues(mix,
     stage.engine.turns.draft("drafting", count_from(2, 20))
     stage.until(lambda: len(turn.output) >= 4)
     waiting = stage.say("waiting", count_from(3, 20), 5)
-    stage.engine.pause()
-    stage.engine.release_memory(PARTS)
+    stage.engine.occupation.pause()
+    stage.engine.occupation.release(PARTS)
     assert held(stage) == 0
-    stage.engine.release_memory(["kv_cache"])  # releasing again changes nothing
-    stage.engine.resume()
+    stage.engine.occupation.release(["kv_cache"])  # releasing again changes nothing
+    stage.engine.occupation.resume()
     for _ in range(3):
         assert not stage.step().worked
     stage.engine.audit()
@@ -60,10 +60,10 @@ def test_memory_is_released_until_it_is_resumed_and_every_session_continues(mix,
     histories = {name: list(stage.engine.registry.get(name).history) for name in ("idle", "fork")}
     weights = stage.executor.load(None)
     with pytest.raises(IllegalTransition):
-        stage.engine.restore_memory(["weights"])
-    stage.engine.restore_memory(["weights"], weights)
+        stage.engine.occupation.restore(["weights"])
+    stage.engine.occupation.restore(["weights"], weights)
     assert not stage.step().worked
-    stage.engine.restore_memory(["kv_cache"])
+    stage.engine.occupation.restore(["kv_cache"])
     stage.play()
     assert list(turn.output) == continuation(count_from(1, 20), 12)
     assert list(waiting.output) == continuation(count_from(3, 20), 5)
@@ -80,13 +80,13 @@ def test_memory_is_released_only_while_nothing_runs() -> None:
     turn = stage.say("s", count_from(1, 20), 12)
     stage.until(lambda: len(turn.output) >= 2)
     with pytest.raises(IllegalTransition, match="paused"):
-        stage.engine.release_memory(["kv_cache"])
+        stage.engine.occupation.release(["kv_cache"])
     with pytest.raises(InvalidRequest, match="allowed: kv_cache and weights"):
-        stage.engine.restore_memory(["cuda_graph"])  # type: ignore[list-item]
+        stage.engine.occupation.restore(["cuda_graph"])  # type: ignore[list-item]
     stage.play()
-    stage.engine.release_memory(["kv_cache"])
+    stage.engine.occupation.release(["kv_cache"])
     assert held(stage) == 0
-    stage.engine.restore_memory(["kv_cache", "weights"])
+    stage.engine.occupation.restore(["kv_cache", "weights"])
     assert held(stage) > 0
 
 
@@ -104,7 +104,7 @@ def test_state_computed_with_other_weights_is_never_reused(mix, overlap: int, ti
     turn = stage.say("running", count_from(1, 20), 12)
     stage.until(lambda: len(turn.output) >= 4)
     weights = stage.executor.load("other")
-    stage.engine.update_weights(weights)
+    stage.engine.occupation.update(weights)
     before = list(turn.output)
     stage.play()
     assert list(turn.output) == before + said_with(weights, [*count_from(1, 20), *before], 12 - len(before))
@@ -124,7 +124,7 @@ def test_turns_may_finish_before_weights_are_replaced() -> None:
     turn = stage.say("s", [1, 2], 12)
     stage.until(lambda: len(turn.output) >= 4)
     stage.engine.turns.draft(stage.open("d").id, [1, 2])
-    stage.engine.update_weights(stage.executor.load("other"), abort=True)
+    stage.engine.occupation.update(stage.executor.load("other"), abort=True)
     assert turn.result is not None
     assert turn.result.reason is EndReason.ABORT
     assert list(stage.engine.registry.get("s").history) == history
@@ -135,8 +135,8 @@ def test_turns_may_finish_before_weights_are_replaced() -> None:
 def test_parked_memory_is_restored_after_a_release() -> None:
     stage = Stage(host_tier=2**20)
     history = list(stage.told().history)
-    stage.engine.release_memory(["kv_cache"])
-    stage.engine.restore_memory(["kv_cache"])
+    stage.engine.occupation.release(["kv_cache"])
+    stage.engine.occupation.restore(["kv_cache"])
     assert stage.cost(lambda: stage.say("s", [7], 1)) == 2
     assert list(stage.engine.registry.get("s").history[-1:]) == continuation([*history, 7], 1)
 
@@ -146,15 +146,15 @@ def test_between_rollouts_memory_is_released_weights_are_replaced_and_turns_wait
     history = list(stage.told().history)
     turn = stage.say("s", [7], 9)
     stage.until(lambda: len(turn.output) >= 3)
-    stage.engine.pause()
-    stage.engine.release_memory(PARTS)
-    stage.engine.restore_memory(["weights"], stage.executor.load(None))
+    stage.engine.occupation.pause()
+    stage.engine.occupation.release(PARTS)
+    stage.engine.occupation.restore(["weights"], stage.executor.load(None))
     weights = stage.executor.load("trained")
-    stage.engine.update_weights(weights)
+    stage.engine.occupation.update(weights)
     before = list(turn.output)
-    stage.engine.restore_memory(["kv_cache"])
+    stage.engine.occupation.restore(["kv_cache"])
     assert not stage.step().worked
-    stage.engine.resume()
+    stage.engine.occupation.resume()
     stage.play()
     assert list(turn.output) == before + said_with(weights, [*history, 7, *before], 9 - len(before))
 
@@ -162,9 +162,9 @@ def test_between_rollouts_memory_is_released_weights_are_replaced_and_turns_wait
 def test_parked_memory_is_not_used_if_other_weights_are_resumed() -> None:
     stage = Stage(host_tier=2**20)
     history = list(stage.told().history)
-    stage.engine.release_memory(PARTS)
+    stage.engine.occupation.release(PARTS)
     weights = stage.executor.load("written in their place")
-    stage.engine.restore_memory(PARTS, weights, "another")
+    stage.engine.occupation.restore(PARTS, weights, "another")
     turn = stage.say("s", [7], 4)
     stage.play()
     assert turn.result is not None
@@ -174,6 +174,6 @@ def test_parked_memory_is_not_used_if_other_weights_are_resumed() -> None:
 
 def test_weights_cannot_be_replaced_while_released() -> None:
     stage = Stage()
-    stage.engine.release_memory(["weights"])
+    stage.engine.occupation.release(["weights"])
     with pytest.raises(IllegalTransition, match="resume"):
-        stage.engine.update_weights(stage.executor.load("other"))
+        stage.engine.occupation.update(stage.executor.load("other"))

@@ -17,7 +17,7 @@ def test_turns_wait_while_the_engine_is_paused_and_generate_the_same_output(mix,
     stage.open("later")
     turn = stage.say("s", count_from(1, 20), 12)
     stage.until(lambda: len(turn.output) >= 4)
-    stage.engine.pause(release=release)
+    stage.engine.occupation.pause(release=release)
     later = stage.say("later", count_from(2, 20), 5)
     stage.step()  # the step that was in flight
     plans, said = len(stage.executor.plans), len(turn.output)
@@ -25,7 +25,7 @@ def test_turns_wait_while_the_engine_is_paused_and_generate_the_same_output(mix,
         assert not stage.step().worked
     assert (len(stage.executor.plans), len(turn.output), later.state) == (plans, said, TurnState.QUEUED)
     assert turn.state is (TurnState.PREEMPTED if release else TurnState.RUNNING)
-    stage.engine.resume()
+    stage.engine.occupation.resume()
     stage.play()
     assert list(turn.output) == continuation(count_from(1, 20), 12)
     assert list(later.output) == continuation(count_from(2, 20), 5)
@@ -37,11 +37,11 @@ def test_sessions_can_be_changed_and_turns_aborted_during_a_pause() -> None:
     history = list(session.history)
     turn = stage.say("s", [1, 2], 9)
     stage.until(lambda: turn.state is TurnState.RUNNING)
-    stage.engine.pause()
+    stage.engine.occupation.pause()
     stage.engine.turns.abort("s")
     stage.engine.sessions.rewind("s", position=5)
     stage.engine.sessions.fork("s", child="f")
     assert list(session.history) == history[:5]
-    stage.engine.resume()
+    stage.engine.occupation.resume()
     stage.play()
     assert stage.engine.idle

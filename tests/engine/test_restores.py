@@ -178,12 +178,12 @@ def test_releasing_memory_waits_for_its_copies() -> None:
     slow = Slow()
     history = list(slow.engine.registry.get("s").history)
     turn = slow.come_back()
-    slow.engine.pause()
-    slow.engine.release_memory(["kv_cache"])
+    slow.engine.occupation.pause()
+    slow.engine.occupation.release(["kv_cache"])
     assert not slow.copies.moves
     assert slow.free() == [120]
-    slow.engine.restore_memory(["kv_cache"])
-    slow.engine.resume()
+    slow.engine.occupation.restore(["kv_cache"])
+    slow.engine.occupation.resume()
     slow.stage.until(lambda: turn.running)
     assert slow.ends(turn, history) == HISTORY - 1
 
@@ -193,7 +193,7 @@ def test_unneeded_copies_do_not_delay_a_release() -> None:
     slow.come_back()
     slow.engine.turns.abort("s")
     assert len(slow.parking.tiers.moves) == 1
-    slow.engine.release_memory(["kv_cache"])
+    slow.engine.occupation.release(["kv_cache"])
     assert slow.engine.idle
     assert slow.free() == [120]
 

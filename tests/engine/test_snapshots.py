@@ -256,7 +256,7 @@ def test_state_is_restored_only_at_its_own_position(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("identity", "cached"), [("a model", 0), ("another", 35)])
 def test_memory_computed_with_new_weights_has_a_new_identity(tmp_path: Path, identity: str, cached: int) -> None:
     first = begin(tmp_path)
-    first.engine.update_weights(first.executor.load(None), "another")
+    first.engine.occupation.update(first.executor.load(None), "another")
     first.told("s")
     saved = end(first)
     second = begin_again(tmp_path, saved, identity=identity)

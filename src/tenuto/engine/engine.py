@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
@@ -10,9 +10,8 @@ from tenuto.base.clock import Clock
 from tenuto.base.config import EngineConfig
 from tenuto.base.errors import (
     ConfigError,
-    IllegalTransition,
 )
-from tenuto.base.plan import Executor, MemoryPart, Weights
+from tenuto.base.plan import Executor
 from tenuto.base.views import AuditReport
 from tenuto.engine.auditor import Auditor
 from tenuto.engine.core import Core
@@ -107,13 +106,12 @@ class Engine:
         self._planner = Planner(memory, core.batch, self.suspects, config, proposer)
         self._settler = Settler(memory, core.batch)
         self._flights = Flights(core, lifecycle, self._planner, self._settler, self.suspects, masks or MasksAtOnce())
-        self._occupation = Occupation(core, lifecycle, self._flights)
+        self.occupation = Occupation(core, lifecycle, self._flights)
         gate = TurnGate(core, vocab_size, text)
         self.sessions = SessionOperations(core, lifecycle, gate, self.snapshots)
-        self.turns = TurnOperations(core, lifecycle, self._occupation, gate)
-        self.states = SessionStates(core, lifecycle, self._occupation)
+        self.turns = TurnOperations(core, lifecycle, self.occupation, gate)
+        self.states = SessionStates(core, lifecycle, self.occupation)
         self.auditor = Auditor(core, (self._admission,))
-        self.paused = False  # if True, nothing is planned; written by `pause` and `resume`
         self.steps = 0  # number of calls of `step`
         self.transitions = self.counts.transitions
         self.totals = self.counts.totals
@@ -128,7 +126,7 @@ class Engine:
         self._lifecycle.expire()
         self._lifecycle.join()
         planned = None
-        if not (self.paused or self.released):
+        if not (self.occupation.paused or self.occupation.released):
             self._admission.admit()
             planned = self._flights.plan()
         if planned is not None:
@@ -155,68 +153,12 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether a step would only check for expired timers."""
-        return not self._has_turns and not self.idle_memory.copying
+        return not self.occupation.has_turns and not self.idle_memory.copying
 
     @property
     def only_begins(self) -> bool:
         """Whether a step would only begin turns, so that no running turn waits if the step comes later."""
         return not len(self.batch) and not len(self._flights) and self.queued > 0
-
-    @property
-    def _has_turns(self) -> bool:
-        """Whether turns run or wait, or steps are in flight."""
-        return bool(len(self.batch) or len(self.core.queue) or len(self._flights))
-
-    # -- pauses
-
-    @guarded
-    def pause(self, *, release: bool = False) -> None:
-        """Plans no steps until `resume`. With `release`, running turns give up the units they acquired, and queue."""
-        self.paused = True
-        if release:
-            for turn in list(self.batch.running()):
-                self._lifecycle.preempt(turn)
-
-    @guarded
-    def resume(self) -> None:
-        """Ends a pause."""
-        self.paused = False
-
-    # -- giving memory back
-
-    @property
-    def released(self) -> frozenset[MemoryPart]:
-        """The parts of memory that are given back to the system; while there are any, nothing is planned."""
-        return self._occupation.released
-
-    @guarded
-    def release_memory(self, parts: Collection[MemoryPart]) -> None:
-        """Gives memory back to the system until `restore_memory`. Every session drops to its tokens, or is parked. New
-        turns are rejected; turns of a paused engine wait. Raises `IllegalTransition` unless the engine is paused or
-        idle."""
-        if self._has_turns and not self.paused:
-            raise IllegalTransition(
-                "turns run or wait; memory can be released while generation is paused or once no turn runs or waits"
-            )
-        self._occupation.release(parts)
-
-    @guarded
-    def restore_memory(
-        self, parts: Collection[MemoryPart], weights: Weights | None = None, identity: str | None = None
-    ) -> None:
-        """Allocates those of `parts` that are released; `weights` are given exactly if weights are among these. Turns
-        go on once no part is released. `identity`: the engine's new identity, if the weights differ from the released
-        ones; parked memory is then never used again. Raises `ConfigError`, having changed nothing, if there is not
-        enough memory."""
-        self._occupation.restore(parts, weights, identity)
-
-    @guarded
-    def update_weights(self, weights: Weights, identity: str = "", *, abort: bool = False) -> None:
-        """Computes with `weights` from now on; `identity` is the engine's new identity. Results of the old weights are
-        never used again: every session drops to its tokens, and parked memory is discarded. Submitted turns go on from
-        their tokens, or with `abort` end. Raises `IllegalTransition` if the weights are released, and `ConfigError`,
-        having replaced nothing, if there is not enough memory."""
-        self._occupation.update(weights, identity, abort=abort)
 
     def end(self, *, keep: bool = False) -> None:
         """Releases the disk tier, and removes its files unless `keep` is set. The engine is not used afterwards."""

@@ -1,4 +1,4 @@
-"""Release of the model's memory to the system and its restoration, and replacement of the weights."""
+"""Pauses, release of the model's memory to the system and its restoration, and replacement of the weights."""
 
 from __future__ import annotations
 
@@ -10,21 +10,31 @@ from tenuto.base.plan import PARTS, MemoryPart, Weights
 from tenuto.base.turns import EndReason
 from tenuto.engine.core import Core
 from tenuto.engine.flights import Flights
+from tenuto.engine.guard import guarded
 from tenuto.engine.lifecycle import Lifecycle
 
 
 class Occupation:
-    """Releases and restores the model's memory. `released`: the parts that the system has back."""
+    """Determines whether the engine computes: not while it is `paused`, nor while the system has parts of the model's
+    memory back, which are `released`."""
 
     def __init__(self, core: Core, lifecycle: Lifecycle, flights: Flights) -> None:
+        self.fuse = core.fuse
         self._executor = core.executor
         self._memory = core.memory
         self._sessions = core.registry
         self._batch = core.batch
+        self._queue = core.queue
         self._lifecycle = lifecycle
         self._idle_memory = core.idle_memory
         self._flights = flights
+        self.paused = False
         self.released: frozenset[MemoryPart] = frozenset()
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether turns run or wait, or steps are in flight."""
+        return bool(len(self._batch) or len(self._queue) or len(self._flights))
 
     def require_memory(self) -> None:
         """Raises `MemoryReleased` while turns cannot run."""
@@ -34,16 +44,40 @@ class Occupation:
                 "operations that need no turn"
             )
 
+    @guarded
+    def pause(self, *, release: bool = False) -> None:
+        """Plans no steps until `resume`. With `release`, running turns give up the units they acquired, and queue."""
+        self.paused = True
+        for turn in list(self._batch.running()) if release else ():
+            self._lifecycle.preempt(turn)
+
+    @guarded
+    def resume(self) -> None:
+        """Ends a pause."""
+        self.paused = False
+
+    @guarded
     def release(self, parts: Collection[MemoryPart]) -> None:
-        """See `Engine.release_memory`."""
+        """Gives memory back to the system until `restore`. Every session drops to its tokens, or is parked. New turns
+        are rejected; turns of a paused engine wait. Raises `IllegalTransition` unless the engine is paused or idle."""
+        if self.has_turns and not self.paused:
+            raise IllegalTransition(
+                "turns run or wait; memory can be released while generation is paused or once no turn runs or waits"
+            )
         wanted = frozenset(_part(part) for part in parts) - self.released
         if wanted:
             self._vacate(park=True)
             self._executor.release(wanted)
             self.released |= wanted
 
-    def restore(self, parts: Collection[MemoryPart], weights: Weights | None, identity: str | None) -> None:
-        """See `Engine.restore_memory`."""
+    @guarded
+    def restore(
+        self, parts: Collection[MemoryPart], weights: Weights | None = None, identity: str | None = None
+    ) -> None:
+        """Allocates those of `parts` that are released; `weights` are given exactly if weights are among these. Turns
+        go on once no part is released. `identity`: the engine's new identity, if the weights differ from the released
+        ones; parked memory is then never used again. Raises `ConfigError`, having changed nothing, if there is not
+        enough memory."""
         wanted = frozenset(_part(part) for part in parts) & self.released
         if ("weights" in wanted) != (weights is not None):
             raise IllegalTransition("the weights were released or resumed meanwhile; try again")
@@ -54,8 +88,12 @@ class Occupation:
                 self._vacate(park=False)
                 self._idle_memory.tiers.become(identity)
 
-    def update(self, weights: Weights, identity: str, *, abort: bool) -> None:
-        """See `Engine.update_weights`."""
+    @guarded
+    def update(self, weights: Weights, identity: str = "", *, abort: bool = False) -> None:
+        """Computes with `weights` from now on; `identity` is the engine's new identity. Results of the old weights are
+        never used again: every session drops to its tokens, and parked memory is discarded. Submitted turns go on from
+        their tokens, or with `abort` end. Raises `IllegalTransition` if the weights are released, and `ConfigError`,
+        having replaced nothing, if there is not enough memory."""
         if "weights" in self.released:
             raise IllegalTransition("the weights are released; resume them before they are replaced")
         for session in list(self._sessions) if abort else ():

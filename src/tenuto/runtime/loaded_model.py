@@ -42,15 +42,15 @@ class LoadedModel:
                 self._update(request)
 
     def _resume(self, request: ResumeMemory) -> None:
-        released = self._loop.call(lambda engine: engine.released).result()
+        released = self._loop.call(lambda engine: engine.occupation.released).result()
         if "weights" not in request.parts or "weights" not in released:
-            self._use(None, lambda engine: engine.restore_memory(request.parts))
+            self._use(None, lambda engine: engine.occupation.restore(request.parts))
             return
         model = self.model.with_weights(None)
         weights = model.executor.load(None)
         same = model.weights.stamps == self.model.weights.stamps  # the files may have been replaced meanwhile
         changed = None if same else model.tier_identity(self._config)
-        self._use(weights, lambda engine: engine.restore_memory(request.parts, weights, changed))
+        self._use(weights, lambda engine: engine.occupation.restore(request.parts, weights, changed))
         if not same:
             self.model = model
 
@@ -64,7 +64,7 @@ class LoadedModel:
                 f"the weights at {request.path!r} cannot be used: {error}; allowed: a whole model of the same shape",
                 param="model_path",
             ) from error
-        self._use(weights, lambda engine: engine.update_weights(weights, identity, abort=request.abort))
+        self._use(weights, lambda engine: engine.occupation.update(weights, identity, abort=request.abort))
         self.model = model
 
     def _use(self, weights: Weights | None, work: Callable[[Engine], None]) -> None:

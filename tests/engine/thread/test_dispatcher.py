@@ -223,4 +223,4 @@ def test_a_closed_session_is_gone(talk: Talk) -> None:
 
 def test_the_command_to_release_memory_releases_it(talk: Talk) -> None:
     talk.dispatcher.execute(ReleaseMemory(parts=["kv_cache"]))
-    assert talk.engine.released == {"kv_cache"}
+    assert talk.engine.occupation.released == {"kv_cache"}

@@ -329,15 +329,15 @@ class Dispatcher:
 
     @_execute.register
     def _(self, command: Pause, _: None) -> None:
-        self._engine.pause(release=command.release)
+        self._engine.occupation.pause(release=command.release)
 
     @_execute.register
     def _(self, _command: Resume, _: None) -> None:
-        self._engine.resume()
+        self._engine.occupation.resume()
 
     @_execute.register
     def _(self, command: ReleaseMemory, _: None) -> None:
-        self._engine.release_memory(command.parts)
+        self._engine.occupation.release(command.parts)
 
     @_execute.register
     def _(self, _command: GetStats, _: None) -> Stats:
