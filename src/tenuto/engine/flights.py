@@ -31,6 +31,7 @@ class Flights:
         self, core: Core, lifecycle: Lifecycle, planner: Planner, settler: Settler, suspects: Suspects, masks: Masks
     ) -> None:
         self._executor = core.executor
+        self._clock = core.clock
         self._masks = masks
         self._memory = core.memory
         self._lifecycle = lifecycle
@@ -73,7 +74,7 @@ class Flights:
         """Submits the planned step to the executor."""
         self._memory.step_submitted()
         if not self._flights:
-            self._began = self._lifecycle.now()
+            self._began = self._clock.now()
         self._flights.append(planned)
         if len(self._flights) == 1:
             self._ask_masks()
@@ -111,7 +112,7 @@ class Flights:
 
     def _measure(self, flight: Flight) -> None:
         """Records the time of a step that is mostly prefill, to compare computing tokens with restoring them."""
-        ended = self._lifecycle.now()
+        ended = self._clock.now()
         if len(flight.plan.tokens) >= PREFILL_TOKENS * len(flight.rows):
             self._idle_memory.tiers.rates.note("compute", len(flight.plan.tokens), ended - self._began)
         self._began = ended

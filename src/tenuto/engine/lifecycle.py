@@ -33,10 +33,6 @@ class Lifecycle:
         self.pressure = Pressure(core.memory, core.batch, self.preempt, self.pause, self.drop)
         self.sharing = Sharing(core, self.pressure)
 
-    def now(self) -> float:
-        """Returns the time of the engine's clock, in seconds."""
-        return self._clock.now()
-
     def note(
         self,
         kind: ChangeKind,

@@ -77,10 +77,9 @@ class Lane:
     def _next(self) -> Work | None:
         """Waits for the next piece of work and returns it; None at the end."""
         with self._changed:
-            while not self._waiting:
-                if self._closed:
-                    return None
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            if not self._waiting:
+                return None
             tenant, works = self._waiting.popitem(last=False)
             work = works.popleft()
             if works:

@@ -43,7 +43,6 @@ from tenuto.engine.thread.rendering import Basis, Outdated, Prepared, Renderer, 
 from tenuto.session.records import SavedSession
 from tenuto.session.results import Once
 from tenuto.session.session import Session
-from tenuto.session.tenants import Tenant
 from tenuto.session.turn import Turn
 from tenuto.text.chat import Conversation
 
@@ -87,52 +86,38 @@ class Dispatcher:
 
     def _check_limits(self, command: Limited) -> list[Session]:
         use, limits = self._engine.registry.use(command.tenant), command.limits
-        opens = isinstance(command, OpenSession | ImportSession | Fork | Trim)
-        if opens and limits.sessions is not None and use.sessions >= limits.sessions:
-            raise LimitReached(f"{use.sessions} sessions are open; allowed: {limits.sessions}; close some first")
-        pins = isinstance(command, OpenSession) and command.policy.pinned
-        if pins and limits.pinned is not None and use.pinned >= limits.pinned:
-            raise LimitReached(f"{use.pinned} sessions are pinned; allowed: {limits.pinned}; close some first")
+        if isinstance(command, OpenSession | ImportSession | Fork | Trim):
+            _require_below(limits.sessions, use.sessions, f"{use.sessions} sessions are open", "close some first")
+        if isinstance(command, OpenSession) and command.policy.pinned:
+            _require_below(limits.pinned, use.pinned, f"{use.pinned} sessions are pinned", "close some first")
         brought = command.document.tokens if isinstance(command, ImportSession) else 0
         if limits.tokens is not None and (use.tokens >= limits.tokens or use.tokens + brought > limits.tokens):
             more = f", and this one has {brought}" if brought else ""
             raise LimitReached(
                 f"sessions hold {use.tokens} tokens{more}; allowed: {limits.tokens}; close or rewind some first"
             )
-        leaving = self._check_more(command, use)
+        journaled = f"sessions have {use.journal_bytes} bytes in the journal"
+        _require_below(limits.journal_bytes, use.journal_bytes, journaled, "close or rewind some first")
+        leaving = self._leaving(command, limits.units) if limits.units is not None else []
         if isinstance(command, StartTurn | Draft | Fork | Trim) and command.session is not None:
             self._check_session(self._session(command.tenant, command.session), limits)
         return leaving
 
-    def _check_more(self, command: Limited, use: Tenant) -> list[Session]:
-        limits = command.limits
-        if limits.journal_bytes is not None and use.journal_bytes >= limits.journal_bytes:
-            raise LimitReached(
-                f"sessions have {use.journal_bytes} bytes in the journal; allowed: {limits.journal_bytes}; close or "
-                "rewind some first"
-            )
-        if limits.units is None or use.units < limits.units:
+    def _leaving(self, command: Limited, most: int) -> list[Session]:
+        """Returns the sessions that leave the device so that the tenant keeps fewer than `most` units there."""
+        if self._engine.registry.use(command.tenant).units < most:
             return []
         spared = getattr(command, "session", None)
-        leaving, kept = self._engine.registry.leaving(command.tenant, limits.units, spared)
-        if kept >= limits.units:
-            raise LimitReached(
-                f"sessions keep {kept} units of memory that cannot yield now; allowed: {limits.units}; wait for turns "
-                "to end, or close or rewind some"
-            )
+        leaving, kept = self._engine.registry.leaving(command.tenant, most, spared)
+        stays = f"sessions keep {kept} units of memory that cannot yield now"
+        _require_below(most, kept, stays, "wait for turns to end, or close or rewind some")
         return leaving
 
     def _check_session(self, session: Session, limits: Limits) -> None:
         units, size = self._engine.registry.units_of(session), session.journal_bytes
-        if limits.session_units is not None and units >= limits.session_units:
-            raise LimitReached(
-                f"session {session.id} takes {units} units of memory; allowed: {limits.session_units}; rewind it first"
-            )
-        if limits.session_journal_bytes is not None and size >= limits.session_journal_bytes:
-            raise LimitReached(
-                f"session {session.id} has {size} bytes in the journal; allowed: {limits.session_journal_bytes}; "
-                "rewind it first"
-            )
+        taken, journaled = f"takes {units} units of memory", f"has {size} bytes in the journal"
+        _require_below(limits.session_units, units, f"session {session.id} {taken}", "rewind it first")
+        _require_below(limits.session_journal_bytes, size, f"session {session.id} {journaled}", "rewind it first")
 
     def basis(self, command: StartTurn | Draft) -> Basis:
         """Returns the basis against which to prepare the command's input. Raises the errors of `check`."""
@@ -342,6 +327,12 @@ class Dispatcher:
     @_execute.register
     def _(self, _command: GetStats, _: None) -> Stats:
         return views.stats(self._engine)
+
+
+def _require_below(most: int | None, used: int, what: str, remedy: str) -> None:
+    """Raises `LimitReached`, which says `what` is used, unless less than `most` is."""
+    if most is not None and used >= most:
+        raise LimitReached(f"{what}; allowed: {most}; {remedy}")
 
 
 def _once(command: StartTurn) -> Once | None:

@@ -6,7 +6,6 @@ import logging
 import sqlite3
 import threading
 from collections.abc import Callable, Sequence
-from time import monotonic
 
 from tenuto.base.errors import NotAcknowledged
 from tenuto.session.changes import Change
@@ -98,11 +97,8 @@ class JournalWriter:
                 log.error("%s; no change is acknowledged until then", reason, exc_info=details)
             self._failure = reason
         self._tell()
-        until = monotonic() + RETRY_SECONDS
         with self._changed:
-            while not self._closed and (left := until - monotonic()) > 0:
-                self._changed.wait(left)
-            return not self._closed
+            return not self._changed.wait_for(lambda: self._closed, RETRY_SECONDS)
 
     def _tell(self) -> None:
         if self._wake is not None:
