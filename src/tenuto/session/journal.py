@@ -34,7 +34,7 @@ from tenuto.session.journal_mending import (
     write_schema,
     written_anew,
 )
-from tenuto.session.journal_rows import APPLICATION, FORMAT, RECORD, UNSOUND, Header, SessionRows, Value, checksum_of
+from tenuto.session.journal_rows import APPLICATION, FORMAT, RECORD, UNSOUND, Header, SessionRows, checksum_of, insert
 from tenuto.session.records import SavedSession, TurnRecord
 from tenuto.session.session import Session
 
@@ -284,7 +284,7 @@ class Journal:
         session = change.session
         if change.kind == "open":
             columns = "tenant, name, policy, system, version, used, length, turns, results, checksum"
-            self._insert(f"sessions ({columns})", (*self._about(session), 0, change.used, 0, 0, 0, UNSOUND))
+            insert(self._db, f"sessions ({columns})", (*self._about(session), 0, change.used, 0, 0, 0, UNSOUND))
             self._seal(self._number(session.key)[0], 0, change, 0, 0, 0)
             return
         number, results = self._number(session.key)
@@ -324,15 +324,12 @@ class Journal:
         for key in change.forgotten:
             more -= self._db.execute("DELETE FROM results WHERE session = ? AND key = ?", (session, key)).rowcount
         if change.result is not None:
-            self._insert("results (session, key, turn, checksum)", (session, *change.result, UNSOUND))
+            insert(self._db, "results (session, key, turn, checksum)", (session, *change.result, UNSOUND))
             (number,) = self._db.execute("SELECT last_insert_rowid()").fetchone()
             content = checksum_of(number, session, *change.result)
             self._db.execute("UPDATE results SET checksum = ? WHERE number = ?", (content, number))
             more += 1
         return more
-
-    def _insert(self, table: str, row: tuple[Value, ...]) -> None:
-        self._db.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", row)
 
     def _number(self, key: SessionKey) -> tuple[int, int]:
         """Returns a session's number, and the number of its results."""
@@ -370,11 +367,11 @@ class Journal:
         for position, piece, count, own, content in self._db.execute(query, (shared, change.kept)).fetchall():
             row = number, position, piece, min(count, change.kept - position)
             sound = own == checksum_of(shared, position, piece, count, content)
-            self._insert("history", (*row, checksum_of(*row, content) if sound else UNSOUND))
+            insert(self._db, "history", (*row, checksum_of(*row, content) if sound else UNSOUND))
         query = f"SELECT {RECORD}, checksum FROM records WHERE session = ? AND number <= ?"
         for *old, own in self._db.execute(query, (shared, change.turns - len(change.records))).fetchall():
             row = (number, *old[1:])
-            self._insert("records", (*row, checksum_of(*row) if own == checksum_of(*old) else UNSOUND))
+            insert(self._db, "records", (*row, checksum_of(*row) if own == checksum_of(*old) else UNSOUND))
 
     def _append(self, session: int, position: int, tokens: array[int]) -> None:
         if tokens:
@@ -383,7 +380,7 @@ class Journal:
             values = data, content
             piece = self._db.execute("INSERT INTO pieces (tokens, checksum) VALUES (?, ?)", values).lastrowid
             row = session, position, piece, len(tokens)
-            self._insert("history", (*row, checksum_of(*row, content)))
+            insert(self._db, "history", (*row, checksum_of(*row, content)))
 
     def _replace_records(self, session: int, turns: int, records: Sequence[TurnRecord]) -> None:
         """Replaces the last records, so that there are `turns` records and the last are `records`."""
@@ -392,4 +389,4 @@ class Journal:
         for number, record in enumerate(records, first):
             about = msgspec.json.encode(record.conversation) if record.conversation is not None else None
             row = (session, number, record.start, record.input_end, record.end, about, int(record.cut))
-            self._insert("records", (*row, checksum_of(*row)))
+            insert(self._db, "records", (*row, checksum_of(*row)))

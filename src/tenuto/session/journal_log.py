@@ -122,7 +122,7 @@ def _checksum(data: bytes, before: tuple[int, int], *, big: bool) -> tuple[int, 
     first = _sum(later[0, 0] * own + later[0, 1] * both)
     second = _sum(later[1, 0] * own + later[1, 1] * both)
     s, t = before
-    p, q, r, u = (int(x) for x in _power(len(a)))
+    ((p, q), (r, u)) = _powers(len(a) + 1)[:, :, 0].tolist()
     return (first + p * s + q * t) % 2**32, (second + r * s + u * t) % 2**32
 
 
@@ -131,17 +131,9 @@ def _sum(words: _Words) -> int:
 
 
 @cache
-def _power(n: int) -> tuple[int, int, int, int]:
-    """Returns [[1, 1], [1, 2]] to the power `n`, modulo 2**32."""
-    p, q, r, u = 1, 0, 0, 1
-    for _ in range(n):
-        p, q, r, u = (p + q) % 2**32, (p + 2 * q) % 2**32, (r + u) % 2**32, (r + 2 * u) % 2**32
-    return p, q, r, u
-
-
-@cache
 def _powers(n: int) -> npt.NDArray[np.uint32]:
-    """Returns, for each of `n` pairs in order, the power (see `_power`) for the number of pairs after it: [2, 2, n]."""
+    """Returns, for each of `n` pairs in order, [[1, 1], [1, 2]] to the power of the number of pairs after it, modulo
+    2**32: [2, 2, n]."""
     found = np.empty((2, 2, n), np.uint32)
     p, q, r, u = 1, 0, 0, 1
     for i in range(n - 1, -1, -1):

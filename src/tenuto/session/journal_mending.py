@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +20,8 @@ from tenuto.session.journal_rows import (
     SCHEMA,
     DamagedSession,
     SessionRows,
-    Value,
     checksum_of,
+    insert,
 )
 
 
@@ -61,7 +61,7 @@ def write_header(db: sqlite3.Connection, fingerprint: str, journal: bytes, chang
     """Writes the row of the table `journal`; see `journal_rows.SCHEMA`."""
     row = fingerprint, journal, changes, sessions
     db.execute("DELETE FROM journal")
-    db.execute("INSERT INTO journal VALUES (?, ?, ?, ?, ?)", (*row, checksum_of(*row)))
+    insert(db, "journal", (*row, checksum_of(*row)))
 
 
 def write_schema(db: sqlite3.Connection) -> None:
@@ -110,27 +110,18 @@ def _copy(source: sqlite3.Connection, db: sqlite3.Connection, fingerprint: str, 
         content = checksum_of(tokens)
         if piece not in pieces:
             pieces.add(piece)
-            db.execute("INSERT INTO pieces VALUES (?, ?, ?)", (piece, tokens, content))
+            insert(db, "pieces", (piece, tokens, content))
         row = number, position, piece, count
-        db.execute("INSERT INTO history VALUES (?, ?, ?, ?, ?)", (*row, checksum_of(*row, content)))
+        insert(db, "history", (*row, checksum_of(*row, content)))
         length = position + count
-    counts = [
-        _insert(db, table, source.execute(f"SELECT {columns} FROM {table} WHERE session = ?", (number,)))
-        for table, columns in (("records", RECORD), ("results", RESULT))
-    ]
-    row = (number, *of_it, length, *counts)
-    values = (*row, checksum_of(fingerprint, *row))
-    db.execute(f"INSERT INTO sessions VALUES ({', '.join('?' * len(values))})", values)
-
-
-def _insert(db: sqlite3.Connection, table: str, rows: Iterable[tuple[Value, ...]]) -> int:
-    """Inserts rows with their checksums. Returns their number."""
-    count = 0
-    for row in rows:
-        values = (*row, checksum_of(*row))
-        db.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(values))})", values)
-        count += 1
-    return count
+    counts = []
+    for table, columns in (("records", RECORD), ("results", RESULT)):
+        rows = source.execute(f"SELECT {columns} FROM {table} WHERE session = ?", (number,)).fetchall()
+        for numbered in rows:
+            insert(db, table, (*numbered, checksum_of(*numbered)))
+        counts.append(len(rows))
+    about = number, *of_it, length, *counts
+    insert(db, "sessions", (*about, checksum_of(fingerprint, *about)))
 
 
 def take_place(path: Path, db: sqlite3.Connection, new: Path, lock_seconds: float) -> sqlite3.Connection:

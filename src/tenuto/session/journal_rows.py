@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -81,6 +81,11 @@ class Unsound(Exception):
 def checksum_of(*values: Value) -> int:
     """Returns the CRC-32 of values and their types."""
     return zlib.crc32(msgspec.msgpack.encode(values))
+
+
+def insert(db: sqlite3.Connection, table: str, row: tuple[Value, ...]) -> None:
+    """Inserts a row, which ends with its checksum."""
+    db.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", row)
 
 
 def check(name: str, row: tuple[Value, ...], given: object) -> None:
@@ -173,7 +178,7 @@ class SessionRows:
             check("sessions", (self._fingerprint, *row[:-1]), row[-1])
         _, _, name, policy, system, version, used, *counts = row[:10]
         tokens, records = self._tokens(number), tuple(self._records(number))
-        results = tuple(self._results(number))
+        results = tuple((key, turn) for _, _, key, turn in self._numbered("results", RESULT, number))
         if self._checked and counts != [len(tokens), len(records), len(results)]:
             raise Unsound("one of its rows is missing")
         decoded = msgspec.json.decode(policy, type=Policy)
@@ -198,19 +203,15 @@ class SessionRows:
         return tokens
 
     def _records(self, session: int) -> Iterator[TurnRecord]:
-        columns = RECORD + (", checksum" if self._checked else ", 0")
-        rows = self._db.execute(f"SELECT {columns} FROM records WHERE session = ? ORDER BY number", (session,))
-        for *row, given in rows:
-            if self._checked:
-                check("records", tuple(row), given)
-            _, _, start, input_end, end, conversation, cut = row
+        for _, _, start, input_end, end, conversation, cut in self._numbered("records", RECORD, session):
             about = msgspec.json.decode(conversation, type=Conversation) if conversation is not None else None
             yield TurnRecord(start, input_end, end, about, bool(cut))
 
-    def _results(self, session: int) -> Iterator[tuple[str, bytes]]:
-        columns = RESULT + (", checksum" if self._checked else ", 0")
-        rows = self._db.execute(f"SELECT {columns} FROM results WHERE session = ? ORDER BY number", (session,))
-        for *row, given in rows:
+    def _numbered(self, table: str, columns: str, session: int) -> Iterator[tuple[Any, ...]]:
+        """Yields the rows of a session in the order of their numbers."""
+        given = "checksum" if self._checked else "0"
+        query = f"SELECT {columns}, {given} FROM {table} WHERE session = ? ORDER BY number"
+        for *row, checksum in self._db.execute(query, (session,)):
             if self._checked:
-                check("results", tuple(row), given)
-            yield row[2], row[3]
+                check(table, tuple(row), checksum)
+            yield tuple(row)
