@@ -25,6 +25,7 @@ from tenuto.formats.gguf_file import GgufFile
 from tenuto.models.config import Attention, ModelConfig
 from tenuto.models.decoder import Decoder
 from tenuto.models.families import llama
+from tenuto.models.families.gguf_family import GgufSettings
 from tenuto.models.gguf import SUPPORTED, GgufCheckpoint
 from tenuto.models.hf import HfCheckpoint
 from tenuto.models.store import resolve
@@ -249,14 +250,14 @@ def test_unsupported_arithmetic_is_refused(tiny_gguf: Path, said: dict[str, Any]
     file = GgufFile(tiny_gguf)
     file.metadata |= {f"llama.{key}": value for key, value in said.items()}
     with pytest.raises(ModelError, match=message):
-        llama.GGUF_FAMILY.read(file)
+        llama.GGUF_FAMILY.read(GgufSettings(file, "llama"))
 
 
 def test_a_scaling_factor_without_a_type_is_linear_and_multiplies_the_divisors(tmp_path: Path) -> None:
     file = GgufFile(save_gguf(tmp_path / "m.gguf", tiny_llama(rope_parameters=LLAMA3)))
-    plain = llama.GGUF_FAMILY.read(file).layers[0]
+    plain = llama.GGUF_FAMILY.read(GgufSettings(file, "llama")).layers[0]
     file.metadata["llama.rope.scaling.factor"] = 2.0
-    found = llama.GGUF_FAMILY.read(file).layers[0]
+    found = llama.GGUF_FAMILY.read(GgufSettings(file, "llama")).layers[0]
     assert isinstance(plain.mixer, Attention)
     assert isinstance(found.mixer, Attention)
     assert plain.mixer.rope is not None
@@ -264,7 +265,7 @@ def test_a_scaling_factor_without_a_type_is_linear_and_multiplies_the_divisors(t
     assert found.mixer.rope.divisors == tuple(2 * divisor for divisor in plain.mixer.rope.divisors)
     file.metadata["llama.rope.scaling.type"] = "yarn"
     with pytest.raises(ModelError, match=r"rope scaling 'yarn' and rope_freqs\.weight; supported"):
-        llama.GGUF_FAMILY.read(file)
+        llama.GGUF_FAMILY.read(GgufSettings(file, "llama"))
 
 
 def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:

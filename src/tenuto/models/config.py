@@ -192,8 +192,8 @@ class Experts:
     chosen: int
     width: int
     normalised: bool
-    shared: int
-    shared_gate: bool
+    shared: int = 0
+    shared_gate: bool = False
     activation: str = "silu"
     biased: bool = False
     sigmoid: bool = False

@@ -10,7 +10,7 @@ from tenuto.base.errors import ModelError
 from tenuto.formats.gguf_file import GgufFile
 from tenuto.models.config import Attention
 from tenuto.models.families import gemma2, gemma3, granite3, llama, phi3, qwen, smollm3
-from tenuto.models.families.gguf_family import NOT_WEIGHTS, GgufFamily
+from tenuto.models.families.gguf_family import NOT_WEIGHTS, GgufFamily, GgufSettings
 from tenuto.models.weights import Bytes, StoredWeight, stored_in
 
 FAMILIES = (
@@ -37,7 +37,7 @@ class GgufCheckpoint:
     def __init__(self, file: Path | GgufFile) -> None:
         self._file = file if isinstance(file, GgufFile) else GgufFile(file)
         self._family = _family(self._file)
-        self.config = self._family.read(self._file)
+        self.config = self._family.read(GgufSettings(self._file, self._family.architecture))
 
     def weights(self) -> Iterator[tuple[str, StoredWeight]]:
         """See `ModelCheckpoint.weights`."""

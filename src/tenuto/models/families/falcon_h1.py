@@ -3,21 +3,14 @@ outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from tenuto.base.errors import ModelError
 from tenuto.models.config import Attention, Layer, Mamba2, Mlp, ModelConfig
-from tenuto.models.families.family import Family, Named, each, renamed
+from tenuto.models.families.bamba import NAMES
+from tenuto.models.families.family import Family, attention, renaming
 from tenuto.models.families.mamba2_settings import mamba2
 from tenuto.models.settings import Settings
-from tenuto.models.weights import StoredWeight
-
-_NAMES = {
-    "model.final_layernorm.": "model.norm.",
-    "pre_ff_layernorm.": "post_attention_layernorm.",
-    "feed_forward.": "mlp.",
-}
 
 
 def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
@@ -44,12 +37,9 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
 def _attention(settings: Settings) -> Attention:
     """Reads the attention. The input multiplier scales queries, keys and values, so it multiplies scores twice and the
     output once; the key multiplier multiplies scores once."""
-    heads, head_dim = settings.get("num_attention_heads", int), settings.head_dim()
-    entering = settings.get("attention_in_multiplier", float, 1.0)
-    return Attention(
-        heads,
-        settings.get("num_key_value_heads", int, heads),
-        head_dim,
+    head_dim, entering = settings.head_dim(), settings.get("attention_in_multiplier", float, 1.0)
+    return attention(
+        settings,
         settings.rope(head_dim),
         scale=head_dim**-0.5 * entering**2 * settings.get("key_multiplier", float, 1.0),
         out_scale=entering * settings.get("attention_out_multiplier", float, 1.0),
@@ -78,8 +68,4 @@ def _multipliers(settings: Settings, key: str, count: int) -> list[float]:
     return [float(one) for one in value]
 
 
-def _translate(_: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Named]:
-    yield renamed(name, _NAMES), weight
-
-
-FAMILY = Family("Falcon-H1", ("FalconH1ForCausalLM",), _read, each(_translate))
+FAMILY = Family("Falcon-H1", ("FalconH1ForCausalLM",), _read, renaming(NAMES))

@@ -50,21 +50,42 @@ class Family:
     quantized: tuple[str, ...] = ()
 
 
+KINDS = ("sliding_attention", "full_attention")
+"""Names of layers with and without a window in `layer_types`."""
+
+
 def attention(settings: Settings, rope: Rope | None, *, head_dim: int | None = None, **more: Any) -> Attention:
-    """Reads the attention settings whose keys most families share; `more` are further fields of `Attention`."""
+    """Reads the attention settings whose keys most families share; `more` are other fields of `Attention`, or replace
+    these."""
     heads, size = settings.get("num_attention_heads", int), head_dim or settings.head_dim()
     kv_heads = settings.get("num_key_value_heads", int, heads)
-    return Attention(heads, kv_heads, size, rope, **({"scale": size**-0.5} | more))
+    biased = settings.get("attention_bias", bool, default=False)
+    return Attention(heads, kv_heads, size, rope, **({"scale": size**-0.5, "bias": biased, "out_bias": biased} | more))
+
+
+def by_kind(settings: Settings, rope: Rope, window: int, **more: Any) -> dict[str, Attention]:
+    """Returns the attention of layers with and without a window, by their names in `KINDS`. `more`: see `attention`."""
+    return {kind: attention(settings, rope, window=size, **more) for kind, size in zip(KINDS, (window, 0), strict=True)}
+
+
+def replaced(name: str, prefixes: Mapping[str, str]) -> str:
+    """Returns `name` with the first of the `prefixes` that it has replaced by what that maps to."""
+    for old, new in prefixes.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
 
 
 def renamed(name: str, names: Mapping[str, str]) -> str:
     """Returns `name` with a prefix replaced according to `names`; in a layer, it is the prefix after
     `model.layers.N.`."""
     head, part = split_layer(name)
-    for old, new in names.items():
-        if part.startswith(old):
-            return head + new + part.removeprefix(old)
-    return name
+    return head + replaced(part, names)
+
+
+def renaming(names: Mapping[str, str]) -> Translate:
+    """Returns a translation that renames each weight like `renamed`."""
+    return each(lambda _, name, weight: iter([(renamed(name, names), weight)]))
 
 
 def split_layer(name: str) -> tuple[str, str]:

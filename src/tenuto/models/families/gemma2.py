@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from tenuto.formats.gguf_file import GgufFile
 from tenuto.models.config import Layer, Mlp, ModelConfig
-from tenuto.models.families import gguf_family
-from tenuto.models.families.family import Family, attention, each
-from tenuto.models.families.gemma3 import GGUF_NAMES, KINDS, alternating, translate
-from tenuto.models.families.gguf_family import GgufFamily, facts, head_dim, layer_count, rope, window
+from tenuto.models.families.family import KINDS, Family, by_kind, each
+from tenuto.models.families.gemma3 import GGUF_NAMES, alternating, translate
+from tenuto.models.families.gguf_family import GgufFamily, GgufSettings
 from tenuto.models.settings import Settings
 
 _PERIOD = 2
@@ -18,24 +16,16 @@ _LAYERS_OF_27B = 46
 
 
 def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
-    settings.only(
-        {"hidden_activation": (None, "gelu_pytorch_tanh"), "use_bidirectional_attention": (None, False)},
+    settings.only({"hidden_activation": (None, "gelu_pytorch_tanh"), "use_bidirectional_attention": (None, False)})
+    head_dim = settings.get("head_dim", int, 256)
+    made = by_kind(
+        settings,
+        settings.rope(head_dim),
+        settings.window(),
+        head_dim=head_dim,
+        scale=settings.get("query_pre_attn_scalar", float, 256.0) ** -0.5,
+        cap=settings.optional("attn_logit_softcapping", float) or 0.0,
     )
-    head_dim, biased = settings.get("head_dim", int, 256), settings.get("attention_bias", bool, default=False)
-    rotary = settings.rope(head_dim)
-    made = {
-        kind: attention(
-            settings,
-            rotary,
-            head_dim=head_dim,
-            scale=settings.get("query_pre_attn_scalar", float, 256.0) ** -0.5,
-            window=window,
-            bias=biased,
-            out_bias=biased,
-            cap=settings.optional("attn_logit_softcapping", float) or 0.0,
-        )
-        for kind, window in zip(KINDS, (settings.window(), 0), strict=True)
-    }
     kinds = settings.kinds("layer_types", alternating(settings.get("num_hidden_layers", int), _PERIOD), KINDS)
     mlp = Mlp(settings.get("intermediate_size", int), "gelu_tanh")
     return ModelConfig(
@@ -46,30 +36,22 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
     )
 
 
-def _read_gguf(file: GgufFile) -> ModelConfig:
+def _read_gguf(settings: GgufSettings) -> ModelConfig:
     """Reads the configuration; converters have already added 1 to norm weights. Files do not record the scale of
     scores, which in the 27B model does not follow from the head size; like llama.cpp, we recognise it by its layers."""
-    count, hidden = layer_count(file, "gemma2"), file.integer("gemma2.embedding_length")
-    head = head_dim(file, "gemma2")
-    scalar = hidden // file.integer("gemma2.attention.head_count") if count == _LAYERS_OF_27B else head
-    rotary = rope(file, "gemma2", head)
+    count, hidden, head = settings.layer_count(), settings.integer("embedding_length"), settings.head_dim()
+    scalar = hidden // settings.integer("attention.head_count") if count == _LAYERS_OF_27B else head
+    rotary, cap = settings.rope(head), settings.number("attn_logit_softcapping", _SCORE_CAP)
     made = {
-        kind: gguf_family.attention(
-            file,
-            "gemma2",
-            rotary,
-            scale=scalar**-0.5,
-            window=size,
-            cap=file.number("gemma2.attn_logit_softcapping", _SCORE_CAP),
-        )
-        for kind, size in zip(KINDS, (window(file, "gemma2", default=4096), 0), strict=True)
+        kind: settings.attention(rotary, scale=scalar**-0.5, window=window, cap=cap)
+        for kind, window in zip(KINDS, (settings.window(default=4096), 0), strict=True)
     }
-    mlp = Mlp(file.integer("gemma2.feed_forward_length"), "gelu_tanh")
+    mlp = Mlp(settings.integer("feed_forward_length"), "gelu_tanh")
     return ModelConfig(
         tuple(Layer(made[kind], mlp, post_norms=True) for kind in alternating(count, _PERIOD)),
-        **facts(file, "gemma2"),
+        **settings.facts(),
         embedding_scale=hidden**0.5,
-        logit_cap=file.number("gemma2.final_logit_softcapping", _LOGIT_CAP),
+        logit_cap=settings.number("final_logit_softcapping", _LOGIT_CAP),
     )
 
 

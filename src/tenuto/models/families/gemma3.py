@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tenuto.formats.gguf_file import GgufFile
-from tenuto.models.config import Attention, Layer, Mlp, ModelConfig
-from tenuto.models.families.family import Family, Named, each, plus_one, renamed
-from tenuto.models.families.gguf_family import LAYER_NAMES, QK_NORMS, GgufFamily, facts, head_dim, layer_count, rope
+from tenuto.models.config import Layer, Mlp, ModelConfig
+from tenuto.models.families.family import KINDS, Family, Named, attention, each, plus_one, renamed
+from tenuto.models.families.gguf_family import LAYER_NAMES, QK_NORMS, GgufFamily, GgufSettings
 from tenuto.models.rope import Rope, linear_divisors
 from tenuto.models.settings import Settings
 from tenuto.models.weights import StoredWeight
@@ -17,7 +16,6 @@ _NAMES = {
     "pre_feedforward_layernorm.": "post_attention_layernorm.",
     "post_feedforward_layernorm.": "mlp_post_norm.",
 }
-KINDS = ("sliding_attention", "full_attention")
 PERIOD = 6
 """Default period of global layers: the last layer of each period is global."""
 LOCAL_THETA, GLOBAL_THETA = 10_000.0, 1_000_000.0
@@ -36,19 +34,9 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
     kinds = settings.kinds("layer_types", alternating(count, period), KINDS)
     head_dim, hidden = settings.head_dim(), settings.get("hidden_size", int)
     local, whole = _ropes(settings, head_dim)
-    window = settings.get("sliding_window", int)
+    window, scale = settings.get("sliding_window", int), settings.get("query_pre_attn_scalar", float, 256.0) ** -0.5
     made = {
-        kind: Attention(
-            settings.get("num_attention_heads", int),
-            settings.get("num_key_value_heads", int),
-            head_dim,
-            rope,
-            scale=settings.get("query_pre_attn_scalar", float, 256.0) ** -0.5,
-            window=size,
-            bias=settings.get("attention_bias", bool, default=False),
-            out_bias=settings.get("attention_bias", bool, default=False),
-            qk_norm=True,
-        )
+        kind: attention(settings, rope, scale=scale, window=size, qk_norm=True)
         for kind, rope, size in zip(KINDS, (local, whole), (window, 0), strict=True)
     }
     mlp = Mlp(settings.get("intermediate_size", int), "gelu_tanh")
@@ -89,35 +77,24 @@ GGUF_NAMES = {
 _LAYERS_OF_27B = 62
 
 
-def _read_gguf(file: GgufFile) -> ModelConfig:
+def _read_gguf(settings: GgufSettings) -> ModelConfig:
     """Reads the configuration; converters have already added 1 to norm weights. Files do not record the scale of
     scores, which in the 27B model does not follow from the head size; like llama.cpp, we recognise it by its layers."""
-    count, hidden = layer_count(file, "gemma3"), file.integer("gemma3.embedding_length")
-    heads, size = file.integer("gemma3.attention.head_count"), head_dim(file, "gemma3")
-    scalar = hidden // heads if count == _LAYERS_OF_27B else size
-    local = Rope(file.number("gemma3.rope.freq_base_swa", LOCAL_THETA), linear_divisors(size, 1.0))
+    count, hidden, head = settings.layer_count(), settings.integer("embedding_length"), settings.head_dim()
+    scalar = hidden // settings.integer("attention.head_count") if count == _LAYERS_OF_27B else head
+    local = Rope(settings.number("rope.freq_base_swa", LOCAL_THETA), linear_divisors(head, 1.0))
+    ropes, windows = (local, settings.rope(head, GLOBAL_THETA)), (settings.integer("attention.sliding_window"), 0)
     made = {
-        kind: Attention(
-            heads,
-            file.integer("gemma3.attention.head_count_kv", heads),
-            size,
-            of_kind,
-            scale=scalar**-0.5,
-            window=window,
-            qk_norm=True,
-        )
-        for kind, of_kind, window in (
-            (KINDS[0], local, file.integer("gemma3.attention.sliding_window")),
-            (KINDS[1], rope(file, "gemma3", size, GLOBAL_THETA), 0),
-        )
+        kind: settings.attention(rope, scale=scalar**-0.5, window=window, qk_norm=True)
+        for kind, rope, window in zip(KINDS, ropes, windows, strict=True)
     }
-    kinds = alternating(count, file.integer("gemma3.attention.sliding_window_pattern", PERIOD))
-    mlp = Mlp(file.integer("gemma3.feed_forward_length"), "gelu_tanh")
+    kinds = alternating(count, settings.integer("attention.sliding_window_pattern", PERIOD))
+    mlp = Mlp(settings.integer("feed_forward_length"), "gelu_tanh")
     return ModelConfig(
         tuple(Layer(made[kind], mlp, post_norms=True) for kind in kinds),
-        **facts(file, "gemma3"),
+        **settings.facts(),
         embedding_scale=hidden**0.5,
-        logit_cap=file.number("gemma3.final_logit_softcapping", 0.0),
+        logit_cap=settings.number("final_logit_softcapping", 0.0),
     )
 
 

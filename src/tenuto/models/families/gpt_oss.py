@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from tenuto.base.errors import ModelError
-from tenuto.models.config import Attention, Experts, Layer, ModelConfig
-from tenuto.models.families.family import Family, Named, split_layer
+from tenuto.models.config import Experts, Layer, ModelConfig
+from tenuto.models.families.family import KINDS, Family, Named, by_kind, split_layer
 from tenuto.models.settings import Settings
 from tenuto.models.weights import BYTES, FLOATS, Bytes, StoredWeight, bfloat16_bits
 
-_KINDS = ("sliding_attention", "full_attention")
 _THETA = 150_000.0
 _FOURS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 """The values of E2M1, a 4-bit float: one sign bit, two bits of exponent, one of mantissa."""
@@ -23,34 +22,19 @@ _ALL = slice(None)
 
 def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
     settings.only({"hidden_act": ("silu",), "swiglu_alpha": (None, 1.702), "swiglu_limit": (None, 7.0)})
-    heads, head_dim = settings.get("num_attention_heads", int), settings.head_dim()
-    rope = settings.rope(head_dim, theta=_THETA)
-    made = {
-        kind: Attention(
-            heads,
-            settings.get("num_key_value_heads", int, heads),
-            head_dim,
-            rope,
-            scale=head_dim**-0.5,
-            window=window,
-            bias=settings.get("attention_bias", bool, default=True),
-            out_bias=settings.get("attention_bias", bool, default=True),
-            sinks=True,
-        )
-        for kind, window in zip(_KINDS, (settings.get("sliding_window", int), 0), strict=True)
-    }
+    rope, biased = settings.rope(settings.head_dim(), theta=_THETA), settings.get("attention_bias", bool, default=True)
+    window = settings.get("sliding_window", int)
+    made = by_kind(settings, rope, window, bias=biased, out_bias=biased, sinks=True)
     experts = Experts(
         settings.get("num_local_experts", int),
         settings.get("num_experts_per_tok", int),
         settings.get("intermediate_size", int),
         normalised=True,
-        shared=0,
-        shared_gate=False,
         activation="clamped",
         biased=True,
     )
-    default = [_KINDS[i % 2] for i in range(settings.get("num_hidden_layers", int))]
-    kinds = settings.kinds("layer_types", default, _KINDS)
+    default = [KINDS[i % 2] for i in range(settings.get("num_hidden_layers", int))]
+    kinds = settings.kinds("layer_types", default, KINDS)
     return ModelConfig(tuple(Layer(made[kind], experts) for kind in kinds), **settings.facts(eos))
 
 

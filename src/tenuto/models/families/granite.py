@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from tenuto.models.config import Attention, Experts, Layer, Mlp, ModelConfig
-from tenuto.models.families.family import Family, Named, each, halves, split_layer
+from tenuto.models.config import Experts, Layer, Mlp, ModelConfig
+from tenuto.models.families.family import Family, Named, attention, each, halves, split_layer
 from tenuto.models.families.mamba2_settings import mamba2
 from tenuto.models.settings import Settings
 from tenuto.models.weights import StoredWeight
@@ -17,26 +18,26 @@ _PROJECTIONS = ("gate_proj.weight", "up_proj.weight")
 
 def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
     settings.only({"hidden_act": ("silu",), "position_embedding_type": ("rope", "nope", None)})
-    heads, head_dim = settings.get("num_attention_heads", int), settings.head_dim()
-    attention = Attention(
-        heads,
-        settings.get("num_key_value_heads", int, heads),
-        head_dim,
-        settings.rope(head_dim) if settings.optional("position_embedding_type", str) == "rope" else None,
-        scale=settings.get("attention_multiplier", float, 1.0),
-        bias=settings.get("attention_bias", bool, default=False),
-        out_bias=settings.get("attention_bias", bool, default=False),
-    )
+    rotated = settings.optional("position_embedding_type", str) == "rope"
+    rope = settings.rope(settings.head_dim()) if rotated else None
+    heads = attention(settings, rope, scale=settings.get("attention_multiplier", float, 1.0))
     count = settings.get("num_hidden_layers", int)
     kinds = settings.kinds("layer_types", [_RECURRENT[0]] * count, _RECURRENT + _ATTENDING)
     recurrent, feed_forward = mamba2(settings), _feed_forward(settings)
     return ModelConfig(
-        tuple(Layer(attention if kind in _ATTENDING else recurrent, feed_forward) for kind in kinds),
+        tuple(Layer(heads if kind in _ATTENDING else recurrent, feed_forward) for kind in kinds),
         **settings.facts(eos),
-        embedding_scale=settings.get("embedding_multiplier", float, 1.0),
-        residual_scale=settings.get("residual_multiplier", float, 1.0),
-        logit_scale=1 / settings.get("logits_scaling", float, 1.0),
+        **multipliers(settings),
     )
+
+
+def multipliers(settings: Settings) -> dict[str, Any]:
+    """Reads the multipliers of embeddings, residual additions and logits."""
+    return {
+        "embedding_scale": settings.get("embedding_multiplier", float, 1.0),
+        "residual_scale": settings.get("residual_multiplier", float, 1.0),
+        "logit_scale": 1 / settings.get("logits_scaling", float, 1.0),
+    }
 
 
 def _feed_forward(settings: Settings) -> Mlp | Experts:
@@ -49,7 +50,6 @@ def _feed_forward(settings: Settings) -> Mlp | Experts:
         settings.get("intermediate_size", int),
         normalised=True,
         shared=shared,
-        shared_gate=False,
     )
 
 

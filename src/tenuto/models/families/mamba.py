@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from tenuto.base.errors import ModelError
 from tenuto.models.config import Layer, Mamba, Mamba2, Mixer, ModelConfig
-from tenuto.models.families.family import Family, Named, each
+from tenuto.models.families.family import Family, Named, each, replaced
 from tenuto.models.settings import Settings
 from tenuto.models.weights import StoredWeight
 
@@ -65,14 +65,9 @@ def _read_mamba2(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
 def _translate(_: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Named]:
     match name.split(".", 3):
         case ["backbone", "layers", number, part]:
-            for old, new in _PARTS.items():
-                if part.startswith(old):
-                    part = new + part.removeprefix(old)
-                    break
-            yield f"model.layers.{number}.{part}", weight
+            yield f"model.layers.{number}.{replaced(part, _PARTS)}", weight
         case _:
-            known = next((old for old in _NAMES if name.startswith(old)), "")
-            yield _NAMES.get(known, "") + name.removeprefix(known), weight
+            yield replaced(name, _NAMES), weight
 
 
 FAMILIES = (

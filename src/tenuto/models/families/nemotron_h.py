@@ -6,18 +6,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tenuto.base.errors import ModelError
-from tenuto.models.config import Attention, Experts, Layer, Mamba2, Mlp, ModelConfig
-from tenuto.models.families.family import Family, Named, each, split_layer
+from tenuto.models.config import Experts, Layer, Mamba2, Mlp, ModelConfig
+from tenuto.models.families.family import Family, Named, attention, each, replaced, split_layer
 from tenuto.models.settings import Settings
 from tenuto.models.weights import StoredWeight
 
 _KINDS = ("linear_attention", "full_attention", "mlp", "moe")
 _OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-_TOP = {"embeddings.": "embed_tokens.", "norm_f.": "norm."}
-_WITHIN_EXPERTS = {
-    "gate.e_score_correction_bias": "gate.correction",
-    "shared_experts.": "shared_expert.",
+_TOP = {"model.embeddings.": "model.embed_tokens.", "model.norm_f.": "model.norm."}
+_OF_EXPERTS = {
+    "mixer.gate.e_score_correction_bias": "mlp.gate.correction",
+    "mixer.shared_experts.": "mlp.shared_expert.",
 }
 
 
@@ -36,7 +36,7 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
     kinds = _kinds(settings)
     made = {
         "linear_attention": Layer(_mamba2(settings), None),
-        "full_attention": Layer(_attention(settings), None),
+        "full_attention": Layer(attention(settings, rope=None), None),
         "mlp": Layer(None, mlp),
     }
     if "moe" in kinds:
@@ -56,19 +56,6 @@ def _kinds(settings: Settings) -> list[str]:
     if any(one not in _KINDS for one in found):
         raise ModelError(f"{settings.source} has layers {found!r}; supported: {', '.join(_KINDS)}")
     return found
-
-
-def _attention(settings: Settings) -> Attention:
-    heads, head_dim = settings.get("num_attention_heads", int), settings.head_dim()
-    return Attention(
-        heads,
-        settings.get("num_key_value_heads", int, heads),
-        head_dim,
-        rope=None,
-        scale=head_dim**-0.5,
-        bias=settings.get("attention_bias", bool, default=False),
-        out_bias=settings.get("attention_bias", bool, default=False),
-    )
 
 
 def _mamba2(settings: Settings) -> Mamba2:
@@ -92,7 +79,6 @@ def _experts(settings: Settings) -> Experts:
         settings.get("moe_intermediate_size", int),
         normalised=settings.get("norm_topk_prob", bool, default=True),
         shared=shared,
-        shared_gate=False,
         activation="relu2",
         sigmoid=True,
         scale=settings.get("routed_scaling_factor", float, 1.0),
@@ -101,45 +87,24 @@ def _experts(settings: Settings) -> Experts:
 
 def _translate(config: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Named]:
     """Renames a weight; omits the layers for multi-token prediction."""
-    name = name.replace("backbone.", "model.", 1) if name.startswith("backbone.") else name
+    name = replaced(name, {"backbone.": "model."})
     if name.startswith("mtp."):
         return
     head, part = split_layer(name)
     if not head:
-        yield _top(name), weight
+        yield replaced(name, _TOP), weight
         return
     number = int(head.split(".")[2])
-    layer = config.layers[number] if number < len(config.layers) else None
-    if layer is None:
-        yield name, weight
-    elif layer.mixer is not None:
-        inside = "mamba." if isinstance(layer.mixer, Mamba2) else "self_attn."
-        yield head + _moved(part, "input_layernorm.", inside), weight
-    elif isinstance(layer.feed_forward, Experts):
-        yield head + _of_experts(_moved(part, "post_attention_layernorm.", "mlp.")), weight
-    else:
-        yield head + _moved(part, "post_attention_layernorm.", "mlp."), weight
+    yield head + (replaced(part, _names(config.layers[number])) if number < len(config.layers) else part), weight
 
 
-def _top(name: str) -> str:
-    for old, new in _TOP.items():
-        if name.startswith(f"model.{old}"):
-            return f"model.{new}{name.removeprefix(f'model.{old}')}"
-    return name
-
-
-def _moved(part: str, norm: str, inside: str) -> str:
-    """Renames a layer's weight, `part`: the prefix of its norm becomes `norm`, that of its only block `inside`."""
-    if part.startswith("norm."):
-        return norm + part.removeprefix("norm.")
-    return inside + part.removeprefix("mixer.") if part.startswith("mixer.") else part
-
-
-def _of_experts(part: str) -> str:
-    for old, new in _WITHIN_EXPERTS.items():
-        if part.startswith(f"mlp.{old}"):
-            return f"mlp.{new}{part.removeprefix(f'mlp.{old}')}"
-    return part
+def _names(layer: Layer) -> dict[str, str]:
+    """Returns our prefixes for the weights of a layer: those of its norm, and of its only block."""
+    if layer.mixer is not None:
+        block = "mamba." if isinstance(layer.mixer, Mamba2) else "self_attn."
+        return {"norm.": "input_layernorm.", "mixer.": block}
+    of_experts = _OF_EXPERTS if isinstance(layer.feed_forward, Experts) else {}
+    return {"norm.": "post_attention_layernorm.", **of_experts, "mixer.": "mlp."}
 
 
 FAMILY = Family("Nemotron-H", ("NemotronHForCausalLM",), _read, each(_translate))

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tenuto.formats.gguf_file import GgufFile
 from tenuto.models.config import Attention, Layer, Mlp, ModelConfig
-from tenuto.models.families import gguf_family
 from tenuto.models.families.family import Family, Named, attention, each, split, split_layer
-from tenuto.models.families.gguf_family import LAYER_NAMES, GgufFamily, facts, head_dim, layer_count, rope, window
+from tenuto.models.families.gguf_family import LAYER_NAMES, GgufFamily, GgufSettings
 from tenuto.models.settings import Settings
 from tenuto.models.weights import StoredWeight
 
@@ -21,12 +19,10 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
     return ModelConfig((layer,) * settings.get("num_hidden_layers", int), **settings.facts(eos))
 
 
-def _read_gguf(file: GgufFile) -> ModelConfig:
-    size = head_dim(file, "phi3", partly=True)
-    rotary = rope(file, "phi3", file.integer("phi3.rope.dimension_count", size))
-    heads = gguf_family.attention(file, "phi3", rotary, window=window(file, "phi3"))
-    layer = Layer(heads, Mlp(file.integer("phi3.feed_forward_length")))
-    return ModelConfig((layer,) * layer_count(file, "phi3"), **facts(file, "phi3"))
+def _read_gguf(settings: GgufSettings) -> ModelConfig:
+    rotary = settings.rope(settings.integer("rope.dimension_count", settings.head_dim(partly=True)))
+    layer = Layer(settings.attention(rotary, window=settings.window()), Mlp(settings.integer("feed_forward_length")))
+    return ModelConfig((layer,) * settings.layer_count(), **settings.facts())
 
 
 def _translate(config: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Named]:

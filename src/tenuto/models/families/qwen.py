@@ -3,46 +3,35 @@ normalised queries and keys; and Qwen3-MoE, which adds experts."""
 
 from __future__ import annotations
 
-from tenuto.formats.gguf_file import GgufFile
 from tenuto.models.config import Attention, Experts, Layer, Mlp, ModelConfig
-from tenuto.models.families import gguf_family
-from tenuto.models.families.family import Family, attention, each
+from tenuto.models.families.family import KINDS, Family, by_kind, each
 from tenuto.models.families.gguf_family import (
     EXPERT_NAMES,
     LAYER_NAMES,
     QK_NORMS,
     GgufFamily,
-    facts,
-    head_dim,
-    layer_count,
-    rope,
+    GgufSettings,
     unstacked_experts,
 )
 from tenuto.models.settings import Settings
 
-_KINDS = ("sliding_attention", "full_attention")
 _FIRST_WINDOWED = 28
 """Default index of the first layer with a window."""
 
 
 def _read_qwen2(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
-    return _read_dense(settings, eos, _attentions(settings, settings.head_dim(), bias=True))
+    return _read_dense(settings, eos, _attentions(settings, settings.head_dim(), bias=True, out_bias=False))
 
 
 def _read_qwen3(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
-    return _read_dense(settings, eos, _attentions(settings, settings.get("head_dim", int, 128), **_normed(settings)))
+    return _read_dense(settings, eos, _attentions(settings, settings.get("head_dim", int, 128), qk_norm=True))
 
 
 def _read_qwen3_moe(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
-    made = _attentions(settings, settings.head_dim(), **_normed(settings))
-    mixer = made[_KINDS[0] if settings.get("use_sliding_window", bool, default=False) else _KINDS[1]]
+    made = _attentions(settings, settings.head_dim(), qk_norm=True)
+    mixer = made[KINDS[0] if settings.get("use_sliding_window", bool, default=False) else KINDS[1]]
     count = settings.get("num_hidden_layers", int)
     return ModelConfig(tuple(Layer(mixer, _feed_forward(settings, i)) for i in range(count)), **settings.facts(eos))
-
-
-def _normed(settings: Settings) -> dict[str, bool]:
-    biased = settings.get("attention_bias", bool, default=False)
-    return {"qk_norm": True, "bias": biased, "out_bias": biased}
 
 
 def _attentions(settings: Settings, size: int, **more: bool) -> dict[str, Attention]:
@@ -50,18 +39,14 @@ def _attentions(settings: Settings, size: int, **more: bool) -> dict[str, Attent
     `use_sliding_window` decides."""
     settings.only({"hidden_act": ("silu",)})
     windowed = settings.get("use_sliding_window", bool, default=False)
-    rotary = settings.rope(size)
-    return {
-        kind: attention(settings, rotary, head_dim=size, window=window, **more)
-        for kind, window in zip(_KINDS, (settings.window() if windowed else 0, 0), strict=True)
-    }
+    return by_kind(settings, settings.rope(size), settings.window() if windowed else 0, head_dim=size, **more)
 
 
 def _read_dense(settings: Settings, eos: tuple[int, ...], made: dict[str, Attention]) -> ModelConfig:
     count, first = settings.get("num_hidden_layers", int), settings.get("max_window_layers", int, _FIRST_WINDOWED)
-    default = [_KINDS[i < first or not made[_KINDS[0]].window] for i in range(count)]
+    default = [KINDS[i < first or not made[KINDS[0]].window] for i in range(count)]
     mlp = Mlp(settings.get("intermediate_size", int))
-    kinds = settings.kinds("layer_types", default, _KINDS)
+    kinds = settings.kinds("layer_types", default, KINDS)
     return ModelConfig(tuple(Layer(made[kind], mlp) for kind in kinds), **settings.facts(eos))
 
 
@@ -75,40 +60,24 @@ def _feed_forward(settings: Settings, layer: int) -> Mlp | Experts:
         settings.get("num_experts_per_tok", int),
         settings.get("moe_intermediate_size", int),
         normalised=settings.get("norm_topk_prob", bool, default=False),
-        shared=0,
-        shared_gate=False,
     )
 
 
-def _read_qwen2_gguf(file: GgufFile) -> ModelConfig:
-    return _read_gguf(file, "qwen2", qk_norm=False)
+def _read_qwen2_gguf(settings: GgufSettings) -> ModelConfig:
+    return _gguf_layers(settings, Mlp(settings.integer("feed_forward_length")), qk_norm=False)
 
 
-def _read_qwen3_gguf(file: GgufFile) -> ModelConfig:
-    return _read_gguf(file, "qwen3", qk_norm=True)
+def _read_qwen3_gguf(settings: GgufSettings) -> ModelConfig:
+    return _gguf_layers(settings, Mlp(settings.integer("feed_forward_length")), qk_norm=True)
 
 
-def _read_gguf(file: GgufFile, architecture: str, *, qk_norm: bool) -> ModelConfig:
-    return _gguf_layers(file, architecture, Mlp(file.integer(f"{architecture}.feed_forward_length")), qk_norm=qk_norm)
+def _read_qwen3_moe_gguf(settings: GgufSettings) -> ModelConfig:
+    return _gguf_layers(settings, settings.experts("expert_feed_forward_length"), qk_norm=True)
 
 
-def _read_qwen3_moe_gguf(file: GgufFile) -> ModelConfig:
-    """Files do not record how experts are weighted; like llama.cpp, we normalise weights over the chosen ones."""
-    experts = Experts(
-        file.integer("qwen3moe.expert_count"),
-        file.integer("qwen3moe.expert_used_count"),
-        file.integer("qwen3moe.expert_feed_forward_length"),
-        normalised=True,
-        shared=0,
-        shared_gate=False,
-    )
-    return _gguf_layers(file, "qwen3moe", experts, qk_norm=True)
-
-
-def _gguf_layers(file: GgufFile, architecture: str, feed_forward: Mlp | Experts, *, qk_norm: bool) -> ModelConfig:
-    rotary = rope(file, architecture, head_dim(file, architecture))
-    layer = Layer(gguf_family.attention(file, architecture, rotary, qk_norm=qk_norm), feed_forward)
-    return ModelConfig((layer,) * layer_count(file, architecture), **facts(file, architecture))
+def _gguf_layers(settings: GgufSettings, feed_forward: Mlp | Experts, *, qk_norm: bool) -> ModelConfig:
+    layer = Layer(settings.attention(settings.rope(settings.head_dim()), qk_norm=qk_norm), feed_forward)
+    return ModelConfig((layer,) * settings.layer_count(), **settings.facts())
 
 
 _NORMED_NAMES = {**LAYER_NAMES, **QK_NORMS}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tenuto.models.config import Attention, Experts, GatedDelta, Layer, Mlp, ModelConfig
-from tenuto.models.families.family import Family, Named, each, plus_one
+from tenuto.models.config import Experts, GatedDelta, Layer, Mlp, ModelConfig
+from tenuto.models.families.family import Family, Named, attention, each, plus_one
 from tenuto.models.settings import Settings
 from tenuto.models.weights import StoredWeight
 
@@ -17,18 +17,9 @@ _ROTATED = 0.25
 
 def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
     settings.only({"hidden_act": ("silu",)})
-    heads, head_dim = settings.get("num_attention_heads", int), settings.get("head_dim", int, 256)
-    attention = Attention(
-        heads,
-        settings.get("num_key_value_heads", int, heads),
-        head_dim,
-        settings.rope(head_dim, share=_ROTATED),
-        scale=head_dim**-0.5,
-        bias=settings.get("attention_bias", bool, default=False),
-        out_bias=settings.get("attention_bias", bool, default=False),
-        qk_norm=True,
-        gated=True,
-    )
+    head_dim = settings.get("head_dim", int, 256)
+    rope = settings.rope(head_dim, share=_ROTATED)
+    heads = attention(settings, rope, head_dim=head_dim, qk_norm=True, gated=True)
     recurrent = GatedDelta(
         settings.get("linear_num_key_heads", int),
         settings.get("linear_num_value_heads", int),
@@ -40,7 +31,7 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
     default = [_KINDS[(i + 1) % period == 0] for i in range(count)]
     kinds = settings.kinds("layer_types", default, _KINDS)
     layers = tuple(
-        Layer(attention if kind == _KINDS[1] else recurrent, _feed_forward(settings, i)) for i, kind in enumerate(kinds)
+        Layer(heads if kind == _KINDS[1] else recurrent, _feed_forward(settings, i)) for i, kind in enumerate(kinds)
     )
     return ModelConfig(layers, **settings.facts(eos))
 
