@@ -26,7 +26,7 @@ from tenuto.base.options import TurnParams
 from tenuto.base.plan import Executor
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread.views import held
-from tenuto.exec.load import load_executor
+from tenuto.exec.load import ExecutorOptions, load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward
 from tenuto.exec.witness import WitnessExecutor
@@ -119,7 +119,7 @@ class Conversation:
 def executor_of(model: str | None) -> Executor:
     """Returns an executor of `model`, or a witness with a group of each kind."""
     if model is not None:
-        return load_executor(resolve(model, cache_dir()), PAGE, cache=cache_dir(), say=print)
+        return load_executor(resolve(model, cache_dir()), ExecutorOptions(PAGE, cache=cache_dir(), say=print))
     groups = (GroupSpec(Kind.FULL, 1), GroupSpec(Kind.SLIDING, 1, 256), GroupSpec(Kind.STATE, 1))
     return WitnessExecutor(PAGE, groups, 256, verify=False)
 

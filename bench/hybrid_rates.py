@@ -24,7 +24,7 @@ from bench.spread import Spread, repeated
 from tenuto.base.config import cache_dir
 from tenuto.base.plan import NO_SLOT, PageCopies, Plan, RowSampling, StateMoves, TableChanges
 from tenuto.base.sampling import GREEDY
-from tenuto.exec.load import load_executor
+from tenuto.exec.load import ExecutorOptions, load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward
 from tenuto.models.store import resolve
@@ -150,7 +150,9 @@ def main() -> None:
         for kernels in options.kernels:
             files = resolve(name, directory)
             dtype = "bfloat16" if kernels == "torch" else None
-            executor = load_executor(files, PAGE, dtype=dtype, kernels=kernels, cache=cache_dir(), say=print)
+            executor = load_executor(
+                files, ExecutorOptions(PAGE, dtype=dtype, kernels=kernels, cache=cache_dir(), say=print)
+            )
             ours(executor, options.times)
             executor.close()
     print("\ntransformers in bfloat16")

@@ -21,7 +21,7 @@ from tenuto.base.config import DEFAULT_MODEL, cache_dir
 from tenuto.base.plan import PageCopies, Plan, RowSampling, TableChanges
 from tenuto.base.sampling import GREEDY
 from tenuto.exec.forward import Forward
-from tenuto.exec.load import load_executor
+from tenuto.exec.load import ExecutorOptions, load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward
 from tenuto.kernels.elements import KVCacheDtype
@@ -98,7 +98,9 @@ class Steps:
 def executor_of(kernels: str, kv_cache_dtype: str = "auto") -> Iterator[ModelExecutor]:
     """Gives an executor of the default model with `kernels` and keys and values of type `kv_cache_dtype`."""
     files, cache = resolve(DEFAULT_MODEL, cache_dir()), cache_dir()
-    executor = load_executor(files, PAGE, kernels=kernels, kv_cache_dtype=kv_cache_dtype, cache=cache, say=print)
+    executor = load_executor(
+        files, ExecutorOptions(PAGE, kernels=kernels, kv_cache_dtype=kv_cache_dtype, cache=cache, say=print)
+    )
     try:
         yield executor
     finally:

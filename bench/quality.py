@@ -26,7 +26,7 @@ from tenuto.base.config import DEFAULT_MODEL, cache_dir
 from tenuto.base.plan import PageCopies, Plan, RowSampling, TableChanges
 from tenuto.base.sampling import GREEDY
 from tenuto.exec.device import usable_cores
-from tenuto.exec.load import load_executor
+from tenuto.exec.load import ExecutorOptions, load_executor
 from tenuto.models.store import resolve
 from tenuto.text.load import load_tokenizer
 
@@ -52,7 +52,9 @@ def predictions(path: str, kernels: str, windows: list[list[int]]) -> torch.Tens
     float32 [tokens, vocabulary]."""
     dtype = "float32" if kernels == "torch" else None
     files = resolve(path, cache_dir())
-    executor = load_executor(files, PAGE, dtype=dtype, kernels=kernels, cache=cache_dir(), say=lambda _: None)
+    executor = load_executor(
+        files, ExecutorOptions(PAGE, dtype=dtype, kernels=kernels, cache=cache_dir(), say=lambda _: None)
+    )
     pages = WINDOW // PAGE
     executor.prepare((pages,), 1)
     table = np.arange(pages, dtype=np.int32)

@@ -109,8 +109,8 @@ def test_a_model_without_a_tokenizer_accepts_only_token_ids(monkeypatch: pytest.
 def test_a_model_is_loaded_for_the_configured_context(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     contexts, model = [], str(smollm2_path)
 
-    def load(*_given: Any, context: int, **_options: Any) -> NoReturn:
-        contexts.append(context)
+    def load(_files: Any, options: Any, _checkpoint: Any) -> NoReturn:
+        contexts.append(options.context)
         raise ModelError("no need to load it")
 
     monkeypatch.setattr("tenuto.exec.load.load_executor", load)

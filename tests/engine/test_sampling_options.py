@@ -20,7 +20,7 @@ from tenuto.base.sampling import Candidate, Sampling, TokenLogprob
 from tenuto.base.turns import EndReason, TurnState
 from tenuto.base.views import Transition
 from tenuto.engine.engine import Engine
-from tenuto.exec.load import load_executor
+from tenuto.exec.load import ExecutorOptions, load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.models.store import ModelFiles, resolve
 from tenuto.session.turn import Turn
@@ -76,7 +76,7 @@ def start(files: ModelFiles) -> Iterator[Start]:
     made: list[ModelExecutor] = []
 
     def engine(**config: Any) -> Engine:
-        executor = FailingExecutor(load_executor(files, page_size=4))
+        executor = FailingExecutor(load_executor(files, ExecutorOptions(page_size=4)))
         made.append(executor)
         proposer, text = config.pop("proposer", None), config.pop("text", None)
         usual = {"context_length": 200, "max_running": 4, "token_budget": 12, "audit_every": 1}

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from tenuto.base.config import WorkerSettings, cache_dir
 from tenuto.base.errors import ConfigError
 from tenuto.base.groups import Kind as GroupKind
-from tenuto.exec.load import load_executor
+from tenuto.exec.load import ExecutorOptions, load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward
 from tenuto.exec.torch_forward import TorchForward
@@ -102,7 +102,7 @@ def exact(path: Path, text: list[int]) -> list[torch.Tensor]:
 def native(path: Path, variant: str = "auto", kv_cache_dtype: str = "int8", **options: Any) -> ModelExecutor:
     files = resolve(str(path), path)
     return load_executor(
-        files, PAGE, kernels=variant, kv_cache_dtype=kv_cache_dtype, **({"cache": cache_dir()} | options)
+        files, ExecutorOptions(PAGE, kernels=variant, kv_cache_dtype=kv_cache_dtype, **{"cache": cache_dir()} | options)
     )
 
 

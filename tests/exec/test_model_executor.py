@@ -16,7 +16,7 @@ from tenuto.base.errors import ConfigError, InvariantError, StepFailed
 from tenuto.base.plan import PREVIOUS_SAMPLE, Plan, TokenMasks, Words
 from tenuto.base.sampling import GREEDY, Sampling
 from tenuto.exec.forward import Longs, Outputs
-from tenuto.exec.load import load_executor
+from tenuto.exec.load import ExecutorOptions, load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.models.store import ModelFiles, resolve
 from tests.exec.driver import Driver, logits_of
@@ -45,7 +45,7 @@ def kernels(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def executor(files: ModelFiles, kernels: str) -> Iterator[ModelExecutor]:
-    executor = load_executor(files, page_size=4, kernels=kernels, cache=cache_dir())
+    executor = load_executor(files, ExecutorOptions(page_size=4, kernels=kernels, cache=cache_dir()))
     yield executor
     executor.close()
 
@@ -256,14 +256,18 @@ def test_a_gguf_file_gives_the_tokens_of_its_source_directory(
     model: LlamaForCausalLM, driver: Driver, tmp_path: Path, kernels: str
 ) -> None:
     path = save_gguf(tmp_path / "tiny.gguf", model)
-    other = load_executor(resolve(str(path), tmp_path), page_size=16, kernels=kernels, cache=cache_dir())
+    other = load_executor(
+        resolve(str(path), tmp_path), ExecutorOptions(page_size=16, kernels=kernels, cache=cache_dir())
+    )
     assert continuation(Driver(other, 20, 1), 0, text(20), 10) == continuation(driver, 0, text(20), 10)
     other.close()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_stays_close_to_float32(files: ModelFiles, dtype: str) -> None:
-    half, whole = (load_executor(files, page_size=4, dtype=name, kernels="torch") for name in (dtype, None))
+    half, whole = (
+        load_executor(files, ExecutorOptions(page_size=4, dtype=name, kernels="torch")) for name in (dtype, None)
+    )
     assert half.spec.groups[0].bytes_per_unit * 2 == whole.spec.groups[0].bytes_per_unit
     ours, exact = (logits_of(e, Driver(e, 50, 1).plan([(0, text(40), 40)])) for e in (half, whole))
     assert ours.dtype == torch.float32
@@ -274,9 +278,9 @@ def test_half_precision_stays_close_to_float32(files: ModelFiles, dtype: str) ->
 
 def test_an_unknown_device_or_dtype_is_a_typed_error(files: ModelFiles) -> None:
     with pytest.raises(ConfigError, match="dtype is 'int4'; allowed: float32, bfloat16, float16"):
-        load_executor(files, page_size=4, dtype="int4")
+        load_executor(files, ExecutorOptions(page_size=4, dtype="int4"))
     with pytest.raises(ConfigError, match="device 'warp' cannot be used"):
-        load_executor(files, page_size=4, device="warp")
+        load_executor(files, ExecutorOptions(page_size=4, device="warp"))
 
 
 def test_more_pages_than_the_device_can_hold_are_a_typed_error(executor: ModelExecutor) -> None:

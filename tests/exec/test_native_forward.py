@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as Kind
 from tenuto.base.config import cache_dir
 from tenuto.base.errors import ConfigError, ModelError
 from tenuto.exec.device import usable_cores
-from tenuto.exec.load import load_executor
+from tenuto.exec.load import ExecutorOptions, load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward
 from tenuto.exec.torch_forward import TorchForward
@@ -59,7 +59,9 @@ def text(length: int, seed: int = 0, vocab: int = 101) -> list[int]:
 
 
 def native(path: Path, variant: str = "auto", page_size: int = 16, **options: Any) -> ModelExecutor:
-    return load_executor(resolve(str(path), path), page_size, kernels=variant, cache=cache_dir(), **options)
+    return load_executor(
+        resolve(str(path), path), ExecutorOptions(page_size, kernels=variant, cache=cache_dir(), **options)
+    )
 
 
 @every_variant
@@ -335,17 +337,19 @@ def test_non_finite_numbers_stay_with_the_turn_that_made_them(kernels: str, kept
 def test_without_a_compiler_or_on_other_devices_plain_pytorch_runs_with_a_message(path: Path, tmp_path: Path) -> None:
     said: list[str] = []
     bare = Machine(HERE.features, None)
-    executor = load_executor(resolve(str(path), path), 16, cache=tmp_path, machine=bare, say=said.append)
+    executor = load_executor(
+        resolve(str(path), path), ExecutorOptions(16, cache=tmp_path, machine=bare, say=said.append)
+    )
     assert isinstance(executor.forward, TorchForward)
     assert "no C++ compiler" in said[-1]
     executor.close()
     bare = Machine(frozenset(_flags("avx2")), None)
     with pytest.raises(ConfigError, match="kernels 'avx2' cannot be used: there is no C"):
-        load_executor(resolve(str(path), path), 16, kernels="avx2", cache=tmp_path, machine=bare)
+        load_executor(resolve(str(path), path), ExecutorOptions(16, kernels="avx2", cache=tmp_path, machine=bare))
     with pytest.raises(ConfigError, match="are for the CPU"):
-        load_executor(resolve(str(path), path), 16, dtype="float32", kernels="avx2", cache=cache_dir())
+        load_executor(resolve(str(path), path), ExecutorOptions(16, dtype="float32", kernels="avx2", cache=cache_dir()))
     with pytest.raises(ConfigError, match="kernels are 'cuda'; allowed: auto, amx"):
-        load_executor(resolve(str(path), path), 16, kernels="cuda")
+        load_executor(resolve(str(path), path), ExecutorOptions(16, kernels="cuda"))
 
 
 def _flags(variant: str) -> list[str]:
@@ -355,7 +359,7 @@ def _flags(variant: str) -> list[str]:
 def test_a_model_the_kernels_cannot_run_is_run_by_pytorch(tmp_path: Path) -> None:
     said: list[str] = []
     path = save_hf(tmp_path, tiny_llama(hidden_size=40, num_attention_heads=4, head_dim=10))
-    executor = load_executor(resolve(str(path), path), 16, cache=cache_dir(), say=said.append)
+    executor = load_executor(resolve(str(path), path), ExecutorOptions(16, cache=cache_dir(), say=said.append))
     assert isinstance(executor.forward, TorchForward)
     assert "head_dim 10, hidden 40 is not a multiple of 16" in said[-1]
     executor.close()
@@ -391,7 +395,9 @@ def test_attention_scores_of_any_size_give_what_pytorch_gives(
     model.float().save_pretrained(tmp_path)
     text = np.random.default_rng(1).integers(3, 100, 60).tolist()
     files = resolve(str(tmp_path), tmp_path)
-    executor = load_executor(files, 16, kernels=variant, cache=cache_dir(), kv_cache_dtype=kv_cache_dtype)
+    executor = load_executor(
+        files, ExecutorOptions(16, kernels=variant, cache=cache_dir(), kv_cache_dtype=kv_cache_dtype)
+    )
     whole = MixedDriver(executor, 1).logits({0: text}).clone()
     driver = MixedDriver(executor, 1)
     cut = torch.cat([driver.logits({0: text[a:b]}).clone() for a, b in ((0, 1), (1, 18), (18, 60))])

@@ -14,7 +14,7 @@ from tenuto.base.config import cache_dir
 from tenuto.base.errors import ConfigError, InvalidRequest, InvariantError, ModelError
 from tenuto.base.heap import give_back
 from tenuto.base.plan import PARTS
-from tenuto.exec.load import load_executor
+from tenuto.exec.load import ExecutorOptions, load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.models.store import resolve
 from tests.exec.driver import Driver
@@ -48,7 +48,9 @@ def executor(request: pytest.FixtureRequest, models: dict[str, Path]) -> Iterato
 
 
 def opened(directory: Path, kernels: str) -> ModelExecutor:
-    return load_executor(resolve(str(directory), directory), page_size=4, kernels=kernels, cache=cache_dir())
+    return load_executor(
+        resolve(str(directory), directory), ExecutorOptions(page_size=4, kernels=kernels, cache=cache_dir())
+    )
 
 
 def logits(executor: ModelExecutor, *, prepared: bool = False) -> np.ndarray:
@@ -124,7 +126,7 @@ def resident() -> int:
 
 def test_the_memory_of_units_and_of_weights_returns_to_the_system(smollm2_path: Path) -> None:
     files = resolve(str(smollm2_path), smollm2_path.parent)
-    executor = load_executor(files, page_size=16, cache=cache_dir())
+    executor = load_executor(files, ExecutorOptions(page_size=16, cache=cache_dir()))
     pages = 2**26 // executor.spec.groups[0].bytes_per_unit
     executor.prepare((pages,), 1)
     every = np.arange(pages, dtype=np.int32)

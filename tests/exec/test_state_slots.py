@@ -10,7 +10,7 @@ import torch
 from tenuto.base.config import cache_dir
 from tenuto.base.errors import ConfigError, StepFailed
 from tenuto.base.plan import NO_SLOT, CopyFailed, PageCopies, Plan, StateMoves, TableChanges
-from tenuto.exec.load import load_executor
+from tenuto.exec.load import ExecutorOptions, load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward
 from tenuto.exec.torch_forward import TorchForward
@@ -41,7 +41,9 @@ def executor(request: pytest.FixtureRequest, decoder: Decoder, directory: Path) 
     if request.param == "torch":
         executor = ModelExecutor(TorchForward(decoder, page_size=16))
     else:
-        executor = load_executor(resolve(str(directory), directory), 16, kernels=request.param, cache=cache_dir())
+        executor = load_executor(
+            resolve(str(directory), directory), ExecutorOptions(16, kernels=request.param, cache=cache_dir())
+        )
     executor.prepare((6, 2), 2)
     told = TableChanges(*columns([(0, 0, 0), (1, 0, 1)]))
     executor.submit(plan({0: [7, 8, 9, 10, 11]}, 0, [NO_SLOT], [0], told))

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from tenuto.base.config import cache_dir
 from tenuto.base.groups import GroupSpec, Kind
-from tenuto.exec.load import load_executor
+from tenuto.exec.load import ExecutorOptions, load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward
 from tenuto.exec.torch_forward import TorchForward
@@ -271,7 +271,9 @@ def native(stage: Stage, kernels: str, **options: Any) -> ModelExecutor:
     files = resolve(str(stage.directory), stage.directory)
     if (reason := obstacle(stage.config)) is not None:
         pytest.skip(f"PyTorch computes: {reason}")
-    executor = load_executor(files, PAGE, context=LENGTH, kernels=kernels, cache=cache_dir(), **options)
+    executor = load_executor(
+        files, ExecutorOptions(PAGE, context=LENGTH, kernels=kernels, cache=cache_dir(), **options)
+    )
     assert isinstance(executor.forward, NativeForward), "PyTorch computes"
     return executor
 

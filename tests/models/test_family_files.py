@@ -16,7 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tenuto.base.config import cache_dir
 from tenuto.base.errors import ConfigError, ModelError
-from tenuto.exec.load import load_executor
+from tenuto.exec.load import ExecutorOptions, load_executor
 from tenuto.models.config import Attention, Mamba2, ModelConfig
 from tenuto.models.decoder import Decoder
 from tenuto.models.hf import SUPPORTED, HfCheckpoint
@@ -120,7 +120,7 @@ def test_phi3_files_of_older_transformers_mean_the_same(save: Save) -> None:
 @pytest.mark.parametrize(("context", "key"), [(200, "short_factor"), (201, "long_factor"), (None, "long_factor")])
 def test_the_rope_depends_on_the_longest_context_a_session_may_have(save: Save, context: int | None, key: str) -> None:
     directory = save("phi3")
-    executor = load_executor(resolve(str(directory), directory), 4, context=context, kernels="torch")
+    executor = load_executor(resolve(str(directory), directory), ExecutorOptions(4, context=context, kernels="torch"))
     mixer = executor.forward.config.layers[0].mixer
     assert isinstance(mixer, Attention)
     assert mixer.rope is not None
@@ -324,20 +324,20 @@ def test_models_the_native_kernels_cannot_compute_run_on_pytorch_with_a_message(
     make(**changes).save_pretrained(tmp_path)
     files = resolve(str(tmp_path), tmp_path)
     said: list[str] = []
-    executor = load_executor(files, 4, cache=cache_dir(), say=said.append)
+    executor = load_executor(files, ExecutorOptions(4, cache=cache_dir(), say=said.append))
     assert executor.forward.description == "PyTorch in float32 on cpu"
     assert len(said) == 1
     assert said[0].startswith("Plain PyTorch computes: the native kernels cannot run this model: its ")
     assert said[0].endswith(f"{what} is not a multiple of 16")
     executor.close()
     with pytest.raises(ConfigError, match=f"'avx2' cannot be used: .*{what}"):
-        load_executor(files, 4, kernels="avx2", cache=cache_dir())
+        load_executor(files, ExecutorOptions(4, kernels="avx2", cache=cache_dir()))
 
 
 def test_layers_of_mamba_run_on_pytorch_with_a_message(tmp_path: Path) -> None:
     tiny_mamba().save_pretrained(tmp_path)
     said: list[str] = []
-    executor = load_executor(resolve(str(tmp_path), tmp_path), 4, cache=cache_dir(), say=said.append)
+    executor = load_executor(resolve(str(tmp_path), tmp_path), ExecutorOptions(4, cache=cache_dir(), say=said.append))
     assert executor.forward.description == "PyTorch in float32 on cpu"
     assert [text.partition("this model: ")[2] for text in said] == [
         "it has layers of Mamba, which they do not compute, only those of Mamba-2"

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from tenuto.base.config import cache_dir
 from tenuto.base.errors import ModelError
-from tenuto.exec.load import load_executor
+from tenuto.exec.load import ExecutorOptions, load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward
 from tenuto.exec.torch_forward import TorchForward
@@ -170,7 +170,7 @@ def test_parts_of_quantized_tensors_are_computed_natively_as_in_pytorch(
         executor.close()
         return found
 
-    executor = load_executor(resolve(str(path), tmp_path), 16, kernels=variant, cache=cache_dir())
+    executor = load_executor(resolve(str(path), tmp_path), ExecutorOptions(16, kernels=variant, cache=cache_dir()))
     assert isinstance(executor.forward, NativeForward)
     assert executor.forward.weight_bytes < 1.5 * path.stat().st_size
     checkpoint = GgufCheckpoint(path)

@@ -12,7 +12,7 @@ from tenuto.base.config import DEFAULT_MODEL, EngineConfig, cache_dir
 from tenuto.base.options import TurnParams
 from tenuto.base.turns import TurnResult, TurnState
 from tenuto.engine.engine import Engine
-from tenuto.exec.load import load_executor
+from tenuto.exec.load import ExecutorOptions, load_executor
 from tenuto.models.store import resolve
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
@@ -28,7 +28,7 @@ ANSWER = TurnParams(max_new_tokens=OUTPUT, ignore_eos=True)
 @pytest.fixture
 def engine() -> Iterator[Engine]:
     """On the kernels that a server would use here."""
-    executor = load_executor(resolve(DEFAULT_MODEL, cache_dir()), PAGE, cache=cache_dir())
+    executor = load_executor(resolve(DEFAULT_MODEL, cache_dir()), ExecutorOptions(PAGE, cache=cache_dir()))
     config = EngineConfig(context_length=400, max_running=4, token_budget=BUDGET, audit_every=1)
     with real_engine(executor.forward, config, units=(PAGES,)) as engine:
         yield engine

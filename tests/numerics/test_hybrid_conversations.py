@@ -21,7 +21,7 @@ from tenuto.base.config import EngineConfig, cache_dir
 from tenuto.base.groups import Kind
 from tenuto.base.plan import Ints, Plan
 from tenuto.exec.forward import Forward, Outputs
-from tenuto.exec.load import load_executor
+from tenuto.exec.load import ExecutorOptions, load_executor
 from tenuto.exec.native_forward import NativeForward
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.models.decoder import Decoder
@@ -160,7 +160,7 @@ def test_overlapped_steps_of_native_kernels_sample_what_they_sample_from_scratch
     """Bit for bit: from scratch means every sequence at once, in its own memory."""
     make().save_pretrained(tmp_path)
     files = resolve(str(tmp_path), tmp_path)
-    executor = load_executor(files, PAGE, kernels=variant, kv_cache_dtype=kept_as, cache=cache_dir())
+    executor = load_executor(files, ExecutorOptions(PAGE, kernels=variant, kv_cache_dtype=kept_as, cache=cache_dir()))
     forward = executor.forward
     assert isinstance(forward, NativeForward)
     spoiled = SpoiledNative(forward._library, forward._model, threads=2)

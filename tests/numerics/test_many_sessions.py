@@ -18,7 +18,7 @@ from tenuto.base.clock import Clock, SystemClock
 from tenuto.base.config import DEFAULT_MODEL, EngineConfig, cache_dir
 from tenuto.base.options import TurnParams
 from tenuto.engine.engine import Engine
-from tenuto.exec.load import load_executor
+from tenuto.exec.load import ExecutorOptions, load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.memory.tiers.unit_files import UnitFiles
 from tenuto.models.store import resolve
@@ -139,7 +139,9 @@ def text_of_licence() -> list[int]:
 
 @every_variant
 def test_sessions_that_far_exceed_device_memory_answer_as_if_alone(variant: str, tmp_path: Path) -> None:
-    executor = load_executor(resolve(DEFAULT_MODEL, cache_dir()), PAGE, kernels=variant, cache=cache_dir())
+    executor = load_executor(
+        resolve(DEFAULT_MODEL, cache_dir()), ExecutorOptions(PAGE, kernels=variant, cache=cache_dir())
+    )
     with closing(executor), closing(UnitFiles(tmp_path, 10**9)) as disk:
         many = ManySessions(executor, text_of_licence(), 12, 2, disk, ManualClock())
         many.run()
@@ -159,7 +161,9 @@ def main() -> None:
     parser.add_argument("--fit", type=int, default=50, help="sessions that the device has memory for")
     parser.add_argument("--kernels", default="auto", help="kernels, as for tenuto serve")
     arguments = parser.parse_args()
-    executor = load_executor(resolve(DEFAULT_MODEL, cache_dir()), PAGE, kernels=arguments.kernels, cache=cache_dir())
+    executor = load_executor(
+        resolve(DEFAULT_MODEL, cache_dir()), ExecutorOptions(PAGE, kernels=arguments.kernels, cache=cache_dir())
+    )
     with TemporaryDirectory() as directory, closing(executor), closing(UnitFiles(Path(directory), 10**11)) as disk:
         many = ManySessions(executor, text_of_licence(), arguments.sessions, arguments.fit, disk, SystemClock())
         began = time.monotonic()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tenuto.base.config import DEFAULT_MODEL, cache_dir
-from tenuto.exec.load import load_executor
+from tenuto.exec.load import ExecutorOptions, load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.models.decoder import Decoder
@@ -36,7 +36,9 @@ def executor(variant: str) -> Iterator[ModelExecutor]:
 
 def opened(variant: str, kv_cache_dtype: str = "auto") -> ModelExecutor:
     files = resolve(DEFAULT_MODEL, cache_dir())
-    return load_executor(files, PAGE, kernels=variant, kv_cache_dtype=kv_cache_dtype, cache=cache_dir())
+    return load_executor(
+        files, ExecutorOptions(PAGE, kernels=variant, kv_cache_dtype=kv_cache_dtype, cache=cache_dir())
+    )
 
 
 def perplexity(executor: ModelExecutor, tokens: list[int]) -> float:

@@ -125,7 +125,7 @@ def load_model(settings: WorkerSettings) -> Model:
             raise ConfigError(f"kv_cache_dtype is {given!r}; allowed for the witness, which has none: auto")
         return _witness(settings.model, settings.page_size, step_seconds)
     # Slow to import; the witness does not need them.
-    from tenuto.exec.load import load_executor  # noqa: PLC0415 - loaded where it is used
+    from tenuto.exec.load import ExecutorOptions, load_executor  # noqa: PLC0415 - loaded where it is used
     from tenuto.formats.gguf_file import GgufFile  # noqa: PLC0415 - loaded where it is used
     from tenuto.models.checkpoint import open_checkpoint  # noqa: PLC0415 - loaded where it is used
     from tenuto.models.digest import WeightsDigest  # noqa: PLC0415 - loaded where it is used
@@ -139,15 +139,17 @@ def load_model(settings: WorkerSettings) -> Model:
     )  # opened once, as reading the vocabulary takes a while
     executor = load_executor(
         files,
-        settings.page_size,
-        settings.device,
-        settings.dtype,
-        context=engine_config(settings.config).context_length,
-        kernels=settings.kernels,
-        kv_cache_dtype=settings.kv_cache_dtype,
-        cache=cache_dir(),
-        say=log.warning,
-        checkpoint=open_checkpoint(files, opened),
+        ExecutorOptions(
+            settings.page_size,
+            settings.device,
+            settings.dtype,
+            context=engine_config(settings.config).context_length,
+            kernels=settings.kernels,
+            kv_cache_dtype=settings.kv_cache_dtype,
+            cache=cache_dir(),
+            say=log.warning,
+        ),
+        open_checkpoint(files, opened),
     )
     forward = executor.forward
     config, tokenizer = forward.config, load_tokenizer(files.path, opened)
