@@ -26,5 +26,5 @@ def spoil(forward: Forward, group: int, units: Sequence[int]) -> None:
     if group in forward.memories.pages:
         forward.memories.pages[group].kv.data[:, :, chosen] = LARGE
     else:
-        for part in forward.memories.states[group].slots.parts:
+        for part in forward.memories.states[group].parts:
             part[:, chosen] = torch.nan

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tenuto.exec import host_copies, torch_memory
-from tenuto.exec.host_copies import CudaCopies, PlainCopies, copies_for
+from tenuto.exec.host_copies import CudaCopies, HostCopies, copies_for
 from tenuto.exec.torch_memory import Memories
 from tenuto.kernels.elements import Element
 from tenuto.models.groups import LayerGroup, PageShape
@@ -106,6 +106,6 @@ def test_a_copy_that_fails_halfway_has_ended_when_it_raises(memories: Memories, 
 def test_only_cuda_has_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(host_copies, "CudaCopies", asked.append)
-    assert isinstance(copies_for(CPU), PlainCopies)
+    assert type(copies_for(CPU)) is HostCopies
     copies_for(torch.device("cuda:1"))
     assert asked == [torch.device("cuda:1")]

@@ -75,7 +75,7 @@ def states(executor: ModelExecutor) -> list[torch.Tensor]:
     if isinstance(forward, NativeForward):
         return [torch.from_numpy(forward.memory(0).copy())[None]]
     assert isinstance(forward, TorchForward)
-    return [part.clone() for memory in forward.memories.states.values() for part in memory.slots.parts]
+    return [part.clone() for slots in forward.memories.states.values() for part in slots.parts]
 
 
 def changed(before: list[torch.Tensor], after: list[torch.Tensor]) -> set[int]:

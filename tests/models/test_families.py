@@ -263,7 +263,7 @@ def test_the_spec_matches_the_memory_taken_to_the_byte(stage: Stage) -> None:
         if group.paged:
             taken = forward.memories.pages[number].kv.data.nbytes
         else:
-            taken = sum(part.nbytes for part in forward.memories.states[number].slots.parts)
+            taken = sum(part.nbytes for part in forward.memories.states[number].parts)
         assert taken == n * group.bytes_per_unit
 
 

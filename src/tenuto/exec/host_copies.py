@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,39 +12,23 @@ import torch
 from tenuto.base.plan import Bytes
 
 
-class HostCopies(Protocol):
-    """Copies between the memory of one device and the host."""
-
-    def to_host(self, rows: torch.Tensor) -> Bytes:
-        """Returns a host copy of `rows`, uint8 [n, bytes] on the device, which no step in flight may write."""
-        ...
-
-    def to_device(self, rows: Sequence[Bytes]) -> torch.Tensor:
-        """Copies `rows`, each uint8 [bytes] on the host, to uint8 [n, bytes] on the device. Call it within `beside`."""
-        ...
-
-    def beside(self) -> AbstractContextManager[None]:
-        """Returns a context in which device operations run concurrently with steps; leaving it waits for them."""
-        ...
-
-
-class PlainCopies:
-    """Copies between the host and a device without streams; the device may be the CPU."""
+class HostCopies:
+    """Copies between the memory of a device, which may be the CPU, and the host, without streams."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def to_host(self, rows: torch.Tensor) -> Bytes:
-        """See `HostCopies.to_host`."""
+        """Returns a host copy of `rows`, uint8 [n, bytes] on the device, which no step in flight may write."""
         copied: Bytes = rows.cpu().numpy()
         return copied
 
     def to_device(self, rows: Sequence[Bytes]) -> torch.Tensor:
-        """See `HostCopies.to_device`."""
+        """Copies `rows`, each uint8 [bytes] on the host, to uint8 [n, bytes] on the device. Call it within `beside`."""
         return torch.from_numpy(np.stack(list(rows))).to(self._device)
 
     def beside(self) -> AbstractContextManager[None]:
-        """See `HostCopies.beside`."""
+        """Returns a context in which device operations run concurrently with steps; leaving it waits for them."""
         return nullcontext()
 
 
@@ -53,7 +37,7 @@ def pinned(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
 
 
-class CudaCopies:
+class CudaCopies(HostCopies):
     """Copies between the host and a CUDA device. Host copies are in pinned memory, also while they are parked. Copies
     to the device use a stream of their own, so that only the calling thread waits for them, not the steps.
 
@@ -66,7 +50,7 @@ class CudaCopies:
         cuda: Any = torch.cuda,
         allocate: Callable[[tuple[int, ...]], torch.Tensor] = pinned,
     ) -> None:
-        self._device = device
+        super().__init__(device)
         self._cuda = cuda
         self._allocate = allocate
         self._stream = cuda.Stream(device=device)
@@ -98,4 +82,4 @@ class CudaCopies:
 
 def copies_for(device: torch.device) -> HostCopies:
     """Returns the `HostCopies` for a device."""
-    return CudaCopies(device) if device.type == "cuda" else PlainCopies(device)
+    return CudaCopies(device) if device.type == "cuda" else HostCopies(device)

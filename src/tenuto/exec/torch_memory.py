@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tenuto.base.plan import Bytes, Ints, PageCopies, Plan, StateMoves, TableChanges
+from tenuto.base.plan import Bytes, Ints, PageCopies, Plan, TableChanges
 from tenuto.exec.host_copies import copies_for
 from tenuto.kernels.paged import PagedAttention, PagedKV
 from tenuto.kernels.recurrent import StateSlots, pieces
-from tenuto.models.groups import LayerGroup, PageShape, StateShape
+from tenuto.models.groups import LayerGroup, PageShape
 
 
 def indices(values: np.ndarray[tuple[int], np.dtype[np.integer]], device: torch.device) -> torch.Tensor:
@@ -47,31 +47,9 @@ class PageMemory:
             wider[:, :width] = self._table
             self._table = wider
 
-    @property
-    def parts(self) -> list[tuple[torch.Tensor, int]]:
-        """The tensors that hold units, each with the dimension that numbers them."""
-        return [(self.kv.data, 2)]
-
     def step(self, plan: Plan) -> PagedAttention:
         """Returns the attention over this group's pages for the rows of `plan`, which must have been applied."""
         return PagedAttention(self.kv, self._table, plan.rows, plan.starts, plan.counts, window=self._window)
-
-
-class StateMemory:
-    """The state slots of a recurrent group."""
-
-    def __init__(self, shape: StateShape, layers: int, units: int, device: torch.device) -> None:
-        self.slots = StateSlots(layers, units, shape.parts, device)
-        self._device = device
-
-    @property
-    def parts(self) -> list[tuple[torch.Tensor, int]]:
-        """See `PageMemory.parts`."""
-        return [(part, 1) for part in self.slots.parts]
-
-    def step(self, moves: StateMoves) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the slots that a step reads and those it writes, both int64 [rows]."""
-        return indices(moves.reads, self._device), indices(moves.writes, self._device)
 
 
 class Memories:
@@ -84,12 +62,12 @@ class Memories:
         self.copies = copies_for(device)
         self._places = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
         self.pages: dict[int, PageMemory] = {}  # by number of the group
-        self.states: dict[int, StateMemory] = {}  # by number of the group
+        self.states: dict[int, StateSlots] = {}  # by number of the group
         for g, (group, n) in enumerate(zip(groups, units, strict=True)):
             if isinstance(group.shape, PageShape):
                 self.pages[g] = PageMemory(group.shape, len(group.layers), n, rows, page_size, device)
             else:
-                self.states[g] = StateMemory(group.shape, len(group.layers), n, device)
+                self.states[g] = StateSlots(len(group.layers), n, group.shape.parts, device)
 
     def apply(self, plan: Plan) -> None:
         """Applies the plan's changes of page tables, then its copies of pages."""
@@ -115,7 +93,8 @@ class Memories:
                 begin += size
 
     def _parts(self, group: int) -> list[tuple[torch.Tensor, int]]:
-        return self.pages[group].parts if group in self.pages else self.states[group].parts
+        """Returns the tensors that hold a group's units, each with the dimension that numbers them."""
+        return [(self.pages[group].kv.data, 2)] if group in self.pages else [(t, 1) for t in self.states[group].parts]
 
     def step(self, plan: Plan) -> MemoriesStep:
         """Returns the memory for the layers while `plan`, which must have been applied, is computed."""
@@ -132,9 +111,9 @@ class MemoriesStep:
         """`places`: for every layer, its group and its number in that group."""
         self._places = places
         self._attentions = {g: memory.step(plan) for g, memory in memories.pages.items()}
-        self._slots = {g: memory.slots for g, memory in memories.states.items()}
-        moved = zip(memories.states.items(), plan.states, strict=True)
-        self._moves = {g: memory.step(moves) for (g, memory), moves in moved}
+        self._slots = memories.states
+        moved = zip(memories.states, plan.states, strict=True)
+        self._moves = {g: (indices(moves.reads, device), indices(moves.writes, device)) for g, moves in moved}
         self.pieces = pieces(plan.counts, device) if self._slots else ()
 
     def attend(

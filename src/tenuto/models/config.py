@@ -13,13 +13,13 @@ UNGATED = ("relu2",)
 """Activations of networks without a gate; their only input is the up projection."""
 
 
-def _check_sizes(shape: object, name: str, *optional: str) -> None:
+def _check_sizes(shape: object, *optional: str) -> None:
     """Raises `ModelError` unless all numbers in `shape`, a dataclass, are positive; `optional` ones may be 0."""
     for one in fields(shape):  # type: ignore[arg-type]
         value = getattr(shape, one.name)
         if type(value) in (int, float) and not (value > 0 or (value == 0 and one.name in optional)):
             least = "at least 0" if one.name in optional else "more than 0"
-            raise ModelError(f"the {name}'s {one.name} is {value}; allowed: {least}")
+            raise ModelError(f"the model's {one.name} is {value}; allowed: {least}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Attention:
     out_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_sizes(self, "model", "window", "cap")
+        _check_sizes(self, "window", "cap")
         if self.heads % self.kv_heads:
             raise ModelError(f"{self.heads} query heads cannot share {self.kv_heads} key heads; allowed: a divisor")
         if self.rope is not None and self.rope.rotated > self.head_dim:
@@ -84,7 +84,7 @@ class Mamba2:
     out_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_sizes(self, "model", "least_step")
+        _check_sizes(self, "least_step")
         _check_kernel(self.kernel)
         if self.heads % self.groups:
             raise ModelError(f"{self.heads} Mamba-2 heads cannot form {self.groups} groups; allowed: a divisor")
@@ -119,7 +119,7 @@ class Mamba:
     proj_bias: bool
 
     def __post_init__(self) -> None:
-        _check_sizes(self, "model")
+        _check_sizes(self)
         _check_kernel(self.kernel)
 
     @property
@@ -141,7 +141,7 @@ class GatedDelta:
     kernel: int
 
     def __post_init__(self) -> None:
-        _check_sizes(self, "model")
+        _check_sizes(self)
         _check_kernel(self.kernel)
         if self.value_heads % self.key_heads:
             raise ModelError(f"{self.value_heads} value heads cannot share {self.key_heads} key heads")
@@ -173,7 +173,7 @@ class Mlp:
     out_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_sizes(self, "model")
+        _check_sizes(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ class Experts:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_sizes(self, "model", "shared")
+        _check_sizes(self, "shared")
         if self.chosen > self.count:
             raise ModelError(f"{self.chosen} of {self.count} experts cannot be chosen; allowed: at most all")
 
@@ -254,7 +254,7 @@ class ModelConfig:
     state_dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        _check_sizes(self, "model", "bos", "logit_cap")
+        _check_sizes(self, "bos", "logit_cap")
         if not self.layers:
             raise ModelError("the model has no layers; allowed: at least 1")
         if not self.mixers:
