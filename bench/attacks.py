@@ -205,7 +205,7 @@ DENSE: dict[str, tuple[str, Callable[[], str]]] = {
 def dense(kind: str) -> Callable[[Attacker], None]:
     """Returns an attack with bodies of 31 MB that take long to parse."""
     path, body = DENSE[kind]
-    return lambda attacker: attacker.repeat(path, body().encode())
+    return lambda attacker: attacker.repeat(path, body().encode(), until_over=True)
 
 
 def stop_regex(attacker: Attacker) -> None:

@@ -21,13 +21,13 @@ from tenuto.serve.shared.settings import ServeSettings
 TURN: dict[str, Any] = {"input": [5, 6, 7], "max_new_tokens": 8}
 
 
-def in_process(work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
+def in_process(work: Callable[[httpx.AsyncClient], Awaitable[Any]], settings: ServeSettings | None = None) -> Any:
     """Runs `work` on an application without our protocol beneath it."""
 
     async def run() -> Any:
         link = await ProcessLink.open(EngineProcess(WorkerSettings(model="witness")))
         try:
-            app = build_app(Edge(link, link.model, ServeSettings()), Metrics())
+            app = build_app(Edge(link, link.model, settings or ServeSettings()), Metrics())
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://edge") as http:
                 return await work(http)
         finally:
@@ -63,3 +63,13 @@ def test_another_server_streams_the_same(http: httpx.Client) -> None:
     ours = told(http.post("/v1/sessions/streamed/turns", json=TURN).text)
     assert [name for name, _ in ours] == ["started", "delta", "committed"]
     assert told(in_process(stream)) == ours
+
+
+def test_requests_for_many_turns_that_fit_start_beside_one_that_does_not() -> None:
+    async def ask_all(http: httpx.AsyncClient) -> list[int]:
+        params = {"max_new_tokens": 30, "ignore_eos": True}
+        asked = {"input_ids": [[5, 6, n] for n in range(100)], "sampling_params": params}
+        answers = await asyncio.gather(*(http.post("/generate", json=asked) for _ in range(4)))
+        return sorted(answer.status_code for answer in answers)
+
+    assert in_process(ask_all, ServeSettings(max_turns=399)) == [200, 200, 200, 429]

@@ -7,7 +7,7 @@ from functools import partial
 import typer
 
 from tenuto.base.errors import EngineStopped
-from tenuto.base.garbage import look_less_often
+from tenuto.base.garbage import exempt_existing_objects, look_less_often
 from tenuto.base.heap import HeapKeeper, return_large_blocks
 from tenuto.base.switching import switch_often
 from tenuto.base.views import ModelView
@@ -36,14 +36,15 @@ def run_server(settings: ServerSettings) -> None:
         HeapKeeper().start()
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(serve(engine, settings.serve, partial(_show, settings)))
+                runner.run(serve(engine, settings.serve, partial(_ready, settings)))
         except EngineStopped as error:
             typer.echo(f"tenuto: {error}", err=True)
             raise typer.Exit(ENGINE_ENDED) from None
 
 
-def _show(settings: ServerSettings, model: ModelView, address: str) -> None:
+def _ready(settings: ServerSettings, model: ModelView, address: str) -> None:
     """Prints the resolved configuration and the address."""
+    exempt_existing_objects()
     config = model.config
     mixed = min(config.mixed_budget, config.token_budget)
     units = ", ".join(f"{name} {count}" for name, count in model.units.items())

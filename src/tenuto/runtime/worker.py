@@ -17,7 +17,7 @@ import msgspec
 
 from tenuto.base.config import WorkerSettings
 from tenuto.base.errors import TenutoError
-from tenuto.base.garbage import look_less_often
+from tenuto.base.garbage import exempt_existing_objects, look_less_often
 from tenuto.base.heap import HeapKeeper
 from tenuto.base.logs import configure_logs
 from tenuto.base.switching import switch_often
@@ -69,6 +69,7 @@ def _obey(payloads: Iterator[bytes | memoryview], service: Service | None, send:
             settings = msgspec.msgpack.decode(payload, type=WorkerSettings)
             configure_logs(settings.log_level)
             service = open_service(settings, send)
+            exempt_existing_objects()
             log.info("engine started", extra={"model": settings.model})
             service.handle(Describe(call=0))
         else:

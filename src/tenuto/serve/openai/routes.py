@@ -4,6 +4,7 @@ session."""
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -132,13 +133,13 @@ async def _begin(
 async def _in_session(edge: Edge, tenant: Tenant, start: StartTurn, key: RequestKey | None) -> list[Samples]:
     """Starts a turn of the client's session. A missing session is opened first, and closed again if the turn is
     refused."""
-    samples, session = Samples(edge, tenant), start.session or ""
+    samples, session = Samples(edge, tenant, partial(edge.start, tenant, request_key=key)), start.session or ""
     try:
-        samples.turns = [await edge.start(tenant, start, request_key=key)]
+        await samples.start(start)
     except NotFound:
         opened = await _open(edge, tenant, session)
         try:
-            samples.turns = [await edge.start(tenant, start, request_key=key)]
+            await samples.start(start)
         except SessionBusy:  # another request is using the session
             raise
         except TenutoError:

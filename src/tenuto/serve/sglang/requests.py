@@ -30,7 +30,7 @@ from tenuto.base.wire.messages import GetSession, OpenSession, StartTurn
 from tenuto.serve.sglang.branches import Branches, RequestPlace
 from tenuto.serve.sglang.schemas import Item, OpenSessionRequest, SessionParams
 from tenuto.serve.sglang.scores import OutputScores
-from tenuto.serve.shared.edge import Edge, EdgeOf
+from tenuto.serve.shared.edge import Edge, EdgeOf, Start
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.samples import Samples
 from tenuto.serve.shared.schemas import ID_LENGTH, ID_PATTERN
@@ -142,15 +142,16 @@ class Requests:
     async def start(self, tenant: Tenant, items: Sequence[Item]) -> list[Running]:
         """Starts the turns of a request and returns when the engine has accepted all. If one cannot start, the others
         are rolled back."""
-        groups = [_answers(tenant, item) for item in items]
-        begun = [running for group in groups for running in group]
-        try:
-            for running in begun:
-                self._enter(running)
-            await all_of(self._begin(tenant, group) for group in groups)
-        except BaseException:
-            self.leave(begun)
-            raise
+        with self._edge.places(tenant, sum(item.n for item in items)) as start:
+            groups = [_answers(tenant, item) for item in items]
+            begun = [running for group in groups for running in group]
+            try:
+                for running in begun:
+                    self._enter(running)
+                await all_of(self._begin(tenant, group, start) for group in groups)
+            except BaseException:
+                self.leave(begun)
+                raise
         return begun
 
     def leave(self, begun: Iterable[Running]) -> None:
@@ -187,9 +188,9 @@ class Requests:
             raise InvalidRequest(f"request id {running.rid!r} is in use; give another")
         self._running[key] = running
 
-    async def _begin(self, tenant: Tenant, group: list[Running]) -> None:
+    async def _begin(self, tenant: Tenant, group: list[Running], start: Start) -> None:
         """Starts the answers to one prompt."""
-        item, edge = group[0].item, self._edge
+        item = group[0].item
         request = StartTurn(
             kind="turn",
             tenant=tenant.name,
@@ -201,11 +202,11 @@ class Requests:
             markup=True,
         )
         if item.session is not None and item.session.id is not None:
-            await self._begin_in_session(tenant, group[0], request, item.session, item.session.id)
+            await self._begin_in_session(tenant, group[0], request, item.session, item.session.id, start)
         elif item.n == 1:
-            self._began(group[0], await edge.start(tenant, request))
+            self._began(group[0], await start(request))
         else:
-            samples = Samples(edge, tenant)
+            samples = Samples(self._edge, tenant, start)
             for running in group:
                 running.samples = samples
             await samples.start(request, item.n)
@@ -214,14 +215,14 @@ class Requests:
                 self._began(running, turn)
 
     async def _begin_in_session(
-        self, tenant: Tenant, running: Running, request: StartTurn, params: SessionParams, name: str
+        self, tenant: Tenant, running: Running, request: StartTurn, params: SessionParams, name: str, start: Start
     ) -> None:
         branches = self._sessions.get((tenant.name, name))
         if branches is None:
             request = _appending(request, params, name)
             request = replace(request, session=name)
             try:
-                self._began(running, await self._edge.start(tenant, request))
+                self._began(running, await start(request))
             except (NotFound, SessionClosed):
                 raise InvalidRequest(f"there is no session {name!r}; open it first") from None
             except SessionBusy:
@@ -235,7 +236,7 @@ class Requests:
                 f"{place.session.tokens}, the number of tokens before the input"
             )
         try:
-            turn = await self._edge.start(tenant, replace(request, session=place.session.id))
+            turn = await start(replace(request, session=place.session.id))
         except SessionBusy:
             raise self._busy(tenant, running, name) from None
         branches.accepted(place, turn)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
@@ -31,6 +34,8 @@ from tenuto.serve.shared.turns import Turns
 ABORTING_SECONDS = 5.0
 """Time the engine has, at shutdown, to abort the remaining turns."""
 DRAIN_CHECK_SECONDS = 0.02
+Start = Callable[[StartTurn], Awaitable[LiveTurn]]
+"""Starts a turn and returns it when the engine has accepted it."""
 DEFAULT_MODEL = "default"
 """A name that always means the served model."""
 
@@ -63,6 +68,7 @@ class Edge:
         self.hurried = False  # `drain` does not wait for turns
         self.body_bytes = 0  # bytes of all open requests' bodies; written by their readers, like the next
         self.spooled_bytes = 0  # bytes of bodies that are kept in files
+        self._reserved: Counter[str] = Counter()  # places of turns that requests are about to start, by tenant
         self._background = Background()
         self.spawn = self._background.spawn
 
@@ -108,9 +114,10 @@ class Edge:
         queue: bool = False,
         continues: bool = False,
         request_key: RequestKey | None = None,
+        take_place: Callable[[], None] | None = None,
     ) -> LiveTurn:
-        """Calls `Turns.start` within the limits of the tenant and the server. Raises `LimitReached`, `Overloaded`,
-        `Draining`, `EngineStopped`."""
+        """Calls `Turns.start` within the limits of the tenant and the server. `take_place`: see `places`. Raises
+        `LimitReached`, `Overloaded`, `Draining`, `EngineStopped`."""
         self.require_engine()
         if self.draining:
             raise Draining("the server is shutting down; try again later")
@@ -119,17 +126,41 @@ class Edge:
             queue=queue,
             continues=continues,
             request_key=request_key,
-            check=lambda: self._check_open(tenant),
+            check=take_place or (lambda: self._require_places(tenant, 1)),
             max_queued=tenant.limits.queued,
         )
 
-    def _check_open(self, tenant: Tenant) -> None:
-        """Raises `LimitReached` or `Overloaded` unless one more turn may be open."""
-        limit, count = tenant.limits.turns, self.turns.open[tenant.name]
-        if limit is not None and count >= limit:
-            raise LimitReached(f"{count} turns are open; allowed: {limit}; wait for one to end")
-        if self.turns.open.total() >= self.settings.max_turns:
-            raise Overloaded(f"{self.settings.max_turns} turns are open, the most allowed; try again later")
+    @contextmanager
+    def places(self, tenant: Tenant, turns: int) -> Iterator[Start]:
+        """Reserves places for the turns of one request, so that it does not start some of a thousand turns only to roll
+        them back. The given function calls `start` and uses up a place; unused ones are given back. Raises
+        `LimitReached` or `Overloaded`."""
+        self._require_places(tenant, turns)
+        self._reserved[tenant.name] += turns
+        left = turns
+
+        def take_place() -> None:
+            nonlocal left
+            if left == 0:
+                self._require_places(tenant, 1)
+            else:
+                left -= 1
+                self._reserved[tenant.name] -= 1
+
+        try:
+            yield partial(self.start, tenant, take_place=take_place)
+        finally:
+            self._reserved[tenant.name] -= left
+
+    def _require_places(self, tenant: Tenant, turns: int) -> None:
+        """Raises `LimitReached` or `Overloaded` unless so many more turns may be open."""
+        limit, most = tenant.limits.turns, self.settings.max_turns
+        count = self.turns.open[tenant.name] + self._reserved[tenant.name]
+        if limit is not None and count + turns > limit:
+            raise LimitReached(f"{count} turns are open, and {turns} asked for; allowed: {limit}; wait for one to end")
+        count = self.turns.open.total() + self._reserved.total()
+        if count + turns > most:
+            raise Overloaded(f"{count} turns are open, and {turns} asked for; allowed: {most}; try again later")
 
     async def drain(self) -> None:
         """Refuses new turns, gives open ones time to end, then aborts the rest."""

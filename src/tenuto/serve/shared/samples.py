@@ -14,7 +14,7 @@ from tenuto.base.options import OF_PREFILL, Policy, TurnParams
 from tenuto.base.sampling import MAX_SEED
 from tenuto.base.turns import EndReason, TurnResult
 from tenuto.base.wire.messages import CloseSession, Fork, OpenSession, StartTurn
-from tenuto.serve.shared.edge import Edge
+from tenuto.serve.shared.edge import Edge, Start
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.settings import Tenant, hidden_session_id
 from tenuto.serve.shared.tasks import all_of
@@ -26,16 +26,17 @@ HIDDEN_TTL = 300.0
 
 
 class Samples:
-    """The turns that answer one prompt. The creator must call `close` in the end, also after errors.
+    """The turns that answer one prompt, begun by `start`. The creator must call `close` in the end, also after errors.
 
     Several turns run on hidden sessions of the tenant.
     """
 
-    def __init__(self, edge: Edge, tenant: Tenant) -> None:
+    def __init__(self, edge: Edge, tenant: Tenant, start: Start) -> None:
         self.turns: list[LiveTurn] = []
         self.prompt: LiveTurn | None = None  # the turn that computed the prompt, if there are several samples
         self._edge = edge
         self._tenant = tenant
+        self._start = start
         self._sessions: list[str] = []  # ids of hidden sessions that may be open
 
     @property
@@ -63,7 +64,7 @@ class Samples:
         """Starts `n` turns and returns when the engine has accepted them. If `n` is more than 1, `request` must not
         name a session, and each sample's seed is one more than the previous one's."""
         if n == 1:
-            self.turns.append(await self._edge.start(self._tenant, request))
+            self.turns.append(await self._start(request))
             return
         root = hidden_session_id()
         await self._open(root, request)
@@ -74,7 +75,7 @@ class Samples:
             session = root if i == 0 else await self._fork(root, f"{root}-{i}")
             own = replace(params, sampling=replace(sampling, seed=(sampling.seed + i) & MAX_SEED))
             start = msgspec.structs.replace(request, session=session, input=[], params=own, echo=False)
-            return await self._edge.start(self._tenant, start)
+            return await self._start(start)
 
         self.turns = await all_of(sample(i) for i in range(n))
 
@@ -88,7 +89,7 @@ class Samples:
         await self._edge.link.call(opening)
         params = TurnParams(**{name: getattr(request.params, name) for name in OF_PREFILL})
         append = msgspec.structs.replace(request, kind="append", session=root, params=params)
-        self.prompt = await self._edge.start(tenant, append)
+        self.prompt = await self._start(append)
         await committed(self._edge, self.prompt)
 
     async def _fork(self, root: str, child: str) -> str:
@@ -115,12 +116,13 @@ class Samples:
 async def start_all(edge: Edge, tenant: Tenant, requests: Iterable[StartTurn], n: int = 1) -> list[Samples]:
     """Starts the samples of several prompts. The caller closes them; if some cannot start, all are closed."""
     requests = list(requests)
-    all_samples = [Samples(edge, tenant) for _ in requests]
-    try:
-        await all_of(samples.start(request, n) for samples, request in zip(all_samples, requests, strict=True))
-    except BaseException:
-        close_all(all_samples)
-        raise
+    with edge.places(tenant, n * len(requests)) as start:
+        all_samples = [Samples(edge, tenant, start) for _ in requests]
+        try:
+            await all_of(samples.start(request, n) for samples, request in zip(all_samples, requests, strict=True))
+        except BaseException:
+            close_all(all_samples)
+            raise
     return all_samples
 
 
