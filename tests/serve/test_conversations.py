@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import agents
 import openai
@@ -13,8 +13,12 @@ from agents import Agent, ModelSettings, OpenAIConversationsSession, OpenAIRespo
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
 
-from tenuto.base.errors import LimitReached
+from tenuto.base.errors import LimitReached, NotFound
+from tenuto.base.views import ModelView
+from tenuto.base.wire.link import Link
 from tenuto.serve.openai import conversations
+from tenuto.serve.shared.edge import Edge
+from tenuto.serve.shared.settings import ServeSettings
 from tests.serve.server import Server
 
 agents.set_tracing_disabled(disabled=True)  # it would be sent to OpenAI
@@ -121,20 +125,24 @@ def test_contradictory_requests_are_refused(client: OpenAI, options: dict[str, A
 def test_a_tenants_conversations_are_limited_and_private(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversations, "MAX_CONVERSATIONS", 2)
     monkeypatch.setattr(conversations, "MAX_BYTES", 1000)
-    held = conversations.Conversations()
-    first = held.open("a", [], {"k": "v" * 500})
-    held.open("a", [], {"k": "v" * 500})
+    edge = Edge(cast("Link", None), cast("ModelView", None), ServeSettings())
+    held = edge.part(conversations.Conversations, tenant="a")
+    others = edge.part(conversations.Conversations, tenant="b")
+    first = held.open([], {"k": "v" * 500})
+    held.open([], {"k": "v" * 500})
     with pytest.raises(LimitReached, match="conversations exist"):
-        held.open("a", [], {})
+        held.open([], {})
     with pytest.raises(LimitReached, match="bytes"):
-        held.go_on("a", first.id, [])
-    held.open("b", [], {})
-    assert held.find("a", first.id) is first
-    held.describe("a", first, {})
-    held.close("a", first)
-    held.open("a", [], {})
+        held.go_on(first.id, [])
+    others.open([], {})
+    with pytest.raises(NotFound):
+        others.find(first.id)
+    assert edge.part(conversations.Conversations, tenant="a").find(first.id) is first
+    held.describe(first, {})
+    held.close(first.id)
+    held.open([], {})
     with pytest.raises(LimitReached, match="conversations exist"):
-        held.open("a", [], {})
+        held.open([], {})
 
 
 def test_openais_agents_keep_their_items_in_a_conversation(witness: Server) -> None:

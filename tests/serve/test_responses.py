@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import httpx
 import openai
@@ -13,7 +13,11 @@ import pytest
 from openai import OpenAI
 from pydantic import BaseModel
 
+from tenuto.base.views import ModelView
+from tenuto.base.wire.link import Link
 from tenuto.serve.openai.kept_responses import MAX_BYTES, MAX_KEPT, KeptResponses
+from tenuto.serve.shared.edge import Edge
+from tenuto.serve.shared.settings import ServeSettings
 from tests.serve.server import Server, serving
 
 SCHEMA = {
@@ -116,19 +120,21 @@ def test_metadata_is_limited_as_openais_is(client: OpenAI, metadata: dict[str, s
 
 
 def test_a_tenants_responses_are_evicted_oldest_first_by_number_and_size() -> None:
-    kept = KeptResponses()
-    kept.keep("other", "first", b"{}")
+    edge = Edge(cast("Link", None), cast("ModelView", None), ServeSettings())
+    kept, others = edge.part(KeptResponses, tenant="tenant"), edge.part(KeptResponses, tenant="other")
+    others.keep("first", b"{}")
     for number in range(MAX_KEPT + 2):
-        kept.keep("tenant", f"r{number}", b"{}")
-    assert [kept.find("tenant", f"r{number}") for number in range(3)] == [None, None, b"{}"]
-    kept.keep("tenant", "large", b" " * (MAX_BYTES - 10))
-    assert [kept.find("tenant", f"r{number}") for number in range(MAX_KEPT - 4, MAX_KEPT + 2)] == [None] + [b"{}"] * 5
-    kept.forget("tenant", "large")
-    kept.keep("tenant", "larger", b" " * (MAX_BYTES - 8))
-    kept.keep("tenant", "too large", b" " * (MAX_BYTES + 1))
-    assert kept.find("tenant", "larger") is not None
-    assert kept.find("tenant", "too large") is None
-    assert kept.find("other", "first") == b"{}"
+        kept.keep(f"r{number}", b"{}")
+    assert [kept.find(f"r{number}") for number in range(3)] == [None, None, b"{}"]
+    kept.keep("large", b" " * (MAX_BYTES - 10))
+    assert [kept.find(f"r{number}") for number in range(MAX_KEPT - 4, MAX_KEPT + 2)] == [None] + [b"{}"] * 5
+    kept.forget("large")
+    kept.keep("larger", b" " * (MAX_BYTES - 8))
+    kept.keep("too large", b" " * (MAX_BYTES + 1))
+    assert kept.find("larger") is not None
+    assert kept.find("too large") is None
+    assert others.find("first") == b"{}"
+    assert kept.find("first") is None
 
 
 def test_deleted_and_unstored_responses_are_not_found(client: OpenAI, witness: Server) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -72,17 +71,21 @@ class Conversation:
             raise NotFound(f"conversation {self.id} has no item {after!r}", param="after")
         return listed(ordered[start : start + limit], more=start + limit < len(ordered))
 
+    def item(self, name: str) -> dict[str, Any]:
+        """Returns an item by id. Raises `NotFound`."""
+        for item in self.items:
+            if item["id"] == name:
+                return item
+        raise NotFound(f"conversation {self.id} has no item {name[:80]!r}")
+
 
 class GoingOn:
     """A response that may continue a conversation. `earlier`: the conversation's items; empty without one."""
 
-    def __init__(
-        self, conversations: Conversations, tenant: str, conversation: Conversation | None, items: Sequence[Item]
-    ) -> None:
+    def __init__(self, conversations: Conversations, conversation: Conversation | None, items: Sequence[Item]) -> None:
         """`items`: the response's input. Raises `InvalidRequest`."""
         self.earlier: list[Item] = []
         self._conversations = conversations
-        self._tenant = tenant
         self._conversation = conversation
         self._input: list[dict[str, Any]] = []
         if conversation is not None:
@@ -93,7 +96,7 @@ class GoingOn:
     def add(self, output: Sequence[dict[str, Any]]) -> None:
         """Appends a complete response's input and output to the conversation."""
         if self._conversation is not None:
-            self._conversations.add(self._tenant, self._conversation, [*self._input, *output])
+            self._conversations.add(self._conversation, [*self._input, *output])
 
     def end(self) -> None:
         """Frees the conversation for the next response."""
@@ -102,87 +105,76 @@ class GoingOn:
 
 
 class Conversations:
-    """The conversations of all tenants. They exist only in this process and end with it. The limits are per tenant."""
+    """The conversations of a tenant. They exist only in this process and end with it."""
 
     def __init__(self) -> None:
-        self._by_id: dict[tuple[str, str], Conversation] = {}
-        self._counts: Counter[str] = Counter()
-        self._bytes: Counter[str] = Counter()
+        self._by_id: dict[str, Conversation] = {}
+        self._bytes = 0
 
-    def open(self, tenant: str, items: Sequence[Item], metadata: dict[str, str]) -> Conversation:
+    def open(self, items: Sequence[Item], metadata: dict[str, str]) -> Conversation:
         """Opens a conversation. Raises `LimitReached`."""
-        if self._counts[tenant] >= MAX_CONVERSATIONS:
+        if len(self._by_id) >= MAX_CONVERSATIONS:
             raise LimitReached(f"{MAX_CONVERSATIONS} conversations exist, the most allowed; delete some")
-        self.require_room(tenant)
+        self.require_room()
         conversation = Conversation(f"conv_{secrets.token_hex(16)}", {})
-        self._by_id[tenant, conversation.id] = conversation
-        self._counts[tenant] += 1
-        self.describe(tenant, conversation, metadata)
-        self.add(tenant, conversation, [kept(item) for item in items])
+        self._by_id[conversation.id] = conversation
+        self.describe(conversation, metadata)
+        self.add(conversation, [kept(item) for item in items])
         return conversation
 
-    def find(self, tenant: str, name: str) -> Conversation:
+    def find(self, name: str) -> Conversation:
         """Returns a conversation by id. Raises `NotFound`."""
-        found = self._by_id.get((tenant, name))
+        found = self._by_id.get(name)
         if found is None:
             raise NotFound(f"there is no conversation {name[:80]!r}; conversations end with the server")
         return found
 
-    def go_on(self, tenant: str, name: str | None, items: Sequence[Item]) -> GoingOn:
+    def go_on(self, name: str | None, items: Sequence[Item]) -> GoingOn:
         """Begins a response with input `items` that continues the conversation `name`, if given. The caller must call
         its `end`. Raises `NotFound`, `SessionBusy`, `LimitReached`, `InvalidRequest`."""
         if name is None:
-            return GoingOn(self, tenant, None, items)
-        self.require_room(tenant)
-        return GoingOn(self, tenant, self.idle(tenant, name, "conversation"), items)
+            return GoingOn(self, None, items)
+        self.require_room()
+        return GoingOn(self, self.idle(name, "conversation"), items)
 
-    def idle(self, tenant: str, name: str, param: str | None = None) -> Conversation:
+    def idle(self, name: str, param: str | None = None) -> Conversation:
         """Returns a conversation without a response in progress. `param`: the field that names it. Raises `NotFound`,
         `SessionBusy`."""
-        found = self.find(tenant, name)
+        found = self.find(name)
         if found.busy:
             raise SessionBusy(f"a response in conversation {name} is not complete yet", param=param)
         return found
 
-    def require_room(self, tenant: str) -> None:
-        """Raises `LimitReached` if the tenant's conversations are full."""
-        if self._bytes[tenant] >= MAX_BYTES:
-            raise LimitReached(f"conversations have {self._bytes[tenant]} bytes; allowed: {MAX_BYTES}; delete some")
+    def require_room(self) -> None:
+        """Raises `LimitReached` if the conversations are full."""
+        if self._bytes >= MAX_BYTES:
+            raise LimitReached(f"conversations have {self._bytes} bytes; allowed: {MAX_BYTES}; delete some")
 
-    def add(self, tenant: str, conversation: Conversation, items: Sequence[dict[str, Any]]) -> None:
+    def add(self, conversation: Conversation, items: Sequence[dict[str, Any]]) -> None:
         """Appends items, which must have ids."""
         conversation.items += items
-        self._resize(tenant, conversation, sum(map(_size, items)))
+        self._resize(conversation, sum(map(_size, items)))
 
-    def describe(self, tenant: str, conversation: Conversation, metadata: dict[str, str]) -> None:
+    def describe(self, conversation: Conversation, metadata: dict[str, str]) -> None:
         """Replaces the metadata."""
-        self._resize(tenant, conversation, _size(metadata) - _size(conversation.metadata))
+        self._resize(conversation, _size(metadata) - _size(conversation.metadata))
         conversation.metadata = metadata
 
-    def remove(self, tenant: str, conversation: Conversation, item: str) -> None:
+    def remove(self, conversation: Conversation, item: str) -> None:
         """Removes an item. Raises `NotFound`."""
-        found = self.item(conversation, item)
+        found = conversation.item(item)
         conversation.items.remove(found)
-        self._resize(tenant, conversation, -_size(found))
+        self._resize(conversation, -_size(found))
 
-    def close(self, tenant: str, conversation: Conversation) -> None:
-        """Deletes a conversation."""
-        if self._by_id.pop((tenant, conversation.id), None) is not None:
-            self._counts[tenant] -= 1
-            self._bytes[tenant] -= conversation.size
+    def close(self, name: str) -> None:
+        """Deletes a conversation. Raises `NotFound`."""
+        self._bytes -= self.find(name).size
+        del self._by_id[name]
 
-    @staticmethod
-    def item(conversation: Conversation, name: str) -> dict[str, Any]:
-        """Returns an item by id. Raises `NotFound`."""
-        for item in conversation.items:
-            if item["id"] == name:
-                return item
-        raise NotFound(f"conversation {conversation.id} has no item {name[:80]!r}")
-
-    def _resize(self, tenant: str, conversation: Conversation, by: int) -> None:
+    def _resize(self, conversation: Conversation, by: int) -> None:
         conversation.size += by
-        if (tenant, conversation.id) in self._by_id:  # otherwise deleted during a response
-            self._bytes[tenant] += by
+        if conversation.id in self._by_id:  # otherwise deleted during a response
+            self._bytes += by
 
 
 def listed(items: Sequence[dict[str, Any]], *, more: bool = False) -> dict[str, Any]:

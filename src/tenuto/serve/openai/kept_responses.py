@@ -11,30 +11,26 @@ MAX_BYTES = 16 * 2**20
 
 
 class KeptResponses:
-    """The latest stored responses of each tenant. Sessions of older responses stay open.
+    """The latest stored responses of a tenant. Sessions of older responses stay open.
 
-    Invariant: `_kept` has each tenant's responses as JSON by id, the latest at the end, and `_bytes` their total size.
+    Invariant: `_kept` has the responses as JSON by id, the latest at the end, and `_bytes` is their total size.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[str, OrderedDict[str, bytes]] = {}
-        self._bytes: dict[str, int] = {}
+        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._bytes = 0
 
-    def keep(self, tenant: str, name: str, response: bytes) -> None:
-        """Stores a response. Above the limits, the tenant's oldest responses are dropped."""
+    def keep(self, name: str, response: bytes) -> None:
+        """Stores a response. Above the limits, the oldest responses are dropped."""
         if len(response) > MAX_BYTES:
             return
-        kept = self._kept.setdefault(tenant, OrderedDict())
-        kept[name] = response
-        self._bytes[tenant] = self._bytes.get(tenant, 0) + len(response)
-        while len(kept) > MAX_KEPT or self._bytes[tenant] > MAX_BYTES:
-            self.forget(tenant, next(iter(kept)))
+        self._kept[name] = response
+        self._bytes += len(response)
+        while len(self._kept) > MAX_KEPT or self._bytes > MAX_BYTES:
+            self.forget(next(iter(self._kept)))
 
-    def find(self, tenant: str, name: str) -> bytes | None:
-        kept = self._kept.get(tenant)
-        return kept.get(name) if kept is not None else None
+    def find(self, name: str) -> bytes | None:
+        return self._kept.get(name)
 
-    def forget(self, tenant: str, name: str) -> None:
-        kept = self._kept.get(tenant)
-        if kept is not None and name in kept:
-            self._bytes[tenant] -= len(kept.pop(name))
+    def forget(self, name: str) -> None:
+        self._bytes -= len(self._kept.pop(name, b""))

@@ -9,10 +9,10 @@ from hashlib import sha256
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Depends, Path, Request, Response
+from fastapi import APIRouter, Path, Request, Response
 
 from tenuto.base.errors import NotFound, SessionBusy, TenutoError
-from tenuto.base.options import Policy, TurnParams
+from tenuto.base.options import Policy
 from tenuto.base.views import SessionInfo
 from tenuto.base.wire.messages import CloseSession, Fork, GetSession, OpenSession, StartTurn
 from tenuto.serve.openai.conversation_routes import ConversationsOf
@@ -20,7 +20,7 @@ from tenuto.serve.openai.kept_responses import KeptResponses
 from tenuto.serve.openai.response_answers import ResponseAnswer
 from tenuto.serve.openai.response_schemas import Item, ResponseBody
 from tenuto.serve.shared.bodies import JsonRoute
-from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
+from tenuto.serve.shared.edge import Caller, Edge, EdgeOf, of_tenant
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.respond import respond, streamed
 from tenuto.serve.shared.schemas import ID_LENGTH, ID_PATTERN, REFUSALS
@@ -37,16 +37,7 @@ READ: dict[int | str, dict[str, Any]] = {
 ResponseId = Annotated[str, Path(pattern=ID_PATTERN, max_length=ID_LENGTH, description="The response's id.")]
 
 
-async def _kept(request: Request) -> KeptResponses:
-    """Returns the application's kept responses, created for its first request."""
-    state = request.app.state
-    if not hasattr(state, "responses"):
-        state.responses = KeptResponses()
-    responses: KeptResponses = state.responses
-    return responses
-
-
-Kept = Annotated[KeptResponses, Depends(_kept)]
+Kept = Annotated[KeptResponses, of_tenant(KeptResponses)]
 
 
 @router.post("", response_model=None, responses=REFUSALS | streamed("The response, or its events"))
@@ -58,18 +49,18 @@ async def create(
     edge.check_model(body.model)
     name, habits = f"resp_{secrets.token_hex(16)}", edge.model.habits.after("tool" if body.answers_call else "")
     with body.naming(edge.model.context_length):
-        going_on = conversations.go_on(tenant.name, body.conversation_id, body.items)
+        going_on = conversations.go_on(body.conversation_id, body.items)
         try:
-            params = body.params(habits)
-            reading = body.tool_use.reading(habits, params.grammar)
-            turn = await while_connected(request, _start(edge, tenant, body, params, name, going_on.earlier))
+            start = body.start(tenant, (), habits)
+            reading = body.tool_use.reading(habits, start.params.grammar)
+            turn = await while_connected(request, _start(edge, tenant, body, start, name, going_on.earlier))
         except BaseException:
             going_on.end()
             raise
 
     def keep(response: dict[str, Any]) -> None:
         if body.store is not False:
-            kept.keep(tenant.name, name, msgspec.json.encode(response))
+            kept.keep(name, msgspec.json.encode(response))
         going_on.add(response["output"])
 
     def end() -> None:
@@ -82,21 +73,14 @@ async def create(
 
 
 async def _start(
-    edge: Edge, tenant: Tenant, body: ResponseBody, params: TurnParams, name: str, earlier: Sequence[Item]
+    edge: Edge, tenant: Tenant, body: ResponseBody, start: StartTurn, name: str, earlier: Sequence[Item]
 ) -> LiveTurn:
     """Starts the turn and returns it once the engine has accepted it. It runs in the session `name`, or in an ephemeral
-    one if no state has to be kept."""
+    one if no state has to be kept. `start`: its options."""
     previous, stores = body.previous_response_id, body.store is not False
     state = await _state(edge, tenant, previous) if previous is not None else None
-    start = StartTurn(
-        kind="turn",
-        tenant=tenant.name,
-        session=name if stores or previous is not None else None,
-        input=body.rendered(edge.model.habits, earlier, instructed=state is not None and _instructed(body, state)),
-        params=params,
-        tools=body.tool_use.told,
-        limits=tenant.limits,
-    )
+    given = body.rendered(edge.model.habits, earlier, instructed=state is not None and _instructed(body, state))
+    start = msgspec.structs.replace(start, session=name if stores or previous is not None else None, input=given)
     if start.session is None:
         return await edge.start(tenant, start)
     told = ((INSTRUCTIONS, _digest(body.instructions)),) if body.instructions else ()
@@ -147,9 +131,9 @@ async def _close(edge: Edge, tenant: Tenant, name: str) -> None:
 
 
 @router.get("/{response_id}", response_model=None, responses=REFUSALS | READ)
-async def read(tenant: Caller, kept: Kept, response_id: ResponseId) -> Response:
+async def read(kept: Kept, response_id: ResponseId) -> Response:
     """Returns a stored response, if it is one of the latest thousand."""
-    response = kept.find(tenant.name, response_id)
+    response = kept.find(response_id)
     if response is None:
         raise NotFound(f"there is no response {response_id!r}; it was not stored, is too old, or is too large")
     return Response(response, media_type="application/json")
@@ -159,5 +143,5 @@ async def read(tenant: Caller, kept: Kept, response_id: ResponseId) -> Response:
 async def delete(edge: EdgeOf, tenant: Caller, kept: Kept, response_id: ResponseId) -> dict[str, Any]:
     """Deletes a response and closes its session. Responses that continue it have their own sessions."""
     await edge.link.call(CloseSession(tenant=tenant.name, session=response_id))
-    kept.forget(tenant.name, response_id)
+    kept.forget(response_id)
     return {"id": response_id, "object": "response", "deleted": True}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
-from fastapi import Depends, Request
+from fastapi import Depends
 from msgspec.structs import replace
 
 from tenuto.base.checks import shown
@@ -299,13 +299,8 @@ def _appending(request: StartTurn, params: SessionParams, name: str) -> StartTur
     return replace(request, params=request.params.output_alone, echo=False)
 
 
-async def _requests(request: Request, edge: EdgeOf) -> Requests:
-    """Returns the application's `Requests`, created for its first request."""
-    state = request.app.state
-    if not hasattr(state, "sglang"):
-        state.sglang = Requests(edge)
-    requests: Requests = state.sglang
-    return requests
+async def _requests(edge: EdgeOf) -> Requests:
+    return edge.part(Requests, edge)
 
 
 RequestsOf = Annotated[Requests, Depends(_requests)]

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPBearer
@@ -30,6 +30,8 @@ from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.settings import EVERYONE, ServeSettings, Tenant
 from tenuto.serve.shared.tasks import Background
 from tenuto.serve.shared.turns import Turns
+
+T = TypeVar("T")
 
 ABORTING_SECONDS = 5.0
 """Time the engine has, at shutdown, to abort the remaining turns."""
@@ -71,6 +73,7 @@ class Edge:
         self._reserved: Counter[str] = Counter()  # places of turns that requests are about to start, by tenant
         self._background = Background()
         self.spawn = self._background.spawn
+        self._parts: dict[tuple[object, str | None], Any] = {}  # objects of the interfaces
 
     @property
     def served_name(self) -> str:
@@ -100,6 +103,14 @@ class Edge:
         if tenant is None:
             raise Unauthorized("no valid API key; give one as Authorization: Bearer KEY")
         return tenant
+
+    def part(self, kind: Callable[..., T], *arguments: Any, tenant: str | None = None) -> T:
+        """Returns the only object of this kind, or the tenant's. It is made of `arguments` when it is first needed, and
+        ends with the process."""
+        if (kind, tenant) not in self._parts:
+            self._parts[kind, tenant] = kind(*arguments)
+        part: T = self._parts[kind, tenant]
+        return part
 
     def require_engine(self) -> None:
         """Raises `EngineStopped` if the engine has stopped."""
@@ -206,6 +217,15 @@ async def _scraper(
 ) -> None:
     if not edge.settings.public_metrics:
         await _admin(await _caller(request, edge, bearer))
+
+
+def of_tenant(kind: Callable[[], T]) -> Any:
+    """Returns a dependency: the caller's object of this kind; see `Edge.part`."""
+
+    async def find(edge: Annotated[Edge, Depends(_edge)], tenant: Annotated[Tenant, Depends(_caller)]) -> T:
+        return edge.part(kind, tenant=tenant.name)
+
+    return Depends(find)
 
 
 EdgeOf = Annotated[Edge, Depends(_edge)]
