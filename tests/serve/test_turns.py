@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tenuto.base.config import WorkerSettings
+from tenuto.base.config import Limits, WorkerSettings
 from tenuto.base.errors import KeyReused, LimitReached, NotFound, ResultNotKept, SessionClosed
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.tools.definitions import Tools
@@ -135,9 +135,10 @@ def test_a_request_cancelled_in_any_state_leaves_nothing() -> None:
 def test_only_turns_that_wait_for_a_session_count_against_the_limit_on_waiting_turns() -> None:
     async def story(turns: Turns, link: LocalLink) -> None:
         await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
-        first = await turns.start(one_shot(2000, "s"), queue=True, max_queued=0)
+        limited = msgspec.structs.replace(one_shot(2000, "s"), limits=Limits(queued=0))
+        first = await turns.start(limited, queue=True)
         with pytest.raises(LimitReached):
-            await turns.start(one_shot(1, "s"), queue=True, max_queued=0)
+            await turns.start(limited, queue=True)
         await turns.abort(first)
 
     play(story)

@@ -12,7 +12,7 @@ import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from tenuto.base.errors import HeadersTooLarge, InvalidRequest, RequestTimeout, ServerFull, TenutoError
-from tenuto.serve.shared.client import EXTENSION
+from tenuto.serve.shared.client import EXTENSION, Client, answer_unframed
 from tenuto.serve.shared.errors import ErrorForm, Failure, new_request_id
 from tenuto.serve.unread import WatchedConnection
 
@@ -38,80 +38,6 @@ class ConnectionLimits:
 
     connections: int
     header_seconds: float
-
-
-class RequestClient:
-    """The `Client` of one request. `unframed`: the answer is not chunked and ends with the connection."""
-
-    __slots__ = ("_cycle", "_events", "_flow", "_gone", "_transport", "unframed")
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self.unframed = False
-        self._events = False  # the answer is a stream of events
-        self._cycle = cycle
-        self._flow = cycle.flow
-        self._transport = cycle.transport
-        self._gone: Callable[[], None] | None = None
-
-    def write(self, part: bytes) -> bool:
-        """See `Client`; written as uvicorn would."""
-        cycle = self._cycle
-        framed = cycle.chunked_encoding  # unset before the body and for HEAD
-        if cycle.disconnected or not (framed or self.unframed):
-            return True
-        if self._flow.write_paused:
-            return False
-        self._transport.write(b"%x\r\n%b\r\n" % (len(part), part) if framed else part)
-        return True
-
-    def begin_events(self) -> None:
-        """See `Client`."""
-        self._events = True
-
-    def probe(self) -> bool:
-        """Writes bytes that a client ignores, since writing shows whether it is gone. Returns False if nothing can be
-        written."""
-        cycle = self._cycle
-        if not cycle.response_started:
-            if cycle.scope["http_version"] == "1.0":
-                return False
-            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        elif self._events:
-            self.write(b":\n\n")  # a comment
-        return True
-
-    async def drain(self) -> None:
-        """See `Client`."""
-        await self._flow.drain()
-
-    def watch(self, gone: Callable[[], None] | None) -> bool:
-        """See `Client`."""
-        self._gone = gone
-        self._flow.resume_reading()  # as uvicorn does when the application waits for a disconnect
-        return not (self._cycle.disconnected or self._cycle.more_body or self._cycle.body)
-
-    def lost(self) -> None:
-        """Reports that the connection is lost."""
-        if self._gone is not None:
-            self._gone()
-
-
-def answer_unframed(cycle: RequestResponseCycle, client: RequestClient) -> None:
-    """Lets an answer of unknown length end with the connection, for clients of HTTP/1.0, which has no chunks."""
-    send = cycle.send
-
-    async def send_unframed(message: Any) -> None:
-        if message["type"] == "http.response.start":
-            lengths = [value for name, value in message["headers"] if name.lower() == b"content-length"]
-            bodiless = cycle.scope["method"] == "HEAD" or message["status"] in (204, 304)
-            client.unframed = not lengths and not bodiless
-            if client.unframed:
-                cycle.chunked_encoding = False
-        elif client.unframed:
-            cycle.expected_content_length = len(message.get("body", b""))  # exactly this part
-        await send(message)
-
-    cycle.send = send_unframed  # type: ignore[method-assign] # looked up when the request's task begins
 
 
 class BoundedProtocol(WatchedConnection):
@@ -142,7 +68,7 @@ class BoundedProtocol(WatchedConnection):
         self._begun = False  # part of a request has arrived
         self._in_body = False  # the request's headers are complete
         self._around = 0  # bytes since the request began, or since its last byte of body
-        self._client: RequestClient | None = None  # client of the last request
+        self._client: Client | None = None  # client of the last request
         self._half_closed = False  # the client sends no more, and may still read
         self._probing: asyncio.TimerHandle | None = None  # set while the connection is half closed
 
@@ -217,7 +143,7 @@ class BoundedProtocol(WatchedConnection):
         self._stop_timer()
         self._in_body, self._around = True, 0
         super().on_headers_complete()
-        self._client = RequestClient(self.cycle)
+        self._client = Client(self.cycle)
         self.cycle.scope["extensions"] = {EXTENSION: self._client}  # type: ignore[dict-item] # see `Client`
         if self.cycle.scope["http_version"] == "1.0":
             answer_unframed(self.cycle, self._client)

@@ -138,7 +138,6 @@ class Edge:
             continues=continues,
             request_key=request_key,
             check=take_place or (lambda: self._require_places(tenant, 1)),
-            max_queued=tenant.limits.queued,
         )
 
     @contextmanager

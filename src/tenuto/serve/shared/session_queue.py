@@ -69,13 +69,11 @@ class SessionQueues:
             if not arriving:
                 del self._arriving[session]
 
-    def begin(
-        self, turn: LiveTurn, session: SessionKey, *, queue: bool, max_queued: int | None = None
-    ) -> Awaitable[StartTurn]:
+    def begin(self, turn: LiveTurn, session: SessionKey, *, queue: bool) -> Awaitable[StartTurn]:
         """Makes `turn` the session's open turn until `leave`: at once or, with `queue`, when the turns before it have
         ended. Returns an awaitable of its request, with the remaining time of its deadlines. It must be awaited.
 
-        Raises `SessionBusy` without `queue`, `LimitReached` if `max_queued` turns of its tenant wait, and `Overloaded`.
+        Raises `SessionBusy` without `queue`, `LimitReached` if too many turns of its tenant wait, and `Overloaded`.
         Awaiting raises `DeadlinePassed`, or the error given to `refuse` while the turn waits.
         """
         if session not in self._open and session not in self._queues:
@@ -83,7 +81,7 @@ class SessionQueues:
             return _at_once(turn.request)
         if not queue:
             raise SessionBusy("the session has an open turn; allowed: wait for its end, or abort it")
-        size = self._check_room(turn, session, max_queued)
+        size = self._check_room(turn, session)
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queues.setdefault(session, deque()).append((turn, ready))
         self.waiting[turn.tenant] += 1
@@ -98,12 +96,12 @@ class SessionQueues:
             self._input_bytes -= size
         return msgspec.structs.replace(turn.request, params=params)
 
-    def _check_room(self, turn: LiveTurn, session: SessionKey, max_queued: int | None) -> int:
+    def _check_room(self, turn: LiveTurn, session: SessionKey) -> int:
         """Returns the size of the turn's request in bytes. Raises `LimitReached` or `Overloaded` if no more turns may
         wait."""
-        waiting = self.waiting[turn.tenant]
-        if max_queued is not None and waiting >= max_queued:
-            raise LimitReached(f"{waiting} turns wait for a session; allowed: {max_queued}; wait for one to begin")
+        waiting, allowed = self.waiting[turn.tenant], turn.request.limits.queued
+        if allowed is not None and waiting >= allowed:
+            raise LimitReached(f"{waiting} turns wait for a session; allowed: {allowed}; wait for one to begin")
         if len(self._queues.get(session, ())) >= MAX_WAITING:
             raise Overloaded(f"{MAX_WAITING} turns wait for this session, the most allowed; try again later")
         size = len(msgspec.msgpack.encode(turn.request))

@@ -62,25 +62,24 @@ class Turns:
         continues: bool = False,
         request_key: RequestKey | None = None,
         check: Callable[[], None] = lambda: None,
-        max_queued: int | None = None,
     ) -> LiveTurn:
         """Starts a turn and returns it when the engine has accepted it. If cancelled, this leaves no turn behind.
 
-        `queue`: if the session has an open turn, wait for its end, unless `max_queued` turns of the tenant wait
-        already. Without `queue`, raise `SessionBusy`. `continues`: the turn continues without readers. `request_key`:
-        if it was used before, return the earlier turn. `check` may raise to refuse a new turn.
+        `queue`: if the session has an open turn, wait for its end, unless too many turns of the tenant wait already.
+        Without `queue`, raise `SessionBusy`. `continues`: the turn continues without readers. `request_key`: if it was
+        used before, return the earlier turn. `check` may raise to refuse a new turn.
         """
         if request_key is not None and request.session is not None:
-            request = msgspec.structs.replace(request, once=(request_key.key, request_key.digest))
-        turn = LiveTurn(request, continues=continues)
+            request = msgspec.structs.replace(request, once=request_key)
+        turn = LiveTurn(request, continues=continues, once=request_key)
         if request_key is not None and (known := await self._keys.find(request, request_key)) is not None:
             return await self._attach(known)
         check()
         if request_key is not None:
-            self._keys.add(turn, request_key)
+            self._keys.add(turn)
         self._turns[turn.id] = turn
         self.open[turn.tenant] += 1
-        starting = asyncio.ensure_future(self._start(turn, queue=queue, max_queued=max_queued))
+        starting = asyncio.ensure_future(self._start(turn, queue=queue))
         try:
             await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -102,11 +101,11 @@ class Turns:
         turn.require_accepted()
         return turn
 
-    async def _start(self, turn: LiveTurn, *, queue: bool, max_queued: int | None) -> None:
+    async def _start(self, turn: LiveTurn, *, queue: bool) -> None:
         request: StartTurn | None = turn.request
         try:
             if turn.request.key is not None:
-                request = await self._begin(turn, turn.request.key, queue=queue, max_queued=max_queued)
+                request = await self._begin(turn, turn.request.key, queue=queue)
             if request is None:
                 return
             await self._link.start(request, partial(self._deliver, turn))
@@ -118,9 +117,7 @@ class Turns:
             self._end(turn)
             raise
 
-    async def _begin(
-        self, turn: LiveTurn, session: SessionKey, *, queue: bool, max_queued: int | None
-    ) -> StartTurn | None:
+    async def _begin(self, turn: LiveTurn, session: SessionKey, *, queue: bool) -> StartTurn | None:
         """Waits until the turn may begin in its session. Returns its request as `SessionQueues.begin` does, or `None`
         if the turn was committed before. Later turns of the session do not overtake it during the lookup."""
         once = turn.request.once
@@ -130,7 +127,7 @@ class Turns:
             await all_before()
             if turn.refused is not None:
                 raise turn.refused
-            begun = self.queues.begin(turn, session, queue=queue, max_queued=max_queued)
+            begun = self.queues.begin(turn, session, queue=queue)
         return await begun
 
     async def _found(self, turn: LiveTurn, once: tuple[str, bytes]) -> bool:
@@ -150,7 +147,6 @@ class Turns:
                 f"took {found.omitted} bytes and was not kept; allowed: read its tokens among the session's turns"
             )
         if found.name not in self._turns:
-            self._keys.rename(turn.id, found.name)
             self._turns[found.name] = self._turns.pop(turn.id)
             turn.id = found.name
         turn.deliver(found.ticket)
