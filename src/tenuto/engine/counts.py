@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 
 from tenuto.base.turns import Usage
 from tenuto.base.views import Transition
-
-USAGE = tuple(field.name for field in fields(Usage))
 
 
 @dataclass(slots=True)
@@ -39,5 +37,4 @@ class Counts:
 
     def add(self, usage: Usage) -> None:
         """Adds the tokens of a turn that has ended."""
-        for name in USAGE:
-            self.totals[name] += getattr(usage, name)
+        self.totals.update(asdict(usage))

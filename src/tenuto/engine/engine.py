@@ -20,7 +20,7 @@ from tenuto.engine.gate import TextFactory, TurnGate
 from tenuto.engine.guard import guarded
 from tenuto.engine.lifecycle import Lifecycle
 from tenuto.engine.occupation import Occupation
-from tenuto.engine.parking import parking_of
+from tenuto.engine.parking import Parking
 from tenuto.engine.session_operations import SessionOperations
 from tenuto.engine.session_states import SessionStates
 from tenuto.engine.snapshots import Snapshots
@@ -88,7 +88,7 @@ class Engine:
             executor=executor,
             clock=clock,
             memory=memory,
-            idle_memory=parking_of(config, memory, executor, disk, carrier or CopyThreads(), clock.now, identity),
+            idle_memory=Parking(config, memory, executor, disk, carrier or CopyThreads(), clock.now, identity),
             registry=Registry(memory, clock, random, config.context_length, config.max_sessions),
             prefixes=PrefixIndex(memory.page_size if config.prefix_cache else NEVER_FULL),
             queue=WaitingQueue(config.aging_seconds),

@@ -30,7 +30,7 @@ class Lifecycle:
         self._counts = core.counts
         self._news = core.news
         self.timers = Timers(core.registry, core.config.draft_timeout)
-        self.pressure = Pressure(core.memory, core.batch, self.preempt, self.pause, self.drop)
+        self.pressure = Pressure(core.memory, core.batch, self)
         self.sharing = Sharing(core, self.pressure)
 
     def note(

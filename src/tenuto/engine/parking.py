@@ -51,11 +51,23 @@ class Parking:
     holder_kind: ClassVar[HolderKind] = "copy"
     holder_name = "copies to the device"
 
-    def __init__(self, memory: Memory, tiers: Tiers) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        memory: Memory,
+        copier: Copier,
+        disk: Disk | None,
+        carrier: Carrier,
+        timer: Callable[[], float],
+        identity: str,
+    ) -> None:
+        """`disk`, `identity`: see `Engine`. Raises `ConfigError`."""
+        if disk is None and config.disk_tier:
+            disk = UnitFiles(user_path(config.disk_tier), config.disk_tier_size or MAX_COUNT, identity)
+        self.tiers = Tiers(memory.pools, copier, config.host_tier, disk, memory.page_size, timer, carrier, identity)
         self._memory = memory
         self._sessions: dict[Session, Parked] = {}
         self._arriving: dict[Session, Arrival] = {}  # sessions whose open turns wait in their rows
-        self.tiers = tiers
         self._planned: tuple[Turn | None, int] = None, 0
         self.parked = 0  # total number of sessions parked
         self.restored = 0
@@ -362,19 +374,3 @@ class Parking:
         if there != len(self.tiers):
             raise InvariantError(f"{len(self.tiers)} sequences are parked, but sessions refer to {there}")
         self.tiers.audit()
-
-
-def parking_of(
-    config: EngineConfig,
-    memory: Memory,
-    copier: Copier,
-    disk: Disk | None,
-    carrier: Carrier,
-    timer: Callable[[], float],
-    identity: str,
-) -> Parking:
-    """Returns the parking for the configured tiers. Raises `ConfigError`."""
-    if disk is None and config.disk_tier:
-        disk = UnitFiles(user_path(config.disk_tier), config.disk_tier_size or MAX_COUNT, identity)
-    tiers = Tiers(memory.pools, copier, config.host_tier, disk, memory.page_size, timer, carrier, identity)
-    return Parking(memory, tiers)

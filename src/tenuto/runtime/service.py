@@ -146,8 +146,6 @@ class Service:
                 self._convert(request)
             case Withdraw():
                 self._outbox.answer(request, self._intake.withdraw(request.name))
-            case StartTurn(kind="regenerate") if request.params.grammar is None:
-                self._execute(request, lambda engine: self._regenerate(engine, request))
             case StartTurn() | Draft():
                 self._take_in(request)
             case OpenSession():
@@ -226,11 +224,6 @@ class Service:
             self._reply(request, done)
 
         self._loop.execute(work, reply, ends=isinstance(request, AbortTurn))
-
-    def _regenerate(self, engine: Engine, request: StartTurn) -> Ticket:
-        ticket = self._dispatcher.execute(request)
-        self._loop.subscribe(engine.registry.turn(ticket.session, request.tenant), partial(self.publish, request.call))
-        return ticket
 
     def _take_in(self, request: StartTurn | Draft) -> None:
         self._intake.put(

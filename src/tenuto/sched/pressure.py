@@ -33,16 +33,14 @@ MAX_YIELDS = 128
 A turn that needs more room waits for the next step."""
 
 
-class Preempt(Protocol):
-    """Releases what a turn has acquired."""
+class Yielding(Protocol):
+    """Makes turns and sessions yield. See `Lifecycle`."""
 
-    def __call__(self, turn: Turn, why: str = ...) -> None: ...
+    def preempt(self, turn: Turn, why: str = ...) -> None: ...
 
+    def pause(self, turn: Turn) -> None: ...
 
-class Drop(Protocol):
-    """Releases a session's memory, or that of its open turn."""
-
-    def __call__(self, session: Session, why: str = ...) -> None: ...
+    def drop(self, session: Session, why: str = ...) -> None: ...
 
 
 class Rung(IntEnum):
@@ -75,20 +73,12 @@ class Pressure:
     `_closed_counts[group]` counts how many of them hold each unit, and `_needed` how many need each checkpoint.
     """
 
-    def __init__(
-        self,
-        memory: Memory,
-        batch: Batch,
-        preempt: Preempt,
-        pause: Callable[[Turn], None],
-        drop: Drop,
-    ) -> None:
-        """`preempt`, `pause` and `drop` make turns and sessions yield; see `Lifecycle`."""
+    def __init__(self, memory: Memory, batch: Batch, yielding: Yielding) -> None:
         self._memory = memory
         self._batch = batch
-        self.preempt = preempt
-        self.pause = pause
-        self.drop = drop
+        self.preempt = yielding.preempt
+        self.pause = yielding.pause
+        self.drop = yielding.drop
         self._rungs: dict[tuple[Rung, int], OrderedDict[Session, None]] = {}
         self._places: dict[Session, tuple[Rung, int]] = {}
         self._pinned: dict[Session, None] = {}  # pinned sessions with committed memory

@@ -22,7 +22,7 @@ class JournalWriter:
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
-        self._wake: Callable[[], None] | None = None
+        self._wake: Callable[[], None] = lambda: None  # set before the thread starts
         self._changed = threading.Condition()
         # All under the lock of `_changed`:
         self._waiting: list[Change] = []
@@ -86,7 +86,7 @@ class JournalWriter:
             if self._failure is not None:
                 log.warning("the journal can be written again")
             self._failure = None
-        self._tell()
+        self._wake()
 
     def _failed(self, error: Exception) -> bool:
         """Reports the failure and waits. Returns whether to try again."""
@@ -96,10 +96,6 @@ class JournalWriter:
             if self._failure is None:
                 log.error("%s; no change is acknowledged until then", reason, exc_info=details)
             self._failure = reason
-        self._tell()
+        self._wake()
         with self._changed:
             return not self._changed.wait_for(lambda: self._closed, RETRY_SECONDS)
-
-    def _tell(self) -> None:
-        if self._wake is not None:
-            self._wake()
