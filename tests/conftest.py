@@ -1,5 +1,6 @@
 """Fixtures that tests of several packages share."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from hypothesis import settings
 
 from tenuto.base.config import cache_dir
 from tenuto.models.store import pull_default
+from tests.serve.server import Server, serving
 
 settings.register_profile("tenuto", deadline=None)  # no test asserts on time
 settings.load_profile("tenuto")
@@ -22,10 +24,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.parent.name not in LONG)
 
 
+def pytest_collection_finish() -> None:
+    """Excludes what imports have made from garbage collections, which would look at all of it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The default model's file, in the user's cache; the first test that needs it fetches it."""
     return pull_default(cache_dir())
+
+
+@pytest.fixture(scope="session")
+def witness_server() -> Iterator[Server]:
+    """A server of the witness. Tests use `witness`, which clears it for each module."""
+    with serving("--model", "witness", "--context-length", "4096") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def witness(witness_server: Server) -> Iterator[Server]:
+    """A server of the witness, without sessions or cached memory of other modules. It must pass an audit when the
+    module's tests are done."""
+    yield witness_server
+    witness_server.audit()
+    with witness_server.client() as http:
+        for session in http.get("/v1/sessions").raise_for_status().json()["data"]:
+            http.delete(f"/v1/sessions/{session['id']}").raise_for_status()
+        http.post("/flush_cache").raise_for_status()
 
 
 @pytest.fixture

@@ -12,24 +12,21 @@ import pytest
 
 from tenuto.cli.bench import TOKEN_IDS, Timed, Workload, figures_of, quantile, timing, totals_of
 from tenuto.cli.bench_apis import Counts
-from tests.cli.test_cli import TENUTO
-from tests.serve.server import Server, serving
+from tests.cli.inside import run_inside
+from tests.serve.server import Server
 
 WORKLOAD = Workload(sessions=3, turns=3, first_input=9, input=4, output=6, think=0.1, concurrency=3, seed=7)
 SMALL = ["--sessions=3", "--turns=3", "--first-input-tokens=30", "--input-tokens=10", "--output-tokens=8"]
 
 
-@pytest.fixture(scope="module")
-def witness() -> Iterator[Server]:
-    with serving("--model", "witness", "--context-length", "4096") as server:
-        yield server
-        assert httpx.get(f"{server.url}/v1/sessions").json()["data"] == []
-        server.audit()
+@pytest.fixture(scope="module", autouse=True)
+def _no_sessions_are_left(witness: Server) -> Iterator[None]:
+    yield
+    assert httpx.get(f"{witness.url}/v1/sessions").json()["data"] == []
 
 
 def bench(url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [TENUTO, "bench", "--url", url, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return run_inside("bench", "--url", url, *arguments)
 
 
 def figures(url: str, *arguments: str) -> dict[str, Any]:

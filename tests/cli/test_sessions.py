@@ -11,16 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.cli.inside import run_inside
 from tests.cli.test_cli import TENUTO, Terminal
 from tests.private import open_to_others
 from tests.serve.server import Server, serving
-
-
-@pytest.fixture(scope="module")
-def witness() -> Iterator[Server]:
-    with serving("--model", "witness", "--context-length", "4096") as server:
-        yield server
-        server.audit()
 
 
 @pytest.fixture
@@ -40,11 +34,7 @@ LONG = "two-with-a-rather-long-name-that-is-still-an-id-of-64-characters"
 
 
 def sessions(witness: Server, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "TENUTO_URL": witness.url}
-    command = [TENUTO, "sessions", *arguments]
-    return subprocess.run(
-        command, env=environment, input=stdin, capture_output=True, text=True, timeout=60, check=False
-    )
+    return run_inside("sessions", *arguments, stdin=stdin, env={"TENUTO_URL": witness.url})
 
 
 def test_ls_lists_sessions_in_plain_columns(witness: Server, http: httpx.Client) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 from collections.abc import Callable
@@ -18,7 +17,8 @@ from tenuto.cli.options import SERVER
 from tenuto.kernels.elements import Element, KVCacheDtype
 from tenuto.kernels.native.build import VARIANTS
 from tenuto.serve.shared.settings import ServeSettings
-from tests.cli.test_cli import TENUTO, run
+from tests.cli.inside import run_inside
+from tests.cli.test_cli import run
 from tests.serve.server import serving
 
 CLASSES = (WorkerSettings, EngineConfig, ServeSettings)
@@ -34,16 +34,7 @@ def show(tmp_path: Path) -> Show:
     def run_it(*flags: str, file: str | None = None, **given: str) -> subprocess.CompletedProcess[str]:
         if file is not None:
             (tmp_path / "tenuto.toml").write_text(file)
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("TENUTO_")}
-        return subprocess.run(
-            [TENUTO, "serve", "--show-config", *flags],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env={**clean, **given},
-            timeout=120,
-            check=False,
-        )
+        return run_inside("serve", "--show-config", *flags, env=given, cwd=tmp_path)
 
     return run_it
 

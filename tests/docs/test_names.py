@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -20,8 +17,9 @@ from tenuto.base.options import OPTIONS
 from tenuto.cli import app
 from tenuto.cli.options import SERVER
 from tenuto.cli.settings import ServerSettings
+from tests.cli.inside import run_inside
 from tests.docs.pages import PAGES, PRESENT, ROOT, blocks, name_of, spans
-from tests.serve.server import serving
+from tests.serve.server import Server
 
 CODE_PAGES = ("architecture", "CONTRIBUTING")
 PATH = re.compile(r"(?:src/tenuto|tests|docs|bench|examples|\.ci|\.github)/[\w./*-]*\w/?")
@@ -36,10 +34,7 @@ PLACES = {"ID": "{session_id}", "TURN": "{turn_id}"}
 @cache
 def helped(*command: str) -> str:
     """Returns the help of a command of `tenuto`."""
-    program = str(Path(sys.executable).parent / "tenuto")
-    environment = {**os.environ, "COLUMNS": "80"}
-    shown = subprocess.run([program, *command, "--help"], capture_output=True, text=True, check=True, env=environment)
-    return shown.stdout
+    return run_inside(*command, "--help").stdout
 
 
 def commands() -> list[str]:
@@ -156,12 +151,11 @@ def test_a_class_function_or_constant_on_a_page_about_the_code_exists(page: Path
 
 
 @pytest.fixture(scope="module")
-def described() -> tuple[set[str], set[str]]:
+def described(witness: Server) -> tuple[set[str], set[str]]:
     """Returns the routes of a server, and its metrics."""
-    with serving("--model", "witness") as server:
-        routes = set(httpx.get(f"{server.url}/openapi.json").json()["paths"]) | {"/docs", "/openapi.json"}
-        metrics = httpx.get(f"{server.url}/metrics").text
-        return routes, set(re.findall(r"^# TYPE (tenuto_\w+)", metrics, re.MULTILINE))
+    routes = set(httpx.get(f"{witness.url}/openapi.json").json()["paths"]) | {"/docs", "/openapi.json"}
+    metrics = httpx.get(f"{witness.url}/metrics").text
+    return routes, set(re.findall(r"^# TYPE (tenuto_\w+)", metrics, re.MULTILINE))
 
 
 @pytest.mark.parametrize("page", PRESENT, ids=name_of)

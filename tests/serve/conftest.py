@@ -1,4 +1,4 @@
-"""Servers that several tests share: the witness, fast and slow, and the real model."""
+"""Servers that several tests share: the slow witness and the real model."""
 
 from __future__ import annotations
 
@@ -9,14 +9,6 @@ import httpx
 import pytest
 
 from tests.serve.server import Server, serving
-
-
-@pytest.fixture(scope="module")
-def witness() -> Iterator[Server]:
-    """A server of the witness. It must pass an audit when the module's tests are done."""
-    with serving("--model", "witness", "--context-length", "4096") as server:
-        yield server
-        server.audit()
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ def test_acknowledged_changes_survive_kills_at_random_moments(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("no_umask")
-def test_a_conversation_continues_after_a_restart_as_if_uninterrupted(tmp_path: Path) -> None:
+def test_a_conversation_continues_after_a_restart_as_if_uninterrupted(witness: Server, tmp_path: Path) -> None:
     def say(server: Server, text: str) -> str:
         body = {"input": [{"role": "user", "content": text}], "max_new_tokens": 8, "stream": False}
         answer = httpx.post(f"{server.url}/v1/sessions/s/turns", json=body)
@@ -32,9 +32,8 @@ def test_a_conversation_continues_after_a_restart_as_if_uninterrupted(tmp_path: 
         return float(found[1]) if found else 0.0
 
     texts = ["hello", "and again", "and at last"]
-    with serving("--model", "witness") as server:
-        httpx.post(f"{server.url}/v1/sessions", json={"id": "s", "system": "Be brief."})
-        whole = [say(server, text) for text in texts]
+    httpx.post(f"{witness.url}/v1/sessions", json={"id": "s", "system": "Be brief."})
+    whole = [say(witness, text) for text in texts]
     parts = []
     for number, text in enumerate(texts):
         options = ("--journal", str(tmp_path / "journal"), "--disk-tier", str(tmp_path / "tier"))

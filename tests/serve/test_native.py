@@ -101,23 +101,28 @@ def test_an_idle_session_closes_itself_after_its_ttl(http: httpx.Client) -> None
     pytest.fail("the session is still open")
 
 
-@pytest.mark.parametrize(
-    ("option", "named", "made_up"),
-    [(None, 86_400, 86_400), ("600", 600, 600), ("0", None, 86_400), ("none", None, 86_400)],
-)
-def test_sessions_opened_without_a_ttl_have_the_servers(
-    option: str | None, named: float | None, made_up: float
-) -> None:
-    arguments = () if option is None else ("--session-ttl", option)
-    with serving("--model", "witness", *arguments) as server, server.client() as http:
-        assert http.post("/v1/sessions", json={"id": "named"}).json()["ttl"] == named
-        assert http.post("/v1/sessions", json={}).json()["ttl"] == made_up
-        assert http.post("/v1/sessions", json={"id": "own", "ttl": 5}).json()["ttl"] == 5
-        completion = {"model": "witness", "prompt": "a", "max_tokens": 1, "session_id": "completed"}
-        assert http.post("/v1/completions", json=completion).status_code == 200
-        assert http.get("/v1/sessions/completed").json()["ttl"] == named
-        made = http.post("/open_session", json={"capacity_of_str_len": 1, "streaming": True}).json()
-        assert http.get(f"/v1/sessions/{made}").json()["ttl"] == made_up
+def check_ttls(http: httpx.Client, named: float | None, made_up: float) -> None:
+    """Checks the TTLs of sessions with a given id and of those whose id the server makes up, opened without a TTL."""
+    assert http.post("/v1/sessions", json={"id": "named"}).json()["ttl"] == named
+    assert http.post("/v1/sessions", json={}).json()["ttl"] == made_up
+    assert http.post("/v1/sessions", json={"id": "own", "ttl": 5}).json()["ttl"] == 5
+    completion = {"model": "witness", "prompt": "a", "max_tokens": 1, "session_id": "completed"}
+    assert http.post("/v1/completions", json=completion).status_code == 200
+    assert http.get("/v1/sessions/completed").json()["ttl"] == named
+    made = http.post("/open_session", json={"capacity_of_str_len": 1, "streaming": True}).json()
+    assert http.get(f"/v1/sessions/{made}").json()["ttl"] == made_up
+    for session in http.get("/v1/sessions").json()["data"]:
+        http.delete(f"/v1/sessions/{session['id']}")
+
+
+def test_sessions_opened_without_a_ttl_stay_open_for_a_day(http: httpx.Client) -> None:
+    check_ttls(http, 86_400, 86_400)
+
+
+@pytest.mark.parametrize(("option", "named", "made_up"), [("600", 600, 600), ("none", None, 86_400)])
+def test_sessions_opened_without_a_ttl_have_the_servers(option: str, named: float | None, made_up: float) -> None:
+    with serving("--model", "witness", "--session-ttl", option) as server, server.client() as http:
+        check_ttls(http, named, made_up)
 
 
 @pytest.mark.parametrize("text", ["-1", "soon", "nan", "inf", "1e10"])

@@ -224,7 +224,7 @@ def test_a_changed_file_is_refused(two: httpx.Client, change: Callable[[Any], An
     assert len(two.get("/v1/sessions").json()["data"]) == 1
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_file_is_refused_whatever_the_damage(two: httpx.Client, data: st.DataObject) -> None:
     close_all(two)

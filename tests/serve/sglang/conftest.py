@@ -7,16 +7,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.serve.server import Server, serving
+from tests.serve.server import Server
 from tests.serve.sglang.calls import closed, opened
-
-
-@pytest.fixture(scope="package")
-def witness() -> Iterator[Server]:
-    """A server of the witness. It must pass an audit when the tests of all modules here are done."""
-    with serving("--model", "witness", "--context-length", "4096") as server:
-        yield server
-        server.audit()
 
 
 @pytest.fixture
