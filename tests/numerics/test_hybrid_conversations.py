@@ -8,6 +8,7 @@ logit is less than 1e-3 below the highest: logits of one sequence, cut different
 """
 
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -27,7 +28,7 @@ from tenuto.exec.torch_forward import TorchForward
 from tenuto.models.decoder import Decoder
 from tenuto.models.hf import HfCheckpoint
 from tenuto.models.store import resolve
-from tests.exec.kernels import every_variant
+from tests.exec.kernels import HERE, needs_variant
 from tests.exec.mixed_driver import MixedDriver
 from tests.exec.spoil import spoil
 from tests.models.tiny_hybrids import (
@@ -130,6 +131,12 @@ FAMILIES = (
 )
 """Models, with whether steps overlap in PyTorch."""
 
+NATIVE_MODELS = [
+    *((make, "auto") for make in (*(make for make, _ in FAMILIES), tiny_falcon_h1, tiny_nemotron_h)),
+    *((make, "int8") for make in (tiny_gemma3, tiny_bamba)),
+]
+"""Models, with what the native kernels keep keys and values as."""
+
 
 @pytest.mark.parametrize(("make", "overlap"), FAMILIES)
 def test_every_turn_of_random_conversations_samples_what_is_sampled_from_scratch(
@@ -146,18 +153,16 @@ def test_every_turn_of_random_conversations_samples_what_is_sampled_from_scratch
     assert_all_compared(comparison, running, close=CLOSE)
 
 
-@every_variant
+@needs_variant
 @pytest.mark.parametrize(
-    ("make", "kept_as"),
-    [
-        *((make, "auto") for make in (*(make for make, _ in FAMILIES), tiny_falcon_h1, tiny_nemotron_h)),
-        *((make, "int8") for make in (tiny_gemma3, tiny_bamba)),
-    ],
+    ("make", "kept_as", "variant"),
+    [(*each, variant) for each, variant in zip(NATIVE_MODELS, cycle(HERE.variants() or ["none"]), strict=False)],
 )
 def test_overlapped_steps_of_native_kernels_sample_what_they_sample_from_scratch(
-    tmp_path: Path, variant: str, make: Callable[[], PreTrainedModel], kept_as: str
+    tmp_path: Path, make: Callable[[], PreTrainedModel], kept_as: str, variant: str
 ) -> None:
-    """Bit for bit: from scratch means every sequence at once, in its own memory."""
+    """Bit for bit: from scratch means every sequence at once, in its own memory. The variants take turns;
+    `tests/models/test_families.py` compares texts cut and mixed at random in every variant of every model."""
     make().save_pretrained(tmp_path)
     files = resolve(str(tmp_path), tmp_path)
     executor = load_executor(files, ExecutorOptions(PAGE, kernels=variant, kv_cache_dtype=kept_as, cache=cache_dir()))

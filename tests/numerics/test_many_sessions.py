@@ -25,7 +25,7 @@ from tenuto.models.store import resolve
 from tenuto.text.load import load_tokenizer
 from tests.clock import ManualClock
 from tests.exec.driver import Driver, logits_of
-from tests.exec.kernels import allowed_behind, every_variant
+from tests.exec.kernels import allowed_behind
 from tests.numerics.test_conversations import Comparison
 from tests.present import present
 from tests.tiered import parking_in
@@ -137,11 +137,9 @@ def text_of_licence() -> list[int]:
     return load_tokenizer(resolve(DEFAULT_MODEL, cache_dir()).path).encode(LICENCE.read_text(encoding="utf-8"))
 
 
-@every_variant
-def test_sessions_that_far_exceed_device_memory_answer_as_if_alone(variant: str, tmp_path: Path) -> None:
-    executor = load_executor(
-        resolve(DEFAULT_MODEL, cache_dir()), ExecutorOptions(PAGE, kernels=variant, cache=cache_dir())
-    )
+def test_sessions_that_far_exceed_device_memory_answer_as_if_alone(tmp_path: Path) -> None:
+    """On the kernels that a server would use here; `tests/test_snapshots.py` moves the state of every variant."""
+    executor = load_executor(resolve(DEFAULT_MODEL, cache_dir()), ExecutorOptions(PAGE, cache=cache_dir()))
     with closing(executor), closing(UnitFiles(tmp_path, 10**9)) as disk:
         many = ManySessions(executor, text_of_licence(), 12, 2, disk, ManualClock())
         many.run()
