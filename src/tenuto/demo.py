@@ -154,9 +154,7 @@ class Demo:
             pass
         result = turn.abort(keep="delivered")
         self._said(session.id, "Tell me a long story about tea.", turn.text + " --")
-        after = session.chat("Sorry, go on please.", max_new_tokens=ANSWER_TOKENS)
-        after.result()
-        self._said(session.id, "Sorry, go on please.", after.text)
+        after = self._answered(session, "Sorry, go on please.")
         self.out.print(f"{result.kept} of {result.usage.generated} tokens kept; the next turn {_spent(after)}.")
 
     def fork(self, engine: Engine, session: Session) -> None:
@@ -176,9 +174,7 @@ class Demo:
         """Takes turns back and continues differently."""
         self._title("Rewind: turns are taken back")
         before, after = session.info, session.rewind(turn=3)
-        turn = session.chat("How do I grow carrots?", max_new_tokens=ANSWER_TOKENS)
-        turn.result()
-        self._said(session.id, "How do I grow carrots?", turn.text)
+        turn = self._answered(session, "How do I grow carrots?")
         self.out.print(
             f"From {before.turns} turns and {before.tokens} tokens back to {after.turns} and {after.tokens}; "
             f"the next turn {_spent(turn)}."
@@ -205,12 +201,10 @@ class Demo:
     def killed_server(self, model: str, device: str, journal: Path) -> None:
         """Kills a server in the middle of an answer, restarts it with its journal, and continues the session."""
         self._title("A server is killed in the middle of an answer, restarts with its journal, and continues")
-        question, story = QUESTIONS["tea"][0], "Tell me a long story about tea."
+        story = "Tell me a long story about tea."
         with _served(model, device, journal) as (url, server), connect(url) as engine:
             session = engine.session("tea", system=SYSTEM)
-            answer = session.chat(question, max_new_tokens=ANSWER_TOKENS)
-            answer.result()
-            self._said("tea", question, answer.text)
+            self._answered(session, QUESTIONS["tea"][0])
             before = session.history
             turn = session.chat(story, max_new_tokens=1000, ignore_eos=True)
             for _ in zip(range(12), turn, strict=False):
@@ -227,9 +221,7 @@ class Demo:
                 f"It is back after {time.perf_counter() - began:.1f} s. The session has {session.info.tokens} tokens, "
                 f"{same} as before the story, which has left no trace."
             )
-            after = session.chat(QUESTIONS["tea"][1], max_new_tokens=ANSWER_TOKENS)
-            after.result()
-            self._said("tea", QUESTIONS["tea"][1], after.text)
+            after = self._answered(session, QUESTIONS["tea"][1])
             self.out.print(f"The first turn {_spent(after)}: its history was computed again.")
             self.out.print(str(engine.audit()))
 
@@ -256,6 +248,13 @@ class Demo:
 
     def _title(self, text: str) -> None:
         self.out.print(f"\n{text}", style="bold")
+
+    def _answered(self, session: Session, question: str) -> TurnStream:
+        """Asks a question, waits for the end of the answer, and prints both. Returns the turn."""
+        turn = session.chat(question, max_new_tokens=ANSWER_TOKENS)
+        turn.result()
+        self._said(session.id, question, turn.text)
+        return turn
 
     def _said(self, name: str, question: str, answer: str) -> None:
         """Prints a question and its answer, on one line each."""

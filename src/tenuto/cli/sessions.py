@@ -98,10 +98,7 @@ def fork(
     """Open a copy of a session, up to --turn or --position or with all turns, and print its id."""
     body = {"turn": turn, "position": position, "id": new_id}
     view = _ask("POST", session_id, "/fork", body, url, api_key)
-    if as_json:
-        _show_json(view)
-    else:
-        typer.echo(view["id"])
+    _show_session(view, as_json, "{id}")
 
 
 @app.command()
@@ -115,10 +112,7 @@ def rewind(
 ) -> None:
     """Cut a session's history back to --turn or --position."""
     view = _ask("POST", session_id, "/rewind", {"turn": turn, "position": position}, url, api_key)
-    if as_json:
-        _show_json(view)
-    else:
-        typer.echo(f"{view['id']}: {view['turns']} turns, {view['tokens']} tokens, room for {view['context_left']}")
+    _show_session(view, as_json, "{id}: {turns} turns, {tokens} tokens, room for {context_left}")
 
 
 File = Annotated[str, typer.Argument(help="A path; - is standard input or output.")]
@@ -180,10 +174,7 @@ def import_(
         raise InvalidRequest(f"{file} cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"{file} is not an exported session: {error}") from error
-    if as_json:
-        _show_json(view)
-    else:
-        typer.echo(view["id"])
+    _show_session(view, as_json, "{id}")
 
 
 @app.command()
@@ -256,6 +247,14 @@ def _listed(connection: Connection, path: str, cursor: str) -> list[dict[str, An
 
 def _show_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2))
+
+
+def _show_session(view: dict[str, Any], as_json: bool, text: str) -> None:
+    """Prints a session as JSON, or what `text` shows of it."""
+    if as_json:
+        _show_json(view)
+    else:
+        typer.echo(text.format_map(view))
 
 
 def _state(view: dict[str, Any]) -> str:

@@ -20,30 +20,8 @@ from tenuto.base.tools.definitions import NO_TOOLS
 from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.turns import Delta, Input, Keep, Transcript, TurnKind, TurnResult, turn_input
 from tenuto.base.views import AuditReport, RecordPage, SessionInfo, SessionPage
+from tenuto.base.wire import messages
 from tenuto.base.wire.document import SessionDocument, read_document
-from tenuto.base.wire.messages import (
-    AbortTurn,
-    Audit,
-    CloseSession,
-    Describe,
-    Draft,
-    ExportSession,
-    Fork,
-    GetSession,
-    ImportSession,
-    ListSessions,
-    ListTurns,
-    OpenSession,
-    Pause,
-    ReleaseMemory,
-    Request,
-    Resume,
-    ResumeMemory,
-    Rewind,
-    StartTurn,
-    Trim,
-    UpdateWeights,
-)
 from tenuto.base.wire.state_file import StateFile
 from tenuto.client.futures import Steps, chained
 from tenuto.client.transport import Deliver, Options, RunningTurn, Transport
@@ -88,26 +66,28 @@ class EngineCore:
         self.transport = transport
 
     def open(self, session_id: str | None, system: str | None, policy: Policy) -> Future[SessionCore]:
-        return self.session(OpenSession(session=session_id, system=system, policy=policy))
+        return self.session(messages.OpenSession(session=session_id, system=system, policy=policy))
 
     def attach(self, session_id: str) -> Future[SessionCore]:
         if not isinstance(session_id, str):
             raise InvalidRequest(f"a session's id is {shown(session_id)}; allowed: text")
-        return self.session(GetSession(tenant="", session=session_id))
+        return self.session(messages.GetSession(tenant="", session=session_id))
 
     def import_session(self, exported: bytes | str, session_id: str | None) -> Future[SessionCore]:
         document = read_document(exported)
         name = session_id if session_id is not None else document.id
-        return self.session(ImportSession(session=name, policy=document.policy(), document=document))
+        return self.session(messages.ImportSession(session=name, policy=document.policy(), document=document))
 
     def import_file(self, path: str | PathLike[str], session_id: str | None) -> Future[SessionCore]:
         source = Path(path).absolute()
         with closing(StateFile(source)) as file:
             document = file.document
         name = session_id if session_id is not None else document.id
-        return self.session(ImportSession(session=name, policy=document.policy(), document=document, state=str(source)))
+        return self.session(
+            messages.ImportSession(session=name, policy=document.policy(), document=document, state=str(source))
+        )
 
-    def session(self, request: Request[SessionInfo]) -> Future[SessionCore]:
+    def session(self, request: messages.Request[SessionInfo]) -> Future[SessionCore]:
         """Sends `request` and returns the session that the answer describes."""
 
         def steps() -> Steps[SessionCore]:
@@ -127,33 +107,33 @@ class EngineCore:
         own = {name: value for name, value in options.items() if name not in others}
         params, use = turn_params(cast("TurnOptions", own)), ToolUse.among(options)
         told = use.told if use is not None else NO_TOOLS
-        request = StartTurn(kind=kind, tenant="", session=session, input=parsed, params=params, tools=told)
+        request = messages.StartTurn(kind=kind, tenant="", session=session, input=parsed, params=params, tools=told)
         return TurnReader(self.transport.start(request, options, use, deliver))
 
     def context_length(self) -> Future[int]:
         def steps() -> Steps[int]:
-            model = yield self.transport.call(Describe())
+            model = yield self.transport.call(messages.Describe())
             return int(model.context_length)
 
         return chained(steps())
 
     def audit(self) -> Future[AuditReport]:
-        return self.transport.call(Audit())
+        return self.transport.call(messages.Audit())
 
     def pause(self, *, retract: bool) -> Future[None]:
-        return self.transport.call(Pause(release=flag("retract", retract)))
+        return self.transport.call(messages.Pause(release=flag("retract", retract)))
 
     def go_on(self) -> Future[None]:
-        return self.transport.call(Resume())
+        return self.transport.call(messages.Resume())
 
     def release_memory(self, tags: Sequence[str] | None) -> Future[None]:
-        return self.transport.call(ReleaseMemory(parts=_parts(tags)))
+        return self.transport.call(messages.ReleaseMemory(parts=_parts(tags)))
 
     def resume_memory(self, tags: Sequence[str] | None) -> Future[None]:
-        return self.transport.call(ResumeMemory(parts=_parts(tags)))
+        return self.transport.call(messages.ResumeMemory(parts=_parts(tags)))
 
     def update_weights(self, path: str | PathLike[str], *, abort: bool) -> Future[None]:
-        return self.transport.call(UpdateWeights(path=str(path), abort=flag("abort", abort)))
+        return self.transport.call(messages.UpdateWeights(path=str(path), abort=flag("abort", abort)))
 
     def sessions(self) -> Future[list[SessionInfo]]:
         def steps() -> Steps[list[SessionInfo]]:
@@ -161,7 +141,7 @@ class EngineCore:
             more = True
             while more:
                 after = found[-1].session_id if found else ""
-                page: SessionPage = yield self.transport.call(ListSessions(tenant="", after=after, limit=PAGE))
+                page: SessionPage = yield self.transport.call(messages.ListSessions(tenant="", after=after, limit=PAGE))
                 found += page.sessions
                 more = page.more
             return found
@@ -181,25 +161,25 @@ class SessionCore:
         return self.engine.start(self.id, kind, given, options, deliver)
 
     def draft(self, given: Input) -> Future[SessionInfo]:
-        return self._call(Draft(tenant="", session=self.id, input=turn_input(given)))
+        return self._call(messages.Draft(tenant="", session=self.id, input=turn_input(given)))
 
     def abort(self) -> Future[bool]:
-        return self._call(AbortTurn(tenant="", session=self.id))
+        return self._call(messages.AbortTurn(tenant="", session=self.id))
 
     def fork(self, turn: int | None, position: int | None, child: str | None) -> Future[SessionCore]:
         turn, position = _count("turn", turn), _count("position", position)
-        return self.engine.session(Fork(tenant="", session=self.id, child=child, turn=turn, position=position))
+        return self.engine.session(messages.Fork(tenant="", session=self.id, child=child, turn=turn, position=position))
 
     def trim(self, turns: Sequence[int], child: str | None) -> Future[SessionCore]:
         numbers = [whole("a turn's number", turn, 0, MAX_COUNT) for turn in items("turns", turns, "numbers of turns")]
-        return self.engine.session(Trim(tenant="", session=self.id, child=child, turns=numbers))
+        return self.engine.session(messages.Trim(tenant="", session=self.id, child=child, turns=numbers))
 
     def rewind(self, turn: int | None, position: int | None) -> Future[SessionInfo]:
         turn, position = _count("turn", turn), _count("position", position)
-        return self._call(Rewind(tenant="", session=self.id, turn=turn, position=position))
+        return self._call(messages.Rewind(tenant="", session=self.id, turn=turn, position=position))
 
     def info(self) -> Future[SessionInfo]:
-        return self._call(GetSession(tenant="", session=self.id))
+        return self._call(messages.GetSession(tenant="", session=self.id))
 
     def history(self) -> Future[list[int]]:
         return chained(self._history())
@@ -218,23 +198,23 @@ class SessionCore:
         return _tokens([page])
 
     def _turns_from(self, first: int) -> Future[RecordPage]:
-        return self._call(ListTurns(tenant="", session=self.id, first=first, limit=PAGE))
+        return self._call(messages.ListTurns(tenant="", session=self.id, first=first, limit=PAGE))
 
     def export(self) -> Future[bytes]:
         def steps() -> Steps[bytes]:
-            document: SessionDocument = yield self._call(ExportSession(tenant="", session=self.id))
+            document: SessionDocument = yield self._call(messages.ExportSession(tenant="", session=self.id))
             return msgspec.json.encode(document)
 
         return chained(steps())
 
     def export_file(self, path: str | PathLike[str]) -> Future[None]:
         def steps() -> Steps[None]:
-            yield self._call(ExportSession(tenant="", session=self.id, state=str(Path(path).absolute())))
+            yield self._call(messages.ExportSession(tenant="", session=self.id, state=str(Path(path).absolute())))
 
         return chained(steps())
 
     def close(self, *, finish: bool) -> Future[None]:
-        return self._call(CloseSession(tenant="", session=self.id, finish=finish))
+        return self._call(messages.CloseSession(tenant="", session=self.id, finish=finish))
 
 
 def _parts(tags: Sequence[str] | None) -> list[MemoryPart]:

@@ -16,32 +16,8 @@ from tenuto.base.tools.grammar import Grammar
 from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.turns import Message, TurnInput, TurnKind
 from tenuto.base.views import Record, RecordPage, SessionInfo, SessionPage
+from tenuto.base.wire import messages
 from tenuto.base.wire.bodies import read_body
-from tenuto.base.wire.messages import (
-    AbortTurn,
-    Audit,
-    CloseSession,
-    Describe,
-    Draft,
-    ExportSession,
-    Fork,
-    GetSession,
-    ImportSession,
-    ListSessions,
-    ListTurns,
-    OpenSession,
-    Pause,
-    Refusal,
-    ReleaseMemory,
-    Request,
-    Resume,
-    ResumeMemory,
-    Rewind,
-    Trim,
-    UpdateWeights,
-    answer_of,
-    error_of,
-)
 from tenuto.client.transport import Options
 
 T = TypeVar("T")
@@ -59,7 +35,7 @@ class Exchange(NamedTuple):
     query: dict[str, Any] | None = None
 
 
-def exchange_of(request: Request[Any]) -> Exchange:
+def exchange_of(request: messages.Request[Any]) -> Exchange:
     """Translates a client's request to HTTP. Raises `NotFound` if its session id cannot exist."""
     return _EXCHANGES[type(request)](request)
 
@@ -68,46 +44,46 @@ def _of_session(method: str, request: Any, action: str = "", body: Any = None, *
     return Exchange(method, session_path(request.session) + action, body, query)
 
 
-def _opening(request: OpenSession) -> dict[str, Any]:
+def _opening(request: messages.OpenSession) -> dict[str, Any]:
     policy = request.policy
     own = {name: getattr(policy, name) for name in ("ttl", "priority", "max_tokens", "pinned")}
     return {"id": request.session, "system": request.system, **own}
 
 
-def _place(request: Fork | Rewind) -> dict[str, int | None]:
+def _place(request: messages.Fork | messages.Rewind) -> dict[str, int | None]:
     return {"turn": request.turn, "position": request.position}
 
 
 _EXCHANGES: dict[type, Callable[[Any], Exchange]] = {
-    Describe: lambda _: Exchange("GET", "/v1/engine"),
-    Audit: lambda _: Exchange("GET", "/audit"),
-    OpenSession: lambda r: Exchange("POST", "/v1/sessions", _opening(r)),
-    ListSessions: lambda r: Exchange("GET", "/v1/sessions", query={"limit": r.limit, "after": r.after}),
-    GetSession: lambda r: _of_session("GET", r),
-    ExportSession: lambda r: _of_session("GET", r, "/export"),
-    ImportSession: lambda r: Exchange(
+    messages.Describe: lambda _: Exchange("GET", "/v1/engine"),
+    messages.Audit: lambda _: Exchange("GET", "/audit"),
+    messages.OpenSession: lambda r: Exchange("POST", "/v1/sessions", _opening(r)),
+    messages.ListSessions: lambda r: Exchange("GET", "/v1/sessions", query={"limit": r.limit, "after": r.after}),
+    messages.GetSession: lambda r: _of_session("GET", r),
+    messages.ExportSession: lambda r: _of_session("GET", r, "/export"),
+    messages.ImportSession: lambda r: Exchange(
         "POST", "/v1/sessions/import", msgspec.to_builtins(r.document), {"id": r.session}
     ),
-    ListTurns: lambda r: _of_session("GET", r, "/turns", first=r.first, limit=r.limit),
-    Draft: lambda r: _of_session("PUT", r, "/draft", {"input": input_body(r.input)}),
-    AbortTurn: lambda r: _of_session("POST", r, "/abort", {}),  # without a turn_id: the open turn
-    Fork: lambda r: _of_session("POST", r, "/fork", {**_place(r), "id": r.child}),
-    Trim: lambda r: _of_session("POST", r, "/trim", {"turns": r.turns, "id": r.child}),
-    Rewind: lambda r: _of_session("POST", r, "/rewind", _place(r)),
-    Pause: lambda r: Exchange("POST", "/pause_generation", {"mode": "retract" if r.release else "in_place"}),
-    Resume: lambda _: Exchange("POST", "/continue_generation"),
-    ReleaseMemory: lambda r: Exchange("POST", "/release_memory_occupation", {"tags": r.parts}),
-    ResumeMemory: lambda r: Exchange("POST", "/resume_memory_occupation", {"tags": r.parts}),
-    UpdateWeights: lambda r: Exchange(
+    messages.ListTurns: lambda r: _of_session("GET", r, "/turns", first=r.first, limit=r.limit),
+    messages.Draft: lambda r: _of_session("PUT", r, "/draft", {"input": input_body(r.input)}),
+    messages.AbortTurn: lambda r: _of_session("POST", r, "/abort", {}),  # without a turn_id: the open turn
+    messages.Fork: lambda r: _of_session("POST", r, "/fork", {**_place(r), "id": r.child}),
+    messages.Trim: lambda r: _of_session("POST", r, "/trim", {"turns": r.turns, "id": r.child}),
+    messages.Rewind: lambda r: _of_session("POST", r, "/rewind", _place(r)),
+    messages.Pause: lambda r: Exchange("POST", "/pause_generation", {"mode": "retract" if r.release else "in_place"}),
+    messages.Resume: lambda _: Exchange("POST", "/continue_generation"),
+    messages.ReleaseMemory: lambda r: Exchange("POST", "/release_memory_occupation", {"tags": r.parts}),
+    messages.ResumeMemory: lambda r: Exchange("POST", "/resume_memory_occupation", {"tags": r.parts}),
+    messages.UpdateWeights: lambda r: Exchange(
         "POST", "/update_weights_from_disk", {"model_path": r.path, "abort_all_requests": r.abort}
     ),
-    CloseSession: lambda r: _of_session("DELETE", r, finish="true" if r.finish else "false"),
+    messages.CloseSession: lambda r: _of_session("DELETE", r, finish="true" if r.finish else "false"),
 }
 
 
-def answer_from(request: Request[T], body: Any) -> T:
+def answer_from(request: messages.Request[T], body: Any) -> T:
     """Converts the JSON answer to `request`. Raises `TenutoError` if it has another form."""
-    kind = answer_of(type(request))
+    kind = messages.answer_of(type(request))
     try:
         answer: T = msgspec.convert(_answer(kind, body), kind)
     except (msgspec.ValidationError, LookupError, TypeError) as error:
@@ -194,7 +170,9 @@ def error_from(status: int, content: bytes) -> TenutoError:
         refused = msgspec.json.decode(content, type=_Refused).error
     except msgspec.DecodeError:
         return TenutoError(f"the server answered with status {status} and no reason; is this a Tenuto server?")
-    return error_of(Refusal(call=0, code=str(refused.code), message=refused.message, param=refused.param))
+    return messages.error_of(
+        messages.Refusal(call=0, code=str(refused.code), message=refused.message, param=refused.param)
+    )
 
 
 class _Said(msgspec.Struct):
