@@ -21,7 +21,7 @@ from tenuto.models.store import resolve
 from tests.exec.driver import Driver, logits_of
 from tests.exec.kernels import allowed_behind, every_variant
 from tests.numerics.real import real_engine
-from tests.numerics.test_conversations import PAGE, PAGES, Comparison, Conversations, config_with, longest
+from tests.numerics.test_conversations import CONFIG, PAGE, PAGES, Comparison, Conversations, longest
 
 TOKENS = 400
 STEPS = 60
@@ -78,7 +78,7 @@ def test_keys_and_values_in_8_bits_leave_perplexity_within_one_percent(
 def test_every_turn_of_random_conversations_generates_what_is_generated_from_scratch(
     variant: str, executor: ModelExecutor, licence_tokens: list[int]
 ) -> None:
-    with real_engine(executor.forward, config_with(overlap=1), units=(PAGES,)) as engine:
+    with real_engine(executor.forward, CONFIG, units=(PAGES,)) as engine:
         conversations = Conversations(engine, licence_tokens, seed=1)
         conversations.run(STEPS)
         driver = Driver(engine._flights._executor, PAGES, 1)  # type: ignore[arg-type]
