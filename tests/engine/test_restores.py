@@ -256,7 +256,7 @@ def test_a_copy_that_fails_while_another_session_joins_it_still_owns_its_units(m
     engine.step()
     engine.turns.abort("fork")
     engine.turns.abort("s")
-    filled = [(each.group, each.unit) for move in tiers.moves._under_way for each in move.targets]
+    filled = [(each.copy.group, each.unit) for move in tiers.moves._under_way for each in move.targets]
     assert not [(group, unit) for group, unit in filled if unit in engine.memory.pools[group]._free]
     slow.copies.finish()
     slow.stage.step()

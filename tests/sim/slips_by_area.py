@@ -79,7 +79,7 @@ PRESSURE = (
 )  # fmt: skip
 
 MOVES = (
-    Slip("memory.tiers.moves", "or (piece[0].group, piece[0].file) != (target.group, target.file)):", "or piece[0].group != target.group):"),
+    Slip("memory.tiers.moves", "or piece[0].copy.place != target.copy.place):", "or piece[0].copy.group != target.copy.group):"),
     Slip("memory.tiers.moves", "            job.settle()\n", ""),
     Slip("memory.tiers.moves", "            for group, units in _by_group(move.targets).items():\n                self._pools[group].copy_ended(units)", "            pass"),
     Slip("memory.tiers.tiers", "                if stored.move is move:\n                    stored.move = None\n", "                if stored.move is move:\n"),

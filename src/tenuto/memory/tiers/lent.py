@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from itertools import groupby
+from operator import attrgetter
+from typing import Self
 
-from tenuto.base.errors import InvariantError
 from tenuto.base.plan import Bytes
 from tenuto.base.wire.state_file import CopiedState
-from tenuto.memory.tiers.contents import Content, Contents
+from tenuto.memory.tiers.contents import Contents
 from tenuto.memory.tiers.parked import Parked
-from tenuto.memory.tiers.unit_files import Disk, DiskFailed, UnitFile, read_units
-
-
-class LentUnit(NamedTuple):
-    """A unit in host memory, or in row `row` of `file`, which has to hold `content`."""
-
-    group: int
-    content: Content
-    data: Bytes | None
-    file: UnitFile | None
-    row: int
+from tenuto.memory.tiers.unit_files import Disk, DiskFailed, UnitCopy, read_units
 
 
 @dataclass(eq=False, slots=True)
@@ -31,7 +22,7 @@ class LentUnits:
 
     position: int
     parked: Parked
-    units: Sequence[Sequence[LentUnit]]
+    units: Sequence[Sequence[UnitCopy]]
     disk: Disk | None
     failure: str = ""
 
@@ -39,7 +30,7 @@ class LentUnits:
     def of(cls, parked: Parked, names: Contents, disk: Disk | None) -> Self:
         """Returns all units of `parked`, whose contents are `names`."""
         units = [
-            [LentUnit(each.group, content, each.data, each.file, each.row) for each, content in zip(*pair, strict=True)]
+            [unit.copy(content) for unit, content in zip(*pair, strict=True)]
             for pair in zip(parked.units, names, strict=True)
         ]
         return cls(parked.position, parked, units, disk)
@@ -52,15 +43,6 @@ class LentUnits:
             self.failure = error.cause
             return CopiedState(0, [[] for _ in self.units])
 
-    def _group(self, units: Sequence[LentUnit]) -> list[Bytes]:
-        in_files: dict[UnitFile, list[int]] = {}
-        for i, unit in enumerate(units):
-            if unit.file is not None:
-                in_files.setdefault(unit.file, []).append(i)
-        found = {i: unit.data for i, unit in enumerate(units) if unit.data is not None}
-        for file, places in in_files.items():
-            if self.disk is None:
-                raise InvariantError("units are on disk, but there is no disk tier")
-            wanted = [(units[i].row, units[i].content) for i in places]
-            found.update(zip(places, read_units(self.disk, file, units[places[0]].group, wanted), strict=True))
-        return [found[i] for i in range(len(units))]
+    def _group(self, units: Sequence[UnitCopy]) -> list[Bytes]:
+        runs = groupby(units, attrgetter("place"))
+        return [data for _, same in runs for data in read_units(self.disk, list(same))]

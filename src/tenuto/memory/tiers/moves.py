@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from tenuto.base.errors import InvariantError
-from tenuto.base.plan import Bytes, Copier, CopyFailed
+from tenuto.base.plan import Copier, CopyFailed
 from tenuto.memory.pool import Pool
-from tenuto.memory.tiers.contents import Content, NamedUnit
-from tenuto.memory.tiers.unit_files import Disk, DiskFailed, UnitFile, read_units
+from tenuto.memory.tiers.contents import NamedUnit
+from tenuto.memory.tiers.unit_files import Disk, DiskFailed, UnitCopy, UnitFile, read_units
 
 THREADS = 2
 """The number of moves that run at once."""
@@ -23,15 +22,10 @@ THREADS = 2
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Unit `unit` of a group, to be filled with `data`, or with row `row` of `file`, which has to hold `content`."""
+    """Unit `unit` of the group of `copy`, to be filled with it."""
 
-    group: int
     unit: int
-    content: Content
-    size: int
-    data: Bytes | None
-    file: UnitFile | None
-    row: int
+    copy: UnitCopy
 
 
 class Job:
@@ -42,9 +36,9 @@ class Job:
     used.
     """
 
-    def __init__(self, told: Callable[[Job], None]) -> None:
-        """`told` is called with the ended job, in the thread that carries it."""
-        self._told = told
+    def __init__(self, jobs: Jobs[Any]) -> None:
+        """`jobs`: those under way, with this one; told of its end in the thread that carries it."""
+        self._jobs = jobs
         self.cancelled = False  # whether it should end early
         self.failure = ""
         self._cause = ""  # the cause of its failure
@@ -78,7 +72,7 @@ class Job:
             except BaseException as error:  # noqa: BLE001 - the engine's thread raises it
                 self._cause, self.error = "bug", error
         self.ended.set()
-        self._told(self)
+        self._jobs.tell(self)
         return False
 
     def _copy_next(self) -> bool:
@@ -89,8 +83,8 @@ class Job:
 class Write(Job):
     """Writes units, by group, to a new file of the disk tier, which is `file` after the job has ended."""
 
-    def __init__(self, units: Mapping[int, Sequence[NamedUnit]], disk: Disk, told: Callable[[Job], None]) -> None:
-        super().__init__(told)
+    def __init__(self, jobs: Jobs[Any], units: Mapping[int, Sequence[NamedUnit]], disk: Disk) -> None:
+        super().__init__(jobs)
         self._units = units
         self._disk = disk
         self.file: UnitFile | None = None
@@ -106,22 +100,11 @@ class Move(Job):
     `wanted` is written by the engine's thread. `read` and `written`: bytes and seconds.
     """
 
-    def __init__(
-        self,
-        targets: Sequence[Target],
-        copier: Copier,
-        disk: Disk | None,
-        timer: Callable[[], float],
-        piece: int,
-        told: Callable[[Job], None],
-    ) -> None:
-        """`piece`: the number of bytes that are copied at once; at least one unit is."""
-        super().__init__(told)
+    def __init__(self, moves: MovesUnderWay, targets: Sequence[Target]) -> None:
+        super().__init__(moves)
         self.targets = targets
-        self._copier = copier
-        self._disk = disk
-        self._timer = timer
-        self._pieces = _pieces(targets, piece)
+        self._copier, self._disk, self._timer = moves.copier, moves.disk, moves.timer
+        self._pieces = _pieces(targets, moves.carrier.piece)
         self.wanted = 0  # the number of sessions that wait for it
         self.read = 0, 0.0
         self.written = 0, 0.0
@@ -130,31 +113,24 @@ class Move(Job):
         piece = next(self._pieces, None)
         if piece is None:
             return False
-        file, began = piece[0].file, self._timer()
+        group, file = piece[0].copy.place
+        began = self._timer()
+        data = read_units(self._disk, [target.copy for target in piece])
+        size = sum(each.nbytes for each in data)
         if file is not None:
-            data = self._read(file, piece)
-            size = sum(target.size for target in piece)
             now = self._timer()
             self.read, began = (self.read[0] + size, self.read[1] + now - began), now
-        else:
-            data = [target.data for target in piece if target.data is not None]
-        self._copier.write_units(piece[0].group, np.array([target.unit for target in piece], np.int32), data)
-        size = sum(each.nbytes for each in data)
+        self._copier.write_units(group, np.array([target.unit for target in piece], np.int32), data)
         self.written = self.written[0] + size, self.written[1] + self._timer() - began
         return True
 
-    def _read(self, file: UnitFile, piece: Sequence[Target]) -> list[Bytes]:
-        if self._disk is None:
-            raise InvariantError("units are on disk, but there is no disk tier")
-        return read_units(self._disk, file, piece[0].group, [(target.row, target.content) for target in piece])
-
 
 def _pieces(targets: Iterable[Target], most: int) -> Iterator[list[Target]]:
-    """Yields pieces of up to `most` bytes, each of one group, and from one file or from host memory."""
+    """Yields pieces of up to `most` bytes, or of a single unit, each with copies in one place."""
     piece: list[Target] = []
     for target in targets:
-        full = (len(piece) + 1) * target.size > most
-        if piece and (full or (piece[0].group, piece[0].file) != (target.group, target.file)):
+        full = (len(piece) + 1) * target.copy.size > most
+        if piece and (full or piece[0].copy.place != target.copy.place):
             yield piece
             piece = []
         piece.append(target)
@@ -197,23 +173,19 @@ class CopyThreads:
         self._futures: dict[Job, Future[None]] = {}
 
     def carry(self, job: Job) -> None:
-        """See `Carrier.carry`."""
         threads = self._writer if isinstance(job, Write) else self._movers
         future = self._futures[job] = threads.submit(job.carry)
         future.add_done_callback(lambda _: self._futures.pop(job, None))
 
     def withdraw(self, job: Job) -> None:
-        """See `Carrier.withdraw`."""
         future = self._futures.get(job)
         if future is not None and future.cancel():
             job.carry()  # ends it, since it is cancelled
 
     def wait(self, job: Job) -> None:
-        """See `Carrier.wait`."""
         job.ended.wait()
 
     def close(self) -> None:
-        """See `Carrier.close`."""
         self._movers.shutdown()
         self._writer.shutdown()
 
@@ -225,7 +197,7 @@ class Jobs(Generic[J]):
     """The jobs of one kind that are under way, from the view of the engine's thread."""
 
     def __init__(self, carrier: Carrier) -> None:
-        self._carrier = carrier
+        self.carrier = carrier
         self._ended: SimpleQueue[J] = SimpleQueue()
         self._under_way: dict[J, None] = {}
         self.wake: Callable[[], None] = lambda: None  # called when a job has ended, in any thread; set by the loop
@@ -239,7 +211,7 @@ class Jobs(Generic[J]):
     def carry(self, job: J) -> None:
         """Begins a job."""
         self._under_way[job] = None
-        self._carrier.carry(job)
+        self.carrier.carry(job)
 
     def tell(self, job: J) -> None:
         """Records that a job has ended. Any thread may call this."""
@@ -263,7 +235,7 @@ class Jobs(Generic[J]):
     def wait(self) -> None:
         """Waits until all jobs have ended."""
         for job in self._under_way:
-            self._carrier.wait(job)
+            self.carrier.wait(job)
 
     def cancel(self) -> None:
         """Cancels all jobs, so that they end early."""
@@ -280,14 +252,13 @@ class MovesUnderWay(Jobs[Move]):
     ) -> None:
         super().__init__(carrier)
         self._pools = pools
-        self._copier = copier
-        self._disk = disk
-        self._timer = timer
+        self.copier = copier
+        self.disk = disk
+        self.timer = timer
 
     def begin(self, targets: Sequence[Target]) -> Move:
         """Begins a move that fills leased units."""
-        tell = cast("Callable[[Job], None]", self.tell)
-        move = Move(targets, self._copier, self._disk, self._timer, self._carrier.piece, tell)
+        move = Move(self, targets)
         for group, units in _by_group(targets).items():
             self._pools[group].copy_begins(units)
         self.carry(move)
@@ -307,11 +278,11 @@ class MovesUnderWay(Jobs[Move]):
         move.wanted -= 1
         move.cancelled = not move.wanted
         if move.cancelled:
-            self._carrier.withdraw(move)
+            self.carrier.withdraw(move)
 
 
 def _by_group(targets: Iterable[Target]) -> dict[int, list[int]]:
     units: dict[int, list[int]] = {}
     for target in targets:
-        units.setdefault(target.group, []).append(target.unit)
+        units.setdefault(target.copy.group, []).append(target.unit)
     return units

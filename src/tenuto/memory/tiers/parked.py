@@ -9,7 +9,7 @@ from tenuto.base.errors import InvariantError
 from tenuto.base.plan import Bytes
 from tenuto.memory.tiers.contents import Content, Contents
 from tenuto.memory.tiers.moves import Move
-from tenuto.memory.tiers.unit_files import UnitFile
+from tenuto.memory.tiers.unit_files import UnitCopy, UnitFile
 
 UnitVersion = tuple[int, int]
 """A unit of a pool and its generation; see `Pool.generation`."""
@@ -38,6 +38,10 @@ class StoredUnit:
     row: int = -1
     move: Move | None = None
     leaving: bool = False  # whether it is being written to disk
+
+    def copy(self, content: Content) -> UnitCopy:
+        """Returns the description of the copy for a reader that expects `content`."""
+        return UnitCopy(self.group, content, self.size, self.data, self.file, self.row)
 
 
 def size_of(units: Iterable[StoredUnit]) -> int:

@@ -286,7 +286,7 @@ class Tiers:
             for stored, unit, content in zip(parked.units[group], lease.units, names[group], strict=False):
                 if self._on_device(stored) is None:
                     moving.append(stored)
-                    targets.append(Target(group, unit, content, stored.size, stored.data, stored.file, stored.row))
+                    targets.append(Target(unit, stored.copy(content)))
                 elif stored.move is not None:
                     moves[stored.move] = None
         if targets:

@@ -15,13 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from tenuto.base.errors import ConfigError
+from tenuto.base.errors import ConfigError, InvariantError
 from tenuto.base.plan import Bytes
 from tenuto.base.private import create_private, make_private_directory, open_private, open_regular
 from tenuto.memory.tiers.contents import Content, NamedUnit
@@ -38,16 +38,7 @@ PIECE = 2**22
 MAX_HEADER = 100_000_000
 """The most bytes of a header that the format allows."""
 _LENGTH = 8
-_UNREADABLE = (
-    OSError,
-    LookupError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    MemoryError,
-    RuntimeError,
-)
+_UNREADABLE = (OSError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError, MemoryError, RuntimeError)
 """The exceptions that reading a file with arbitrary contents may raise."""
 
 
@@ -115,13 +106,37 @@ class Disk(Protocol):
         ...
 
 
-def read_units(disk: Disk, file: UnitFile, group: int, wanted: Sequence[tuple[int, Content]]) -> list[Bytes]:
-    """Reads units of a group by their rows in a file, and checks that they have the wanted contents. All reads use this
-    function: only the file itself determines its contents, not its name and not an index. Raises `DiskFailed`."""
-    found = disk.read(file, {group: [row for row, _ in wanted]})[group]
-    for (row, content), unit in zip(wanted, found, strict=True):
-        if not unit.content.covers(content):
-            raise DiskFailed("content", f"unit {row} of group {group} in {file.name} holds the state of other tokens")
+class UnitCopy(NamedTuple):
+    """A copy of a unit of `group`, of `size` bytes: `data` in host memory, or row `row` of `file`, which has to hold
+    `content`."""
+
+    group: int
+    content: Content
+    size: int
+    data: Bytes | None
+    file: UnitFile | None
+    row: int
+
+    @property
+    def place(self) -> tuple[int, UnitFile | None]:
+        """Equal for copies that can be read in one call: those of one group in the same file, or in host memory."""
+        return self.group, self.file
+
+
+def read_units(disk: Disk | None, copies: Sequence[UnitCopy]) -> list[Bytes]:
+    """Returns the units, all in one place, and checks that those from a file have the wanted contents. All reads use
+    this function: only the file itself determines its contents, not its name and not an index. Raises `DiskFailed`."""
+    group, file = copies[0].place
+    if file is None:
+        return [copy.data for copy in copies if copy.data is not None]
+    if disk is None:
+        raise InvariantError("units are on disk, but there is no disk tier")
+    found = disk.read(file, {group: [copy.row for copy in copies]})[group]
+    for copy, unit in zip(copies, found, strict=True):
+        if not unit.content.covers(copy.content):
+            raise DiskFailed(
+                "content", f"unit {copy.row} of group {group} in {file.name} holds the state of other tokens"
+            )
     return [unit.data for unit in found]
 
 
@@ -154,11 +169,9 @@ class UnitFiles:
         self._readers = ThreadPoolExecutor(READERS, "tenuto-disk")
 
     def become(self, identity: str) -> None:
-        """See `Disk.become`."""
         self._identity = identity
 
     def write(self, units: Mapping[int, Sequence[NamedUnit]]) -> UnitFile:
-        """See `Disk.write`."""
         size = sum(unit.data.nbytes for group in units.values() for unit in group)
         with self._counting:
             if self._used + size > self.budget:
@@ -166,24 +179,13 @@ class UnitFiles:
             self._used += size
         path = self._directory / f"{secrets.token_hex(12)}{SUFFIX}"
         try:
-            tensors = {_tensor(group): np.stack([row.data for row in rows]) for group, rows in units.items() if rows}
-            names = {_tensor(group): [row.content.name for row in rows] for group, rows in units.items() if rows}
-            sums = {
-                name: [_checksum(row.content, data) for row, data in zip(units[group], tensors[name], strict=True)]
-                for group, name in ((group, _tensor(group)) for group, rows in units.items() if rows)
-            }
+            present = {_tensor(group): rows for group, rows in units.items() if rows}
+            tensors = {name: np.stack([row.data for row in rows]) for name, rows in present.items()}
+            names = {name: [row.content.name for row in rows] for name, rows in present.items()}
+            sums = {name: [_checksum(*row) for row in rows] for name, rows in present.items()}
+            metadata = {"format": FORMAT, "version": VERSION, "identity": self._identity}
             create_private(path)  # not every version of safetensors does
-            save_file(
-                tensors,
-                path,
-                {
-                    "format": FORMAT,
-                    "version": VERSION,
-                    "identity": self._identity,
-                    "contents": json.dumps(names),
-                    "checksums": json.dumps(sums),
-                },
-            )
+            save_file(tensors, path, {**metadata, "contents": json.dumps(names), "checksums": json.dumps(sums)})
         except (OSError, SafetensorError, MemoryError) as error:
             self._unlink(path)
             self._gave_back(size)
@@ -198,7 +200,6 @@ class UnitFiles:
         return False
 
     def read(self, file: UnitFile, rows: Mapping[int, Sequence[int]]) -> dict[int, list[NamedUnit]]:
-        """See `Disk.read`."""
         path = self._directory / file.name
         try:
             with open_regular(path) as opened:
@@ -211,24 +212,24 @@ class UnitFiles:
                 sums, names = json.loads(metadata["checksums"]), json.loads(metadata["contents"])
                 found: dict[int, list[NamedUnit]] = {}
                 for group, wanted in rows.items():
-                    tensor = _tensor(group)
-                    expected = [(Content.named(names[tensor][row]), int(sums[tensor][row])) for row in wanted]
-                    place = _OpenTensor(opened.fileno(), begin, header[tensor], file.size)
-                    found[group] = self._units(place, wanted, expected)
+                    name = _tensor(group)
+                    expected = [(Content.named(names[name][row]), int(sums[name][row])) for row in wanted]
+                    start, size = begin + int(header[name]["data_offsets"][0]), int(header[name]["shape"][1])
+                    if len(wanted) * size > file.size:
+                        raise ValueError("its units are larger than those that were written")
+                    found[group] = self._units(opened.fileno(), start, size, wanted, expected)
                 return found
         except _UNREADABLE as error:
             raise DiskFailed("read", f"{path} could not be read: {error}") from error
 
     def _units(
-        self, place: _OpenTensor, rows: Sequence[int], expected: Sequence[tuple[Content, int]]
+        self, file: int, start: int, size: int, rows: Sequence[int], expected: Sequence[tuple[Content, int]]
     ) -> list[NamedUnit]:
-        """Returns the units in `rows` of a tensor, which should have the expected contents and checksums. Some are read
-        while others are verified. Raises `DiskFailed` if one is damaged."""
-        file, start, size = place.file, place.start, place.unit_size
+        """Returns the units in `rows` of a tensor that begins at byte `start`, each of `size` bytes, which should have
+        the expected contents and checksums. Some are read while others are verified. Raises `DiskFailed` if one is
+        damaged."""
         if min([start, *rows]) < 0 or start + (max(rows, default=-1) + 1) * size > os.fstat(file).st_size:
             raise ValueError("it ends before its units do")
-        if len(rows) * size > place.most:
-            raise ValueError("its units are larger than those that were written")
         units = np.empty((len(rows), size), np.uint8)
 
         def take(first: int) -> bool:
@@ -247,7 +248,6 @@ class UnitFiles:
         return [NamedUnit(content, unit) for (content, _), unit in zip(expected, units, strict=True)]
 
     def remove(self, file: UnitFile) -> None:
-        """See `Disk.remove`."""
         self._gave_back(file.size)
         self._unlink(self._directory / file.name)
 
@@ -262,7 +262,7 @@ class UnitFiles:
             self._used -= size
 
     def write_index(self, content: bytes) -> None:
-        """See `Disk.write_index`. If the process is killed, the old index or the new one is there, and complete."""
+        """If the process is killed, the old index or the new one is there, and complete."""
         path = self._directory / INDEX
         new = path.with_suffix(".new")
         try:
@@ -273,7 +273,6 @@ class UnitFiles:
             raise DiskFailed("write", f"{path} could not be written: {error}") from error
 
     def read_index(self) -> bytes | None:
-        """See `Disk.read_index`."""
         try:
             with open_regular(self._directory / INDEX) as file:
                 return file.read()
@@ -283,7 +282,6 @@ class UnitFiles:
             raise DiskFailed("read", f"{self._directory / INDEX} could not be read: {error}") from error
 
     def files(self) -> dict[str, int]:
-        """See `Disk.files`."""
         found = {path.name: path.lstat() for path in self._paths()}
         return {name: status.st_size for name, status in found.items() if stat.S_ISREG(status.st_mode)}
 
@@ -292,7 +290,6 @@ class UnitFiles:
         return self._directory.glob(f"*{SUFFIX}")
 
     def take_over(self, files: Iterable[UnitFile]) -> None:
-        """See `Disk.take_over`."""
         taken = {file.name: file.size for file in files}
         self._used += sum(taken.values())
         self._remove({path.name for path in self._paths()} - taken.keys())
@@ -302,30 +299,10 @@ class UnitFiles:
             self._unlink(self._directory / name)
 
     def close(self, *, keep: bool = False) -> None:
-        """See `Disk.close`."""
         if not keep:
             self._remove([*(path.name for path in self._paths()), INDEX])
         self._readers.shutdown()
         os.close(self._lock)
-
-
-@dataclass(frozen=True, slots=True)
-class _OpenTensor:
-    """The units of one group in an open file. `begin`: the offset of tensors. `most`: bytes of units in the file."""
-
-    file: int
-    begin: int
-    tensor: dict[str, Any]
-    most: int
-
-    @property
-    def start(self) -> int:
-        """The offset of its first unit in the file."""
-        return self.begin + int(self.tensor["data_offsets"][0])
-
-    @property
-    def unit_size(self) -> int:
-        return int(self.tensor["shape"][1])
 
 
 def _tensor(group: int) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import cast
 
 from tenuto.memory.tiers.contents import NamedUnit
-from tenuto.memory.tiers.moves import Carrier, Job, Jobs, Write
+from tenuto.memory.tiers.moves import Carrier, Jobs, Write
 from tenuto.memory.tiers.parked import StoredUnit, size_of
 from tenuto.memory.tiers.unit_files import Disk
 
@@ -45,7 +44,7 @@ class WritesUnderWay(Jobs[Write]):
             group: [NamedUnit(unit.content, unit.data) for unit in same if unit.data is not None]
             for group, same in in_groups(units)
         }
-        write = Write(data, disk, cast("Callable[[Job], None]", self.tell))
+        write = Write(self, data, disk)
         self._units[write] = units
         self.size += size_of(units)
         for unit in units:
