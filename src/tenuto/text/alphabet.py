@@ -92,7 +92,10 @@ def replacing(what: str, by: str) -> dict[str, Any]:
 def steps(component: Any, several: str) -> list[dict[str, Any]]:
     """Returns the settings of a normalizer, pre-tokenizer or decoder; for a sequence, those of its members in order.
     `several` is the key under which a sequence lists them."""
-    if component is None:
-        return []
-    found = json.loads(component.__getstate__())
-    return list(found[several]) if found["type"] == "Sequence" else [found]
+    return _members(json.loads(component.__getstate__()), several) if component is not None else []
+
+
+def _members(found: dict[str, Any], several: str) -> list[dict[str, Any]]:
+    if found["type"] != "Sequence":
+        return [found]
+    return [member for each in found[several] for member in _members(each, several)]

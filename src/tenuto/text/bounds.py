@@ -3,19 +3,16 @@ encoded."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers.models import BPE
 
-from tenuto.text.alphabet import SPACE
+from tenuto.text.alphabet import SPACE, replacing, steps
 
 _SHRINKS = {"ByteLevel": 1, "NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Lowercase": 3}
 """The factor by which each normalizer may shrink a text in UTF-8. Other normalizers may drop any part of it."""
-_BLANKS_WRITTEN = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-"""The settings of the only supported replacement; it drops no text."""
 _IN_UTF8 = (*range(0xC0), *range(0xC2, 0xF5))
 """The bytes that can occur in UTF-8."""
 WINDOW = 2**16
@@ -58,23 +55,10 @@ def token_bound(backend: tokenizers.Tokenizer, longest: int, byte_letters: Mappi
     return TokenBound(longest * shrinks, lost)
 
 
-def _parts(component: Any, several: str) -> Iterable[dict[str, Any]]:
-    """Yields the settings of a normalizer or pre-tokenizer; for a sequence, those of its members, in no fixed order."""
-    if component is None:
-        return
-    pending = [json.loads(component.__getstate__())]
-    while pending:
-        part = pending.pop()
-        if part["type"] == "Sequence":
-            pending += part[several]
-        else:
-            yield part
-
-
 def _shrinks(normalizer: Any) -> int | None:
     total = 1
-    for part in _parts(normalizer, "normalizers"):
-        if part == _BLANKS_WRITTEN:
+    for part in steps(normalizer, "normalizers"):
+        if part == replacing(" ", SPACE):  # other replacements may drop text
             total *= len(SPACE.encode())  # a literal SPACE in the text (3 bytes) decodes to a blank (1 byte)
         elif part["type"] in _SHRINKS:
             total *= _SHRINKS[part["type"]]
@@ -85,8 +69,7 @@ def _shrinks(normalizer: Any) -> int | None:
 
 def _keeps(pre_tokenizer: Any) -> bool:
     return all(
-        part["type"] in _KEEPING and part.get("behavior") != "Removed"
-        for part in _parts(pre_tokenizer, "pretokenizers")
+        part["type"] in _KEEPING and part.get("behavior") != "Removed" for part in steps(pre_tokenizer, "pretokenizers")
     )
 
 
@@ -97,7 +80,7 @@ def _lost(backend: tokenizers.Tokenizer, byte_letters: Mapping[int, str]) -> byt
         return None
     if model.byte_fallback:
         return b"" if all(model.token_to_id(letter) is not None for letter in byte_letters.values()) else None
-    parts = [*_parts(backend.normalizer, "normalizers"), *_parts(backend.pre_tokenizer, "pretokenizers")]
+    parts = [*steps(backend.normalizer, "normalizers"), *steps(backend.pre_tokenizer, "pretokenizers")]
     if not any(part["type"] == "ByteLevel" for part in parts):
         return None
     return bytes(byte for byte in _IN_UTF8 if model.token_to_id(byte_letters[byte]) is None)

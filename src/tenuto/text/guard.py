@@ -74,15 +74,7 @@ class Guard:
         tokenizer = self._markup.tokenizer
         if room is not None:
             room.require(tokenizer.least_tokens(rendered, self._added_bytes(rendered)))
-        ids: list[int] = []
-        for part in tokenizer.split_markup(rendered):
-            if isinstance(part, int):
-                ids.append(part)
-                before = Before.CONTROL
-            else:
-                ids.extend(tokenizer.encode(self._restored(part), before=before))
-                before = Before.TEXT
-        return ids
+        return tokenizer.encode(rendered, special=True, before=before, restored=self._restored)
 
     def _restored(self, text: str) -> str:
         for letter, stand_in in self._stand_ins.items():

@@ -82,7 +82,7 @@ class _StringFinder:
     """Finds stop strings. A character costs O(1) (Aho and Corasick, Efficient string matching, CACM 1975)."""
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
-        self._state = _automaton(stop_strings)[0]
+        self._state = _automaton(stop_strings)
         self._read = 0
         self.border = 0
 
@@ -118,23 +118,22 @@ class _State:
         return state.next[letter]
 
 
-def _automaton(stop_strings: Sequence[str]) -> list[_State]:
-    """Returns all states; the first is the empty prefix."""
+def _automaton(stop_strings: Sequence[str]) -> _State:
+    """Returns the state of the empty prefix, from which all others are reached."""
     root = _State(0)
     for stop in stop_strings:
         state = root
         for letter in stop:
             state = state.next.setdefault(letter, _State(state.depth + 1))
         state.match = stop
-    states, queue = [root], deque([root])
+    queue = deque([root])
     while queue:
         state = queue.popleft()
         for letter, child in state.next.items():
             child.fallback = root if state.fallback is None else state.fallback.step(letter)
             child.match = child.match or child.fallback.match
-            states.append(child)
             queue.append(child)
-    return states
+    return root
 
 
 def _check(stop_strings: Sequence[str]) -> None:

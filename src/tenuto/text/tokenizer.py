@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 
 import tokenizers
@@ -97,10 +97,17 @@ class Tokenizer:
             return Before.NOTHING
         return Before.CONTROL if last_token in self._control else Before.TEXT
 
-    def encode(self, text: str, special: bool = False, before: Before = Before.TEXT) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        special: bool = False,
+        before: Before = Before.TEXT,
+        restored: Callable[[str], str] = str,
+    ) -> list[int]:
         """Returns the token ids of `text`. Adds no tokens at either end; some models put a blank before the text,
         depending on what stands `before` it. With `special`, control tokens spelled out in `text` are encoded as such:
-        use it for markup, never for users' text. Raises `InvalidRequest` on lone surrogates."""
+        use it for markup, never for users' text. `restored` is applied to the plain text between them. Raises
+        `InvalidRequest` on lone surrogates."""
         if not special:
             return self._encode_plain(self._blanks.put(text, before))
         ids: list[int] = []
@@ -109,7 +116,7 @@ class Tokenizer:
                 ids.append(part)
                 before = Before.CONTROL
             else:
-                ids.extend(self._encode_plain(self._blanks.put(part, before)))
+                ids.extend(self._encode_plain(self._blanks.put(restored(part), before)))
                 before = Before.TEXT
         return ids
 
