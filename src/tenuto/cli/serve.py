@@ -7,9 +7,8 @@ from functools import partial
 import typer
 
 from tenuto.base.errors import EngineStopped
-from tenuto.base.garbage import exempt_existing_objects, look_less_often
 from tenuto.base.heap import HeapKeeper, return_large_blocks
-from tenuto.base.switching import switch_often
+from tenuto.base.interpreter import configure_interpreter, exempt_existing_objects
 from tenuto.base.views import ModelView
 from tenuto.cli.settings import ServerSettings
 from tenuto.serve.engine_process import EngineProcess
@@ -30,8 +29,7 @@ def run_server(settings: ServerSettings) -> None:
         from tenuto.serve.run import serve  # noqa: PLC0415 - loaded where it is used
 
         configure_logs(settings.worker.log_level)
-        look_less_often()
-        switch_often()
+        configure_interpreter()
         return_large_blocks()
         HeapKeeper().start()
         try:

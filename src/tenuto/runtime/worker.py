@@ -17,10 +17,9 @@ import msgspec
 
 from tenuto.base.config import WorkerSettings
 from tenuto.base.errors import TenutoError
-from tenuto.base.garbage import exempt_existing_objects, look_less_often
 from tenuto.base.heap import HeapKeeper
+from tenuto.base.interpreter import configure_interpreter, exempt_existing_objects
 from tenuto.base.logs import configure_logs
-from tenuto.base.switching import switch_often
 from tenuto.base.wire.frames import FrameReader, frame
 from tenuto.base.wire.messages import AnyReply, AnyRequest, Describe, refusal_of
 from tenuto.runtime.service import Service, open_service
@@ -82,8 +81,7 @@ def main() -> None:
     service manager's SIGTERM): the parent handles them and closes the socket."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    look_less_often()
-    switch_often()
+    configure_interpreter()
     HeapKeeper().start()
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         run(connection)
