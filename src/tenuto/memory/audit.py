@@ -111,38 +111,20 @@ class _Audit:
     """The common part of audits, which look at pools first, at holders next, and compare at the end."""
 
     def __init__(self, memory: Memory, in_flight: Iterable[tuple[int, Iterable[int]]]) -> None:
-        self._books = {pool: _Book(pool) for pool in memory.pools}
+        self.books = {pool: _Book(pool) for pool in memory.pools}
         self._in_flight = [(memory.pools[index], list(units)) for index, units in in_flight]
         self._leases = 0
-        self._holders = 0
+        self.holders = 0
 
-    def _count(self, lease: Lease) -> int:
+    def count(self, lease: Lease) -> int:
         self._leases += 1
-        return self._books[lease.pool].add(lease)
-
-    def _report(self) -> AuditReport:
-        reports = tuple(book.check() for book in self._books.values())
-        for pool, units in self._in_flight:
-            self._books[pool].check_in_flight(units)
-        return AuditReport(reports, self._holders, self._leases)
-
-
-class _Recount(_Audit):
-    """An audit in a single call."""
-
-    def visit(self, holder: Holder) -> None:
-        leases = _leases_of(holder)
-        _check_floors(holder)
-        self._holders += bool(leases)
-        for lease in leases:
-            self._count(lease)
+        return self.books[lease.pool].add(lease)
 
     def report(self) -> AuditReport:
-        for pool, book in self._books.items():
-            book.tally()
-            while book.place(pool.capacity):
-                pass
-        return self._report()
+        reports = tuple(book.check() for book in self.books.values())
+        for pool, units in self._in_flight:
+            self.books[pool].check_in_flight(units)
+        return AuditReport(reports, self.holders, self._leases)
 
 
 def recount(
@@ -151,9 +133,17 @@ def recount(
     """Recounts every unit of every pool from `holders`. Raises `InvariantError` with the units and their holders if a
     count, the free list or a lease's holder is wrong, or if the step in flight touches (`in_flight`: pool index and
     units) a unit that could be leased again."""
-    audit = _Recount(memory, in_flight)
+    audit = _Audit(memory, in_flight)
     for holder in holders:
-        audit.visit(holder)
+        leases = _leases_of(holder)
+        _check_floors(holder)
+        audit.holders += bool(leases)
+        for lease in leases:
+            audit.count(lease)
+    for pool, book in audit.books.items():
+        book.tally()
+        while book.place(pool.capacity):
+            pass
     return audit.report()
 
 
@@ -180,7 +170,7 @@ class AuditCycle(_Audit):
         self._pools = memory.pools
         self._pending = _expand(sessions, others)
         self._changed: set[Holder] = set()  # holders with leases that pools had counted
-        self._unplaced = list(self._books.values())
+        self._unplaced = list(self.books.values())
         for pool in memory.pools:
             pool.begin_cycle(self._count_changing)
 
@@ -190,7 +180,7 @@ class AuditCycle(_Audit):
         end = self.work + most
         while self.work < end and (holder := next(self._pending, None)) is not None:
             self._visit(holder)
-        for book in self._books.values():
+        for book in self.books.values():
             book.tally()
         while self.work < end and self._unplaced:
             placed = self._unplaced[-1].place((end - self.work) * UNITS_A_VISIT)
@@ -201,25 +191,25 @@ class AuditCycle(_Audit):
             return None
         for pool in self._pools:
             pool.end_cycle()
-        return self._report()
+        return self.report()
 
     def _visit(self, holder: Holder) -> None:
         leases = _leases_of(holder)
         unchanged = [lease for lease in leases if lease.counted_in != lease.pool.cycle]
         if unchanged or isinstance(holder, CommittedMemory):  # a shared checkpoint is checked once
             _check_floors(holder)
-        self._holders += bool(unchanged) and holder not in self._changed
+        self.holders += bool(unchanged) and holder not in self._changed
         units = 0
         for lease in unchanged:
             lease.counted_in = lease.pool.cycle
-            units += self._count(lease)
+            units += self.count(lease)
         self.work += 1 + len(leases) + units // UNITS_A_VISIT
 
     def _count_changing(self, lease: Lease) -> None:
         if lease.holder not in self._changed:
             self._changed.add(lease.holder)
-            self._holders += 1
-        self._count(lease)
+            self.holders += 1
+        self.count(lease)
 
 
 def _expand(sessions: Iterable[SessionMemory], others: Iterable[Holder]) -> Iterator[Holder]:

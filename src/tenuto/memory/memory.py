@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
@@ -49,12 +49,12 @@ def kept_checkpoints(spec: MemorySpec, shape: Shape, tokens: int) -> int:
     """Returns the number of older checkpoints that a session of `tokens` tokens should have room for: `CHECKPOINTS`,
     or fewer if they would take more bytes than the session and its turn otherwise use. 0 for a model without
     checkpoints."""
-    each = sum(checkpoint_units(g, spec.page_size) * g.bytes_per_unit for g in spec.groups)
-    return min(CHECKPOINTS, _bytes_in_use(spec, shape, tokens) // each) if each else 0
+    each = _bytes(spec, (checkpoint_units(g, spec.page_size) for g in spec.groups))
+    return min(CHECKPOINTS, _bytes(spec, _units_in_use(spec, shape, tokens)) // each) if each else 0
 
 
-def _bytes_in_use(spec: MemorySpec, shape: Shape, tokens: int) -> int:
-    units = _units_in_use(spec, shape, tokens)
+def _bytes(spec: MemorySpec, units: Iterable[int]) -> int:
+    """Returns the size of these numbers of units, one for each group."""
     return sum(n * g.bytes_per_unit for n, g in zip(units, spec.groups, strict=True))
 
 
@@ -73,9 +73,13 @@ def _least_units(spec: MemorySpec, shape: Shape) -> list[int]:
 
 def session_bytes(spec: MemorySpec, shape: Shape) -> int:
     """Returns the bytes that a session as long as the context takes, with its turn and its older checkpoints."""
-    kept = kept_checkpoints(spec, shape, shape.context_length)
-    units = zip(_least_units(spec, shape), spec.groups, strict=True)
-    return sum((n + kept * checkpoint_units(g, spec.page_size)) * g.bytes_per_unit for n, g in units)
+    return _bytes(spec, _with_checkpoints(spec, shape, shape.context_length, _least_units(spec, shape)))
+
+
+def _with_checkpoints(spec: MemorySpec, shape: Shape, tokens: int, units: Sequence[int]) -> list[int]:
+    """Returns `units` of each group plus those of the older checkpoints of a session of `tokens` tokens."""
+    kept = kept_checkpoints(spec, shape, tokens)
+    return [n + kept * checkpoint_units(g, spec.page_size) for n, g in zip(units, spec.groups, strict=True)]
 
 
 def units_for_budget(spec: MemorySpec, shape: Shape, budget: int, expected: int) -> tuple[int, ...]:
@@ -86,16 +90,14 @@ def units_for_budget(spec: MemorySpec, shape: Shape, budget: int, expected: int)
     one turn fits.
     """
     context, minimum = shape.context_length, _least_units(spec, shape)
-    needed = sum(n * g.bytes_per_unit for n, g in zip(minimum, spec.groups, strict=True))
+    needed = _bytes(spec, minimum)
     if needed > budget:
         raise ConfigError(
             f"{budget:,} bytes of memory cannot hold one turn of {context:,} tokens; "
             f"allowed: at least {needed:,} bytes, or a shorter context length"
         )
-    kept, in_use = kept_checkpoints(spec, shape, expected), _units_in_use(spec, shape, expected)
-    each = [n + kept * checkpoint_units(g, spec.page_size) for n, g in zip(in_use, spec.groups, strict=True)]
-    cost = sum(n * g.bytes_per_unit for n, g in zip(each, spec.groups, strict=True))
-    sessions = (budget - needed) / cost
+    each = _with_checkpoints(spec, shape, expected, _units_in_use(spec, shape, expected))
+    sessions = (budget - needed) / _bytes(spec, each)
     return tuple(n + int(sessions * more) for n, more in zip(minimum, each, strict=True))
 
 

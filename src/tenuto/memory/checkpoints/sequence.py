@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from operator import attrgetter
-from typing import overload
 
 from tenuto.memory.checkpoints.cache import CheckpointCache
 from tenuto.memory.checkpoints.checkpoint import Checkpoint
@@ -15,7 +14,7 @@ TIDY = 16
 _position = attrgetter("position")
 
 
-class Checkpoints(Sequence[Checkpoint]):
+class Checkpoints:
     """The checkpoints that one sequence refers to, by position. `needed` is the one it has pinned, if any; the others
     may be evicted at any time, and are then left out."""
 
@@ -31,13 +30,7 @@ class Checkpoints(Sequence[Checkpoint]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    @overload
-    def __getitem__(self, index: int) -> Checkpoint: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Checkpoint]: ...
-
-    def __getitem__(self, index: int | slice) -> Checkpoint | list[Checkpoint]:
+    def __getitem__(self, index: int) -> Checkpoint:
         return list(self)[index]
 
     # -- lookup
@@ -47,7 +40,7 @@ class Checkpoints(Sequence[Checkpoint]):
         end = start = bisect_left(self._listed, position, key=_position)
         while start and self._listed[start - 1].evicted:
             start -= 1
-        self._forget(start, end)
+        del self._listed[start:end]  # evicted
         return self._listed[start - 1] if start else None
 
     def from_on(self, position: int) -> Checkpoint | None:
@@ -55,18 +48,13 @@ class Checkpoints(Sequence[Checkpoint]):
         start = end = bisect_left(self._listed, position, key=_position)
         while end < len(self._listed) and self._listed[end].evicted:
             end += 1
-        self._forget(start, end)
+        del self._listed[start:end]  # evicted
         return self._listed[start] if start < len(self._listed) else None
 
     def at(self, position: int) -> Checkpoint | None:
         """Returns the checkpoint at `position`."""
         found = self.from_on(position)
         return found if found is not None and found.position == position else None
-
-    def _forget(self, start: int, stop: int) -> None:
-        """Removes entries [start, stop), all of them evicted."""
-        if start < stop:
-            del self._listed[start:stop]
 
     # -- changes
 
