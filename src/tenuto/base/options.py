@@ -98,11 +98,6 @@ class TurnParams:
         """These options without log-probabilities of the input."""
         return replace(self, input_logprobs=None) if self.scores_input else self
 
-    @property
-    def prefill_alone(self) -> TurnParams:
-        """These options for a turn that generates nothing."""
-        return replace(self, max_new_tokens=0)
-
 
 OPTIONS: dict[str, Field[Any]] = {
     each.name: each for each in (*fields(Sampling), *fields(TurnParams)) if each.name not in ("sampling", "marks")

@@ -98,23 +98,23 @@ class AnswerReader:
     def push(self, text: str) -> Said:
         """Returns the part that `text` completes."""
         self._rest += text
-        said = Said()
-        while self._step(said, ended=False):
-            pass
-        return said
+        return self._parse(ended=False)
 
     def finish(self) -> Said:
         """Returns the text held back, at the end of the answer."""
-        said = Said()
-        while self._step(said, ended=True):
-            pass
-        return said
+        return self._parse(ended=True)
 
     def read(self, text: str, *, ended: bool) -> Said:
         """Returns the part that `text` completes and, if the answer has `ended`, the text held back."""
         said = self.push(text)
         if ended:
             said.add(self.finish())
+        return said
+
+    def _parse(self, *, ended: bool) -> Said:
+        said = Said()
+        while self._step(said, ended=ended):
+            pass
         return said
 
     def _step(self, said: Said, *, ended: bool) -> bool:
