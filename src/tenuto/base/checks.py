@@ -18,6 +18,14 @@ MAX_SECONDS = 1e9
 """The longest time span, about 30 years."""
 
 
+def wrong(
+    name: str, value: object, allowed: str, *, param: str | None = None, error: type[TenutoError] = InvalidRequest
+) -> TenutoError:
+    """Returns the error for a `value` that is not `allowed`. `param`: the field at fault; `name` if that is an option's
+    name."""
+    return error(f"{name} is {shown(value)}; allowed: {allowed}", param=param or _param(name))
+
+
 def whole(name: str, value: object, low: int, high: int, error: type[TenutoError] = InvalidRequest) -> int:
     """Returns `value` as an integer in [low, high]; bools are rejected. Raises `error`."""
     try:
@@ -25,7 +33,7 @@ def whole(name: str, value: object, low: int, high: int, error: type[TenutoError
     except TypeError:
         number = None
     if number is None or isinstance(value, bool) or not low <= number <= high:
-        raise error(f"{name} is {shown(value)}; allowed: a whole number from {low} to {high}", param=_param(name))
+        raise wrong(name, value, f"a whole number from {low} to {high}", error=error)
     return number
 
 
@@ -42,7 +50,7 @@ def real(
     number = _float(value)
     if number is None or not low <= number <= high or (above and number == low):
         allowed = f"more than {low:g} and at most {high:g}" if above else f"a number from {low:g} to {high:g}"
-        raise error(f"{name} is {shown(value)}; allowed: {allowed}", param=_param(name))
+        raise wrong(name, value, allowed, error=error)
     return number
 
 
@@ -53,7 +61,7 @@ def seconds(name: str, value: object, error: type[TenutoError] = InvalidRequest)
     number = _float(value)
     if number is None or not 0 < number <= MAX_SECONDS:
         allowed = f"more than 0 and at most {MAX_SECONDS:g} seconds, or none"
-        raise error(f"{name} is {shown(value)}; allowed: {allowed}", param=_param(name))
+        raise wrong(name, value, allowed, error=error)
     return number
 
 
@@ -110,7 +118,7 @@ def check_option(declared: Field[Any], value: Any, error: type[TenutoError] = In
         return allowed.check(name, value, error)
     if isinstance(allowed, tuple):
         if not isinstance(value, str) or value.lower() not in allowed:
-            raise error(f"{name} is {shown(value)}; allowed: {', '.join(allowed)}", param=name)
+            raise wrong(name, value, ", ".join(allowed), error=error)
         return value.lower()
     if callable(allowed):
         return allowed(name, value)
@@ -132,13 +140,13 @@ def items(name: str, value: object, allowed: str) -> tuple[Any, ...]:
     if not isinstance(value, str | bytes | bytearray | memoryview | Mapping) and isinstance(value, Iterable):
         with suppress(TypeError):  # a zero-dimensional array claims to be iterable but is not
             return tuple(value)
-    raise InvalidRequest(f"{name} is {shown(value)}; allowed: {allowed}", param=_param(name))
+    raise wrong(name, value, allowed)
 
 
 def flag(name: str, value: object, error: type[TenutoError] = InvalidRequest) -> bool:
     """Returns `value`. Raises `error` unless it is a bool."""
     if not isinstance(value, bool):
-        raise error(f"{name} is {shown(value)}; allowed: true or false", param=_param(name))
+        raise wrong(name, value, "true or false", error=error)
     return value
 
 

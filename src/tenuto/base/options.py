@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields, replace
 from typing import Any, Literal, TypedDict
 
-from tenuto.base.checks import MAX_COUNT, SECONDS, Bounds, check_options, items, option, shown, whole
+from tenuto.base.checks import MAX_COUNT, SECONDS, Bounds, check_options, items, option, whole, wrong
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.sampling import GREEDY, MAX_LOGPROBS, MAX_TOKEN_ID, Sampling
 from tenuto.base.tools.grammar import Grammar
@@ -86,7 +86,7 @@ class TurnParams:
         stop_ids = tuple(whole("a stop id", token, 0, MAX_TOKEN_ID) for token in self.stop_ids)
         object.__setattr__(self, "stop_ids", stop_ids)
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
-            raise InvalidRequest(f"grammar is {shown(self.grammar)}; allowed: a Grammar", param="grammar")
+            raise wrong("grammar", self.grammar, "a Grammar")
 
     @property
     def scores_input(self) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tenuto.base.checks import Bounds, check_options, items, option, real, shown, whole
+from tenuto.base.checks import Bounds, check_options, items, option, real, whole, wrong
 from tenuto.base.errors import InvalidRequest
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -94,7 +94,7 @@ class TokenLogprob(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 def _check_bias(logit_bias: object) -> None:
     if not isinstance(logit_bias, tuple):
-        raise InvalidRequest(f"logit_bias is {shown(logit_bias)}; allowed: a tuple of pairs")
+        raise wrong("logit_bias", logit_bias, "a tuple of pairs")
     if len(logit_bias) > MAX_BIASES:
         raise InvalidRequest(f"logit_bias has {len(logit_bias)} entries; allowed: at most {MAX_BIASES}")
     for pair in logit_bias:

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from tenuto.base.checks import items, shown, whole
+from tenuto.base.checks import items, whole, wrong
 from tenuto.base.errors import InvalidRequest, TenutoError
 from tenuto.base.options import MAX_NEW_TOKENS
 from tenuto.base.sampling import MAX_TOKEN_ID, TokenLogprob
@@ -284,7 +284,5 @@ def check_keep(keep: Keep) -> Keep:
     if keep is None or (isinstance(keep, str) and keep in ("delivered", "all")):
         return keep
     if isinstance(keep, str):
-        raise InvalidRequest(
-            f"keep is {shown(keep)}; allowed: none, a number of output tokens, 'delivered' or 'all'", param="keep"
-        )
+        raise wrong("keep", keep, "none, a number of output tokens, 'delivered' or 'all'")
     return whole("keep", keep, 0, MAX_NEW_TOKENS)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tenuto.base.checks import check_nesting, check_unicode, shown
+from tenuto.base.checks import check_nesting, check_unicode, shown, wrong
 from tenuto.base.errors import InvalidRequest
 
 MAX_TOOLS = 128
@@ -29,7 +29,7 @@ class ToolCall:
         for name in ("name", "arguments", "id"):
             value = getattr(self, name)
             if not isinstance(value, str):
-                raise InvalidRequest(f"a tool call's {name} is {shown(value)}; allowed: text", param="tool_calls")
+                raise wrong(f"a tool call's {name}", value, "text", param="tool_calls")
             check_unicode(f"the {name} of a tool call", value)
         arguments = json.dumps(self.parsed(), ensure_ascii=False)
         check_unicode("the arguments of a tool call", arguments)  # JSON escapes can hide surrogates
@@ -42,7 +42,7 @@ class ToolCall:
             return given
         given = flat_call(given)
         if not isinstance(given, Mapping) or not {"name"} <= set(given) <= set(cls.__annotations__):
-            raise InvalidRequest(f"a tool call is {shown(given)}; allowed: name, arguments and id", param="tool_calls")
+            raise wrong("a tool call", given, "name, arguments and id", param="tool_calls")
         return cls(**given)
 
     def parsed(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
-from tenuto.base.checks import check_unicode, shown
+from tenuto.base.checks import check_unicode, shown, wrong
 from tenuto.base.errors import InvalidRequest
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "ebnf", "lark"]
@@ -55,9 +55,7 @@ class Grammar:
         if isinstance(given, cls):
             return given
         if not isinstance(given, Mapping) or len(given) != 1 or next(iter(given)) not in KINDS:
-            raise InvalidRequest(
-                f"grammar is {shown(given)}; allowed: an object with one of {', '.join(KINDS)}", param="grammar"
-            )
+            raise wrong("grammar", given, f"an object with one of {', '.join(KINDS)}")
         ((kind, value),) = given.items()
         if kind == "json_schema":
             return cls.of_schema(value)
@@ -65,7 +63,7 @@ class Grammar:
             return cls.of_choice(value)
         if kind == "json_object":
             if value is not True:
-                raise InvalidRequest(f"grammar.json_object is {shown(value)}; allowed: true", param="grammar")
+                raise wrong("grammar.json_object", value, "true", param="grammar")
             return cls(kind)
         return cls(kind, value)
 
@@ -80,19 +78,19 @@ class Grammar:
                 raise InvalidRequest(f"the JSON schema cannot be written as JSON: {error}", param="grammar") from None
         if isinstance(schema, str):
             return cls("json_schema", schema)
-        raise InvalidRequest(f"the JSON schema is {shown(schema)}; allowed: an object or JSON text", param="grammar")
+        raise wrong("the JSON schema", schema, "an object or JSON text", param="grammar")
 
     @classmethod
     def of_choice(cls, choices: object) -> Self:
         """Returns a grammar for one of several strings. Raises `InvalidRequest`."""
         if not isinstance(choices, Sequence) or isinstance(choices, str | bytes):
-            raise InvalidRequest(f"choice is {shown(choices)}; allowed: a list of strings", param="grammar")
+            raise wrong("choice", choices, "a list of strings", param="grammar")
         strings = tuple(choices)
         if not 1 <= len(strings) <= MAX_CHOICES:
             raise InvalidRequest(f"there are {len(strings)} choices; allowed: 1 to {MAX_CHOICES}", param="grammar")
         for string in strings:
             if not isinstance(string, str) or not string:
-                raise InvalidRequest(f"a choice is {shown(string)}; allowed: text, not empty", param="grammar")
+                raise wrong("a choice", string, "text, not empty", param="grammar")
         return cls("choice", json.dumps(strings, ensure_ascii=False))
 
     def choices(self) -> list[str]:

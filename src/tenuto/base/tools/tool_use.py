@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from tenuto.base.checks import check_unicode, flag, items, shown
+from tenuto.base.checks import check_unicode, flag, items, wrong
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.options import TOOL_OPTIONS
 from tenuto.base.tools.answers import Reading
@@ -44,10 +44,7 @@ class ToolUse:
                     f"two tools are called {name!r}; allowed: every name once", param=f"tools[{number}].name"
                 )
         if self.choice not in get_args(ToolChoice):
-            allowed = ", ".join(get_args(ToolChoice))
-            raise InvalidRequest(
-                f"tool_choice is {shown(self.choice)}; allowed: {allowed}, or a function's name", param="tool_choice"
-            )
+            raise wrong("tool_choice", self.choice, f"{', '.join(get_args(ToolChoice))}, or a function's name")
         if self.choice == "required" and not self.chosen:
             raise InvalidRequest(
                 "tool_choice names a function that tools does not have; allowed: one of them",
@@ -66,9 +63,7 @@ class ToolUse:
         if isinstance(only, Mapping):
             name = only.get("name")
             if set(only) != {"name"} or not isinstance(name, str):
-                raise InvalidRequest(
-                    f"tool_choice is {shown(choice)}; allowed: an object with a function's name", param="tool_choice"
-                )
+                raise wrong("tool_choice", choice, "an object with a function's name")
             return cls(functions, "required", name, parallel)
         chosen = "auto" if choice is None else choice
         return cls(functions, chosen, parallel=parallel)  # type: ignore[arg-type] # checked in `__post_init__`
@@ -141,27 +136,18 @@ def _function(number: int, given: object) -> Mapping[str, Any]:
     """Checks a function's definition. Raises `InvalidRequest`."""
     field, function = f"tools[{number}]", unwrapped(given)
     if not isinstance(function, Mapping) or not {"name"} <= set(function) <= {*_FIELDS, "strict"}:
-        raise InvalidRequest(
-            f"{field} is {shown(given)}; allowed: an object with name, and description and parameters", param=field
-        )
+        raise wrong(field, given, "an object with name, and description and parameters", param=field)
     name = function["name"]
     if not isinstance(name, str) or re.fullmatch(NAME, name) is None:
-        raise InvalidRequest(
-            f"{field}.name is {shown(name)}; allowed: 1 to 64 letters, digits, '_', '.' and '-'", param=f"{field}.name"
-        )
+        raise wrong(f"{field}.name", name, "1 to 64 letters, digits, '_', '.' and '-'", param=f"{field}.name")
     description, parameters = function.get("description"), function.get("parameters")
     if description is not None:
         if not isinstance(description, str):
-            raise InvalidRequest(
-                f"{field}.description is {shown(description)}; allowed: text", param=f"{field}.description"
-            )
+            raise wrong(f"{field}.description", description, "text", param=f"{field}.description")
         check_unicode(f"{field}.description", description)
     if parameters is not None and not isinstance(parameters, Mapping):
-        raise InvalidRequest(
-            f"{field}.parameters is {shown(parameters)}; allowed: a JSON schema", param=f"{field}.parameters"
-        )
-    if not isinstance(
-        strict := function.get("strict"), bool | None
-    ):  # OpenAI's API has it; forced calls are always strict
-        raise InvalidRequest(f"{field}.strict is {shown(strict)}; allowed: true or false", param=f"{field}.strict")
+        raise wrong(f"{field}.parameters", parameters, "a JSON schema", param=f"{field}.parameters")
+    strict = function.get("strict")  # OpenAI's API has it; forced calls are always strict
+    if not isinstance(strict, bool | None):
+        raise wrong(f"{field}.strict", strict, "true or false", param=f"{field}.strict")
     return {key: function[key] for key in _FIELDS if function.get(key) is not None}

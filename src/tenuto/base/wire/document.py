@@ -6,7 +6,7 @@ import hashlib
 
 import msgspec
 
-from tenuto.base.checks import MAX_COUNT, shown, whole
+from tenuto.base.checks import MAX_COUNT, whole, wrong
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.options import Policy
 from tenuto.base.views import View
@@ -71,7 +71,7 @@ class SessionDocument(View, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def check(self, model: str) -> None:
         """Raises `InvalidRequest` unless it is undamaged and belongs to the model with this fingerprint."""
         if self.format != FORMAT:
-            raise InvalidRequest(f"the session's format is {shown(self.format)}; allowed: {FORMAT!r}", param="format")
+            raise wrong("the session's format", self.format, repr(FORMAT), param="format")
         if self.sha256 != _digest(self):
             raise InvalidRequest("the session is damaged: its sha256 does not match; export it again", param="sha256")
         if self.model != model:
@@ -98,4 +98,4 @@ def read_document(data: bytes | str) -> SessionDocument:
             return msgspec.json.decode(data, type=SessionDocument)
     except (msgspec.MsgspecError, UnicodeError, TypeError, RecursionError) as error:
         raise InvalidRequest(f"this is not an exported session: {error}") from None
-    raise InvalidRequest(f"the session's format is {shown(given)}; allowed: {FORMAT!r}", param="format")
+    raise wrong("the session's format", given, repr(FORMAT), param="format")
