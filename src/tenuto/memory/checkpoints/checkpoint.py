@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from tenuto.base.errors import InvariantError
 from tenuto.memory.pool import HolderKind, Lease
 
 
+@dataclass(eq=False, slots=True)
 class Checkpoint:
     """Leases on the units that resuming at `position` needs, except full attention's, which the sequence itself holds.
 
@@ -24,38 +26,22 @@ class Checkpoint:
     order among other checkpoints.
     """
 
-    __slots__ = (
-        "_maker",
-        "below",
-        "branches",
-        "ended",
-        "evicted",
-        "needed_at",
-        "parts",
-        "pins",
-        "position",
-        "reach",
-        "reached",
-        "references",
-        "shared",
-    )
+    position: int
+    maker: str  # the name of the session or turn that made it
+    below: Checkpoint | None = None  # the nearest one below in its sequence, or one in between that has ended
+    parts: list[Lease | None] = field(default_factory=list)  # filled once, by its maker
+    references: int = 0
+    pins: int = 0
+    shared: bool = False  # written by `share`
+    evicted: bool = False
+    ended: bool = False
+    branches: int = 0
+    reach: int = field(init=False)
+    reached: int = 0
+    needed_at: int = 0
 
-    def __init__(self, position: int, maker: str, below: Checkpoint | None = None) -> None:
-        """`maker`: the name of the session or turn that made it. `below`: the last checkpoint before it in its
-        sequence."""
-        self.position = position
-        self.parts: list[Lease | None] = []  # filled once, by its maker
-        self.references = 0
-        self.pins = 0
-        self.shared = False  # written by `share`
-        self.evicted = False
-        self.below = below  # the nearest one below, or one in between that has ended; see `Thinning`
-        self.ended = False
-        self.branches = 0
-        self.reach = position
-        self.reached = 0
-        self.needed_at = 0
-        self._maker = maker
+    def __post_init__(self) -> None:
+        self.reach = self.position
 
     @property
     def holder_kind(self) -> HolderKind:
@@ -64,7 +50,7 @@ class Checkpoint:
 
     @property
     def holder_name(self) -> str:
-        return f"checkpoint {self.position} of {self._maker}"
+        return f"checkpoint {self.position} of {self.maker}"
 
     def leases(self) -> Iterator[Lease]:
         return (part for part in self.parts if part is not None)

@@ -257,10 +257,7 @@ class Tiers:
 
     def lacking(self, parked: Parked, units: Sequence[int]) -> list[int]:
         """Returns the number of units of each group to acquire to restore the first `units` of each."""
-        return [
-            sum(self._on_device(unit) is None for unit in stored[:n])
-            for stored, n in zip(parked.units, units, strict=True)
-        ]
+        return [self.on_device(parked, group, n).count(None) for group, n in enumerate(units)]
 
     def _on_device(self, unit: StoredUnit) -> int | None:
         """Returns the unit of the pool that still has the same contents, or will have them when a move has ended."""
