@@ -118,7 +118,7 @@ class ChatTemplate:
             self._system_refusal = str(error)
         self._writes_results = self._template.knows_tools or self._can_write(answered, Message("tool", "x"))
         self._needs_calls = self._writes_results and self._writes_results_of_calls_only(answered)
-        habits = habits_of(source, prompt, tokenizer.control_id)
+        habits = habits_of(source, prompt, tokenizer.control_ids.get)
         self.habits = replace(
             habits,
             switches=tuple(self._switches(asked, prompt)),

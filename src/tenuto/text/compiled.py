@@ -63,7 +63,7 @@ class CompiledGrammars(Generic[T]):
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Grammar, tuple[T, Growth]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def __contains__(self, grammar: Grammar) -> bool:
         with self._lock:
@@ -83,20 +83,17 @@ class CompiledGrammars(Generic[T]):
         with self._lock:
             self._kept.pop(grammar, None)
             self._kept[grammar] = compiled, growth
-            self._trim()
+            self.trim()
 
     def trim(self) -> None:
         """Evicts grammars that have outgrown their limit, then the least recently used ones until all fit."""
         with self._lock:
-            self._trim()
-
-    def _trim(self) -> None:
-        for grammar in [grammar for grammar, (_, growth) in self._kept.items() if growth.outgrown]:
-            del self._kept[grammar]
-        size = sum(_bytes_of(grammar, growth) for grammar, (_, growth) in self._kept.items())
-        while size > MAX_BYTES and self._kept:
-            oldest, (_, growth) = self._kept.popitem(last=False)
-            size -= _bytes_of(oldest, growth)
+            for grammar in [grammar for grammar, (_, growth) in self._kept.items() if growth.outgrown]:
+                del self._kept[grammar]
+            size = sum(_bytes_of(grammar, growth) for grammar, (_, growth) in self._kept.items())
+            while size > MAX_BYTES and self._kept:
+                oldest, (_, growth) = self._kept.popitem(last=False)
+                size -= _bytes_of(oldest, growth)
 
 
 def _bytes_of(grammar: Grammar, growth: Growth) -> float:

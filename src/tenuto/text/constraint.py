@@ -22,24 +22,19 @@ class Matcher(Protocol):
     @property
     def failure(self) -> str:
         """Why the matcher cannot continue; empty if it can."""
-        ...
 
     @property
     def complete(self) -> bool:
         """Whether the text matches the grammar and nothing may follow."""
-        ...
 
     def consume(self, token: int) -> bool:
         """Advances by a token. Returns False and sets `failure` if the grammar does not allow it here."""
-        ...
 
     def fill(self, words: Words) -> None:
         """Sets bit `token % 32` of `words[token // 32]` for every token that may come next, and clears all others."""
-        ...
 
     def copy(self) -> Matcher:
         """Returns an independent matcher at the same position."""
-        ...
 
 
 class Constraint:

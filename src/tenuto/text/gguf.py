@@ -5,9 +5,9 @@ The keys and token types are those of the GGUF specification (ggml, docs/gguf.md
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, cast
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models
@@ -43,7 +43,7 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
     bos, *ends = (meta.get(f"tokenizer.ggml.{token}_token_id") for token in ("bos", "eos", "eot", "eom"))
     try:
         backend = make()
-        backend.add_tokens(_added(found, types, {bos, *ends}, _Swallowing.of(architecture, name)))
+        backend.add_tokens(_added(found, types, {bos, *ends}, partial(_swallows, architecture=architecture, pre=name)))
     except Exception as error:  # noqa: BLE001 - the library raises plain Exception for a damaged vocabulary
         raise ModelError(f"{path} has a tokenizer that cannot be built: {error}") from None
     return Tokenizer(
@@ -71,29 +71,20 @@ def _byte_level(pre: PreTokenizer, tokens: list[str], merges: list[str]) -> toke
 _NOT_SWALLOWING = ("<unk>", "<s>", "<|endoftext|>")
 
 
-class _Swallowing(NamedTuple):
-    """Whether control tokens swallow the white space on their left and right. GGUF files do not record it."""
-
-    left: bool = False
-    right: bool = False
-
-    @classmethod
-    def of(cls, architecture: object, pre: object) -> Self:
-        """Returns the behaviour in the files published with Phi-3 mini, which has Llama 2's tokenizer, and Phi-4, which
-        has GPT-4's. The control tokens of other models swallow nothing."""
-        if architecture != "phi3":
-            return cls()
-        return cls(left=pre == "dbrx", right=pre in (None, "default", "dbrx"))
-
-    def takes(self, text: str) -> tuple[bool, bool]:
-        """Whether the control token `text` swallows white space on its left, and on its right."""
-        if self.right and not self.left and text in _NOT_SWALLOWING:
-            return False, False
-        return self
+def _swallows(text: str, architecture: object, pre: object) -> tuple[bool, bool]:
+    """Whether the control token `text` swallows white space on its left, and on its right. GGUF files do not record it.
+    Returns the behaviour in the files published with Phi-3 mini, which has Llama 2's tokenizer, and Phi-4, which has
+    GPT-4's (`dbrx`). The control tokens of other models swallow nothing."""
+    if architecture == "phi3" and pre == "dbrx":
+        return True, True
+    return False, architecture == "phi3" and pre in (None, "default") and text not in _NOT_SWALLOWING
 
 
 def _added(
-    tokens: list[str], types: list[int], steering: Collection[int | None], swallowing: _Swallowing
+    tokens: list[str],
+    types: list[int],
+    steering: Collection[int | None],
+    swallows: Callable[[str], tuple[bool, bool]],
 ) -> list[AddedToken]:
     """Returns the tokens that are matched before text is split into words. The ids in `steering` become control tokens
     whatever their type, so that users' text never encodes to a token that ends a turn."""
@@ -102,6 +93,6 @@ def _added(
         if kind not in (UNKNOWN, CONTROL, USER_DEFINED) and i not in steering:
             continue
         control = kind != USER_DEFINED or i in steering
-        left, right = swallowing.takes(text) if control and kind != UNKNOWN else (False, False)
+        left, right = swallows(text) if control and kind != UNKNOWN else (False, False)
         added.append(AddedToken(text, special=control, normalized=False, lstrip=left, rstrip=right))
     return added

@@ -19,7 +19,7 @@ class Markup:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        texts = sorted(tokenizer.control_texts)
+        texts = sorted(tokenizer.control_ids)
         either = "|".join(map(re.escape, texts))
         self.starts = re.compile(f"(?={either})" if either else r"(?!)")
         self.reach = max(map(len, texts), default=1)

@@ -38,11 +38,9 @@ class Masks(Protocol):
 
     def ask(self, requests: Sequence[MaskRequest]) -> None:
         """Carries out the requests, at once or in other threads."""
-        ...
 
     def close(self) -> None:
         """Finishes pending requests."""
-        ...
 
 
 class MasksAtOnce:

@@ -30,7 +30,8 @@ class StopMatcher:
             self._finders.append(_StringFinder(stop_strings))
         self._held = ""  # Invariant: until a match, the text from the lowest border of all finders on
         self._read = 0  # characters
-        self._matched: str | None = None
+        self.matched: str | None = None
+        """The stop string or pattern that was found, if any."""
         self._text: str | None = None  # of the match
 
     @property
@@ -38,15 +39,10 @@ class StopMatcher:
         """Number of characters held back."""
         return len(self._held)
 
-    @property
-    def matched(self) -> str | None:
-        """The stop string or pattern that was found, if any."""
-        return self._matched
-
     def push(self, text: str) -> tuple[str, str | None]:
         """Appends `text`. Returns the text that can now be delivered, and the text of the stop once one is found. Text
         after the stop is dropped."""
-        if self._matched is not None:
+        if self.matched is not None:
             return "", self._text
         if not self._finders:
             return text, None
@@ -55,7 +51,7 @@ class StopMatcher:
         self._read += len(new)
         found = [match for finder in self._finders if (match := finder.find(new)) is not None]
         if found:
-            start, end, self._matched = min(found, key=lambda match: (match[1], match[0]))
+            start, end, self.matched = min(found, key=lambda match: (match[1], match[0]))
             self._held, self._text = "", text[start - base : end - base]
             return text[: start - base], self._text
         border = min(finder.border for finder in self._finders) - base

@@ -38,7 +38,8 @@ class TextStream:
         self._tokens = 0
         self._decoded = 0  # characters of text so far
         self._delivered = 0  # characters delivered so far
-        self._delivered_tokens = 0
+        self.delivered_tokens = 0
+        """Number of leading output tokens whose text is fully delivered. They never end inside a character."""
         self._pieces: list[str] = []  # delivered, not yet taken
         self._kept: list[tuple[int, str]] | None = None  # if kept: delivered pieces, each with the token count by then
 
@@ -56,11 +57,6 @@ class TextStream:
     def stop(self) -> str | None:
         """The stop string or pattern that ended the text, if one did."""
         return self._matcher.matched
-
-    @property
-    def delivered_tokens(self) -> int:
-        """Number of leading output tokens whose text is fully delivered. They never end inside a character."""
-        return self._delivered_tokens
 
     def keep_text(self) -> None:
         """Keeps all delivered text for `text`; call it before the first token."""
@@ -93,6 +89,6 @@ class TextStream:
             self._pieces.append(text)
         self._delivered += len(text)
         while self._ends and self._ends[0][0] <= self._delivered:
-            self._delivered_tokens = self._ends.popleft()[1]
+            self.delivered_tokens = self._ends.popleft()[1]
         if text and self._kept is not None:
-            self._kept.append((self._delivered_tokens, text))
+            self._kept.append((self.delivered_tokens, text))

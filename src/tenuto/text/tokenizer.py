@@ -47,7 +47,8 @@ class Tokenizer:
         self._backend = backend
         self._bytes = _token_bytes(backend, alphabet)
         self._control = {i: t.content for i, t in backend.get_added_tokens_decoder().items() if t.special}
-        self._control_ids = {text: i for i, text in self._control.items()}
+        self.control_ids = {text: i for i, text in self._control.items()}
+        """The control tokens, by their markup."""
         self._control_pattern = _control_pattern(backend)
         self.bos_id = bos_id
         """The beginning-of-text token, if the model has one."""
@@ -78,18 +79,9 @@ class Tokenizer:
             digest.update(token.to_bytes(4, "little") + len(text).to_bytes(4, "little") + text)
         return digest.hexdigest()
 
-    @property
-    def control_texts(self) -> frozenset[str]:
-        """The markup of all control tokens."""
-        return frozenset(self._control_ids)
-
     def control_text(self, token: int | None) -> str:
         """Returns the markup of control token `token`; "" for None and for other tokens."""
         return "" if token is None else self._control.get(token, "")
-
-    def control_id(self, text: str) -> int | None:
-        """Returns the id of the control token whose markup is `text`, if there is one."""
-        return self._control_ids.get(text)
 
     def before(self, last_token: int | None) -> Before:
         """Returns what precedes a text appended after `last_token` (`None`: the text is the first)."""
@@ -132,7 +124,7 @@ class Tokenizer:
             for match in self._control_pattern.finditer(text):
                 if match.start() > done:
                     yield text[done : match.start()]
-                yield self._control_ids[match[match.lastindex or 0]]
+                yield self.control_ids[match[match.lastindex or 0]]
                 done = match.end()
         if done < len(text):
             yield text[done:]

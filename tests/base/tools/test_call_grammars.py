@@ -36,7 +36,6 @@ from tests.base.tools.calls import (
     parts_of,
     read,
 )
-from tests.present import present
 from tests.text.test_grammars import follows
 
 
@@ -98,7 +97,7 @@ MARKED = marked_tokenizer()
 
 
 def habits_with(tools: ToolFormat, *texts: str, **more: Any) -> ModelHabits:
-    return ModelHabits(tools, marks=tuple((text, present(MARKED.control_id(text))) for text in texts), **more)
+    return ModelHabits(tools, marks=tuple((text, MARKED.control_ids[text]) for text in texts), **more)
 
 
 FORMATS = {
