@@ -11,11 +11,9 @@ class Clock(Protocol):
 
     def now(self) -> float:
         """Seconds since an arbitrary start."""
-        ...
 
     def wall(self) -> float:
         """Seconds since the epoch. They can be compared between processes, but may go back."""
-        ...
 
 
 class SystemClock:

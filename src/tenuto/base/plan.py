@@ -165,17 +165,14 @@ class Copier(Protocol):
 
     def unit_bytes(self, group: int) -> int:
         """The size of a unit of `group` in bytes."""
-        ...
 
     def read_units(self, group: int, units: Ints) -> Bytes:
         """Returns copies of `units`, int32 [n], as uint8 [n, bytes a unit]. Raises `CopyFailed`."""
-        ...
 
     def write_units(self, group: int, units: Ints, data: Sequence[Bytes]) -> None:
         """Writes copies made by `read_units` to `units`, each uint8 [bytes a unit]. Any thread may call it while steps
         are computed and other units are written. Steps submitted after it has returned read the new contents. Raises
         `CopyFailed`."""
-        ...
 
 
 MemoryPart = Literal["kv_cache", "weights"]
@@ -188,7 +185,6 @@ class Weights(Protocol):
 
     def close(self) -> None:
         """Releases the weights."""
-        ...
 
 
 class Executor(Copier, Protocol):
@@ -201,46 +197,37 @@ class Executor(Copier, Protocol):
     @property
     def spec(self) -> MemorySpec:
         """The memory groups that the model needs."""
-        ...
 
     @property
     def layout(self) -> str:
         """Name of the arithmetic that computes units and of their arrangement in bytes. Executors with the same model,
         memory groups and layout can use each other's units."""
-        ...
 
     def prepare(self, units: tuple[int, ...], rows: int, overlap: int = 1) -> None:
         """Allocates memory for `units[g]` units of each group of `spec` and page tables for row ids 0 .. `rows` - 1.
         `overlap`: whether the caller does other work between `submit` and `collect`; with 0 `collect` may carry out the
         step. Called once, before the first `submit`."""
-        ...
 
     def release(self, parts: Collection[MemoryPart]) -> None:
         """Returns memory to the system. The contents of units are lost, even if only the weights are released. No step
         is in flight, and until `restore` nothing is submitted or copied."""
-        ...
 
     def load(self, path: str | None) -> Weights:
         """Reads the weights again, or those of another model of the same shape at `path`, without putting them to use.
         Any thread may call it, at any time. Raises `InvalidRequest` if they cannot replace the present ones,
         `ModelError` or `ConfigError`."""
-        ...
 
     def restore(self, parts: Collection[MemoryPart], weights: Weights | None) -> None:
         """Allocates the released `parts` again, and computes with `weights` from now on, which must be given if they
         are among `parts`. The contents of units are undefined. No step is in flight. Raises `ConfigError`, having
         changed nothing, if there is not enough memory."""
-        ...
 
     def submit(self, plan: Plan) -> None:
         """Starts a step, or leaves it to `collect`, and returns at once. Failures that the plan's turns can cause are
         raised by `collect`."""
-        ...
 
     def collect(self) -> StepResult:
         """Waits for the oldest step in flight. Raises `StepFailed` if it could not be finished."""
-        ...
 
     def close(self) -> None:
         """Releases all resources; nothing is submitted afterwards."""
-        ...

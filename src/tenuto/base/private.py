@@ -13,7 +13,7 @@ FILE, DIRECTORY = 0o600, 0o700
 
 def open_private(path: Path) -> BinaryIO:
     """Opens a file for writing; an existing one is emptied and keeps its mode. Raises `OSError`."""
-    return open(path, "wb", opener=_opener)
+    return open(path, "wb", opener=lambda name, flags: os.open(name, flags, FILE))
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -34,7 +34,3 @@ def create_private(path: Path) -> None:
 def make_private_directory(path: Path) -> None:
     """Creates a directory if it does not exist. Raises `OSError`."""
     path.mkdir(DIRECTORY, parents=True, exist_ok=True)
-
-
-def _opener(path: str, flags: int) -> int:
-    return os.open(path, flags, FILE)

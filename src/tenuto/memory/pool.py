@@ -23,16 +23,13 @@ class Holder(Protocol):
     @property
     def holder_kind(self) -> HolderKind:
         """The kind under which the audit counts its units."""
-        ...
 
     @property
     def holder_name(self) -> str:
         """Its name in audit reports."""
-        ...
 
     def leases(self) -> Iterable[Lease]:
         """Returns every lease it holds."""
-        ...
 
 
 class Pool:

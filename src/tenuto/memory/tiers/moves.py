@@ -147,19 +147,15 @@ class Carrier(Protocol):
 
     def carry(self, job: Job) -> None:
         """Begins the job, and returns."""
-        ...
 
     def withdraw(self, job: Job) -> None:
         """Lets a cancelled job that has not begun end at once, instead of after the jobs before it."""
-        ...
 
     def wait(self, job: Job) -> None:
         """Waits until a job that it carries has ended."""
-        ...
 
     def close(self) -> None:
         """Waits for all jobs to end; no job is carried afterwards."""
-        ...
 
 
 class CopyThreads:

@@ -66,44 +66,34 @@ class Disk(Protocol):
     @property
     def budget(self) -> int:
         """The most bytes of units."""
-        ...
 
     def become(self, identity: str) -> None:
         """Changes the identity of units that are written from now on; older units are never read again."""
-        ...
 
     def write(self, units: Mapping[int, Sequence[NamedUnit]]) -> UnitFile:
         """Writes units by group. Raises `DiskFailed`, having kept nothing."""
-        ...
 
     def read(self, file: UnitFile, rows: Mapping[int, Sequence[int]]) -> dict[int, list[NamedUnit]]:
         """Reads units of a file, by group and row, with the contents that the file names; `read_units` compares these.
         Raises `DiskFailed`."""
-        ...
 
     def remove(self, file: UnitFile) -> None:
         """Removes a file that is no longer needed."""
-        ...
 
     def write_index(self, content: bytes) -> None:
         """Writes the index of the files, for the process that uses them next. Raises `DiskFailed`."""
-        ...
 
     def read_index(self) -> bytes | None:
         """Returns the last index written, or `None` if there is no index. Raises `DiskFailed`."""
-        ...
 
     def files(self) -> dict[str, int]:
         """Returns the sizes in bytes of all files of units, by name."""
-        ...
 
     def take_over(self, files: Iterable[UnitFile]) -> None:
         """Keeps these files of those that another process has left, and removes all others."""
-        ...
 
     def close(self, *, keep: bool = False) -> None:
         """Ends all use of the store, and removes all files unless `keep` is set."""
-        ...
 
 
 class UnitCopy(NamedTuple):
