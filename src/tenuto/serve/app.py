@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -83,6 +84,14 @@ def build_app(edge: Edge, metrics: Metrics) -> FastAPI:
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(ClientDisconnect, _gone)
     app.add_middleware(Envelope, edge=edge, metrics=metrics)
+    if edge.settings.allowed_origins:  # answers preflight requests itself, without a key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=edge.settings.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
     return app
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from tenuto.base.checks import MAX_COUNT, MAX_SECONDS, Bounds, check_options, option
+from tenuto.base.checks import MAX_COUNT, MAX_SECONDS, Bounds, check_options, option, shown
 from tenuto.base.config import WEIGHTS, Limits, user_path
 from tenuto.base.errors import ConfigError
 from tenuto.base.parsing import MAX_BYTES, parse_path, parse_ttl
@@ -133,6 +133,8 @@ def read_keys(path: Path | None, api_key: str | None, admin_key: str | None) -> 
     return Keys.of(entries)
 
 
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\s]+", re.IGNORECASE)
+"""An origin of web pages (RFC 6454), or `*`."""
 _COUNT = Bounds(1, MAX_COUNT)
 _BYTES = Bounds(1, MAX_BYTES)
 _ARRIVAL = Bounds(0.1, 3600.0)
@@ -155,6 +157,10 @@ class ServeSettings:
     )
     admin_api_key: str | None = option(None, "Key with all rights; better given as TENUTO_ADMIN_API_KEY.", secret=True)
     keys: str | None = option(None, "A TOML file of keys, tenants and limits.", parse_path)
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "Origin whose pages may use the server from a browser, as https://app.example; * for all. May be repeated.",
+    )
     session_ttl: float | None = option(
         DAY,
         "Seconds a session without a turn stays open, unless its request sets them; 0 or none: forever if its"
@@ -183,6 +189,14 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         check_options(self, ConfigError)
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"allowed_origins has {shown(origin)}; allowed: origins such as https://app.example, or *"
+                )
+        object.__setattr__(
+            self, "allowed_origins", tuple(map(str.lower, self.allowed_origins))
+        )  # as browsers send them
         path = user_path(self.keys) if self.keys is not None else None
         object.__setattr__(self, "tenants", read_keys(path, self.api_key, self.admin_api_key))
         if not self.tenants and not _is_loopback(self.host):
