@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 
@@ -51,21 +51,13 @@ class Metrics:
         ProcessCollector(registry=registry)
         self._engine = _EngineFigures()
         registry.register(self._engine)
-        self._first = Histogram(
-            "tenuto_time_to_first_token_seconds",
-            "From a turn's request to its first token",
-            buckets=_FIRST,
-            registry=registry,
-        )
-        self._between = Histogram(
-            "tenuto_inter_token_latency_seconds",
-            "From a turn's token to its next",
-            buckets=_BETWEEN,
-            registry=registry,
-        )
-        self._whole = Histogram(
-            "tenuto_e2e_turn_latency_seconds", "From a turn's request to its end", buckets=_WHOLE, registry=registry
-        )
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(f"tenuto_{name}_seconds", text, buckets=buckets, registry=registry)
+
+        self._first = histogram("time_to_first_token", "From a turn's request to its first token", _FIRST)
+        self._between = histogram("inter_token_latency", "From a turn's token to its next", _BETWEEN)
+        self._whole = histogram("e2e_turn_latency", "From a turn's request to its end", _WHOLE)
         self._ended = Counter(
             "tenuto_turns_ended", "Accepted turns that have ended", ("reason", "committed"), registry=registry
         )

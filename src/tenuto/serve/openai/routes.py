@@ -137,7 +137,10 @@ async def _in_session(edge: Edge, tenant: Tenant, start: StartTurn, key: Request
     try:
         await samples.start(start)
     except NotFound:
-        opened = await _open(edge, tenant, session)
+        policy, opened = Policy(ttl=edge.settings.ttl(None, named=True), tenant=tenant.name), False
+        with suppress(AlreadyExists):  # another request opened it meanwhile
+            await edge.link.call(OpenSession(session=session, policy=policy, limits=tenant.limits))
+            opened = True
         try:
             await samples.start(start)
         except SessionBusy:  # another request is using the session
@@ -148,17 +151,3 @@ async def _in_session(edge: Edge, tenant: Tenant, start: StartTurn, key: Request
                     await edge.turns.close_session((tenant.name, session), version=0)
             raise
     return [samples]
-
-
-async def _open(edge: Edge, tenant: Tenant, session: str) -> bool:
-    """Opens the session. Returns False if another request opened it meanwhile."""
-    opening = OpenSession(
-        session=session,
-        policy=Policy(ttl=edge.settings.ttl(None, named=True), tenant=tenant.name),
-        limits=tenant.limits,
-    )
-    try:
-        await edge.link.call(opening)
-    except AlreadyExists:
-        return False
-    return True

@@ -146,4 +146,4 @@ async def server_version(edge: EdgeOf, _: Caller) -> dict[str, str]:
 @router.post("/ping", response_class=Response)
 async def ping(edge: EdgeOf) -> Response:
     """Answers like `/health`."""
-    return Response(status_code=503 if edge.draining or edge.link.stopped is not None else 200)
+    return Response(status_code=200 if edge.healthy else 503)

@@ -47,15 +47,14 @@ class EndedRequest:
 
 @dataclass(slots=True, eq=False)
 class RequestPlace:
-    """The place of an open request: on `session`, after `parent`. `source`: the session and position that `session` is
-    forked from. `exists`: `session` is open already."""
+    """The place of an open request: on `session`, after `parent`. `opening`: the message that opens the session, unless
+    it is open already."""
 
     rid: str
     session: HiddenSession
     parent: EndedRequest | None
     replaces: bool
-    source: tuple[HiddenSession, int] | None = None
-    exists: bool = False
+    opening: Fork | OpenSession | None = None
     turn: LiveTurn | None = None
 
 
@@ -66,7 +65,7 @@ class Branches:
     """
 
     def __init__(
-        self, edge: Edge, tenant: Tenant, session_id: str, timeout: float | None, forget: Callable[[], None]
+        self, edge: Edge, tenant: Tenant, session_id: str, timeout: float | None, forget: Callable[[], object]
     ) -> None:
         """`forget` is called when the session closes after `timeout` seconds without a turn."""
         self._edge = edge
@@ -87,11 +86,12 @@ class Branches:
         if params.replace and params.rid is not None:
             await self._interrupt(params.rid)
         place = self._choose(rid, params)
-        try:
-            await self._open(place)
-        except BaseException:
-            self.leave(place)
-            raise
+        if place.opening is not None:
+            try:
+                place.session.tokens = (await self._edge.link.call(place.opening)).tokens
+            except BaseException:
+                self.leave(place)
+                raise
         return place
 
     def accepted(self, place: RequestPlace, turn: LiveTurn) -> None:
@@ -133,16 +133,15 @@ class Branches:
         if self.closed:
             raise InvalidRequest(f"there is no session {self._id!r}; it was closed")
         parent, position = self._point(params)
-        replaces = bool(params.replace)
         if parent is not None and not parent.session.busy and position == parent.session.tokens:
-            place = RequestPlace(rid, parent.session, parent, replaces, exists=True)
+            session, opening = parent.session, None
         else:
             session = HiddenSession(hidden_session_id())
             self.sessions.add(session)
-            source = (parent.session, position) if parent is not None and position else None
-            place = RequestPlace(rid, session, parent, replaces, source)
-        place.session.busy = True
-        place.session.uses += 1
+            opening = self._opening(session.id, parent if position else None, position)
+        place = RequestPlace(rid, session, parent, bool(params.replace), opening)
+        session.busy = True
+        session.uses += 1
         self.places.add(place)
         return place
 
@@ -167,17 +166,12 @@ class Branches:
             if place.turn is not None:
                 await self._edge.turns.abort(place.turn, keep="delivered")
 
-    async def _open(self, place: RequestPlace) -> None:
-        if place.exists:
-            return
+    def _opening(self, child: str, parent: EndedRequest | None, position: int) -> Fork | OpenSession:
+        """Returns the message that opens a session with the first `position` tokens of `parent`."""
         tenant, limits = self._tenant.name, self._tenant.limits
-        request: Fork | OpenSession
-        if place.source is not None:
-            parent, position = place.source
-            request = Fork(tenant=tenant, session=parent.id, child=place.session.id, position=position, limits=limits)
-        else:
-            request = OpenSession(session=place.session.id, policy=Policy(tenant=tenant, hidden=True), limits=limits)
-        place.session.tokens = (await self._edge.link.call(request)).tokens
+        if parent is not None:
+            return Fork(tenant=tenant, session=parent.session.id, child=child, position=position, limits=limits)
+        return OpenSession(session=child, policy=Policy(tenant=tenant, hidden=True), limits=limits)
 
     # -- ends
 

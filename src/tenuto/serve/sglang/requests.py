@@ -91,9 +91,8 @@ class Requests:
     async def open(self, tenant: Tenant, body: OpenSessionRequest) -> str:
         """Opens a session and returns its id. Raises `InvalidRequest` if the id is in use."""
         name = body.session_id or new_session_id()
-        key = tenant.name, name
         taken = InvalidRequest(f"session {name!r} is open already")
-        if key in self._sessions:
+        if (tenant.name, name) in self._sessions:
             raise taken
         timeout = self._edge.settings.ttl(body.timeout, named=body.session_id is not None)
         if not body.streaming:
@@ -103,13 +102,9 @@ class Requests:
             self._add_branches(tenant, name, timeout)
             return name
         metadata = (("capacity_of_str_len", str(body.capacity_of_str_len)),)
-        opening = OpenSession(
-            session=name,
-            policy=Policy(ttl=timeout, tenant=tenant.name, metadata=metadata),
-            limits=tenant.limits,
-        )
+        policy = Policy(ttl=timeout, tenant=tenant.name, metadata=metadata)
         try:
-            await self._edge.link.call(opening)
+            await self._edge.link.call(OpenSession(session=name, policy=policy, limits=tenant.limits))
         except AlreadyExists:
             raise taken from None
         return name
@@ -123,10 +118,7 @@ class Requests:
         limit, count = tenant.limits.sessions, sum(owner == tenant.name for owner, _ in self._sessions)
         if limit is not None and count >= limit:
             raise LimitReached(f"{count} sessions are open; allowed: {limit}; close some first")
-        self._sessions[key] = Branches(self._edge, tenant, name, timeout, lambda: self._forget(key))
-
-    def _forget(self, key: tuple[str, str]) -> None:
-        self._sessions.pop(key, None)
+        self._sessions[key] = Branches(self._edge, tenant, name, timeout, lambda: self._sessions.pop(key, None))
 
     async def close(self, tenant: Tenant, name: str) -> None:
         """Closes a session if it exists. Its open turn may end first."""
@@ -219,10 +211,8 @@ class Requests:
     ) -> None:
         branches = self._sessions.get((tenant.name, name))
         if branches is None:
-            request = _appending(request, params, name)
-            request = replace(request, session=name)
             try:
-                self._began(running, await start(request))
+                self._began(running, await start(_appending(request, params, name)))
             except (NotFound, SessionClosed):
                 raise InvalidRequest(f"there is no session {name!r}; open it first") from None
             except SessionBusy:
@@ -252,10 +242,10 @@ class Requests:
             and running.item.session is not None
             and running.item.session.id == name
         ]
-        advice = "wait for its end, or end it by /abort_request"
         if not others:
             return SessionBusy(f"session {name} has an open turn of another interface; allowed: wait for its end")
-        return SessionBusy(f"session {name} answers request {others[0]!r}; allowed: {advice} with this rid")
+        advice = "wait for its end, or end it by /abort_request with this rid"
+        return SessionBusy(f"session {name} answers request {others[0]!r}; allowed: {advice}")
 
     def _began(self, running: Running, turn: LiveTurn) -> None:
         running.turn = turn
@@ -296,7 +286,7 @@ def _appending(request: StartTurn, params: SessionParams, name: str) -> StartTur
     for field_name, value in asked.items():
         if value:
             raise InvalidRequest(f"{field_name} is {value}; a streaming session allows only appending; leave it out")
-    return replace(request, params=request.params.output_alone, echo=False)
+    return replace(request, session=name, params=request.params.output_alone, echo=False)
 
 
 async def _requests(edge: EdgeOf) -> Requests:

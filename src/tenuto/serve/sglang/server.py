@@ -94,14 +94,14 @@ async def update_weights(edge: EdgeOf, _: Admin, body: UpdateWeightsRequest) -> 
 @router.get("/health", response_class=Response, responses=UNHEALTHY)
 async def health(edge: EdgeOf) -> Response:
     """Whether the server accepts requests. Needs no key."""
-    return Response(status_code=503 if edge.draining or edge.link.stopped is not None else 200)
+    return Response(status_code=200 if edge.healthy else 503)
 
 
 @router.get("/health_generate", response_class=Response, responses=UNHEALTHY)
 async def health_generate(edge: EdgeOf, requests: RequestsOf) -> Response:
     """Whether the engine generates a token or, if it is too busy, takes steps. Needs no key. Simultaneous requests
     share a token."""
-    if edge.draining or edge.link.stopped is not None:
+    if not edge.healthy:
         return Response(status_code=503)
     if requests.probe is None or requests.probe.done():
         requests.probe = asyncio.ensure_future(_probe(edge))

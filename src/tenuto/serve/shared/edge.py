@@ -112,6 +112,11 @@ class Edge:
         part: T = self._parts[kind, tenant]
         return part
 
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are accepted."""
+        return not self.draining and self.link.stopped is None
+
     def require_engine(self) -> None:
         """Raises `EngineStopped` if the engine has stopped."""
         if self.link.stopped is not None:
