@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from tenuto.base.checks import shown
 from tenuto.base.errors import InvalidRequest, Unsupported
-from tenuto.base.sampling import MAX_SEED, MAX_TOKEN_ID
+from tenuto.base.sampling import MAX_TOKEN_ID
 from tenuto.base.tools.variables import FIELD, Variables
 from tenuto.base.turns import Message
 from tenuto.serve.openai.formats import Structured
@@ -122,13 +122,6 @@ class Generation(Structured):
             )
         if self.session_id is not None and self.samples > 1:
             raise InvalidRequest(f"n is {self.n}; allowed with session_id: 1, or fork the session", param="n")
-
-    def given(self) -> dict[str, Any]:
-        given = super().given()
-        given["top_k"] = max(0, given.get("top_k", 0))
-        if "seed" in given:
-            given["seed"] &= MAX_SEED
-        return given
 
 
 @with_options(max_new_tokens="16 if not given.")

@@ -156,9 +156,8 @@ class SamplingParams(SGLangObject, TurnRequest):
 
     def given(self) -> dict[str, Any]:
         given = super().given()
-        if given.get("top_k") == 0:
+        if self.top_k == 0:
             raise InvalidRequest("top_k is 0; allowed: -1 for all, or at least 1", param="top_k")
-        given["top_k"] = max(0, given.get("top_k", 0))
         if given.get("temperature", 1.0) < GREEDY_BELOW:
             given["temperature"] = 0.0
         return given

@@ -55,9 +55,15 @@ class TurnRequest(Object):
         return None
 
     def given(self) -> dict[str, Any]:
-        """Returns the options that the request sets, under the engine's names."""
+        """Returns the options that the request sets, under the engine's names and with its values. `top_k` -1 means 0
+        in some APIs, and a seed may be any integer."""
         chosen = {option: getattr(self, self._field_of(names)) for option, names in self.setting.items()}
-        return {option: value for option, value in chosen.items() if value is not None}
+        given = {option: value for option, value in chosen.items() if value is not None}
+        if "top_k" in given:
+            given["top_k"] = max(0, given["top_k"])
+        if "seed" in given:
+            given["seed"] &= MAX_SEED
+        return given
 
     def options(self) -> TurnOptions:
         """Returns the given options and the API's defaults, under the engine's names, with a seed if the turn samples.
