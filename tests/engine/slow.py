@@ -34,7 +34,7 @@ class Slow:
 
     def park(self, name: str) -> None:
         self.engine.pressure.drop(self.engine.registry.get(name))
-        assert self.parking.has(self.engine.registry.get(name))
+        assert self.parking.position(self.engine.registry.get(name))
 
     def come_back(self, name: str = "s", output: int = 3, **params: Any) -> Turn:
         """Submits a turn of a parked session, which waits for its copies."""

@@ -13,7 +13,7 @@ def test_a_turn_whose_session_is_restored_without_a_copy_releases_its_units():
     session = stage.told("s")
     stage.engine.sessions.fork("s", child="fork")
     stage.engine.pressure.drop(session)
-    assert parking_in(stage.engine).has(session)
+    assert parking_in(stage.engine).position(session)
     turn = stage.append("s", [])
     stage.play()
     assert present(turn.result).reason is EndReason.APPENDED

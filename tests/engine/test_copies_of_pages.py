@@ -21,7 +21,7 @@ def with_a_fork() -> tuple[Stage, list[int]]:
 def park(stage: Stage, name: str) -> None:
     session = stage.engine.registry.get(name)
     stage.engine.pressure.drop(session)
-    assert parking_in(stage.engine).has(session)
+    assert parking_in(stage.engine).position(session)
 
 
 def goes_on(stage: Stage, name: str, history: Sequence[int]) -> None:

@@ -39,7 +39,7 @@ def park(stage: Stage, *names: str) -> None:
 
 
 def parked(stage: Stage) -> list[str]:
-    return [session.id for session in stage.engine.registry if parking(stage).has(session)]
+    return [session.id for session in stage.engine.registry if parking(stage).position(session)]
 
 
 def told(stage: Stage, *names: str, tokens: int = 30) -> None:

@@ -32,10 +32,9 @@ from tenuto.session.turn import Turn
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Memory of `position` tokens that is arriving for a turn's session; it is complete when all `moves` have ended."""
+    """Memory that is arriving for a turn's session; it is complete when all `moves` have ended."""
 
     turn: Turn
-    position: int
     moves: Sequence[Move]
 
 
@@ -71,7 +70,6 @@ class Parking:
         self._planned: tuple[Turn | None, int] = None, 0
         self.parked = 0  # total number of sessions parked
         self.restored = 0
-        self.restored_tokens = 0
         self.recomputed: Counter[str] = Counter()  # parked sessions that are computed again, by cause
 
     def leases(self) -> list[Lease]:
@@ -112,15 +110,11 @@ class Parking:
         self.parked += 1
         return True
 
-    def has(self, session: Session) -> bool:
-        """Whether some of the session's memory is parked."""
-        return (parked := self._sessions.get(session)) is not None and parked in self.tiers
-
     def save(self, session: Session, *, late: bool) -> int:
         """Writes the memory of a session to disk, unless it is there already or it is too `late` to write. Returns the
         number of tokens whose memory is on disk."""
         memory, parked = session.memory, self._sessions.get(session)
-        there = parked.position if parked is not None and parked in self.tiers else 0
+        there = self.position(session)
         if memory.computed > there and not late:
             written = self.tiers.save(memory.computed, memory.kept(), self._contents(session, memory.computed))
             if written is not None:
@@ -284,13 +278,13 @@ class Parking:
                 self._failed(session, "no room")
                 return
             leases.append(lease)
-        arrival = Arrival(turn, position, self.tiers.bring_back(parked, leases, self._contents(session, position)))
+        arrival = Arrival(turn, self.tiers.bring_back(parked, leases, self._contents(session, position)))
         session.memory.drop()
         session.memory.receive(position, leases)
         if arrival.moves:
             self._arriving[session] = arrival
         else:
-            self._count(arrival)
+            self.restored += 1
 
     def awaits(self, turn: Turn) -> bool:
         """Whether the turn has to wait because its session's memory is arriving."""
@@ -319,7 +313,7 @@ class Parking:
             return False
         del self._arriving[session]
         session.memory.arriving = False
-        self._count(arrival)
+        self.restored += 1
         return True
 
     def finish(self) -> None:
@@ -328,10 +322,6 @@ class Parking:
         self.tiers.take_moved()
         self.tiers.writes.wait()
         self.tiers.take_written()
-
-    def _count(self, arrival: Arrival) -> None:
-        self.restored += 1
-        self.restored_tokens += arrival.position
 
     def give_up(self, turn: Turn) -> None:
         """Gives up the arriving memory of a turn that has left its row and released its own. The session keeps no

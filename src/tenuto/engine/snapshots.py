@@ -41,7 +41,7 @@ class Snapshots:
             position = self._parking.save(session, late=self._clock.now() > began + seconds)
             if position:
                 saved.append((session, position))
-            elif session.memory.computed or self._parking.has(session):
+            elif session.memory.computed or self._parking.position(session):
                 self.counts["not saved"] += 1
             if self._clock.now() > noted + INDEX_SECONDS:
                 self._parking.write_index(saved)

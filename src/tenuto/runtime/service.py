@@ -140,8 +140,10 @@ class Service:
                 self._outbox.answer(request, self._describe)
             case Audit():
                 self._loop.audit().add_done_callback(partial(self._reply, request))
-            case GetStats() | DropMemory() | Pause() | Resume() | ReleaseMemory() | ResumeMemory() | UpdateWeights():
+            case GetStats() | DropMemory() | Pause() | Resume():
                 self._ask(request)
+            case ReleaseMemory() | ResumeMemory() | UpdateWeights():
+                self._lanes.files.put(0, partial(self._move_memory, request))
             case Detokenize() | TokenTexts() | Tokenize():
                 self._convert(request)
             case Withdraw():
@@ -202,9 +204,6 @@ class Service:
     def _ask(self, request: Request[T]) -> None:
         """Executes a command that neither changes sessions nor shows their state, so that its answer need not wait for
         the journal."""
-        if isinstance(request, ReleaseMemory | ResumeMemory | UpdateWeights):
-            self._lanes.files.put(0, partial(self._move_memory, request))
-            return
         asked = self._loop.call(lambda _: self._dispatcher.execute(request))
         asked.add_done_callback(partial(self._reply, request))
 

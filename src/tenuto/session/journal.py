@@ -324,8 +324,8 @@ class Journal:
         for key in change.forgotten:
             more -= self._db.execute("DELETE FROM results WHERE session = ? AND key = ?", (session, key)).rowcount
         if change.result is not None:
-            insert(self._db, "results (session, key, turn, checksum)", (session, *change.result, UNSOUND))
-            (number,) = self._db.execute("SELECT last_insert_rowid()").fetchone()
+            row = session, *change.result, UNSOUND
+            number = insert(self._db, "results (session, key, turn, checksum)", row)
             content = checksum_of(number, session, *change.result)
             self._db.execute("UPDATE results SET checksum = ? WHERE number = ?", (content, number))
             more += 1
@@ -377,8 +377,7 @@ class Journal:
         if tokens:
             data = tokens.tobytes()
             content = checksum_of(data)
-            values = data, content
-            piece = self._db.execute("INSERT INTO pieces (tokens, checksum) VALUES (?, ?)", values).lastrowid
+            piece = insert(self._db, "pieces (tokens, checksum)", (data, content))
             row = session, position, piece, len(tokens)
             insert(self._db, "history", (*row, checksum_of(*row, content)))
 

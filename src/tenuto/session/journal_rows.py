@@ -83,9 +83,9 @@ def checksum_of(*values: Value) -> int:
     return zlib.crc32(msgspec.msgpack.encode(values))
 
 
-def insert(db: sqlite3.Connection, table: str, row: tuple[Value, ...]) -> None:
-    """Inserts a row, which ends with its checksum."""
-    db.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", row)
+def insert(db: sqlite3.Connection, table: str, row: tuple[Value, ...]) -> int | None:
+    """Inserts a row, which ends with its checksum. Returns its number, if the table has numbers."""
+    return db.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", row).lastrowid
 
 
 def check(name: str, row: tuple[Value, ...], given: object) -> None:

@@ -51,7 +51,6 @@ class Registry:
         self._resting: list[Session] = []  # sessions for the next `take_resting`
         self.more_expired = False  # whether more sessions were due than the last `expired` found
         self._entries = count(1)
-        self.visited = 0  # total number of sessions looked at to list them: a measure of work
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -121,7 +120,6 @@ class Registry:
         those in `state` if it is given. The only sessions it has to skip have submitted turns in other states. Sessions
         must not change while this is read."""
         for session_id in self.use(tenant).listed(after, state):
-            self.visited += 1
             session = self._sessions[tenant, session_id]
             if state in (None, session.state.value, session.turn_state):
                 yield session
@@ -139,7 +137,6 @@ class Registry:
         for session in use.resting():
             if kept < most:
                 break
-            self.visited += 1
             if session is not stays:
                 leaving.append(session)
                 kept -= session.counted_units

@@ -251,12 +251,8 @@ class EngineLoop:
     def _stop(self, stopped: Stopped) -> None:
         with self._lock:
             self.stopped = stopped
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except Empty:
-                break
-            if command is not None:
+        while not self._commands.empty():  # nobody adds any more
+            if (command := self._commands.get_nowait()) is not None:
                 command.refuse(stopped.error())
         self._announcer.stop(stopped)
         for audit in self._audits:
