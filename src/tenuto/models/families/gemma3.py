@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from tenuto.models.config import Layer, Mlp, ModelConfig
+from tenuto.models.config import Attention, Layer, Mlp, ModelConfig
 from tenuto.models.families.family import KINDS, Family, Named, attention, each, plus_one, renamed
 from tenuto.models.families.gguf_family import LAYER_NAMES, QK_NORMS, GgufFamily, GgufSettings
 from tenuto.models.rope import Rope, linear_divisors
@@ -29,21 +29,23 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
             "use_bidirectional_attention": (None, False),
         }
     )
-    period = settings.get("sliding_window_pattern", int, PERIOD)
-    count = settings.get("num_hidden_layers", int)
-    kinds = settings.kinds("layer_types", alternating(count, period), KINDS)
-    head_dim, hidden = settings.head_dim(), settings.get("hidden_size", int)
-    local, whole = _ropes(settings, head_dim)
+    local, whole = _ropes(settings, settings.head_dim())
     window, scale = settings.get("sliding_window", int), settings.get("query_pre_attn_scalar", float, 256.0) ** -0.5
     made = {
         kind: attention(settings, rope, scale=scale, window=size, qk_norm=True)
         for kind, rope, size in zip(KINDS, (local, whole), (window, 0), strict=True)
     }
+    return decoder(settings, eos, made, settings.get("sliding_window_pattern", int, PERIOD))
+
+
+def decoder(settings: Settings, eos: tuple[int, ...], made: Mapping[str, Attention], period: int) -> ModelConfig:
+    """Reads the settings of a Gemma whose layers are those in `made`; the default of `layer_types` has `period`."""
+    kinds = settings.kinds("layer_types", alternating(settings.get("num_hidden_layers", int), period), KINDS)
     mlp = Mlp(settings.get("intermediate_size", int), "gelu_tanh")
     return ModelConfig(
         tuple(Layer(made[kind], mlp, post_norms=True) for kind in kinds),
         **settings.facts(eos, tied=True),
-        embedding_scale=hidden**0.5,
+        embedding_scale=settings.get("hidden_size", int) ** 0.5,
         logit_cap=settings.get("final_logit_softcapping", float, 0.0),
     )
 
@@ -77,25 +79,38 @@ GGUF_NAMES = {
 _LAYERS_OF_27B = 62
 
 
+def score_scale(settings: GgufSettings, layers_of_27b: int) -> float:
+    """Returns the scale of scores. Files do not record it, and in the 27B model it does not follow from the head size;
+    like llama.cpp, we recognise this model by its number of layers."""
+    of_27b = settings.layer_count() == layers_of_27b
+    hidden, heads = settings.integer("embedding_length"), settings.integer("attention.head_count")
+    scale: float = (hidden // heads if of_27b else settings.head_dim()) ** -0.5
+    return scale
+
+
+def gguf_decoder(
+    settings: GgufSettings, made: Mapping[str, Attention], period: int, logit_cap: float = 0.0
+) -> ModelConfig:
+    """Reads the settings of a Gemma whose layers are those in `made`, with `period`; `logit_cap` is a default.
+    Converters have already added 1 to norm weights."""
+    mlp = Mlp(settings.integer("feed_forward_length"), "gelu_tanh")
+    return ModelConfig(
+        tuple(Layer(made[kind], mlp, post_norms=True) for kind in alternating(settings.layer_count(), period)),
+        **settings.facts(),
+        embedding_scale=settings.integer("embedding_length") ** 0.5,
+        logit_cap=settings.number("final_logit_softcapping", logit_cap),
+    )
+
+
 def _read_gguf(settings: GgufSettings) -> ModelConfig:
-    """Reads the configuration; converters have already added 1 to norm weights. Files do not record the scale of
-    scores, which in the 27B model does not follow from the head size; like llama.cpp, we recognise it by its layers."""
-    count, hidden, head = settings.layer_count(), settings.integer("embedding_length"), settings.head_dim()
-    scalar = hidden // settings.integer("attention.head_count") if count == _LAYERS_OF_27B else head
+    head, scale = settings.head_dim(), score_scale(settings, _LAYERS_OF_27B)
     local = Rope(settings.number("rope.freq_base_swa", LOCAL_THETA), linear_divisors(head, 1.0))
     ropes, windows = (local, settings.rope(head, GLOBAL_THETA)), (settings.integer("attention.sliding_window"), 0)
     made = {
-        kind: settings.attention(rope, scale=scalar**-0.5, window=window, qk_norm=True)
+        kind: settings.attention(rope, scale=scale, window=window, qk_norm=True)
         for kind, rope, window in zip(KINDS, ropes, windows, strict=True)
     }
-    kinds = alternating(count, settings.integer("attention.sliding_window_pattern", PERIOD))
-    mlp = Mlp(settings.integer("feed_forward_length"), "gelu_tanh")
-    return ModelConfig(
-        tuple(Layer(made[kind], mlp, post_norms=True) for kind in kinds),
-        **settings.facts(),
-        embedding_scale=hidden**0.5,
-        logit_cap=settings.number("final_logit_softcapping", 0.0),
-    )
+    return gguf_decoder(settings, made, settings.integer("attention.sliding_window_pattern", PERIOD))
 
 
 _NAME = "Gemma 3 text"

@@ -3,6 +3,8 @@ normalised queries and keys; and Qwen3-MoE, which adds experts."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from tenuto.models.config import Attention, Experts, Layer, Mlp, ModelConfig
 from tenuto.models.families.family import KINDS, Family, by_kind, each
 from tenuto.models.families.gguf_family import (
@@ -52,15 +54,17 @@ def _read_dense(settings: Settings, eos: tuple[int, ...], made: dict[str, Attent
 
 def _feed_forward(settings: Settings, layer: int) -> Mlp | Experts:
     experts = settings.optional("num_experts", int) or settings.get("num_local_experts", int)  # transformers 5
+    return feed_forward(settings, layer, experts, normalised=settings.get("norm_topk_prob", bool, default=False))
+
+
+def feed_forward(settings: Settings, layer: int, experts: int, **more: Any) -> Mlp | Experts:
+    """Reads layer number `layer`, which has no experts if the settings say so; `more` are further fields of
+    `Experts`."""
     step = settings.get("decoder_sparse_step", int, 1)
-    if layer in settings.numbers("mlp_only_layers") or (layer + 1) % step:
+    if not experts or layer in settings.numbers("mlp_only_layers") or (layer + 1) % step:
         return Mlp(settings.get("intermediate_size", int))
-    return Experts(
-        experts,
-        settings.get("num_experts_per_tok", int),
-        settings.get("moe_intermediate_size", int),
-        normalised=settings.get("norm_topk_prob", bool, default=False),
-    )
+    chosen, width = settings.get("num_experts_per_tok", int), settings.get("moe_intermediate_size", int)
+    return Experts(experts, chosen, width, **more)
 
 
 def _read_qwen2_gguf(settings: GgufSettings) -> ModelConfig:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from tenuto.models.config import Experts, GatedDelta, Layer, Mlp, ModelConfig
 from tenuto.models.families.family import Family, Named, attention, each, plus_one
+from tenuto.models.families.qwen import feed_forward
 from tenuto.models.settings import Settings
 from tenuto.models.weights import StoredWeight
 
@@ -37,13 +38,10 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
 
 
 def _feed_forward(settings: Settings, layer: int) -> Mlp | Experts:
-    experts, step = settings.get("num_experts", int, 0), settings.get("decoder_sparse_step", int, 1)
-    if layer in settings.numbers("mlp_only_layers") or not experts or (layer + 1) % step:
-        return Mlp(settings.get("intermediate_size", int))
-    return Experts(
-        experts,
-        settings.get("num_experts_per_tok", int),
-        settings.get("moe_intermediate_size", int),
+    return feed_forward(
+        settings,
+        layer,
+        settings.get("num_experts", int, 0),
         normalised=settings.get("norm_topk_prob", bool, default=True),
         shared=settings.get("shared_expert_intermediate_size", int),
         shared_gate=True,
