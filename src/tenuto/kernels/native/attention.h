@@ -16,6 +16,14 @@ INLINE void attend_rows(const Blocks &blocks, const QueryRows &rows, int row, in
     attend_pairs<Kv, ROWS>(blocks, rows, row, from, to, cap);
 }
 
+// Calls `use` with the constant `count`, from 1 to MOST, so that `use` is compiled for each.
+template <int MOST, class Use> INLINE void with_count(int count, Use use) {
+  if constexpr (MOST > 1)
+    if (count < MOST)
+      return with_count<MOST - 1>(count, use);
+  use(std::integral_constant<int, MOST>());
+}
+
 constexpr int STRIP = 2 * CHUNK; // blocks that all rows attend to before the next are read
 
 // Computes attention of query rows to a span. `next`, unless it is null, is the span that this thread most likely
@@ -40,25 +48,7 @@ static void attend(const Span &span, const QueryRows &rows, float cap, const Spa
       };
       now = std::min(rows.count - r, ATTENTION_ROWS);
       seen = std::min(end, span.blocks.cache.block_of(rows.end(r + now - 1) - 1) + 1);
-      switch (now) {
-      case 6:
-        attend_now(std::integral_constant<int, 6>());
-        break;
-      case 5:
-        attend_now(std::integral_constant<int, 5>());
-        break;
-      case 4:
-        attend_now(std::integral_constant<int, 4>());
-        break;
-      case 3:
-        attend_now(std::integral_constant<int, 3>());
-        break;
-      case 2:
-        attend_now(std::integral_constant<int, 2>());
-        break;
-      default:
-        attend_now(std::integral_constant<int, 1>());
-      }
+      with_count<ATTENTION_ROWS>(now, attend_now);
     }
   }
 }

@@ -8,7 +8,8 @@
 // Computes attention of ROWS query rows, from `row` on, to blocks `from` to `to`. Scores are limited to `cap`, unless
 // that is 0. `Kv` unpacks pairs of dimensions of 16 keys, and pairs of values of 16 dimensions.
 template <class Kv, int ROWS>
-static void attend_pairs(const Blocks &blocks, const QueryRows &rows, int row, int from, int to, float cap) {
+static __attribute__((noinline)) void attend_pairs(const Blocks &blocks, const QueryRows &rows, int row, int from,
+                                                   int to, float cap) {
   using Element = typename Kv::Element;
   const int dim = blocks.cache.head_dim;
   alignas(64) float scores[ROWS][CHUNK * LANES];
