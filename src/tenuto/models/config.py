@@ -8,7 +8,7 @@ from tenuto.base.errors import ModelError
 from tenuto.base.sampling import MAX_TOKEN_ID
 from tenuto.models.rope import Rope
 
-ACTIVATIONS = ("silu", "gelu_tanh", "clamped", "relu2")
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped", "relu2")  # in the order of `Activation` in the kernels' `interface.h`
 UNGATED = ("relu2",)
 """Activations of networks without a gate; their only input is the up projection."""
 

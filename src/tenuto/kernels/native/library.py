@@ -34,15 +34,6 @@ class OpKind(IntEnum):
     EXPERTS = 14
 
 
-class Activation(IntEnum):
-    """The activation of a gate, in the order of `models.config.ACTIVATIONS`."""
-
-    SILU = 0
-    GELU_TANH = 1
-    CLAMPED = 2
-    RELU2 = 3
-
-
 _HEADERS = "".join((SOURCES / name).read_text("utf-8") for name in ("interface.h", "weight_formats.h", "sampling.h"))
 _NUMBERS = {"float": c_float, "double": c_double, "int64_t": c_int64, "int32_t": c_int32, "PanelFormat": c_int32}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tenuto.kernels.native import library
-from tenuto.kernels.native.library import Activation, Op, OpKind
+from tenuto.kernels.native.library import Op, OpKind
 from tenuto.kernels.native.pack import LANES
 from tenuto.models.config import ACTIVATIONS, UNGATED, Experts, Mlp
 from tenuto.models.native.building import Building, op
@@ -89,5 +89,6 @@ def _inner_names(activation: str) -> tuple[str, ...]:
     return _PARTS[1:] if activation in UNGATED else _PARTS
 
 
-def _activation(name: str) -> Activation:
-    return Activation(ACTIVATIONS.index(name))
+def _activation(name: str) -> int:
+    """Returns the number of an activation, in the enumeration `Activation` of `interface.h`."""
+    return ACTIVATIONS.index(name)
