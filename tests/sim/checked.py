@@ -88,7 +88,7 @@ class CheckedExecutor(WitnessExecutor):
 
     def _copy_pages(self, plan: Plan) -> None:
         if self._needed is not None:
-            size = self._spec.page_size
+            size = self.spec.page_size
             for group, copy in zip(self._paged, plan.copies, strict=True):
                 if len(copy.targets):
                     slots = (copy.targets.astype(np.int64)[:, None] * size + np.arange(size)).ravel()
@@ -97,7 +97,7 @@ class CheckedExecutor(WitnessExecutor):
 
     def _write(self, plan: Plan, rows, starts, counts, *rest) -> None:
         if self._needed is not None:
-            size, owner = self._spec.page_size, np.repeat(np.arange(len(rows)), counts)
+            size, owner = self.spec.page_size, np.repeat(np.arange(len(rows)), counts)
             positions = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts) + starts[owner]
             for i, group in enumerate(self._paged):
                 slots = self._tables[i][rows[owner], positions // size] * size + positions % size

@@ -13,11 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tenuto.base.errors import ConfigError, InvariantError, StepFailed
-from tenuto.base.groups import MemorySpec
 from tenuto.base.plan import (
     Bytes,
     CopyFailed,
-    InputScores,
     Ints,
     Logprobs,
     MemoryPart,
@@ -61,7 +59,7 @@ class ModelExecutor:
     def __init__(self, forward: Forward, loader: Loader | None = None) -> None:
         """Without a `loader`, the weights cannot be read again."""
         self._forward: Forward | None = forward  # None while the weights are released
-        self._spec, self._layout = forward.spec, forward.layout
+        self.spec, self.layout = forward.spec, forward.layout
         self._loader = loader
         self._path: str | None = None  # of the weights; None: those it started with
         self._units_released = False
@@ -75,16 +73,6 @@ class ModelExecutor:
         if self._forward is None:
             raise InvariantError("the weights are released and not yet restored")
         return self._forward
-
-    @property
-    def spec(self) -> MemorySpec:
-        """The memory groups of the model."""
-        return self._spec
-
-    @property
-    def layout(self) -> str:
-        """See `Executor.layout`."""
-        return self._layout
 
     def prepare(self, units: tuple[int, ...], rows: int, overlap: int = 1) -> None:
         """See `Executor.prepare`. Raises `ConfigError` if the device cannot hold so many units."""
@@ -207,7 +195,8 @@ class ModelExecutor:
         computed, scored = self._compute(plan, samples.outputs), None
         if plan.scores is not None:
             sampled_from = len(computed.logits) - len(plan.scores.offsets)
-            scored = self._score(computed.logits[sampled_from:], plan.scores)
+            targets = plan.scores.targets.astype(np.int64)  # target i is scored by the logits of output i
+            scored = _scored(np.arange(len(targets)), computed.logits[sampled_from:], targets, plan.scores.top)
             best = computed.best[:sampled_from] if computed.best is not None else None
             computed = Outputs(computed.logits[:sampled_from], best)
         tokens, sampled = self._sample(samples, computed, plan.masks)
@@ -253,10 +242,6 @@ class ModelExecutor:
         if len(wanted):
             sampled = _scored(wanted, raw, tokens[wanted], most)
         return tokens.astype(np.int32), sampled
-
-    def _score(self, logits: Logits, scores: InputScores) -> Logprobs:
-        """Returns the log-probabilities of `scores.targets`; target i is scored by the logits of output i."""
-        return _scored(np.arange(len(logits)), logits, scores.targets.astype(np.int64), scores.top)
 
 
 @dataclass(frozen=True, slots=True)

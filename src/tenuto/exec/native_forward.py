@@ -9,13 +9,12 @@ from ctypes import Array, byref, c_int64, c_uint8
 import numpy as np
 
 from tenuto.base.errors import ConfigError
-from tenuto.base.groups import MemorySpec
 from tenuto.base.plan import Bytes, Ints, Plan, TableChanges
 from tenuto.exec.forward import Longs, Outputs, Singles, describe
 from tenuto.kernels.native.library import GroupStep, Library, OpKind, Step
 from tenuto.kernels.native.sampling import sample, score
 from tenuto.kernels.sampling import Choice, Masks
-from tenuto.models.config import Attention, ModelConfig
+from tenuto.models.config import Attention
 from tenuto.models.native.program import NativeProgram
 
 
@@ -71,7 +70,9 @@ class NativeLogits:
 class NativeForward:
     """A `Forward` for any mix of layers that the native kernels support.
 
-    `op_seconds`, float64 [len(OpKind)], is the time all steps so far have spent in each kind of operation.
+    `wide`: numbers of the mixers whose keys and values take 16 bits although those of others take 8. `weight_bytes`:
+    size of the weights in memory. `op_seconds`, float64 [len(OpKind)], is the time all steps so far have spent in each
+    kind of operation.
 
     Invariant: `_model` lives as long as `_handle`, which points into it.
     """
@@ -79,6 +80,8 @@ class NativeForward:
     def __init__(self, library: Library, model: NativeProgram, threads: int) -> None:
         """`threads`: the number of computing threads. Raises `ConfigError` if threads or memory cannot be allocated."""
         self._library, self._model = library, model
+        self.config, self.spec, self.wide = model.config, model.spec, model.wide
+        self.weight_bytes = model.weight_bytes
         self.threads = threads
         self._handle = library.open(byref(model.model), model.ops, len(model.ops), self.threads)
         if not self._handle:
@@ -88,22 +91,13 @@ class NativeForward:
         self.op_seconds = np.zeros(len(OpKind))
 
     @property
-    def config(self) -> ModelConfig:
-        return self._model.config
-
-    @property
-    def spec(self) -> MemorySpec:
-        """The memory groups of the model's layers."""
-        return self._model.spec
-
-    @property
     def layout(self) -> str:
         weights = "native, values apart, plain weights" if self._model.plain else "native, values apart"
         if not self._kept_as:
             return weights
         kept = self._model.kv_cache_dtype
         scaled = ", scaled keys" if kept.scaled_keys else ""
-        return f"{weights}, {kept.words} but for {sorted(self._model.wide)}{scaled}"
+        return f"{weights}, {kept.words} but for {sorted(self.wide)}{scaled}"
 
     @property
     def description(self) -> str:
@@ -116,18 +110,8 @@ class NativeForward:
         words = self._model.kv_cache_dtype.words
         if not words:
             return ""
-        wide, layers = len(self._model.wide), sum(isinstance(mixer, Attention) for mixer in self._model.config.mixers)
+        wide, layers = len(self.wide), sum(isinstance(mixer, Attention) for mixer in self.config.mixers)
         return words + (f", of 16 bits in {wide} of {layers} layers" if wide else "")
-
-    @property
-    def wide(self) -> frozenset[int]:
-        """Numbers of the mixers whose keys and values take 16 bits although those of others take 8."""
-        return self._model.wide
-
-    @property
-    def weight_bytes(self) -> int:
-        """Size of the weights in memory, in bytes."""
-        return self._model.weight_bytes
 
     def prepare(self, units: tuple[int, ...], rows: int) -> None:
         if self._library.prepare(self._handle, (c_int64 * len(units))(*units)):

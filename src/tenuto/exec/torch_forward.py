@@ -10,7 +10,6 @@ import numpy.typing as npt
 import torch
 
 from tenuto.base.errors import ConfigError
-from tenuto.base.groups import MemorySpec
 from tenuto.base.plan import Bytes, Ints, Plan
 from tenuto.exec.forward import Longs, Outputs, Singles, describe
 from tenuto.exec.torch_memory import Memories, indices
@@ -18,7 +17,6 @@ from tenuto.kernels.elements import Element
 from tenuto.kernels.ragged import ragged_arange
 from tenuto.kernels.sampling import Choice, Masks
 from tenuto.kernels.torch_sampling import mask, sample, score
-from tenuto.models.config import ModelConfig
 from tenuto.models.decoder import Decoder
 from tenuto.models.groups import layer_groups, memory_spec
 
@@ -72,32 +70,18 @@ class TorchForward:
 
     def __init__(self, model: Decoder, page_size: int) -> None:
         self._model, self._device = model, model.device
-        self._element = Element(str(model.dtype).removeprefix("torch."))
-        self._groups = layer_groups(model.config, self._element)
-        self._spec = memory_spec(self._groups, page_size)
-
-    @property
-    def config(self) -> ModelConfig:
-        return self._model.config
-
-    @property
-    def spec(self) -> MemorySpec:
-        """The memory groups of the model's layers."""
-        return self._spec
-
-    @property
-    def layout(self) -> str:
-        return f"torch {self._model.dtype}"
-
-    @property
-    def description(self) -> str:
-        return f"PyTorch in {self._element} on {self._device}"
+        element = Element(str(model.dtype).removeprefix("torch."))
+        self._groups = layer_groups(model.config, element)
+        self.config = model.config
+        self.spec = memory_spec(self._groups, page_size)
+        self.layout = f"torch {model.dtype}"
+        self.description = f"PyTorch in {element} on {model.device}"
 
     def prepare(self, units: tuple[int, ...], rows: int) -> None:
         try:
-            self.memories = Memories(self._groups, units, rows, self._spec.page_size, self._device)
+            self.memories = Memories(self._groups, units, rows, self.spec.page_size, self._device)
         except RuntimeError as error:
-            raise ConfigError(f"{self._device} cannot hold {describe(units, self._spec)}: {error}") from error
+            raise ConfigError(f"{self._device} cannot hold {describe(units, self.spec)}: {error}") from error
 
     @torch.inference_mode()
     def apply(self, plan: Plan) -> None:

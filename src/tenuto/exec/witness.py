@@ -41,6 +41,7 @@ from tenuto.exec.witness_hashes import (
     follows,
 )
 from tenuto.exec.witness_sampler import WitnessSampler
+from tenuto.kernels.ragged import ragged_arange
 
 NEVER = np.int64(-1)
 """Token or position of a slot that was never written."""
@@ -99,7 +100,8 @@ class WitnessExecutor:
         eager: bool = False,
         copy_fails: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._spec = MemorySpec(page_size, tuple(groups))
+        self.spec = MemorySpec(page_size, tuple(groups))
+        self.layout = "witness"
         self._vocab_size = vocab_size
         self._verify = verify
         self._fail = fail
@@ -117,28 +119,19 @@ class WitnessExecutor:
         self._histories: Sequence[Ints] | None = None  # of the rows of the step being computed
         self.steps = 0
 
-    @property
-    def spec(self) -> MemorySpec:
-        return self._spec
-
-    @property
-    def layout(self) -> str:
-        """See `Executor.layout`."""
-        return "witness"
-
     def prepare(self, units: tuple[int, ...], rows: int, overlap: int = 1) -> None:  # noqa: ARG002 - it never waits
         self._units = units
         self._allocate(units)
-        self._paged = [i for i, g in enumerate(self._spec.groups) if g.paged]
-        self._states = [i for i, g in enumerate(self._spec.groups) if not g.paged]
+        self._paged = [i for i, g in enumerate(self.spec.groups) if g.paged]
+        self._states = [i for i, g in enumerate(self.spec.groups) if not g.paged]
         self._tables = [np.zeros((rows, 64), np.int64) for _ in self._paged]
         self._sampler = WitnessSampler(self._vocab_size, rows)
 
     def _allocate(self, units: tuple[int, ...]) -> None:
-        size = self._spec.page_size
+        size = self.spec.page_size
         self._slots = [  # hash and token of every token slot, or hash and position of every state slot
             (np.zeros(n * (size if g.paged else 1), np.uint64), np.full(n * (size if g.paged else 1), NEVER))
-            for g, n in zip(self._spec.groups, units, strict=True)
+            for g, n in zip(self.spec.groups, units, strict=True)
         ]
 
     def release(self, parts: Collection[MemoryPart]) -> None:
@@ -221,7 +214,7 @@ class WitnessExecutor:
             stored.reshape(-1, self._slots_of(group))[units] = np.ascontiguousarray(part).view(stored.dtype)
 
     def _slots_of(self, group: int) -> int:
-        return self._spec.page_size if self._spec.groups[group].paged else 1
+        return self.spec.page_size if self.spec.groups[group].paged else 1
 
     def close(self) -> None:
         """See `Executor.close`. Does nothing."""
@@ -240,7 +233,7 @@ class WitnessExecutor:
     def _begin_writing(self, plan: Plan, before: Plan) -> None:
         """Marks units that `plan` newly gives to a sequence as never written, while the step of the earlier plan
         `before` is still uncomputed."""
-        size = self._spec.page_size
+        size = self.spec.page_size
         starts = dict(zip(plan.rows.tolist(), plan.starts.tolist(), strict=True))
         for group, change, copy in zip(self._paged, plan.tables, plan.copies, strict=True):
             tokens = self._slots[group][1].reshape(-1, size)
@@ -322,7 +315,7 @@ class WitnessExecutor:
             table[change.rows, change.index] = change.pages
 
     def _copy_pages(self, plan: Plan) -> None:
-        size = self._spec.page_size
+        size = self.spec.page_size
         for i, copy in enumerate(plan.copies):
             hashes, tokens = self._slots[self._paged[i]]
             for source, target, slots in zip(
@@ -335,7 +328,7 @@ class WitnessExecutor:
     def _read(self, plan: Plan, rows: Longs, starts: Longs) -> Hashes:
         """Returns the hash of each row's history before its first token in this step, read and verified in all
         groups."""
-        found = [self._read_pages(i, self._spec.groups[g], rows, starts) for i, g in enumerate(self._paged)]
+        found = [self._read_pages(i, self.spec.groups[g], rows, starts) for i, g in enumerate(self._paged)]
         for moves, group in zip(plan.states, self._states, strict=True):
             found.append(self._read_states(group, moves.reads.astype(np.int64), starts))
         for other in found[1:]:
@@ -356,12 +349,12 @@ class WitnessExecutor:
             return result
         rows, starts, first = rows[reading], starts[reading], first[reading]
         known = [self._histories[i] for i in reading.tolist()] if self._histories is not None else None
-        size = self._spec.page_size
+        size = self.spec.page_size
         leading = first // size
         counts = (starts - 1) // size + 1 - leading  # pages
         ends = np.cumsum(counts)
         owner = np.repeat(np.arange(len(rows)), counts)
-        numbers = np.arange(ends[-1]) - np.repeat(ends - counts - leading, counts)
+        numbers = ragged_arange(counts) + leading[owner]
         pages = self._tables[index][rows[owner], numbers]
         if (pages == LOST).any():
             raise InvariantError(f"{kind}: a row's page table was lost in a failed step and not sent again")
@@ -400,7 +393,7 @@ class WitnessExecutor:
     ) -> None:
         """Checks that the tokens of each row at positions `first[i]` to `starts[i]` are those of its history, as far as
         that is `known`. Its pages begin at index `begins[i]` of `pages` and `tokens`."""
-        size = self._spec.page_size
+        size = self.spec.page_size
         for row, low, start, history, begin in zip(rows, first, starts, known, begins, strict=True):
             stop = min(int(start), len(history))
             skipped = int(low) % size
@@ -428,16 +421,16 @@ class WitnessExecutor:
     def _write(
         self, plan: Plan, rows: Longs, starts: Longs, counts: Longs, tokens: Longs, hashes: Hashes, states: Hashes
     ) -> None:
-        size = self._spec.page_size
+        size = self.spec.page_size
         owner = np.repeat(np.arange(len(rows)), counts)
-        positions = np.arange(len(tokens)) - np.repeat(np.cumsum(counts) - counts, counts) + starts[owner]
+        positions = ragged_arange(counts) + starts[owner]
         for i, group in enumerate(self._paged):
             pages = self._tables[i][rows[owner], positions // size]
             if (pages == LOST).any():
                 raise InvariantError("a row's page table was lost in a failed step, but is used for writing")
             slots = pages * size + positions % size
             if len(np.unique(slots)) != len(slots):
-                raise InvariantError(f"{self._spec.groups[group].kind.value}: two rows write the same slot in one step")
+                raise InvariantError(f"{self.spec.groups[group].kind.value}: two rows write the same slot in one step")
             self._note(group, slots)
             stored_hashes, stored_tokens = self._slots[group]
             stored_hashes[slots], stored_tokens[slots] = hashes, tokens

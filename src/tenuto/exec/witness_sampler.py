@@ -10,6 +10,7 @@ import numpy.typing as npt
 from tenuto.base.plan import InputScores, Logprobs, Plan, RowSampling, TokenMasks, Words
 from tenuto.base.sampling import LEAST_LOGPROB
 from tenuto.exec.witness_hashes import Hashes, Longs, next_allowed, next_unmasked, seeded
+from tenuto.kernels.ragged import ragged_arange
 
 
 class WitnessSampler:
@@ -43,7 +44,7 @@ class WitnessSampler:
         their log-probabilities if any row asks for them."""
         samples = plan.samples.astype(np.int64)
         owner = np.repeat(np.arange(len(rows)), samples)
-        within = np.arange(int(samples.sum())) - np.repeat(np.cumsum(samples) - samples, samples)
+        within = ragged_arange(samples)
         sampled = hashes[stops[owner] - samples[owner] + within] ^ self._seeds[rows[owner]]
         tokens = self._next_tokens(sampled)
         if self._asking or plan.masks:

@@ -59,6 +59,7 @@ class NativeProgram:
         self._building = Building(config, self._panels, groups, keys.scales)
         ops = self._operations()
         self._panels.end()
+        self.weight_bytes = self._panels.size  # in memory
         self.ops = (Op * len(ops))(*ops)
         ropes, made = self._building.ropes(), [group_of(group) for group in groups]
         self.model = library.Model(
@@ -70,11 +71,6 @@ class NativeProgram:
             (library.Group * len(made))(*made),
             ropes,
         )
-
-    @property
-    def weight_bytes(self) -> int:
-        """The size of the weights in memory, in bytes."""
-        return self._panels.size
 
     def _operations(self) -> list[Op]:
         c, b = self.config, self._building
