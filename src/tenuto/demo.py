@@ -122,9 +122,10 @@ class Demo:
             self._said(speaker, questions[number % len(sessions)], streams[number % len(sessions)].text)
             histories = [s.history[:n] for s, n in zip(sessions.values(), prompts, strict=True)]
             again = [engine.generate(history, max_new_tokens=1) for history in histories]
-            same += sum(a.token_ids == b.token_ids[:1] for a, b in zip(_ended(again), streams, strict=True))
+            costs = _cost(streams), _cost(again)  # which waits for their ends
+            same += sum(a.token_ids == b.token_ids[:1] for a, b in zip(again, streams, strict=True))
             new = _mean([n - b for n, b in zip(prompts, before, strict=True)])
-            rounds.append(Round(_mean(prompts), new, _cost(streams), _cost(again)))
+            rounds.append(Round(_mean(prompts), new, *costs))
         self._table(rounds)
         self.out.print(f"The first token was the same both ways in {same} of {len(rounds) * len(sessions)} turns.")
 
@@ -234,7 +235,8 @@ class Demo:
             session = engine.session("long", system=SYSTEM)
             while session.info.tokens < LONG:
                 session.append([{"role": "user", "content": " ".join(QUESTIONS["garden"])}])
-            _stop(server)
+            server.terminate()
+            server.wait()
         with _served(model, device, directory / "other", *kept) as (url, _), connect(url) as engine:
             session = engine.attach("long")
             copy = engine.import_session(session.export(), session_id="copy")
@@ -295,23 +297,12 @@ def _kill(server: subprocess.Popen[str]) -> None:
     server.wait()
 
 
-def _stop(server: subprocess.Popen[str]) -> None:
-    """Sends SIGTERM to the server and waits for its end."""
-    server.terminate()
-    server.wait()
-
-
 def _mean(values: list[int] | list[float]) -> float:
     return sum(values) / len(values)
 
 
-def _ended(turns: list[TurnStream]) -> list[TurnStream]:
-    for turn in turns:
-        turn.result()
-    return turns
-
-
 def _cost(turns: list[TurnStream]) -> Cost:
+    """Returns the average cost of the turns, once all have ended."""
     usages = [turn.result().usage for turn in turns]
     seconds = [turn.time_to_first_token or 0.0 for turn in turns]
     return Cost(_mean([usage.prompt - usage.cached for usage in usages]), _mean(seconds))

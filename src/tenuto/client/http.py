@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,6 @@ from tenuto.client.feed import Feed, Source
 from tenuto.client.transport import Deliver, Options, RunningTurn
 from tenuto.client.wire import (
     SERVER_OPTIONS,
-    Exchange,
     answer_from,
     exchange_of,
     input_body,
@@ -46,29 +45,27 @@ class HttpTransport:
         return self.connection.call(self._ask(request))
 
     async def _ask(self, request: Request[T]) -> T:
-        exchange = exchange_of(request)
-        if _opens_without_id(exchange):  # the id of the session to close is only in the answer
-            with self.connection.unbroken():
-                return await self._answer(request, exchange)
-        return await self._answer(request, exchange)
+        method, path, body, query = exchange_of(request)
+        unnamed = body is not None and body.get("id", "") is None  # only the answer has the id of the session to close
+        with self.connection.unbroken() if unnamed else nullcontext():
+            said = await self._send(request, method, path, body, query or {})
+            answer = answer_from(request, said)
+            if isinstance(answer, SessionInfo) and unnamed:
+                self.connection.leftovers.add(session_path(answer.session_id))
+            if isinstance(request, CloseSession):
+                self.connection.leftovers.discard(path)
+            return answer
 
-    async def _answer(self, request: Request[T], exchange: Exchange) -> T:
-        method, path, body, query = exchange
-        asked: Any = request
-        match asked:
+    async def _send(self, request: Any, method: str, path: str, body: Any, query: dict[str, Any]) -> Any:
+        """Sends a request, with the file of its state, and returns the answer's JSON."""
+        match request:
             case ExportSession(state=str(file)):
                 await self.connection.download(path + "/state", Path(file))
-                said: Any = await asyncio.to_thread(_document_of, Path(file))
+                return await asyncio.to_thread(_document_of, Path(file))
             case ImportSession(state=str(file)):
-                said = await self.connection.upload(path + "/state", Path(file), **(query or {}))
+                return await self.connection.upload(path + "/state", Path(file), **query)
             case _:
-                said = await self.connection.ask(method, path, body, **(query or {}))
-        answer = answer_from(request, said)
-        if isinstance(answer, SessionInfo) and _opens_without_id(exchange):
-            self.connection.leftovers.add(session_path(answer.session_id))
-        if isinstance(request, CloseSession):
-            self.connection.leftovers.discard(path)
-        return answer
+                return await self.connection.ask(method, path, body, **query)
 
     def start(self, request: StartTurn, options: Options, use: ToolUse | None, deliver: Deliver) -> RunningTurn:
         body = turn_body(request.kind, request.params, options)
@@ -87,10 +84,6 @@ class HttpTransport:
 
     def close(self) -> None:
         self.connection.close()
-
-
-def _opens_without_id(exchange: Exchange) -> bool:
-    return exchange.body is not None and exchange.body.get("id", "") is None
 
 
 def _document_of(path: Path) -> Any:
