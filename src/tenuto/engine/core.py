@@ -1,4 +1,4 @@
-"""What the parts of an engine share."""
+"""The collaborators that the parts of an engine share."""
 
 from __future__ import annotations
 

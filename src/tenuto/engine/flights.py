@@ -134,7 +134,8 @@ class Flights:
             else:
                 self._lifecycle.commit(turn, EndReason.APPENDED)
         for turn in settled.stuck:
-            log.warning("a grammar cannot be followed", extra={"turn": turn.name, "error": _failure(turn)})
+            failure = turn.constraint.failure if turn.constraint is not None else ""
+            log.warning("a grammar cannot be followed", extra={"turn": turn.name, "error": failure})
             self._lifecycle.abort(turn, EndReason.GRAMMAR)
         self._ask_masks()
         self._ask_slow_masks(settled.progressed)
@@ -184,7 +185,3 @@ class Flights:
         """Returns the turns of a flight that are still in their rows."""
         same = self._memory.rows.run[flight.rows] == flight.runs
         return list(self._batch.turns[flight.rows[same]])
-
-
-def _failure(turn: Turn) -> str:
-    return turn.constraint.failure if turn.constraint is not None else ""

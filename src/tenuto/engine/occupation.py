@@ -15,8 +15,8 @@ from tenuto.engine.lifecycle import Lifecycle
 
 
 class Occupation:
-    """Determines whether the engine computes: not while it is `paused`, nor while the system has parts of the model's
-    memory back, which are `released`."""
+    """Determines whether the engine computes. It plans no steps while it is `paused`, or while the system has parts of
+    the model's memory back, which are `released`."""
 
     def __init__(self, core: Core, lifecycle: Lifecycle, flights: Flights) -> None:
         self.fuse = core.fuse
