@@ -107,9 +107,7 @@ class SequenceMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def begin_with_a_turns(self, data: st.DataObject) -> None:
         writing = self._pick_writing(data)
-        most = max(
-            0, min(writing.computed, len(writing.tokens) - 1)
-        )  # the other sequence computes its last token itself
+        most = max(0, min(writing.computed, len(writing.tokens) - 1))  # the other computes its last token
         child = self.scribe.fork_turn(writing, data.draw(st.integers(0, most)))
         assert child is None or child.memory.computed == len(child.history) - 1
 

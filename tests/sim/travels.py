@@ -12,7 +12,7 @@ from tenuto.base.errors import InvalidRequest
 from tenuto.base.views import SessionState
 from tenuto.base.wire.state_file import StateFile, write_state_file
 from tenuto.memory.tiers.lent import LentUnits
-from tenuto.memory.tiers.parked import Parked
+from tenuto.memory.tiers.parked import Parked, size_of
 from tenuto.session.records import SavedSession
 from tenuto.session.session import Session
 from tests.sim import keeping
@@ -93,7 +93,7 @@ class ParkedInOrder:
             if session.turn is not None or (parked is not None and before.get(session, (None,))[0] is not parked):
                 self._used[session] = world.steps
             if parked is not None and session.turn is None:
-                self._parked[session] = parked, parked.size, session.version
+                self._parked[session] = parked, size_of(parked), session.version
                 if parked.on_disk:
                     self._on_disk.add(parked)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
@@ -156,6 +157,14 @@ def check_unicode(name: str, value: str) -> None:
         value.encode()
     except UnicodeEncodeError:
         raise InvalidRequest(f"{name} has a lone surrogate; allowed: Unicode text", param=_param(name)) from None
+
+
+def parsed_json(problem: str, text: str, param: str) -> Any:
+    """Parses JSON text. Raises `InvalidRequest`, which begins with `problem`."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{problem}: {error}", param=param) from None
 
 
 MAX_NESTING = 128

@@ -100,9 +100,7 @@ class EngineConfig:
     )
     disk_tier_size: int = option(0, "Most bytes in it, or a size such as 4GiB. 0: no limit.", parse_size)
     snapshot_seconds: float = option(
-        30.0,
-        "Most time to write memory to the disk tier when a server with a journal ends.",
-        Bounds(0.0, 86400.0),
+        30.0, "Most time to write memory to the disk tier when a server with a journal ends.", Bounds(0.0, 86400.0)
     )
     tenant_weights: tuple[tuple[str, float], ...] = option(
         (),

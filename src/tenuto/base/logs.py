@@ -21,7 +21,8 @@ def configure_logs(level: str = "info", *, as_json: bool | None = None) -> None:
         structlog.processors.TimeStamper(fmt="iso"),
         structlog.processors.format_exc_info,
     ]
-    renderer = structlog.processors.JSONRenderer() if as_json else _lines()
+    lines = structlog.dev.ConsoleRenderer(repr_native_str=True, exception_formatter=structlog.dev.plain_traceback)
+    renderer = structlog.processors.JSONRenderer() if as_json else lines
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
@@ -45,7 +46,3 @@ class _Writer(structlog.WriteLogger):
     def __init__(self, name: str) -> None:
         super().__init__(sys.stderr)
         self.name = name
-
-
-def _lines() -> structlog.dev.ConsoleRenderer:
-    return structlog.dev.ConsoleRenderer(repr_native_str=True, exception_formatter=structlog.dev.plain_traceback)

@@ -21,7 +21,7 @@ from tenuto.memory.rows import Longs
 from tenuto.memory.tiers.contents import Content, contents
 from tenuto.memory.tiers.lent import LentUnits
 from tenuto.memory.tiers.moves import Carrier, Move
-from tenuto.memory.tiers.parked import Parked
+from tenuto.memory.tiers.parked import Parked, size_of
 from tenuto.memory.tiers.snapshots import SavedMemory, Snapshot
 from tenuto.memory.tiers.tiers import Tiers
 from tenuto.memory.tiers.unit_files import Disk, UnitFiles
@@ -244,7 +244,7 @@ class Parking:
         if position < session.memory.resumable(turn.resume_position) + self._memory.page_size:
             return 0
         tier = "disk" if parked.on_disk else "host"
-        if not parked.trial and not self.tiers.rates.worth(tier, parked.size, position):
+        if not parked.trial and not self.tiers.rates.worth(tier, size_of(parked), position):
             return 0
         self.tiers.use(parked)  # so that it does not make room for others now
         return position

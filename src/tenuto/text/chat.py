@@ -96,10 +96,7 @@ class ChatTemplate:
         """`tool_source`: a separate template for conversations with tools. Renders examples with both, and raises
         `ModelError` if one is not a template or cannot be rendered turn by turn."""
         eos_id = tokenizer.eos_ids[0] if tokenizer.eos_ids else None
-        variables = {
-            "bos_token": tokenizer.control_text(tokenizer.bos_id),
-            "eos_token": tokenizer.control_text(eos_id),
-        }
+        variables = {"bos_token": tokenizer.control_text(tokenizer.bos_id), "eos_token": tokenizer.control_text(eos_id)}
         self._source = source
         self._template = Template(source, variables, local_time)
         self._needs_calls = False
@@ -302,12 +299,7 @@ class ChatTemplate:
         return Guard(self._markup, [self._source, variables.source, *texts_of(messages, tools)])
 
     def _tail(
-        self,
-        earlier: Conversation,
-        messages: Sequence[Message],
-        *,
-        generate: bool,
-        variables: Variables = NO_VARIABLES,
+        self, earlier: Conversation, messages: Sequence[Message], *, generate: bool, variables: Variables = NO_VARIABLES
     ) -> tuple[str, Guard]:
         """Returns the text that the template writes after the content of `earlier`'s last message, and the guard that
         protected `messages` in it."""

@@ -81,10 +81,7 @@ def _swallows(text: str, architecture: object, pre: object) -> tuple[bool, bool]
 
 
 def _added(
-    tokens: list[str],
-    types: list[int],
-    steering: Collection[int | None],
-    swallows: Callable[[str], tuple[bool, bool]],
+    tokens: list[str], types: list[int], steering: Collection[int | None], swallows: Callable[[str], tuple[bool, bool]]
 ) -> list[AddedToken]:
     """Returns the tokens that are matched before text is split into words. The ids in `steering` become control tokens
     whatever their type, so that users' text never encodes to a token that ends a turn."""

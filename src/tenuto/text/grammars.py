@@ -3,7 +3,6 @@ the engine's thread."""
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from tenuto.base.checks import parsed_json
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.plan import Words
 from tenuto.base.tools.grammar import WHITE_SPACE, Grammar
@@ -131,10 +131,7 @@ _NAMES = {
 
 
 def _schema(grammar: Grammar) -> str:
-    try:
-        schema = json.loads(grammar.source)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the JSON schema is not JSON: {error}", param="grammar") from None
+    schema = parsed_json("the JSON schema is not JSON", grammar.source, "grammar")
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):

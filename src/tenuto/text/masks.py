@@ -67,14 +67,9 @@ class MaskThreads:
         for number, thread in enumerate(self._threads):
             mine = [request for request, late in zip(requests, slow, strict=True) if late is bool(number)]
             if mine:
-                thread.submit(_carry_out, mine)
+                thread.submit(MasksAtOnce().ask, mine)
 
     def close(self) -> None:
         """Finishes pending requests and ends the threads."""
         for thread in self._threads:
             thread.shutdown()
-
-
-def _carry_out(requests: Sequence[MaskRequest]) -> None:
-    for request in requests:
-        request.carry_out()

@@ -124,7 +124,7 @@ def _compiled(pattern: str) -> StopPattern:
             f"stop_regex {pattern!r} matches the empty text; allowed: expressions that need at least one character"
         )
     parts = _Parser(pattern)
-    found = parts.whole()
+    found = parts.choice()
     if found.size > MAX_SIZE:
         raise _too_large(found.size)
     begun = _program(rf"(?:{found.begun})\z", pattern)
@@ -174,13 +174,9 @@ class _Parser:
     atoms: set[str] = field(default_factory=set)
     _at: int = 0
 
-    def whole(self) -> _Fragment:
-        """Parses the whole expression. Its `begun` matches every prefix of a match, the empty one included, and
-        possibly whole matches."""
-        return self._choice()
-
-    def _choice(self) -> _Fragment:
-        """Parses the choices from here to the end of the group."""
+    def choice(self) -> _Fragment:
+        """Parses the choices from here to the end of the group, or of the expression. The result's `begun` matches
+        every prefix of a match, the empty one included, and possibly whole matches."""
         choices: list[_Fragment] = []
         sequence: list[_Fragment] = []
         flags: list[_Fragment] = []  # flags apply up to the end of the group, in later choices too
@@ -196,7 +192,7 @@ class _Parser:
                 sequence += [_Fragment(re2.escape(letter), size=1) for letter in text[2:].removesuffix(r"\E")]
             elif kind == "opened":
                 head = text if text.endswith(":") else "(?:"
-                inside = self._choice()
+                inside = self.choice()
                 sequence.append(_Fragment(f"{head}{inside.itself})", f"{head}{inside.begun})", inside.size))
             elif kind == "repeated":
                 sequence.append(_repeated(sequence.pop(), text))

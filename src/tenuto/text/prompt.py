@@ -21,10 +21,7 @@ class Prompt:
 
 
 def parse_input(
-    given: Input | TurnInput,
-    tokenizer: Tokenizer | None,
-    room: Room | None = None,
-    last_token: int | None = None,
+    given: Input | TurnInput, tokenizer: Tokenizer | None, room: Room | None = None, last_token: int | None = None
 ) -> Prompt:
     """Parses a turn's input and encodes text. `last_token`: the last token of the history, if there is one. Raises
     `InvalidRequest` unless `given` is text, token ids or messages. Raises `ContextExceeded`, without encoding, if text

@@ -90,11 +90,7 @@ class Tokenizer:
         return Before.CONTROL if last_token in self._control else Before.TEXT
 
     def encode(
-        self,
-        text: str,
-        special: bool = False,
-        before: Before = Before.TEXT,
-        restored: Callable[[str], str] = str,
+        self, text: str, special: bool = False, before: Before = Before.TEXT, restored: Callable[[str], str] = str
     ) -> list[int]:
         """Returns the token ids of `text`. Adds no tokens at either end; some models put a blank before the text,
         depending on what stands `before` it. With `special`, control tokens spelled out in `text` are encoded as such:

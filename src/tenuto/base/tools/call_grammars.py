@@ -6,13 +6,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from tenuto.base.checks import shown
+from tenuto.base.checks import parsed_json, shown
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.tools.answers import CLOSE_THOUGHT, OPEN_THOUGHT
 from tenuto.base.tools.call_text import CLOSE_FUNCTION, CLOSE_PARAMETER, OPEN_FUNCTION, OPEN_PARAMETER, types_of
 from tenuto.base.tools.channels import CHANNEL, CONSTRAIN, END, MESSAGE, START
 from tenuto.base.tools.definitions import TAGS, ModelHabits
-from tenuto.base.tools.grammar import WHITE_SPACE, Grammar, parsed
+from tenuto.base.tools.grammar import NOT_JSON, WHITE_SPACE, Grammar
 
 
 def shape_of(
@@ -208,7 +208,7 @@ def _part(grammar: Grammar) -> str:
     if grammar.kind == "json_object":
         return _json({"type": "object"})
     if grammar.kind == "json_schema":
-        schema = parsed(grammar.source)
+        schema = parsed_json(NOT_JSON, grammar.source, "grammar")
         return _json({} if schema is True else schema)
     if grammar.kind == "choice":
         return " | ".join(map(_quoted, grammar.choices()))

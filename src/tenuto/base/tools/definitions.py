@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tenuto.base.checks import check_nesting, check_unicode, shown, wrong
+from tenuto.base.checks import check_nesting, check_unicode, parsed_json, shown, wrong
 from tenuto.base.errors import InvalidRequest
 
 MAX_TOOLS = 128
@@ -47,10 +47,7 @@ class ToolCall:
 
     def parsed(self) -> dict[str, Any]:
         """Parses the arguments. Raises `InvalidRequest`."""
-        try:
-            arguments = json.loads(self.arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"a tool call's arguments are not JSON: {error}", param="tool_calls") from None
+        arguments = parsed_json("a tool call's arguments are not JSON", self.arguments or "{}", "tool_calls")
         if not isinstance(arguments, dict):
             raise InvalidRequest(
                 f"a tool call's arguments are {shown(arguments)}; allowed: a JSON object", param="tool_calls"
@@ -102,10 +99,7 @@ class Tools:
         """Parses the list. Raises `InvalidRequest`."""
         if not self.source:
             return []
-        try:
-            tools = json.loads(self.source)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"tools are not JSON: {error}", param="tools") from None
+        tools = parsed_json("tools are not JSON", self.source, "tools")
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise InvalidRequest("tools are not a list of objects", param="tools")
         check_nesting("tools", tools, "tools")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
-from tenuto.base.checks import check_unicode, shown, wrong
+from tenuto.base.checks import check_unicode, parsed_json, shown, wrong
 from tenuto.base.errors import InvalidRequest
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "ebnf", "lark"]
@@ -15,6 +15,7 @@ KINDS: tuple[GrammarKind, ...] = get_args(GrammarKind)
 MAX_GRAMMAR = 2**18
 """Maximum length of a grammar's source, in characters."""
 MAX_CHOICES = 4096
+NOT_JSON = "the grammar is not JSON"
 WHITE_SPACE = r"(\x20|\x0A\x20{0,32})?"
 """The white space allowed in JSON: one blank, or a new line and its indentation. Small models tend to repeat unbounded
 white space forever."""
@@ -95,7 +96,7 @@ class Grammar:
 
     def choices(self) -> list[str]:
         """Returns the strings of a `choice`. Raises `InvalidRequest` if its source is not a list of strings."""
-        strings: list[str] = parsed(self.source)
+        strings: list[str] = parsed_json(NOT_JSON, self.source, "grammar")
         self.of_choice(strings)
         return strings
 
@@ -104,11 +105,3 @@ class Grammar:
         if self.kind == "json_object":
             return {self.kind: True}
         return {self.kind: self.choices() if self.kind == "choice" else self.source}
-
-
-def parsed(text: str) -> Any:
-    """Parses JSON in a grammar's source. Raises `InvalidRequest`."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the grammar is not JSON: {error}", param="grammar") from None

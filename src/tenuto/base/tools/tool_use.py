@@ -47,8 +47,7 @@ class ToolUse:
             raise wrong("tool_choice", self.choice, f"{', '.join(get_args(ToolChoice))}, or a function's name")
         if self.choice == "required" and not self.chosen:
             raise InvalidRequest(
-                "tool_choice names a function that tools does not have; allowed: one of them",
-                param="tool_choice",
+                "tool_choice names a function that tools does not have; allowed: one of them", param="tool_choice"
             )
         _ = self.told  # raises `InvalidRequest` for definitions that cannot be written
 

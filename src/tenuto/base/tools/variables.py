@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tenuto.base.checks import check_nesting, check_unicode, shown
+from tenuto.base.checks import check_nesting, check_unicode, parsed_json, shown
 from tenuto.base.errors import InvalidRequest
 
 FIELD = "chat_template_kwargs"
@@ -48,10 +48,7 @@ class Variables:
         """Parses the object. Raises `InvalidRequest`."""
         if not self.source:
             return {}
-        try:
-            values = json.loads(self.source)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"{FIELD} are not JSON: {error}", param=FIELD) from None
+        values = parsed_json(f"{FIELD} are not JSON", self.source, FIELD)
         if not isinstance(values, dict):
             raise InvalidRequest(f"{FIELD} are {shown(values)}; allowed: an object", param=FIELD)
         check_nesting(FIELD, values, FIELD)

@@ -74,11 +74,6 @@ class Parked:
         return (unit for group in self.units for unit in group)
 
     @property
-    def size(self) -> int:
-        """The number of bytes."""
-        return size_of(self)
-
-    @property
     def staying(self) -> list[StoredUnit]:
         """The units in host memory that are not on their way to disk."""
         return [unit for unit in self if unit.data is not None and not unit.leaving]
@@ -86,12 +81,12 @@ class Parked:
     @property
     def on_disk(self) -> bool:
         """Whether some of it has to be read from disk."""
-        return any(unit.file is not None for group in self.units for unit in group)
+        return any(unit.file is not None for unit in self)
 
     @property
     def in_host(self) -> bool:
         """Whether some of it is in host memory."""
-        return any(unit.data is not None for group in self.units for unit in group)
+        return any(unit.data is not None for unit in self)
 
     def check(self, names: Contents) -> None:
         """Raises `InvariantError` if the first units of each group have other contents than `names`."""

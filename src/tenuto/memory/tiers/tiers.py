@@ -171,7 +171,7 @@ class Tiers:
         units on their way to disk. Returns False if that failed."""
         while (too_much := self.host_used - self.writes.size > self._host_bytes) and self._in_host:
             parked = next(iter(self._in_host))
-            worth = parked.trial or self.rates.worth("disk", parked.size, parked.position)
+            worth = parked.trial or self.rates.worth("disk", size_of(parked), parked.position)
             if not worth or not self._leave(parked):
                 self.forget(parked)
         return not too_much
