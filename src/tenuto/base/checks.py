@@ -167,6 +167,15 @@ def parsed_json(problem: str, text: str, param: str) -> Any:
         raise InvalidRequest(f"{problem}: {error}", param=param) from None
 
 
+def check_json_text(name: str, text: object, most: int) -> None:
+    """Raises `InvalidRequest` unless `text`, the JSON in field `name`, is text of at most `most` characters."""
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{name} are {shown(text)}; allowed: JSON text", param=name)
+    if len(text) > most:
+        raise InvalidRequest(f"{name} have {len(text)} characters; allowed: at most {most}", param=name)
+    check_unicode(name, text)
+
+
 MAX_NESTING = 128
 """Maximum depth of objects and lists in JSON that chat templates render."""
 

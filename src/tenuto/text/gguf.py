@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, cast
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models
+from tokenizers import AddedToken, decoders, models, normalizers
 
 from tenuto.base.errors import ModelError
 from tenuto.formats.gguf_file import GgufFile
@@ -63,7 +63,9 @@ def _byte_level(pre: PreTokenizer, tokens: list[str], merges: list[str]) -> toke
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     vocabulary = {text: i for i, text in enumerate(tokens)}
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, cast("Any", pairs), ignore_merges=pre.whole_words))
-    pre.put_into(backend)
+    if pre.nfc:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre.make()
     backend.decoder = decoders.ByteLevel()
     return backend
 

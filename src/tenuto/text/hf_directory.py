@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken
@@ -30,14 +30,14 @@ def tokenizer_from_directory(path: Path) -> Tokenizer:
     bos_id = _token_id(backend, config.get("bos_token"))
     eos_ids = _eos_ids(backend, config, _read_json(path / "generation_config.json"))
     _steer(backend, {bos_id, *eos_ids})
-    templates = _chat_templates(path, config)
+    usual, with_tools = _chat_templates(path, config)
     return Tokenizer(
         backend,
         bos_id=bos_id,
         eos_ids=eos_ids,
         adds_bos=bos_id is not None and _adds_bos(backend, bos_id, config.get("add_bos_token")),
-        chat_template=templates.usual,
-        tool_template=templates.with_tools,
+        chat_template=usual,
+        tool_template=with_tools,
     )
 
 
@@ -51,7 +51,8 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
         if repr(present.get(token_id)) != repr(token) and token_id in (known, backend.get_vocab_size()):
             backend.add_tokens([token])
     for named in _named(config):
-        if _token_id(backend, named) is not None and _text(named) not in _added_texts(backend):
+        added = {token.content for token in backend.get_added_tokens_decoder().values()}
+        if _token_id(backend, named) is not None and _text(named) not in added:
             backend.add_special_tokens([AddedToken(_text(named), special=True)])
 
 
@@ -86,10 +87,6 @@ def _steer(backend: tokenizers.Tokenizer, ids: Collection[int | None]) -> None:
         if i in ids and not token.special:
             token.special = True
             backend.add_special_tokens([token])
-
-
-def _added_texts(backend: tokenizers.Tokenizer) -> set[str]:
-    return {token.content for token in backend.get_added_tokens_decoder().values()}
 
 
 def _adds_bos(backend: tokenizers.Tokenizer, bos_id: int, configured: object) -> bool:
@@ -130,22 +127,17 @@ def _eos_ids(backend: tokenizers.Tokenizer, config: dict[str, Any], generation: 
     return tuple(dict.fromkeys(i for i in ids if isinstance(i, int)))
 
 
-class _Templates(NamedTuple):
-    usual: str | None
-    with_tools: str | None = None
-
-
-def _chat_templates(path: Path, config: dict[str, Any]) -> _Templates:
-    """Reads the chat templates; files take precedence over the tokenizer's configuration. Of several named templates,
-    `default` is the usual one and `tool_use` serves conversations with tools, as in transformers. Either may be
-    missing."""
+def _chat_templates(path: Path, config: dict[str, Any]) -> tuple[str | None, str | None]:
+    """Returns the usual chat template and the one for conversations with tools; either may be missing. Files take
+    precedence over the tokenizer's configuration. Of several named templates, `default` is the usual one and `tool_use`
+    serves conversations with tools, as in transformers."""
     file, beside = path / "chat_template.jinja", path / "additional_chat_templates" / "tool_use.jinja"
     if file.is_file():
         with_tools = beside.read_text(encoding="utf-8") if beside.is_file() else None
-        return _Templates(file.read_text(encoding="utf-8"), with_tools)
+        return file.read_text(encoding="utf-8"), with_tools
     template = _read_json(path / "chat_template.json").get("chat_template", config.get("chat_template"))
     if template is None or isinstance(template, str):
-        return _Templates(template)
+        return template, None
     if not isinstance(template, list) or not all(isinstance(entry, dict) for entry in template):
         raise ModelError(
             f"the chat template in {path} is a {type(template).__name__}; expected text or a list of objects"
@@ -154,4 +146,4 @@ def _chat_templates(path: Path, config: dict[str, Any]) -> _Templates:
     usual, with_tools = named.get("default"), named.get("tool_use")
     if wrong := [one for one in (usual, with_tools) if not isinstance(one, str | None)]:
         raise ModelError(f"a chat template in {path} is a {type(wrong[0]).__name__}; expected text")
-    return _Templates(usual if usual is not None else with_tools, with_tools)
+    return usual if usual is not None else with_tools, with_tools

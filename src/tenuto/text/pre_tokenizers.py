@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import tokenizers
-from tokenizers import Regex, normalizers, pre_tokenizers
+from tokenizers import Regex, pre_tokenizers
 
 from tenuto.base.errors import ModelError
 from tenuto.text.alphabet import SUPPORTED
@@ -59,12 +58,6 @@ class PreTokenizer:
     nfc: bool = False
     whole_words: bool = False
     opens: bool = False
-
-    def put_into(self, backend: tokenizers.Tokenizer) -> None:
-        """Sets the normalizer and pre-tokenizer of `backend`."""
-        if self.nfc:
-            backend.normalizer = normalizers.NFC()
-        backend.pre_tokenizer = self.make()
 
 
 _GPT2 = PreTokenizer(_gpt2)

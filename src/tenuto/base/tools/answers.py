@@ -210,15 +210,13 @@ class AnswerReader:
             self._searched = max(0, len(self._rest) - _LONGEST_END)
             return False
         whole = self._rest[: end.end() if end is not None else len(self._rest)]
-        calls = self._made(functions_in(whole, self._types) or objects_in(self._untagged(whole)))
+        untagged = whole.removeprefix(self._opens).removesuffix(self._closes)
+        calls = self._made(functions_in(whole, self._types) or objects_in(untagged))
         said.text += "" if calls else whole
         said.calls += calls
         self._searched, self._rest = None, self._rest[len(whole) :]
         self._dropped = string.whitespace if calls else ""
         return bool(self._rest)
-
-    def _untagged(self, whole: str) -> str:
-        return whole.removeprefix(self._opens).removesuffix(self._closes)
 
     def _after_mark(self, said: Said, *, ended: bool) -> bool:
         """Parses calls in the formats in which they fill the answer, or all of it after a control token."""

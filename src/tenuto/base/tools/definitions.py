@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tenuto.base.checks import check_nesting, check_unicode, parsed_json, shown, wrong
+from tenuto.base.checks import check_json_text, check_nesting, check_unicode, parsed_json, shown, wrong
 from tenuto.base.errors import InvalidRequest
 
 MAX_TOOLS = 128
@@ -74,13 +74,7 @@ class Tools:
 
     def __post_init__(self) -> None:
         """Raises `InvalidRequest`."""
-        if not isinstance(self.source, str):
-            raise InvalidRequest(f"tools are {shown(self.source)}; allowed: JSON text", param="tools")
-        if len(self.source) > MAX_TOOLS_SIZE:
-            raise InvalidRequest(
-                f"tools have {len(self.source)} characters; allowed: at most {MAX_TOOLS_SIZE}", param="tools"
-            )
-        check_unicode("tools", self.source)
+        check_json_text("tools", self.source, MAX_TOOLS_SIZE)
 
     @classmethod
     def of(cls, functions: list[Mapping[str, Any]]) -> Tools:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tenuto.base.checks import check_nesting, check_unicode, parsed_json, shown
+from tenuto.base.checks import check_json_text, check_nesting, parsed_json, shown
 from tenuto.base.errors import InvalidRequest
 
 FIELD = "chat_template_kwargs"
@@ -28,11 +28,7 @@ class Variables:
 
     def __post_init__(self) -> None:
         """Raises `InvalidRequest`."""
-        if not isinstance(self.source, str):
-            raise InvalidRequest(f"{FIELD} are {shown(self.source)}; allowed: JSON text", param=FIELD)
-        if len(self.source) > MAX_SIZE:
-            raise InvalidRequest(f"{FIELD} have {len(self.source)} characters; allowed: {MAX_SIZE}", param=FIELD)
-        check_unicode(FIELD, self.source)
+        check_json_text(FIELD, self.source, MAX_SIZE)
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Variables:

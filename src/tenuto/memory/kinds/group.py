@@ -296,10 +296,10 @@ class Table(ABC):
     def truncate_turn(self, position: int, part: Lease | None, *, again: bool) -> None:
         """Cuts the turn to `position`: a live one, that of a checkpoint with `part`, or with `again` its first one."""
 
-    @abstractmethod
     def commit(self, position: int, part: Lease | None) -> None:
         """Commits the turn with `position` tokens computed, past where it began: moves to the session the units that
         the checkpoint there, with `part`, does not hold, and gives back the rest."""
+        self.abort()
 
     def abort(self) -> None:
         """Ends the turn: leaves its row and gives back the units it acquired."""

@@ -165,9 +165,6 @@ class StateTable(Table):
             return self.current
         return int((group.current if position == group.rows.scheduled[row] else group.alternate)[row])
 
-    def commit(self, position: int, part: Lease | None) -> None:
-        self.abort()
-
     def abort(self) -> None:
         super().abort()
         self.current = self.alternate = NO_SLOT

@@ -94,9 +94,7 @@ class Tiers:
         parked = self._copied(position, kept, names)
         if parked is not None:
             parked.trial = not worth
-            if not self._fit():
-                self.forget(parked)
-        return parked if parked in self else None
+        return self._fitted(parked) if parked is not None else None
 
     def save(self, position: int, kept: Sequence[Sequence[int]], names: Contents) -> Parked | None:
         """Parks units like `park`, but always on disk. Returns `None` if that is not possible."""
@@ -131,9 +129,7 @@ class Tiers:
             self.host_used += size_of(stored)
             parked.units.append(stored)
         self._in_host[parked] = None
-        if not self._fit():
-            self.forget(parked)
-        return parked if parked in self else None
+        return self._fitted(parked)
 
     def _stored(self, group: int, units: Sequence[int], held: Sequence[Content]) -> list[StoredUnit]:
         pool = self._pools[group]
@@ -166,15 +162,17 @@ class Tiers:
             raise InvariantError(f"unit {unit} of {self._pools[group].name} holds other tokens than its copy")
         return None
 
-    def _fit(self) -> bool:
+    def _fitted(self, parked: Parked) -> Parked | None:
         """Moves the least recently used memory to disk, or discards it, until the rest fits host memory, without the
-        units on their way to disk. Returns False if that failed."""
+        units on their way to disk. Discards `parked` if that failed, and returns it if it is still there."""
         while (too_much := self.host_used - self.writes.size > self._host_bytes) and self._in_host:
-            parked = next(iter(self._in_host))
-            worth = parked.trial or self.rates.worth("disk", size_of(parked), parked.position)
-            if not worth or not self._leave(parked):
-                self.forget(parked)
-        return not too_much
+            oldest = next(iter(self._in_host))
+            worth = oldest.trial or self.rates.worth("disk", size_of(oldest), oldest.position)
+            if not worth or not self._leave(oldest):
+                self.forget(oldest)
+        if too_much:
+            self.forget(parked)
+        return parked if parked in self else None
 
     def _leave(self, parked: Parked) -> bool:
         """Writes the units of `parked` that are in host memory to disk. Returns False without a disk tier, or if it has
