@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from tenuto.base.errors import InvalidRequest
@@ -92,18 +93,16 @@ class _StringFinder:
         return None
 
 
+@dataclass(eq=False, slots=True)
 class _State:
     """A state of the automaton: the longest prefix of a stop string, of `depth` characters, that the text ends with.
 
     `match` is the longest stop string at the end of this prefix, and `fallback` the next shorter prefix there."""
 
-    __slots__ = ("depth", "fallback", "match", "next")
-
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
-        self.fallback: _State | None = None
-        self.match: str | None = None
-        self.next: dict[str, _State] = {}
+    depth: int
+    fallback: _State | None = None
+    match: str | None = None
+    next: dict[str, _State] = field(default_factory=dict)
 
     def step(self, letter: str) -> _State:
         state = self
