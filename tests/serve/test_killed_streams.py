@@ -45,7 +45,7 @@ async def kill_one(http: httpx.AsyncClient, session: str, rng: Random) -> str:
                         keep = rng.choice(("none", "all", "delivered", 3))
                         await http.post(f"/v1/sessions/{session}/abort", json={"keep": keep})
                         outcome = "aborted"
-            assert response.status_code in (200, 409)
+            assert response.status_code in (200, 409), await response.aread()
             if response.status_code == 409:
                 outcome = "rejected"
             else:

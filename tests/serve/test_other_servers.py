@@ -67,9 +67,11 @@ def test_another_server_streams_the_same(http: httpx.Client) -> None:
 
 def test_requests_for_many_turns_that_fit_start_beside_one_that_does_not() -> None:
     async def ask_all(http: httpx.AsyncClient) -> list[int]:
-        params = {"max_new_tokens": 30, "ignore_eos": True}
+        params = {"max_new_tokens": 8000, "ignore_eos": True}
         asked = {"input_ids": [[5, 6, n] for n in range(100)], "sampling_params": params}
-        answers = await asyncio.gather(*(http.post("/generate", json=asked) for _ in range(4)))
-        return sorted(answer.status_code for answer in answers)
+        asking = [asyncio.ensure_future(http.post("/generate", json=asked)) for _ in range(4)]
+        await asyncio.wait(asking, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        await http.post("/abort_request", json={"abort_all": True})
+        return sorted([(await each).status_code for each in asking])
 
     assert in_process(ask_all, ServeSettings(max_turns=399)) == [200, 200, 200, 429]
