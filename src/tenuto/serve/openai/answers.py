@@ -66,6 +66,7 @@ class Choices(Answer):
             "object": kind,
             "created": int(time.time()),
             "model": edge.served_name,
+            "system_fingerprint": edge.fingerprint,
         }
 
     async def whole(self) -> dict[str, Any]:

@@ -122,7 +122,7 @@ class ResponseBody(ForeignObject, TurnRequest):
         "top_k": (None, -1, 0),
     }
 
-    model: str = Field(description="A name listed by `/v1/models`, or `default`.")
+    model: str | None = Field(None, description="If given, a name listed by `/v1/models`, or `default`.")
     input: str | Messages[Item] = Field(description="With `previous_response_id`, only the new items.")
     instructions: str | None = Field(None, description="A system message.")
     previous_response_id: Id | None = Field(None, description="The response to continue, on a fork of its session.")

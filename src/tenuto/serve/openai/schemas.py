@@ -90,7 +90,7 @@ class Generation(Structured):
     undone = UNDONE
     not_supported = NOT_SUPPORTED
 
-    model: str = Field(description="A name listed by `/v1/models`, or `default`.")
+    model: str | None = Field(None, description="If given, a name listed by `/v1/models`, or `default`.")
     n: int | None = Field(
         None, ge=1, le=MAX_SAMPLES, description="Number of answers to each prompt, which is computed once."
     )

@@ -41,8 +41,7 @@ async def generate(
     edge: EdgeOf, requests: RequestsOf, tenant: Caller, body: GenerateRequest, request: Request
 ) -> Response:
     """Generates continuations of one or several texts or lists of tokens, optionally in a session."""
-    if body.model is not None:
-        edge.check_model(body.model)
+    edge.check_model(body.model)
     with body.naming(edge.model.context_length):
         items = await of_many(body.prompts, body.items)
         running = await while_connected(request, requests.start(tenant, items))

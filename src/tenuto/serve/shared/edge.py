@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from hashlib import sha256
+from importlib.metadata import version
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
@@ -85,8 +87,17 @@ class Edge:
         """The names that clients may give the model, at least one."""
         return self.settings.served_model_name or (self.model.model,)
 
-    def check_model(self, name: str) -> None:
-        """Raises `ModelNotFound` unless `name` is a name of the served model, or any name is accepted."""
+    @property
+    def fingerprint(self) -> str:
+        """A name for what determines answers besides the request: the server's version, the model, its weights and the
+        code that computes."""
+        facts = (version("tenuto"), self.model.path, self.model.compute, self.weights.version)
+        return f"fp_{sha256(repr(facts).encode()).hexdigest()[:12]}"
+
+    def check_model(self, name: str | None) -> None:
+        """Raises `ModelNotFound` unless `name` is `None`, a name of the served model, or any name is accepted."""
+        if name is None:
+            return
         if not self.settings.any_model_name and name not in (*self.served_names, DEFAULT_MODEL):
             names = ", ".join(map(repr, self.served_names))
             raise ModelNotFound(
