@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from tenuto.base.checks import check_unicode, flag, items, wrong
+from tenuto.base.checks import check_unicode, flag, items, shown, wrong
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.options import TOOL_OPTIONS
 from tenuto.base.tools.answers import Reading
@@ -26,12 +26,13 @@ class ToolUse:
     """The functions in a model's prompt, each a mapping with `name` and optionally `description` and `parameters`, a
     JSON schema, and their use in the answer. With `choice` "auto" the model may call them. With "none" no text is
     parsed as a call. "required" forces a call by a grammar: of any function, or of the one named `only`. `parallel`
-    allows several calls."""
+    allows several calls. `allowed`: names of the only functions that may be called; empty for all."""
 
     functions: tuple[Mapping[str, Any], ...] = ()
     choice: ToolChoice = "auto"
     only: str = ""
     parallel: bool = True
+    allowed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises `InvalidRequest`."""
@@ -45,6 +46,10 @@ class ToolUse:
                 )
         if self.choice not in get_args(ToolChoice):
             raise wrong("tool_choice", self.choice, f"{', '.join(get_args(ToolChoice))}, or a function's name")
+        if unknown := [name for name in self.allowed if name not in names]:
+            raise InvalidRequest(
+                f"tool_choice allows {shown(unknown[0])}; allowed: functions that tools has", param="tool_choice"
+            )
         if self.choice == "required" and not self.chosen:
             raise InvalidRequest(
                 "tool_choice names a function that tools does not have; allowed: one of them", param="tool_choice"
@@ -84,7 +89,8 @@ class ToolUse:
         """The functions that may be called."""
         if self.choice == "none":
             return ()
-        return tuple(each for each in self.functions if self.only in ("", each["name"]))
+        names = (self.only,) if self.only else self.allowed
+        return tuple(each for each in self.functions if not names or each["name"] in names)
 
     @property
     def told(self) -> Tools:

@@ -10,13 +10,15 @@ from tenuto.base.sampling import Candidate, TokenLogprob
 from tenuto.base.tools.answers import AnswerReader, Said
 from tenuto.base.tools.definitions import ToolCall
 from tenuto.base.turns import Delta
+from tenuto.serve.openai.tools import input_of
 
 
 class ChatWriter:
-    """Writes one choice; see `answers.Writer`. `reader`: parses the answer."""
+    """Writes one choice; see `answers.Writer`. `reader`: parses the answer. `customs`: names of custom tools."""
 
-    def __init__(self, reader: AnswerReader, params: TurnParams) -> None:
+    def __init__(self, reader: AnswerReader, params: TurnParams, customs: frozenset[str] = frozenset()) -> None:
         self._reader = reader
+        self._customs = customs
         self._logprobs = params.logprobs is not None
         self._calls = 0
 
@@ -46,7 +48,7 @@ class ChatWriter:
         if said.reasoning:
             message["reasoning_content"] = said.reasoning
         if said.calls:
-            message["tool_calls"] = [_call(call) for call in said.calls]
+            message["tool_calls"] = [self._call(call) for call in said.calls]
         return {"message": message, "logprobs": self._logprobs_of(delta.logprobs)}
 
     def _delta(self, said: Said) -> dict[str, Any]:
@@ -57,7 +59,7 @@ class ChatWriter:
             delta["reasoning_content"] = said.reasoning
         if said.calls:
             delta["tool_calls"] = [
-                {"index": index, **_call(call)} for index, call in enumerate(said.calls, self._calls)
+                {"index": index, **self._call(call)} for index, call in enumerate(said.calls, self._calls)
             ]
             self._calls += len(said.calls)
         return delta
@@ -68,9 +70,10 @@ class ChatWriter:
         content = [{**_token(entry), "top_logprobs": [_token(other) for other in entry.top]} for entry in entries]
         return {"content": content, "refusal": None}
 
-
-def _call(call: ToolCall) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    def _call(self, call: ToolCall) -> dict[str, Any]:
+        if call.name in self._customs:
+            return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": input_of(call)}}
+        return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _token(entry: TokenLogprob | Candidate) -> dict[str, Any]:

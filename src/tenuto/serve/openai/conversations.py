@@ -23,7 +23,10 @@ MAX_BYTES = 64 * 2**20
 MAX_ITEMS = 20
 """Maximum number of items in one request."""
 
-_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"} | {
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
 
 Items = Annotated[list[Item], Field(fail_fast=True, max_length=MAX_ITEMS)]
 
@@ -199,6 +202,8 @@ def kept(item: Item) -> dict[str, Any]:
         raise InvalidRequest(f"a {item.type} has no call_id; allowed: the id of the call", param="items")
     if item.type == "function_call":
         return {**base, "call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+    if item.type == "custom_tool_call":
+        return {**base, "call_id": item.call_id, "name": item.name, "input": item.input}
     output = item.output if isinstance(item.output, str) else _parts(item.output, "input_text")
     return {**base, "call_id": item.call_id, "output": output}
 

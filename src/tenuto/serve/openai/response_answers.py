@@ -9,7 +9,9 @@ from typing import Any
 
 from tenuto.base.errors import TenutoError
 from tenuto.base.tools.answers import AnswerReader, Said
+from tenuto.base.tools.definitions import ToolCall
 from tenuto.base.turns import Delta, EndReason, TurnResult, joined
+from tenuto.serve.openai.tools import input_of
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure
 from tenuto.serve.shared.live_turn import LiveTurn
@@ -22,8 +24,8 @@ LISTED_TEXT: dict[str, Any] = {"annotations": [], "logprobs": []}
 
 
 class ResponseAnswer(Answer):
-    """The response of one turn. `echoed`: fields that repeat the request. `keep` is called with the response once it is
-    complete, and `end` at the end of the answer."""
+    """The response of one turn. `customs`: names of custom tools. `echoed`: fields that repeat the request. `keep` is
+    called with the response once it is complete, and `end` at the end of the answer."""
 
     def __init__(
         self,
@@ -31,6 +33,7 @@ class ResponseAnswer(Answer):
         turn: LiveTurn,
         reader: AnswerReader,
         name: str,
+        customs: frozenset[str],
         echoed: dict[str, Any],
         keep: Callable[[dict[str, Any]], None],
         end: Callable[[], None],
@@ -38,6 +41,7 @@ class ResponseAnswer(Answer):
         super().__init__(edge, [turn])
         self._turn = turn
         self._reader = reader
+        self._customs = customs
         self._keep = keep
         self._end = end
         self._output: list[dict[str, Any]] = []
@@ -124,23 +128,25 @@ class ResponseAnswer(Answer):
             parts += self._write(TEXT, said.text)
         for call in said.calls:
             parts += self._close()
-            item = {
-                "id": f"fc_{secrets.token_hex(12)}",
-                "type": "function_call",
-                "status": "in_progress",
-                "call_id": call.id,
-                "name": call.name,
-                "arguments": "",
-            }
-            self._output.append(item)
-            parts.append(self._of_item("response.output_item.added", item=dict(item)))
-            item |= {"arguments": call.arguments, "status": "completed"}
-            about = {"item_id": item["id"]}
-            parts.append(self._of_item("response.function_call_arguments.delta", delta=call.arguments, **about))
-            done = {"arguments": call.arguments, "name": call.name, **about}
-            parts.append(self._of_item("response.function_call_arguments.done", **done))
-            parts.append(self._of_item("response.output_item.done", item=dict(item)))
+            parts += self._call(call)
         return parts
+
+    def _call(self, call: ToolCall) -> list[bytes]:
+        """Adds the item of a call."""
+        if call.name in self._customs:
+            kind, field, given, prefix, named = "custom_tool_call", "input", input_of(call), "ctc", {}
+        else:
+            kind, field, given, prefix, named = "function_call", "arguments", call.arguments, "fc", {"name": call.name}
+        about = {"item_id": f"{prefix}_{secrets.token_hex(12)}"}
+        item = {"id": about["item_id"], "type": kind, "call_id": call.id, "name": call.name}
+        done = {**item, field: given, "status": "completed"}
+        self._output.append(done)
+        return [
+            self._of_item("response.output_item.added", item={**item, field: "", "status": "in_progress"}),
+            self._of_item(f"response.{kind}_{field}.delta", delta=given, **about),
+            self._of_item(f"response.{kind}_{field}.done", **{field: given}, **named, **about),
+            self._of_item("response.output_item.done", item=done),
+        ]
 
     def _write(self, kind: str, text: str) -> list[bytes]:
         """Adds text to the last item, or begins an item of this kind."""

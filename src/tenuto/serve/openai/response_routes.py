@@ -19,6 +19,7 @@ from tenuto.serve.openai.conversation_routes import ConversationsOf
 from tenuto.serve.openai.kept_responses import KeptResponses
 from tenuto.serve.openai.response_answers import ResponseAnswer
 from tenuto.serve.openai.response_schemas import Item, ResponseBody
+from tenuto.serve.openai.tools import customs_of
 from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.edge import Caller, Edge, EdgeOf, of_tenant
 from tenuto.serve.shared.live_turn import LiveTurn
@@ -68,7 +69,7 @@ async def create(
         if turn.request.session is not None and (body.store is False or not turn.committed):
             edge.spawn(_close(edge, tenant, name))  # also aborts its turn
 
-    answer = ResponseAnswer(edge, turn, reading.reader(turn.id), name, body.echoed(), keep, end)
+    answer = ResponseAnswer(edge, turn, reading.reader(turn.id), name, customs_of(body.tools), body.echoed(), keep, end)
     return await respond(request, answer, stream=body.stream)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
@@ -15,7 +14,7 @@ from tenuto.base.tools.definitions import ModelHabits, ToolCall
 from tenuto.base.tools.grammar import Grammar
 from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.turns import Message
-from tenuto.serve.openai.tools import FlatNamedTool, FlatTool, tool_use
+from tenuto.serve.openai.tools import KINDS, FlatChoice, FlatTool, custom_call, tool_use
 from tenuto.serve.shared.grammars import GrammarField, only_one
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
 from tenuto.serve.shared.placing import placed
@@ -43,6 +42,13 @@ def text_of(content: str | list[ResponsePart] | None) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
 
 
+ItemType = Literal[
+    "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"
+]
+RESULTS = ("function_call_output", "custom_tool_call_output")
+"""Types of items with the result of a call."""
+
+
 class Item(ForeignObject):
     """A message, a call, the result of a call, or thoughts, written by the client or copied from an earlier
     response."""
@@ -50,13 +56,14 @@ class Item(ForeignObject):
     has_kinds = True
     ignored = frozenset({"id", "status", "encrypted_content", "phase", "namespace", "caller"})
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: ItemType = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | Messages[ResponsePart] | None = None
     summary: Messages[ResponsePart] | None = None
     call_id: str = Field("", max_length=256)
     name: str = Field("", max_length=256)
     arguments: str = "{}"
+    input: str = ""
     output: str | Messages[ResponsePart] | None = None
 
     @model_validator(mode="before")
@@ -65,6 +72,12 @@ class Item(ForeignObject):
         if isinstance(given, dict) and given.get("type", "message") == "message" and "role" not in given:
             raise unsupported("role", "is required of a message")
         return given
+
+    def call(self) -> ToolCall:
+        """Returns a call in the engine's form. Raises `InvalidRequest`."""
+        if self.type == "custom_tool_call":
+            return custom_call(self.name, self.input, self.call_id)
+        return ToolCall(self.name, self.arguments or "{}", self.call_id)
 
 
 class TextFormat(ForeignObject):
@@ -135,10 +148,12 @@ class ResponseBody(ForeignObject, TurnRequest):
     temperature: float | None = field_of("temperature", "1 if not given.")
     top_p: float | None = field_of("top_p")
     metadata: Metadata | None = None
-    tools: ToolList[Annotated[FlatTool, of_type("function")]] | None = Field(
-        None, description="Functions. Tools of other types are left out, and a header of the answer names them."
+    tools: ToolList[Annotated[FlatTool, of_type(*KINDS)]] | None = Field(
+        None,
+        description="Functions and custom tools. Tools of other types are left out, and a header of the answer names"
+        " them.",
     )
-    tool_choice: Literal["none", "auto", "required"] | FlatNamedTool | None = None
+    tool_choice: FlatChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
 
@@ -193,14 +208,14 @@ class ResponseBody(ForeignObject, TurnRequest):
     def answers_call(self) -> bool:
         """Whether the input ends with a call's result."""
         items = self.items
-        return bool(items) and items[-1].type == "function_call_output"
+        return bool(items) and items[-1].type in RESULTS
 
     def field(self, option: str | None) -> str | None:
         return self.input_field if option == "items" else super().field(option)
 
     def echoed(self) -> dict[str, Any]:
         """Returns the fields of a response that repeat the request."""
-        choice = self.tool_choice.model_dump() if isinstance(self.tool_choice, FlatNamedTool) else self.tool_choice
+        choice = self.tool_choice.model_dump() if isinstance(self.tool_choice, ForeignObject) else self.tool_choice
         text = self.text.model_dump(by_alias=True, exclude_none=True) if self.text is not None else {}
         return {
             "conversation": {"id": self.conversation_id} if self.conversation is not None else None,
@@ -214,7 +229,7 @@ class ResponseBody(ForeignObject, TurnRequest):
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "text": {"format": {"type": "text"}, **text},
             "tool_choice": choice or "auto",
-            "tools": [tool.model_dump() for tool in self.tools or ()],
+            "tools": [tool.echoed() for tool in self.tools or ()],
             "top_p": 1.0 if self.top_p is None else self.top_p,
             "truncation": "disabled",
         }
@@ -228,10 +243,10 @@ def _rendered(items: list[Item]) -> list[Message]:
         last = messages[-1] if messages else None
         if item.type == "reasoning":
             thoughts = text_of(item.content) or text_of(item.summary)
-        elif item.type == "function_call_output":
+        elif item.type in RESULTS:
             messages.append(Message("tool", text_of(item.output), tool_call_id=item.call_id))
-        elif item.type == "function_call":
-            calls: tuple[ToolCall, ...] = (ToolCall(item.name, item.arguments or json.dumps({}), item.call_id),)
+        elif item.type in ("function_call", "custom_tool_call"):
+            calls = (item.call(),)
             if last is not None and last.role == "assistant":
                 messages.pop()
                 messages.append(Message("assistant", last.content, last.tool_calls + calls, reasoning=last.reasoning))

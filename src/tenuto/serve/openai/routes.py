@@ -16,6 +16,7 @@ from tenuto.serve.openai.answers import Choices, Writer
 from tenuto.serve.openai.chat import ChatWriter
 from tenuto.serve.openai.completions import CompletionWriter, echo_of
 from tenuto.serve.openai.schemas import ChatBody, CompletionBody, Generation
+from tenuto.serve.openai.tools import customs_of
 from tenuto.serve.shared.bodies import JsonRoute, of_many
 from tenuto.serve.shared.edge import DEFAULT_MODEL, Caller, Edge, EdgeOf
 from tenuto.serve.shared.idempotency import RequestKey
@@ -107,7 +108,8 @@ async def chat(
         start = body.start(tenant, messages, habits, session=body.session_id, variables=body.variables())
         reading = body.tool_use.reading(habits, start.params.grammar)
         samples = await while_connected(request, _begin(edge, tenant, body, request, [start], idempotency_key))
-    writers = [ChatWriter(reading.reader(turn.id), start.params) for turn in samples[0].turns]
+    customs = customs_of(body.tools)
+    writers = [ChatWriter(reading.reader(turn.id), start.params, customs) for turn in samples[0].turns]
     return await respond(request, Choices(edge, "chat.completion", samples, writers, body), stream=body.stream)
 
 

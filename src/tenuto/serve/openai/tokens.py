@@ -69,7 +69,7 @@ async def tokenize(edge: EdgeOf, tenant: Caller, body: TokenizeBody) -> Response
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("there are both prompt and messages, or neither; allowed: one of them", param="prompt")
     if body.messages is not None:
-        tools = Tools.of([tool.function.told() for tool in body.tools]) if body.tools else NO_TOOLS
+        tools = Tools.of([tool.told() for tool in body.tools]) if body.tools else NO_TOOLS
         generate = body.add_generation_prompt is not False
         variables = Variables.of(body.chat_template_kwargs or {})
         many = body.messages

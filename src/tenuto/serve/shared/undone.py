@@ -48,13 +48,12 @@ ToolList = Annotated[list[T], Field(fail_fast=True, max_length=MAX_TOOLS), After
 """A list of tools annotated with `of_type`."""
 
 
-def of_type(kind: str) -> WrapValidator:
-    """Returns a validator for tools. Tools of other types than `kind` are left out, as the server cannot run them. A
-    tool without a type is of this `kind`."""
+def of_type(*kinds: str) -> WrapValidator:
+    """Returns a validator for tools. Tools of other types than `kinds` are left out, as the server cannot run them."""
 
     def known(given: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         other = given.get("type") if isinstance(given, dict) else None
-        if isinstance(other, str) and other != kind:
+        if isinstance(other, str) and other not in kinds:
             leave_undone(f"tools.{other}")
             return None
         return validate(given)
