@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import anthropic
 import httpx
 import pytest
 from anthropic import Anthropic, beta_tool
@@ -221,6 +222,21 @@ def test_a_model_may_have_several_names(renamed: Server) -> None:
             answer = http.post("/v1/completions", json={"model": name, "prompt": "a", "max_tokens": 1})
             assert answer.status_code == status
         assert "'claude-x', 'gpt-x'" in answer.json()["error"]["message"]
+
+
+def test_anthropics_client_lists_models_in_its_own_form(renamed: Server) -> None:
+    with Anthropic(base_url=renamed.url, api_key="none", max_retries=0) as client:
+        pages = client.models.list(limit=1)
+        assert (pages.first_id, pages.last_id, pages.has_more) == ("claude-x", "claude-x", True)
+        assert [model.id for model in pages] == ["claude-x", "gpt-x"]  # of both pages
+        assert [model.id for model in client.models.list(before_id="gpt-x").data] == ["claude-x"]
+        model = client.models.retrieve("gpt-x")
+        assert (model.type, model.id, model.max_input_tokens, model.created_at.year) == ("model", "gpt-x", 512, 1970)
+        for ask in (lambda: client.models.retrieve("other"), lambda: client.models.list(after_id="other")):
+            with pytest.raises(anthropic.NotFoundError, match="allowed: 'claude-x', 'gpt-x'") as refused:
+                ask()
+            assert refused.value.type == "not_found_error"
+            assert refused.value.request_id
 
 
 def test_any_model_name_is_accepted_if_the_server_allows_it() -> None:

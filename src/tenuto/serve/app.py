@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tenuto.base.errors import InvalidRequest, Overloaded, RequestTimeout, TenutoError, TooLarge, Unauthorized
 from tenuto.base.heap import give_back
-from tenuto.serve import admin, documents
+from tenuto.serve import admin, documents, models
 from tenuto.serve.anthropic import errors as anthropic_errors
 from tenuto.serve.anthropic import routes as anthropic
 from tenuto.serve.invalid import refusal_of
@@ -35,7 +35,7 @@ from tenuto.serve.sglang import routes as sglang
 from tenuto.serve.sglang import server as sglang_server
 from tenuto.serve.shared.bodies import LARGE, TEXTS, Structure
 from tenuto.serve.shared.edge import Edge
-from tenuto.serve.shared.errors import BROKEN, OPENAI_FORM, ErrorForm, Failure, new_request_id
+from tenuto.serve.shared.errors import BROKEN, OPENAI_FORM, ErrorForm, Failure, is_anthropics, new_request_id
 from tenuto.serve.shared.settings import BODY_BYTES_A_SECOND
 from tenuto.serve.shared.undone import HEADER as LEFT_UNDONE
 from tenuto.serve.shared.undone import noting
@@ -75,6 +75,7 @@ def build_app(edge: Edge, metrics: Metrics) -> FastAPI:
         openai_conversations,
         anthropic,
         openai_tokens,
+        models,
         admin,
         documents,
     ):
@@ -101,9 +102,15 @@ def form_of(path: str) -> ErrorForm:
     return anthropic_errors.FORM if of_anthropic else OPENAI_FORM
 
 
+def _form_for(scope: Scope) -> ErrorForm:
+    """Returns the error form that the client of this request expects. Several interfaces share the path of models."""
+    shared = scope["path"].startswith(f"{models.router.prefix}/") or scope["path"] == models.router.prefix
+    return anthropic_errors.FORM if shared and is_anthropics(scope) else form_of(scope["path"])
+
+
 def failure_response(scope: Scope, failure: Failure) -> Response:
     """Returns the error response to the request of this scope."""
-    body = form_of(scope["path"]).body(failure, scope["state"]["request_id"])
+    body = _form_for(scope).body(failure, scope["state"]["request_id"])
     return JSONResponse(body, failure.status, failure.headers)
 
 
@@ -164,7 +171,7 @@ class Envelope:
         to_disk = scope["path"] == native_sessions.IMPORT_STATE
         request_id = _request_id(headers)
         scope.setdefault("state", {})["request_id"] = request_id
-        told = [(name.encode(), request_id.encode()) for name in form_of(scope["path"]).id_headers]
+        told = [(name.encode(), request_id.encode()) for name in _form_for(scope).id_headers]
         with noting() as undone:
             exchange = _Exchange(receive, send, told, self._edge, undone, to_disk=to_disk)
             await self._handle(scope, headers, exchange, started)

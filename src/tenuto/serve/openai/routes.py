@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
@@ -18,7 +17,7 @@ from tenuto.serve.openai.completions import CompletionWriter, echo_of
 from tenuto.serve.openai.schemas import ChatBody, CompletionBody, Generation
 from tenuto.serve.openai.tools import customs_of
 from tenuto.serve.shared.bodies import JsonRoute, of_many
-from tenuto.serve.shared.edge import DEFAULT_MODEL, Caller, Edge, EdgeOf
+from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
 from tenuto.serve.shared.idempotency import RequestKey
 from tenuto.serve.shared.placing import placed
 from tenuto.serve.shared.respond import respond, streamed
@@ -31,36 +30,6 @@ router = APIRouter(route_class=JsonRoute, prefix="/v1", tags=["openai"])
 
 MAX_CHOICES = 1024
 """Maximum number of answers to one request: prompts times `n`."""
-
-
-# -- models
-
-
-@router.get("/models", responses=REFUSALS)
-async def list_models(edge: EdgeOf, _: Caller) -> dict[str, Any]:
-    """Lists the served model under each of its names."""
-    edge.require_engine()
-    return {"object": "list", "data": [_model(edge, name) for name in edge.served_names]}
-
-
-@router.get("/models/{model_id:path}", responses=REFUSALS)
-async def get_model(edge: EdgeOf, _: Caller, model_id: str) -> dict[str, Any]:
-    """Returns the model, by one of its names or as `default`."""
-    edge.require_engine()
-    edge.check_model(model_id)
-    return _model(edge, edge.served_name if model_id == DEFAULT_MODEL else model_id)
-
-
-def _model(edge: Edge, name: str) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": int(edge.started),
-        "owned_by": "tenuto",
-        "root": edge.model.model,
-        "parent": None,
-        "max_model_len": edge.model.context_length,
-    }
 
 
 # -- completions

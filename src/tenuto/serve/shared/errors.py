@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
 from tenuto.base.errors import TenutoError
 
 RETRY_SECONDS = 1
@@ -75,6 +78,11 @@ class ErrorForm:
 
     body: Callable[[Failure, str], dict[str, Any]]
     id_headers: tuple[str, ...] = ("x-request-id",)
+
+
+def is_anthropics(scope: Scope) -> bool:
+    """Whether the request comes from a client of Anthropic: these send the version of the interface."""
+    return "anthropic-version" in Headers(scope=scope)
 
 
 def new_request_id() -> str:

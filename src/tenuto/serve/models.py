@@ -1,0 +1,83 @@
+"""`/v1/models`, in the form that the client expects: OpenAI's, or Anthropic's if the request has its version header."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+
+from tenuto.base.errors import ModelNotFound
+from tenuto.base.options import MAX_NEW_TOKENS
+from tenuto.serve.shared.edge import DEFAULT_MODEL, Caller, Edge, EdgeOf
+from tenuto.serve.shared.errors import is_anthropics
+from tenuto.serve.shared.schemas import REFUSALS
+
+router = APIRouter(prefix="/v1/models", tags=["models"])
+
+UNKNOWN_TIME = "1970-01-01T00:00:00Z"
+"""The time that Anthropic's interface gives for a model whose release date is unknown."""
+_Cursor = Annotated[str | None, Query(max_length=256, description="A model's name; only in Anthropic's form.")]
+
+
+@router.get("", responses=REFUSALS)
+async def list_models(
+    edge: EdgeOf,
+    _: Caller,
+    request: Request,
+    after_id: _Cursor = None,
+    before_id: _Cursor = None,
+    limit: Annotated[int, Query(ge=1, le=1000, description="Only in Anthropic's form.")] = 20,
+) -> dict[str, Any]:
+    """Lists the served model under each of its names."""
+    edge.require_engine()
+    names = list(edge.served_names)
+    if not is_anthropics(request.scope):
+        return {"object": "list", "data": [_model(edge, name) for name in names]}
+    for cursor in (after_id, before_id):
+        if cursor is not None and cursor not in names:
+            raise ModelNotFound(f"there is no model {cursor!r}; allowed: {', '.join(map(repr, names))}")
+    after = names.index(after_id) + 1 if after_id is not None else 0
+    before = names.index(before_id) if before_id is not None else len(names)
+    within = names[after:before]
+    page = within[:limit] if before_id is None else within[-limit:]
+    return {
+        "data": [_info(edge, name) for name in page],
+        "has_more": len(page) < len(within),
+        "first_id": page[0] if page else None,
+        "last_id": page[-1] if page else None,
+    }
+
+
+@router.get("/{model_id:path}", responses=REFUSALS)
+async def get_model(edge: EdgeOf, _: Caller, request: Request, model_id: str) -> dict[str, Any]:
+    """Returns the model, by one of its names or as `default`."""
+    edge.require_engine()
+    edge.check_model(model_id)
+    name = edge.served_name if model_id == DEFAULT_MODEL else model_id
+    return _info(edge, name) if is_anthropics(request.scope) else _model(edge, name)
+
+
+def _model(edge: Edge, name: str) -> dict[str, Any]:
+    """Returns the model in OpenAI's form."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(edge.started),
+        "owned_by": "tenuto",
+        "root": edge.model.model,
+        "parent": None,
+        "max_model_len": edge.model.context_length,
+    }
+
+
+def _info(edge: Edge, name: str) -> dict[str, Any]:
+    """Returns the model in Anthropic's form."""
+    return {
+        "id": name,
+        "type": "model",
+        "display_name": name,
+        "created_at": UNKNOWN_TIME,
+        "lifecycle": "active",
+        "max_input_tokens": edge.model.context_length,
+        "max_tokens": min(edge.model.context_length, MAX_NEW_TOKENS),
+    }
