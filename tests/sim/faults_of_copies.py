@@ -9,11 +9,11 @@ from tenuto.base.plan import Bytes
 from tenuto.engine.parking import Parking
 from tenuto.memory.pool import Lease, Pool
 from tenuto.memory.tiers import moves
-from tenuto.memory.tiers.contents import Content, Contents
+from tenuto.memory.tiers.contents import Contents
 from tenuto.memory.tiers.moves import Job, Move, MovesUnderWay
 from tenuto.memory.tiers.parked import Parked
 from tenuto.memory.tiers.tiers import Tiers
-from tenuto.memory.tiers.unit_files import Disk, UnitFile
+from tenuto.memory.tiers.unit_files import Disk, UnitCopy
 from tenuto.session.turn import Turn
 from tests.sim.faults import replaced
 
@@ -95,8 +95,11 @@ def the_content_of_a_file_is_not_compared() -> Any:
     """The content of a file is not checked, so files that were swapped are mistaken for each other."""
 
     def make(original: Any) -> Any:
-        def read_units(disk: Disk, file: UnitFile, group: int, wanted: Sequence[tuple[int, Content]]) -> list[Bytes]:
-            return [unit.data for unit in disk.read(file, {group: [row for row, _ in wanted]})[group]]
+        def read_units(disk: Disk | None, copies: Sequence[UnitCopy]) -> list[Bytes]:
+            group, file = copies[0].place
+            if disk is None or file is None:
+                return original(disk, copies)
+            return [unit.data for unit in disk.read(file, {group: [copy.row for copy in copies]})[group]]
 
         return read_units
 

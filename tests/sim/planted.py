@@ -126,7 +126,6 @@ def _look(job: Job) -> Outcome:
 
 
 def _tell(job: Job, sending: Connection) -> None:
-    gc.freeze()  # so that collections neither look at the modules loaded before the fork nor copy their pages
     try:
         outcome = _plant_and_look(job)
     except Exception:  # noqa: BLE001 - it is reported beside the outcomes of the others
@@ -135,7 +134,9 @@ def _tell(job: Job, sending: Connection) -> None:
 
 
 def _plant_and_look(job: Job) -> Outcome:
+    gc.unfreeze()  # the functions to change are searched among all objects
     plant(job.planted)
+    gc.freeze()  # so that collections neither look at the modules loaded before the fork nor copy their pages
     logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     signal.signal(signal.SIGVTALRM, _give_up)

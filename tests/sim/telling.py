@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -50,11 +51,28 @@ def _fixture(name: str, module: ModuleType, made: dict[str, Any], stack: ExitSta
     elif name == "monkeypatch" and name not in made:
         made[name] = stack.enter_context(pytest.MonkeyPatch.context())
     elif name not in made:
-        fixture: FixtureFunctionDefinition = getattr(module, name)
-        make = fixture._get_wrapped_function()
+        make = _declared(name, module)._get_wrapped_function()
         given = {other: _fixture(other, module, made, stack) for other in inspect.signature(make).parameters}
         if inspect.isgeneratorfunction(make):
             made[name] = stack.enter_context(contextmanager(make)(**given))
         else:
             made[name] = make(**given)
     return made[name]
+
+
+def _declared(name: str, module: ModuleType) -> FixtureFunctionDefinition:
+    """Returns the fixture of a module, of the `conftest.py` beside it, or of those in the packages above. Raises
+    `LookupError`."""
+    package = module.__name__.rpartition(".")[0]
+    places = [module.__name__, *(f"{'.'.join(parts)}.conftest" for parts in _upwards(package.split(".")))]
+    for place in places:
+        if importlib.util.find_spec(place) and (found := getattr(importlib.import_module(place), name, None)):
+            assert isinstance(found, FixtureFunctionDefinition)
+            return found
+    raise LookupError(f"there is no fixture {name} for {module.__name__}")
+
+
+def _upwards(parts: list[str]) -> Iterator[list[str]]:
+    while parts:
+        yield parts
+        parts = parts[:-1]

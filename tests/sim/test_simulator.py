@@ -72,6 +72,13 @@ def test_every_slip_still_has_its_source_and_every_catcher_its_change_and_test()
         assert f"def {test.partition('[')[0]}(" in Path(__file__).parents[2].joinpath(path).read_text(), (path, test)
 
 
+def test_stories_that_catch_faults_pass_without_them():
+    stories = {each for each in known_catchers().values() if isinstance(each, str) and not needs_pytest(each)}
+    outcomes = look_for_all(Job(None, LOOKED_FOR, story) for story in stories)
+    failed = [f"{story}: {outcome.how}" for story, outcome in zip(stories, outcomes, strict=True) if outcome.catcher]
+    assert not failed, failed
+
+
 def test_planted_faults_slips_and_removed_calls_are_caught():
     """Plants the changes whose catchers are known, most of which notice at once; `python -m tests.sim.proof` plants all
     others."""
