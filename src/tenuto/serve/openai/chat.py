@@ -67,13 +67,17 @@ class ChatWriter:
     def _logprobs_of(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
-        content = [{**_token(entry), "top_logprobs": [_token(other) for other in entry.top]} for entry in entries]
-        return {"content": content, "refusal": None}
+        return {"content": [scored(entry) for entry in entries], "refusal": None}
 
     def _call(self, call: ToolCall) -> dict[str, Any]:
         if call.name in self._customs:
             return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": input_of(call)}}
         return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def scored(entry: TokenLogprob) -> dict[str, Any]:
+    """Returns a token with its log-probability and the likeliest tokens in its place."""
+    return {**_token(entry), "top_logprobs": [_token(other) for other in entry.top]}
 
 
 def _token(entry: TokenLogprob | Candidate) -> dict[str, Any]:

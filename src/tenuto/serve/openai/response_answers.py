@@ -8,9 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from tenuto.base.errors import TenutoError
+from tenuto.base.sampling import TokenLogprob
 from tenuto.base.tools.answers import AnswerReader, Said
 from tenuto.base.tools.definitions import ToolCall
-from tenuto.base.turns import Delta, EndReason, TurnResult, joined
+from tenuto.base.turns import Delta, EndReason, TurnResult
+from tenuto.serve.openai.chat import scored
 from tenuto.serve.openai.tools import input_of
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure
@@ -24,8 +26,9 @@ LISTED_TEXT: dict[str, Any] = {"annotations": [], "logprobs": []}
 
 
 class ResponseAnswer(Answer):
-    """The response of one turn. `customs`: names of custom tools. `echoed`: fields that repeat the request. `keep` is
-    called with the response once it is complete, and `end` at the end of the answer."""
+    """The response of one turn. `customs`: names of custom tools. `scores`: log-probabilities are shown. `echoed`:
+    fields that repeat the request. `keep` is called with the response once it is complete, and `end` at the end of the
+    answer."""
 
     def __init__(
         self,
@@ -34,6 +37,7 @@ class ResponseAnswer(Answer):
         reader: AnswerReader,
         name: str,
         customs: frozenset[str],
+        scores: bool,
         echoed: dict[str, Any],
         keep: Callable[[dict[str, Any]], None],
         end: Callable[[], None],
@@ -42,6 +46,7 @@ class ResponseAnswer(Answer):
         self._turn = turn
         self._reader = reader
         self._customs = customs
+        self._scores: list[TokenLogprob] | None = [] if scores else None  # of tokens whose text is to be written
         self._keep = keep
         self._end = end
         self._output: list[dict[str, Any]] = []
@@ -59,8 +64,9 @@ class ResponseAnswer(Answer):
 
     async def whole(self) -> dict[str, Any]:
         result = await committed(self._edge, self._turn)
-        for said in (self._reader.push(self._turn.reply().text), self._reader.finish()):
-            self._parts(said)
+        for delta in self._turn.deltas:
+            self._read(delta)
+        self._parts(self._reader.finish())
         self._close()
         return self._done(result)
 
@@ -76,7 +82,7 @@ class ResponseAnswer(Answer):
         return b"".join(self._event(name, response=begun) for name in names)
 
     def news(self, _: int, deltas: list[Delta]) -> bytes:
-        return b"".join(self._parts(self._reader.push(joined(deltas).text)))
+        return b"".join([part for delta in deltas for part in self._read(delta)])
 
     def closing(self) -> bytes:
         result = self._turn.result
@@ -120,6 +126,12 @@ class ResponseAnswer(Answer):
         """Returns an event about the last item."""
         return self._event(name, output_index=len(self._output) - 1, **fields)
 
+    def _read(self, delta: Delta) -> list[bytes]:
+        """Reads deltas one at a time, so that the events are always the same."""
+        if self._scores is not None:
+            self._scores += delta.logprobs
+        return self._parts(self._reader.push(delta.text))
+
     def _parts(self, said: Said) -> list[bytes]:
         parts: list[bytes] = []
         if said.reasoning:
@@ -133,6 +145,7 @@ class ResponseAnswer(Answer):
 
     def _call(self, call: ToolCall) -> list[bytes]:
         """Adds the item of a call."""
+        self._scored("")
         if call.name in self._customs:
             kind, field, given, prefix, named = "custom_tool_call", "input", input_of(call), "ctc", {}
         else:
@@ -151,15 +164,33 @@ class ResponseAnswer(Answer):
     def _write(self, kind: str, text: str) -> list[bytes]:
         """Adds text to the last item, or begins an item of this kind."""
         parts: list[bytes] = []
+        scores = self._scored(text if kind == TEXT else "", fresh=bool(self._output) and self._open != kind)
         if self._open != kind:
             parts += self._close() + self._begin(kind)
         item = self._output[-1]
         item["content"][0]["text"] += text
         about: dict[str, Any] = {"item_id": item["id"], "content_index": 0, "delta": text}
         if kind == TEXT:
-            about["logprobs"] = []
+            about["logprobs"] = scores
+            if self._scores is not None:
+                item["content"][0]["logprobs"] += scores
         parts.append(self._of_item(f"response.{kind}.delta", **about))
         return parts
+
+    def _scored(self, text: str, *, fresh: bool = False) -> list[dict[str, Any]]:
+        """Returns the scores of the tokens that came since the last call. With `fresh`, tokens of thoughts or calls may
+        have come before `text`, and only the last ones are its own."""
+        if self._scores is None:
+            return []
+        scores, self._scores = self._scores, []
+        left = len(text.encode())
+        if left and not fresh:
+            return [scored(entry) for entry in scores]
+        begin = len(scores)
+        while left > 0 and begin > 0:
+            begin -= 1
+            left -= len(scores[begin].raw)
+        return [scored(entry) for entry in scores[begin:]]
 
     def _begin(self, kind: str) -> list[bytes]:
         self._open = kind
@@ -167,6 +198,8 @@ class ResponseAnswer(Answer):
         item: dict[str, Any] = {"id": f"rs_{secrets.token_hex(12)}", "type": "reasoning", "summary": []}
         if kind == TEXT:
             part["annotations"] = []
+            if self._scores is not None:
+                part["logprobs"] = []
             item = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant"}
         item |= {"status": "in_progress", "content": []}
         self._output.append(item)
@@ -183,7 +216,7 @@ class ResponseAnswer(Answer):
         item = self._output[-1]
         item["status"] = "completed"
         part, about = item["content"][0], {"item_id": item["id"], "content_index": 0}
-        logprobs: dict[str, Any] = {"logprobs": []} if kind == TEXT else {}
+        logprobs: dict[str, Any] = {"logprobs": part.get("logprobs", [])} if kind == TEXT else {}
         return [
             self._of_item(f"response.{kind}.done", text=part["text"], **about, **logprobs),
             self._of_item("response.content_part.done", part=dict(part), **about),

@@ -48,11 +48,12 @@ async def create(
     """Answers input. With `previous_response_id`, send only the new items: the turn runs on a fork of that response's
     session. With `conversation`, the answer follows the conversation's items and is added to them."""
     edge.check_model(body.model)
-    name, habits = f"resp_{secrets.token_hex(16)}", edge.model.habits.after("tool" if body.answers_call else "")
+    name, usual = f"resp_{secrets.token_hex(16)}", edge.model.habits
+    habits = usual.told(body.chat_template_kwargs or {}).after("tool" if body.answers_call else "")
     with body.naming(edge.model.context_length):
         going_on = conversations.go_on(body.conversation_id, body.items)
         try:
-            start = body.start(tenant, (), habits)
+            start = body.start(tenant, (), habits, variables=body.variables())
             reading = body.tool_use.reading(habits, start.params.grammar)
             turn = await while_connected(request, _start(edge, tenant, body, start, name, going_on.earlier))
         except BaseException:
@@ -69,7 +70,17 @@ async def create(
         if turn.request.session is not None and (body.store is False or not turn.committed):
             edge.spawn(_close(edge, tenant, name))  # also aborts its turn
 
-    answer = ResponseAnswer(edge, turn, reading.reader(turn.id), name, customs_of(body.tools), body.echoed(), keep, end)
+    answer = ResponseAnswer(
+        edge,
+        turn,
+        reading.reader(turn.id),
+        name,
+        customs_of(body.tools),
+        start.params.logprobs is not None,
+        body.echoed(),
+        keep,
+        end,
+    )
     return await respond(request, answer, stream=body.stream)
 
 

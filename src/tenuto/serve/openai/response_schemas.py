@@ -6,21 +6,23 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.options import MAX_NEW_TOKENS
+from tenuto.base.sampling import MAX_TOKEN_ID
 from tenuto.base.tools.definitions import ModelHabits, ToolCall
 from tenuto.base.tools.grammar import Grammar
 from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.turns import Message
+from tenuto.serve.openai.templates import Templated
 from tenuto.serve.openai.tools import KINDS, FlatChoice, FlatTool, custom_call, tool_use
 from tenuto.serve.shared.grammars import GrammarField, only_one
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
 from tenuto.serve.shared.placing import placed
-from tenuto.serve.shared.schemas import Id, Messages, field_of, unsupported
-from tenuto.serve.shared.turn_request import TurnRequest, with_options
-from tenuto.serve.shared.undone import ToolList, of_type
+from tenuto.serve.shared.schemas import Id, Messages, Prompts, field_of, unsupported
+from tenuto.serve.shared.turn_request import TurnRequest, options_but, with_options
+from tenuto.serve.shared.undone import ToolList, leave_undone, of_type
 
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
@@ -104,11 +106,15 @@ class ConversationName(ForeignObject):
     id: str = Field(max_length=256)
 
 
-@with_options("temperature", "top_p")
-class ResponseBody(ForeignObject, TurnRequest):
+LOGPROBS = "message.output_text.logprobs"
+"""The value of `include` that asks for log-probabilities."""
+
+
+@with_options(*options_but("grammar", "input_logprobs", "logprobs"))
+class ResponseBody(Templated, TurnRequest):
     """Input to answer."""
 
-    apis = ("responses",)
+    apis = ("responses", "openai")
     too_long = "This model's maximum context length is {limit} tokens"
     ignored = frozenset(
         (
@@ -117,22 +123,17 @@ class ResponseBody(ForeignObject, TurnRequest):
         )
     )
     undone: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **dict.fromkeys(("context_management", "include"), NOTHING),
+        "context_management": NOTHING,
         "reasoning": (*NOTHING, {"effort": None}, {"effort": None, "summary": None}),
         "service_tier": (None, "auto", "default"),
         "truncation": (None, "disabled"),
     }
     not_supported: ClassVar[dict[str, tuple[Any, ...]]] = {
         **dict.fromkeys(("background", "moderation", "prompt", "enable_response_messages"), NOTHING),
-        **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "logit_bias", "stop"), NOTHING),
         **dict.fromkeys(("kv_transfer_params", "mm_processor_kwargs", "previous_input_messages"), NOTHING),
         **dict.fromkeys(("structured_outputs", "vllm_xargs"), NOTHING),
-        **dict.fromkeys(("frequency_penalty", "min_p", "presence_penalty", "priority", "top_logprobs"), (None, 0)),
         "cache_salt": (None, ""),
-        "repetition_penalty": (None, 1),
-        "seed": (None,),
         "skip_special_tokens": (None, True),
-        "top_k": (None, -1, 0),
     }
 
     model: str | None = Field(None, description="If given, a name listed by `/v1/models`, or `default`.")
@@ -147,6 +148,12 @@ class ResponseBody(ForeignObject, TurnRequest):
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_NEW_TOKENS, description="As many as fit if not given.")
     temperature: float | None = field_of("temperature", "1 if not given.")
     top_p: float | None = field_of("top_p")
+    seed: int | None = Field(None, description="Chosen by the server if not given.")
+    top_k: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID, description="-1 and 0 keep all tokens.")
+    top_logprobs: int | None = field_of("logprobs", f"Number of likeliest tokens to show, with `include` `{LOGPROBS}`.")
+    include: Prompts[str] | None = Field(
+        None, description=f"`{LOGPROBS}` shows the logprob of every token of the text."
+    )
     metadata: Metadata | None = None
     tools: ToolList[Annotated[FlatTool, of_type(*KINDS)]] | None = Field(
         None,
@@ -161,6 +168,17 @@ class ResponseBody(ForeignObject, TurnRequest):
     def tool_use(self) -> ToolUse:
         """The request's tools and rules in the engine's form. Raises `InvalidRequest`."""
         return tool_use(self.tools or (), self.tool_choice, self.parallel_tool_calls)
+
+    @field_validator("include")
+    @classmethod
+    def _known(cls, include: list[str] | None) -> list[str] | None:
+        if set(include or ()) - {LOGPROBS}:
+            leave_undone("include")
+        return include
+
+    def given(self) -> dict[str, Any]:
+        asked = self.include is not None and LOGPROBS in self.include
+        return {**super().given(), "logprobs": (self.top_logprobs or 0) if asked else None}
 
     @cached_property
     def items(self) -> list[Item]:
@@ -230,6 +248,7 @@ class ResponseBody(ForeignObject, TurnRequest):
             "text": {"format": {"type": "text"}, **text},
             "tool_choice": choice or "auto",
             "tools": [tool.echoed() for tool in self.tools or ()],
+            "top_logprobs": self.top_logprobs or 0,
             "top_p": 1.0 if self.top_p is None else self.top_p,
             "truncation": "disabled",
         }

@@ -10,9 +10,10 @@ from pydantic import Field, field_validator, model_validator
 from tenuto.base.checks import shown
 from tenuto.base.errors import InvalidRequest, Unsupported
 from tenuto.base.sampling import MAX_TOKEN_ID
-from tenuto.base.tools.variables import FIELD, Variables
+from tenuto.base.tools.variables import FIELD
 from tenuto.base.turns import Message
 from tenuto.serve.openai.formats import Structured
+from tenuto.serve.openai.templates import Templated
 from tenuto.serve.openai.tools import NO_CALLS, Calls, WithTools
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
 from tenuto.serve.shared.samples import MAX_SAMPLES
@@ -225,7 +226,7 @@ class ChatMessage(ForeignObject):
 
 
 @with_options()
-class ChatBody(Generation, WithTools):
+class ChatBody(Generation, WithTools, Templated):
     """Messages to answer."""
 
     apis = ("chat", "openai")
@@ -241,9 +242,6 @@ class ChatBody(Generation, WithTools):
     max_completion_tokens: int | None = field_of("max_new_tokens", "Newer name of `max_tokens`.", ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = field_of("logprobs", "Number of likeliest tokens to show at every position.")
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Variables of the chat template, such as `enable_thinking`, for this turn."
-    )
 
     @model_validator(mode="before")
     @classmethod
@@ -259,10 +257,6 @@ class ChatBody(Generation, WithTools):
                 f"messages have {parts} parts of content; allowed: at most {MAX_MESSAGES}", param="messages"
             )
         return given
-
-    def variables(self) -> Variables:
-        """Returns the variables for the chat template. Raises `InvalidRequest`."""
-        return Variables.of(self.chat_template_kwargs or {})
 
     def check(self) -> None:
         super().check()

@@ -14,9 +14,9 @@ from pydantic import Field
 
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.tools.definitions import MAX_TOOLS, NO_TOOLS, Tools
-from tenuto.base.tools.variables import Variables
 from tenuto.base.wire.messages import Detokenize, Tokenize, TokenTexts
 from tenuto.serve.openai.schemas import ChatMessage
+from tenuto.serve.openai.templates import Templated
 from tenuto.serve.openai.tools import Tool
 from tenuto.serve.shared.bodies import JsonRoute, of_many
 from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
@@ -34,7 +34,7 @@ TOKENS: dict[int | str, dict[str, Any]] = {
 }
 
 
-class TokenizeBody(ForeignObject):
+class TokenizeBody(Templated):
     """One or several texts, or messages."""
 
     not_supported = dict.fromkeys(("chat_template", "continue_final_message", "mm_processor_kwargs"), NOTHING)
@@ -49,7 +49,6 @@ class TokenizeBody(ForeignObject):
     add_generation_prompt: bool | None = Field(
         None, description="End messages where the assistant's answer begins; true if not given."
     )
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
     return_token_strs: bool | None = None
 
 
@@ -71,10 +70,9 @@ async def tokenize(edge: EdgeOf, tenant: Caller, body: TokenizeBody) -> Response
     if body.messages is not None:
         tools = Tools.of([tool.told() for tool in body.tools]) if body.tools else NO_TOOLS
         generate = body.add_generation_prompt is not False
-        variables = Variables.of(body.chat_template_kwargs or {})
         many = body.messages
         messages = await of_many(len(many), lambda: [one.rendered() for one in many])
-        given = Tokenize(tenant=tenant.name, input=messages, tools=tools, variables=variables, generate=generate)
+        given = Tokenize(tenant=tenant.name, input=messages, tools=tools, variables=body.variables(), generate=generate)
         lists = [array("i", await edge.link.call(given))]
     else:
         prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or ()
