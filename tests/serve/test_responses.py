@@ -15,8 +15,9 @@ from pydantic import BaseModel
 
 from tenuto.base.views import ModelView
 from tenuto.base.wire.link import Link
-from tenuto.serve.openai.kept_responses import MAX_BYTES, MAX_KEPT, KeptResponses
+from tenuto.serve.openai.kept_responses import KeptResponses
 from tenuto.serve.shared.edge import Edge
+from tenuto.serve.shared.kept import MAX_BYTES, MAX_KEPT
 from tenuto.serve.shared.settings import ServeSettings
 from tests.serve.server import Server, serving
 

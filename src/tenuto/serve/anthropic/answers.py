@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 from tenuto.base.errors import TenutoError
@@ -17,10 +18,19 @@ from tenuto.serve.shared.sse import Answer, event
 
 
 class MessageAnswer(Answer):
-    """The answer of one turn."""
+    """The answer of one turn. `name`: its id, if a thread keeps it. `end` is called at the end of the answer."""
 
-    def __init__(self, edge: Edge, turn: LiveTurn, reader: AnswerReader, request_id: str) -> None:
+    def __init__(
+        self,
+        edge: Edge,
+        turn: LiveTurn,
+        reader: AnswerReader,
+        request_id: str,
+        name: str | None = None,
+        end: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(edge, [turn])
+        self._ended = end
         self._turn = turn
         self._reader = reader
         self._request_id = request_id
@@ -28,7 +38,7 @@ class MessageAnswer(Answer):
         self._block: str | None = None  # the type of the block that is open in a stream
         self._index = -1
         self._head: dict[str, Any] = {
-            "id": f"msg_{secrets.token_hex(12)}",
+            "id": name or f"msg_{secrets.token_hex(12)}",
             "type": "message",
             "role": "assistant",
             "model": edge.served_name,
@@ -47,6 +57,10 @@ class MessageAnswer(Answer):
             {"type": "tool_use", "id": call.id, "name": call.name, "input": call.parsed()} for call in said.calls
         ]
         return {**self._head, "content": content, **self._end(result), "usage": _usage(result)}
+
+    def leave(self) -> None:
+        super().leave()
+        self._ended()
 
     # -- the answer as server-sent events
 

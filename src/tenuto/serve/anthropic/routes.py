@@ -1,36 +1,55 @@
-"""Anthropic-compatible routes. Every request is one turn of an ephemeral session."""
+"""Anthropic-compatible routes. A request is one turn: of an ephemeral session or, with `thread`, of a kept one."""
 
 from __future__ import annotations
 
 from array import array
+from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
 from tenuto.base.turns import last_role
 from tenuto.base.wire.messages import Tokenize
+from tenuto.serve.anthropic import threads
 from tenuto.serve.anthropic.answers import MessageAnswer
 from tenuto.serve.anthropic.schemas import Conversation, MessagesBody
+from tenuto.serve.anthropic.threads import KeptTools, ThreadTools
 from tenuto.serve.shared.bodies import JsonRoute
-from tenuto.serve.shared.edge import Caller, EdgeOf
+from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
 from tenuto.serve.shared.respond import respond, streamed
 from tenuto.serve.shared.schemas import REFUSALS
+from tenuto.serve.shared.settings import Tenant
 from tenuto.serve.shared.sse import while_connected
 
 router = APIRouter(route_class=JsonRoute, prefix="/v1/messages", tags=["anthropic"])
 
 
 @router.post("", response_model=None, responses=REFUSALS | streamed("The answer, or its events"))
-async def messages(edge: EdgeOf, tenant: Caller, body: MessagesBody, request: Request) -> Response:
-    """Answers messages."""
+async def messages(edge: EdgeOf, tenant: Caller, body: MessagesBody, request: Request, kept: ThreadTools) -> Response:
+    """Answers messages. With `thread`, the server keeps the conversation, and later requests send only new messages."""
+    answer = await while_connected(request, _begin(edge, tenant, body, kept, request.state.request_id))
+    return await respond(request, answer, stream=body.stream)
+
+
+async def _begin(edge: Edge, tenant: Tenant, body: MessagesBody, kept: KeptTools, request_id: str) -> MessageAnswer:
+    """Starts the turn that answers messages, and returns its answer once the engine has accepted it."""
     edge.check_model(body.model)
     with body.naming(edge.model.context_length):
-        given = body.rendered(edge.model.habits)
+        continued = body.thread.continued() if body.thread is not None else None
+        thread = await threads.find(edge, tenant, continued, kept) if continued is not None else None
+        if thread is not None:
+            body.take(thread.tools)
+        given = body.rendered(edge.model.habits, begun=thread is not None)
         habits = edge.model.habits.after(last_role(given))
         start = body.start(tenant, given, habits)
         reading = body.tool_use.reading(habits, start.params.grammar)
-        turn = await while_connected(request, edge.start(tenant, start))
-    answer = MessageAnswer(edge, turn, reading.reader(turn.id), request.state.request_id)
-    return await respond(request, answer, stream=body.stream)
+        if body.thread is None:
+            turn = await edge.start(tenant, start)
+            return MessageAnswer(edge, turn, reading.reader(turn.id), request_id)
+        if thread is None:
+            thread = threads.new_thread(body.tool_use.told, kept)
+        turn = await threads.start_turn(edge, tenant, thread, start)
+    end = partial(threads.end_turn, edge, tenant, thread, turn)
+    return MessageAnswer(edge, turn, reading.reader(turn.id), request_id, thread.next_id, end)
 
 
 @router.post("/count_tokens", responses=REFUSALS)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from tenuto.base.errors import InvalidRequest, Unsupported
-from tenuto.base.options import MAX_NEW_TOKENS, TurnOptions
-from tenuto.base.tools.definitions import ModelHabits, ToolCall
+from tenuto.base.errors import InvalidRequest
+from tenuto.base.options import MAX_NEW_TOKENS
+from tenuto.base.tools.definitions import ModelHabits, ToolCall, Tools
 from tenuto.base.tools.grammar import Grammar
 from tenuto.base.tools.tool_use import ToolChoice as Choice
 from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.turns import Message
-from tenuto.serve.shared.errors import DetailedError
+from tenuto.serve.anthropic.threads import ThreadField
 from tenuto.serve.shared.grammars import GrammarField, only_one
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
 from tenuto.serve.shared.placing import placed
@@ -85,6 +86,12 @@ class Tool(ForeignObject):
     description: str | None = None
     input_schema: dict[str, Any]
 
+    @classmethod
+    def of(cls, function: Mapping[str, Any]) -> Tool:
+        """Returns the tool whose definition for the model is `function`."""
+        given = {"name": function["name"], "description": function.get("description"), "type": None}
+        return cls.model_construct(**given, input_schema=function["parameters"])
+
     def told(self) -> dict[str, Any]:
         """Returns the function's definition for the model."""
         described = {"description": self.description} if self.description is not None else {}
@@ -153,15 +160,15 @@ class Conversation(ForeignObject, TurnRequest):
         kind: Choice = "required" if choice.type in ("any", "tool") else "none" if choice.type == "none" else "auto"
         return ToolUse(told, kind, choice.name or "", parallel=not choice.disable_parallel_tool_use)
 
-    def rendered(self, habits: ModelHabits) -> list[Message]:
-        """Returns the messages in the engine's form. Raises `InvalidRequest`."""
+    def rendered(self, habits: ModelHabits, *, begun: bool = False) -> list[Message]:
+        """Returns the messages in the engine's form. `begun`: they continue a conversation. Raises `InvalidRequest`."""
         if self.messages[-1].role == "assistant":
             raise InvalidRequest(
                 "messages end with one of the assistant's; allowed: a user's message at the end", param="messages"
             )
         system = text_of(self.system)
         messages = [Message("system", system)] if system else []
-        return placed(messages + [one for message in self.messages for one in message.rendered()], habits)
+        return placed(messages + [one for message in self.messages for one in message.rendered()], habits, begun=begun)
 
     def grammar_field(self) -> GrammarField | None:
         shape = self.output_config.format if self.output_config is not None else None
@@ -170,28 +177,23 @@ class Conversation(ForeignObject, TurnRequest):
         )
 
 
-class ThreadUnsupported(DetailedError, Unsupported):
-    """The request asks the server to keep the conversation. It cannot be ignored, since the next request would have
-    only new messages. After this error Anthropic's clients send the whole conversation."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "thread is not supported; leave it out and send all messages",
-            {"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
-            param="thread",
-        )
-
-
 @with_options("top_k", "top_p", temperature="1 if not given.")
 class MessagesBody(Conversation):
     """Messages to answer."""
 
-    thread: dict[str, Any] | None = Field(None, description="Not supported: requests with it are refused.")
+    thread: ThreadField | None = Field(
+        None, description="Keeps the conversation, or continues it: then only the new messages are sent."
+    )
     max_tokens: int = Field(ge=1, le=MAX_NEW_TOKENS)
     stream: bool | None = None
     stop_sequences: list[str] | None = None
 
-    def options(self) -> TurnOptions:
-        if self.thread is not None:
-            raise ThreadUnsupported
-        return super().options()
+    def take(self, tools: Tools) -> None:
+        """Takes the tools of the thread that the request continues. Raises `InvalidRequest`."""
+        for name in ("system", "tools"):
+            if getattr(self, name) is not None:
+                raise InvalidRequest(
+                    f"{name} is given; a thread keeps its own: leave {name} out, or create a thread", param=name
+                )
+        functions = [tool["function"] for tool in tools.parsed()]
+        self.tools = [Tool.of(function) for function in functions] or None

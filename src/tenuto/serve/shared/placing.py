@@ -10,16 +10,17 @@ from tenuto.base.turns import Message
 from tenuto.serve.shared.undone import leave_undone
 
 
-def placed(messages: Sequence[Message], habits: ModelHabits) -> list[Message]:
+def placed(messages: Sequence[Message], habits: ModelHabits, *, begun: bool = False) -> list[Message]:
     """Returns messages that the model's template can write. If it accepts a system message only at the beginning, those
-    that open the conversation are joined, and later ones become user messages."""
+    that open the conversation are joined, and later ones become user messages. `begun`: the messages continue a
+    conversation."""
     if habits.late_system:
         return list(messages)
     placed: list[Message] = []
     told = False  # the last message has only the text of system messages
     for message in messages:
         last = placed[-1] if placed else None
-        if message.role == "system" and all(one.role == "system" for one in placed):
+        if message.role == "system" and not begun and all(one.role == "system" for one in placed):
             placed = [joined(last, message) if last is not None else message]
         elif message.role == "system":
             leave_undone("messages.role.system")

@@ -1,0 +1,167 @@
+"""Threads: conversations that the server keeps. A thread is a session. The id of each of its messages has the session's
+name, and its version after the message. So a message can be continued once, also after a restart."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import Field
+
+from tenuto.base.checks import shown
+from tenuto.base.errors import InvalidRequest, NotFound, SessionBusy, SessionClosed, TenutoError, VersionMismatch
+from tenuto.base.options import Policy
+from tenuto.base.tools.definitions import NO_TOOLS, Tools
+from tenuto.base.views import SessionInfo
+from tenuto.base.wire.messages import GetSession, OpenSession, StartTurn
+from tenuto.serve.shared.edge import Edge, of_tenant
+from tenuto.serve.shared.errors import DetailedError
+from tenuto.serve.shared.kept import Kept
+from tenuto.serve.shared.live_turn import LiveTurn
+from tenuto.serve.shared.objects import ForeignObject
+from tenuto.serve.shared.settings import Tenant
+
+TOOLS = "tools"
+"""Key in the metadata of a thread's session: a digest of its tools."""
+_MESSAGE_ID = re.compile(r"(msg_[0-9a-f]{32})_([1-9][0-9]{0,8})")
+_AGAIN = 'send all messages with thread {"type": "create"}'
+
+
+class ThreadRefused(DetailedError, code="invalid_request", status=400):
+    """A thread cannot do what the request asks. `error_code` and `more`: details for Anthropic's clients, which then
+    send all messages."""
+
+    def __init__(self, error_code: str, message: str, **more: Any) -> None:
+        super().__init__(message, {"error_code": error_code, **more}, param="thread")
+
+
+class ThreadNotFound(ThreadRefused, code="not_found", status=404):
+    """No message of a thread has this id."""
+
+    def __init__(self, message_id: str, reason: str = "it is not of a thread, or the thread has ended") -> None:
+        said = f"message {message_id[:80]!r} cannot be continued: {reason}; {_AGAIN}"
+        super().__init__("thread_not_found", said)
+
+
+class KeptTools(Kept):
+    """The tools of a tenant's latest threads, by their digests. Requests that continue a thread do not repeat them."""
+
+
+ThreadTools = Annotated[KeptTools, of_tenant(KeptTools)]
+
+
+class ThreadField(ForeignObject):
+    """The field `thread` of a request."""
+
+    type: Literal["create", "continue"]
+    previous_message_id: str | None = Field(None, max_length=256, description="The message to continue.")
+
+    def continued(self) -> str | None:
+        """Returns the id of the message to continue, or `None` for a new thread. Raises `InvalidRequest`."""
+        if (self.type == "continue") != (self.previous_message_id is not None):
+            raise InvalidRequest(
+                f"thread.previous_message_id is {shown(self.previous_message_id)} and thread.type {self.type}; "
+                "allowed: an id with type continue, none with create",
+                param="thread.previous_message_id",
+            )
+        return self.previous_message_id
+
+
+@dataclass(frozen=True, slots=True)
+class Thread:
+    """The place in a thread at which a request continues it. `session`: name of its session. `version`: that of the
+    session, 0 for a new thread. `tools`: those that the thread was created with. `message_id`: the message to
+    continue, empty for a new thread."""
+
+    session: str
+    version: int = 0
+    tools: Tools = NO_TOOLS
+    message_id: str = ""
+
+    @property
+    def next_id(self) -> str:
+        """Id of the message that the request will be answered with."""
+        return f"{self.session}_{self.version + 1}"
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Makes errors raised inside the block those that Anthropic's clients expect of threads."""
+        try:
+            yield
+        except (NotFound, SessionClosed):
+            raise ThreadNotFound(self.message_id) from None
+        except SessionBusy:
+            said = f"another request is continuing message {self.message_id}; wait for its answer, or {_AGAIN}"
+            raise ThreadRefused("thread_continue_in_flight", said) from None
+        except VersionMismatch:
+            said = f"message {self.message_id} has been continued already; continue the thread's last one, or {_AGAIN}"
+            raise ThreadRefused("thread_already_continued", said) from None
+
+    def require_open(self, state: SessionInfo) -> None:
+        """Raises an error unless the session's present state is that after the message to continue."""
+        if state.version < self.version:
+            raise NotFound
+        if state.version > self.version:
+            raise VersionMismatch
+        if state.turn is not None:
+            raise SessionBusy
+
+
+async def find(edge: Edge, tenant: Tenant, message_id: str, kept: KeptTools) -> Thread:
+    """Returns the place after this message. Raises `ThreadRefused`."""
+    found = _MESSAGE_ID.fullmatch(message_id)
+    if found is None:
+        raise ThreadNotFound(message_id)
+    thread = Thread(found[1], int(found[2]), message_id=message_id)
+    with thread.naming():
+        state = await edge.link.call(GetSession(tenant=tenant.name, session=thread.session))
+        thread.require_open(state)
+    digest = state.metadata.get(TOOLS)
+    if digest is None:
+        return thread
+    source = kept.find(digest)
+    if source is None:
+        raise ThreadNotFound(message_id, "the server has not kept the thread's tools")
+    return Thread(thread.session, thread.version, Tools(source.decode()), message_id)
+
+
+def new_thread(tools: Tools, kept: KeptTools) -> Thread:
+    """Returns a new thread with these tools. Its session is not open yet."""
+    if tools:
+        kept.keep(tools.digest, tools.source.encode())
+    return Thread(f"msg_{secrets.token_hex(16)}", tools=tools)
+
+
+async def start_turn(edge: Edge, tenant: Tenant, thread: Thread, start: StartTurn) -> LiveTurn:
+    """Starts the thread's next turn with the options of `start`, and returns it once the engine has accepted it. Raises
+    `ThreadRefused`."""
+    start = msgspec.structs.replace(start, session=thread.session, version=thread.version)
+    try:
+        if thread.version == 0:
+            told = ((TOOLS, thread.tools.digest),) if thread.tools else ()
+            policy = Policy(ttl=edge.settings.ttl(None, named=False), tenant=tenant.name, metadata=told)
+            await edge.link.call(OpenSession(session=thread.session, policy=policy, limits=tenant.limits))
+        with thread.naming():
+            return await edge.start(tenant, start)
+    except BaseException:
+        end_turn(edge, tenant, thread, None)
+        raise
+
+
+def end_turn(edge: Edge, tenant: Tenant, thread: Thread, turn: LiveTurn | None) -> None:
+    """Called at the end of an answer, or when its turn has not started. Closes the session of a new thread unless its
+    first turn has committed, which also aborts the turn."""
+    if thread.version == 0 and (turn is None or not turn.committed):
+        edge.spawn(_close(edge, tenant, thread))
+
+
+async def _close(edge: Edge, tenant: Tenant, thread: Thread) -> None:
+    try:
+        await edge.turns.close_session((tenant.name, thread.session))
+    except TenutoError:
+        return  # closed already, or never opened
