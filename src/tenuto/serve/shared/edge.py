@@ -38,6 +38,7 @@ T = TypeVar("T")
 ABORTING_SECONDS = 5.0
 """Time the engine has, at shutdown, to abort the remaining turns."""
 DRAIN_CHECK_SECONDS = 0.02
+SHUTTING_DOWN = "the server is shutting down; try again later"
 Start = Callable[[StartTurn], Awaitable[LiveTurn]]
 """Starts a turn and returns it when the engine has accepted it."""
 DEFAULT_MODEL = "default"
@@ -147,7 +148,7 @@ class Edge:
         `LimitReached`, `Overloaded`, `Draining`, `EngineStopped`."""
         self.require_engine()
         if self.draining:
-            raise Draining("the server is shutting down; try again later")
+            raise Draining(SHUTTING_DOWN)
         return await self.turns.start(
             request,
             queue=queue,
@@ -191,13 +192,14 @@ class Edge:
     async def drain(self) -> None:
         """Refuses new turns, gives open ones time to end, then aborts the rest."""
         self.draining = True
-        self.turns.queues.refuse_all(Draining("the server is shutting down; try again later"))
+        refusal = Draining(SHUTTING_DOWN)
+        self.turns.queues.refuse_all(refusal)
         deadline = time.monotonic() + self.settings.drain_seconds
         while (
             self.turns.open_turns() and not self.hurried and time.monotonic() < deadline and self.link.stopped is None
         ):
             await asyncio.sleep(DRAIN_CHECK_SECONDS)
-        aborting = [asyncio.ensure_future(self.turns.abort(turn)) for turn in self.turns.open_turns()]
+        aborting = [asyncio.ensure_future(self.turns.abort(turn, refusal=refusal)) for turn in self.turns.open_turns()]
         with suppress(TimeoutError):  # an engine that hangs is killed later
             async with asyncio.timeout(ABORTING_SECONDS):
                 await asyncio.gather(*aborting, return_exceptions=True)

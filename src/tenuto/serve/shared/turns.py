@@ -182,10 +182,10 @@ class Turns:
         if turn.request.key is not None:
             self.queues.leave(turn, turn.request.key)
 
-    async def abort(self, turn: LiveTurn, keep: Keep = None) -> None:
+    async def abort(self, turn: LiveTurn, keep: Keep = None, refusal: TenutoError | None = None) -> None:
         """Ends the turn and commits the part given by `keep`; "delivered" is the part its readers have received. An
-        ended turn stays as it is."""
-        self._refuse_waiting(turn)
+        ended turn stays as it is; one that still waits for its session gets `refusal`."""
+        self._refuse_waiting(turn, refusal)
         await turn.answered.wait()
         if turn.ended or turn.ticket is None:
             return
@@ -216,9 +216,10 @@ class Turns:
             await self.withdraw(turn.id)
         await self.abort_quietly(turn)
 
-    def _refuse_waiting(self, turn: LiveTurn) -> None:
-        turn.refused = IllegalTransition("the turn was aborted before it began")  # it may not be in the queue yet
-        self.queues.refuse(turn, turn.refused)
+    def _refuse_waiting(self, turn: LiveTurn, refusal: TenutoError | None = None) -> None:
+        refusal = refusal or IllegalTransition("the turn was aborted before it began")
+        turn.refused = refusal  # it may not be in the queue yet
+        self.queues.refuse(turn, refusal)
 
     async def withdraw(self, name: str) -> None:
         """Withdraws the input of this name, which no client waits for; see `messages.Withdraw`."""
