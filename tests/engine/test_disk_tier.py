@@ -139,6 +139,17 @@ def test_a_session_is_exported_without_state_of_other_content(tmp_path: Path) ->
     stage.engine.audit()
 
 
+def test_a_session_is_never_exported_without_some_of_its_units() -> None:
+    """A unit that is nowhere, a bug of ours, ends with a report and not with a shorter state."""
+    stage = Stage(host_tier=2**20)
+    told(stage, "a")
+    lent = stage.engine.states.of("a")
+    assert isinstance(lent, LentUnits)
+    lent.units = [[unit._replace(data=None) if i == 1 else unit for i, unit in enumerate(lent.units[0])]]
+    with pytest.raises(InvariantError, match="neither in host memory nor in a file"):
+        lent.read()
+
+
 def test_parked_memory_is_compared_with_the_tokens_of_the_session_that_gets_it(tmp_path: Path) -> None:
     """A bug of ours in memory ends with a report and not with a wrong answer."""
     stage = make(tmp_path)

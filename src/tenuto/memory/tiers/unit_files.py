@@ -118,7 +118,10 @@ def read_units(disk: Disk | None, copies: Sequence[UnitCopy]) -> list[Bytes]:
     this function: only the file itself determines its contents, not its name and not an index. Raises `DiskFailed`."""
     group, file = copies[0].place
     if file is None:
-        return [copy.data for copy in copies if copy.data is not None]
+        in_host = [copy.data for copy in copies if copy.data is not None]
+        if len(in_host) < len(copies):
+            raise InvariantError(f"a unit of group {group} is neither in host memory nor in a file")
+        return in_host
     if disk is None:
         raise InvariantError("units are on disk, but there is no disk tier")
     found = disk.read(file, {group: [copy.row for copy in copies]})[group]
