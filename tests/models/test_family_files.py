@@ -17,7 +17,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from tenuto.base.config import cache_dir
 from tenuto.base.errors import ConfigError, ModelError
 from tenuto.exec.load import ExecutorOptions, load_executor
-from tenuto.models.config import Attention, Mamba2, ModelConfig
+from tenuto.models.config import Attention, Mamba2, Mlp, ModelConfig
 from tenuto.models.decoder import Decoder
 from tenuto.models.hf import SUPPORTED, HfCheckpoint
 from tenuto.models.native.obstacle import obstacle
@@ -100,6 +100,12 @@ def test_qwen3_moe_files_of_older_transformers_mean_the_same(save: Save) -> None
     directory = save("qwen3-moe")
     new = HfCheckpoint(directory).config
     assert edit(directory, "num_local_experts", num_experts=6) == new
+
+
+def test_qwen3_next_files_without_experts_need_no_settings_of_experts(save: Save) -> None:
+    of_experts = ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+    config = edit(save("qwen3-next"), *of_experts, num_experts=0, intermediate_size=96)
+    assert {layer.feed_forward for layer in config.layers} == {Mlp(96)}
 
 
 def test_smollm3_omits_rope_in_every_fourth_layer_by_default(save: Save) -> None:

@@ -38,12 +38,13 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
 
 
 def _feed_forward(settings: Settings, layer: int) -> Mlp | Experts:
+    experts = settings.get("num_experts", int, 0)
     return feed_forward(
         settings,
         layer,
-        settings.get("num_experts", int, 0),
+        experts,
         normalised=settings.get("norm_topk_prob", bool, default=True),
-        shared=settings.get("shared_expert_intermediate_size", int),
+        shared=settings.get("shared_expert_intermediate_size", int) if experts else 0,
         shared_gate=True,
     )
 
