@@ -4,6 +4,7 @@ and the result for a sequence does not depend, in a single bit, on how steps are
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -354,6 +355,18 @@ def test_without_a_compiler_or_on_other_devices_plain_pytorch_runs_with_a_messag
 
 def _flags(variant: str) -> list[str]:
     return [flag.replace("-", "_") for flag in VARIANTS[variant]]
+
+
+def test_without_a_readable_cache_plain_pytorch_runs_with_a_message(path: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    files, machine = resolve(str(path), path), Machine(frozenset(_flags("avx2")), None)
+    options = ExecutorOptions(16, cache=tmp_path / ("x" * 300), machine=machine, say=said.append)
+    executor = load_executor(files, options)
+    assert isinstance(executor.forward, TorchForward)
+    assert "cannot be read" in said[-1]
+    executor.close()
+    with pytest.raises(ConfigError, match=r"kernels 'avx2' cannot be used: .* cannot be read"):
+        load_executor(files, replace(options, kernels="avx2"))
 
 
 def test_a_model_the_kernels_cannot_run_is_run_by_pytorch(tmp_path: Path) -> None:

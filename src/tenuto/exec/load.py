@@ -127,20 +127,10 @@ def _native_forward(
             )
         _refuse_bytes(options, f"they are for the CPU and dtype bfloat16; here: {kernels}, {device}, {dtype}")
         return None
-    kv_type = KVCacheDtype(options.kv_cache_dtype)
     try:
         found = _native(config, cache, options)
-        packed = NativeProgram(
-            config,
-            checkpoint.weights(),
-            options.page_size,
-            plain=dtype is not None,
-            kv_cache_dtype=kv_type,
-            wide=wide,
-        )
+        packed = _packed(config, checkpoint, options, wide)
         return NativeForward(found, packed, threads=usable_cores())
-    except OSError as error:
-        raise ConfigError(f"there is no memory for the model's weights: {error}") from error
     except Unavailable as reason:
         if kernels != "auto":
             raise ConfigError(f"kernels {kernels!r} cannot be used: {reason}") from reason
@@ -171,3 +161,15 @@ def _native(config: ModelConfig, cache: Path, options: ExecutorOptions) -> Libra
         except Unavailable as error:  # the compiler or the system may not support the best one
             failed = error
     raise failed
+
+
+def _packed(
+    config: ModelConfig, checkpoint: ModelCheckpoint, options: ExecutorOptions, wide: frozenset[int] | None
+) -> NativeProgram:
+    kv_type, plain = KVCacheDtype(options.kv_cache_dtype), options.dtype is not None
+    try:
+        return NativeProgram(
+            config, checkpoint.weights(), options.page_size, plain=plain, kv_cache_dtype=kv_type, wide=wide
+        )
+    except OSError as error:
+        raise ConfigError(f"there is no memory for the model's weights: {error}") from error

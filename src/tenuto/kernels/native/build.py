@@ -75,8 +75,11 @@ def library(cache: Path, machine: Machine, variant: str, say: Callable[[str], No
     if "avx512f" in VARIANTS[variant]:
         flags.append("-mprefer-vector-width=512")
     path = cache / "kernels" / f"{variant}-{_key(flags)}.so"
-    if path.exists():
-        return path
+    try:
+        if path.exists():
+            return path
+    except OSError as error:
+        raise Unavailable(f"{path.parent} cannot be read: {error}") from error
     if machine.compiler is None:
         raise Unavailable(f"there is no C++ compiler ({', '.join(_COMPILERS)})")
     _make(path, machine.compiler, flags, say)
