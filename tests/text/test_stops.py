@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.base.errors import InvalidRequest
-from tenuto.text.stops import MAX_STOP_LENGTH, MAX_STOP_STRINGS, StopMatcher
+from tenuto.text.stops import MAX_STOP_LENGTH, MAX_STOP_STRINGS, StopMatcher, _automaton
 
 letters = st.text(alphabet="ab\n", max_size=30)
 stop_lists = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=5), max_size=4)
@@ -77,3 +77,7 @@ def test_the_match_is_remembered(pieces: list[str], stops: list[str]) -> None:
     for piece in pieces:
         matcher.push(piece)
     assert matcher.matched == naive("".join(pieces), stops)[1]
+
+
+def test_the_automaton_of_a_long_stop_string_can_be_shown() -> None:
+    assert "_State" in repr(_automaton(["a" * MAX_STOP_LENGTH]))

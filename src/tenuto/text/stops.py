@@ -93,7 +93,7 @@ class _StringFinder:
         return None
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)  # `next` begins a long chain
 class _State:
     """A state of the automaton: the longest prefix of a stop string, of `depth` characters, that the text ends with.
 

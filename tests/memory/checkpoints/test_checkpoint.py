@@ -319,3 +319,10 @@ def test_room_for_a_new_checkpoint_is_made_once() -> None:
     taken += [pool.acquire(pool.free, kept[0]) for pool in shelf.pools]
     shelf.cache.trim()
     assert shelf.cache.evicted == 1, "no new checkpoint was requested"
+
+
+def test_a_checkpoint_can_be_shown_however_many_are_below_it() -> None:
+    made: Checkpoint | None = None
+    for position in range(2000):
+        made = Checkpoint(position, "session s", made)
+    assert "Checkpoint" in repr(made)

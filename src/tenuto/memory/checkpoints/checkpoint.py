@@ -9,7 +9,7 @@ from tenuto.base.errors import InvariantError
 from tenuto.memory.pool import HolderKind, Lease
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)  # `below` begins a long chain
 class Checkpoint:
     """Leases on the units that resuming at `position` needs, except full attention's, which the sequence itself holds.
 
