@@ -45,7 +45,7 @@ def test_anthropics_coding_agent_is_answered(http: httpx.Client) -> None:
         context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         stream=True,
     )
-    assert undone(answer) == ["context_management", "thinking"]
+    assert undone(answer) == ["thinking"]
     assert "message_stop" in answer.text
 
 

@@ -18,7 +18,8 @@ from tenuto.serve.shared.sse import Answer, event
 
 
 class MessageAnswer(Answer):
-    """The answer of one turn. `name`: its id, if a thread keeps it. `end` is called at the end of the answer."""
+    """The answer of one turn. `name`: its id, if a thread keeps it. `end` is called at the end of the answer.
+    `applied`: reports on the edits made to the request's messages, `None` if it asked for none."""
 
     def __init__(
         self,
@@ -28,9 +29,11 @@ class MessageAnswer(Answer):
         request_id: str,
         name: str | None = None,
         end: Callable[[], None] = lambda: None,
+        applied: list[dict[str, Any]] | None = None,
     ) -> None:
         super().__init__(edge, [turn])
         self._ended = end
+        self._edits = {"context_management": {"applied_edits": applied}} if applied is not None else {}
         self._turn = turn
         self._reader = reader
         self._request_id = request_id
@@ -56,7 +59,7 @@ class MessageAnswer(Answer):
         content += [
             {"type": "tool_use", "id": call.id, "name": call.name, "input": call.parsed()} for call in said.calls
         ]
-        return {**self._head, "content": content, **self._end(result), "usage": _usage(result)}
+        return {**self._head, "content": content, **self._end(result), "usage": _usage(result), **self._edits}
 
     def leave(self) -> None:
         super().leave()
@@ -78,7 +81,7 @@ class MessageAnswer(Answer):
         result = self._turn.result
         assert result is not None
         check_end(self._edge, result)
-        last = {"type": "message_delta", "delta": self._end(result), "usage": _usage(result)}
+        last = {"type": "message_delta", "delta": self._end(result), "usage": _usage(result), **self._edits}
         return b"".join([*self._close(), event("message_delta", last), event("message_stop", {"type": "message_stop"})])
 
     def failed(self, error: TenutoError) -> bytes:

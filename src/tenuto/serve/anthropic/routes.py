@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
@@ -11,6 +13,7 @@ from tenuto.base.turns import last_role
 from tenuto.base.wire.messages import Tokenize
 from tenuto.serve.anthropic import threads
 from tenuto.serve.anthropic.answers import MessageAnswer
+from tenuto.serve.anthropic.content import NewMessage
 from tenuto.serve.anthropic.schemas import Conversation, MessagesBody
 from tenuto.serve.anthropic.threads import KeptTools, ThreadTools
 from tenuto.serve.shared.bodies import JsonRoute
@@ -34,6 +37,13 @@ async def _begin(edge: Edge, tenant: Tenant, body: MessagesBody, kept: KeptTools
     """Starts the turn that answers messages, and returns its answer once the engine has accepted it."""
     edge.check_model(body.model)
     with body.naming(edge.model.context_length):
+        if body.thread is not None and body.context_management is not None:
+            raise threads.ThreadRefused(
+                "thread_unsupported_request",
+                "thread and context_management are given; allowed: one of them",
+                unsupported=["context_management"],
+            )
+        applied = await _edit(edge, tenant, body)
         continued = body.thread.continued() if body.thread is not None else None
         thread = await threads.find(edge, tenant, continued, kept) if continued is not None else None
         if thread is not None:
@@ -44,7 +54,7 @@ async def _begin(edge: Edge, tenant: Tenant, body: MessagesBody, kept: KeptTools
         reading = body.tool_use.reading(habits, start.params.grammar)
         if body.thread is None:
             turn = await edge.start(tenant, start)
-            return MessageAnswer(edge, turn, reading.reader(turn.id), request_id)
+            return MessageAnswer(edge, turn, reading.reader(turn.id), request_id, applied=applied)
         if thread is None:
             thread = threads.new_thread(body.tool_use.told, kept)
         turn = await threads.start_turn(edge, tenant, thread, start)
@@ -53,8 +63,28 @@ async def _begin(edge: Edge, tenant: Tenant, body: MessagesBody, kept: KeptTools
 
 
 @router.post("/count_tokens", responses=REFUSALS)
-async def count_tokens(edge: EdgeOf, tenant: Caller, body: Conversation) -> dict[str, int]:
+async def count_tokens(edge: EdgeOf, tenant: Caller, body: Conversation) -> dict[str, Any]:
     """Returns the number of tokens of the messages as a prompt."""
     edge.check_model(body.model)
-    given = Tokenize(tenant=tenant.name, input=body.rendered(edge.model.habits), tools=body.tool_use.told)
-    return {"input_tokens": len(array("i", await edge.link.call(given)))}
+    original = await _count(edge, tenant, body, body.messages)
+    if not await _edit(edge, tenant, body):
+        unedited = {"context_management": {"original_input_tokens": original}} if body.context_management else {}
+        return {"input_tokens": original, **unedited}
+    count = await _count(edge, tenant, body, body.messages)
+    return {"input_tokens": count, "context_management": {"original_input_tokens": original}}
+
+
+async def _edit(edge: Edge, tenant: Tenant, body: Conversation) -> list[dict[str, Any]] | None:
+    """Edits the messages as the request asks. Returns the reports on the edits, or `None` if it asks for none."""
+    if body.context_management is None:
+        return None
+    messages, reports = await body.context_management.apply(body.messages, partial(_count, edge, tenant, body))
+    body.messages = list(messages)
+    return reports
+
+
+async def _count(edge: Edge, tenant: Tenant, body: Conversation, messages: Sequence[NewMessage]) -> int:
+    """Returns the number of tokens of the prompt, with these messages."""
+    prompt = body.model_copy(update={"messages": messages})
+    given = Tokenize(tenant=tenant.name, input=prompt.rendered(edge.model.habits), tools=body.tool_use.told)
+    return len(array("i", await edge.link.call(given)))

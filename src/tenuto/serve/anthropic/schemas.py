@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
@@ -11,11 +10,13 @@ from pydantic import Field
 
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.options import MAX_NEW_TOKENS
-from tenuto.base.tools.definitions import ModelHabits, ToolCall, Tools
+from tenuto.base.tools.definitions import ModelHabits, Tools
 from tenuto.base.tools.grammar import Grammar
 from tenuto.base.tools.tool_use import ToolChoice as Choice
 from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.turns import Message
+from tenuto.serve.anthropic.content import Block, NewMessage, text_of
+from tenuto.serve.anthropic.edits import ContextManagement
 from tenuto.serve.anthropic.threads import ThreadField
 from tenuto.serve.shared.grammars import GrammarField, only_one
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
@@ -25,55 +26,6 @@ from tenuto.serve.shared.turn_request import TurnRequest, with_options
 from tenuto.serve.shared.undone import ToolList, of_type
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$", examples=["get_weather"])]
-
-
-class Block(ForeignObject):
-    """A block of a message's content."""
-
-    has_kinds = True
-    ignored = frozenset({"cache_control", "caller", "citations", "data", "is_error", "signature", "toolset_name"})
-
-    type: Literal["text", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking"]
-    text: str = ""
-    thinking: str = ""
-    id: str = Field("", max_length=256, description="Id of a `tool_use`.")
-    name: str = Field("", max_length=256, description="Name of the function in a `tool_use`.")
-    input: dict[str, Any] | None = None
-    tool_use_id: str = Field("", max_length=256, description="In a `tool_result`, the id of the call that it answers.")
-    content: str | Messages[Block] | None = Field(None, description="Content of a `tool_result`.")
-    tool_name: str = Field("", max_length=256, description="In a `tool_reference`, the name of a tool that was found.")
-
-
-def text_of(content: str | list[Block] | None) -> str:
-    """Returns the texts of content and the names of tools that were found, one per line."""
-    if not isinstance(content, list):
-        return content or ""
-    found = ("text", "tool_reference")
-    return "\n".join(block.text or block.tool_name for block in content if block.type in found)
-
-
-class NewMessage(ForeignObject):
-    """A message."""
-
-    role: Literal["user", "assistant", "system"]
-    content: str | Messages[Block]
-
-    def rendered(self) -> list[Message]:
-        """Returns the message in the engine's form, where results of calls are separate messages."""
-        if isinstance(self.content, str):
-            return [Message(self.role, self.content)]
-        if self.role == "assistant":
-            calls = [ToolCall(block.name, json.dumps(block.input or {}, ensure_ascii=False), block.id)
-                     for block in self.content if block.type == "tool_use"]  # fmt: skip
-            thoughts = "\n".join(block.thinking for block in self.content if block.type == "thinking")
-            return [Message("assistant", text_of(self.content), tuple(calls), reasoning=thoughts)]
-        if self.role == "system":
-            return [Message("system", text_of(self.content))]
-        results = [block for block in self.content if block.type == "tool_result"]
-        messages = [Message("tool", text_of(block.content), tool_call_id=block.tool_use_id) for block in results]
-        if len(results) < len(self.content) or not results:
-            messages.append(Message("user", text_of(self.content)))
-        return messages
 
 
 class Tool(ForeignObject):
@@ -129,7 +81,7 @@ class Conversation(ForeignObject, TurnRequest):
     too_long = "prompt is too long"
     ignored = frozenset({"betas", "cache_control", "diagnostics", "metadata", "user_profile_id", "workspace_id"})
     undone: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **dict.fromkeys(("container", "context_management", "fallbacks", "inference_geo", "mcp_servers"), NOTHING),
+        **dict.fromkeys(("container", "fallbacks", "inference_geo", "mcp_servers"), NOTHING),
         "service_tier": (None, "auto", "standard_only"),
         "speed": (None, "standard"),
         "thinking": (None, {"type": "disabled"}),
@@ -145,6 +97,7 @@ class Conversation(ForeignObject, TurnRequest):
     )
     tool_choice: ToolChoice | None = Field(None, description="`any`, or a tool, is enforced.")
     output_config: OutputConfig | None = Field(None, description="A JSON schema, which is enforced.")
+    context_management: ContextManagement | None = Field(None, description="What to clear from older messages.")
 
     @cached_property
     def tool_use(self) -> ToolUse:
