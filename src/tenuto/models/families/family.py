@@ -60,7 +60,8 @@ def attention(settings: Settings, rope: Rope | None, *, head_dim: int | None = N
     heads, size = settings.get("num_attention_heads", int), head_dim or settings.head_dim()
     kv_heads = settings.get("num_key_value_heads", int, heads)
     biased = settings.get("attention_bias", bool, default=False)
-    return Attention(heads, kv_heads, size, rope, **({"scale": size**-0.5, "bias": biased, "out_bias": biased} | more))
+    scale = max(size, 1) ** -0.5  # `Attention` rejects smaller sizes
+    return Attention(heads, kv_heads, size, rope, **({"scale": scale, "bias": biased, "out_bias": biased} | more))
 
 
 def by_kind(settings: Settings, rope: Rope, window: int, **more: Any) -> dict[str, Attention]:
