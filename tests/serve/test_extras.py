@@ -285,7 +285,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "/v1/responses": (
         RESPONSE,
         {
-            "background": True,
             "cache_salt": "a",
             "prompt": {"id": "a"},
             "skip_special_tokens": False,

@@ -12,11 +12,11 @@ import pytest
 from openai import OpenAI
 
 from tenuto.base.sampling import TokenLogprob
-from tenuto.base.tools.answers import AnswerReader
+from tenuto.base.tools.answers import Reading
 from tenuto.base.tools.definitions import ModelHabits
 from tenuto.base.turns import Delta
 from tenuto.base.wire.messages import StartTurn
-from tenuto.serve.openai.response_answers import ResponseAnswer
+from tenuto.serve.openai.response_answers import Form, ResponseAnswer
 from tenuto.serve.shared.live_turn import LiveTurn
 from tests.serve.server import Server
 
@@ -72,8 +72,8 @@ def test_tokens_of_thoughts_have_no_logprobs() -> None:
     for token, piece in enumerate(("<think>", "hm", "</think>", "\n", "yes", "!")):
         turn.deltas.append(Delta((token,), piece, logprobs=(TokenLogprob(token, -1.0, raw=piece.encode()),)))
     edge: Any = SimpleNamespace(served_name="x")
-    reader = AnswerReader(ModelHabits(thinks="tags"))
-    answer = ResponseAnswer(edge, turn, reader, "resp_x", frozenset(), True, {}, lambda _: None, lambda: None)
+    form = Form(Reading(ModelHabits(thinks="tags"), ()), scores=True)
+    answer = ResponseAnswer(edge, turn, {"id": "resp_x"}, form)
     events = answer.news(0, turn.deltas).decode()
     assert [part.count('"token":') for part in events.split("\n\n") if "output_text.delta" in part] == [1, 1]
     assert '"token":"yes"' in events

@@ -181,7 +181,7 @@ def test_a_refused_response_leaves_no_session(client: OpenAI, witness: Server) -
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "x"}}}}, "text.format.schema"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"content": "x"}]}, "input[0].role"),
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "background"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"previous_response_id": "a b"}, "previous_response_id"),
     ],

@@ -14,6 +14,9 @@ from tenuto.serve.shared.schemas import REFUSALS
 router = APIRouter(route_class=JsonRoute, prefix="/v1/conversations", tags=["openai"])
 
 
+After = Annotated[str | None, Query(max_length=256, description="List items after this one.")]
+Limit = Annotated[int, Query(ge=1, le=100)]
+Order = Literal["asc", "desc"]
 ConversationsOf = Annotated[Conversations, of_tenant(Conversations)]
 
 
@@ -49,9 +52,9 @@ async def delete(conversations: ConversationsOf, conversation_id: str) -> dict[s
 async def list_items(
     conversations: ConversationsOf,
     conversation_id: str,
-    after: Annotated[str | None, Query(max_length=256, description="List items after this one.")] = None,
-    limit: Annotated[int, Query(ge=1, le=100)] = 20,
-    order: Literal["asc", "desc"] = "desc",
+    after: After = None,
+    limit: Limit = 20,
+    order: Order = "desc",
 ) -> dict[str, Any]:
     """Returns a page of a conversation's items."""
     return conversations.find(conversation_id).page(after, limit, newest_first=order == "desc")

@@ -68,11 +68,7 @@ class Conversation:
 
     def page(self, after: str | None, limit: int, *, newest_first: bool) -> dict[str, Any]:
         """Returns at most `limit` items after the one with the id `after`. Raises `NotFound`."""
-        ordered = self.items[::-1] if newest_first else self.items
-        start = 0 if after is None else 1 + next((i for i, one in enumerate(ordered) if one["id"] == after), -1)
-        if after is not None and not start:
-            raise NotFound(f"conversation {self.id} has no item {after!r}", param="after")
-        return listed(ordered[start : start + limit], more=start + limit < len(ordered))
+        return page_of(self.items, after, limit, newest_first=newest_first)
 
     def item(self, name: str) -> dict[str, Any]:
         """Returns an item by id. Raises `NotFound`."""
@@ -180,6 +176,15 @@ class Conversations:
             self._bytes += by
 
 
+def page_of(items: Sequence[dict[str, Any]], after: str | None, limit: int, *, newest_first: bool) -> dict[str, Any]:
+    """Returns at most `limit` items after the one with the id `after`. Raises `NotFound`."""
+    ordered = items[::-1] if newest_first else items
+    start = 0 if after is None else 1 + next((i for i, one in enumerate(ordered) if one["id"] == after), -1)
+    if after is not None and not start:
+        raise NotFound(f"there is no item {after[:80]!r} here", param="after")
+    return listed(ordered[start : start + limit], more=start + limit < len(ordered))
+
+
 def listed(items: Sequence[dict[str, Any]], *, more: bool = False) -> dict[str, Any]:
     """Returns items as a list in OpenAI's form."""
     first, last = (items[0]["id"], items[-1]["id"]) if items else ("", "")
@@ -187,7 +192,15 @@ def listed(items: Sequence[dict[str, Any]], *, more: bool = False) -> dict[str, 
 
 
 def kept(item: Item) -> dict[str, Any]:
-    """Returns an item in the form of a list's entry, with a new id. Raises `InvalidRequest`."""
+    """Returns an item of a conversation in the form of a list's entry, with a new id. Raises `InvalidRequest` for a
+    call or result without the call's id."""
+    if item.type not in ("message", "reasoning") and not item.call_id:
+        raise InvalidRequest(f"a {item.type} has no call_id; allowed: the id of the call", param="items")
+    return entry_of(item)
+
+
+def entry_of(item: Item) -> dict[str, Any]:
+    """Returns an item in the form of a list's entry, with a new id."""
     base = {"id": f"{_PREFIXES[item.type]}_{secrets.token_hex(12)}", "type": item.type, "status": "completed"}
     if item.type == "message":
         kind = TEXT if item.role == "assistant" else "input_text"
@@ -198,8 +211,6 @@ def kept(item: Item) -> dict[str, Any]:
             "summary": _parts(item.summary, "summary_text"),
             "content": _parts(item.content, "reasoning_text"),
         }
-    if not item.call_id:
-        raise InvalidRequest(f"a {item.type} has no call_id; allowed: the id of the call", param="items")
     if item.type == "function_call":
         return {**base, "call_id": item.call_id, "name": item.name, "arguments": item.arguments}
     if item.type == "custom_tool_call":

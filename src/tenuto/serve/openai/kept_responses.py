@@ -2,8 +2,50 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import dataclass
+
+from tenuto.serve.openai.response_answers import Form
 from tenuto.serve.shared.kept import Kept
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """How a response came to be. `turn`: id of its turn. `form`: the form of its items. `ended`: set once a response in
+    the background has ended; `None` for other responses."""
+
+    turn: str
+    form: Form
+    ended: asyncio.Event | None
+
+
 class KeptResponses(Kept):
-    """The latest stored responses of a tenant. Sessions of older responses stay open."""
+    """The latest stored responses of a tenant. Sessions of older responses stay open. `items`: the lists of input items
+    of these responses as JSON; those of the oldest may be missing.
+
+    Invariant: `origins` are those of the kept responses, by their names.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = Kept()
+        self.origins: dict[str, Origin] = {}
+
+    def begin(self, name: str, response: bytes, origin: Origin, items: bytes | None) -> None:
+        """Stores a response with its origin and its input items."""
+        self.keep(name, response)
+        if self.find(name) is not None:
+            self.origins[name] = origin
+            if items is not None:
+                self.items.keep(name, items)
+
+    def end(self, name: str, response: bytes) -> None:
+        """Replaces a response that has ended, unless it is no longer kept."""
+        origin, items = self.origins.get(name), self.items.find(name)
+        if origin is not None:
+            self.begin(name, response, origin, items)
+
+    def forget(self, name: str) -> None:
+        super().forget(name)
+        self.items.forget(name)
+        self.origins.pop(name, None)

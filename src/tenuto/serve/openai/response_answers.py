@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
-from tenuto.base.errors import TenutoError
+from tenuto.base.errors import TenutoError, TurnAborted
 from tenuto.base.sampling import TokenLogprob
-from tenuto.base.tools.answers import AnswerReader, Said
+from tenuto.base.tools.answers import Reading, Said
 from tenuto.base.tools.definitions import ToolCall
 from tenuto.base.turns import Delta, EndReason, TurnResult
 from tenuto.serve.openai.chat import scored
@@ -25,42 +26,56 @@ LISTED_TEXT: dict[str, Any] = {"annotations": [], "logprobs": []}
 """Further fields of a text part in lists of items."""
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The form of a response's items. `reading`: how its text is parsed. `customs`: names of custom tools. `scores`:
+    log-probabilities are shown."""
+
+    reading: Reading
+    customs: frozenset[str] = frozenset()
+    scores: bool = False
+
+
+def head_of(edge: Edge, name: str, echoed: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a response that stay the same while it is written. `echoed`: those of the request."""
+    return {
+        "id": name,
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": edge.served_name,
+        "error": None,
+        "incomplete_details": None,
+        **echoed,
+    }
+
+
 class ResponseAnswer(Answer):
-    """The response of one turn. `customs`: names of custom tools. `scores`: log-probabilities are shown. `echoed`:
-    fields that repeat the request. `keep` is called with the response once it is complete, and `end` at the end of the
-    answer."""
+    """The response of one turn. `keep` is called with the response once it is complete, and `end` at the end of the
+    answer. Answers with the same turn, `head` and `form` have the same events, of which those after number `after` are
+    sent."""
 
     def __init__(
         self,
         edge: Edge,
         turn: LiveTurn,
-        reader: AnswerReader,
-        name: str,
-        customs: frozenset[str],
-        scores: bool,
-        echoed: dict[str, Any],
-        keep: Callable[[dict[str, Any]], None],
-        end: Callable[[], None],
+        head: dict[str, Any],
+        form: Form,
+        keep: Callable[[dict[str, Any]], None] = lambda _: None,
+        end: Callable[[], None] = lambda: None,
+        after: int = -1,
     ) -> None:
         super().__init__(edge, [turn])
         self._turn = turn
-        self._reader = reader
-        self._customs = customs
-        self._scores: list[TokenLogprob] | None = [] if scores else None  # of tokens whose text is to be written
+        self._reader = form.reading.reader(turn.id)
+        self._customs = form.customs
+        self._scores: list[TokenLogprob] | None = [] if form.scores else None  # of tokens whose text is to be written
         self._keep = keep
         self._end = end
+        self._after = after
         self._output: list[dict[str, Any]] = []
         self._open = ""  # type of the part being written; empty for none
         self._number = 0  # number of the next event
-        self._head: dict[str, Any] = {
-            "id": name,
-            "object": "response",
-            "created_at": int(time.time()),
-            "model": edge.served_name,
-            "error": None,
-            "incomplete_details": None,
-            **echoed,
-        }
+        self._head = head
 
     async def whole(self) -> dict[str, Any]:
         result = await committed(self._edge, self._turn)
@@ -77,7 +92,7 @@ class ResponseAnswer(Answer):
     # -- the response as server-sent events
 
     def opening(self) -> bytes:
-        begun = self._response("in_progress")
+        begun = self.view("in_progress")
         names = ("response.created", "response.in_progress")
         return b"".join(self._event(name, response=begun) for name in names)
 
@@ -93,17 +108,23 @@ class ResponseAnswer(Answer):
         return b"".join([*parts, self._event(f"response.{response['status']}", response=response)])
 
     def failed(self, error: TenutoError) -> bytes:
-        failure = Failure.of(error)
-        told = {"code": failure.code, "message": failure.message}
-        return self._event("response.failed", response={**self._response("failed"), "error": told})
+        return self._event("response.failed", response=self.ended_by(error))
 
-    def _response(self, status: str) -> dict[str, Any]:
+    def ended_by(self, error: TenutoError) -> dict[str, Any]:
+        """Returns the response of a turn that ended with an error. One in the background that was aborted counts as
+        cancelled."""
+        failure, cancelled = Failure.of(error), self._head.get("background") and isinstance(error, TurnAborted)
+        told = {"code": failure.code, "message": failure.message}
+        return {**self.view("cancelled" if cancelled else "failed"), "error": None if cancelled else told}
+
+    def view(self, status: str) -> dict[str, Any]:
+        """Returns the response as it is so far."""
         return {**self._head, "status": status, "output": list(self._output), "usage": None}
 
     def _done(self, result: TurnResult) -> dict[str, Any]:
         usage = result.usage
         whole = result.reason not in (EndReason.LENGTH, EndReason.APPENDED)
-        response = self._response("completed" if whole else "incomplete")
+        response = self.view("completed" if whole else "incomplete")
         if not whole:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         response["usage"] = {
@@ -120,7 +141,14 @@ class ResponseAnswer(Answer):
 
     def _event(self, name: str, /, **fields: Any) -> bytes:
         self._number += 1
+        if self._number - 1 <= self._after:
+            return b""
         return event(name, {"type": name, "sequence_number": self._number - 1, **fields})
+
+    def _id(self, kind: str) -> str:
+        """Returns the id of the next item, which follows from the response's id and the item's place."""
+        place = f"{self._head['id']} {len(self._output)}"
+        return f"{kind}_{blake2b(place.encode(), digest_size=12).hexdigest()}"
 
     def _of_item(self, name: str, /, **fields: Any) -> bytes:
         """Returns an event about the last item."""
@@ -150,7 +178,7 @@ class ResponseAnswer(Answer):
             kind, field, given, prefix, named = "custom_tool_call", "input", input_of(call), "ctc", {}
         else:
             kind, field, given, prefix, named = "function_call", "arguments", call.arguments, "fc", {"name": call.name}
-        about = {"item_id": f"{prefix}_{secrets.token_hex(12)}"}
+        about = {"item_id": self._id(prefix)}
         item = {"id": about["item_id"], "type": kind, "call_id": call.id, "name": call.name}
         done = {**item, field: given, "status": "completed"}
         self._output.append(done)
@@ -195,12 +223,12 @@ class ResponseAnswer(Answer):
     def _begin(self, kind: str) -> list[bytes]:
         self._open = kind
         part: dict[str, Any] = {"type": kind, "text": ""}
-        item: dict[str, Any] = {"id": f"rs_{secrets.token_hex(12)}", "type": "reasoning", "summary": []}
+        item: dict[str, Any] = {"id": self._id("rs"), "type": "reasoning", "summary": []}
         if kind == TEXT:
             part["annotations"] = []
             if self._scores is not None:
                 part["logprobs"] = []
-            item = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant"}
+            item = {"id": self._id("msg"), "type": "message", "role": "assistant"}
         item |= {"status": "in_progress", "content": []}
         self._output.append(item)
         added = self._of_item("response.output_item.added", item={**item, "content": []})

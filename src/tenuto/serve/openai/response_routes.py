@@ -3,30 +3,32 @@ continues it forks that session."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import APIRouter, Path, Query, Request, Response
 
-from tenuto.base.errors import NotFound, SessionBusy, TenutoError
+from tenuto.base.errors import InvalidRequest, NotFound, SessionBusy, TenutoError
 from tenuto.base.options import Policy
 from tenuto.base.views import SessionInfo
 from tenuto.base.wire.messages import CloseSession, Fork, GetSession, OpenSession, StartTurn
-from tenuto.serve.openai.conversation_routes import ConversationsOf
-from tenuto.serve.openai.kept_responses import KeptResponses
-from tenuto.serve.openai.response_answers import ResponseAnswer
+from tenuto.serve.openai.conversation_routes import After, ConversationsOf, Limit, Order
+from tenuto.serve.openai.conversations import entry_of, page_of
+from tenuto.serve.openai.kept_responses import KeptResponses, Origin
+from tenuto.serve.openai.response_answers import Form, ResponseAnswer, head_of
 from tenuto.serve.openai.response_schemas import Item, ResponseBody
 from tenuto.serve.openai.tools import customs_of
-from tenuto.serve.shared.bodies import JsonRoute
+from tenuto.serve.shared.bodies import JsonRoute, of_many
 from tenuto.serve.shared.edge import Caller, Edge, EdgeOf, of_tenant
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.respond import respond, streamed
 from tenuto.serve.shared.schemas import ID_LENGTH, ID_PATTERN, REFUSALS
 from tenuto.serve.shared.settings import Tenant
-from tenuto.serve.shared.sse import while_connected
+from tenuto.serve.shared.sse import EventStream, while_connected
 
 router = APIRouter(route_class=JsonRoute, prefix="/v1/responses", tags=["openai"])
 
@@ -48,8 +50,10 @@ async def create(
     """Answers input. With `previous_response_id`, send only the new items: the turn runs on a fork of that response's
     session. With `conversation`, the answer follows the conversation's items and is added to them."""
     edge.check_model(body.model)
+    body.check()
     name, usual = f"resp_{secrets.token_hex(16)}", edge.model.habits
     habits = usual.told(body.chat_template_kwargs or {}).after("tool" if body.answers_call else "")
+    items = await _listed(body) if body.store is not False else b""
     with body.naming(edge.model.context_length):
         going_on = conversations.go_on(body.conversation_id, body.items)
         try:
@@ -59,10 +63,17 @@ async def create(
         except BaseException:
             going_on.end()
             raise
+    form = Form(reading, customs_of(body.tools), start.params.logprobs is not None)
+    origin = Origin(turn.id, form, asyncio.Event() if body.background else None)
+
+    def store(response: dict[str, Any]) -> None:
+        if body.background:
+            kept.end(name, msgspec.json.encode(response))
+        elif body.store is not False:
+            kept.begin(name, msgspec.json.encode(response), origin, items)
 
     def keep(response: dict[str, Any]) -> None:
-        if body.store is not False:
-            kept.keep(name, msgspec.json.encode(response))
+        store(response)
         going_on.add(response["output"])
 
     def end() -> None:
@@ -70,18 +81,33 @@ async def create(
         if turn.request.session is not None and (body.store is False or not turn.committed):
             edge.spawn(_close(edge, tenant, name))  # also aborts its turn
 
-    answer = ResponseAnswer(
-        edge,
-        turn,
-        reading.reader(turn.id),
-        name,
-        customs_of(body.tools),
-        start.params.logprobs is not None,
-        body.echoed(),
-        keep,
-        end,
-    )
-    return await respond(request, answer, stream=body.stream)
+    head = head_of(edge, name, body.echoed())
+    answer = ResponseAnswer(edge, turn, head, form, keep, end)
+    if origin.ended is None:
+        return await respond(request, answer, stream=body.stream)
+    begun = msgspec.json.encode(answer.view("in_progress"))
+    kept.begin(name, begun, origin, items)
+    edge.spawn(_write(answer, store, origin.ended))
+    if body.stream:
+        return EventStream(ResponseAnswer(edge, turn, head, form))
+    return Response(begun, media_type="application/json")
+
+
+async def _listed(body: ResponseBody) -> bytes:
+    """Returns the input items as JSON, in the form of a list's entries."""
+    items = body.items
+    return await of_many(len(items), lambda: msgspec.json.encode([entry_of(item) for item in items]))
+
+
+async def _write(answer: ResponseAnswer, store: Callable[[dict[str, Any]], None], ended: asyncio.Event) -> None:
+    """Writes a response in the background. `store` is called with one that fails."""
+    try:
+        await answer.whole()
+    except TenutoError as error:
+        store(answer.ended_by(error))
+    finally:
+        answer.leave()
+        ended.set()
 
 
 async def _start(
@@ -106,7 +132,7 @@ async def _start(
         policy = Policy(ttl=edge.settings.ttl(None, named=True), tenant=tenant.name, metadata=told)
         await edge.link.call(OpenSession(session=name, policy=policy, limits=tenant.limits))
     try:
-        return await edge.start(tenant, start)
+        return await edge.start(tenant, start, continues=bool(body.background))
     except BaseException:
         edge.spawn(_close(edge, tenant, name))
         raise
@@ -143,12 +169,65 @@ async def _close(edge: Edge, tenant: Tenant, name: str) -> None:
 
 
 @router.get("/{response_id}", response_model=None, responses=REFUSALS | READ)
-async def read(kept: Kept, response_id: ResponseId) -> Response:
-    """Returns a stored response, if it is one of the latest thousand."""
-    response = kept.find(response_id)
-    if response is None:
-        raise NotFound(f"there is no response {response_id!r}; it was not stored, is too old, or is too large")
-    return Response(response, media_type="application/json")
+async def read(
+    edge: EdgeOf,
+    tenant: Caller,
+    kept: Kept,
+    response_id: ResponseId,
+    stream: bool = False,
+    starting_after: Annotated[int | None, Query(ge=0, description="With `stream`, the events after this one.")] = None,
+) -> Response:
+    """Returns a stored response, if it is one of the latest thousand, or streams its events."""
+    response, origin = _found(kept, response_id)
+    if not stream:
+        if starting_after is not None:
+            raise InvalidRequest("starting_after without stream; allowed: with stream=true", param="starting_after")
+        return Response(response, media_type="application/json")
+    turn = _turn(edge, tenant, response_id, origin)
+    begun = {"status": None, "output": None, "usage": None, "error": None, "incomplete_details": None}
+    head = {**msgspec.json.decode(response), **begun}
+    after = -1 if starting_after is None else starting_after
+    return EventStream(ResponseAnswer(edge, turn, head, origin.form, after=after))
+
+
+def _found(kept: KeptResponses, name: str) -> tuple[bytes, Origin]:
+    """Returns a stored response. Raises `NotFound`."""
+    response, origin = kept.find(name), kept.origins.get(name)
+    if response is None or origin is None:
+        raise NotFound(f"there is no response {name!r}; it was not stored, is too old, or is too large")
+    return response, origin
+
+
+def _turn(edge: Edge, tenant: Tenant, name: str, origin: Origin) -> LiveTurn:
+    """Returns the turn of a stored response. Raises `NotFound`."""
+    try:
+        return edge.turns.find(tenant.name, name, origin.turn)
+    except NotFound:
+        raise NotFound(f"the events of response {name!r} are too old; allowed: to read it without stream") from None
+
+
+@router.post("/{response_id}/cancel", response_model=None, responses=REFUSALS | READ)
+async def cancel(edge: EdgeOf, tenant: Caller, kept: Kept, response_id: ResponseId) -> Response:
+    """Ends a response in the background and returns it. One that has ended stays as it is."""
+    response, origin = _found(kept, response_id)
+    if origin.ended is None:
+        raise InvalidRequest(f"response {response_id} was not created with background; allowed: only those that were")
+    if not origin.ended.is_set():
+        await edge.turns.abort(_turn(edge, tenant, response_id, origin))
+        await origin.ended.wait()
+    return Response(kept.find(response_id) or response, media_type="application/json")
+
+
+@router.get("/{response_id}/input_items", responses=REFUSALS)
+async def input_items(
+    kept: Kept, response_id: ResponseId, after: After = None, limit: Limit = 20, order: Order = "desc"
+) -> dict[str, Any]:
+    """Returns a page of the items that a stored response's request had as input."""
+    _found(kept, response_id)
+    items = kept.items.find(response_id)
+    if items is None:
+        raise NotFound(f"the input items of response {response_id!r} are too old, or too large")
+    return page_of(msgspec.json.decode(items), after, limit, newest_first=order == "desc")
 
 
 @router.delete("/{response_id}", responses=REFUSALS)

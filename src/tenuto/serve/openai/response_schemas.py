@@ -129,7 +129,7 @@ class ResponseBody(Templated, TurnRequest):
         "truncation": (None, "disabled"),
     }
     not_supported: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **dict.fromkeys(("background", "moderation", "prompt", "enable_response_messages"), NOTHING),
+        **dict.fromkeys(("moderation", "prompt", "enable_response_messages"), NOTHING),
         **dict.fromkeys(("kv_transfer_params", "mm_processor_kwargs", "previous_input_messages"), NOTHING),
         **dict.fromkeys(("structured_outputs", "vllm_xargs"), NOTHING),
         "cache_salt": (None, ""),
@@ -145,6 +145,9 @@ class ResponseBody(Templated, TurnRequest):
     )
     store: bool | None = Field(None, description="Keep the response, so that it can be continued; true if not given.")
     stream: bool | None = None
+    background: bool | None = Field(
+        None, description="Answer at once, and write the response without a client. Read it until it has ended."
+    )
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_NEW_TOKENS, description="As many as fit if not given.")
     temperature: float | None = field_of("temperature", "1 if not given.")
     top_p: float | None = field_of("top_p")
@@ -179,6 +182,11 @@ class ResponseBody(Templated, TurnRequest):
     def given(self) -> dict[str, Any]:
         asked = self.include is not None and LOGPROBS in self.include
         return {**super().given(), "logprobs": (self.top_logprobs or 0) if asked else None}
+
+    def check(self) -> None:
+        """Raises `InvalidRequest` for conflicting fields."""
+        if self.background and self.store is False:
+            raise InvalidRequest("background with store false; allowed: with store true", param="background")
 
     @cached_property
     def items(self) -> list[Item]:
@@ -236,6 +244,7 @@ class ResponseBody(Templated, TurnRequest):
         choice = self.tool_choice.model_dump() if isinstance(self.tool_choice, ForeignObject) else self.tool_choice
         text = self.text.model_dump(by_alias=True, exclude_none=True) if self.text is not None else {}
         return {
+            "background": bool(self.background),
             "conversation": {"id": self.conversation_id} if self.conversation is not None else None,
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
