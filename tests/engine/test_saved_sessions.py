@@ -16,7 +16,7 @@ from tenuto.base.errors import AlreadyExists, ContextExceeded, InvalidRequest, T
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import Message
 from tenuto.base.views import SessionInfo
-from tenuto.base.wire.document import SessionDocument, read_document
+from tenuto.base.wire.document import Conversation, SessionDocument, read_document
 from tenuto.base.wire.messages import ExportSession, Fork, ImportSession, OpenSession, Request, Rewind, StartTurn, Trim
 from tenuto.engine.thread.dispatcher import Dispatcher
 from tenuto.engine.thread.rendering import Renderer
@@ -24,7 +24,6 @@ from tenuto.runtime.models import build_engine, load_model
 from tenuto.session.records import SavedSession, TurnRecord
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
-from tenuto.text.chat import Conversation
 from tenuto.text.prompt import Prompt
 from tests.engine.stage import Stage
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from tenuto.base.errors import InvalidRequest, ModelError
 from tenuto.base.turns import Message
-from tenuto.text.chat import ChatTemplate, Conversation
+from tenuto.base.wire.document import Conversation
+from tenuto.text.chat import ChatTemplate
 from tenuto.text.tokenizer import Tokenizer
 
 CHATML = """\

@@ -16,7 +16,8 @@ from tenuto.base.tools.answers import AnswerReader
 from tenuto.base.tools.definitions import NO_TOOLS, ModelHabits, ToolCall, Tools
 from tenuto.base.tools.variables import Variables
 from tenuto.base.turns import Message
-from tenuto.text.chat import ChatTemplate, Conversation
+from tenuto.base.wire.document import Conversation
+from tenuto.text.chat import ChatTemplate
 from tenuto.text.tokenizer import Tokenizer
 from tests.present import present
 

@@ -9,6 +9,7 @@ from tenuto.base.errors import InvalidRequest, Overloaded, SessionBusy, TenutoEr
 from tenuto.base.options import Policy
 from tenuto.base.turns import EndReason, TurnState
 from tenuto.base.views import SessionState
+from tenuto.base.wire.document import Conversation
 from tenuto.engine.core import Core
 from tenuto.engine.gate import TurnGate
 from tenuto.engine.guard import guarded
@@ -16,7 +17,6 @@ from tenuto.engine.lifecycle import Lifecycle
 from tenuto.engine.snapshots import Snapshots
 from tenuto.session.records import SavedSession
 from tenuto.session.session import Session
-from tenuto.text.chat import Conversation
 
 
 class SessionOperations:

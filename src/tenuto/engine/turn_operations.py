@@ -8,6 +8,7 @@ from itertools import count
 from tenuto.base.errors import IllegalTransition, InvalidRequest
 from tenuto.base.options import TurnParams
 from tenuto.base.turns import EndReason, Keep, TurnState, check_keep
+from tenuto.base.wire.document import Conversation
 from tenuto.engine.core import Core
 from tenuto.engine.gate import TurnGate
 from tenuto.engine.guard import guarded
@@ -15,7 +16,6 @@ from tenuto.engine.lifecycle import Lifecycle
 from tenuto.engine.occupation import Occupation
 from tenuto.session.results import Once
 from tenuto.session.turn import Turn
-from tenuto.text.chat import Conversation
 from tenuto.text.constraint import Constraint
 
 

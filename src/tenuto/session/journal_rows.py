@@ -14,8 +14,8 @@ import msgspec
 
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.options import Policy
+from tenuto.base.wire.document import Conversation
 from tenuto.session.records import SavedSession, TurnRecord
-from tenuto.text.chat import Conversation
 
 FORMAT = 3
 APPLICATION = 0x54454E55

@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 
-import msgspec
-
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.options import Policy
-from tenuto.base.wire.document import SavedTurn, SessionDocument, Standing
-from tenuto.text.chat import Conversation
+from tenuto.base.wire.document import Conversation, SavedTurn, SessionDocument
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +62,10 @@ class SavedSession:
         )
 
     def _turn(self, record: TurnRecord) -> SavedTurn:
-        talk = record.conversation
         return SavedTurn(
             input=list(self.tokens[record.start : record.input_end]),
             output=list(self.tokens[record.input_end : record.end]),
-            conversation=Standing(system=talk.system, dialogue=talk.dialogue, role=talk.role, tools=talk.tools)
-            if talk
-            else None,
+            conversation=record.conversation,
             cut=record.cut,
         )
 
@@ -83,8 +77,7 @@ class SavedSession:
         for turn in document.turns:
             start, input_end = end, end + len(turn.input)
             end = input_end + len(turn.output)
-            talk = Conversation(**msgspec.structs.asdict(turn.conversation)) if turn.conversation else None
-            records.append(TurnRecord(start, input_end, end, talk, turn.cut))
+            records.append(TurnRecord(start, input_end, end, turn.conversation, turn.cut))
         return cls(session, policy, document.system, document.version, tuple(tokens), tuple(records))
 
 

@@ -10,10 +10,10 @@ from tenuto.base.errors import IllegalTransition, SessionBusy, SessionClosed
 from tenuto.base.options import Policy
 from tenuto.base.turns import TurnState
 from tenuto.base.views import SessionKey, SessionState
+from tenuto.base.wire.document import Conversation
 from tenuto.memory.session_memory import SessionMemory
 from tenuto.session.records import SavedSession, TurnRecord, cut_records
 from tenuto.session.results import KeptTurns
-from tenuto.text.chat import Conversation
 
 if TYPE_CHECKING:  # a turn and its session refer to each other; the module of turns imports this one
     from tenuto.session.turn import Turn

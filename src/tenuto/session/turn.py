@@ -14,9 +14,9 @@ from tenuto.base.errors import ContextExceeded, IllegalTransition, InvalidReques
 from tenuto.base.options import TurnParams
 from tenuto.base.sampling import TokenLogprob
 from tenuto.base.turns import Delta, EndReason, TurnResult, TurnState, Usage
+from tenuto.base.wire.document import Conversation
 from tenuto.session.results import Once
 from tenuto.session.session import Session
-from tenuto.text.chat import Conversation
 from tenuto.text.constraint import Constraint
 from tenuto.text.stream import TextStream
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from tenuto.base.errors import InvalidRequest, ModelError, TenutoError
 from tenuto.base.tools.definitions import NO_TOOLS, Thinks, Tools
 from tenuto.base.tools.variables import NO_VARIABLES, Variables
 from tenuto.base.turns import Message
+from tenuto.base.wire.document import Conversation
 from tenuto.text.guard import Guard, Markup
 from tenuto.text.room import Room
 from tenuto.text.template import Template
@@ -20,44 +21,6 @@ from tenuto.text.tools import for_template, habits_of, protected, texts_of, thin
 
 SWITCHES = ("enable_thinking", "thinking")
 """Names of the template variable that turns thinking on and off."""
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """The facts about the messages in a history that rendering needs. Its size does not grow with the history.
-
-    The history ends with the last message's content. The markup that closes that message is not in it yet, except for
-    the end-of-turn token if the model wrote it.
-    """
-
-    system: bool
-    """Whether it opened with a system message."""
-    dialogue: bool
-    """Whether it has messages other than system messages."""
-    role: str
-    """Role of the last message, or of the answer being written."""
-    tools: str = ""
-    """Digest of the tools in its opening; "" if there were no tools."""
-
-    def then(self, messages: Sequence[Message], generate: bool) -> Conversation:
-        """Returns the conversation with `messages` appended, and with `generate` also the assistant's answer."""
-        roles = [message.role for message in messages] + ["assistant"] * generate
-        return replace(self, dialogue=self.dialogue or set(roles) != {"system"}, role=roles[-1])
-
-    def stand_in(self, last: str, filler: str) -> list[dict[str, Any]]:
-        """Returns the messages of the shortest conversation that a template continues in the same way. The content is
-        `last` in the last message and `filler` in the others."""
-        if not self.dialogue:
-            return [{"role": "system", "content": last}]
-        roles = ["system"] if self.system else []
-        if self.role != "user":
-            roles.append("user")
-        if self.role in ("system", "tool"):
-            roles.append("assistant")
-        final = {"role": self.role, "content": last}
-        if self.role == "tool":
-            final["tool_call_id"] = "0" * 9  # some templates refuse results without a nine-character id
-        return [*({"role": role, "content": filler} for role in roles), final]
 
 
 class _Displaced(InvalidRequest):
@@ -102,13 +65,13 @@ class ChatTemplate:
         self._needs_calls = False
         self._markup = Markup(tokenizer)
         asked = Conversation(system=False, dialogue=True, role="user")
-        answered = replace(asked, role="assistant")
+        answered = Conversation(system=False, dialogue=True, role="assistant")
         question = [Message("user", "x")]
         closer, prompt = self._try(asked, answered, question)
         self._system_refusal: str | None = None
         self._system_stays = True
         try:
-            self._tail(replace(answered, system=True), question, generate=True)
+            self._tail(Conversation(system=True, dialogue=True, role="assistant"), question, generate=True)
         except _Displaced:
             self._system_stays = False
         except TenutoError as error:
@@ -307,7 +270,7 @@ class ChatTemplate:
         told = _guarded(variables, guard)
         results = bool(messages) and messages[0].role == "tool" and earlier.role == "assistant" and self._needs_calls
         stand_in = self._call_before(earlier, messages[0], guard) if results else None
-        stand_in = stand_in or earlier.stand_in(guard.mark, guard.filler)
+        stand_in = stand_in or _stand_in(earlier, guard.mark, guard.filler)
         text = self._template.render(stand_in + _protected(messages, guard), generate, variables=told)
         before, mark, tail = text.partition(guard.mark)
         if not mark or guard.mark in tail or guard.filler in tail:
@@ -321,7 +284,7 @@ class ChatTemplate:
         return tail, guard
 
     def _call_before(self, earlier: Conversation, result: Message, guard: Guard) -> list[dict[str, Any]]:
-        """Returns messages like `Conversation.stand_in`, but the last is a call, of the function that `result` answers,
+        """Returns messages like `_stand_in`, but the last is a call, of the function that `result` answers,
         with `guard.mark` as its argument. Raises `InvalidRequest` if `result` does not name the function."""
         if not result.name:
             raise InvalidRequest(
@@ -330,7 +293,7 @@ class ChatTemplate:
             )
         function = {"name": guard.protect(result.name), "arguments": {"x": guard.mark}}
         call = {"type": "function", "id": guard.protect(result.tool_call_id), "function": function}
-        *before, answer = earlier.stand_in("", guard.filler)
+        *before, answer = _stand_in(earlier, "", guard.filler)
         return [*before, {**answer, "tool_calls": [call]}]
 
     def _check_places(
@@ -362,6 +325,22 @@ class ChatTemplate:
         if not text.endswith(closer):
             raise InvalidRequest(f"the model's chat template cannot append a {conversation.role} message by itself")
         return text.removesuffix(closer)
+
+
+def _stand_in(earlier: Conversation, last: str, filler: str) -> list[dict[str, Any]]:
+    """Returns the messages of the shortest conversation that a template continues like `earlier`. The content is `last`
+    in the last message and `filler` in the others."""
+    if not earlier.dialogue:
+        return [{"role": "system", "content": last}]
+    roles = ["system"] if earlier.system else []
+    if earlier.role != "user":
+        roles.append("user")
+    if earlier.role in ("system", "tool"):
+        roles.append("assistant")
+    final = {"role": earlier.role, "content": last}
+    if earlier.role == "tool":
+        final["tool_call_id"] = "0" * 9  # some templates refuse results without a nine-character id
+    return [*({"role": role, "content": filler} for role in roles), final]
 
 
 def _guarded(variables: Variables, guard: Guard) -> dict[str, Any]:

@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from tenuto.base.checks import MAX_COUNT, whole, wrong
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.options import Policy
+from tenuto.base.turns import Message
 from tenuto.base.views import View
 
 FORMAT = "tenuto-session-1"
 """Name of the format. Servers with later formats also read this one."""
 
 
-class Standing(View, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A summary of the messages up to a turn's end. `system`: they begin with a system message; `dialogue`: there are
-    messages other than system messages; `role`: that of the last one; `tools`: a digest of the tools declared at their
-    beginning, if any."""
+class Conversation(View, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The facts about the messages in a history that rendering needs. Its size does not grow with the history.
+
+    The history ends with the last message's content. The markup that closes that message is not in it yet, except for
+    the end-of-turn token if the model wrote it. `system`: whether the messages begin with a system message; `dialogue`:
+    whether there are others; `role`: that of the last message, or of the answer being written; `tools`: a digest of the
+    tools in its opening, "" if there were none.
+    """
 
     system: bool
     dialogue: bool
     role: str
     tools: str = ""
+
+    def then(self, messages: Sequence[Message], generate: bool) -> Conversation:
+        """Returns the conversation with `messages` appended, and with `generate` also the assistant's answer."""
+        roles = [message.role for message in messages] + ["assistant"] * generate
+        return replace(self, dialogue=self.dialogue or set(roles) != {"system"}, role=roles[-1])
 
 
 class SavedTurn(View, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,7 +44,7 @@ class SavedTurn(View, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     input: list[int]
     output: list[int]
-    conversation: Standing | None = None
+    conversation: Conversation | None = None
     cut: bool = False
 
 
@@ -65,8 +77,8 @@ class SessionDocument(View, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def signed(self, model: str) -> SessionDocument:
         """Returns a copy with the fingerprint of its model and the checksum."""
-        complete = msgspec.structs.replace(self, model=model)
-        return msgspec.structs.replace(complete, sha256=_digest(complete))
+        complete = replace(self, model=model)
+        return replace(complete, sha256=_digest(complete))
 
     def check(self, model: str) -> None:
         """Raises `InvalidRequest` unless it is undamaged and belongs to the model with this fingerprint."""
@@ -85,7 +97,7 @@ class SessionDocument(View, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 def _digest(document: SessionDocument) -> str:
     """Returns a checksum of the fields. It does not depend on white space or the order of keys in the document."""
-    rest = msgspec.structs.replace(document, sha256="")
+    rest = replace(document, sha256="")
     return hashlib.sha256(msgspec.json.encode(rest, order="deterministic")).hexdigest()
 
 

@@ -13,7 +13,7 @@ from tenuto.base.config import Limits
 from tenuto.base.errors import InvalidRequest, InvariantError, LimitReached, NotFound, VersionMismatch
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.views import FoundTurn, RecordPage, SessionInfo, SessionPage, Stats, Ticket
-from tenuto.base.wire.document import SessionDocument
+from tenuto.base.wire.document import Conversation, SessionDocument
 from tenuto.base.wire.messages import (
     AbortTurn,
     CloseSession,
@@ -44,7 +44,6 @@ from tenuto.session.records import SavedSession
 from tenuto.session.results import Once
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
-from tenuto.text.chat import Conversation
 
 T = TypeVar("T")
 

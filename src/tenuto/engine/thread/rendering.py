@@ -12,9 +12,10 @@ from tenuto.base.errors import IllegalTransition, InvalidRequest
 from tenuto.base.tools.definitions import NO_TOOLS, Tools
 from tenuto.base.tools.variables import NO_VARIABLES, Variables
 from tenuto.base.turns import Message
+from tenuto.base.wire.document import Conversation
 from tenuto.session.records import TurnRecord
 from tenuto.session.session import Session
-from tenuto.text.chat import ChatTemplate, Conversation, Rendered
+from tenuto.text.chat import ChatTemplate, Rendered
 from tenuto.text.constraint import Constraint
 from tenuto.text.prompt import Prompt
 from tenuto.text.room import Room
