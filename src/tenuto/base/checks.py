@@ -159,6 +159,14 @@ def check_unicode(name: str, value: str) -> None:
         raise InvalidRequest(f"{name} has a lone surrogate; allowed: Unicode text", param=_param(name)) from None
 
 
+def json_text(name: str, value: object, param: str) -> str:
+    """Writes a value as JSON. Raises `InvalidRequest` if JSON cannot express it."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{name} cannot be written as JSON: {error}", param=param) from None
+
+
 def parsed_json(problem: str, text: str, param: str) -> Any:
     """Parses JSON text. Raises `InvalidRequest`, which begins with `problem`."""
     try:

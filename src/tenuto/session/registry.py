@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from itertools import chain, count
 from random import Random
 
-from tenuto.base.checks import check_unicode, shown
+from tenuto.base.checks import check_unicode, wrong
 from tenuto.base.clock import Clock
-from tenuto.base.errors import AlreadyExists, IllegalTransition, InvalidRequest, NotFound, Overloaded
+from tenuto.base.errors import AlreadyExists, IllegalTransition, NotFound, Overloaded
 from tenuto.base.options import Policy
 from tenuto.base.views import SessionKey, SessionState, StateFilter
 from tenuto.memory.memory import Memory, session_units
@@ -82,13 +82,9 @@ class Registry:
         if session_id is None:
             session_id = f"{self._random.getrandbits(96):024x}"
         if type(session_id) is not str or not session_id.isprintable() or not 0 < len(session_id) <= MAX_ID_LENGTH:
-            raise InvalidRequest(
-                f"session id is {shown(session_id)}; allowed: 1 to {MAX_ID_LENGTH} printable characters"
-            )
+            raise wrong("session id", session_id, f"1 to {MAX_ID_LENGTH} printable characters")
         if not UNREACHABLE.isdisjoint(session_id.split("/")):
-            raise InvalidRequest(
-                f"session id is {shown(session_id)}; allowed: ids without '.' or '..' as a path segment"
-            )
+            raise wrong("session id", session_id, "ids without '.' or '..' as a path segment")
         check_unicode("system", system or "")
         for part in chain.from_iterable(policy.metadata):
             check_unicode("metadata", part)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tenuto.base.checks import check_json_text, check_nesting, check_unicode, parsed_json, shown, wrong
+from tenuto.base.checks import check_json_text, check_nesting, check_unicode, json_text, parsed_json, shown, wrong
 from tenuto.base.errors import InvalidRequest
 
 MAX_TOOLS = 128
@@ -82,10 +82,7 @@ class Tools:
         if not functions:
             return cls()
         wrapped = [{"type": "function", "function": dict(function)} for function in functions]
-        try:
-            tools = cls(json.dumps(wrapped, ensure_ascii=False, allow_nan=False))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidRequest(f"tools cannot be written as JSON: {error}", param="tools") from None
+        tools = cls(json_text("tools", wrapped, "tools"))
         check_nesting("tools", wrapped, "tools")
         return tools
 

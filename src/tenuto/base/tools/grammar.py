@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
-from tenuto.base.checks import check_unicode, parsed_json, shown, wrong
+from tenuto.base.checks import check_unicode, json_text, parsed_json, shown, wrong
 from tenuto.base.errors import InvalidRequest
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "ebnf", "lark"]
@@ -73,10 +73,7 @@ class Grammar:
         """Returns a grammar for JSON by a schema: an object, a boolean, or JSON text of either. Raises
         `InvalidRequest`."""
         if isinstance(schema, Mapping | bool):
-            try:
-                return cls("json_schema", json.dumps(schema, ensure_ascii=False, allow_nan=False))
-            except (TypeError, ValueError, RecursionError) as error:
-                raise InvalidRequest(f"the JSON schema cannot be written as JSON: {error}", param="grammar") from None
+            return cls("json_schema", json_text("the JSON schema", schema, "grammar"))
         if isinstance(schema, str):
             return cls("json_schema", schema)
         raise wrong("the JSON schema", schema, "an object or JSON text", param="grammar")

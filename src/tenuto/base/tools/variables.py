@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tenuto.base.checks import check_json_text, check_nesting, parsed_json, shown
+from tenuto.base.checks import check_json_text, check_nesting, json_text, parsed_json, shown
 from tenuto.base.errors import InvalidRequest
 
 FIELD = "chat_template_kwargs"
@@ -33,10 +32,7 @@ class Variables:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Variables:
         """Encodes values, which must be JSON. Raises `InvalidRequest`."""
-        try:
-            variables = cls(json.dumps(dict(given), ensure_ascii=False, allow_nan=False)) if given else cls()
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidRequest(f"{FIELD} cannot be written as JSON: {error}", param=FIELD) from None
+        variables = cls(json_text(FIELD, dict(given), FIELD)) if given else cls()
         variables.parsed()
         return variables
 

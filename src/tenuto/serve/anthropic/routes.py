@@ -18,10 +18,9 @@ from tenuto.serve.anthropic.schemas import Conversation, MessagesBody
 from tenuto.serve.anthropic.threads import KeptTools, ThreadTools
 from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
-from tenuto.serve.shared.respond import respond, streamed
 from tenuto.serve.shared.schemas import REFUSALS
 from tenuto.serve.shared.settings import Tenant
-from tenuto.serve.shared.sse import while_connected
+from tenuto.serve.shared.sse import respond, streamed, while_connected
 
 router = APIRouter(route_class=JsonRoute, prefix="/v1/messages", tags=["anthropic"])
 

@@ -33,10 +33,9 @@ from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
 from tenuto.serve.shared.idempotency import RequestKey
 from tenuto.serve.shared.live_turn import LiveTurn
-from tenuto.serve.shared.respond import respond
 from tenuto.serve.shared.schemas import REFUSALS, IdempotencyKey
 from tenuto.serve.shared.settings import Tenant
-from tenuto.serve.shared.sse import EventStream, while_connected
+from tenuto.serve.shared.sse import EventStream, respond, while_connected
 
 router = APIRouter(route_class=JsonRoute, prefix="/v1/sessions/{session_id}", tags=["sessions"])
 

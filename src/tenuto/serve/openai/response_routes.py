@@ -25,10 +25,9 @@ from tenuto.serve.openai.tools import customs_of
 from tenuto.serve.shared.bodies import JsonRoute, of_many
 from tenuto.serve.shared.edge import Caller, Edge, EdgeOf, of_tenant
 from tenuto.serve.shared.live_turn import LiveTurn
-from tenuto.serve.shared.respond import respond, streamed
 from tenuto.serve.shared.schemas import ID_LENGTH, ID_PATTERN, REFUSALS
 from tenuto.serve.shared.settings import Tenant
-from tenuto.serve.shared.sse import EventStream, while_connected
+from tenuto.serve.shared.sse import EventStream, respond, streamed, while_connected
 
 router = APIRouter(route_class=JsonRoute, prefix="/v1/responses", tags=["openai"])
 

@@ -20,11 +20,10 @@ from tenuto.serve.shared.bodies import JsonRoute, of_many
 from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
 from tenuto.serve.shared.idempotency import RequestKey
 from tenuto.serve.shared.placing import placed
-from tenuto.serve.shared.respond import respond, streamed
 from tenuto.serve.shared.samples import Samples, close_all, start_all
 from tenuto.serve.shared.schemas import REFUSALS, IdempotencyKey
 from tenuto.serve.shared.settings import Tenant
-from tenuto.serve.shared.sse import while_connected
+from tenuto.serve.shared.sse import respond, streamed, while_connected
 
 router = APIRouter(route_class=JsonRoute, prefix="/v1", tags=["openai"])
 

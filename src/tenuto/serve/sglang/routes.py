@@ -10,9 +10,8 @@ from tenuto.serve.sglang.requests import RequestsOf
 from tenuto.serve.sglang.schemas import AbortRequest, CloseSessionRequest, GenerateRequest, OpenSessionRequest
 from tenuto.serve.shared.bodies import JsonRoute, of_many
 from tenuto.serve.shared.edge import Caller, EdgeOf
-from tenuto.serve.shared.respond import respond, streamed
 from tenuto.serve.shared.schemas import REFUSALS
-from tenuto.serve.shared.sse import while_connected
+from tenuto.serve.shared.sse import respond, streamed, while_connected
 
 router = APIRouter(route_class=JsonRoute, tags=["sglang"])
 

@@ -1,4 +1,4 @@
-"""Server-sent events of turns, and clients that disconnect."""
+"""Answers to requests that start turns, whole or as server-sent events, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -195,6 +195,23 @@ class EventStream(Response):
         new = deltas[self._positions[index] :]
         self._positions[index] = len(deltas)
         return self._answer.news(index, new)
+
+
+async def respond(request: Request, answer: Answer, *, stream: bool | None) -> Response:
+    """Returns the response with an answer, streamed or whole."""
+    if stream:
+        return EventStream(answer)
+    try:
+        whole = await while_connected(request, answer.whole())
+    finally:
+        answer.leave()
+    return Response(_json.encode(whole), media_type="application/json")
+
+
+def streamed(description: str) -> dict[int | str, dict[str, Any]]:
+    """Returns the documentation of a route's answer, whole or streamed."""
+    content = {"application/json": {"schema": {}}, "text/event-stream": {"schema": {"type": "string"}}}
+    return {200: {"description": description, "content": content}}
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
