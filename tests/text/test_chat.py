@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from datetime import UTC, datetime
 
@@ -224,7 +223,7 @@ def test_the_stored_part_of_a_conversation_does_not_grow(small: Tokenizer) -> No
     _, after_one = chat.delta(conversation, [Message("user", "a")], last_token=0)
     _, after_two = chat.delta(after_one, [Message("user", "b" * 1000)], last_token=0)
     assert after_two == after_one == conversation
-    assert dataclasses.astuple(conversation) == (False, True, "assistant", "")
+    assert conversation == Conversation(system=False, dialogue=True, role="assistant", tools="")
 
 
 def test_a_template_that_refuses_gives_its_reason(small: Tokenizer) -> None:

@@ -275,7 +275,7 @@ def test_a_variable_that_spells_a_control_token_is_text(small: Tokenizer) -> Non
         ({"messages": []}, "the request itself sets"),
         ({"bos_token": "x"}, "the request itself sets"),
         ({"x": float("nan")}, "cannot be written as JSON"),
-        ({"x": "y" * 2**16}, "allowed: 65536"),
+        ({"x": "y" * 2**16}, "allowed: at most 65536"),
     ],
 )
 def test_variables_that_the_request_sets_elsewhere_are_refused(given: dict[str, object], reason: str) -> None:
