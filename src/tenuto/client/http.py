@@ -17,15 +17,7 @@ from tenuto.base.wire.state_file import StateFile
 from tenuto.client.connection import Connection
 from tenuto.client.feed import Feed, Source
 from tenuto.client.transport import Deliver, Options, RunningTurn
-from tenuto.client.wire import (
-    SERVER_OPTIONS,
-    answer_from,
-    exchange_of,
-    input_body,
-    session_path,
-    tools_body,
-    turn_body,
-)
+from tenuto.client.wire import SERVER_OPTIONS, answer_from, exchange_of, input_body, session_path, tools_body, turn_body
 
 T = TypeVar("T")
 

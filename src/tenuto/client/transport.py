@@ -36,26 +36,21 @@ class Transport(Protocol):
     @property
     def options(self) -> frozenset[str]:
         """Names of a turn's supported options in addition to those of `TurnOptions`."""
-        ...
 
     def call(self, request: Request[T]) -> Future[T]:
         """Sends a request. The future gets the engine's answer or error. Raises `EngineStopped` if the transport is
         closed."""
-        ...
 
     def start(self, request: StartTurn, options: Options, use: ToolUse | None, deliver: Deliver) -> RunningTurn:
         """Starts a turn; with `use`, its answer is parsed for reasoning and tool calls. `request` has defaults for all
         options; a server applies its own to those missing in `options`. Raises `EngineStopped` if the transport is
         closed, and `InvalidRequest`."""
-        ...
 
     def request_stop(self) -> None:
         """Stops without waiting."""
-        ...
 
     def close(self) -> None:
         """Stops and waits for the end. Calls and turns in progress end with `EngineStopped`."""
-        ...
 
 
 class RunningTurn(ABC):

@@ -8,9 +8,7 @@ from random import Random
 
 from tenuto.base.clock import Clock
 from tenuto.base.config import EngineConfig
-from tenuto.base.errors import (
-    ConfigError,
-)
+from tenuto.base.errors import ConfigError
 from tenuto.base.plan import Executor
 from tenuto.base.views import AuditReport
 from tenuto.engine.auditor import Auditor

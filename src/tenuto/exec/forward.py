@@ -26,33 +26,26 @@ class Logits(Protocol):
 
     def __getitem__(self, outputs: slice) -> Self:
         """Returns a view of some outputs."""
-        ...
 
     def copy(self, outputs: Longs) -> Self:
         """Returns a copy of some outputs."""
-        ...
 
     def at(self, outputs: Longs, tokens: Longs) -> Singles:
         """Returns the logits of `tokens[i]` in `outputs[i]`, float32."""
-        ...
 
     def put(self, outputs: Longs, tokens: Longs, values: Singles) -> None:
         """Sets the logit of `tokens[i]` in `outputs[i]` to `values[i]`; the pairs are all different."""
-        ...
 
     def sample(self, choice: Choice, masks: Masks | None = None) -> Longs:
         """Samples like the reference, `kernels.torch_sampling.sample`, after `torch_sampling.mask` if there are masks.
         Returns the tokens, int64 [outputs]. May change the logits."""
-        ...
 
     def score(self, tokens: Longs, most: int) -> tuple[Singles, Longs, Singles]:
         """Returns the log-probabilities of `tokens`, int64 [outputs], and ids and log-probabilities of the `most`
         likeliest tokens, like the reference, `kernels.torch_sampling.score`."""
-        ...
 
     def host(self) -> Singles:
         """Returns a copy of all logits on the host."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,51 +63,40 @@ class Forward(Protocol):
     @property
     def config(self) -> ModelConfig:
         """The shape of the model."""
-        ...
 
     @property
     def spec(self) -> MemorySpec:
         """The memory groups of the model."""
-        ...
 
     @property
     def layout(self) -> str:
         """See `Executor.layout`."""
-        ...
 
     @property
     def description(self) -> str:
         """A description, for people, of the code and device that compute."""
-        ...
 
     def prepare(self, units: tuple[int, ...], rows: int) -> None:
         """See `Executor.prepare`. Raises `ConfigError` if the device cannot hold so many units."""
-        ...
 
     def apply(self, plan: Plan) -> None:
         """Applies the plan's changes of page tables, then its copies of pages."""
-        ...
 
     def run(self, plan: Plan, tokens: Ints, outputs: Ints) -> Outputs:
         """Computes `tokens`, int32 [sum(plan.counts)]. `outputs`, int32 [outputs], are the indices in `tokens` after
         which logits are wanted."""
-        ...
 
     def read_units(self, group: int, units: Ints) -> Bytes:
         """See `Copier.read_units`."""
-        ...
 
     def write_units(self, group: int, units: Ints, data: Sequence[Bytes]) -> None:
         """See `Copier.write_units`."""
-        ...
 
     def release_units(self) -> None:
         """Gives the memory of all units back to the system; `prepare` allocates it again."""
-        ...
 
     def close(self) -> None:
         """Releases weights, threads and memory."""
-        ...
 
 
 def describe(units: Sequence[int], spec: MemorySpec) -> str:

@@ -13,17 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tenuto.base.errors import ConfigError, InvariantError, StepFailed
-from tenuto.base.plan import (
-    Bytes,
-    CopyFailed,
-    Ints,
-    Logprobs,
-    MemoryPart,
-    Plan,
-    StepResult,
-    TokenMasks,
-    Weights,
-)
+from tenuto.base.plan import Bytes, CopyFailed, Ints, Logprobs, MemoryPart, Plan, StepResult, TokenMasks, Weights
 from tenuto.exec.device import trim
 from tenuto.exec.forward import Forward, Logits, Longs, Outputs, Singles
 from tenuto.exec.row_options import RowOptions

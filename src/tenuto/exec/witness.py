@@ -21,25 +21,8 @@ import numpy as np
 
 from tenuto.base.errors import InvariantError, StepFailed
 from tenuto.base.groups import GroupSpec, Kind, MemorySpec
-from tenuto.base.plan import (
-    NO_SLOT,
-    PREVIOUS_SAMPLE,
-    Bytes,
-    CopyFailed,
-    Ints,
-    MemoryPart,
-    Plan,
-    StepResult,
-    Weights,
-)
-from tenuto.exec.witness_hashes import (
-    START,
-    Hashes,
-    Longs,
-    WitnessWeights,
-    advance_all,
-    follows,
-)
+from tenuto.base.plan import NO_SLOT, PREVIOUS_SAMPLE, Bytes, CopyFailed, Ints, MemoryPart, Plan, StepResult, Weights
+from tenuto.exec.witness_hashes import START, Hashes, Longs, WitnessWeights, advance_all, follows
 from tenuto.exec.witness_sampler import WitnessSampler
 from tenuto.kernels.ragged import ragged_arange
 

@@ -124,21 +124,17 @@ class StepMemory(Protocol):
         [tokens, heads, head_dim], in the shape of `q`. Query head `h` reads key head `h // (heads // kv_heads)`. Scores
         are multiplied by `scale` and, unless `cap` is 0, soft-capped to it by a hyperbolic tangent. `sinks`, float32
         [heads], are the scores of one additional key per head, whose value is zero."""
-        ...
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """The rows of the step, grouped by their number of tokens in it, so that each group is one dense tensor."""
-        ...
 
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns copies of the convolution's and the recurrent state of `layer` before the rows' first tokens, each
         [rows, ...] with the shapes of `groups.state_parts`."""
-        ...
 
     def write(self, layer: int, convolution: torch.Tensor, recurrent: torch.Tensor) -> None:
         """Stores the states of `layer` after the rows' last tokens, for the next `read`."""
-        ...
 
 
 class Step:

@@ -20,7 +20,6 @@ class ModelCheckpoint(Protocol):
     @property
     def config(self) -> ModelConfig:
         """The shape of the model."""
-        ...
 
     def weights(self) -> Iterator[tuple[str, StoredWeight]]:
         """Yields every weight once, in any order, under our name and in our layout.
@@ -30,7 +29,6 @@ class ModelCheckpoint(Protocol):
         mixer, `post_attention_layernorm` its feed-forward network. Norms multiply by their weight. A head's rotary
         pairs are its rows (i, i + pairs).
         """
-        ...
 
 
 def open_checkpoint(files: ModelFiles, opened: GgufFile | None = None) -> ModelCheckpoint:

@@ -9,14 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tenuto.base.errors import ModelError
-from tenuto.models.rope import (
-    Rope,
-    linear_divisors,
-    llama3_divisors,
-    longrope_magnitude,
-    yarn_divisors,
-    yarn_magnitude,
-)
+from tenuto.models.rope import Rope, linear_divisors, llama3_divisors, longrope_magnitude, yarn_divisors, yarn_magnitude
 
 _T = TypeVar("_T")
 _ROPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")

@@ -43,16 +43,13 @@ class WeightsIdentity(Protocol):
     @property
     def stamps(self) -> tuple[object, ...]:
         """Stamps of the weights' files; they change whenever a file is written."""
-        ...
 
     @property
     def value(self) -> str:
         """A digest, equal only for equal weights."""
-        ...
 
     def again(self) -> WeightsIdentity:
         """Returns the identity of the same files in their present state."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

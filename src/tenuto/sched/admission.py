@@ -26,17 +26,14 @@ class Restoring(Protocol):
     @property
     def restores(self) -> bool:
         """Whether sessions can be restored at all."""
-        ...
 
     def plan(self, turn: Turn) -> int:
         """Returns the position from which a waiting turn would compute if its session were restored first; 0 if nothing
         can be restored."""
-        ...
 
     def units(self, turn: Turn, *, alone: bool = False) -> Longs:
         """Returns the units of each group, int64 [groups], that restoring acquires. With `alone` it counts them as if
         no other holder had any of them in memory."""
-        ...
 
 
 class Admission:

@@ -30,7 +30,6 @@ class Proposer(Protocol):
 
     def propose(self, turn: Turn, limit: int) -> list[int]:
         """Returns at most `limit` guesses, possibly an empty list."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ class Acknowledger(Protocol):
 
         Raises `NotAcknowledged` while the remaining changes cannot become durable. `changes` are taken even then, and
         count once it returns again."""
-        ...
 
 
 class AtOnce:

@@ -16,14 +16,7 @@ from fastapi import Depends, Request
 from fastapi.security import HTTPBearer
 from starlette.datastructures import Headers
 
-from tenuto.base.errors import (
-    Draining,
-    Forbidden,
-    LimitReached,
-    ModelNotFound,
-    Overloaded,
-    Unauthorized,
-)
+from tenuto.base.errors import Draining, Forbidden, LimitReached, ModelNotFound, Overloaded, Unauthorized
 from tenuto.base.views import ModelView
 from tenuto.base.wire.link import Link
 from tenuto.base.wire.messages import StartTurn
