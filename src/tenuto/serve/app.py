@@ -28,6 +28,7 @@ from tenuto.serve.metrics import Metrics
 from tenuto.serve.native import sessions as native_sessions
 from tenuto.serve.native import turns as native_turns
 from tenuto.serve.openai import conversation_routes as openai_conversations
+from tenuto.serve.openai import response_inputs as openai_inputs
 from tenuto.serve.openai import response_routes as openai_responses
 from tenuto.serve.openai import routes as openai
 from tenuto.serve.openai import tokens as openai_tokens
@@ -72,6 +73,7 @@ def build_app(edge: Edge, metrics: Metrics) -> FastAPI:
         sglang_server,
         openai,
         openai_responses,
+        openai_inputs,
         openai_conversations,
         anthropic,
         openai_tokens,

@@ -23,9 +23,14 @@ MAX_BYTES = 64 * 2**20
 MAX_ITEMS = 20
 """Maximum number of items in one request."""
 
-_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"} | {
+_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+    "compaction": "cmp",
 }
 
 Items = Annotated[list[Item], Field(fail_fast=True, max_length=MAX_ITEMS)]
@@ -66,6 +71,10 @@ class Conversation:
         """Returns the conversation in the form for clients."""
         return {"id": self.id, "object": "conversation", "created_at": self.created_at, "metadata": self.metadata}
 
+    def given(self) -> list[Item]:
+        """Returns the items in the form of requests."""
+        return [Item.model_validate(item) for item in self.items]
+
     def page(self, after: str | None, limit: int, *, newest_first: bool) -> dict[str, Any]:
         """Returns at most `limit` items after the one with the id `after`. Raises `NotFound`."""
         return page_of(self.items, after, limit, newest_first=newest_first)
@@ -88,7 +97,7 @@ class GoingOn:
         self._conversation = conversation
         self._input: list[dict[str, Any]] = []
         if conversation is not None:
-            self.earlier = [Item.model_validate(item) for item in conversation.items]
+            self.earlier = conversation.given()
             self._input = [kept(item) for item in items]
             conversation.busy = True
 
@@ -194,7 +203,7 @@ def listed(items: Sequence[dict[str, Any]], *, more: bool = False) -> dict[str, 
 def kept(item: Item) -> dict[str, Any]:
     """Returns an item of a conversation in the form of a list's entry, with a new id. Raises `InvalidRequest` for a
     call or result without the call's id."""
-    if item.type not in ("message", "reasoning") and not item.call_id:
+    if item.type not in ("message", "reasoning", "compaction") and not item.call_id:
         raise InvalidRequest(f"a {item.type} has no call_id; allowed: the id of the call", param="items")
     return entry_of(item)
 
@@ -213,6 +222,8 @@ def entry_of(item: Item) -> dict[str, Any]:
         }
     if item.type == "function_call":
         return {**base, "call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+    if item.type == "compaction":
+        return {**base, "encrypted_content": item.encrypted_content}
     if item.type == "custom_tool_call":
         return {**base, "call_id": item.call_id, "name": item.name, "input": item.input}
     output = item.output if isinstance(item.output, str) else _parts(item.output, "input_text")

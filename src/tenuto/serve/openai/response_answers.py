@@ -12,7 +12,7 @@ from tenuto.base.errors import TenutoError, TurnAborted
 from tenuto.base.sampling import TokenLogprob
 from tenuto.base.tools.answers import Reading, Said
 from tenuto.base.tools.definitions import ToolCall
-from tenuto.base.turns import Delta, EndReason, TurnResult
+from tenuto.base.turns import Delta, EndReason, TurnResult, Usage
 from tenuto.serve.openai.chat import scored
 from tenuto.serve.openai.tools import input_of
 from tenuto.serve.shared.edge import Edge
@@ -46,6 +46,17 @@ def head_of(edge: Edge, name: str, echoed: dict[str, Any]) -> dict[str, Any]:
         "error": None,
         "incomplete_details": None,
         **echoed,
+    }
+
+
+def usage_of(usage: Usage) -> dict[str, Any]:
+    """Returns a turn's counts of tokens in the form of Responses."""
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+        "output_tokens": usage.generated,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt + usage.generated,
     }
 
 
@@ -122,18 +133,11 @@ class ResponseAnswer(Answer):
         return {**self._head, "status": status, "output": list(self._output), "usage": None}
 
     def _done(self, result: TurnResult) -> dict[str, Any]:
-        usage = result.usage
         whole = result.reason not in (EndReason.LENGTH, EndReason.APPENDED)
         response = self.view("completed" if whole else "incomplete")
         if not whole:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
-        response["usage"] = {
-            "input_tokens": usage.prompt,
-            "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
-            "output_tokens": usage.generated,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": usage.prompt + usage.generated,
-        }
+        response["usage"] = usage_of(result.usage)
         self._keep(response)
         return response
 

@@ -5,22 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
-from hashlib import sha256
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Path, Query, Request, Response
 
-from tenuto.base.errors import InvalidRequest, NotFound, SessionBusy, TenutoError
-from tenuto.base.options import Policy
-from tenuto.base.views import SessionInfo
-from tenuto.base.wire.messages import CloseSession, Fork, GetSession, OpenSession, StartTurn
+from tenuto.base.errors import InvalidRequest, NotFound, TenutoError
+from tenuto.base.wire.messages import CloseSession
 from tenuto.serve.openai.conversation_routes import After, ConversationsOf, Limit, Order
 from tenuto.serve.openai.conversations import entry_of, page_of
 from tenuto.serve.openai.kept_responses import KeptResponses, Origin
 from tenuto.serve.openai.response_answers import Form, ResponseAnswer, head_of
-from tenuto.serve.openai.response_schemas import Item, ResponseBody
+from tenuto.serve.openai.response_schemas import ResponseBody
+from tenuto.serve.openai.response_sessions import close_response, start_response
 from tenuto.serve.openai.tools import customs_of
 from tenuto.serve.shared.bodies import JsonRoute, of_many
 from tenuto.serve.shared.edge import Caller, Edge, EdgeOf, of_tenant
@@ -31,8 +29,6 @@ from tenuto.serve.shared.sse import EventStream, respond, streamed, while_connec
 
 router = APIRouter(route_class=JsonRoute, prefix="/v1/responses", tags=["openai"])
 
-INSTRUCTIONS = "instructions"
-"""Key in the metadata of a response's session: a digest of its instructions."""
 READ: dict[int | str, dict[str, Any]] = {
     200: {"description": "The response", "content": {"application/json": {"schema": {"type": "object"}}}}
 }
@@ -58,7 +54,7 @@ async def create(
         try:
             start = body.start(tenant, (), habits, variables=body.variables())
             reading = body.tool_use.reading(habits, start.params.grammar)
-            turn = await while_connected(request, _start(edge, tenant, body, start, name, going_on.earlier))
+            turn = await while_connected(request, start_response(edge, tenant, body, start, name, going_on.earlier))
         except BaseException:
             going_on.end()
             raise
@@ -78,7 +74,7 @@ async def create(
     def end() -> None:
         going_on.end()
         if turn.request.session is not None and (body.store is False or not turn.committed):
-            edge.spawn(_close(edge, tenant, name))  # also aborts its turn
+            edge.spawn(close_response(edge, tenant, name))  # also aborts its turn
 
     head = head_of(edge, name, body.echoed())
     answer = ResponseAnswer(edge, turn, head, form, keep, end)
@@ -107,64 +103,6 @@ async def _write(answer: ResponseAnswer, store: Callable[[dict[str, Any]], None]
     finally:
         answer.leave()
         ended.set()
-
-
-async def _start(
-    edge: Edge, tenant: Tenant, body: ResponseBody, start: StartTurn, name: str, earlier: Sequence[Item]
-) -> LiveTurn:
-    """Starts the turn and returns it once the engine has accepted it. It runs in the session `name`, or in an ephemeral
-    one if no state has to be kept. `start`: its options."""
-    previous, stores = body.previous_response_id, body.store is not False
-    state = await _state(edge, tenant, previous) if previous is not None else None
-    given = body.rendered(edge.model.habits, earlier, instructed=state is not None and _instructed(body, state))
-    start = msgspec.structs.replace(start, session=name if stores or previous is not None else None, input=given)
-    if start.session is None:
-        return await edge.start(tenant, start)
-    told = ((INSTRUCTIONS, _digest(body.instructions)),) if body.instructions else ()
-    if state is not None:
-        others = tuple((key, value) for key, value in state.metadata.items() if key != INSTRUCTIONS)
-        fork = Fork(
-            tenant=tenant.name, session=state.session_id, child=name, metadata=others + told, limits=tenant.limits
-        )
-        await edge.link.call(fork)
-    else:
-        policy = Policy(ttl=edge.settings.ttl(None, named=True), tenant=tenant.name, metadata=told)
-        await edge.link.call(OpenSession(session=name, policy=policy, limits=tenant.limits))
-    try:
-        return await edge.start(tenant, start, continues=bool(body.background))
-    except BaseException:
-        edge.spawn(_close(edge, tenant, name))
-        raise
-
-
-async def _state(edge: Edge, tenant: Tenant, previous: str) -> SessionInfo:
-    """Returns the session of the previous response. Raises `NotFound`, or `SessionBusy` while that response is being
-    written."""
-    try:
-        state = await edge.link.call(GetSession(tenant=tenant.name, session=previous))
-    except NotFound:
-        raise NotFound(
-            f"there is no response {previous!r}; it was not stored, or is too old", param="previous_response_id"
-        ) from None
-    if state.turn is not None:
-        raise SessionBusy(f"response {previous} is not complete yet", param="previous_response_id")
-    return state
-
-
-def _instructed(body: ResponseBody, state: SessionInfo) -> bool:
-    """Whether the previous response had the same instructions, so that its session contains them already."""
-    return body.instructions is not None and state.metadata.get(INSTRUCTIONS) == _digest(body.instructions)
-
-
-def _digest(instructions: str) -> str:
-    return sha256(instructions.encode(errors="surrogatepass")).hexdigest()[:32]
-
-
-async def _close(edge: Edge, tenant: Tenant, name: str) -> None:
-    try:
-        await edge.turns.close_session((tenant.name, name))
-    except TenutoError:
-        return  # closed already, or never opened
 
 
 @router.get("/{response_id}", response_model=None, responses=REFUSALS | READ)

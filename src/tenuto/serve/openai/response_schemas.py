@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -45,10 +46,33 @@ def text_of(content: str | list[ResponsePart] | None) -> str:
 
 
 ItemType = Literal[
-    "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"
+    "message",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "reasoning",
+    "compaction",
 ]
 RESULTS = ("function_call_output", "custom_tool_call_output")
 """Types of items with the result of a call."""
+
+
+SUMMARY = "tenuto-summary:"
+"""The beginning of a compaction's content, which is not secret: base64 of the summary follows."""
+
+
+def compacted(summary: str) -> str:
+    """Returns the content of a compaction."""
+    return SUMMARY + b64encode(summary.encode()).decode()
+
+
+def summary_in(content: str) -> str | None:
+    """Returns the summary in the content of a compaction, or `None` if this server did not write it."""
+    try:
+        return b64decode(content.removeprefix(SUMMARY), validate=True).decode() if content.startswith(SUMMARY) else None
+    except ValueError:
+        return None
 
 
 class Item(ForeignObject):
@@ -56,7 +80,7 @@ class Item(ForeignObject):
     response."""
 
     has_kinds = True
-    ignored = frozenset({"id", "status", "encrypted_content", "phase", "namespace", "caller"})
+    ignored = frozenset({"id", "status", "phase", "created_by", "namespace", "caller"})
 
     type: ItemType = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -67,6 +91,7 @@ class Item(ForeignObject):
     arguments: str = "{}"
     input: str = ""
     output: str | Messages[ResponsePart] | None = None
+    encrypted_content: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -74,6 +99,12 @@ class Item(ForeignObject):
         if isinstance(given, dict) and given.get("type", "message") == "message" and "role" not in given:
             raise unsupported("role", "is required of a message")
         return given
+
+    @model_validator(mode="after")
+    def _readable(self) -> Self:
+        if self.type == "compaction" and summary_in(self.encrypted_content or "") is None:
+            raise unsupported("encrypted_content", "is not a summary of this server; allowed: its own")
+        return self
 
     def call(self) -> ToolCall:
         """Returns a call in the engine's form. Raises `InvalidRequest`."""
@@ -263,6 +294,34 @@ class ResponseBody(Templated, TurnRequest):
         }
 
 
+class InputBody(ResponseBody):
+    """Input that is not answered."""
+
+    input: str | Messages[Item] = Field(default=[], description="With `previous_response_id`, only the new items.")
+
+
+SUMMARY_TOKENS = 2048
+"""Maximum number of tokens of a summary, unless the request says otherwise."""
+ASKED = (
+    "Summarize this conversation, so that it can go on from the summary alone. Keep every fact, decision, name, number"
+    " and open task that may be needed. Write only the summary."
+)
+"""The message that asks the model for a summary."""
+
+
+class CompactBody(InputBody):
+    """A conversation to summarize."""
+
+    temperature_by_default = 0.0
+
+    def given(self) -> dict[str, Any]:
+        return {"max_new_tokens": SUMMARY_TOKENS, **super().given()}
+
+    def asking(self) -> CompactBody:
+        """Returns a request for the summary, to follow the items of this one. It stores nothing."""
+        return self.model_copy(update={"input": ASKED, "store": False, "background": None, "tool_choice": "none"})
+
+
 def _rendered(items: list[Item]) -> list[Message]:
     """Converts items to messages. Thoughts and calls become part of the assistant's message beside them."""
     messages: list[Message] = []
@@ -271,6 +330,9 @@ def _rendered(items: list[Item]) -> list[Message]:
         last = messages[-1] if messages else None
         if item.type == "reasoning":
             thoughts = text_of(item.content) or text_of(item.summary)
+        elif item.type == "compaction":
+            summary = summary_in(item.encrypted_content or "")
+            messages.append(Message("system", f"The conversation before this was summarized:\n\n{summary}"))
         elif item.type in RESULTS:
             messages.append(Message("tool", text_of(item.output), tool_call_id=item.call_id))
         elif item.type in ("function_call", "custom_tool_call"):

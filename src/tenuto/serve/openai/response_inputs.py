@@ -1,0 +1,89 @@
+"""Routes that count the tokens of input for responses, and that replace long input by a summary."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from array import array
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from tenuto.base.wire.messages import Tokenize
+from tenuto.serve.openai.conversation_routes import ConversationsOf
+from tenuto.serve.openai.conversations import Conversations, entry_of
+from tenuto.serve.openai.response_answers import usage_of
+from tenuto.serve.openai.response_schemas import CompactBody, InputBody, Item, compacted
+from tenuto.serve.openai.response_sessions import close_response, start_response
+from tenuto.serve.shared.bodies import JsonRoute
+from tenuto.serve.shared.edge import Caller, EdgeOf
+from tenuto.serve.shared.samples import committed
+from tenuto.serve.shared.schemas import REFUSALS
+from tenuto.serve.shared.settings import hidden_session_id
+from tenuto.serve.shared.sse import while_connected
+
+router = APIRouter(route_class=JsonRoute, prefix="/v1/responses", tags=["openai"])
+
+
+@router.post("/input_tokens", responses=REFUSALS)
+async def count(
+    edge: EdgeOf, tenant: Caller, body: InputBody, request: Request, conversations: ConversationsOf
+) -> dict[str, Any]:
+    """Returns the number of tokens that a response to this input would begin with. With `previous_response_id` a turn
+    is started on a fork of that response's session, and rolled back."""
+    edge.check_model(body.model)
+    with body.naming(edge.model.context_length):
+        earlier, habits, variables = _earlier(conversations, body), edge.model.habits, body.variables()
+        if body.previous_response_id is None:
+            given, told = body.rendered(habits, earlier), body.tool_use.told
+            prompt = Tokenize(tenant=tenant.name, input=given, tools=told, variables=variables)
+            tokens = len(array("i", await edge.link.call(prompt)))
+        else:
+            name, start = hidden_session_id(), body.start(tenant, (), habits, variables=variables)
+            try:
+                turn = await while_connected(request, start_response(edge, tenant, body, start, name, earlier))
+            finally:
+                edge.spawn(close_response(edge, tenant, name))
+            assert turn.ticket is not None
+            tokens = turn.ticket.prompt_tokens
+    return {"object": "response.input_tokens", "input_tokens": tokens}
+
+
+@router.post("/compact", responses=REFUSALS)
+async def compact(
+    edge: EdgeOf, tenant: Caller, body: CompactBody, request: Request, conversations: ConversationsOf
+) -> dict[str, Any]:
+    """Lets the model summarize a conversation. The result's items stand for the conversation in later requests: the
+    input's user messages, and the summary. With `previous_response_id` only the new items are computed."""
+    edge.check_model(body.model)
+    name, habits, asking = hidden_session_id(), edge.model.habits, body.asking()
+    with body.naming(edge.model.context_length):
+        earlier = [*_earlier(conversations, body), *body.items]
+        start = asking.start(tenant, (), habits, variables=body.variables())
+        reading = asking.tool_use.reading(habits, start.params.grammar)
+        turn = await while_connected(request, start_response(edge, tenant, asking, start, name, earlier))
+    try:
+        result = await while_connected(request, committed(edge, turn))
+    finally:
+        edge.turns.abandon(turn)
+        edge.spawn(close_response(edge, tenant, name))
+    said = reading.reader(turn.id).read(turn.reply().text, ended=True)
+    users = [entry_of(item) for item in earlier if item.type == "message" and item.role == "user"]
+    summary = {
+        "id": f"cmp_{secrets.token_hex(12)}",
+        "type": "compaction",
+        "encrypted_content": compacted(said.text),
+    }
+    return {
+        "id": f"resp_{secrets.token_hex(16)}",
+        "object": "response.compaction",
+        "created_at": int(time.time()),
+        "output": [*users, summary],
+        "usage": usage_of(result.usage),
+    }
+
+
+def _earlier(conversations: Conversations, body: InputBody) -> list[Item]:
+    """Returns the items of the conversation that the input follows, if any. Raises `NotFound`."""
+    name = body.conversation_id
+    return conversations.find(name).given() if name is not None else []

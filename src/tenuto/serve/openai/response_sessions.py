@@ -1,0 +1,79 @@
+"""The sessions of responses: a new one, or a fork of the previous response's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+
+import msgspec
+
+from tenuto.base.errors import NotFound, SessionBusy, TenutoError
+from tenuto.base.options import Policy
+from tenuto.base.views import SessionInfo
+from tenuto.base.wire.messages import Fork, GetSession, OpenSession, StartTurn
+from tenuto.serve.openai.response_schemas import Item, ResponseBody
+from tenuto.serve.shared.edge import Edge
+from tenuto.serve.shared.live_turn import LiveTurn
+from tenuto.serve.shared.settings import Tenant
+
+INSTRUCTIONS = "instructions"
+"""Key in the metadata of a response's session: a digest of its instructions."""
+
+
+async def start_response(
+    edge: Edge, tenant: Tenant, body: ResponseBody, start: StartTurn, name: str, earlier: Sequence[Item]
+) -> LiveTurn:
+    """Starts the turn and returns it once the engine has accepted it. It runs in the session `name`, or in an ephemeral
+    one if no state has to be kept. `start`: its options."""
+    previous, stores = body.previous_response_id, body.store is not False
+    state = await _state(edge, tenant, previous) if previous is not None else None
+    given = body.rendered(edge.model.habits, earlier, instructed=state is not None and _instructed(body, state))
+    start = msgspec.structs.replace(start, session=name if stores or previous is not None else None, input=given)
+    if start.session is None:
+        return await edge.start(tenant, start)
+    told = ((INSTRUCTIONS, _digest(body.instructions)),) if body.instructions else ()
+    if state is not None:
+        others = tuple((key, value) for key, value in state.metadata.items() if key != INSTRUCTIONS)
+        fork = Fork(
+            tenant=tenant.name, session=state.session_id, child=name, metadata=others + told, limits=tenant.limits
+        )
+        await edge.link.call(fork)
+    else:
+        policy = Policy(ttl=edge.settings.ttl(None, named=True), tenant=tenant.name, metadata=told)
+        await edge.link.call(OpenSession(session=name, policy=policy, limits=tenant.limits))
+    try:
+        return await edge.start(tenant, start, continues=bool(body.background))
+    except BaseException:
+        edge.spawn(close_response(edge, tenant, name))
+        raise
+
+
+async def _state(edge: Edge, tenant: Tenant, previous: str) -> SessionInfo:
+    """Returns the session of the previous response. Raises `NotFound`, or `SessionBusy` while that response is being
+    written."""
+    try:
+        state = await edge.link.call(GetSession(tenant=tenant.name, session=previous))
+    except NotFound:
+        raise NotFound(
+            f"there is no response {previous!r}; it was not stored, or is too old", param="previous_response_id"
+        ) from None
+    if state.turn is not None:
+        raise SessionBusy(f"response {previous} is not complete yet", param="previous_response_id")
+    return state
+
+
+def _instructed(body: ResponseBody, state: SessionInfo) -> bool:
+    """Whether the previous response had the same instructions, so that its session contains them already."""
+    return body.instructions is not None and state.metadata.get(INSTRUCTIONS) == _digest(body.instructions)
+
+
+def _digest(instructions: str) -> str:
+    return sha256(instructions.encode(errors="surrogatepass")).hexdigest()[:32]
+
+
+async def close_response(edge: Edge, tenant: Tenant, name: str) -> None:
+    """Closes the session of a response, if it is open."""
+    try:
+        await edge.turns.close_session((tenant.name, name))
+    except TenutoError:
+        return  # closed already, or never opened
