@@ -63,10 +63,7 @@ class HfCheckpoint:
         _check_quantization(settings, self._family)
         self._stored = {name: tensor for file in self._files() for name, tensor in read_safetensors(file).items()}
         self._check_sizes(settings)
-        try:
-            self.config = self._family.read(settings, _eos(directory, settings))
-        except ZeroDivisionError:
-            raise ModelError(f"{settings.source} has 0 for a divisor, such as a scale or a period") from None
+        self.config = self._family.read(settings, _eos(directory, settings))
         if self.config.tied and self._has_own_head():
             self.config = replace(self.config, tied=False)
 
