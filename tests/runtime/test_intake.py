@@ -34,7 +34,6 @@ from tenuto.runtime.intake import SHORT_INPUT, size_of
 from tenuto.runtime.lanes import LONG as LONG_INPUT
 from tenuto.serve.shared.turns import Turns
 from tenuto.session.turn import Turn
-from tenuto.text.blanks import Before
 from tenuto.text.tokenizer import Tokenizer
 from tests.runtime.local import LocalLink
 
@@ -57,12 +56,12 @@ class Encoder:
         self._may_go.set()
         encode = Tokenizer.encode
 
-        def noted(tokenizer: Tokenizer, text: str, special: bool = False, before: Before = Before.TEXT) -> list[int]:
+        def noted(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
             self.seen.append((len(text), threading.current_thread().name))
             if len(text) >= LONG_INPUT and not self._may_go.is_set():
                 self.held.set()
                 assert self._may_go.wait(SECONDS)
-            return encode(tokenizer, text, special, before)
+            return encode(tokenizer, text, **options)
 
         patch.setattr(Tokenizer, "encode", noted)
 
@@ -75,7 +74,7 @@ class Encoder:
 
     def lengths(self) -> list[int]:
         """Returns the lengths of the texts that are more than a template's."""
-        return [length for length, _ in self.seen if length > 30]
+        return [length for length, _ in self.seen if length > 60]
 
 
 @pytest.fixture
@@ -180,7 +179,7 @@ def test_a_system_message_that_cannot_fit_opens_no_session(encoder: Encoder) -> 
     assert encoder.lengths() == []
 
 
-@pytest.mark.parametrize("length", [50, SHORT_INPUT + 1, LONG_INPUT + 1, LARGE_INPUT + 1])
+@pytest.mark.parametrize("length", [100, SHORT_INPUT + 1, LONG_INPUT + 1, LARGE_INPUT + 1])
 @pytest.mark.parametrize("as_messages", [False, True])
 def test_input_is_encoded_outside_the_engines_thread(
     encoder: Encoder, monkeypatch: pytest.MonkeyPatch, length: int, *, as_messages: bool
