@@ -91,45 +91,46 @@ template <class Use> INLINE void by_strips(int lanes, Use use) {
     use(lane, std::integral_constant<int, 1>());
 }
 
-// Returns a head's state before the step. The zero state is written to `after`, the state after the step.
-INLINE const float *state_before(const States &states, const TenutoGroupStep &slots, const TenutoRecurrent &r, int row,
-                                 int64_t offset, float *after, int64_t floats) {
-  const float *before = states.recurrent(slots.reads[row], r.layer);
-  if (before)
-    return before + offset;
-  memset(after, 0, sizeof(float) * floats);
-  return after;
+// Calls `use(token, head, group, before, after)` for the tokens of each row, in order, and every head. The head's state
+// before and after the token, [state_size][head_dim], may be the same memory; `group` is the head's.
+template <class Use>
+INLINE void each_token(Workspace &work, const States &states, const TenutoRecurrent &r, Member &member, Use use) {
+  const TenutoGroupStep &slots = work.group_step(r.group);
+  const int64_t floats = (int64_t)r.state_size * r.head_dim;
+  for (int task; (task = work.team.take(member.number, work.step->rows * r.heads)) >= 0;) {
+    const int row = task / r.heads, head = task % r.heads, first = work.batch.first(row);
+    float *const after = states.recurrent(slots.writes[row], r.layer) + head * floats;
+    const float *before = states.recurrent(slots.reads[row], r.layer);
+    if (before)
+      before += head * floats;
+    else
+      before = (const float *)memset(after, 0, sizeof(float) * floats);
+    for (int token = first; token < first + work.step->counts[row]; token++, before = after)
+      use(token, head, head / (r.heads / r.groups), before, after);
+  }
 }
 
 // Mamba-2. The state h of a head becomes decay * h + step * B x^T and gives h C, where its group has B and C.
 static void scan(Workspace &work, const States &states, const TenutoOp &op, Member &member) {
   const TenutoRecurrent &r = *op.recurrent;
-  const TenutoGroupStep &slots = work.group_step(r.group);
-  const int64_t floats = (int64_t)r.state_size * r.head_dim;
-  for (int task; (task = work.team.take(member.number, work.step->rows * r.heads)) >= 0;) {
-    const int row = task / r.heads, head = task % r.heads, group = head / (r.heads / r.groups);
-    const int first = work.batch.first(row);
-    float *const after = states.recurrent(slots.writes[row], r.layer) + head * floats;
-    const float *before = state_before(states, slots, r, row, head * floats, after, floats);
-    for (int token = first; token < first + work.step->counts[row]; token++, before = after) {
-      const float *x = work.convolved(token) + head * r.head_dim;
-      const float *in = work.convolved(token) + r.heads * r.head_dim + group * r.state_size,
-                  *out = in + r.groups * r.state_size;
-      float step = softplus(work.projected(token)[r.step_column + head] * r.step_scale + r.step_bias[head]);
-      step = std::min(std::max(step, r.min_step), r.max_step);
-      const float decay = expf(step * r.rates[head]);
-      by_strips(r.head_dim, [&](int lane, auto width) {
-        constexpr int WIDTH = decltype(width)::value;
-        f32x16 entering[WIDTH], output[WIDTH];
-        for (int v = 0; v < WIDTH; v++)
-          entering[v] = load<f32x16>(x + lane + v * LANES) * step;
-        scan_lanes<WIDTH>(before + lane, after + lane, r.head_dim, r.state_size, decay, in, out, entering, output);
-        for (int v = 0; v < WIDTH; v++)
-          store(work.recurrent_output(token) + head * r.head_dim + lane + v * LANES,
-                output[v] + load<f32x16>(x + lane + v * LANES) * r.skip[head]);
-      });
-    }
-  }
+  each_token(work, states, r, member, [&](int token, int head, int group, const float *before, float *after) {
+    const float *x = work.convolved(token) + head * r.head_dim;
+    const float *in = work.convolved(token) + r.heads * r.head_dim + group * r.state_size,
+                *out = in + r.groups * r.state_size;
+    float step = softplus(work.projected(token)[r.step_column + head] * r.step_scale + r.step_bias[head]);
+    step = std::min(std::max(step, r.min_step), r.max_step);
+    const float decay = expf(step * r.rates[head]);
+    by_strips(r.head_dim, [&](int lane, auto width) {
+      constexpr int WIDTH = decltype(width)::value;
+      f32x16 entering[WIDTH], output[WIDTH];
+      for (int v = 0; v < WIDTH; v++)
+        entering[v] = load<f32x16>(x + lane + v * LANES) * step;
+      scan_lanes<WIDTH>(before + lane, after + lane, r.head_dim, r.state_size, decay, in, out, entering, output);
+      for (int v = 0; v < WIDTH; v++)
+        store(work.recurrent_output(token) + head * r.head_dim + lane + v * LANES,
+              output[v] + load<f32x16>(x + lane + v * LANES) * r.skip[head]);
+    });
+  });
 }
 
 // Scales a vector of `size` elements to `length`; 1e-6 is added to its squared length before.
@@ -146,36 +147,28 @@ INLINE void normalise(const float *from, int size, float length, float *to) {
 // k), and gives S^T q.
 static void delta(Workspace &work, const States &states, const TenutoOp &op, Member &member) {
   const TenutoRecurrent &r = *op.recurrent;
-  const TenutoGroupStep &slots = work.group_step(r.group);
-  const int64_t floats = (int64_t)r.state_size * r.head_dim;
   float *const query = member.row.data(), *const key = query + r.state_size;
-  for (int task; (task = work.team.take(member.number, work.step->rows * r.heads)) >= 0;) {
-    const int row = task / r.heads, head = task % r.heads, group = head / (r.heads / r.groups);
-    const int first = work.batch.first(row);
-    float *const after = states.recurrent(slots.writes[row], r.layer) + head * floats;
-    const float *before = state_before(states, slots, r, row, head * floats, after, floats);
-    for (int token = first; token < first + work.step->counts[row]; token++, before = after) {
-      const float *channels = work.convolved(token), *projected = work.projected(token);
-      normalise(channels + group * r.state_size, r.state_size, 1.0f / sqrtf((float)r.state_size), query);
-      normalise(channels + (r.groups + group) * r.state_size, r.state_size, 1.0f, key);
-      const float *value = channels + 2 * r.groups * r.state_size + head * r.head_dim;
-      const float decay = expf(softplus(projected[r.step_column + head] + r.step_bias[head]) * r.rates[head]);
-      const float strength = 1.0f / (1.0f + expf(-projected[r.write_column + head]));
-      by_strips(r.head_dim, [&](int lane, auto width) {
-        constexpr int WIDTH = decltype(width)::value;
-        f32x16 recalled[WIDTH] = {}, update[WIDTH], output[WIDTH];
-        for (int n = 0; n < r.state_size; n++)
+  each_token(work, states, r, member, [&](int token, int head, int group, const float *before, float *after) {
+    const float *channels = work.convolved(token), *projected = work.projected(token);
+    normalise(channels + group * r.state_size, r.state_size, 1.0f / sqrtf((float)r.state_size), query);
+    normalise(channels + (r.groups + group) * r.state_size, r.state_size, 1.0f, key);
+    const float *value = channels + 2 * r.groups * r.state_size + head * r.head_dim;
+    const float decay = expf(softplus(projected[r.step_column + head] + r.step_bias[head]) * r.rates[head]);
+    const float strength = 1.0f / (1.0f + expf(-projected[r.write_column + head]));
+    by_strips(r.head_dim, [&](int lane, auto width) {
+      constexpr int WIDTH = decltype(width)::value;
+      f32x16 recalled[WIDTH] = {}, update[WIDTH], output[WIDTH];
+      for (int n = 0; n < r.state_size; n++)
 #pragma GCC unroll 4
-          for (int v = 0; v < WIDTH; v++)
-            recalled[v] += load<f32x16>(before + (int64_t)n * r.head_dim + lane + v * LANES) * key[n];
         for (int v = 0; v < WIDTH; v++)
-          update[v] = (load<f32x16>(value + lane + v * LANES) - recalled[v] * decay) * strength;
-        scan_lanes<WIDTH>(before + lane, after + lane, r.head_dim, r.state_size, decay, key, query, update, output);
-        for (int v = 0; v < WIDTH; v++)
-          store(work.recurrent_output(token) + head * r.head_dim + lane + v * LANES, output[v]);
-      });
-    }
-  }
+          recalled[v] += load<f32x16>(before + (int64_t)n * r.head_dim + lane + v * LANES) * key[n];
+      for (int v = 0; v < WIDTH; v++)
+        update[v] = (load<f32x16>(value + lane + v * LANES) - recalled[v] * decay) * strength;
+      scan_lanes<WIDTH>(before + lane, after + lane, r.head_dim, r.state_size, decay, key, query, update, output);
+      for (int v = 0; v < WIDTH; v++)
+        store(work.recurrent_output(token) + head * r.head_dim + lane + v * LANES, output[v]);
+    });
+  });
 }
 
 // Gates and normalises the layer's output, which becomes the next product's input.
