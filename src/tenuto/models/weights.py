@@ -146,35 +146,8 @@ def _words(values: Floats, kind: Kind) -> Words:
         return values.astype(np.float16).view(np.uint16)
 
 
-def _halves(blocks: Bytes) -> Floats:
-    """Returns the nibbles of uint8 [blocks, 16] as float32 [blocks, 32]: all low ones, then all high ones."""
-    return np.concatenate((blocks & 0x0F, blocks >> 4), axis=1).astype(np.float32)
-
-
-def _scale(blocks: Bytes, first: int) -> Floats:
-    """Returns the float16 at bytes `first`, `first + 1` of each block, as float32 [blocks, 1]."""
-    return blocks[:, first : first + 2].copy().view(np.float16).astype(np.float32)
-
-
-def _q8_0(blocks: Bytes) -> Floats:
-    return _scale(blocks, 0) * blocks[:, 2:].view(np.int8).astype(np.float32)
-
-
-def _q4_0(blocks: Bytes) -> Floats:
-    return _scale(blocks, 0) * (_halves(blocks[:, 2:]) - np.float32(8))
-
-
-def _q4_1(blocks: Bytes) -> Floats:
-    return _scale(blocks, 0) * _halves(blocks[:, 4:]) + _scale(blocks, 2)
-
-
-_QUANTIZED: dict[Kind, tuple[int, Callable[[Bytes], Floats]]] = {
-    Kind.Q4_0: (18, _q4_0),
-    Kind.Q4_1: (20, _q4_1),
-    Kind.Q8_0: (34, _q8_0),
-}
-"""For each type, the bytes of a block and the function that decodes blocks."""
-_BY_THE_PACKAGE = tuple(kind for kind in FORMATS if kind not in _QUANTIZED)
+_Q8_0_BYTES = 34
+"""Bytes of a block of Q8_0: a float16 scale and 32 int8."""
 
 
 def dequantize(data: Bytes, kind: Kind, shape: tuple[int, ...]) -> Floats:
@@ -189,10 +162,11 @@ def dequantize(data: Bytes, kind: Kind, shape: tuple[int, ...]) -> Floats:
     if kind in _PLAIN:
         return data.view(_PLAIN[kind]).astype(np.float32, copy=False).reshape(shape)
     with np.errstate(all="ignore"):  # scales may be anything in a damaged file
-        if kind in _BY_THE_PACKAGE:
-            return np.asarray(quants.dequantize(data.reshape(shape[0], -1), kind), np.float32).reshape(shape)
-        if kind in _QUANTIZED:
-            size, decode_blocks = _QUANTIZED[kind]
-            return decode_blocks(data.reshape(-1, size)).reshape(shape)
-    names = ", ".join(k.name for k in (*_PLAIN, *_QUANTIZED, *_BY_THE_PACKAGE))
+        if kind is Kind.Q8_0:  # three times as fast as the package
+            blocks = data.reshape(-1, _Q8_0_BYTES)
+            scales = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+            return (scales * blocks[:, 2:].view(np.int8).astype(np.float32)).reshape(shape)
+        if kind in FORMATS:
+            return np.asarray(quants.dequantize(data.reshape(_rows(shape), -1), kind), np.float32).reshape(shape)
+    names = ", ".join(k.name for k in (*_PLAIN, *FORMATS))
     raise ModelError(f"GGUF tensors of type {kind.name} are not supported; supported: {names}")
