@@ -21,9 +21,9 @@ from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.turns import Delta, Input, Keep, Transcript, TurnKind, TurnResult, turn_input
 from tenuto.base.views import AuditReport, RecordPage, SessionInfo, SessionPage
 from tenuto.base.wire import messages
-from tenuto.base.wire.document import SessionDocument, read_document
+from tenuto.base.wire.document import read_document
 from tenuto.base.wire.state_file import StateFile
-from tenuto.client.futures import Steps, chained
+from tenuto.client.futures import Steps, chained, mapped
 from tenuto.client.transport import Deliver, Options, RunningTurn, Transport
 
 PAGE = 1000
@@ -89,12 +89,7 @@ class EngineCore:
 
     def session(self, request: messages.Request[SessionInfo]) -> Future[SessionCore]:
         """Sends `request` and returns the session that the answer describes."""
-
-        def steps() -> Steps[SessionCore]:
-            info: SessionInfo = yield self.transport.call(request)
-            return SessionCore(self, info.session_id)
-
-        return chained(steps())
+        return mapped(self.transport.call(request), lambda info: SessionCore(self, info.session_id))
 
     def start(
         self, session: str | None, kind: TurnKind, given: Input, options: Options, deliver: Deliver
@@ -111,11 +106,7 @@ class EngineCore:
         return TurnReader(self.transport.start(request, options, use, deliver))
 
     def context_length(self) -> Future[int]:
-        def steps() -> Steps[int]:
-            model = yield self.transport.call(messages.Describe())
-            return int(model.context_length)
-
-        return chained(steps())
+        return mapped(self.transport.call(messages.Describe()), lambda model: int(model.context_length))
 
     def audit(self) -> Future[AuditReport]:
         return self.transport.call(messages.Audit())
@@ -201,17 +192,11 @@ class SessionCore:
         return self._call(messages.ListTurns(tenant="", session=self.id, first=first, limit=PAGE))
 
     def export(self) -> Future[bytes]:
-        def steps() -> Steps[bytes]:
-            document: SessionDocument = yield self._call(messages.ExportSession(tenant="", session=self.id))
-            return msgspec.json.encode(document)
-
-        return chained(steps())
+        return mapped(self._call(messages.ExportSession(tenant="", session=self.id)), msgspec.json.encode)
 
     def export_file(self, path: str | PathLike[str]) -> Future[None]:
-        def steps() -> Steps[None]:
-            yield self._call(messages.ExportSession(tenant="", session=self.id, state=str(Path(path).absolute())))
-
-        return chained(steps())
+        export = messages.ExportSession(tenant="", session=self.id, state=str(Path(path).absolute()))
+        return mapped(self._call(export), lambda _: None)
 
     def close(self, *, finish: bool) -> Future[None]:
         return self._call(messages.CloseSession(tenant="", session=self.id, finish=finish))

@@ -156,9 +156,7 @@ class Feed(RunningTurn):
                 self.turn_id = body["turn_id"]
                 self.reading = msgspec.convert(body["reading"], Reading) if "reading" in body else None
                 self.accept()
-            case "delta" if event.id and (
-                body["tokens"] or body["text"]
-            ):  # otherwise it has only parsed parts, which we parse ourselves
+            case "delta" if event.id and (body["tokens"] or body["text"]):  # parsed parts alone: we parse ourselves
                 self._position, self._delivered = int(event.id), body["delivered"]
                 self._received = (self._received[0] + len(body["tokens"]), self._received[1] + len(body["text"]))
                 self.take(Delta(tuple(body["tokens"]), body["text"], self._delivered))

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 Steps = Generator[Future[Any], Any, T]
 """A generator that yields futures, receives their results or errors, and returns a `T`."""
+
+
+def mapped(future: Future[Any], change: Callable[[Any], T]) -> Future[T]:
+    """Returns a future for `change` of the result of `future`."""
+
+    def steps() -> Steps[T]:
+        return change((yield future))
+
+    return chained(steps())
 
 
 def chained(steps: Steps[T]) -> Future[T]:

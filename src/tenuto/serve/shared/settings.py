@@ -194,9 +194,8 @@ class ServeSettings:
                 raise ConfigError(
                     f"allowed_origins has {shown(origin)}; allowed: origins such as https://app.example, or *"
                 )
-        object.__setattr__(
-            self, "allowed_origins", tuple(map(str.lower, self.allowed_origins))
-        )  # as browsers send them
+        origins = tuple(map(str.lower, self.allowed_origins))  # as browsers send them
+        object.__setattr__(self, "allowed_origins", origins)
         path = user_path(self.keys) if self.keys is not None else None
         object.__setattr__(self, "tenants", read_keys(path, self.api_key, self.admin_api_key))
         if not self.tenants and not _is_loopback(self.host):
