@@ -233,7 +233,7 @@ def test_anthropics_client_lists_models_in_its_own_form(renamed: Server) -> None
         model = client.models.retrieve("gpt-x")
         assert (model.type, model.id, model.max_input_tokens, model.created_at.year) == ("model", "gpt-x", 512, 1970)
         for ask in (lambda: client.models.retrieve("other"), lambda: client.models.list(after_id="other")):
-            with pytest.raises(anthropic.NotFoundError, match="allowed: 'claude-x', 'gpt-x'") as refused:
+            with pytest.raises(anthropic.NotFoundError, match="allowed: ") as refused:
                 ask()
             assert refused.value.type == "not_found_error"
             assert refused.value.request_id

@@ -15,7 +15,7 @@ from openai import OpenAI
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from tenuto.base.errors import TenutoError
-from tenuto.serve.invalid import refusal_of
+from tenuto.serve.shared.invalid import refusal_of
 from tests.serve.server import Server
 
 COMPLETION: dict[str, Any] = {"model": "witness", "prompt": [1], "max_tokens": 1}

@@ -21,9 +21,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tenuto.base.errors import InvalidRequest, Overloaded, RequestTimeout, TenutoError, TooLarge, Unauthorized
 from tenuto.base.heap import give_back
 from tenuto.serve import admin, documents, models
+from tenuto.serve.anthropic import batch_routes as anthropic_batches
 from tenuto.serve.anthropic import errors as anthropic_errors
 from tenuto.serve.anthropic import routes as anthropic
-from tenuto.serve.invalid import refusal_of
 from tenuto.serve.metrics import Metrics
 from tenuto.serve.native import sessions as native_sessions
 from tenuto.serve.native import turns as native_turns
@@ -37,6 +37,7 @@ from tenuto.serve.sglang import server as sglang_server
 from tenuto.serve.shared.bodies import LARGE, TEXTS, Structure
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import BROKEN, OPENAI_FORM, ErrorForm, Failure, is_anthropics, new_request_id
+from tenuto.serve.shared.invalid import refusal_of
 from tenuto.serve.shared.settings import BODY_BYTES_A_SECOND
 from tenuto.serve.shared.undone import HEADER as LEFT_UNDONE
 from tenuto.serve.shared.undone import noting
@@ -76,6 +77,7 @@ def build_app(edge: Edge, metrics: Metrics) -> FastAPI:
         openai_inputs,
         openai_conversations,
         anthropic,
+        anthropic_batches,
         openai_tokens,
         models,
         admin,

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Request
 
-from tenuto.base.errors import ModelNotFound
 from tenuto.base.options import MAX_NEW_TOKENS
 from tenuto.serve.shared.edge import DEFAULT_MODEL, Caller, Edge, EdgeOf
 from tenuto.serve.shared.errors import is_anthropics
+from tenuto.serve.shared.pages import Cursor, Limit, page
 from tenuto.serve.shared.schemas import REFUSALS
 
 router = APIRouter(prefix="/v1/models", tags=["models"])
 
 UNKNOWN_TIME = "1970-01-01T00:00:00Z"
 """The time that Anthropic's interface gives for a model whose release date is unknown."""
-_Cursor = Annotated[str | None, Query(max_length=256, description="A model's name; only in Anthropic's form.")]
 
 
 @router.get("", responses=REFUSALS)
@@ -24,28 +23,15 @@ async def list_models(
     edge: EdgeOf,
     _: Caller,
     request: Request,
-    after_id: _Cursor = None,
-    before_id: _Cursor = None,
-    limit: Annotated[int, Query(ge=1, le=1000, description="Only in Anthropic's form.")] = 20,
+    after_id: Cursor = None,
+    before_id: Cursor = None,
+    limit: Limit = 20,
 ) -> dict[str, Any]:
-    """Lists the served model under each of its names."""
+    """Lists the served model under each of its names. Only Anthropic's form has pages."""
     edge.require_engine()
-    names = list(edge.served_names)
     if not is_anthropics(request.scope):
-        return {"object": "list", "data": [_model(edge, name) for name in names]}
-    for cursor in (after_id, before_id):
-        if cursor is not None and cursor not in names:
-            raise ModelNotFound(f"there is no model {cursor!r}; allowed: {', '.join(map(repr, names))}")
-    after = names.index(after_id) + 1 if after_id is not None else 0
-    before = names.index(before_id) if before_id is not None else len(names)
-    within = names[after:before]
-    page = within[:limit] if before_id is None else within[-limit:]
-    return {
-        "data": [_info(edge, name) for name in page],
-        "has_more": len(page) < len(within),
-        "first_id": page[0] if page else None,
-        "last_id": page[-1] if page else None,
-    }
+        return {"object": "list", "data": [_model(edge, name) for name in edge.served_names]}
+    return page([_info(edge, name) for name in edge.served_names], after_id, before_id, limit)
 
 
 @router.get("/{model_id:path}", responses=REFUSALS)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 
 from tenuto.base.turns import last_role
@@ -28,12 +30,15 @@ router = APIRouter(route_class=JsonRoute, prefix="/v1/messages", tags=["anthropi
 @router.post("", response_model=None, responses=REFUSALS | streamed("The answer, or its events"))
 async def messages(edge: EdgeOf, tenant: Caller, body: MessagesBody, request: Request, kept: ThreadTools) -> Response:
     """Answers messages. With `thread`, the server keeps the conversation, and later requests send only new messages."""
-    answer = await while_connected(request, _begin(edge, tenant, body, kept, request.state.request_id))
+    answer = await while_connected(request, begin(edge, tenant, body, kept, request.state.request_id))
     return await respond(request, answer, stream=body.stream)
 
 
-async def _begin(edge: Edge, tenant: Tenant, body: MessagesBody, kept: KeptTools, request_id: str) -> MessageAnswer:
-    """Starts the turn that answers messages, and returns its answer once the engine has accepted it."""
+async def begin(
+    edge: Edge, tenant: Tenant, body: MessagesBody, kept: KeptTools, request_id: str, priority: int | None = None
+) -> MessageAnswer:
+    """Starts the turn that answers messages, and returns its answer once the engine has accepted it. `priority`: that
+    of the turn, if not the usual one."""
     edge.check_model(body.model)
     with body.naming(edge.model.context_length):
         if body.thread is not None and body.context_management is not None:
@@ -50,6 +55,8 @@ async def _begin(edge: Edge, tenant: Tenant, body: MessagesBody, kept: KeptTools
         given = body.rendered(edge.model.habits, begun=thread is not None)
         habits = edge.model.habits.after(last_role(given))
         start = body.start(tenant, given, habits)
+        if priority is not None:
+            start = msgspec.structs.replace(start, params=replace(start.params, priority=priority))
         reading = body.tool_use.reading(habits, start.params.grammar)
         if body.thread is None:
             turn = await edge.start(tenant, start)

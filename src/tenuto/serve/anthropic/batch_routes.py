@@ -1,0 +1,124 @@
+"""Routes of batches of messages."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Annotated, Any
+
+import structlog
+from fastapi import APIRouter, Request, Response
+from pydantic import ValidationError
+
+from tenuto.base.errors import InvalidRequest, LimitReached, Overloaded, TenutoError
+from tenuto.base.options import MAX_PRIORITY
+from tenuto.serve.anthropic.batches import AT_ONCE, Batch, BatchBody, Batches, Result
+from tenuto.serve.anthropic.errors import FORM
+from tenuto.serve.anthropic.routes import begin
+from tenuto.serve.anthropic.schemas import MessagesBody
+from tenuto.serve.anthropic.threads import KeptTools, ThreadTools
+from tenuto.serve.shared.bodies import JsonRoute, in_parser, parsed
+from tenuto.serve.shared.edge import Caller, Edge, EdgeOf, of_tenant
+from tenuto.serve.shared.errors import BROKEN, Failure
+from tenuto.serve.shared.invalid import refusal_of
+from tenuto.serve.shared.pages import Cursor, Limit, page
+from tenuto.serve.shared.schemas import REFUSALS
+from tenuto.serve.shared.settings import Tenant
+
+log = structlog.get_logger("tenuto.batches")
+
+router = APIRouter(route_class=JsonRoute, prefix="/v1/messages/batches", tags=["anthropic"])
+
+RETRY_SECONDS = 0.25
+"""Time between attempts to start a turn for which there is no place."""
+LINES: dict[int | str, dict[str, Any]] = {
+    200: {"description": "One result per line", "content": {"application/x-jsonl": {"schema": {"type": "string"}}}}
+}
+BatchesOf = Annotated[Batches, of_tenant(Batches)]
+
+
+@router.post("", responses=REFUSALS)
+async def create(
+    edge: EdgeOf, tenant: Caller, body: BatchBody, request: Request, batches: BatchesOf, kept: ThreadTools
+) -> dict[str, Any]:
+    """Answers many requests in the background, at the lowest priority. A batch ends with the server."""
+    edge.require_engine()
+    batch = batches.open(await in_parser(body.encoded))
+    most = AT_ONCE if tenant.limits.turns is None else max(1, tenant.limits.turns // 2)
+    edge.spawn(batches.run(batch, partial(_answer_to, edge, tenant, kept, batch.id), most))
+    return _view(batch, request)
+
+
+@router.get("", responses=REFUSALS)
+async def list_batches(
+    batches: BatchesOf, request: Request, after_id: Cursor = None, before_id: Cursor = None, limit: Limit = 20
+) -> dict[str, Any]:
+    """Lists batches, the newest first."""
+    return page([_view(batch, request) for batch in batches.newest()], after_id, before_id, limit)
+
+
+@router.get("/{batch_id}", responses=REFUSALS)
+async def read(batches: BatchesOf, request: Request, batch_id: str) -> dict[str, Any]:
+    """Returns a batch without its results."""
+    return _view(batches.find(batch_id), request)
+
+
+@router.post("/{batch_id}/cancel", responses=REFUSALS)
+async def cancel(batches: BatchesOf, request: Request, batch_id: str) -> dict[str, Any]:
+    """Cancels the requests of a batch that are not done."""
+    batch = batches.find(batch_id)
+    batch.cancel()
+    return _view(batch, request)
+
+
+@router.delete("/{batch_id}", responses=REFUSALS)
+async def delete(batches: BatchesOf, batch_id: str) -> dict[str, Any]:
+    """Deletes a batch that has ended, with its results."""
+    batches.delete(batches.find(batch_id))
+    return {"id": batch_id, "type": "message_batch_deleted"}
+
+
+@router.get("/{batch_id}/results", response_model=None, responses=REFUSALS | LINES)
+async def results(batches: BatchesOf, batch_id: str) -> Response:
+    """Returns the results of a batch that has ended, in the order in which they were ready."""
+    batch = batches.find(batch_id)
+    batch.require_ended()
+    return Response(b"".join(batch.results), media_type="application/x-jsonl")
+
+
+def _view(batch: Batch, request: Request) -> dict[str, Any]:
+    return batch.view(f"{str(request.base_url).rstrip('/')}{router.prefix}")
+
+
+async def _answer_to(edge: Edge, tenant: Tenant, kept: KeptTools, batch_id: str, params: bytes) -> Result:
+    """Returns the result of one request. Its errors are results, too."""
+    try:
+        return {"type": "succeeded", "message": await _message(edge, tenant, kept, batch_id, params)}
+    except TenutoError as error:
+        failure = Failure.of(error)
+    except Exception:
+        log.exception("failed", batch=batch_id)
+        failure = Failure(500, "internal_error", BROKEN)
+    return {"type": "errored", "error": FORM.body(failure, batch_id)}
+
+
+async def _message(edge: Edge, tenant: Tenant, kept: KeptTools, batch_id: str, params: bytes) -> Any:
+    """Returns the answer to one request. Waits while there is no place for its turn."""
+    given = parsed(params)
+    try:
+        body = MessagesBody.model_validate(given)
+    except ValidationError as error:
+        found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+        raise refusal_of(found, given, "application/json") from None
+    if body.stream:
+        raise InvalidRequest("stream is true; allowed in a batch: false", param="stream")
+    while True:
+        try:
+            answer = await begin(edge, tenant, body, kept, batch_id, -MAX_PRIORITY)
+            break
+        except (LimitReached, Overloaded):
+            await asyncio.sleep(RETRY_SECONDS)
+    try:
+        return await answer.whole()
+    finally:
+        answer.leave()

@@ -1,0 +1,219 @@
+"""Anthropic's batches of messages, used by Anthropic's own client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+from anthropic import Anthropic
+
+from tenuto.base.errors import IllegalTransition, LimitReached, NotFound
+from tenuto.serve.anthropic import batches as batches_of
+from tenuto.serve.anthropic.batches import Batches
+from tests.eventually import eventually
+from tests.serve.server import Server, serving
+
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+PARAMS: Any = {"model": "witness", "max_tokens": 4, "messages": HI}
+
+
+def client_of(server: Server, key: str = "none") -> Anthropic:
+    return Anthropic(base_url=server.url, api_key=key, max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def client(witness: Server) -> Iterator[Anthropic]:
+    with client_of(witness) as client:
+        yield client
+
+
+def create(client: Anthropic, *params: Any) -> Any:
+    requests: Any = [{"custom_id": f"r{number}", "params": each} for number, each in enumerate(params)]
+    return client.messages.batches.create(requests=requests)
+
+
+def ended(client: Anthropic, batch: Any) -> Any:
+    """Waits for the end of a batch and returns it."""
+    eventually(lambda: client.messages.batches.retrieve(batch.id).processing_status == "ended")
+    return client.messages.batches.retrieve(batch.id)
+
+
+def results(client: Anthropic, batch: Any) -> dict[str, Any]:
+    return {line.custom_id: line.result for line in client.messages.batches.results(batch.id)}
+
+
+def test_requests_of_a_batch_are_answered_each_with_its_own_result(client: Anthropic) -> None:
+    still = {**PARAMS, "temperature": 0}
+    tools = [{"name": "f", "input_schema": {"type": "object", "properties": {}, "additionalProperties": False}}]
+    wrong = [{**PARAMS, "max_tokens": 0}, {**PARAMS, "model": "other"}, {**PARAMS, "stream": True}]
+    calling = {**PARAMS, "max_tokens": 200, "tools": tools, "tool_choice": {"type": "any"}}
+    begun = create(client, still, calling, *wrong)
+    assert begun.request_counts.processing + begun.request_counts.succeeded + begun.request_counts.errored == 5
+    done = ended(client, begun)
+    counts = done.request_counts
+    assert (counts.processing, counts.succeeded, counts.errored, counts.canceled, counts.expired) == (0, 2, 3, 0, 0)
+    assert done.created_at < done.ended_at < done.expires_at == done.created_at + timedelta(hours=24)
+    found = results(client, done)
+    assert found["r0"].message.content == client.messages.create(**PARAMS, extra_body={"temperature": 0}).content
+    assert found["r1"].message.stop_reason == "tool_use"
+    for name, kind, field in (
+        ("r2", "invalid_request_error", "max_tokens"),
+        ("r3", "not_found_error", "model"),
+        ("r4", "invalid_request_error", "stream"),
+    ):
+        assert (found[name].type, found[name].error.error.type) == ("errored", kind)
+        assert field in found[name].error.error.message
+
+
+def test_many_requests_are_answered_while_others_wait(client: Anthropic) -> None:
+    batch = create(client, *[PARAMS] * 100)
+    assert client.messages.create(**PARAMS).usage.output_tokens == 4
+    found = results(client, ended(client, batch))
+    assert Counter(result.type for result in found.values()) == {"succeeded": 100}
+    assert set(found) == {f"r{number}" for number in range(100)}
+
+
+def test_a_cancelled_batch_ends_with_the_results_it_has(slow_witness: Server) -> None:
+    with client_of(slow_witness) as client:
+        batch = create(client, PARAMS, *[{**PARAMS, "max_tokens": 3000}] * 40)
+        with pytest.raises(anthropic.ConflictError, match="in progress"):
+            client.messages.batches.delete(batch.id)
+        with pytest.raises(anthropic.AnthropicError, match="in_progress"):
+            client.messages.batches.results(batch.id)
+        read = httpx.get(f"{slow_witness.url}/v1/messages/batches/{batch.id}/results")
+        assert (read.status_code, read.json()["type"]) == (409, "error")
+        assert client.messages.batches.cancel(batch.id).cancel_initiated_at is not None
+        done = ended(client, batch)
+        found = Counter(result.type for result in results(client, done).values())
+        assert found["canceled"] >= 20  # some may have ended by themselves
+        assert found["canceled"] + found["succeeded"] == 41
+        assert client.messages.batches.cancel(batch.id).processing_status == "ended"  # nothing happens
+
+
+def test_batches_are_listed_newest_first_and_deleted(witness: Server, client: Anthropic) -> None:
+    made = [create(client, PARAMS) for _ in range(3)][::-1]
+    for batch in made:
+        ended(client, batch)
+    ids = [batch.id for batch in made]
+    assert [batch.id for batch in client.messages.batches.list(limit=2).data] == ids[:2]
+    assert [batch.id for batch in client.messages.batches.list(limit=1)][:3] == ids
+    assert [batch.id for batch in client.messages.batches.list(before_id=ids[1], limit=1).data] == ids[:1]
+    assert client.messages.batches.delete(ids[0]).type == "message_batch_deleted"
+    with pytest.raises(anthropic.NotFoundError, match="no batch"):
+        client.messages.batches.retrieve(ids[0])
+    with pytest.raises(anthropic.NotFoundError, match="no entry"):
+        client.messages.batches.list(after_id=ids[0])
+
+
+@pytest.mark.parametrize(
+    ("requests", "named"),
+    [
+        ([], "requests"),
+        ([{"custom_id": "a", "params": PARAMS}] * 2, "requests[1].custom_id"),
+        ([{"custom_id": "a b", "params": PARAMS}], "requests[0].custom_id"),
+        ([{"custom_id": "a"}], "requests[0].params"),
+        ([{"custom_id": "a", "params": 5}], "requests[0].params"),
+        (5, "requests"),
+    ],
+    ids=str,
+)
+def test_an_impossible_batch_is_refused_by_its_field(http: httpx.Client, requests: Any, named: str) -> None:
+    answer = http.post("/v1/messages/batches", json={"requests": requests})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert named in answer.json()["error"]["message"]
+
+
+def test_text_that_is_not_unicode_is_an_error_of_its_request(http: httpx.Client, client: Anthropic) -> None:
+    lone = json.dumps({**PARAMS, "messages": [{"role": "user", "content": "\ud800"}]})
+    body = b'{"requests": [{"custom_id": "a", "params": %b}]}' % lone.encode()
+    batch = http.post("/v1/messages/batches", content=body, headers={"content-type": "application/json"}).json()
+    eventually(lambda: http.get(f"/v1/messages/batches/{batch['id']}").json()["processing_status"] == "ended")
+    line = json.loads(http.get(f"/v1/messages/batches/{batch['id']}/results").text)
+    assert line["result"]["error"]["error"]["type"] == "invalid_request_error"
+
+
+def test_a_tenants_batches_leave_places_for_its_other_turns(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    limited = "[[keys]]\ntenant = 'alice'\nkey = 'alice-key'\nlimits = { turns = 2 }\n"
+    keys.write_text(f"{limited}[[keys]]\ntenant = 'bob'\nkey = 'bob-key'\n")
+    with (
+        serving("--model", "witness:0.002", "--context-length", "512", "--keys", str(keys)) as server,
+        client_of(server, "alice-key") as alice,
+        client_of(server, "bob-key") as bob,
+    ):
+        batch = create(alice, *[{**PARAMS, "max_tokens": 50}] * 6)
+        for _ in range(3):
+            assert alice.messages.create(**PARAMS).usage.output_tokens == 4
+        with pytest.raises(anthropic.NotFoundError):
+            bob.messages.batches.retrieve(batch.id)
+        assert bob.messages.batches.list().data == []
+        assert ended(alice, batch).request_counts.succeeded == 6
+
+
+# -- bounds
+
+
+async def answered(_: bytes) -> dict[str, Any]:
+    return {"type": "succeeded", "message": "m" * 100}
+
+
+def test_the_oldest_ended_batches_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches_of, "MAX_BATCHES", 2)
+
+    async def run() -> None:
+        batches = Batches()
+        first, second = batches.open([("a", b"{}")]), batches.open([("a", b"{}")])
+        with pytest.raises(LimitReached, match="2 batches"):
+            batches.open([("a", b"{}")])
+        with pytest.raises(IllegalTransition):
+            batches.delete(first)
+        await batches.run(second, answered, 1)
+        third = batches.open([("a", b"{}")])
+        assert batches.newest() == [third, first]
+        with pytest.raises(NotFound):
+            batches.find(second.id)
+
+    asyncio.run(run())
+
+
+def test_requests_and_results_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches_of, "MAX_BYTES", 500)
+
+    async def run() -> None:
+        batches = Batches()
+        with pytest.raises(LimitReached, match="501 bytes"):
+            batches.open([("a", b"x" * 501)])
+        batch = batches.open([(f"r{number}", b"{}") for number in range(5)])
+        await batches.run(batch, answered, 2)
+        assert batch.counts["succeeded"] == 3
+        assert batch.counts["errored"] == 2
+        assert b"allowed: 500" in batch.results[-1]
+        batches.open([("a", b"x" * 500)])  # room is made
+        with pytest.raises(NotFound):
+            batches.find(batch.id)
+
+    asyncio.run(run())
+
+
+def test_requests_that_are_not_done_in_time_expire(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches_of, "LIFETIME", timedelta(milliseconds=10))
+
+    async def never(_: bytes) -> dict[str, Any]:
+        await asyncio.Event().wait()
+        return {}
+
+    async def run() -> None:
+        batches = Batches()
+        batch = batches.open([(f"r{number}", b"{}") for number in range(5)])
+        await batches.run(batch, never, 2)
+        assert batch.counts == {"expired": 5}
+
+    asyncio.run(run())
