@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from tenuto.base.errors import TenutoError
 from tenuto.base.turns import Delta, EndReason, TurnResult, joined
+from tenuto.serve.openai.prompts import prompt_fields
 from tenuto.serve.openai.schemas import Generation
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure
@@ -59,7 +60,13 @@ class Choices(Answer):
         self._samples = samples
         self._writers = writers
         self._usage_at_end = body.usage_at_end
+        self._usage_always = body.usage_always
+        self._shows_ids = bool(body.return_token_ids)
+        self._prompt_logprobs = body.prompt_logprobs
         self._session_id = body.session_id
+        self._generated = [0] * len(writers)  # tokens so far of a streamed choice
+        self._unsent: list[list[int]] = [[] for _ in writers]  # token ids for the choice's next chunk
+        self._begun: set[int] = set()  # choices with a chunk
         self._kind = kind
         self._head: dict[str, Any] = {
             "id": f"{'cmpl' if kind == 'text_completion' else 'chatcmpl'}-{secrets.token_hex(12)}",
@@ -72,10 +79,15 @@ class Choices(Answer):
     async def whole(self) -> dict[str, Any]:
         choices = []
         for index, (turn, writer) in enumerate(zip(self.turns, self._writers, strict=True)):
-            result = await committed(self._edge, turn)
-            written = writer.whole(turn.reply())
-            choices.append(_choice(index, written, result, called=writer.called))
-        return {**self._head, "choices": choices, "usage": self._usage(), **self._session()}
+            result, reply = await committed(self._edge, turn), turn.reply()
+            choice = self._choice(index, writer.whole(reply), result)
+            if self._shows_ids:
+                choice["token_ids"] = reply.tokens
+            choices.append(choice)
+        whole = {**self._head, "choices": choices, "usage": self._usage(), **self._session()}
+        for index, choice in enumerate(choices):
+            self._tell_prompt(index, choice, whole)
+        return whole
 
     def leave(self) -> None:
         close_all(self._samples)
@@ -87,18 +99,20 @@ class Choices(Answer):
         if self._usage_at_end:
             self._head["usage"] = None
         openings = [(index, writer.opening()) for index, writer in enumerate(self._writers)]
-        return b"".join(self._chunk(_choice(index, opening)) for index, opening in openings if opening is not None)
+        return b"".join(self._chunk(index, opening) for index, opening in openings if opening is not None)
 
     def news(self, index: int, deltas: list[Delta]) -> bytes:
         delta, writer = joined(deltas), self._writers[index]
         event = b""
+        self._generated[index] += len(delta.tokens)
+        if self._shows_ids:
+            self._unsent[index] += delta.tokens
         if delta.text or delta.scores:
             piece = writer.piece(delta)
-            event = self._chunk(_choice(index, piece)) if piece is not None else b""
+            event = self._chunk(index, piece) if piece is not None else b""
         if delta.result is not None:
             check_end(self._edge, delta.result)
-            closing = writer.closing()
-            event += self._chunk(_choice(index, closing, delta.result, called=writer.called), self._session())
+            event += self._chunk(index, writer.closing(), delta.result)
         return event
 
     def closing(self) -> bytes:
@@ -109,8 +123,37 @@ class Choices(Answer):
     def failed(self, error: TenutoError) -> bytes:
         return data(Failure.of(error).body) + DONE
 
-    def _chunk(self, choice: dict[str, Any], session: dict[str, Any] | None = None) -> bytes:
-        return data({**self._head, "choices": [choice], **(session or {})})
+    def _chunk(self, index: int, written: dict[str, Any], result: TurnResult | None = None) -> bytes:
+        choice = self._choice(index, written, result)
+        chunk = {**self._head, "choices": [choice], **(self._session() if result is not None else {})}
+        if self._shows_ids:
+            choice["token_ids"], self._unsent[index] = self._unsent[index], []
+            if index not in self._begun:
+                self._tell_prompt(index, choice, chunk)
+                self._begun.add(index)
+        if self._usage_always:
+            ticket, generated = self.turns[index].ticket, self._generated[index]
+            assert ticket is not None
+            chunk["usage"] = _counts(ticket.prompt_tokens, generated)
+        return data(chunk)
+
+    def _choice(self, index: int, written: dict[str, Any], result: TurnResult | None) -> dict[str, Any]:
+        choice = {"index": index, **written, "finish_reason": None}
+        if result is not None:
+            reason = FINISH_REASONS[result.reason]
+            called = self._writers[index].called and reason == "stop"
+            eos = result.stop in self._edge.model.eos_ids
+            choice["finish_reason"] = "tool_calls" if called else reason
+            choice["matched_stop"] = result.stop
+            choice["stop_reason"] = None if eos else result.stop
+        return choice
+
+    def _tell_prompt(self, index: int, choice: dict[str, Any], answer: dict[str, Any]) -> None:
+        """Adds what the request asks for about the prompt of a choice. Chats, which have one prompt, have it in the
+        answer, and completions in the choice."""
+        samples = self._samples[index * len(self._samples) // len(self._writers)]
+        fields = prompt_fields(samples, token_ids=self._shows_ids, logprobs=self._prompt_logprobs)
+        (choice if self._kind == "text_completion" else answer).update(fields)
 
     def _session(self) -> dict[str, Any]:
         """Returns the fields about the client's session, if it named one."""
@@ -123,15 +166,10 @@ class Choices(Answer):
         prompt = sum(samples.prompt_tokens for samples in self._samples)
         completion = sum(samples.generated_tokens for samples in self._samples)
         return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
+            **_counts(prompt, completion),
             "prompt_tokens_details": {"cached_tokens": sum(samples.cached_tokens for samples in self._samples)},
         }
 
 
-def _choice(
-    index: int, written: dict[str, Any], result: TurnResult | None = None, *, called: bool = False
-) -> dict[str, Any]:
-    reason = FINISH_REASONS[result.reason] if result is not None else None
-    return {"index": index, **written, "finish_reason": "tool_calls" if called and reason == "stop" else reason}
+def _counts(prompt: int, completion: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from tenuto.base.options import TurnParams
@@ -14,9 +15,18 @@ from tenuto.serve.openai.tools import input_of
 
 
 class ChatWriter:
-    """Writes one choice; see `answers.Writer`. `reader`: parses the answer. `customs`: names of custom tools."""
+    """Writes one choice; see `answers.Writer`. `reader`: parses the answer. `customs`: names of custom tools.
+    `reasoning`: whether thoughts are shown."""
 
-    def __init__(self, reader: AnswerReader, params: TurnParams, customs: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        reader: AnswerReader,
+        params: TurnParams,
+        customs: frozenset[str] = frozenset(),
+        *,
+        reasoning: bool = True,
+    ) -> None:
+        self._reasoning = reasoning
         self._reader = reader
         self._customs = customs
         self._logprobs = params.logprobs is not None
@@ -31,14 +41,14 @@ class ChatWriter:
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
     def piece(self, delta: Delta) -> dict[str, Any] | None:
-        said, logprobs = self._reader.push(delta.text), self._logprobs_of(delta.logprobs)
+        said, logprobs = self._shown(self._reader.push(delta.text)), self._logprobs_of(delta.logprobs)
         return {"delta": self._delta(said), "logprobs": logprobs} if said or logprobs else None
 
     def closing(self) -> dict[str, Any]:
-        return {"delta": self._delta(self._reader.finish()), "logprobs": None}
+        return {"delta": self._delta(self._shown(self._reader.finish())), "logprobs": None}
 
     def whole(self, delta: Delta) -> dict[str, Any]:
-        said = self._reader.read(delta.text, ended=True)
+        said = self._shown(self._reader.read(delta.text, ended=True))
         self._calls = len(said.calls)
         message: dict[str, Any] = {
             "role": "assistant",
@@ -50,6 +60,10 @@ class ChatWriter:
         if said.calls:
             message["tool_calls"] = [self._call(call) for call in said.calls]
         return {"message": message, "logprobs": self._logprobs_of(delta.logprobs)}
+
+    def _shown(self, said: Said) -> Said:
+        """Returns the part of an answer that the request wants to see."""
+        return said if self._reasoning else replace(said, reasoning="")
 
     def _delta(self, said: Said) -> dict[str, Any]:
         delta: dict[str, Any] = {}

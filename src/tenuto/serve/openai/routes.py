@@ -44,7 +44,7 @@ async def complete(
     """Continues texts. With `session_id`, the prompt is appended to the session's history and continued."""
     _check(edge, body, len(body.prompts))
     with body.naming(edge.model.context_length):
-        more = {"session": body.session_id, "echo": bool(body.echo)}
+        more = {"session": body.session_id, "echo": bool(body.echo or body.return_token_ids)}
         prompts, habits = body.prompts, edge.model.habits
         starts = await of_many(len(prompts), lambda: [body.start(tenant, prompt, habits, **more) for prompt in prompts])
         samples = await while_connected(request, _begin(edge, tenant, body, request, starts, idempotency_key))
@@ -73,11 +73,13 @@ async def chat(
         messages = await of_many(len(given), lambda: placed([message.rendered() for message in given], usual))
         asker = body.messages[-1].role if body.messages else ""
         habits = edge.model.habits.told(body.chat_template_kwargs or {}).after(asker)
-        start = body.start(tenant, messages, habits, session=body.session_id, variables=body.variables())
+        more = {"variables": body.variables(), "echo": bool(body.return_token_ids)}
+        start = body.start(tenant, messages, habits, session=body.session_id, **more)
         reading = body.tool_use.reading(habits, start.params.grammar)
         samples = await while_connected(request, _begin(edge, tenant, body, request, [start], idempotency_key))
     customs = customs_of(body.tools)
-    writers = [ChatWriter(reading.reader(turn.id), start.params, customs) for turn in samples[0].turns]
+    shown = body.include_reasoning is not False
+    writers = [ChatWriter(reading.reader(turn.id), start.params, customs, reasoning=shown) for turn in samples[0].turns]
     return await respond(request, Choices(edge, "chat.completion", samples, writers, body), stream=body.stream)
 
 

@@ -33,6 +33,7 @@ from tenuto.serve.shared.turn_request import options_but, with_options
 IGNORED = frozenset(
     (
         *("custom_labels", "guided_decoding_backend", "metadata", "request_id", "rid", "safety_identifier", "user"),
+        "include_reasoning",
         *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
         *("separate_reasoning", "spaces_between_special_tokens", "stream_reasoning"),
     )
@@ -52,13 +53,13 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room", "kv_transfer_params"), NOTHING),
     **dict.fromkeys(("continue_final_message", "early_stopping", "no_stop_trim", "use_beam_search"), NOTHING),
     **dict.fromkeys(("repetition_detection", "return_cached_tokens_details", "return_hidden_states"), NOTHING),
-    **dict.fromkeys(("return_meta_info", "return_routed_experts", "return_token_ids"), NOTHING),
+    **dict.fromkeys(("return_meta_info", "return_routed_experts"), NOTHING),
     **dict.fromkeys(("return_tokens_as_token_ids",), NOTHING),
     **dict.fromkeys(("data_parallel_rank", "disagg_prefill_dp_rank", "routed_dp_rank", "suffix"), (None,)),
-    **dict.fromkeys(("guided_whitespace_pattern", "prompt_logprobs", "truncate_prompt_tokens"), (None,)),
+    **dict.fromkeys(("guided_whitespace_pattern", "truncate_prompt_tokens"), (None,)),
     **dict.fromkeys(("thinking_token_budget",), (None,)),
     **dict.fromkeys(("cache_salt", "chat_template", "custom_logit_processor", "lora_path"), (None, "")),
-    **dict.fromkeys(("add_generation_prompt", "include_reasoning", "skip_special_tokens"), (None, True)),
+    **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), (None, True)),
     "extra_key": (None, "", []),
     "function_call": (None, "none"),
     "length_penalty": (None, 1),
@@ -74,10 +75,12 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 class StreamOptions(ForeignObject):
     """Options of a stream."""
 
-    not_supported = dict.fromkeys(("continuous_usage_stats",), NOTHING)
     ignored = frozenset({"include_obfuscation"})
 
     include_usage: bool | None = Field(None, description="End with a chunk that has the usage of all choices.")
+    continuous_usage_stats: bool | None = Field(
+        None, description="With `include_usage`, every chunk has the usage of its choice so far."
+    )
 
 
 @with_options(*options_but("grammar", "input_logprobs", "logprobs"), temperature="1 if not given.")
@@ -99,6 +102,10 @@ class Generation(Structured):
     stream_options: StreamOptions | None = None
     seed: int | None = Field(None, description="Chosen by the server if not given.")
     top_k: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID, description="-1 and 0 keep all tokens.")
+    prompt_logprobs: int | None = field_of(
+        "input_logprobs", "Log-probabilities of the prompt's tokens, with this many of the likeliest; not for streams."
+    )
+    return_token_ids: bool | None = Field(None, description="Show the token ids of prompts and answers.")
     session_id: Id | None = Field(
         None,
         description="The request is a turn of this session, opened if it does not exist: send only new input."
@@ -115,14 +122,26 @@ class Generation(Structured):
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def usage_always(self) -> bool:
+        """Whether all chunks of a stream have the usage."""
+        return (
+            self.usage_at_end and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        )
+
     def check(self) -> None:
         """Raises `InvalidRequest` for conflicting fields."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest(
                 "stream_options without stream; allowed: only with stream true", param="stream_options"
             )
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("prompt_logprobs with stream; allowed: without stream", param="prompt_logprobs")
         if self.session_id is not None and self.samples > 1:
             raise InvalidRequest(f"n is {self.n}; allowed with session_id: 1, or fork the session", param="n")
+
+    def given(self) -> dict[str, Any]:
+        return {**super().given(), "input_logprobs": self.prompt_logprobs}
 
 
 @with_options(max_new_tokens="16 if not given.")
@@ -155,14 +174,23 @@ class CompletionBody(Generation):
         super().check()
         if self.best_of not in (None, self.samples):
             raise Unsupported(f"best_of is {self.best_of}; allowed: n, which is {self.samples}", param="best_of")
+        if self._echoes_logprobs and self.prompt_logprobs not in (None, self.logprobs):
+            raise InvalidRequest(
+                f"prompt_logprobs is {self.prompt_logprobs}; allowed with echo: logprobs, which is {self.logprobs}",
+                param="prompt_logprobs",
+            )
         if self.session_id is not None and (len(self.prompts) > 1 or self.echo):
             raise InvalidRequest(
                 "session_id with several prompts or echo; allowed: one prompt, without echo", param="session_id"
             )
 
     def given(self) -> dict[str, Any]:
-        asked = {"logprobs": self.logprobs, "input_logprobs": self.logprobs if self.echo else None}
-        return {"max_new_tokens": 16, **super().given(), **asked}
+        given = {"max_new_tokens": 16, **super().given(), "logprobs": self.logprobs}
+        return {**given, "input_logprobs": self.logprobs} if self._echoes_logprobs else given
+
+    @property
+    def _echoes_logprobs(self) -> bool:
+        return bool(self.echo) and self.logprobs is not None
 
 
 class ContentPart(ForeignObject):
@@ -242,6 +270,7 @@ class ChatBody(Generation, WithTools, Templated):
     max_completion_tokens: int | None = field_of("max_new_tokens", "Newer name of `max_tokens`.", ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = field_of("logprobs", "Number of likeliest tokens to show at every position.")
+    include_reasoning: bool | None = Field(None, description="Show the answer's thoughts; true if not given.")
 
     @model_validator(mode="before")
     @classmethod

@@ -1,0 +1,38 @@
+"""vLLM's fields of answers about their prompts: token ids and log-probabilities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tenuto.base.sampling import TokenLogprob
+from tenuto.serve.shared.samples import Samples
+
+
+def prompt_fields(samples: Samples, *, token_ids: bool, logprobs: int | None) -> dict[str, Any]:
+    """Returns what a request asks for about a prompt: its `token_ids`, and `logprobs` with so many of the likeliest
+    tokens. These are complete once its turns have ended; tokens of a session's history have none."""
+    turn = samples.input_turn
+    ticket = turn.ticket
+    assert ticket is not None
+    fields: dict[str, Any] = {}
+    if token_ids:
+        fields["prompt_token_ids"] = ticket.prompt
+    if logprobs is not None:
+        scores = [_scores(entry, logprobs) for entry in turn.reply().input_logprobs]
+        fields["prompt_logprobs"] = [None] * ticket.history + scores
+    return fields
+
+
+def _scores(entry: TokenLogprob | None, most: int) -> dict[str, Any] | None:
+    """Returns the log-probabilities of a token and of the `most` likeliest in its place, by id. A token that is not
+    among these has no rank."""
+    if entry is None:
+        return None
+    scores = {str(entry.token): _score(entry.logprob, None, entry.raw)}
+    for rank, other in enumerate(entry.top[:most], 1):
+        scores[str(other.token)] = _score(other.logprob, rank, other.raw)
+    return scores
+
+
+def _score(logprob: float, rank: int | None, raw: bytes) -> dict[str, Any]:
+    return {"logprob": logprob, "rank": rank, "decoded_token": raw.decode(errors="replace")}
