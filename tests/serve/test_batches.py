@@ -158,6 +158,22 @@ def test_a_tenants_batches_leave_places_for_its_other_turns(tmp_path: Path) -> N
         assert ended(alice, batch).request_counts.succeeded == 6
 
 
+def queued(server: Server) -> float:
+    """Returns the number of turns that wait for the running batch."""
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    return next(float(line.split()[-1]) for line in lines if line.startswith("tenuto_turns_queued "))
+
+
+def test_requests_of_clients_that_wait_are_answered_before_those_of_batches() -> None:
+    options = ("--model", "witness:0.005", "--context-length", "4096", "--max-running", "1")
+    with serving(*options) as server, client_of(server) as client:
+        batch = create(client, *[{**PARAMS, "max_tokens": 1000}] * 16)
+        eventually(lambda: queued(server) >= 10)
+        assert client.messages.create(**PARAMS).usage.output_tokens == 4
+        client.messages.batches.cancel(batch.id)
+        assert ended(client, batch).request_counts.succeeded < 12  # in order of arrival, it would be 15
+
+
 # -- bounds
 
 
