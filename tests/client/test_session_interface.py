@@ -79,7 +79,7 @@ def test_a_session_with_its_state_can_be_saved_to_a_file(engine: AnyEngine, tmp_
         path.write_bytes(wrong)
         with pytest.raises(InvalidRequest):
             engine.import_file(path, session_id="never")
-    turn = session.chat("go on", max_new_tokens=1000)
+    turn = session.chat("go on", max_new_tokens=3000)
     with pytest.raises(SessionBusy):
         session.export_file(tmp_path / "busy")
     assert not (tmp_path / "busy").exists()
