@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from anthropic import Anthropic
 
+from tenuto.serve.anthropic.content import NewMessage
+from tenuto.serve.anthropic.edits import ClearThinking
 from tests.serve.server import Server
 
 READ: Any = {"name": "read", "description": "Reads.", "input_schema": {"type": "object"}}
@@ -149,6 +152,14 @@ def test_thoughts_of_older_turns_are_cleared(client: Anthropic, keep: Any, clear
     assert [edit.cleared_thinking_turns for edit in edits] == ([cleared] if cleared else [])
     saved = sum(edit.cleared_input_tokens for edit in edits)
     assert prompt(answer) == counted(client, messages).input_tokens - saved
+
+
+def test_cleared_thoughts_are_not_rendered_and_all_else_is() -> None:
+    given = [NewMessage.model_validate(message) for message in conversation(LONG[:3], thoughts=True)]
+    edited, _ = ClearThinking.model_validate({"type": "clear_thinking_20251015"}).edited(given)
+    whole, rest = ([one for message in each for one in message.rendered()] for each in (given, edited))
+    assert [one.reasoning for one in rest if one.reasoning] == ["thought 2"] * 2  # the call and the text of one turn
+    assert [replace(one, reasoning="") for one in rest] == [replace(one, reasoning="") for one in whole]
 
 
 def test_edits_are_made_one_after_the_other(client: Anthropic) -> None:
