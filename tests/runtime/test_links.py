@@ -11,6 +11,7 @@ import pytest
 from tenuto.base.config import Limits, WorkerSettings
 from tenuto.base.errors import ConfigError, InvalidRequest, LimitReached, NotFound, TenutoError, VersionMismatch
 from tenuto.base.options import Policy, TurnParams
+from tenuto.base.sampling import Sampling
 from tenuto.base.turns import Delta
 from tenuto.base.views import Ticket
 from tenuto.base.wire.link import Link, TurnNews
@@ -33,6 +34,8 @@ from tenuto.serve.engine_process import EngineProcess
 from tenuto.serve.process import ProcessLink
 from tests.runtime.local import LocalLink
 
+UNKNOWN = Sampling(logit_bias=((10**6, 1.0),))
+"""Options for a token that the model does not have."""
 SETTINGS = WorkerSettings(model="witness", config={"context_length": 2000})
 
 
@@ -115,7 +118,7 @@ def test_a_refused_turn_raises_and_sends_nothing(play) -> None:
             (turn("nowhere", [1]), NotFound),
             (turn(None, [10**6]), InvalidRequest),
             (turn(None, []), InvalidRequest),
-            (StartTurn(kind="turn", tenant="t", input=[1], params=TurnParams(stop_ids=(10**6,))), InvalidRequest),
+            (StartTurn(kind="turn", tenant="t", input=[1], params=TurnParams(sampling=UNKNOWN)), InvalidRequest),
         ):
             reader = Reader()
             with pytest.raises(error):

@@ -28,6 +28,7 @@ from tenuto.serve.metrics import Metrics
 from tenuto.serve.native import sessions as native_sessions
 from tenuto.serve.native import turns as native_turns
 from tenuto.serve.openai import conversation_routes as openai_conversations
+from tenuto.serve.openai import llama_cpp
 from tenuto.serve.openai import response_inputs as openai_inputs
 from tenuto.serve.openai import response_routes as openai_responses
 from tenuto.serve.openai import routes as openai
@@ -38,6 +39,7 @@ from tenuto.serve.shared.bodies import LARGE, TEXTS, Structure
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import BROKEN, OPENAI_FORM, ErrorForm, Failure, is_anthropics, new_request_id
 from tenuto.serve.shared.invalid import refusal_of
+from tenuto.serve.shared.schemas import REFUSALS
 from tenuto.serve.shared.settings import BODY_BYTES_A_SECOND
 from tenuto.serve.shared.undone import HEADER as LEFT_UNDONE
 from tenuto.serve.shared.undone import noting
@@ -79,11 +81,13 @@ def build_app(edge: Edge, metrics: Metrics) -> FastAPI:
         anthropic,
         anthropic_batches,
         openai_tokens,
+        llama_cpp,
         models,
         admin,
         documents,
     ):
         app.include_router(part.router)
+    app.get("/models", responses=REFUSALS, tags=["llama.cpp"])(models.list_models)
     app.add_exception_handler(TenutoError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)

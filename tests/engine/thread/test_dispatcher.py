@@ -11,6 +11,7 @@ import pytest
 from tenuto.base.config import Limits
 from tenuto.base.errors import AlreadyExists, InvalidRequest, LimitReached, NotFound, TenutoError, VersionMismatch
 from tenuto.base.options import Policy
+from tenuto.base.sampling import Sampling
 from tenuto.base.views import SessionState
 from tenuto.base.wire.messages import (
     AbortTurn,
@@ -194,7 +195,9 @@ def test_input_prepared_for_another_history_is_refused(talk: Talk, command: Star
 def test_a_refused_one_shot_turn_leaves_no_session(talk: Talk, refused: dict[str, int]) -> None:
     command = StartTurn(kind="turn", tenant="")
     if "params" in refused:
-        command = msgspec.structs.replace(command, params=replace(command.params, stop_ids=(10**6,)))
+        command = msgspec.structs.replace(
+            command, params=replace(command.params, sampling=Sampling(logit_bias=((10**6, 1.0),)))
+        )
     prepared = talk.renderer.prepare(Basis.opening(100), talk.prompt([refused.get("input", 1)]), generate=True)
     before = state(talk)
     with pytest.raises(InvalidRequest):

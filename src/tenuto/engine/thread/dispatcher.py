@@ -300,10 +300,12 @@ class Dispatcher:
             raise Outdated
 
     def _with_stops(self, params: TurnParams, conversation: Conversation | None) -> TurnParams:
-        """Adds the conversation's end-of-turn tokens to the stop ids."""
-        if params.ignore_eos:
-            return params
-        return replace(params, stop_ids=(*params.stop_ids, *self._renderer.stop_ids(conversation)))
+        """Adds the conversation's end-of-turn tokens to the stop ids, and leaves out those that the model does not
+        have."""
+        stop_ids = tuple(token for token in params.stop_ids if token < self._engine.vocab_size)
+        if not params.ignore_eos:
+            stop_ids += self._renderer.stop_ids(conversation)
+        return params if stop_ids == params.stop_ids else replace(params, stop_ids=stop_ids)
 
     # -- the engine as a whole
 

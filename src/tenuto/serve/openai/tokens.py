@@ -34,20 +34,25 @@ TOKENS: dict[int | str, dict[str, Any]] = {
 }
 
 
-class TokenizeBody(Templated):
-    """One or several texts, or messages."""
+class MessagesBody(Templated):
+    """Messages to render."""
 
     not_supported = dict.fromkeys(("chat_template", "continue_final_message", "mm_processor_kwargs"), NOTHING)
 
     model: str | None = Field(None, description="If given, a name listed by `/v1/models`, or `default`.")
-    prompt: str | Prompts[str] | None = None
     messages: Messages[ChatMessage] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
-    add_special_tokens: bool | None = Field(
-        None, description="Include the token that begins a text; true if not given."
-    )
     add_generation_prompt: bool | None = Field(
         None, description="End messages where the assistant's answer begins; true if not given."
+    )
+
+
+class TokenizeBody(MessagesBody):
+    """One or several texts, or messages."""
+
+    prompt: str | Prompts[str] | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="Include the token that begins a text; true if not given."
     )
     return_token_strs: bool | None = None
 
@@ -68,12 +73,7 @@ async def tokenize(edge: EdgeOf, tenant: Caller, body: TokenizeBody) -> Response
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("there are both prompt and messages, or neither; allowed: one of them", param="prompt")
     if body.messages is not None:
-        tools = Tools.of([tool.told() for tool in body.tools]) if body.tools else NO_TOOLS
-        generate = body.add_generation_prompt is not False
-        many = body.messages
-        messages = await of_many(len(many), lambda: [one.rendered() for one in many])
-        given = Tokenize(tenant=tenant.name, input=messages, tools=tools, variables=body.variables(), generate=generate)
-        lists = [array("i", await edge.link.call(given))]
+        lists = [await tokens_of_messages(edge, tenant, body)]
     else:
         prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or ()
         lists = [await _tokens(edge, tenant, body, prompt) for prompt in prompts]
@@ -85,6 +85,16 @@ async def tokenize(edge: EdgeOf, tenant: Caller, body: TokenizeBody) -> Response
     if body.return_token_strs and not several:
         written += b',"token_strs":' + await _texts(edge, tenant, lists[0])
     return Response(bytes(written + b"}"), media_type="application/json")
+
+
+async def tokens_of_messages(edge: Edge, tenant: Tenant, body: MessagesBody) -> array[int]:
+    """Returns the tokens of messages that open a conversation."""
+    tools = Tools.of([tool.told() for tool in body.tools]) if body.tools else NO_TOOLS
+    generate = body.add_generation_prompt is not False
+    many = body.messages or []
+    messages = await of_many(len(many), lambda: [one.rendered() for one in many])
+    given = Tokenize(tenant=tenant.name, input=messages, tools=tools, variables=body.variables(), generate=generate)
+    return array("i", await edge.link.call(given))
 
 
 async def _tokens(edge: Edge, tenant: Tenant, body: TokenizeBody, prompt: str) -> array[int]:

@@ -1,0 +1,46 @@
+"""Routes of llama.cpp's server that its clients use beside OpenAI's."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import APIRouter
+
+from tenuto.base.errors import InvalidRequest
+from tenuto.base.wire.messages import Detokenize
+from tenuto.serve.openai import routes
+from tenuto.serve.openai.tokens import MessagesBody, tokens_of_messages
+from tenuto.serve.shared.bodies import JsonRoute
+from tenuto.serve.shared.edge import Caller, EdgeOf
+from tenuto.serve.shared.schemas import REFUSALS
+
+router = APIRouter(route_class=JsonRoute, tags=["llama.cpp"])
+
+router.post("/chat/completions", response_model=None, responses=REFUSALS | routes.STREAMED)(routes.chat)
+
+
+@router.post("/apply-template", responses=REFUSALS)
+async def apply_template(edge: EdgeOf, tenant: Caller, body: MessagesBody) -> dict[str, str]:
+    """Returns the prompt that messages become, as text, without the token that begins every text."""
+    edge.check_model(body.model)
+    if not body.messages:
+        raise InvalidRequest("there are no messages; allowed: at least one", param="messages")
+    tokens = await tokens_of_messages(edge, tenant, body)
+    if edge.model.adds_bos and tokens[:1].tolist() == [edge.model.bos_id]:
+        tokens = tokens[1:]
+    return {"prompt": await edge.link.call(Detokenize(tenant=tenant.name, tokens=tokens.tolist()))}
+
+
+@router.get("/props", responses=REFUSALS)
+async def props(edge: EdgeOf, _: Caller) -> dict[str, Any]:
+    """Returns the model's name, its context, and how many requests run at once."""
+    edge.require_engine()
+    return {
+        "default_generation_settings": {"n_ctx": edge.model.context_length},
+        "total_slots": edge.model.config.max_running,
+        "model_alias": edge.served_name,
+        "model_path": edge.served_name,
+        "modalities": {"vision": False, "audio": False},
+        "build_info": f"tenuto-{version('tenuto')}",
+    }
