@@ -13,7 +13,7 @@ from tenuto.base.options import OF_SAMPLING, OPTIONS, TurnParams, turn_params
 from tenuto.base.tools.definitions import ModelHabits
 from tenuto.serve.anthropic.schemas import MessagesBody
 from tenuto.serve.native.schemas import NewAppend, NewTurn
-from tenuto.serve.openai.response_schemas import ResponseBody
+from tenuto.serve.openai.response_schemas import CompactBody, ResponseBody
 from tenuto.serve.openai.schemas import ChatBody, CompletionBody
 from tenuto.serve.sglang.schemas import GenerateRequest, SamplingParams
 from tenuto.serve.shared.schemas import Object, type_of
@@ -22,6 +22,7 @@ from tenuto.serve.shared.turn_request import TurnRequest, aliases_of
 HI = [{"role": "user", "content": "hi"}]
 LEAST: dict[type[TurnRequest], dict[str, Any]] = {
     ChatBody: {"model": "m", "messages": HI},
+    CompactBody: {"input": "a"},
     CompletionBody: {"model": "m", "prompt": "a"},
     GenerateRequest: {"text": "a"},
     MessagesBody: {"model": "m", "messages": HI, "max_tokens": 9},
@@ -36,9 +37,9 @@ VALUES = (7, 0.5, True, ["end"], [7], {"7": 1.0}, {"regex": "a"})
 
 
 def requests(base: type[TurnRequest] = TurnRequest) -> Iterator[type[TurnRequest]]:
-    """Returns the requests of all APIs: classes that no other extends."""
+    """Returns the requests of all APIs: classes that no other extends, and those in `LEAST`."""
     extending = base.__subclasses__()
-    if not extending:
+    if not extending or base in LEAST:
         yield base
     for each in extending:
         yield from requests(each)

@@ -94,6 +94,16 @@ class TurnParams:
         return self.input_logprobs is not None
 
     @property
+    def scores_output(self) -> bool:
+        """Whether log-probabilities of output tokens are requested."""
+        return self.logprobs is not None
+
+    @property
+    def input_alone(self) -> TurnParams:
+        """These options for a turn that only computes its input."""
+        return replace(self, max_new_tokens=0)
+
+    @property
     def output_alone(self) -> TurnParams:
         """These options without log-probabilities of the input."""
         return replace(self, input_logprobs=None) if self.scores_input else self

@@ -268,7 +268,7 @@ class Dispatcher:
 
     def _turn(self, session_id: str, command: StartTurn, prepared: Prepared) -> Turn:
         self._require_current(self._session(command.tenant, session_id), prepared)
-        params = command.params if command.kind == "turn" else replace(command.params, max_new_tokens=0)
+        params = command.params if command.kind == "turn" else command.params.input_alone
         params = self._with_stops(params, prepared.conversation)
         return self._engine.turns.submit(
             session_id,

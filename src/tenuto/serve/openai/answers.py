@@ -61,8 +61,8 @@ class Choices(Answer):
         self._writers = writers
         self._usage_at_end = body.usage_at_end
         self._usage_always = body.usage_always
+        self._body = body
         self._shows_ids = bool(body.return_token_ids)
-        self._prompt_logprobs = body.prompt_logprobs
         self._session_id = body.session_id
         self._generated = [0] * len(writers)  # tokens so far of a streamed choice
         self._unsent: list[list[int]] = [[] for _ in writers]  # token ids for the choice's next chunk
@@ -152,7 +152,7 @@ class Choices(Answer):
         """Adds what the request asks for about the prompt of a choice. Chats, which have one prompt, have it in the
         answer, and completions in the choice."""
         samples = self._samples[index * len(self._samples) // len(self._writers)]
-        fields = prompt_fields(samples, token_ids=self._shows_ids, logprobs=self._prompt_logprobs)
+        fields = prompt_fields(samples, self._body)
         (choice if self._kind == "text_completion" else answer).update(fields)
 
     def _session(self) -> dict[str, Any]:

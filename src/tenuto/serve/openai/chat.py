@@ -29,7 +29,7 @@ class ChatWriter:
         self._reasoning = reasoning
         self._reader = reader
         self._customs = customs
-        self._logprobs = params.logprobs is not None
+        self._logprobs = params.scores_output
         self._calls = 0
 
     @property

@@ -41,7 +41,7 @@ class CompletionWriter:
     """Writes one choice; see `answers.Writer`. `silent`: tokens without text in the output."""
 
     def __init__(self, params: TurnParams, echo: Echo | None = None, silent: Iterable[int] = ()) -> None:
-        self._logprobs = params.logprobs is not None
+        self._logprobs = params.scores_output
         self._echo = echo  # until it is written
         self._silent = frozenset(silent)
         self._characters = Characters()

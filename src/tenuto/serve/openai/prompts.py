@@ -5,20 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from tenuto.base.sampling import TokenLogprob
+from tenuto.serve.openai.schemas import Generation
 from tenuto.serve.shared.samples import Samples
 
 
-def prompt_fields(samples: Samples, *, token_ids: bool, logprobs: int | None) -> dict[str, Any]:
-    """Returns what a request asks for about a prompt: its `token_ids`, and `logprobs` with so many of the likeliest
-    tokens. These are complete once its turns have ended; tokens of a session's history have none."""
+def prompt_fields(samples: Samples, body: Generation) -> dict[str, Any]:
+    """Returns what a request asks for about a prompt: its token ids, and log-probabilities, which are complete once its
+    turns have ended. Tokens of a session's history have none."""
     turn = samples.input_turn
     ticket = turn.ticket
     assert ticket is not None
     fields: dict[str, Any] = {}
-    if token_ids:
+    if body.return_token_ids:
         fields["prompt_token_ids"] = ticket.prompt
-    if logprobs is not None:
-        scores = [_scores(entry, logprobs) for entry in turn.reply().input_logprobs]
+    if body.prompt_logprobs is not None:
+        scores = [_scores(entry, body.prompt_logprobs) for entry in turn.reply().input_logprobs]
         fields["prompt_logprobs"] = [None] * ticket.history + scores
     return fields
 

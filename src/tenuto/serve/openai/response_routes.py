@@ -58,7 +58,7 @@ async def create(
         except BaseException:
             going_on.end()
             raise
-    form = Form(reading, customs_of(body.tools), start.params.logprobs is not None)
+    form = Form(reading, customs_of(body.tools), start.params.scores_output)
     origin = Origin(turn.id, form, asyncio.Event() if body.background else None)
 
     def store(response: dict[str, Any]) -> None:

@@ -314,12 +314,11 @@ class CompactBody(InputBody):
 
     temperature_by_default = 0.0
 
-    def given(self) -> dict[str, Any]:
-        return {"max_new_tokens": SUMMARY_TOKENS, **super().given()}
-
     def asking(self) -> CompactBody:
         """Returns a request for the summary, to follow the items of this one. It stores nothing."""
-        return self.model_copy(update={"input": ASKED, "store": False, "background": None, "tool_choice": "none"})
+        length = self.max_output_tokens or SUMMARY_TOKENS
+        alone = {"store": False, "background": None, "tool_choice": "none"}
+        return self.model_copy(update={"input": ASKED, "max_output_tokens": length, **alone})
 
 
 def _rendered(items: list[Item]) -> list[Message]:

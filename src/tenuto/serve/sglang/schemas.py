@@ -190,7 +190,7 @@ class Item:
     @property
     def scored(self) -> bool:
         """Whether the answer has log-probabilities."""
-        return self.params.logprobs is not None
+        return self.params.scores_output
 
 
 _USUAL = SamplingParams.model_validate({})
