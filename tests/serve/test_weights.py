@@ -73,11 +73,12 @@ def test_turns_are_refused_while_memory_is_released_and_sessions_continue_afterw
     assert http.get("/health").status_code == 200
     shown = http.get(f"/v1/sessions/{session}").json()
     assert (shown["tokens"], shown["version"]) == (before["tokens"], before["version"])
-    asked(http, "/resume_memory_occupation", tags=["weights"])
+    asked(http, "/release_memory_occupation", tags=["cuda_graph"])
+    asked(http, "/resume_memory_occupation", tags=["weights", "cuda_graph"])
     assert http.post("/generate", json={"text": "a"}).status_code == 503
     asked(http, "/resume_memory_occupation", tags=["kv_cache"])
     assert said(http, session, " and a list of") == expected
-    for tags in (["cuda_graph"], [], "weights"):
+    for tags in (["cuda_graphs"], [], "weights"):
         assert http.post("/release_memory_occupation", json={"tags": tags}).status_code == 400
 
 

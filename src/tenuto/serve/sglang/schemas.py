@@ -11,6 +11,7 @@ from pydantic import Field
 from tenuto.base.checks import MAX_COUNT
 from tenuto.base.errors import InvalidRequest, Unsupported
 from tenuto.base.options import TurnOptions, TurnParams, turn_params
+from tenuto.base.plan import MemoryPart
 from tenuto.base.sampling import MAX_LOGPROBS
 from tenuto.base.tools.grammar import Grammar
 from tenuto.serve.shared.grammars import GrammarField, of_regex, of_rules, only_one
@@ -74,18 +75,20 @@ class PauseRequest(SGLangObject):
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
-Tag = Literal["kv_cache", "weights"]
-
-
 class MemoryRequest(SGLangObject):
-    """The memory to release or to allocate again: the state of sessions, the weights, or both."""
+    """The memory to release or to allocate again: the state of sessions, the weights, or both. The memory
+    of CUDA graphs is not a part of its own, and their tag alone changes nothing."""
 
-    tags: list[Tag] | None = Field(None, min_length=1, max_length=8, description="Both if not given.")
+    tags: list[Literal["kv_cache", "weights", "cuda_graph"]] | None = Field(
+        None, min_length=1, max_length=8, description="Both if not given. `cuda_graph` has no effect."
+    )
 
     @property
-    def parts(self) -> list[Tag]:
+    def parts(self) -> list[MemoryPart]:
         """The parts of memory that the tags select."""
-        return self.tags if self.tags is not None else ["kv_cache", "weights"]
+        if self.tags is None:
+            return ["kv_cache", "weights"]
+        return [tag for tag in self.tags if tag != "cuda_graph"]
 
 
 class UpdateWeightsRequest(SGLangObject):

@@ -69,8 +69,9 @@ async def release_memory(edge: EdgeOf, _: Admin, body: MemoryRequest | None = No
     """Returns memory to the system while generation is paused or no turn runs. Sessions keep their tokens; turns are
     refused with 503 until all memory is resumed."""
     parts = (body or MemoryRequest.model_validate({})).parts
-    await edge.link.call(ReleaseMemory(parts=list(parts)))
-    return {"status": "ok", "message": f"released, {' and '.join(parts)}"}
+    if parts:
+        await edge.link.call(ReleaseMemory(parts=parts))
+    return {"status": "ok", "message": f"released, {' and '.join(parts) or 'nothing'}"}
 
 
 @router.post("/resume_memory_occupation", responses=REFUSALS)
@@ -78,8 +79,9 @@ async def resume_memory(edge: EdgeOf, _: Admin, body: MemoryRequest | None = Non
     """Allocates memory again, and reads the weights again if they were released. The state that sessions need is
     computed again or restored."""
     parts = (body or MemoryRequest.model_validate({})).parts
-    await edge.link.call(ResumeMemory(parts=list(parts)))
-    return {"status": "ok", "message": f"resumed, {' and '.join(parts)}"}
+    if parts:
+        await edge.link.call(ResumeMemory(parts=parts))
+    return {"status": "ok", "message": f"resumed, {' and '.join(parts) or 'nothing'}"}
 
 
 @router.post("/update_weights_from_disk", responses=REFUSALS)
