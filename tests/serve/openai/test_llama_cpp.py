@@ -52,6 +52,9 @@ def test_the_same_grammar_in_two_fields_is_one(client: OpenAI) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
     asked: dict[str, Any] = {"messages": HI, "max_tokens": 4, "response_format": form, **GREEDY}
     one = client.chat.completions.create(**asked)
-    assert client.chat.completions.create(extra_body={"guided_json": schema}, **asked).choices == one.choices
+    for same in (schema, '{"type":"integer"}'):
+        assert client.chat.completions.create(extra_body={"guided_json": same}, **asked).choices == one.choices
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(extra_body={"guided_json": "{"}, **asked)
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(extra_body={"guided_json": {"type": "string"}}, **asked)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
+from tenuto.base.checks import json_text, parsed_json
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.tools.grammar import MAX_CHOICES, Grammar
 
@@ -36,6 +37,14 @@ def of_rules(rules: str) -> Grammar:
     return Grammar("ebnf" if "::=" in rules else "lark", rules)
 
 
+def _respaced(grammar: Grammar) -> Grammar:
+    """Returns a grammar with JSON text in its usual spacing."""
+    if grammar.kind != "json_schema":
+        return grammar
+    parsed = parsed_json("the JSON schema is not JSON", grammar.source, "grammar")
+    return Grammar(grammar.kind, json_text("the JSON schema", parsed, "grammar"))
+
+
 Asking = tuple[str, Callable[[Any], Grammar], Any]
 """The name of a field that may ask for a grammar, a function that makes the grammar from its value, and the value or
 `None`."""
@@ -53,7 +62,7 @@ def only_one(*fields: Asking) -> GrammarField | None:
         except InvalidRequest as error:
             error.param = name
             raise
-    if len({field.grammar for field in asked}) > 1:
+    if len(asked) > 1 and len({_respaced(field.grammar) for field in asked}) > 1:
         names = " and ".join(name for name, _ in asked)
         raise InvalidRequest(
             f"{names} ask for different grammars; allowed: one of them, or the same grammar", param=asked[1].name
