@@ -155,17 +155,23 @@ def test_a_server_without_its_engine_answers_503_until_it_ends() -> None:
         "post /update_weights_from_disk": 400,
         **dict.fromkeys(of_turns, 404),
     }
-    known |= dict.fromkeys(("get /v1/responses/{response_id}", "delete /v1/responses/{response_id}"), 400)
+    one = "/v1/responses/{response_id}"
+    known |= dict.fromkeys((f"get {one}", f"delete {one}", f"post {one}/cancel", f"get {one}/input_items"), 400)
     one = "/v1/conversations/{conversation_id}"
     known |= {"post /v1/conversations": 200, f"post {one}": 400, f"post {one}/items": 400}
     known |= {f"{method} {one}": 404 for method in ("get", "delete")} | {f"get {one}/items": 404}
     known |= {f"{method} {one}/items/{{item_id}}": 404 for method in ("get", "delete")}
+    one = "/v1/messages/batches/{batch_id}"
+    known |= {"get /v1/messages/batches": 200, "post /v1/messages/batches": 400}
+    known |= dict.fromkeys((f"get {one}", f"delete {one}", f"post {one}/cancel", f"get {one}/results"), 404)
     assert other == known  # the answers of a server without an engine, except the document and files
 
 
 BODIES: dict[str, dict[str, object]] = {
     "/v1/completions": {"model": "witness", "prompt": "a"},
     "/v1/chat/completions": {"model": "witness", "messages": [{"role": "user", "content": "a"}]},
+    "/chat/completions": {"model": "witness", "messages": [{"role": "user", "content": "a"}]},
+    "/apply-template": {"messages": [{"role": "user", "content": "a"}]},
     "/v1/sessions/{session_id}/draft": {"input": "a"},
     "/v1/sessions/{session_id}/trim": {"turns": [1]},
     "/v1/responses": {"model": "witness", "input": "a"},
