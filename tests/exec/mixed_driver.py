@@ -6,12 +6,13 @@ itself did not write shows in its logits.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from tenuto.base.groups import Kind
-from tenuto.base.plan import NO_SLOT, PageCopies, Plan, StateMoves, TableChanges
+from tenuto.base.plan import NO_SLOT, InputVectors, PageCopies, Plan, StateMoves, TableChanges
 from tenuto.exec.model_executor import ModelExecutor
 from tests.exec.driver import columns, ints, logits_of
 from tests.exec.spoil import spoil
@@ -48,6 +49,29 @@ class MixedDriver:
 
     def logits(self, work: Mapping[int, Sequence[int]]) -> torch.Tensor:
         """Computes tokens of rows; returns the logits after each, float32 [tokens, vocab]."""
+        plan = self.plan(work)
+        found = logits_of(self.executor, plan)
+        self._end(work)
+        return found
+
+    def vectors(self, work: Mapping[int, Sequence[int]], parts: Sequence[tuple[int, int]] = ()) -> torch.Tensor:
+        """Computes tokens of rows; returns the sums of vectors of these `parts`, each (first, count), or the vector
+        after each token, float32 [parts or tokens, hidden]."""
+        plan = self.plan(work)
+        asked = np.array(parts or [(i, 1) for i in range(len(plan.tokens))], np.int32).T
+        self.executor.submit(replace(plan, vectors=InputVectors(*map(np.ascontiguousarray, asked))))
+        found = self.executor.collect().vectors
+        assert found is not None
+        self._end(work)
+        return torch.from_numpy(found)
+
+    def _end(self, work: Mapping[int, Sequence[int]]) -> None:
+        for row, tokens in work.items():
+            self.lengths[row] += len(tokens)
+            self._slide(row)
+
+    def plan(self, work: Mapping[int, Sequence[int]]) -> Plan:
+        """Returns the step that computes tokens of rows, with a sample after each."""
         starts = [self.lengths[row] for row in work]
         tables, states = [], []
         for group, spec in enumerate(self.groups):
@@ -57,7 +81,7 @@ class MixedDriver:
             tables.append(self._grow(group, work))
         self.steps += 1
         counts = [len(tokens) for tokens in work.values()]
-        plan = Plan(
+        return Plan(
             step=self.steps,
             rows=ints(list(work)),
             starts=ints(starts),
@@ -69,11 +93,6 @@ class MixedDriver:
             states=tuple(states),
             sampling=(),
         )
-        found = logits_of(self.executor, plan)
-        for row, tokens in work.items():
-            self.lengths[row] += len(tokens)
-            self._slide(row)
-        return found
 
     def _grow(self, group: int, work: Mapping[int, Sequence[int]]) -> TableChanges:
         changes = []

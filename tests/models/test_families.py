@@ -166,7 +166,8 @@ VARIANTS = [
 
 @dataclass(frozen=True)
 class Stage:
-    """A model in both implementations, with the logits of theirs after each of 4 texts: float32 [4, LENGTH, vocab]."""
+    """A model in both implementations, with the logits of theirs after each token of 4 texts, float32 [4, LENGTH,
+    vocab], and the outputs of its last norm, float32 [4, LENGTH, hidden]."""
 
     variant: Variant
     directory: Path
@@ -175,6 +176,7 @@ class Stage:
     executor: ModelExecutor
     texts: list[list[int]]
     expected: torch.Tensor
+    vectors: torch.Tensor
 
 
 @pytest.fixture(scope="module", params=VARIANTS, ids=lambda variant: variant.name)
@@ -189,9 +191,10 @@ def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     texts = np.random.default_rng(1).integers(3, VOCABULARY, (4, LENGTH)).tolist()
     with torch.inference_mode():
         expected = model(torch.tensor(texts), use_cache=False).logits
+        vectors = model.base_model(torch.tensor(texts), use_cache=False).last_hidden_state
     assert expected.std() > 0.5, "the logits are too small for the comparison"
     executor = ModelExecutor(TorchForward(decoder, PAGE))
-    yield Stage(variant, directory, checkpoint, config, executor, texts, expected)
+    yield Stage(variant, directory, checkpoint, config, executor, texts, expected, vectors)
     executor.close()
 
 
@@ -210,6 +213,20 @@ def test_logits_equal_those_of_transformers_wherever_a_text_is_cut(stage: Stage,
     ends = [*cuts, LENGTH]
     found = [driver.logits({0: stage.texts[0][a:b]}) for a, b in zip([0, *cuts], ends, strict=True)]
     assert_close(torch.cat(found), stage.expected[0])
+
+
+def test_vectors_are_the_outputs_of_the_last_norm_alone_or_added_up(stage: Stage) -> None:
+    driver = MixedDriver(stage.executor, rows=2, units=120)
+    first, second = stage.texts[:2]
+    assert_close(
+        driver.vectors({0: first[:70], 1: second[:20]}), torch.cat([stage.vectors[0][:70], stage.vectors[1][:20]])
+    )
+    parts = [(0, 1), (3, 77), (79, 1), (80, 2), (85, 0)]
+    found = driver.vectors({0: first[70:], 1: second[20:30]}, parts)
+    both = torch.cat([stage.vectors[0][70:], stage.vectors[1][20:30]])
+    torch.testing.assert_close(
+        found, torch.stack([both[a : a + n].sum(0) for a, n in parts]), rtol=RTOL, atol=77 * ATOL
+    )
 
 
 def random_batches(
@@ -304,6 +321,21 @@ def test_native_kernels_compute_what_pytorch_computes(stage: Stage, rounded: tor
     errors = [relative_error(ours, theirs) for ours, theirs in zip(whole, stage.expected[0], strict=True)]
     assert statistics.median(errors) < 0.03
     assert statistics.mean(errors) < 0.03 or any(isinstance(one.feed_forward, Experts) for one in stage.config.layers)
+    executor.close()
+
+
+@every_variant
+def test_native_vectors_are_those_of_transformers_wherever_a_text_is_cut(stage: Stage, variant: str) -> None:
+    executor = native(stage, variant)
+    whole = MixedDriver(executor, rows=1).vectors({0: stage.texts[0]})
+    driver = MixedDriver(executor, rows=2, units=120)
+    begun = driver.vectors({0: stage.texts[0][:70], 1: stage.texts[1]}, [(0, 70), (69, 1), (70, LENGTH), (70, 1)])
+    assert torch.equal(begun[1], whole[69])
+    assert torch.equal(driver.vectors({0: stage.texts[0][70:]}), whole[70:])
+    torch.testing.assert_close(begun[0], whole[:70].sum(0), rtol=1e-5, atol=1e-3)
+    errors = [relative_error(ours, theirs) for ours, theirs in zip(whole, stage.vectors[0], strict=True)]
+    assert statistics.median(errors) < 0.03
+    assert relative_error(begun[2] / LENGTH, stage.vectors[1].mean(0)) < 0.1
     executor.close()
 
 

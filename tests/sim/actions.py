@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
-from tenuto.base.options import MAX_PRIORITY, Policy, TurnParams
+from tenuto.base.options import MAX_PRIORITY, POOLINGS, Policy, TurnParams
 from tenuto.base.sampling import Sampling
 from tenuto.base.turns import TurnState
 from tenuto.session.session import Session
@@ -113,6 +113,7 @@ class RandomWorld(MirroredWorld):
         if self.config.text and rng.random() < 0.5:
             stop = tuple(rng.sample(("ab", "bb", "abca", "aé", "c", "bé", "ccc", "ca", "€"), rng.choice((1, 2, 3))))
         scored = None if draft or rng.random() < 0.65 else rng.choice((0, 2))
+        pooling = None if draft or most == 0 or rng.random() < 0.8 else rng.choice(POOLINGS)
         return TurnParams(
             max_new_tokens=most,
             sampling=Sampling(temperature=1.0, seed=rng.choice((0, rng.getrandbits(40), rng.getrandbits(40)))),
@@ -125,6 +126,7 @@ class RandomWorld(MirroredWorld):
             min_new_tokens=least,
             logprobs=None if rng.random() < 0.8 else rng.choice((0, 1, 3)),
             input_logprobs=scored,
+            pooling=pooling,
             grammar=rng.choice(GRAMMARS) if self.config.grammars and rng.random() < 0.7 else None,
         )
 

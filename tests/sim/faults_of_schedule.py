@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tenuto.base.options import TurnParams
 from tenuto.base.turns import TurnState
 from tenuto.base.views import SessionState
 from tenuto.engine.auditor import Auditor
@@ -20,6 +21,7 @@ from tenuto.memory.kinds.state import StateGroup
 from tenuto.memory.pool import Pool
 from tenuto.memory.shape import Shape
 from tenuto.sched.admission import Admission
+from tenuto.sched.planner import Planner
 from tenuto.sched.pressure import Pressure, Rung
 from tenuto.sched.queue import WaitingQueue
 from tenuto.sched.settle import Settler
@@ -89,6 +91,48 @@ def late_input_scores_go_to_the_next_turn_in_the_row() -> Any:
         return take
 
     return replaced(Settler, "_take_scores", make)
+
+
+def late_vectors_go_to_the_next_turn_in_the_row() -> Any:
+    """Vectors of a turn's input that arrive after it has left go to the turn now in its row."""
+
+    def make(original: Any) -> Any:
+        def take(self: Settler, flight: Any, vectors: Any, live: Any) -> None:
+            original(self, flight, vectors, live | np.array([t is not None for t in self._batch.turns[flight.rows]]))
+
+        return take
+
+    return replaced(Settler, "_take_vectors", make)
+
+
+def a_turn_gets_the_vector_of_another_row() -> Any:
+    """The sums of a step go to its turns in reverse order."""
+    return replaced(
+        Settler,
+        "_take_vectors",
+        lambda original: lambda self, flight, vectors, live: original(self, flight, vectors[::-1], live),
+    )
+
+
+def a_turn_gets_the_vector_of_an_earlier_position() -> Any:
+    """The last token's vector is taken one token too early where the step has computed one."""
+
+    def make(original: Any) -> Any:
+        def pool(self: Planner, proposal: Any) -> Any:
+            vectors, pooled = original(self, proposal)
+            if vectors is not None:
+                begins = (proposal.counts.cumsum() - proposal.counts)[[part.index for part in pooled]]
+                vectors = replace(vectors, firsts=np.maximum(vectors.firsts - 1, begins).astype(np.int32))
+            return vectors, pooled
+
+        return pool
+
+    return replaced(Planner, "_pool_input", make)
+
+
+def averaged_input_may_begin_with_shared_memory() -> Any:
+    """A turn whose input is averaged leaves out the tokens whose state it finds in the prefix index."""
+    return replaced(TurnParams, "needs_input", lambda original: property(lambda self: self.scores_input))
 
 
 def the_checkpoint_budget_is_the_whole_pool() -> Any:
@@ -355,6 +399,10 @@ FAULTS_OF_SCHEDULE = (
     the_purge_of_timers_drops_live_ones,
     keep_delivered_keeps_everything,
     late_input_scores_go_to_the_next_turn_in_the_row,
+    late_vectors_go_to_the_next_turn_in_the_row,
+    a_turn_gets_the_vector_of_another_row,
+    a_turn_gets_the_vector_of_an_earlier_position,
+    averaged_input_may_begin_with_shared_memory,
     the_checkpoint_budget_is_the_whole_pool,
     spaced_checkpoints_are_not_aligned_to_pages,
     admission_does_not_count_the_copy_of_the_tail,

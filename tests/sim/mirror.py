@@ -249,7 +249,9 @@ class MirroredWorld(World):
         reasons = self._room(naive, len(naive.tokens), given, params.max_new_tokens) | self._admitted(params)
         if draft is None:
             reasons |= self._busy(naive)
-        elif params.input_logprobs is not None:
+        elif params.input_logprobs is not None or params.pooling is not None:
+            reasons.add("invalid_request")
+        if params.pooling is not None and not given:
             reasons.add("invalid_request")
         turn = self.attempt(
             "submit",
@@ -279,7 +281,7 @@ class MirroredWorld(World):
         else:
             base = naive.records[-1][1]
             reasons |= self._room(naive, base, (), params.max_new_tokens)
-        if params.max_new_tokens == 0 or params.input_logprobs is not None:
+        if params.max_new_tokens == 0 or params.input_logprobs is not None or params.pooling is not None:
             reasons.add("invalid_request")
         turn = self.attempt(
             "regenerate",

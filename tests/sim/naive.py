@@ -11,7 +11,7 @@ import numpy as np
 
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.sampling import LEAST_LOGPROB, Candidate, TokenLogprob
-from tenuto.exec.witness_hashes import START, advance, next_allowed, next_token, next_unmasked, seeded
+from tenuto.exec.witness_hashes import START, advance, next_allowed, next_token, next_unmasked, seeded, vectors_of
 from tests.sim.grammars import Follower
 from tests.sim.letters import EOS, TOKEN_BYTES, VOCAB
 
@@ -254,6 +254,14 @@ class NaiveTurn:
             top = (Candidate(said, 0.0),) if self.params.input_logprobs else ()
             found.append(TokenLogprob(token, 0.0 if said == token else LEAST_LOGPROB, top))
         return found
+
+    def vector(self) -> bytes:
+        """Returns the vector of its input, if it asks for one: that after its last or first token, or the average."""
+        if self.params.pooling is None:
+            return b""
+        hashes = np.array(self.sequence.hashes[self.base + 1 : self.prompt + 1], np.uint64)
+        chosen = {"last": hashes[-1:], "first": hashes[:1], "mean": hashes}[self.params.pooling]
+        return (vectors_of(chosen).sum(axis=0, dtype=np.float64) / len(chosen)).astype("<f4").tobytes()
 
 
 @dataclass(frozen=True)

@@ -404,6 +404,9 @@ class World:
             whole = bool(naive.output) or result.reason is EndReason.APPENDED
             if scored != wanted[: len(scored)] or (whole and naive.most and len(scored) != len(wanted)):
                 self.found("logprobs", f"{turn!r} input: {scored}, not {wanted}")
+        vector = turn.pool.vector() if turn.pool is not None else b""
+        if vector != naive.vector() and (vector or naive.output):
+            self.found("vectors", f"{turn!r} has the vector {vector.hex()}, not {naive.vector().hex()}")
         if naive.text is not None and turn.text is not None:
             text = "".join(naive.pieces) + turn.text.take_text()
             wanted_text = naive.text.whole(naive.output, ended=result.reason in SELF_ENDED)

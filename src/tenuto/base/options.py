@@ -14,6 +14,9 @@ from tenuto.base.tools.grammar import Grammar
 MAX_NEW_TOKENS = MAX_COUNT
 MAX_STOP_IDS = 64
 MAX_PRIORITY = 1000
+Pooling = Literal["last", "mean", "first"]
+"""Which of a turn's input tokens its vector comes from: the last, the first, or all, of which it is the average."""
+POOLINGS: tuple[Pooling, ...] = ("last", "mean", "first")
 PRIORITIES = Bounds(-MAX_PRIORITY, MAX_PRIORITY)
 
 
@@ -32,6 +35,9 @@ class TurnParams:
 
     `grammar`: the output is a sentence of the grammar, or the beginning of one if the turn ends early. The turn ends
     where no token can follow. The model's own end tokens are sampled only after a complete sentence.
+
+    `pooling` requests a vector: the output of the model's last norm after an input token, or the average of those
+    after all of them. A turn with `pooling` generates at least one token. Embedding requests set it.
 
     `marks`: control tokens that stay visible in the text, by their texts, so that its calls can be parsed. They follow
     from the tools and the model's format; callers do not set them.
@@ -73,10 +79,15 @@ class TurnParams:
     )
     input_logprobs: int | None = option(None, "The same for input tokens.", Bounds(0, MAX_LOGPROBS))
     grammar: Grammar | None = option(None, "What the output must follow: an object with one field, the kind.")
+    pooling: Pooling | None = None
     marks: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.pooling is not None and self.pooling not in POOLINGS:
+            raise wrong("pooling", self.pooling, " or ".join(POOLINGS))
+        if self.pooling is not None and self.max_new_tokens == 0:
+            raise InvalidRequest("pooling with max_new_tokens 0; allowed: at least 1", param="pooling")
         if self.max_new_tokens is not None:
             whole("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)
         if len(self.stop_ids) > MAX_STOP_IDS:
@@ -92,6 +103,12 @@ class TurnParams:
     def scores_input(self) -> bool:
         """Whether log-probabilities of input tokens are requested."""
         return self.input_logprobs is not None
+
+    @property
+    def needs_input(self) -> bool:
+        """Whether the result depends on outputs of the model after input tokens before the last, so that all of the
+        input has to be computed, even if the state after a prefix of it is in memory."""
+        return self.scores_input or self.pooling in ("mean", "first")
 
     @property
     def scores_output(self) -> bool:
@@ -110,7 +127,9 @@ class TurnParams:
 
 
 OPTIONS: dict[str, Field[Any]] = {
-    each.name: each for each in (*fields(Sampling), *fields(TurnParams)) if each.name not in ("sampling", "marks")
+    each.name: each
+    for each in (*fields(Sampling), *fields(TurnParams))
+    if each.name not in ("sampling", "pooling", "marks")
 }
 """Every option by its name."""
 OF_SAMPLING = frozenset(each.name for each in fields(Sampling))

@@ -86,6 +86,15 @@ class InputScores:
 
 
 @dataclass(frozen=True, slots=True)
+class InputVectors:
+    """Vectors to add up: those after the plan's input tokens `firsts[i]` to `firsts[i] + counts[i] - 1`, which belong
+    to one row. A vector is the output of the model's last norm, from which logits are computed. Both int32 [sums]."""
+
+    firsts: Ints
+    counts: Ints
+
+
+@dataclass(frozen=True, slots=True)
 class TokenMasks:
     """The tokens that a row with a grammar may sample. `place`: the index of its first sample among all samples of the
     plan. `allowed` resolves to uint32 [samples of the row, words], a bit for every allowed token, while the step
@@ -108,7 +117,8 @@ class Plan:
     order of the memory spec. Page tables persist between steps: an executor keeps one row of pages per row id, applies
     `tables` first, then `copies`, then computes. Entries of a sliding group that lie wholly before the
     window of `starts[i]` are stale and must not be read. `sampling` lists the rows whose sampling options are new.
-    `scores` is `None` if no row requests them. `masks` has an entry for every row with a grammar that samples.
+    `scores` and `vectors` are `None` if no row requests them. `masks` has an entry for every row with a grammar that
+    samples.
     """
 
     step: int
@@ -123,6 +133,7 @@ class Plan:
     sampling: tuple[tuple[int, RowSampling], ...]
     scores: InputScores | None = None
     masks: tuple[TokenMasks, ...] = ()
+    vectors: InputVectors | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +159,13 @@ class Logprobs:
 class StepResult:
     """The sampled tokens of a step, int32 [sum(plan.samples)], rows in plan order. `sampled`: log-probabilities of
     sampled tokens, where their rows request them, by index in `tokens`; `scored`: those of the input tokens in
-    `plan.scores`. Each is `None` if no row requests it."""
+    `plan.scores`; `vectors`: the sums of `plan.vectors`, float32 [sums, width of the model]. Each is `None` if no row
+    requests it."""
 
     tokens: Ints
     sampled: Logprobs | None = None
     scored: Logprobs | None = None
+    vectors: Singles | None = None
 
 
 class CopyFailed(Exception):

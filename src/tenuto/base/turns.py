@@ -152,7 +152,8 @@ class Delta(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The output of a turn since its last delta. `delivered`: the number of leading output tokens whose text has been
     delivered completely. `result`: the turn's result, in its last delta only. `logprobs`: one per token, if requested.
     `input_logprobs`: if requested, in the first delta with tokens or a result. The first token of a sequence has
-    `None`, and the last ones may be missing if the turn was aborted early."""
+    `None`, and the last ones may be missing if the turn was aborted early. `vector`: if requested, in the last delta of
+    a turn that has computed its input: little-endian float32 numbers; see `TurnParams.pooling`."""
 
     tokens: tuple[int, ...] = ()
     text: str = ""
@@ -160,6 +161,7 @@ class Delta(msgspec.Struct, array_like=True, frozen=True, gc=False):
     result: TurnResult | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     input_logprobs: tuple[TokenLogprob | None, ...] = ()
+    vector: bytes = b""
 
     @property
     def scores(self) -> int:
@@ -180,6 +182,7 @@ def joined(deltas: Sequence[Delta]) -> Delta:
         deltas[-1].result,
         tuple(chain.from_iterable([delta.logprobs for delta in deltas])),
         tuple(chain.from_iterable([delta.input_logprobs for delta in deltas])),
+        b"".join([delta.vector for delta in deltas]),
     )
 
 
@@ -222,6 +225,7 @@ class AbortGate:
             result,
             together.logprobs[:room],
             together.input_logprobs,
+            together.vector,
         )
 
 
@@ -232,6 +236,7 @@ class Transcript:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.input_logprobs: list[TokenLogprob | None] = []
+        self.vector = b""
         self.result: TurnResult | None = None
         self.failure: TenutoError | None = None
         self._pieces: list[str] = []  # of text
@@ -260,6 +265,7 @@ class Transcript:
         self.token_ids += passed.tokens
         self.logprobs += passed.logprobs
         self.input_logprobs += passed.input_logprobs
+        self.vector += passed.vector
         if passed.text:
             self._pieces.append(passed.text)
             if len(self._pieces) > MAX_PIECES:

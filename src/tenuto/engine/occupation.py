@@ -111,6 +111,8 @@ class Occupation:
         for session in [*self._sessions, *self._sessions.prefixes]:
             if not park:
                 self._lifecycle.flush(session)
+                if session.turn is not None and session.turn.pool is not None:
+                    session.turn.pool.restart()
             while session.memory.computed or session.memory.turn is not None:
                 self._lifecycle.drop(session)
         self._flights.land()

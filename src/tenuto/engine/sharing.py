@@ -18,7 +18,7 @@ HITS = ("open", "closed", "running")
 NO_ROOM = "no room"
 MISSES = ("nothing alike", "no checkpoint", "own checkpoint", "scored", NO_ROOM)
 """The reason why a turn computes a page or more itself: no sequence has the same tokens, or has a checkpoint there; its
-session would lose a checkpoint; its input is scored; or it does not fit beside the memory it would share."""
+session would lose a checkpoint; its input is scored or averaged; or it does not fit beside the memory to share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Sharing:
         stand where it did before, so it gives up no checkpoint."""
         if turn.looked == NO_ROOM:
             return NO_ROOM
-        if turn.params.scores_input:
+        if turn.params.needs_input:
             return "scored"
         return "own checkpoint" if turn.session.memory.computed and self._memory.needs_checkpoints else ""
 

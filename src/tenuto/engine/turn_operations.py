@@ -14,6 +14,7 @@ from tenuto.engine.gate import TurnGate
 from tenuto.engine.guard import guarded
 from tenuto.engine.lifecycle import Lifecycle
 from tenuto.engine.occupation import Occupation
+from tenuto.session.pool import Pool
 from tenuto.session.results import Once
 from tenuto.session.turn import Turn
 from tenuto.text.constraint import Constraint
@@ -56,8 +57,10 @@ class TurnOperations:
         draft = session.turn if session.turn is not None and session.turn.drafting else None
         if draft is None:
             session.require_idle("start a turn on")
-        elif params.scores_input:
-            raise InvalidRequest("input_logprobs are not available for a turn that was a draft")
+        else:
+            self._require_plain(params, "a turn that was a draft")
+        if params.pooling is not None and not checked:
+            raise InvalidRequest("the input is empty; allowed with pooling: at least one token", param="input")
         allowed = self._gate.allowed(session, len(session.history) + len(checked), params.max_new_tokens)
         text = self._gate.admit(params, constraint)
         turn = draft or Turn(next(self._numbers), session, len(session.history), params, self._clock.now())
@@ -66,6 +69,8 @@ class TurnOperations:
             draft.submit(params, self._clock.now())
         else:
             turn.input = checked
+        if params.pooling is not None:
+            turn.pool = Pool(params.pooling, turn.base_length, turn.prompt_length)
         turn.conversation = conversation
         turn.max_new_tokens, turn.text, turn.constraint = allowed, text, constraint
         self._keep_output(turn, once)
@@ -89,8 +94,7 @@ class TurnOperations:
         session.require_idle("regenerate in")
         params = params or TurnParams()
         record = session.regenerated_turn()
-        if params.scores_input:
-            raise InvalidRequest("input_logprobs are not available for regenerate, which has no input")
+        self._require_plain(params, "regenerate, which has no input")
         if params.max_new_tokens == 0:
             raise InvalidRequest("regenerate has max_new_tokens 0; allowed: at least 1")
         allowed = self._gate.allowed(session, record.input_end, params.max_new_tokens)
@@ -101,6 +105,13 @@ class TurnOperations:
         self._keep_output(turn, once)
         self._lifecycle.enqueue(turn, "regenerate")
         return turn
+
+    @staticmethod
+    def _require_plain(params: TurnParams, what: str) -> None:
+        """Raises `InvalidRequest` if results for input tokens are requested."""
+        for name in ("input_logprobs", "pooling"):
+            if getattr(params, name) is not None:
+                raise InvalidRequest(f"{name} is not available for {what}", param=name)
 
     @staticmethod
     def _keep_output(turn: Turn, once: Once | None) -> None:

@@ -51,10 +51,11 @@ class Logits(Protocol):
 @dataclass(frozen=True, slots=True)
 class Outputs:
     """Logits and, if the forward pass finds it at no further cost, the likeliest token of each output, int32 [outputs];
-    ties go to the lowest id."""
+    ties go to the lowest id. `vectors`: the sums of `Plan.vectors`, if there are any, float32 [sums, hidden]."""
 
     logits: Logits
     best: Ints | None = None
+    vectors: Singles | None = None
 
 
 class Forward(Protocol):
@@ -83,8 +84,8 @@ class Forward(Protocol):
         """Applies the plan's changes of page tables, then its copies of pages."""
 
     def run(self, plan: Plan, tokens: Ints, outputs: Ints) -> Outputs:
-        """Computes `tokens`, int32 [sum(plan.counts)]. `outputs`, int32 [outputs], are the indices in `tokens` after
-        which logits are wanted."""
+        """Computes `tokens`, int32 [sum(plan.counts)], and the sums of `plan.vectors`. `outputs`, int32 [outputs], are
+        the indices in `tokens` after which logits are wanted."""
 
     def read_units(self, group: int, units: Ints) -> Bytes:
         """See `Copier.read_units`."""

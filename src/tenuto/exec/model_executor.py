@@ -183,6 +183,7 @@ class ModelExecutor:
     def _step(self, plan: Plan) -> StepResult:
         samples = _samples(plan)
         computed, scored = self._compute(plan, samples.outputs), None
+        vectors = computed.vectors
         if plan.scores is not None:
             sampled_from = len(computed.logits) - len(plan.scores.offsets)
             targets = plan.scores.targets.astype(np.int64)  # target i is scored by the logits of output i
@@ -191,7 +192,7 @@ class ModelExecutor:
             computed = Outputs(computed.logits[:sampled_from], best)
         tokens, sampled = self._sample(samples, computed, plan.masks)
         self._last_sampled[samples.rows[samples.last]] = tokens[samples.last]
-        return StepResult(tokens, sampled, scored)
+        return StepResult(tokens, sampled, scored, vectors)
 
     def _compute(self, plan: Plan, outputs: Longs) -> Outputs:
         """Applies the plan and computes its tokens. Returns the logits after the tokens at `outputs`, followed by those

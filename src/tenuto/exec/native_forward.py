@@ -135,6 +135,9 @@ class NativeForward:
     def run(self, plan: Plan, tokens: Ints, outputs: Ints) -> Outputs:
         if len(outputs) > len(self._logits):
             self._logits, self._best = self._room_for(2 * len(outputs))
+        asked, vectors = plan.vectors, None
+        if asked is not None:
+            vectors = np.empty((len(asked.firsts), self.config.hidden), np.float32)
         # taking one array's address is cheaper than taking five
         given = np.concatenate((plan.rows, plan.starts, plan.counts, tokens, outputs))
         rows, at = len(plan.rows), _address(given)
@@ -142,20 +145,24 @@ class NativeForward:
             rows,
             len(tokens),
             len(outputs),
+            len(asked.firsts) if asked is not None else 0,
             at,
             at + 4 * rows,
             at + 8 * rows,
             at + 12 * rows,
             self._group_steps(plan),
             at + 12 * rows + 4 * len(tokens),
+            _address(asked.firsts) if asked is not None else None,
+            _address(asked.counts) if asked is not None else None,
             self._logits.ctypes.data,
             _address(self._best),
+            vectors.ctypes.data if vectors is not None else None,
             self.op_seconds.ctypes.data,
         )
         if self._library.step(self._handle, byref(step)):
             raise MemoryError(f"there is no memory for a step of {len(tokens)} tokens")
         logits = NativeLogits(self._library, self._handle, self._logits[: len(outputs)])
-        return Outputs(logits, self._best[: len(outputs)].copy())
+        return Outputs(logits, self._best[: len(outputs)].copy(), vectors)
 
     def _group_steps(self, plan: Plan) -> Array[GroupStep]:
         """Returns each group's page table or state moves for a step, as pointers into `plan` and the page tables."""

@@ -91,7 +91,12 @@ class TorchForward:
     def run(self, plan: Plan, tokens: Ints, outputs: Ints) -> Outputs:
         places = np.repeat(plan.starts.astype(np.int64), plan.counts) + ragged_arange(plan.counts)
         given, positions, wanted = (indices(values, self._device) for values in (tokens, places, outputs))
-        return Outputs(TorchLogits(self._model.forward(given, positions, wanted, self.memories.step(plan))))
+        hidden = self._model.hidden(given, positions, self.memories.step(plan))
+        asked, vectors = plan.vectors, None
+        if asked is not None:
+            parts = zip(asked.firsts.tolist(), asked.counts.tolist(), strict=True)
+            vectors = np.stack([_host(self._model.summed(hidden[first : first + n])) for first, n in parts])
+        return Outputs(TorchLogits(self._model.logits(hidden, wanted)), vectors=vectors)
 
     def read_units(self, group: int, units: Ints) -> Bytes:
         return self.memories.read_units(group, units)

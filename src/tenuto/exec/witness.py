@@ -21,8 +21,20 @@ import numpy as np
 
 from tenuto.base.errors import InvariantError, StepFailed
 from tenuto.base.groups import GroupSpec, Kind, MemorySpec
-from tenuto.base.plan import NO_SLOT, PREVIOUS_SAMPLE, Bytes, CopyFailed, Ints, MemoryPart, Plan, StepResult, Weights
-from tenuto.exec.witness_hashes import START, Hashes, Longs, WitnessWeights, advance_all, follows
+from tenuto.base.plan import (
+    NO_SLOT,
+    PREVIOUS_SAMPLE,
+    Bytes,
+    CopyFailed,
+    InputVectors,
+    Ints,
+    MemoryPart,
+    Plan,
+    Singles,
+    StepResult,
+    Weights,
+)
+from tenuto.exec.witness_hashes import START, Hashes, Longs, WitnessWeights, advance_all, follows, vectors_of
 from tenuto.exec.witness_sampler import WitnessSampler
 from tenuto.kernels.ragged import ragged_arange
 
@@ -67,7 +79,8 @@ class WitnessExecutor:
     handed out while an unsettled step reads it is detected when that step is computed.
 
     Of the sampling options it respects masked ids, grammars and, for turns that are not greedy, the seed. Its token has
-    probability 1, all others `LEAST_LOGPROB`; input tokens are scored with seed 0."""
+    probability 1, all others `LEAST_LOGPROB`; input tokens are scored with seed 0. The vector after a token is
+    `vectors_of` the hash."""
 
     def __init__(
         self,
@@ -284,7 +297,8 @@ class WitnessExecutor:
             hashes[offsets[live] + step] = states[live]
         self._write(plan, rows, starts, counts, tokens, hashes, states)
         scored = self._sampler.score(plan.scores, hashes) if plan.scores is not None else None
-        return StepResult(*self._sampler.sample(plan, rows, offsets + counts, hashes), scored)
+        vectors = _sums(plan.vectors, hashes) if plan.vectors is not None else None
+        return StepResult(*self._sampler.sample(plan, rows, offsets + counts, hashes), scored, vectors)
 
     def _update_tables(self, plan: Plan) -> None:
         for i, change in enumerate(plan.tables):
@@ -423,3 +437,9 @@ class WitnessExecutor:
             self._note(group, moves.writes.astype(np.int64))
             stored_hashes, stored_positions = self._slots[group]
             stored_hashes[moves.writes], stored_positions[moves.writes] = states, starts + counts
+
+
+def _sums(asked: InputVectors, hashes: Hashes) -> Singles:
+    """Returns the sums of vectors that are asked for; these are exact."""
+    parts = zip(asked.firsts.tolist(), asked.counts.tolist(), strict=True)
+    return np.stack([vectors_of(hashes[first : first + count]).sum(axis=0) for first, count in parts])

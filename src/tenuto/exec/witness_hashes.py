@@ -71,6 +71,12 @@ def advance_all(states: Hashes, tokens: Longs) -> Hashes:
     return np.asarray(mixed ^ (mixed >> np.uint64(29)), np.uint64)
 
 
+def vectors_of(states: Hashes) -> npt.NDArray[np.float32]:
+    """Returns the vectors after histories with hashes `states`, uint64 [n], as float32 [n, 4]: whole numbers from -128
+    to 127, so that sums of up to 2 ** 17 of them are exact."""
+    return np.ascontiguousarray(states).view(np.int8).reshape(-1, 8)[:, 2:6].astype(np.float32)
+
+
 def follows(
     hashes: Hashes, tokens: Longs, beginnings: npt.NDArray[np.bool_], start: np.uint64
 ) -> npt.NDArray[np.bool_]:

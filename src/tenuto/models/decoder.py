@@ -113,19 +113,29 @@ class Decoder:
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, outputs: torch.Tensor, memory: StepMemory
     ) -> torch.Tensor:
-        """Computes the logits of next tokens.
+        """Returns the `logits` after the tokens at `outputs`; see `hidden`."""
+        return self.logits(self.hidden(tokens, positions, memory), outputs)
 
-        `tokens` and `positions` are int64 [tokens]: ids, and positions within each token's own sequence. `outputs`,
-        int64 [outputs], are the indices of the tokens after which logits are wanted. Returns float32 [outputs,
-        vocab].
-        """
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, memory: StepMemory) -> torch.Tensor:
+        """Computes the output of the last layer, [tokens, hidden], before the last norm. `tokens` and `positions` are
+        int64 [tokens]: ids, and positions within each token's own sequence."""
         c, step = self.config, Step(memory, positions, self.dtype)
         x = functional.embedding(tokens, self._embedding)
         if c.embedding_scale != 1:  # the factor is rounded first, like in the reference
             x = x * torch.tensor(c.embedding_scale, dtype=self.dtype)
         for layer in self._layers:
             x = layer(x, step)
-        logits = linear(self._norm(x.index_select(0, outputs)), self._head).float()
+        return x
+
+    def summed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of the outputs of the last norm for `hidden`, [tokens, hidden], as float32 [hidden]."""
+        return self._norm(hidden).float().sum(dim=0)
+
+    def logits(self, hidden: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
+        """Returns the logits of next tokens, float32 [outputs, vocab]. `outputs`, int64 [outputs], are the indices in
+        `hidden` of the tokens after which they are wanted."""
+        c = self.config
+        logits = linear(self._norm(hidden.index_select(0, outputs)), self._head).float()
         if c.logit_scale != 1:
             logits *= c.logit_scale
         return (logits / c.logit_cap).tanh_().mul_(c.logit_cap) if c.logit_cap else logits

@@ -48,6 +48,7 @@ class Batch:
         self.stepwise = np.zeros(rows, np.bool_)  # no lookahead: options depend on every token before
         self.constrained = np.zeros(rows, np.bool_)  # generates with a grammar
         self.scoring: set[int] = set()  # rows with input tokens still to be scored
+        self.pooling: set[int] = set()  # rows whose vector is not complete
         self.held: set[int] = set()  # rows that may not compute for now; written by `Sharing`
         self.work = np.zeros(rows, np.int64)  # tokens computed since the row was taken
         self._wanted_marks: dict[Turn, set[int]] = {}  # positions of checkpoints that others want
@@ -142,6 +143,8 @@ class Batch:
         self.stepwise[row] = turn.params.sampling.penalised or turn.params.min_new_tokens > 0
         if turn.params.scores_input and turn.next_scored < turn.prompt_length:
             self.scoring.add(row)
+        if turn.pool is not None and not turn.pool.complete:
+            self.pooling.add(row)
         if generates:
             self._sampling[row] = row_sampling(turn, stops)
         if self.memory.needs_checkpoints:
@@ -196,6 +199,7 @@ class Batch:
         self.turns[row] = None
         self._sampling.pop(row, None)
         self.scoring.discard(row)
+        self.pooling.discard(row)
         self.held.discard(row)
         self._wanted_marks.pop(turn, None)
         self._taken = [growth for growth in self._taken if growth.row != row]

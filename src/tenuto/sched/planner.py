@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from tenuto.base.config import EngineConfig
 from tenuto.base.errors import InvariantError
-from tenuto.base.plan import PREVIOUS_SAMPLE, InputScores, Plan, TokenMasks
+from tenuto.base.plan import PREVIOUS_SAMPLE, InputScores, InputVectors, Plan, TokenMasks
 from tenuto.memory.kinds.group import Mask, MemoryChanges
 from tenuto.memory.memory import Memory
 from tenuto.memory.rows import Longs
@@ -63,8 +63,8 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    """Input tokens, at positions [start, stop), that a plan scores for its row at `index`."""
+class InputPart:
+    """Input tokens, at positions [start, stop), of a plan's row at `index`."""
 
     index: int
     start: int
@@ -76,15 +76,16 @@ class Flight:
     """An applied plan. `runs`: `Rows.run` of its `rows` when it was applied, both int64 [n]; a row whose run has
     changed since was given back, and its results are dropped. `guesses`: lookahead tokens by index in `rows`. `scored`:
     the input tokens that `plan.scores` scores, in order. `masked`: for each of `plan.masks`, the index of its row in
-    `rows`."""
+    `rows`. `pooled`: the input tokens of each of the sums in `plan.vectors`."""
 
     plan: Plan
     rows: Longs
     runs: Longs
     guesses: dict[int, list[int]]
     news: News
-    scored: tuple[Scored, ...] = ()
+    scored: tuple[InputPart, ...] = ()
     masked: tuple[int, ...] = ()
+    pooled: tuple[InputPart, ...] = ()
 
 
 class Planner:
@@ -251,6 +252,7 @@ class Planner:
         news = self._batch.take_news()
         moves = self._move(proposal, ends, news)
         scores, scored = self._score_input(proposal) if self._batch.scoring else (None, ())
+        vectors, pooled = self._pool_input(proposal) if self._batch.pooling else (None, ())
         masked = (self._batch.constrained[chosen] & (samples > 0)).nonzero()[0]
         places = (samples.cumsum() - samples)[masked].tolist()
         self._steps += 1
@@ -275,10 +277,11 @@ class Planner:
             tuple(news.sampling.items()),
             scores,
             tuple(TokenMasks(place, Future()) for place in places),
+            vectors,
         )
-        return Flight(plan, chosen, rows.run[chosen], proposal.guesses, news, scored, tuple(masked.tolist()))
+        return Flight(plan, chosen, rows.run[chosen], proposal.guesses, news, scored, tuple(masked.tolist()), pooled)
 
-    def _score_input(self, proposal: Proposal) -> tuple[InputScores | None, tuple[Scored, ...]]:
+    def _score_input(self, proposal: Proposal) -> tuple[InputScores | None, tuple[InputPart, ...]]:
         """Returns the input tokens to score: those whose predecessors this step computes."""
         batch, scored, top = self._batch, [], 0
         offsets: list[int] = []
@@ -295,11 +298,29 @@ class Planner:
                 first = int(began[index]) + start - after
                 offsets += range(first, first + stop - start)
                 targets += turn.tokens(start, stop)
-                scored.append(Scored(index, start, stop))
+                scored.append(InputPart(index, start, stop))
                 top = max(top, turn.params.input_logprobs or 0)
         if not scored:
             return None, ()
         return InputScores(np.array(offsets, np.int32), np.array(targets, np.int32), top), tuple(scored)
+
+    def _pool_input(self, proposal: Proposal) -> tuple[InputVectors | None, tuple[InputPart, ...]]:
+        """Returns the sums of vectors that this step computes."""
+        pooled, firsts = list[InputPart](), list[int]()
+        began = (proposal.counts.cumsum() - proposal.counts).tolist()
+        for index, row in enumerate(proposal.rows.tolist()):
+            pool = self._batch.turns[row].pool if row in self._batch.pooling else None
+            if pool is None:
+                continue
+            at = int(proposal.starts[index])
+            start, stop = max(at, pool.next), min(at + int(proposal.counts[index]), pool.stop)
+            if start < stop:
+                pooled.append(InputPart(index, start, stop))
+                firsts.append(began[index] + start - at)
+        if not pooled:
+            return None, ()
+        counts = np.array([part.stop - part.start for part in pooled], np.int32)
+        return InputVectors(np.array(firsts, np.int32), counts), tuple(pooled)
 
     def _tokens(self, proposal: Proposal) -> npt.NDArray[np.int32]:
         """Returns the input tokens of the step, `Plan.tokens`."""

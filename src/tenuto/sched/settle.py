@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tenuto.base.errors import InvariantError
-from tenuto.base.plan import Logprobs, StepResult
+from tenuto.base.plan import Logprobs, Singles, StepResult
 from tenuto.base.turns import EndReason
 from tenuto.memory.kinds.group import Mask
 from tenuto.memory.memory import Memory
@@ -55,6 +55,8 @@ class Settler:
             self._take_logprobs(flight, result, result.sampled, live)
         if result.scored is not None:
             self._take_scores(flight, result.scored, live)
+        if result.vectors is not None:
+            self._take_vectors(flight, result.vectors, live)
         self._memory.slide(chosen[live], before[live])
         idle = live & ~rows.samples[chosen] & (ends >= rows.limit[chosen])
         settled.prefilled = batch.turns[chosen[idle]].tolist()
@@ -182,3 +184,13 @@ class Settler:
                 if part.stop == turn.prompt_length:
                     self._batch.scoring.discard(row)
             at += part.stop - part.start
+
+    def _take_vectors(self, flight: Flight, vectors: Singles, live: Mask) -> None:
+        """Adds the sums of vectors, float32 [sums, width], to those of their turns."""
+        for part, vector in zip(flight.pooled, vectors, strict=True):
+            row = int(flight.rows[part.index])
+            pool = self._batch.turns[row].pool if live[part.index] else None
+            if pool is not None:
+                pool.add(part.start, part.stop, vector)
+                if pool.complete:
+                    self._batch.pooling.discard(row)

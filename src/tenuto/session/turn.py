@@ -15,6 +15,7 @@ from tenuto.base.options import TurnParams
 from tenuto.base.sampling import TokenLogprob
 from tenuto.base.turns import Delta, EndReason, TurnResult, TurnState, Usage
 from tenuto.base.wire.document import Conversation
+from tenuto.session.pool import Pool
 from tenuto.session.results import Once
 from tenuto.session.session import Session
 from tenuto.text.constraint import Constraint
@@ -66,6 +67,7 @@ class Turn:
         self.stop: str | int | None = None  # the stop that ended it; written by the settler, as are the next two
         self.output_logprobs: list[TokenLogprob] = []  # one for each output token, if requested
         self.input_scores: list[TokenLogprob] = []  # of leading input tokens with a predecessor, if requested
+        self.pool: Pool | None = None  # of its vector, if requested; set when it is submitted
         self.result: TurnResult | None = None
         self.once: Once | None = None  # its idempotency key; set when it is submitted
 

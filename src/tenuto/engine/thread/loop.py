@@ -284,7 +284,8 @@ class _Subscription:
         if turn.params.scores_input and not self._input_sent and (tokens or turn.result is not None):
             scores, self._input_sent = turn.input_logprobs, True
         text = turn.text.take_text() if turn.text is not None else ""
-        self._subscriber(Delta(tokens, text, turn.delivered, turn.result, logprobs, scores))
+        vector = turn.pool.vector() if turn.pool is not None and turn.result is not None else b""
+        self._subscriber(Delta(tokens, text, turn.delivered, turn.result, logprobs, scores, vector))
 
     def refuse(self, error: TenutoError) -> None:
         with suppress(Exception):  # the reader is gone

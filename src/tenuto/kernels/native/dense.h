@@ -67,6 +67,22 @@ static void norm(Workspace &work, const TenutoOp &op, Member &member, int count,
   }
 }
 
+// Adds up normalised vectors, as `TenutoStep::vectors` asks.
+static void add_up(Workspace &work, const TenutoOp &op, Member &member) {
+  const TenutoStep &step = *work.step;
+  const int hidden = work.model.hidden;
+  for (int sum; (sum = work.team.take(member.number, step.sums_count)) >= 0;) {
+    float *to = step.vectors + (int64_t)sum * hidden;
+    memset(to, 0, hidden * sizeof(float));
+    for (int i = step.firsts[sum]; i < step.firsts[sum] + step.lengths[sum]; i++) {
+      const float *from = work.x(i);
+      const float factor = inverse_rms(from, work.widths.hidden, hidden, op.epsilon);
+      for (int k = 0; k < hidden; k++)
+        to[k] += from[k] * factor * op.norm[k];
+    }
+  }
+}
+
 static void post(Workspace &work, const TenutoOp &op, Member &member) {
   const int width = work.widths.hidden;
   for (int token; (token = work.team.take(member.number, work.tokens())) >= 0;) {

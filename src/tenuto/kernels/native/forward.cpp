@@ -123,6 +123,7 @@ private:
     case GATED:
       return gated(work_, op, member);
     case SELECT:
+      add_up(work_, op, member);
       return norm(work_, op, member, work_.step->outputs_count, work_.step->outputs);
     case LOGITS:
       return logits(work_, op, member);

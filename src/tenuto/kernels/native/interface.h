@@ -100,7 +100,7 @@ struct TenutoExperts {
 //   PROJECT    P = A times first, followed by A times second.
 //   CONVOLVE, then SCAN (Mamba-2) or DELTA (the gated delta rule), then GATE: B = the output of the recurrent layer.
 //   EXPERTS    x, or with `apart` y, += scale * the output of the experts that P chooses, for A.
-//   SELECT     as NORM, for the tokens whose logits are wanted.
+//   SELECT     as NORM, for the tokens whose logits are wanted; adds up the vectors that are wanted.
 //   LOGITS     scale * (A times first), limited to `cap` by a hyperbolic tangent unless that is 0.
 // `consumer` is the format of the matrices that the result, A or B, is multiplied by.
 struct TenutoOp {
@@ -131,15 +131,18 @@ struct TenutoGroupStep {
 
 // A step. The arrays of its plan are int32: `row_ids`, `starts`, `counts` [rows]; `tokens` [sum(counts)]; and `outputs`
 // [outputs_count], the tokens whose logits are wanted. `groups` is [memory groups]. Results are `logits`, float
-// [outputs] [vocab], and `best`, int32 [outputs], the first of the likeliest tokens. The duration of operations is
-// added to `op_seconds`, by kind.
+// [outputs] [vocab], and `best`, int32 [outputs], the first of the likeliest tokens. `vectors`, float [sums_count]
+// [hidden], are sums of the last norm's results: the first for `lengths[0]` tokens from index `firsts[0]` on, and so
+// on. The duration of operations is added to `op_seconds`, by kind.
 struct TenutoStep {
-  int32_t rows, tokens_count, outputs_count;
+  int32_t rows, tokens_count, outputs_count, sums_count;
   const int32_t *row_ids, *starts, *counts, *tokens;
   const TenutoGroupStep *groups;
   const int32_t *outputs;
+  const int32_t *firsts, *lengths;
   float *logits;
   int32_t *best;
+  float *vectors;
   double *op_seconds;
 };
 
