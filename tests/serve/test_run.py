@@ -168,6 +168,10 @@ def test_a_server_without_its_engine_answers_503_until_it_ends() -> None:
 
 
 BODIES: dict[str, dict[str, object]] = {
+    "/v1/embeddings": {"input": "a"},
+    "/embeddings": {"input": "a"},
+    "/embedding": {"content": "a"},
+    "/encode": {"text": "a"},
     "/v1/completions": {"model": "witness", "prompt": "a"},
     "/v1/chat/completions": {"model": "witness", "messages": [{"role": "user", "content": "a"}]},
     "/chat/completions": {"model": "witness", "messages": [{"role": "user", "content": "a"}]},

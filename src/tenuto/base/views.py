@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from tenuto.base.config import EngineConfig
+from tenuto.base.embedding import EmbeddingHabits
 from tenuto.base.tools.definitions import ModelHabits
 from tenuto.base.turns import Delta, TurnState
 from tenuto.base.wire.bodies import named
@@ -115,6 +116,7 @@ class ModelView(View, frozen=True, kw_only=True):
     has_text: bool
     has_chat: bool
     habits: ModelHabits = ModelHabits()
+    embedding: EmbeddingHabits
     pid: int
     config: EngineConfig
 

@@ -71,10 +71,11 @@ class Engine:
         disk: Disk | None = None,
         carrier: Carrier | None = None,
         identity: str = "",
+        generates: bool = True,
     ) -> None:
         """`disk` replaces the files of `config.disk_tier`, and `carrier` the threads that copy parked units to the
         device. `identity` stands for the meaning of units' contents; memory that another engine has left on disk is
-        used if its identity is the same. Raises `ConfigError`."""
+        used if its identity is the same. `generates`: the model's logits mean something. Raises `ConfigError`."""
         if config.lookahead and proposer is None:
             raise ConfigError(f"lookahead is {config.lookahead}; allowed: 0, because this engine has no proposer")
         self.config = config
@@ -105,7 +106,7 @@ class Engine:
         self._settler = Settler(memory, core.batch)
         self._flights = Flights(core, lifecycle, self._planner, self._settler, self.suspects, masks or MasksAtOnce())
         self.occupation = Occupation(core, lifecycle, self._flights)
-        gate = TurnGate(core, vocab_size, text)
+        gate = TurnGate(core, vocab_size, text, generates=generates)
         self.sessions = SessionOperations(core, lifecycle, gate, self.snapshots)
         self.turns = TurnOperations(core, lifecycle, self.occupation, gate)
         self.states = SessionStates(core, lifecycle, self.occupation)

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Iterable
 
 from tenuto.base.checks import whole
-from tenuto.base.errors import ContextExceeded, InvalidRequest, Overloaded
+from tenuto.base.errors import ContextExceeded, InvalidRequest, Overloaded, Unsupported
 from tenuto.base.options import TurnParams
 from tenuto.engine.core import Core
 from tenuto.session.session import Session
@@ -21,12 +21,13 @@ TextFactory = Callable[[tuple[str, ...], int, bool, tuple[str, ...], tuple[tuple
 class TurnGate:
     """Checks new turns, and determines how many tokens they may generate."""
 
-    def __init__(self, core: Core, vocab_size: int, text: TextFactory | None) -> None:
+    def __init__(self, core: Core, vocab_size: int, text: TextFactory | None, *, generates: bool) -> None:
         self._queue = core.queue
         self._max_queued = core.config.max_queued
         self._vocab_size = vocab_size
         self._context_length = core.config.context_length
         self._text = text
+        self._generates = generates
 
     def read(self, tokens: Iterable[int]) -> array[int]:
         """Reads and checks the caller's tokens. Reading may run the caller's code, so operations do this first. Raises
@@ -48,7 +49,9 @@ class TurnGate:
 
     def admit(self, params: TurnParams, constraint: Constraint | None = None) -> TextStream | None:
         """Returns the turn's text stream, or `None` if the engine has no tokenizer. `constraint`: the turn's compiled
-        grammar. Raises `InvalidRequest`, and `Overloaded` if too many turns wait."""
+        grammar. Raises `InvalidRequest`, `Unsupported`, and `Overloaded` if too many turns wait."""
+        if not self._generates and (params.scores_input or (params.pooling is None and params.max_new_tokens != 0)):
+            raise Unsupported("this model makes embeddings only; its files have no output matrix to generate with")
         if params.grammar is not None and constraint is None:
             raise InvalidRequest("a grammar needs a tokenizer, and this engine has none", param="grammar")
         for token in params.stop_ids:

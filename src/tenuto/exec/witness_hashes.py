@@ -71,10 +71,14 @@ def advance_all(states: Hashes, tokens: Longs) -> Hashes:
     return np.asarray(mixed ^ (mixed >> np.uint64(29)), np.uint64)
 
 
+WIDTH = 4
+"""Numbers in a vector."""
+
+
 def vectors_of(states: Hashes) -> npt.NDArray[np.float32]:
-    """Returns the vectors after histories with hashes `states`, uint64 [n], as float32 [n, 4]: whole numbers from -128
-    to 127, so that sums of up to 2 ** 17 of them are exact."""
-    return np.ascontiguousarray(states).view(np.int8).reshape(-1, 8)[:, 2:6].astype(np.float32)
+    """Returns the vectors after histories with hashes `states`, uint64 [n], as float32 [n, WIDTH]: whole numbers from
+    -128 to 127, so that sums of up to 2 ** 17 of them are exact."""
+    return np.ascontiguousarray(states).view(np.int8).reshape(-1, 8)[:, 2 : 2 + WIDTH].astype(np.float32)
 
 
 def follows(

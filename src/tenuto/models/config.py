@@ -233,7 +233,8 @@ class ModelConfig:
     `vocab` is the number of rows of the embedding, which may exceed the tokenizer's vocabulary. Embeddings are
     multiplied by `embedding_scale`, the layers' residual additions by `residual_scale`, and logits by `logit_scale`.
     Unless `logit_cap` is 0, logits are then soft-capped to it by a hyperbolic tangent. `norm_eps` is the epsilon of all
-    norms. `tied`: the embedding is also the output matrix. Recurrent states have type `state_dtype`, states of
+    norms. `tied`: the embedding is also the output matrix. `headless`: it only stands in for a matrix that the files do
+    not have, so that logits mean nothing. Recurrent states have type `state_dtype`, states of
     convolutions the model's type. `eos` lists the tokens that end a turn. `dtype` is the element type that the files
     store or decode to.
     """
@@ -252,6 +253,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     logit_cap: float = 0.0
     state_dtype: str = "float32"
+    headless: bool = False
 
     def __post_init__(self) -> None:
         _check_sizes(self, "bos", "logit_cap")

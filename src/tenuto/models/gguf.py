@@ -37,6 +37,8 @@ class GgufCheckpoint:
     def __init__(self, file: Path | GgufFile) -> None:
         self._file = file if isinstance(file, GgufFile) else GgufFile(file)
         self._family = _family(self._file)
+        if self._file.metadata.get(f"{self._family.architecture}.attention.causal") is False:
+            raise ModelError(f"{self._file.path} has an encoder, which sees later tokens; supported: decoders")
         self.config = self._family.read(GgufSettings(self._file, self._family.architecture))
 
     def weights(self) -> Iterator[tuple[str, StoredWeight]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,7 @@ FAMILIES = (
     tenuto.FAMILY,
 )
 SUPPORTED = ", ".join(family.name for family in FAMILIES)
+_PREFIX = "model."
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -60,12 +62,17 @@ class HfCheckpoint:
         self._directory = directory
         settings = Settings(read_json(directory / "config.json"), directory / "config.json")
         self._family = _family(settings)
+        settings.only({"is_causal": (None, True), "use_bidirectional_attention": (None, False)})  # encoders
         _check_quantization(settings, self._family)
-        self._stored = {name: tensor for file in self._files() for name, tensor in read_safetensors(file).items()}
+        stored = {name: tensor for file in self._files() for name, tensor in read_safetensors(file).items()}
+        bare = _EMBEDDING.removeprefix(_PREFIX) in stored  # saved without the output matrix
+        self._stored = {_PREFIX + name if bare and name != _HEAD else name: each for name, each in stored.items()}
         self._check_sizes(settings)
         self.config = self._family.read(settings, _eos(directory, settings))
         if self.config.tied and self._has_own_head():
             self.config = replace(self.config, tied=False)
+        if bare and not self.config.tied and _HEAD not in self._stored:
+            self.config = replace(self.config, tied=True, headless=True)
 
     def weights(self) -> Iterator[tuple[str, StoredWeight]]:
         """See `ModelCheckpoint.weights`."""
@@ -123,8 +130,9 @@ def _as_weight(name: str, tensor: SafeTensor, family: Family) -> StoredWeight:
 def _family(settings: Settings) -> Family:
     """Returns the family of the model's architecture. Raises `ModelError` if it is not supported."""
     architectures = settings.get("architectures", list, [])
+    whole = [re.sub(r"Model$", "ForCausalLM", name) for name in architectures if isinstance(name, str)]
     for family in FAMILIES:
-        if any(name in family.architectures for name in architectures):
+        if any(name in family.architectures for name in whole):
             return family
     raise ModelError(f"{settings.source} names architectures {architectures}; supported: {SUPPORTED}")
 

@@ -14,12 +14,14 @@ from typing import Protocol
 from tenuto.base.checks import real
 from tenuto.base.clock import SystemClock
 from tenuto.base.config import EngineConfig, WorkerSettings, cache_dir, engine_config
+from tenuto.base.embedding import EmbeddingHabits
 from tenuto.base.errors import ConfigError
 from tenuto.base.groups import GroupSpec, Kind
 from tenuto.base.plan import Executor
 from tenuto.engine.engine import Engine
 from tenuto.exec.device import spare_bytes, total_bytes
 from tenuto.exec.witness import WitnessExecutor
+from tenuto.exec.witness_hashes import WIDTH as WITNESS_WIDTH
 from tenuto.memory.memory import session_bytes, units_for_budget
 from tenuto.memory.shape import Shape
 from tenuto.text.chat import ChatTemplate
@@ -35,6 +37,7 @@ WITNESS = "witness"
 """A model without weights, for tests: its next token is a function of a hash of the history. With `witness:0.01`, a
 step takes 10 milliseconds."""
 WITNESS_VOCABULARY = 1000
+WITNESS_EMBEDDING = EmbeddingHabits(WITNESS_WIDTH, shorter=None)
 
 
 class WeightsIdentity(Protocol):
@@ -84,6 +87,7 @@ class Model:
     weights: WeightsIdentity = NamedWeights(WITNESS)
     ropes: bytes = b""
     reading: Callable[[str], WeightsIdentity] = NamedWeights
+    embedding: EmbeddingHabits = WITNESS_EMBEDDING
 
     def grammars(self) -> GrammarCompiler | None:
         """Returns a compiler of grammars for the model's tokens; None without a tokenizer."""
@@ -126,6 +130,7 @@ def load_model(settings: WorkerSettings) -> Model:
     from tenuto.formats.gguf_file import GgufFile  # noqa: PLC0415 - loaded where it is used
     from tenuto.models.checkpoint import open_checkpoint  # noqa: PLC0415 - loaded where it is used
     from tenuto.models.digest import WeightsDigest  # noqa: PLC0415 - loaded where it is used
+    from tenuto.models.embedding_files import embedding_habits  # noqa: PLC0415 - loaded where it is used
     from tenuto.models.store import FileFormat, resolve  # noqa: PLC0415 - loaded where it is used
     from tenuto.text.load import load_tokenizer  # noqa: PLC0415 - loaded where it is used
 
@@ -169,6 +174,7 @@ def load_model(settings: WorkerSettings) -> Model:
         weights,
         config.ropes(),
         lambda path: WeightsDigest(resolve(path, cache_dir())),
+        embedding_habits(files.path, config, opened),
     )
 
 
@@ -209,6 +215,7 @@ def build_engine(model: Model, config: EngineConfig, memory_bytes: int | None, m
         text=text,
         masks=masks,
         identity=model.tier_identity(config),
+        generates=not model.embedding.only,
     )
 
 

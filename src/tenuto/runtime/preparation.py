@@ -42,6 +42,8 @@ class Preparer:
         else:
             generate = _generates(command)
             prompt = self._prompt(command, basis, generate=generate)
+            if command.params.pooling is not None:
+                prompt = self._with_end(prompt)
             prepared = self._renderer.prepare(
                 basis, prompt, generate=generate, tools=command.tools, variables=command.variables
             )
@@ -76,6 +78,12 @@ class Preparer:
         else:
             prompt = parse_input(command.input, tokenizer, room, basis.last_token)
         return self._without_bos(prompt) if leaves_out else prompt
+
+    def _with_end(self, prompt: Prompt) -> Prompt:
+        """Appends the token that the model expects behind a text to be embedded."""
+        if self._tokenizer is None or self._tokenizer.end_id is None or not prompt.text:
+            return prompt
+        return replace(prompt, tokens=(*prompt.tokens, self._tokenizer.end_id))
 
     def _without_bos(self, prompt: Prompt) -> Prompt:
         tokenizer = self._tokenizer

@@ -380,6 +380,7 @@ def _description(model: Model, engine: Engine) -> ModelView:
         has_text=tokenizer is not None,
         has_chat=model.chat is not None,
         habits=model.chat.habits if model.chat is not None else ModelHabits(),
+        embedding=model.embedding,
         pid=os.getpid(),
         config=engine.config,
     )

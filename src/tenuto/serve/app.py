@@ -28,11 +28,13 @@ from tenuto.serve.metrics import Metrics
 from tenuto.serve.native import sessions as native_sessions
 from tenuto.serve.native import turns as native_turns
 from tenuto.serve.openai import conversation_routes as openai_conversations
+from tenuto.serve.openai import embeddings as openai_embeddings
 from tenuto.serve.openai import llama_cpp
 from tenuto.serve.openai import response_inputs as openai_inputs
 from tenuto.serve.openai import response_routes as openai_responses
 from tenuto.serve.openai import routes as openai
 from tenuto.serve.openai import tokens as openai_tokens
+from tenuto.serve.sglang import encode as sglang_encode
 from tenuto.serve.sglang import routes as sglang
 from tenuto.serve.sglang import server as sglang_server
 from tenuto.serve.shared.bodies import LARGE, TEXTS, Structure
@@ -74,10 +76,12 @@ def build_app(edge: Edge, metrics: Metrics) -> FastAPI:
         native_turns,
         sglang,
         sglang_server,
+        sglang_encode,
         openai,
         openai_responses,
         openai_inputs,
         openai_conversations,
+        openai_embeddings,
         anthropic,
         anthropic_batches,
         openai_tokens,

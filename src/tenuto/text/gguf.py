@@ -51,6 +51,7 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
         bos_id=bos,
         eos_ids=tuple(dict.fromkeys(i for i in ends if i is not None)),
         adds_bos=bool(meta.get("tokenizer.ggml.add_bos_token", opens)),
+        end_id=ends[0] if meta.get("tokenizer.ggml.add_eos_token") else None,
         chat_template=meta.get("tokenizer.chat_template", meta.get("tokenizer.chat_template.tool_use")),
         tool_template=meta.get("tokenizer.chat_template.tool_use"),
         blanks=blanks,

@@ -36,6 +36,7 @@ def tokenizer_from_directory(path: Path) -> Tokenizer:
         bos_id=bos_id,
         eos_ids=eos_ids,
         adds_bos=bos_id is not None and _adds_bos(backend, bos_id, config.get("add_bos_token")),
+        end_id=_end_id(backend, config),
         chat_template=usual,
         tool_template=with_tools,
     )
@@ -95,6 +96,15 @@ def _adds_bos(backend: tokenizers.Tokenizer, bos_id: int, configured: object) ->
         return configured
     first: list[int] = backend.encode("a", add_special_tokens=True).ids[:1]
     return first == [bos_id]
+
+
+def _end_id(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> int | None:
+    """Returns the token that the post-processor puts behind a text, or, with `add_eos_token`, the end token."""
+    plain: list[int] = backend.encode("a", add_special_tokens=False).ids
+    whole: list[int] = backend.encode("a", add_special_tokens=True).ids
+    if len(whole) > len(plain) and whole[-len(plain) :] != plain:
+        return whole[-1]
+    return _token_id(backend, config.get("eos_token")) if config.get("add_eos_token") is True else None
 
 
 def _read_json(file: Path) -> dict[str, Any]:

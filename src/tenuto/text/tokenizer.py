@@ -32,6 +32,7 @@ class Tokenizer:
         bos_id: int | None = None,
         eos_ids: tuple[int, ...] = (),
         adds_bos: bool = False,
+        end_id: int | None = None,
         chat_template: str | None = None,
         tool_template: str | None = None,
         blanks: Blanks | None = None,
@@ -56,6 +57,8 @@ class Tokenizer:
         """Tokens that end an answer. Templates see the first as `eos_token`."""
         self.adds_bos = adds_bos
         """Whether a prompt that is not rendered by a chat template must start with `bos_id`. `encode` never adds it."""
+        self.end_id = end_id
+        """The token that ends a text to be embedded, if the model expects one. `encode` never adds it."""
         self.chat_template = chat_template
         """The Jinja source of the model's chat template, if it has one."""
         self.tool_template = tool_template
