@@ -28,7 +28,7 @@ def test_a_decoder_without_such_files_has_the_usual_habits(tmp_path: Path) -> No
 
 def test_the_files_of_sentence_transformers_set_pooling_norm_and_prompts(tmp_path: Path) -> None:
     save_embedding_model(tmp_path / "usual", default="query")
-    usual = EmbeddingHabits(48, "last", prompts=tuple(PROMPTS.items()), default="query", only=True)
+    usual = EmbeddingHabits(48, "last", prompts=tuple(PROMPTS.items()), default="query", declared=True, only=True)
     assert habits(tmp_path / "usual") == usual
     mean = {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}
     save_embedding_model(tmp_path / "mean", pooling=mean, modules=MODULES[:2], is_matryoshka=True)

@@ -172,6 +172,11 @@ BODIES: dict[str, dict[str, object]] = {
     "/embeddings": {"input": "a"},
     "/embedding": {"content": "a"},
     "/encode": {"text": "a"},
+    **{
+        path: {"query": "a", "documents": ["b"]}
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank", "/reranking", "/v1/reranking")
+    },
+    **{path: {"text_1": "a", "text_2": "b"} for path in ("/score", "/v1/score")},
     "/v1/completions": {"model": "witness", "prompt": "a"},
     "/v1/chat/completions": {"model": "witness", "messages": [{"role": "user", "content": "a"}]},
     "/chat/completions": {"model": "witness", "messages": [{"role": "user", "content": "a"}]},

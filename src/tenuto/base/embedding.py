@@ -12,7 +12,8 @@ class EmbeddingHabits:
     """How a model's inputs become embeddings: vectors of `width` numbers, pooled as `pooling` says, and scaled to
     length 1 if `normalized`. `shorter`: smaller numbers of dimensions to which it was trained to be cut (Matryoshka
     embeddings, arXiv:2205.13147); `None`: any. `prompts`: texts to put before others, by name, of which `default` is
-    used if none is named. `only`: the model has no output matrix, so that it generates nothing."""
+    used if none is named. `declared`: the files describe embeddings. `only`: the model has no output matrix, so that it
+    generates nothing."""
 
     width: int
     pooling: Pooling = "last"
@@ -20,4 +21,5 @@ class EmbeddingHabits:
     shorter: tuple[int, ...] | None = ()
     prompts: tuple[tuple[str, str], ...] = ()
     default: str = ""
+    declared: bool = False
     only: bool = False

@@ -27,8 +27,8 @@ def embedding_habits(path: Path, config: ModelConfig, opened: GgufFile | None) -
     would go through modules that we do not have."""
     if opened is not None:
         architecture = opened.metadata.get("general.architecture")
-        kind = _GGUF_TYPES.get(opened.metadata.get(f"{architecture}.pooling_type"), "last")
-        return EmbeddingHabits(config.hidden, kind)
+        kind = _GGUF_TYPES.get(opened.metadata.get(f"{architecture}.pooling_type"))
+        return EmbeddingHabits(config.hidden, kind or "last", declared=kind is not None)
     settings = Settings(read_json(path / "config.json"), path / "config.json")
     sizes = tuple(settings.numbers("matryoshka_dimensions"))
     any_size = settings.get("is_matryoshka", bool, default=False) and not sizes
@@ -39,7 +39,14 @@ def embedding_habits(path: Path, config: ModelConfig, opened: GgufFile | None) -
     prompts, default = _prompts(path)
     pooling = _pooling(path, modules.get("Pooling"), prompted=bool(prompts))
     return EmbeddingHabits(
-        config.hidden, pooling, "Normalize" in modules, shorter, tuple(prompts.items()), default, config.headless
+        config.hidden,
+        pooling,
+        "Normalize" in modules,
+        shorter,
+        tuple(prompts.items()),
+        default,
+        declared=True,
+        only=config.headless,
     )
 
 

@@ -30,6 +30,7 @@ from tenuto.serve.native import turns as native_turns
 from tenuto.serve.openai import conversation_routes as openai_conversations
 from tenuto.serve.openai import embeddings as openai_embeddings
 from tenuto.serve.openai import llama_cpp
+from tenuto.serve.openai import rerank as openai_rerank
 from tenuto.serve.openai import response_inputs as openai_inputs
 from tenuto.serve.openai import response_routes as openai_responses
 from tenuto.serve.openai import routes as openai
@@ -82,6 +83,7 @@ def build_app(edge: Edge, metrics: Metrics) -> FastAPI:
         openai_inputs,
         openai_conversations,
         openai_embeddings,
+        openai_rerank,
         anthropic,
         anthropic_batches,
         openai_tokens,

@@ -63,6 +63,20 @@ def test_vectors_are_those_of_transformers(served: tuple[Server, PreTrainedModel
         near(short, cut / np.linalg.norm(cut))
 
 
+def test_its_relevance_is_the_cosine_of_prompted_queries_and_documents(served: Any) -> None:
+    server, decoder, directory = served
+    query = expected(decoder, directory, PROMPTS["query"] + "what is a plum?")
+    wanted = [float(query @ expected(decoder, directory, text)) for text in TEXTS]
+    with server.client() as http:
+        answer = (
+            http.post("/v1/rerank", json={"query": "what is a plum?", "documents": TEXTS}).raise_for_status().json()
+        )
+        found = {entry["index"]: entry["relevance_score"] for entry in answer["results"]}
+        assert [found[index] for index in range(len(TEXTS))] == pytest.approx(wanted, abs=0.02)
+        scores = http.post("/score", json={"text_1": "what is a plum?", "text_2": TEXTS}).raise_for_status().json()
+        assert [entry["score"] for entry in scores["data"]] == pytest.approx([found[i] for i in range(4)], abs=1e-5)
+
+
 def test_what_the_model_does_not_allow_is_refused(served: tuple[Server, PreTrainedModel, Path]) -> None:
     server, _, _ = served
     with server.client() as http:

@@ -80,7 +80,7 @@ async def embed(
             told = before + given if isinstance(given, str) else given
             yield StartTurn(kind="turn", tenant=tenant.name, limits=tenant.limits, input=told, params=params)
 
-    turns = await _run(edge, tenant, starts(), len(inputs))
+    turns = await run_all(edge, tenant, starts(), len(inputs))
     usages = [turn.result.usage for turn in turns if turn.result is not None]
     vectors = np.stack([np.frombuffer(turn.reply().vector, "<f4") for turn in turns])
     if dimensions is not None:
@@ -132,9 +132,9 @@ def _prompt(habits: EmbeddingHabits, name: str | None) -> str:
     return prompts.get(chosen, "")
 
 
-async def _run(edge: Edge, tenant: Tenant, requests: Iterator[StartTurn], count: int) -> list[LiveTurn]:
-    """Runs turns, at most `TURNS_AT_ONCE` and no more than the tenant may have open at a time. Returns them in order
-    once all are committed."""
+async def run_all(edge: Edge, tenant: Tenant, requests: Iterator[StartTurn], count: int) -> list[LiveTurn]:
+    """Runs `count` turns, at most `TURNS_AT_ONCE` and no more than the tenant may have open at a time. Returns them in
+    order once all are committed. If cancelled, or if one fails, this leaves no turn behind."""
     at_once = min(count, TURNS_AT_ONCE, tenant.limits.turns or TURNS_AT_ONCE)
     turns: dict[int, LiveTurn] = {}
     numbered, tokens = enumerate(requests), 0

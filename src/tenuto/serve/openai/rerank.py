@@ -1,0 +1,114 @@
+"""Routes that score documents by their relevance to a query, as vLLM, llama.cpp, Jina and Cohere have them."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+
+from tenuto.base.errors import InvalidRequest
+from tenuto.serve.openai.schemas import Generation
+from tenuto.serve.shared.bodies import JsonRoute
+from tenuto.serve.shared.edge import Caller, EdgeOf
+from tenuto.serve.shared.embeddings import MAX_INPUTS, Texts
+from tenuto.serve.shared.objects import NOTHING, ForeignObject
+from tenuto.serve.shared.relevance import Relevance, relevance
+from tenuto.serve.shared.schemas import REFUSALS
+from tenuto.serve.shared.sse import while_connected
+from tenuto.serve.shared.turn_request import TurnRequest
+
+router = APIRouter(route_class=JsonRoute, tags=["relevance"])
+
+IGNORED = frozenset({"user", "request_id", "max_chunks_per_doc", "use_activation"})
+NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("truncate_prompt_tokens", "max_tokens_per_doc"), (None,)),
+    **dict.fromkeys(("mm_processor_kwargs", "rank_fields"), NOTHING),
+    "priority": (None, 0),
+}
+
+
+class Document(ForeignObject):
+    """A document as an object."""
+
+    text: str
+
+
+class Relevant(ForeignObject, TurnRequest):
+    """The fields that both kinds of request share."""
+
+    too_long = Generation.too_long
+    ignored = IGNORED
+    not_supported = NOT_SUPPORTED
+
+    model: str | None = Field(None, description="If given, a name listed by `/v1/models`, or `default`.")
+    instruction: str | None = Field(None, description="The task that a model is asked about, if it is asked.")
+
+
+class RerankBody(Relevant):
+    """A query and the documents to put in order."""
+
+    input_field = "documents"
+
+    query: str
+    documents: Annotated[list[str | Document], Field(fail_fast=True, max_length=MAX_INPUTS)]
+    top_n: int | None = Field(None, ge=0, description="Answer with so many of the best; 0 means all.")
+    return_documents: bool | None = Field(None, description="Repeat the documents in the answer; true if not given.")
+
+
+class ScoreBody(Relevant):
+    """Pairs to score: one text and one or several others, or as many of each."""
+
+    input_field = "text_2"
+
+    text_1: str | Texts
+    text_2: str | Texts
+
+
+@router.post("/rerank", responses=REFUSALS)
+@router.post("/v1/rerank", responses=REFUSALS)
+@router.post("/v2/rerank", responses=REFUSALS)
+@router.post("/reranking", responses=REFUSALS)
+@router.post("/v1/reranking", responses=REFUSALS)
+async def rerank(edge: EdgeOf, tenant: Caller, body: RerankBody, request: Request) -> dict[str, Any]:
+    """Puts documents in the order of their relevance to a query."""
+    edge.check_model(body.model)
+    texts = [each if isinstance(each, str) else each.text for each in body.documents]
+    with body.naming(edge.model.context_length):
+        work = relevance(edge, tenant, [(body.query, text) for text in texts], body.instruction)
+        found = await while_connected(request, work)
+    best = sorted(range(len(texts)), key=lambda index: -found.scores[index])[: body.top_n or None]
+    results = [
+        {"index": index, "relevance_score": found.scores[index]}
+        | ({} if body.return_documents is False else {"document": {"text": texts[index]}})
+        for index in best
+    ]
+    named = {"id": f"rerank-{secrets.token_hex(16)}", "object": "list", "model": edge.served_name}
+    return {**named, "usage": _usage(found), "results": results}
+
+
+@router.post("/score", responses=REFUSALS)
+@router.post("/v1/score", responses=REFUSALS)
+async def score(edge: EdgeOf, tenant: Caller, body: ScoreBody, request: Request) -> dict[str, Any]:
+    """Scores pairs of texts, of a query and a document."""
+    edge.check_model(body.model)
+    first, second = ([each] if isinstance(each, str) else each for each in (body.text_1, body.text_2))
+    if len(first) == 1:
+        first = first * len(second)
+    if len(first) != len(second):
+        raise InvalidRequest(
+            f"text_2 has {len(second)} texts; allowed: {len(first)}, as many as text_1", param="text_2"
+        )
+    with body.naming(edge.model.context_length):
+        found = await while_connected(
+            request, relevance(edge, tenant, [*zip(first, second, strict=True)], body.instruction)
+        )
+    data = [{"index": index, "object": "score", "score": each} for index, each in enumerate(found.scores)]
+    named = {"id": f"score-{secrets.token_hex(16)}", "object": "list", "created": int(time.time())}
+    return {**named, "model": edge.served_name, "data": data, "usage": _usage(found)}
+
+
+def _usage(found: Relevance) -> dict[str, int]:
+    return {"prompt_tokens": found.tokens, "total_tokens": found.tokens}
