@@ -30,8 +30,9 @@ from tenuto.base.wire.messages import (
 )
 from tenuto.engine.engine import Engine
 from tenuto.engine.turn_operations import TurnOperations
-from tenuto.runtime.intake import SHORT_INPUT, size_of
+from tenuto.runtime.intake import SHORT_INPUT
 from tenuto.runtime.lanes import LONG as LONG_INPUT
+from tenuto.runtime.preparation import size_of
 from tenuto.serve.shared.turns import Turns
 from tenuto.session.turn import Turn
 from tenuto.text.tokenizer import Tokenizer

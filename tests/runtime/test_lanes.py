@@ -68,14 +68,14 @@ def test_a_small_grammar_does_not_wait_for_large_ones_nor_text_for_grammars() ->
 
 
 def test_stop_expressions_are_compiled_and_refused_before_the_engine_gets_the_turn() -> None:
-    preparer = Preparer(None, None, None)  # type: ignore[arg-type] # which it does not ask
+    preparer = Preparer(None, None, None, 64)  # type: ignore[arg-type] # which it does not ask
     start = StartTurn(kind="turn", tenant="", input=[1], params=TurnParams(stop_regex=("(",)))
     with pytest.raises(InvalidRequest, match="stop_regex"):
         preparer.prepare(start, Basis.opening(100))
 
 
 def test_only_a_grammar_not_yet_compiled_counts_as_work_for_its_lane() -> None:
-    preparer = Preparer(None, None, compiler())  # type: ignore[arg-type] # which it does not ask
+    preparer = Preparer(None, None, compiler(), 64)  # type: ignore[arg-type] # which it does not ask
     for grammar, characters in ((Grammar("regex", "only here[a-z]"), 14), (Grammar("json_object"), 1)):
         start = StartTurn(kind="turn", tenant="", params=TurnParams(grammar=grammar))
         compiler()._compiled._kept.pop(grammar, None)

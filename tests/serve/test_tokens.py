@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tenuto.runtime.preparation import MAX_COUNTED
 from tenuto.serve.openai.tokens import PIECE
 
 
@@ -54,6 +55,21 @@ def test_more_tokens_than_fit_a_context_are_returned_and_counted(http: httpx.Cli
     assert "".join(told["token_strs"]) == text
     assert post(http, "/detokenize", tokens=told["tokens"])["text"] == text
     assert post(http, "/tokenize", prompt="")["tokens"] == []
+
+
+def test_input_much_longer_than_a_context_is_refused_before_it_is_encoded(http: httpx.Client) -> None:
+    text = "a" * MAX_COUNTED
+    assert post(http, "/tokenize", prompt=text)["count"] == len(text)
+    long = {"role": "user", "content": f"{text}a"}
+    for path, body in (
+        ("/tokenize", {"prompt": f"{text}a"}),
+        ("/tokenize", {"messages": [long]}),
+        ("/v1/messages/count_tokens", {"model": "witness", "messages": [long]}),
+        ("/v1/responses/input_tokens", {"model": "witness", "input": [long]}),
+    ):
+        told = http.post(path, json=body)
+        assert told.status_code == 400
+        assert f"allowed where it is only tokenized: {MAX_COUNTED}" in told.text
 
 
 @pytest.mark.parametrize("body", [{}, {"prompt": "a", "messages": []}, {"prompt": 7}, {"model": "x", "prompt": "a"}])

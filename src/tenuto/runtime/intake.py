@@ -12,7 +12,6 @@ from itertools import count
 from typing import Any
 
 from tenuto.base.errors import NotFound, SessionClosed, TenutoError, TurnAborted
-from tenuto.base.turns import Message, TurnInput
 from tenuto.base.views import SessionInfo, SessionKey, Ticket
 from tenuto.base.wire.messages import Draft, StartTurn
 from tenuto.engine.engine import Engine
@@ -20,7 +19,7 @@ from tenuto.engine.thread.dispatcher import Dispatcher
 from tenuto.engine.thread.loop import EngineLoop, Subscriber
 from tenuto.engine.thread.rendering import Basis, Outdated, Prepared
 from tenuto.runtime.lanes import LONG, Lane, Lanes
-from tenuto.runtime.preparation import Preparer
+from tenuto.runtime.preparation import Preparer, size_of
 from tenuto.session.session import Session
 
 log = logging.getLogger("tenuto.runtime")
@@ -231,16 +230,6 @@ class Intake:
                 self._returned[item.session].discard(item.number)
                 if not self._returned[item.session]:
                     del self._returned[item.session]
-
-
-def size_of(given: TurnInput) -> int:
-    """Returns the number of characters of text or messages, or the number of token ids. Each message adds a small
-    overhead."""
-    if isinstance(given, str):
-        return len(given)
-    if given and isinstance(given[0], Message):
-        return sum(part.size for part in given if isinstance(part, Message))
-    return len(given)
 
 
 def _require_wanted(item: Input) -> None:

@@ -6,7 +6,9 @@ from array import array
 from dataclasses import replace
 
 from tenuto.base.checks import MAX_COUNT
+from tenuto.base.errors import ContextExceeded
 from tenuto.base.options import TurnParams
+from tenuto.base.turns import Message, TurnInput
 from tenuto.base.wire.messages import Draft, StartTurn, Tokenize
 from tenuto.engine.thread.rendering import Basis, Prepared, Renderer
 from tenuto.text.grammars import GrammarCompiler
@@ -14,14 +16,27 @@ from tenuto.text.patterns import stop_patterns
 from tenuto.text.prompt import Prompt, parse_input
 from tenuto.text.tokenizer import Tokenizer
 
+MAX_COUNTED = 2**20
+"""Maximum number of characters of input that is tokenized but not computed, for contexts of up to 2^17 tokens. Encoding
+a character takes about 150 bytes of memory."""
+CHARACTERS_A_TOKEN = 8
+"""The same for each token of longer contexts."""
+
 
 class Preparer:
     """Parses, encodes and renders the input of commands, and compiles their grammars."""
 
-    def __init__(self, renderer: Renderer, tokenizer: Tokenizer | None, grammars: GrammarCompiler | None) -> None:
+    def __init__(
+        self,
+        renderer: Renderer,
+        tokenizer: Tokenizer | None,
+        grammars: GrammarCompiler | None,
+        context_length: int,
+    ) -> None:
         self._renderer = renderer
         self._tokenizer = tokenizer
         self._grammars = grammars
+        self._counted = max(MAX_COUNTED, CHARACTERS_A_TOKEN * context_length)
 
     def to_compile(self, command: StartTurn | Draft) -> int:
         """Returns the number of characters of the command's grammar if it must still be compiled, otherwise 0."""
@@ -53,7 +68,12 @@ class Preparer:
         return prepared._replace(constraint=self._grammars.constraint(grammar))
 
     def tokens(self, request: Tokenize) -> array[int]:
-        """Returns the tokens of a `Tokenize` request. Raises the errors of `Renderer.prepare`."""
+        """Returns the tokens of a `Tokenize` request. Raises `ContextExceeded` and the errors of `Renderer.prepare`."""
+        size = size_of(request.input) + len(request.tools.source) + len(request.variables.source)
+        if size > self._counted:
+            raise ContextExceeded(
+                f"the input has {size} characters; allowed where it is only tokenized: {self._counted}"
+            )
         start = StartTurn(
             kind="turn",
             tenant="",
@@ -90,6 +110,16 @@ class Preparer:
         if tokenizer is None or not tokenizer.adds_bos or prompt.tokens[:1] != (tokenizer.bos_id,):
             return prompt
         return replace(prompt, tokens=prompt.tokens[1:])
+
+
+def size_of(given: TurnInput) -> int:
+    """Returns the number of characters of text or messages, or the number of token ids. Each message adds a small
+    overhead."""
+    if isinstance(given, str):
+        return len(given)
+    if given and isinstance(given[0], Message):
+        return sum(part.size for part in given if isinstance(part, Message))
+    return len(given)
 
 
 def _generates(command: StartTurn) -> bool:

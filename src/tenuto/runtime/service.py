@@ -49,12 +49,12 @@ from tenuto.engine.thread.dispatcher import Dispatcher
 from tenuto.engine.thread.journaling import JournalWriter
 from tenuto.engine.thread.loop import EngineLoop
 from tenuto.engine.thread.rendering import Renderer
-from tenuto.runtime.intake import Input, Intake, size_of
+from tenuto.runtime.intake import Input, Intake
 from tenuto.runtime.lanes import Lanes
 from tenuto.runtime.loaded_model import LoadedModel
 from tenuto.runtime.models import Model, build_engine, load_model, memory_bytes, server_budget
 from tenuto.runtime.outbox import Outbox
-from tenuto.runtime.preparation import Preparer
+from tenuto.runtime.preparation import Preparer, size_of
 from tenuto.runtime.session_files import SessionFiles
 from tenuto.runtime.texts import Texts
 from tenuto.session.journal import Journal
@@ -113,7 +113,7 @@ class Service:
             self._writer.start(self._loop.wake)
         self._loaded = LoadedModel(model, config, self._loop, self._dispatcher)
         self._session_files = SessionFiles(self._loaded, self._loop, self._dispatcher, engine.states)
-        self._preparer = Preparer(self._renderer, model.tokenizer, model.grammars())
+        self._preparer = Preparer(self._renderer, model.tokenizer, model.grammars(), config.context_length)
         self._intake = Intake(self._dispatcher, self._preparer, self._loop, self._lanes)
 
     def close(self) -> None:
