@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -232,6 +233,18 @@ def test_closing_a_session_compares_it_with_a_few_of_those_with_the_same_beginni
         stage.engine.sessions.close(f"s{i}")
     assert len(stage.engine.registry.prefixes) == 60
     assert index.compared - before == 60 * MAX_COMPARED
+
+
+def test_a_lookup_looks_for_few_pages_of_a_long_prompt() -> None:
+    stage = make(units=2000, context_length=5000, token_budget=1000)
+    known = list(stage.told("s", 400 * PAGE).history)
+    index, session = stage.engine.prefixes, stage.open("other")
+    for common in (*range(0, 400 * PAGE, 37 * PAGE + 1), len(known)):
+        before = index.looked
+        index._hashes.pop(session, None)
+        found = index.find(session, array("i", [*known[:common], *[9999] * 400]), 0)
+        assert (found[1] if found is not None else 0) == (min(common, len(known) - 1) if common >= PAGE else 0)
+        assert index.looked - before <= 2 * (common // PAGE + 2).bit_length() + 2
 
 
 def test_a_draft_is_computed_although_closed_sessions_have_filled_memory() -> None:

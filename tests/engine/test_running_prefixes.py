@@ -9,6 +9,7 @@ import pytest
 from tenuto.base.groups import Kind
 from tenuto.base.turns import EndReason
 from tenuto.engine.sharing import Sharing
+from tenuto.session import prefixes
 from tenuto.session.turn import Turn
 from tests.engine.stage import (
     FULL,
@@ -277,3 +278,18 @@ def test_the_prompt_of_a_waiting_turn_is_not_read_again_at_every_step(monkeypatc
     assert not waiting.running
     assert max(read, default=0) <= PAGE
     stage.play()
+
+
+@pytest.mark.parametrize("alike", [2, 30])
+def test_a_lookup_compares_a_bounded_number_of_tokens(monkeypatch: pytest.MonkeyPatch, alike: int) -> None:
+    monkeypatch.setattr(prefixes, "MAX_COMMON", 4 * len(COMMON))
+    stage = make(max_running=32, token_budget=40)
+    for number in range(alike):
+        ask(stage, number, number)
+    stage.step()
+    running = stage.engine.sharing._running
+    turn, before = ask(stage, alike, 99), running.common
+    assert [common for _, common in running.alike(turn, turn.tokens(0, 120))] == [120] * min(alike, 4)
+    assert running.common == before + 120 * min(alike, 4)
+    stage.play()
+    assert right(turn, 99)

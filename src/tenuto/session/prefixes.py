@@ -6,6 +6,8 @@ from array import array
 from collections.abc import Iterator
 from itertools import islice
 
+import numpy as np
+
 from tenuto.base.checks import MAX_COUNT
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
@@ -14,14 +16,20 @@ NEVER_FULL = MAX_COUNT + 1
 """A page size with which an index stays empty: no sequence has as many tokens."""
 MAX_COMPARED = 8
 """The most sessions found by one page whose tokens are compared."""
+MAX_COMMON = 2**18
+"""A lookup stops comparing running prompts once they have had this many tokens in common with it, all together, which
+takes about 0.1 ms. Otherwise the starts of many long prompts that are alike would take quadratic time."""
+PIECE = 2**13
+"""The number of tokens that are compared at once."""
 
 
 class PrefixIndex:
     """Finds the session of a tenant whose memory has the longest common prefix with given tokens.
 
-    A page of `page_size` tokens is found by the hash of its tokens and all tokens before it. So a lookup follows a
-    sequence page by page, from the first, until no session has the next page. Sessions found are compared token by
-    token: a collision of hashes only costs a hit.
+    A page of `page_size` tokens is found by the hash of its tokens and all tokens before it. A session that has a page
+    has all pages before it, so a lookup finds the last page of a sequence that another session has by bisection, in
+    steps that grow from its first page on. Sessions found are compared token by token: a collision of hashes only costs
+    a hit.
 
     Invariant: a session is entered under the hashes of its first `_entered[session]` pages, all of which are in its
     memory; `_hashes[session]` begins with these hashes and may have more. `_kept` has the kept closed sessions, by the
@@ -35,6 +43,7 @@ class PrefixIndex:
         self._entered: dict[Session, int] = {}
         self._kept: dict[int, dict[Session, None]] = {}
         self.hashed = 0  # total number of pages hashed: a measure of work
+        self.looked = 0  # total number of pages looked for: a measure of work
         self.compared = 0  # total number of pairs of sessions compared: a measure of work
         self.version = 0  # raised whenever more can be found
 
@@ -116,12 +125,7 @@ class PrefixIndex:
         `session` continues, and the length of that prefix. `None` if the prefix is less than a page longer than
         `beyond`. Among a few sessions with equally many common pages, returns the one that can be resumed farthest.
         """
-        owners: dict[Session, None] = {}
-        for page in range(beyond // self.page_size, len(tokens) // self.page_size):
-            alike = self._owners.get(self._follow(session, tokens, page + 1)[page], {})
-            if next(_others(alike, session), None) is None:
-                break
-            owners = alike
+        owners = self._owners_of_most(session, tokens, beyond // self.page_size)
         best: tuple[int, int, Session] | None = None
         for other in islice(_others(owners, session), MAX_COMPARED):
             most = min(len(other.history), other.memory.computed)  # memory shared for its turn may exceed its history
@@ -129,6 +133,21 @@ class PrefixIndex:
             if best is None or (other.memory.resumable(length), length) > best[:2]:
                 best = other.memory.resumable(length), length, other
         return (best[2], best[1]) if best is not None and best[1] >= beyond + self.page_size else None
+
+    def _owners_of_most(self, session: Session, tokens: array[int], first: int) -> dict[Session, None]:
+        """Finds the last page of `tokens`, from page `first` on, that another session of the tenant has. Returns all
+        sessions that have it; empty if no page is found."""
+        owners: dict[Session, None] = {}
+        found, missing, step = first - 1, len(tokens) // self.page_size, 1
+        while found + 1 < missing:
+            page = found + min(step, (missing - found) // 2)
+            alike = self._owners.get(self._follow(session, tokens, page + 1)[page], {})
+            self.looked += 1
+            if next(_others(alike, session), None) is None:
+                missing = page
+            else:
+                owners, found, step = alike, page, 2 * step
+        return owners
 
     def first_page(self, session: Session, tokens: array[int]) -> int | None:
         """Returns the hash of the first page of the session's sequence `tokens`, or `None` if no page is full."""
@@ -152,6 +171,7 @@ class RunningPrompts:
         self._index = index
         self._turns: dict[int, dict[Turn, array[int]]] = {}  # by the hash of the first page
         self._hashes: dict[Turn, int] = {}
+        self.common = 0  # total number of common tokens found: a measure of work
 
     def __len__(self) -> int:
         return len(self._hashes)
@@ -181,11 +201,17 @@ class RunningPrompts:
 
     def alike(self, turn: Turn, tokens: array[int]) -> Iterator[tuple[Turn, int]]:
         """Yields running turns whose prompts have a common prefix with `tokens`, the sequence of `turn`, and its length
-        in tokens, not counting the last token of a prompt. Prefixes shorter than a page are left out."""
+        in tokens, not counting the last token of a prompt. Prefixes shorter than a page are left out, and so are the
+        turns that came last if the others' prefixes have `MAX_COMMON` tokens together."""
         first = self._index.first_page(turn.session, tokens)
+        most = self.common + MAX_COMMON
         for other, others in self._turns.get(first, {}).items() if first is not None else ():
+            if self.common >= most:
+                break
             if other is not turn and other.session.policy.tenant == turn.session.policy.tenant:
-                yield other, _common(others, tokens, min(len(others), len(tokens)))
+                common = _common(others, tokens, min(len(others), len(tokens)))
+                self.common += common
+                yield other, common
 
 
 def _others(owners: dict[Session, None], session: Session) -> Iterator[Session]:
@@ -203,9 +229,11 @@ def _common(first: array[int], second: array[int], most: int) -> int:
     """Returns the length of the common prefix, at most `most`."""
     low = 0
     while low < most:
-        step = min(4096, most - low)
-        if first[low : low + step] == second[low : low + step]:
-            low += step
-            continue
-        return low + next(i for i in range(step) if first[low + i] != second[low + i])
+        high = min(low + PIECE, most)
+        with memoryview(first)[low:high] as one, memoryview(second)[low:high] as other:
+            differs = np.frombuffer(one, np.intc) != np.frombuffer(other, np.intc)
+        place = int(differs.argmax())
+        if differs[place]:
+            return low + place
+        low = high
     return most

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -20,7 +21,7 @@ from tenuto.base.turns import Delta, EndReason
 from tenuto.base.views import Transition
 from tenuto.engine import auditor
 from tenuto.engine.engine import Engine
-from tenuto.engine.thread.loop import EngineLoop
+from tenuto.engine.thread.loop import COMMANDS_SECONDS, EngineLoop
 from tenuto.exec.witness import WitnessExecutor
 from tenuto.session.turn import Turn
 from tests.engine.thread import loops
@@ -255,6 +256,33 @@ def test_commands_that_issue_commands_do_not_keep_the_engine_from_its_steps(loop
                 break
     finally:
         stop.set()
+
+
+def test_running_turns_advance_between_commands_that_take_long_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    clock = engine.core.clock
+    assert isinstance(clock, SystemClock)
+    late = [0.0]
+    monkeypatch.setattr(clock, "now", lambda: late[0])
+    loop = EngineLoop(engine)
+    steps: list[int] = []
+    ready = threading.Event()
+
+    def command(engine: Engine) -> None:
+        late[0] += COMMANDS_SECONDS / 3.5
+        steps.append(engine.steps)
+
+    try:
+        loop.call(lambda engine: engine.sessions.open("s")).result()
+        begin(loop, LONG)[1].result(20)
+        loop.call(lambda _: ready.wait(20))  # until all commands have come
+        commands = [loop.call(command) for _ in range(40)]
+        ready.set()
+        for each in commands:
+            each.result(20)
+    finally:
+        loop.close()
+    assert max(Counter(steps).values()) == 4
 
 
 def test_events_carry_logprobs_of_their_tokens_and_those_of_the_input_once(loop: EngineLoop) -> None:

@@ -29,6 +29,8 @@ T = TypeVar("T")
 IDLE_SECONDS = 0.1
 """The interval at which an idle engine checks the clock, and so the precision of deadlines and idle timeouts."""
 
+COMMANDS_SECONDS = 0.02
+"""The time after which commands wait for the next step, so that thousands of them do not hold up running turns."""
 
 Subscriber = Callable[[Delta | TenutoError], None]
 """Called in the engine's thread with every delta of a turn, the last of which has its result, or with the error that
@@ -165,13 +167,16 @@ class EngineLoop:
         self._stop(stopped)
 
     def _obey(self, wait: float) -> bool:
-        """Runs the commands queued so far, waiting up to `wait` seconds for the first. Returns False to stop."""
+        """Runs the commands queued so far, waiting up to `wait` seconds for the first. Leaves the rest for later after
+        `COMMANDS_SECONDS` if there are turns. Returns False to stop the loop."""
         try:
             command = self._commands.get(timeout=wait) if wait else self._commands.get_nowait()
             waiting = self._commands.qsize()  # later commands wait for the next step
+            began = self._engine.now()
             while command is not None:
                 self._carry_out(command)
-                if waiting == 0:
+                late = self._engine.now() >= began + COMMANDS_SECONDS and not self._engine.idle
+                if waiting == 0 or late:
                     return True
                 waiting -= 1
                 command = self._commands.get_nowait()
