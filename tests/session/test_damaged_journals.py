@@ -11,6 +11,7 @@ import pytest
 
 from tenuto.base.errors import ConfigError
 from tenuto.base.options import Policy
+from tenuto.session import journal_rows
 from tenuto.session.journal import Journal
 from tenuto.session.journal_mending import Damage
 from tenuto.session.records import SavedSession
@@ -188,6 +189,17 @@ def test_a_damaged_session_is_set_aside_and_named_and_the_rest_continues(harm: s
     journal.write(talk.new_changes())  # its name is free
     assert len(list(journal.sessions())) == 6
     journal.close()
+
+
+def test_sessions_are_read_some_at_a_time_and_a_damaged_one_only_loses_itself(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = written(path)
+    monkeypatch.setattr(journal_rows, "TOGETHER", 2)
+    harmed_now(path, HARMS["tokens"], "DELETE FROM records WHERE session = 6")
+    found, damage = began(path)
+    assert found == [saved[number] for number in (0, 1, 3, 4)]
+    assert [each.name for each in present(damage).sessions] == [SESSIONS[2], SESSIONS[5]]
 
 
 def test_a_damaged_journal_is_kept_where_files_cannot_be_linked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,7 +221,7 @@ def test_a_journal_of_an_earlier_format_is_upgraded(talk: Journaled, path: Path)
     db.executescript(FORMAT_1)
     db.close()
     (saved,) = reopened(path)
-    assert (saved.session, saved.policy.priority, saved.tokens, saved.used) == ("s", 3, (1, 2), None)
+    assert (saved.session, saved.policy.priority, saved.tokens.tolist(), saved.used) == ("s", 3, [1, 2], None)
     for _ in range(2):
         journal = Journal(path, "tokens")
         assert next(journal.sessions()) == saved

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
 from random import Random
 
@@ -14,9 +15,10 @@ from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import EndReason
 from tenuto.base.views import SessionState
 from tenuto.memory.memory import Memory
-from tenuto.session import registry
+from tenuto.session import registry, tenants
 from tenuto.session.registry import MAX_ID_LENGTH, Registry
 from tenuto.session.session import Session
+from tenuto.session.tenants import FEW, Ids
 from tenuto.session.turn import Turn
 from tests.clock import ManualClock
 from tests.engine.stage import Stage
@@ -277,3 +279,26 @@ def test_an_idle_session_is_listed_once_to_leave_the_device() -> None:
     assert sessions.take_resting() == [session]
     assert not sessions.expired()
     assert not sessions.take_resting()
+
+
+@pytest.fixture(scope="module")
+def _few_are_many() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tenants, "MANY", 20)
+        yield
+
+
+@pytest.mark.usefixtures("_few_are_many")
+@given(st.lists(st.tuples(st.integers(0, 2 * FEW), st.lists(st.text(max_size=3), max_size=3), st.text(max_size=3))))
+def test_ids_stay_in_order_however_many_are_added_before_a_look(rounds: list[tuple[int, list[str], str]]) -> None:
+    ids, mirror = Ids(), set[str]()
+    for number, (more, gone, after) in enumerate(rounds):
+        for each in (f"{i * 7 % (more or 1)} {number}" for i in range(more)):
+            if each not in mirror:
+                ids.add(each)
+                mirror.add(each)
+        for each in [*gone, f"1 {number}"]:
+            if each in mirror:
+                ids.remove(each)
+                mirror.remove(each)
+        assert list(ids.after(after)) == sorted(each for each in mirror if each > after)

@@ -22,15 +22,20 @@ def a_missing_row_is_not_noticed() -> Any:
     """Row counts are not compared."""
 
     def make(original: Any) -> Any:
-        def tokens(self: rows.SessionRows, session: int) -> Any:
+        def histories(self: rows.SessionRows, numbers: list[int]) -> Any:
             self._checked = True
-            found = original(self, session)
+            found = original(self, numbers)
             self._checked = False
             return found
 
-        return tokens
+        return histories
 
-    return replaced(rows.SessionRows, "_tokens", make)
+    return replaced(rows.SessionRows, "_histories", make)
+
+
+def sessions_read_together_with_a_damaged_one_are_dropped() -> Any:
+    """They are not read again one by one."""
+    return replaced(rows.SessionRows, "_one_by_one", lambda original: lambda self, numbers: iter(()))
 
 
 def a_truncated_log_is_trusted() -> Any:
@@ -58,6 +63,7 @@ def a_damaged_session_leaves_no_trace() -> Any:
 FAULTS_OF_JOURNALS = (
     a_damaged_row_is_trusted,
     a_missing_row_is_not_noticed,
+    sessions_read_together_with_a_damaged_one_are_dropped,
     a_truncated_log_is_trusted,
     changes_after_damage_in_the_log_are_dropped,
     a_damaged_session_leaves_no_trace,

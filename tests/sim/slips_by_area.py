@@ -59,8 +59,8 @@ TIMERS = (
     Slip("engine.timers", "if turn is not None and turn.number == number and self._is_due(turn, timer, now):", "if turn is not None and self._is_due(turn, timer, now):"),
     Slip("engine.timers", "when >= turn.changed + self._draft_timeout", "when > turn.changed + self._draft_timeout"),
     Slip("engine.timers", "return drafting and turn.changed + self._draft_timeout <= now", "return turn.changed + self._draft_timeout <= now"),
-    Slip("session.registry", "idle = min(idle, max(0.0, session.policy.ttl - GRACE_SECONDS))", "pass"),
-    Slip("session.registry", "        session.last_turn_end = self._clock.now() - max(0.0, idle)\n        self._watched.pop(session.key, None)", "        session.last_turn_end = self._clock.now() - max(0.0, idle)"),
+    Slip("session.registry", "idle = min(idle, max(0.0, policy.ttl - GRACE_SECONDS))", "pass"),
+    Slip("session.registry", "self._clock.now() - max(0.0, idle), system)", "self._clock.now(), system)"),
     Slip("session.registry", "                self._resting.append(session)\n            self.watch(session)\n", "                self._resting.append(session)\n"),
     Slip("session.registry", "                session.rests = True\n", ""),
 )  # fmt: skip

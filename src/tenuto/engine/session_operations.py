@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 from tenuto.base.errors import InvalidRequest, Overloaded, SessionBusy, TenutoError
 from tenuto.base.options import Policy
@@ -36,9 +37,15 @@ class SessionOperations:
     def open(self, session_id: str | None = None, policy: Policy | None = None, system: str | None = None) -> Session:
         """Opens a session; `system` is the system message of its conversation. Raises `AlreadyExists`, `Overloaded` or
         `InvalidRequest`."""
-        session = self._registry.open(session_id, policy or Policy(), system)
+        return self._open(session_id, policy or Policy(), system)
+
+    def _open(
+        self, session_id: str | None, policy: Policy, system: str | None, *, idle: float = 0.0, journaled: bool = False
+    ) -> Session:
+        session = self._registry.open(session_id, policy, system, idle)
         self._counts.note("open")
-        self._lifecycle.note("open", session)
+        if not journaled:
+            self._lifecycle.note("open", session)
         return session
 
     @guarded
@@ -110,17 +117,21 @@ class SessionOperations:
         return session
 
     @guarded
-    def restore(self, saved: SavedSession) -> Session:
+    def restore(self, saved: SavedSession, *, journaled: bool = False) -> Session:
         """Opens a session that was saved by this engine or another; its history is computed again when needed. Its TTL
-        counts from `saved.used`, if that is known. A pinned session without room is opened unpinned. Raises the errors
-        of `open`, and `ContextExceeded` if it is longer than sessions may be here."""
-        self._gate.read(saved.tokens)
+        counts from `saved.used`, if that is known. A pinned session without room is opened unpinned. `journaled`: it
+        comes from the journal of this model's sessions, where it stays; its tokens were checked before they were
+        written. Raises the errors of `open`, and `ContextExceeded` if it is longer than sessions may be here."""
+        if not journaled:
+            self._gate.read(saved.tokens)
+        idle = self._clock.wall() - saved.used if saved.used is not None else 0.0
+        open_with = partial(self._open, saved.session, system=saved.system, idle=idle, journaled=journaled)
         try:
-            session = self.open(saved.session, saved.policy, saved.system)
+            session = open_with(policy=saved.policy)
         except Overloaded:
             if not saved.policy.pinned:
                 raise
-            session = self.open(saved.session, replace(saved.policy, pinned=False), saved.system)
+            session = open_with(policy=replace(saved.policy, pinned=False))
         try:
             self._gate.allowed(session, len(saved.tokens), 0)
         except TenutoError:
@@ -128,10 +139,9 @@ class SessionOperations:
             raise
         session.restore(saved)
         self._registry.note_length(session)
-        if saved.used is not None:
-            self._registry.age(session, self._clock.wall() - saved.used)
         self._counts.note("restore")
-        self._lifecycle.note("restore", session)
+        if not journaled:
+            self._lifecycle.note("restore", session)
         return session
 
     @staticmethod

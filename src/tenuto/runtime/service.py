@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from tenuto.base.config import EngineConfig, WorkerSettings, engine_config, user_path
 from tenuto.base.errors import ConfigError, TenutoError
 from tenuto.base.heap import give_back
+from tenuto.base.interpreter import without_collections
 from tenuto.base.tools.definitions import ModelHabits
 from tenuto.base.turns import Delta
 from tenuto.base.views import FoundTurn, KeptTurn, ModelView, RecordPage, SessionInfo, Ticket
@@ -345,15 +346,18 @@ def _log_damage(damage: Damage, journal: Path) -> None:
 
 
 def _restore(journal: Journal, engine: Engine) -> None:
-    count = 0
-    for saved in journal.sessions():
-        try:
-            engine.sessions.restore(saved)
-        except TenutoError as error:
-            raise ConfigError(f"session {saved.session!r} of {journal.path} does not fit here: {error}") from error
-        count += 1
-    engine.news.take_changes()  # they are in the journal
-    if (damage := journal.mend()) is not None:
+    with without_collections(), ThreadPoolExecutor(1) as beside:
+        found = list(journal.sessions())
+        count = len(found)
+        mended = beside.submit(journal.mend)  # SQLite checks the file without Python's lock
+        found.reverse()
+        while found:
+            saved = found.pop()
+            try:
+                engine.sessions.restore(saved, journaled=True)
+            except TenutoError as error:
+                raise ConfigError(f"session {saved.session!r} of {journal.path} does not fit here: {error}") from error
+    if (damage := mended.result()) is not None:
         _log_damage(damage, journal.path)
     if count:
         log.info("sessions restored", extra={"sessions": count, "journal": str(journal.path)})

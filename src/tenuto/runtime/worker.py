@@ -68,7 +68,7 @@ def _obey(payloads: Iterator[bytes | memoryview], service: Service | None, send:
             settings = msgspec.msgpack.decode(payload, type=WorkerSettings)
             configure_logs(settings.log_level)
             service = open_service(settings, send)
-            exempt_existing_objects()
+            exempt_existing_objects(collect=settings.journal is None)  # otherwise done before it was read
             log.info("engine started", extra={"model": settings.model})
             service.handle(Describe(call=0))
         else:

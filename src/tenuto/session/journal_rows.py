@@ -5,7 +5,8 @@ from __future__ import annotations
 import sqlite3
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ APPLICATION = 0x54454E55
 """The application id in the file's header (TENU), which distinguishes a journal from files of other programs."""
 UNSOUND = -1
 """The checksum of a row that was made from a damaged row."""
+TOGETHER = 100
+"""The number of sessions that are read at a time."""
 
 SCHEMA = """
 CREATE TABLE journal (
@@ -74,13 +77,25 @@ class DamagedSession:
     reason: str
 
 
+_encode = msgspec.msgpack.Encoder().encode
+_policies = msgspec.json.Decoder(Policy)
+
+
 class Unsound(Exception):
     """Raised if a row is damaged or missing."""
 
 
+_DAMAGE = (sqlite3.Error, Unsound, ValueError, TypeError, msgspec.MsgspecError, InvalidRequest)
+"""What reading a damaged row raises."""
+
+
 def checksum_of(*values: Value) -> int:
     """Returns the CRC-32 of values and their types."""
-    return zlib.crc32(msgspec.msgpack.encode(values))
+    return zlib.crc32(_encode(values))
+
+
+def _text(data: bytes | None) -> str:
+    return (data or b"").decode(errors="replace")
 
 
 def insert(db: sqlite3.Connection, table: str, row: tuple[Value, ...]) -> int | None:
@@ -88,9 +103,9 @@ def insert(db: sqlite3.Connection, table: str, row: tuple[Value, ...]) -> int | 
     return db.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", row).lastrowid
 
 
-def check(name: str, row: tuple[Value, ...], given: object) -> None:
+def check(name: str, row: Sequence[Value], given: object) -> None:
     """Raises `Unsound` unless `given` is the checksum of the row."""
-    if checksum_of(*row) != given:
+    if zlib.crc32(_encode(row)) != given:
         raise Unsound(f"a row of {name} is damaged")
 
 
@@ -105,7 +120,8 @@ class Header(NamedTuple):
 
 
 class SessionRows:
-    """Reads the sessions of a journal one by one, so that a damaged one affects no other.
+    """Reads the sessions of a journal so that a damaged one affects no other: many at a time, and one by one where that
+    fails.
 
     Rows of format 2 have no checksums and no counts.
     """
@@ -114,15 +130,30 @@ class SessionRows:
         self._db = db
         self._fingerprint = fingerprint
         self._checked = format_ >= 3  # the first with checksums
+        self._conversations: dict[bytes, Conversation] = {}  # decoded; most are equal
+        self._names: defaultdict[int, dict[tuple[str, str], None]] | None = None  # read once a session is damaged
         self.damaged: list[DamagedSession] = []
         self.sound: list[int] = []  # the numbers of sessions read without damage
 
     def read(self) -> Iterator[SavedSession]:
         """Yields all sound sessions, in the order in which they were opened, and adds the others to `damaged`."""
-        for number in sorted(self._numbers()):
+        numbers = sorted(self._numbers())
+        for first in range(0, len(numbers), TOGETHER):
+            some = numbers[first : first + TOGETHER]
             try:
-                saved = self._session(number)
-            except (sqlite3.Error, Unsound, ValueError, TypeError, msgspec.MsgspecError, InvalidRequest) as error:
+                found = self._sessions(some)
+            except _DAMAGE:
+                yield from self._one_by_one(some)
+            else:
+                self.sound += some
+                yield from found
+        self._conversations.clear()
+
+    def _one_by_one(self, numbers: list[int]) -> Iterator[SavedSession]:
+        for number in numbers:
+            try:
+                (saved,) = self._sessions([number])
+            except _DAMAGE as error:
                 self.damaged.append(DamagedSession(*self._name(number), str(error)))
             else:
                 self.sound.append(number)
@@ -138,9 +169,12 @@ class SessionRows:
         return Header(*row)
 
     def _numbers(self) -> set[int]:
-        """Returns the numbers of all sessions that any row mentions. A damaged page hides rows from some queries, but
-        not from all."""
-        found: set[int] = set()
+        """Returns the numbers of all sessions: those with a row, if there are as many as the journal counts, otherwise
+        those that any row mentions. A damaged page hides rows from some queries, but not from all."""
+        header = self.header() if self._checked else None
+        found = self._mentioned("SELECT id FROM sessions NOT INDEXED")
+        if header is not None and len(found) == header.sessions:
+            return found
         queries = [
             f"SELECT DISTINCT {column} FROM {table} ORDER BY {column} {order}"
             for table, column in (
@@ -151,67 +185,91 @@ class SessionRows:
             )
             for order in ("ASC", "DESC")
         ]
-        for query in (*queries, "SELECT id FROM sessions INDEXED BY sqlite_autoindex_sessions_1"):
-            with suppress(sqlite3.Error):
-                for (number,) in self._db.execute(query):
-                    if isinstance(number, int):
-                        found.add(number)
+        return found.union(
+            *map(self._mentioned, (*queries, "SELECT id FROM sessions INDEXED BY sqlite_autoindex_sessions_1"))
+        )
+
+    def _mentioned(self, query: str) -> set[int]:
+        """Returns the numbers that a query finds before it meets damage."""
+        found: set[int] = set()
+        with suppress(sqlite3.Error):
+            for (number,) in self._db.execute(query):
+                if isinstance(number, int):
+                    found.add(number)
         return found
 
     def _name(self, number: int) -> tuple[str, str]:
         """Returns tenant and name of a damaged session, from its row and from the index of names, which may differ."""
-        tenants, names = dict[str, None](), dict[str, None]()
-        for source in ("NOT INDEXED", "INDEXED BY sqlite_autoindex_sessions_1"):
-            with suppress(sqlite3.Error, ValueError):
-                query = f"SELECT tenant, name FROM sessions {source} WHERE +id = ?"
-                for tenant, name in self._db.execute(query, (number,)):
-                    tenants[str(tenant)] = names[str(name)] = None
-        return " or ".join(tenants), " or ".join(names) or f"number {number}"
+        if self._names is None:
+            self._names = defaultdict(dict)
+            columns = "id, CAST(tenant AS BLOB), CAST(name AS BLOB)"  # a damaged one may be no text
+            for source in ("NOT INDEXED", "INDEXED BY sqlite_autoindex_sessions_1"):
+                with suppress(sqlite3.Error):
+                    for found, tenant, name in self._db.execute(f"SELECT {columns} FROM sessions {source}"):
+                        self._names[found][_text(tenant), _text(name)] = None
+        tenants, names = zip(*self._names[number], strict=True) if number in self._names else ((), ())
+        return " or ".join(dict.fromkeys(tenants)), " or ".join(dict.fromkeys(names)) or f"number {number}"
 
-    def _session(self, number: int) -> SavedSession:
-        columns = SESSION + ", checksum" if self._checked else "id, tenant, name, policy, system, version, used"
-        query = f"SELECT {columns} FROM sessions NOT INDEXED WHERE id = ?"
-        row = self._db.execute(query, (number,)).fetchone()
-        if row is None:
+    def _sessions(self, numbers: list[int]) -> list[SavedSession]:
+        """Returns the sessions with these ascending numbers."""
+        columns = f"{SESSION}, checksum" if self._checked else "id, tenant, name, policy, system, version, used, 0"
+        query = f"SELECT {columns} FROM sessions NOT INDEXED WHERE id BETWEEN ? AND ? ORDER BY id"
+        rows = self._db.execute(query, (numbers[0], numbers[-1])).fetchall()
+        if [row[0] for row in rows] != numbers:
             raise Unsound("its row is missing")
-        if self._checked:
-            check("sessions", (self._fingerprint, *row[:-1]), row[-1])
-        _, _, name, policy, system, version, used, *counts = row[:10]
-        tokens, records = self._tokens(number), tuple(self._records(number))
-        results = tuple((key, turn) for _, _, key, turn in self._numbered("results", RESULT, number))
-        if self._checked and counts != [len(tokens), len(records), len(results)]:
-            raise Unsound("one of its rows is missing")
-        decoded = msgspec.json.decode(policy, type=Policy)
-        return SavedSession(name, decoded, system, version, tuple(tokens), records, results, used)
+        histories, records, results = self._histories(numbers), self._records(numbers), self._results(numbers)
+        found = []
+        for *row, own in rows:
+            number, _, name, policy, system, version, used, *counts = row
+            tokens, turns, kept = histories[number], records[number], results[number]
+            if self._checked:
+                check("sessions", (self._fingerprint, *row), own)
+                if counts != [len(tokens), len(turns), len(kept)]:
+                    raise Unsound("one of its rows is missing")
+            about = _policies.decode(policy)
+            found.append(SavedSession(name, about, system, version, tokens, tuple(turns), tuple(kept), used))
+        return found
 
-    def _tokens(self, session: int) -> array[int]:
-        tokens = array("i")
+    def _histories(self, numbers: list[int]) -> dict[int, array[int]]:
+        found: defaultdict[int, array[int]] = defaultdict(lambda: array("i"))
         sums = "history.checksum, pieces.checksum" if self._checked else "0, 0"
-        pieces = self._db.execute(
-            f"SELECT position, piece, length, {sums}, tokens FROM history JOIN pieces ON id = piece WHERE session = ? "
-            "ORDER BY position",
-            (session,),
+        query = (
+            f"SELECT session, position, piece, length, tokens, {sums} FROM history JOIN pieces ON id = piece "
+            "WHERE session BETWEEN ? AND ? ORDER BY session, position"
         )
-        for position, number, length, own, content, data in pieces:
+        rows = self._db.execute(query, (numbers[0], numbers[-1]))
+        for session, position, piece, length, data, own, content in rows:
             if self._checked:
-                check("history", (session, position, number, length, content), own)
+                check("history", (session, position, piece, length, content), own)
                 check("pieces", (data,), content)
-            piece = array("i", data)
-            if position != len(tokens) or length > len(piece):
-                raise Unsound(f"a piece at {position} with {len(piece)} tokens follows {len(tokens)} tokens")
-            tokens.extend(piece[:length])
-        return tokens
+            tokens = found[session]
+            if position != len(tokens) or not 0 <= 4 * length <= len(data):
+                raise Unsound(f"a piece at {position} with {len(data) // 4} tokens follows {len(tokens)} tokens")
+            tokens.frombytes(data[: 4 * length])
+        return found
 
-    def _records(self, session: int) -> Iterator[TurnRecord]:
-        for _, _, start, input_end, end, conversation, cut in self._numbered("records", RECORD, session):
-            about = msgspec.json.decode(conversation, type=Conversation) if conversation is not None else None
-            yield TurnRecord(start, input_end, end, about, bool(cut))
+    def _records(self, numbers: list[int]) -> dict[int, list[TurnRecord]]:
+        found: defaultdict[int, list[TurnRecord]] = defaultdict(list)
+        rows = self._numbered("records", RECORD, numbers)
+        for session, _, start, input_end, end, conversation, cut, _ in rows:
+            about = self._conversations.get(conversation)
+            if about is None and conversation is not None:
+                about = self._conversations[conversation] = msgspec.json.decode(conversation, type=Conversation)
+            found[session].append(TurnRecord(start, input_end, end, about, bool(cut)))
+        return found
 
-    def _numbered(self, table: str, columns: str, session: int) -> Iterator[tuple[Any, ...]]:
-        """Yields the rows of a session in the order of their numbers."""
-        given = "checksum" if self._checked else "0"
-        query = f"SELECT {columns}, {given} FROM {table} WHERE session = ? ORDER BY number"
-        for *row, checksum in self._db.execute(query, (session,)):
+    def _results(self, numbers: list[int]) -> dict[int, list[tuple[str, bytes]]]:
+        found: defaultdict[int, list[tuple[str, bytes]]] = defaultdict(list)
+        for _, session, key, turn, _ in self._numbered("results", RESULT, numbers):
+            found[session].append((key, turn))
+        return found
+
+    def _numbered(self, table: str, columns: str, numbers: list[int]) -> Iterator[tuple[Any, ...]]:
+        """Yields the rows of sessions, each session's in the order of their numbers, with
+        their checksums."""
+        own = "checksum" if self._checked else "0"
+        query = f"SELECT {columns}, {own} FROM {table} WHERE session BETWEEN ? AND ? ORDER BY session, number"
+        for row in self._db.execute(query, (numbers[0], numbers[-1])):
             if self._checked:
-                check(table, tuple(row), checksum)
-            yield tuple(row)
+                check(table, row[:-1], row[-1])
+            yield row

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from array import array
+from dataclasses import dataclass, field
+from itertools import chain
+
+import msgspec
+from msgspec.structs import replace
 
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.options import Policy
 from tenuto.base.wire.document import Conversation, SavedTurn, SessionDocument
 
 
-@dataclass(frozen=True, slots=True)
-class TurnRecord:
+class TurnRecord(msgspec.Struct, frozen=True, gc=False):
     """A committed turn in the history: input is tokens [start, input_end), output [input_end, end). `conversation`: the
     conversation up to its end; `None` if the turn was given as tokens and not as messages. `cut`: whether the history
     was cut inside its input."""
@@ -33,16 +36,20 @@ class SavedSession:
     policy: Policy
     system: str | None
     version: int
-    tokens: tuple[int, ...]
+    tokens: array[int]
     records: tuple[TurnRecord, ...]
     results: tuple[tuple[str, bytes], ...] = ()
     used: float | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         """Raises `InvalidRequest` if the records do not cover the tokens."""
-        bounds = [0, *(at for record in self.records for at in (record.start, record.input_end, record.end))]
-        gaps = any(before.end != after.start for before, after in pairwise(self.records))
-        if gaps or bounds != sorted(bounds) or bounds[:2] not in ([0], [0, 0]) or bounds[-1] != len(self.tokens):
+        covered = 0
+        for record in self.records:
+            if not covered == record.start <= record.input_end <= record.end:
+                covered = -1
+                break
+            covered = record.end
+        if covered != len(self.tokens):
             raise InvalidRequest(
                 f"session {self.session!r} cannot be restored: its records do not cover its {len(self.tokens)} tokens"
             )
@@ -71,14 +78,17 @@ class SavedSession:
 
     @classmethod
     def of(cls, document: SessionDocument, session: str, policy: Policy) -> SavedSession:
-        """Returns the session of a document, with this id and policy."""
-        tokens = chain.from_iterable(chain(turn.input, turn.output) for turn in document.turns)
+        """Returns the session of a document, with this id and policy. Raises `InvalidRequest`."""
+        try:
+            tokens = array("i", chain.from_iterable(chain(turn.input, turn.output) for turn in document.turns))
+        except OverflowError:
+            raise InvalidRequest(f"session {session!r} cannot be restored: a token id has more than 32 bits") from None
         records, end = [], 0
         for turn in document.turns:
             start, input_end = end, end + len(turn.input)
             end = input_end + len(turn.output)
             records.append(TurnRecord(start, input_end, end, turn.conversation, turn.cut))
-        return cls(session, policy, document.system, document.version, tuple(tokens), tuple(records))
+        return cls(session, policy, document.system, document.version, tokens, tuple(records))
 
 
 def cut_records(records: list[TurnRecord], position: int) -> list[TurnRecord]:

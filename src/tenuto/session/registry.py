@@ -76,9 +76,9 @@ class Registry:
             raise IllegalTransition(f"session {session_id} has no open turn")
         return turn
 
-    def open(self, session_id: str | None, policy: Policy, system: str | None = None) -> Session:
-        """Opens a new, empty session; `system` is the system message of its conversation. Raises `AlreadyExists`,
-        `Overloaded` or `InvalidRequest`."""
+    def open(self, session_id: str | None, policy: Policy, system: str | None = None, idle: float = 0.0) -> Session:
+        """Opens a new, empty session; `system` is the system message of its conversation. `idle`: for how many seconds
+        a restored one has been idle. Raises `AlreadyExists`, `Overloaded` or `InvalidRequest`."""
         if session_id is None:
             session_id = f"{self._random.getrandbits(96):024x}"
         if type(session_id) is not str or not session_id.isprintable() or not 0 < len(session_id) <= MAX_ID_LENGTH:
@@ -97,9 +97,13 @@ class Registry:
             self.pins.require(limit)
             self.pins.add(limit)
         memory = SessionMemory(self._memory, f"session {session_id}")
-        session = Session(session_id, policy, memory, limit, self._clock.now(), system)
+        if policy.ttl is not None:
+            idle = min(idle, max(0.0, policy.ttl - GRACE_SECONDS))
+        session = Session(session_id, policy, memory, limit, self._clock.now() - max(0.0, idle), system)
         self._sessions[session.key] = session
-        self._tenants.setdefault(policy.tenant, Tenant()).add(session)
+        if policy.tenant not in self._tenants:
+            self._tenants[policy.tenant] = Tenant()
+        self._tenants[policy.tenant].add(session)
         self.watch(session)
         return session
 
@@ -204,14 +208,6 @@ class Registry:
             part = 1.0 if session.rests else REST_SHARE
             heapq.heappush(self._expiries, (session.last_turn_end + part * session.policy.ttl, entry, session.key))
             self._forget_dead_expiries()
-
-    def age(self, session: Session, idle: float) -> None:
-        """Sets the time for which a restored session has been idle to `idle` seconds."""
-        if session.policy.ttl is not None:
-            idle = min(idle, max(0.0, session.policy.ttl - GRACE_SECONDS))
-        session.last_turn_end = self._clock.now() - max(0.0, idle)
-        self._watched.pop(session.key, None)
-        self.watch(session)
 
     def take_resting(self) -> list[Session]:
         """Returns the sessions that `expired` has found, since the last call, to have been idle for `REST_SHARE` of

@@ -158,7 +158,7 @@ class Session:
             self.policy,
             self.system,
             self.version,
-            tuple(self.history),
+            self.history[:],
             tuple(self.records),
             results=self.results.all(),
         )
