@@ -14,6 +14,8 @@ from tenuto.session.records import SavedSession
 
 DAMAGED = 0.5
 """The probability that a bit of the files is flipped before the next engine reads them."""
+TIDIED = 0.3
+"""The probability that the journal gives free space back after a write."""
 PAGE = 4096
 """In bytes. The first page identifies the file; a journal without it is refused."""
 _MEMORY = Path("/dev/shm")
@@ -31,6 +33,7 @@ class WorldJournal:
         self._generation = 0
         self._changes: list[Change] = []
         self._journal: Journal | None = None
+        self.harmed = False  # whether a bit was flipped before the last start
 
     def note(self, changes: Sequence[Change]) -> None:
         """Notes changes that have been committed."""
@@ -46,6 +49,8 @@ class WorldJournal:
             count = self._chance.choice((1, 5, 30, 200))
             journal.write(self._changes[:count])
             del self._changes[:count]
+            if self._chance.random() < TIDIED:
+                journal.tidy(whole=True)
         left = {each.name: each.read_bytes() for each in path.parent.iterdir() if "damaged" not in each.name}
         journal.close()
         self._generation += 1
@@ -63,10 +68,12 @@ class WorldJournal:
         return folder / "journal"
 
     def _harmed(self, files: dict[str, bytes]) -> dict[str, bytes]:
+        self.harmed = False
         if self._chance.random() < DAMAGED:
             name, first = self._chance.choice((("journal", PAGE), ("journal-wal", 0)))
             content = bytearray(files.get(name, b""))
             if len(content) > first:
                 content[self._chance.randrange(first, len(content))] ^= 1 << self._chance.randrange(8)
+                self.harmed = True
                 return {**files, name: bytes(content)}
         return files

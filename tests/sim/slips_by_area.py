@@ -13,6 +13,7 @@ HOLES = (
     Slip("engine.parking", "if not 0 < memory.computed < len(session.history):", "if not 0 < memory.computed:"),
     Slip("engine.session_states", "            first += len(piece)", "            pass"),
     Slip("engine.occupation", "self._executor.restore((), weights)\n        self._idle_memory.tiers.become(identity)", "self._executor.restore((), weights)"),
+    Slip("session.journal", "WHERE piece = ? LIMIT 2", "WHERE piece = ? LIMIT 1"),
     Slip("session.journal", "row = session, position, piece, length - position", "row = session, position, piece, length - position + 1"),
     Slip("session.prefixes", "        self.version += 1\n", ""),
     Slip("sched.admission", "                    self._room_for = None\n", "                    pass\n"),

@@ -284,9 +284,8 @@ class World:
         self.naive, self.turns, self.asked = lasting, {}, {}
         self._begin()
         for each in saved:
-            self.engine.sessions.restore(each)
+            self.engine.sessions.restore(each, journaled=True)
         self.engine.sessions.recover()
-        self.engine.news.take_changes()
         for naive in lasting.values():
             naive.turn, naive.closing, naive.last_end = None, False, self.clock.now()
         self.audit()
@@ -300,6 +299,8 @@ class World:
             self.found("journal", f"the journal returns {found} of {saved}")
         lost = [each.session for each in saved if each not in found]
         named = {each.name for each in damage.sessions} if damage is not None else set()
+        if damage is not None and not self.journal.harmed:
+            self.found("journal", f"the journal reports {damage}, though no bit was flipped")
         if damage is not None and damage.changes:
             self.found("journal", f"{damage.changes} changes are lost to one flipped bit")
         if lost and (damage is None or (len(lost) > len(named) + damage.missing)):

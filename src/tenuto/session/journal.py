@@ -1,6 +1,7 @@
 """The journal: committed sessions in one SQLite file, from which they are rebuilt after a restart.
 
-Histories consist of pieces, which never change and which forks share. A change writes only the new tokens and rows.
+Histories consist of pieces, which forks share, and of which only an end that no session uses is ever cut off. A change
+writes only the new tokens and rows.
 """
 
 from __future__ import annotations
@@ -51,11 +52,13 @@ CREATE TABLE results (
 """
 }
 """The statements that turn a journal of each format into the next format. A journal of format 2 is rewritten."""
-_PIECES = "SELECT position, piece, length, history.checksum, pieces.checksum FROM history JOIN pieces ON id = piece"
+_PIECES = (
+    "SELECT session, position, piece, length, history.checksum, pieces.checksum FROM history JOIN pieces ON id = piece"
+)
 _LOG_BYTES = 2**22
 """The size to which SQLite cuts its log when it restarts it."""
 VACUUMED = 256
-"""The number of free pages that one call of `tidy` gives back; fewer free pages stay."""
+"""The number of free pages that one call of `tidy` gives back. Fewer free pages stay while changes come."""
 
 
 class Journal:
@@ -66,8 +69,9 @@ class Journal:
 
     Invariant: every row has a checksum, and the rows of each session are counted (`journal_rows`). A session with a
     damaged or missing row is never read; `mend` sets it aside and reports it. If the journal has fewer changes than
-    were acknowledged (`Acknowledged`), `mend` reports the difference. Opening a sound journal only reads it, so it
-    works on a full disk too; nothing is written before the first change.
+    were acknowledged (`Acknowledged`), `mend` reports the difference. A piece that only
+    one session uses has no tokens beyond that session's part. Opening a sound journal only reads it, so it works on a
+    full disk too.
     """
 
     def __init__(self, path: Path, fingerprint: str) -> None:
@@ -265,10 +269,11 @@ class Journal:
         self._changes, self._sessions = total
         self._acknowledged.write(self._id, self._changes)
 
-    def tidy(self) -> bool:
-        """Gives some free space back to the file system. Returns False if there is no more to give back for now."""
+    def tidy(self, *, whole: bool = False) -> bool:
+        """Gives some free space back to the file system. Returns False if there is no more to give back for now: some
+        pages stay free for the next changes, but none with `whole`."""
         free, pages = self._count("freelist_count"), self._count("page_count")
-        if free > max(VACUUMED, pages // 4):
+        if free > (0 if whole else max(VACUUMED, pages // 4)):
             self._db.executescript(f"PRAGMA incremental_vacuum({VACUUMED})")
             self._vacuumed = self._count("freelist_count") < free  # not if another program has rewritten the file
             return self._vacuumed
@@ -338,20 +343,18 @@ class Journal:
         return int(number), int(results)
 
     def _cut(self, session: int, length: int) -> None:
-        """Cuts the history to its first `length` tokens, and deletes pieces that no session uses any more."""
+        """Cuts the history to its first `length` tokens."""
         beyond = "FROM history WHERE session = ? AND position >= ?"
         gone = self._db.execute(f"SELECT piece {beyond}", (session, length)).fetchall()
         self._db.execute(f"DELETE {beyond}", (session, length))
         self._shorten(session, length)
         for (piece,) in gone:
-            self._db.execute(
-                "DELETE FROM pieces WHERE id = ?1 AND NOT EXISTS (SELECT 1 FROM history WHERE piece = ?1)", (piece,)
-            )
+            self._trim(piece)
 
     def _shorten(self, session: int, length: int) -> None:
         """Shortens the use of the last piece so that the history has at most `length` tokens."""
         query = f"{_PIECES} WHERE session = ? ORDER BY position DESC LIMIT 1"
-        for position, piece, count, own, content in self._db.execute(query, (session,)).fetchall():
+        for _, position, piece, count, own, content in self._db.execute(query, (session,)).fetchall():
             if position + count > length:
                 row = session, position, piece, length - position
                 sound = own == checksum_of(session, position, piece, count, content)
@@ -359,12 +362,34 @@ class Journal:
                     "UPDATE history SET length = ?, checksum = ? WHERE session = ? AND position = ?",
                     (length - position, checksum_of(*row, content) if sound else UNSOUND, session, position),
                 )
+                self._trim(piece)
+
+    def _trim(self, piece: int) -> None:
+        """Deletes what no session uses of a piece any more: all of it, or the end that the only session with a part of
+        it has not. A damaged piece is left."""
+        users = self._db.execute(f"{_PIECES} WHERE piece = ? LIMIT 2", (piece,)).fetchall()
+        if not users:
+            self._db.execute("DELETE FROM pieces WHERE id = ?", (piece,))
+        if len(users) != 1:
+            return
+        ((session, position, _, length, own, content),) = users
+        longer = "SELECT tokens FROM pieces WHERE id = ? AND length(tokens) > ?"
+        for (tokens,) in self._db.execute(longer, (piece, 4 * length)).fetchall():
+            row = session, position, piece, length
+            if checksum_of(tokens) == content and checksum_of(*row, content) == own:
+                kept = tokens[: 4 * length]
+                content = checksum_of(kept)
+                self._db.execute("UPDATE pieces SET tokens = ?, checksum = ? WHERE id = ?", (kept, content, piece))
+                self._db.execute(
+                    "UPDATE history SET checksum = ? WHERE session = ? AND position = ?",
+                    (checksum_of(*row, content), session, position),
+                )
 
     def _share(self, change: Change, parent: Session, number: int) -> None:
         """Gives a fork its parent's pieces and records. Copies of damaged rows are marked as damaged."""
         shared, _ = self._number(parent.key)
         query = f"{_PIECES} WHERE session = ? AND position < ?"
-        for position, piece, count, own, content in self._db.execute(query, (shared, change.kept)).fetchall():
+        for _, position, piece, count, own, content in self._db.execute(query, (shared, change.kept)).fetchall():
             row = number, position, piece, min(count, change.kept - position)
             sound = own == checksum_of(shared, position, piece, count, content)
             insert(self._db, "history", (*row, checksum_of(*row, content) if sound else UNSOUND))

@@ -50,6 +50,9 @@ class Stand:
     def open(self, session: str) -> None:
         self.loop.execute(lambda e: e.sessions.open(session)).result(20)
 
+    def end(self, session: str) -> None:
+        self.loop.execute(lambda e: e.sessions.close(session)).result(20)
+
     def opens(self, session: str) -> bool:
         try:
             self.open(session)
@@ -151,3 +154,20 @@ def test_nothing_is_reported_while_it_is_being_written(stand: Stand, monkeypatch
     go.set()
     asked.result(20)
     eventually(lambda: stand.ended == [EndReason.LENGTH])
+
+
+def test_space_of_closed_sessions_is_given_back_once_nothing_is_written(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journaling, "IDLE_SECONDS", 0.01)
+    stand = Stand(path)
+    for name in "abc":
+        stand.open(name)
+        stand.turn(name, 4000)
+    eventually(lambda: len(stand.ended) == 3)
+    for name in "abc":
+        stand.end(name)
+    stand.open("d")
+    eventually(lambda: not Path(f"{path}-wal").stat().st_size and path.stat().st_size < 60_000)
+    stand.close()
+    assert lengths(path) == {"d": 0}

@@ -14,6 +14,8 @@ from tenuto.session.journal import Journal
 log = logging.getLogger("tenuto.journal")
 
 RETRY_SECONDS = 1.0
+IDLE_SECONDS = 2.0
+"""The time without changes after which all free space is given back."""
 
 
 class JournalWriter:
@@ -55,7 +57,13 @@ class JournalWriter:
         self._journal.close()
 
     def _run(self) -> None:
-        while changes := self._next():
+        untidy = True  # an earlier process may have left free space
+        while (changes := self._next(IDLE_SECONDS if untidy else None)) or not self._closed:
+            if not changes:
+                untidy = False
+                self._tidy(whole=True)
+                continue
+            untidy = True
             try:
                 self._journal.write(changes)
             except Exception as error:  # noqa: BLE001 - any error is retried; nothing is acknowledged meanwhile
@@ -63,20 +71,20 @@ class JournalWriter:
                     return
             else:
                 self._written(len(changes))
-                self._tidy()
+                self._tidy(whole=False)
 
-    def _tidy(self) -> None:
+    def _tidy(self, *, whole: bool) -> None:
         """Gives free space back to the file system as long as no change waits."""
         try:
-            while not (self._waiting or self._closed) and self._journal.tidy():
+            while not (self._waiting or self._closed) and self._journal.tidy(whole=whole):
                 pass
         except sqlite3.Error as error:  # no data is lost, and it is tried again after the next write
             log.warning("the journal %s could not be made smaller: %s", self._journal.path, error)
 
-    def _next(self) -> list[Change]:
-        """Waits for changes and returns them; the list is empty once the writer is closed."""
+    def _next(self, seconds: float | None) -> list[Change]:
+        """Waits for changes and returns them; the list is empty once the writer is closed, or after `seconds`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
+            self._changed.wait_for(lambda: self._waiting or self._closed, seconds)
             return self._waiting[:]
 
     def _written(self, count: int) -> None:
