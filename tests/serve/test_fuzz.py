@@ -56,6 +56,8 @@ def fuzzed(witness: Server) -> Iterator[httpx.Client]:
 
 HALTING = {"/pause_generation": "/continue_generation", "/release_memory_occupation": "/resume_memory_occupation"}
 """Routes that pause all turns, with those that resume them."""
+WAITING = "/init_weights_update_group"
+"""A route whose requests, if they are valid, wait minutes for other processes."""
 
 
 def acceptable(response: httpx.Response) -> None:
@@ -87,6 +89,8 @@ def test_requests_the_description_allows_or_forbids_are_answered_as_described(
     for found in schema.get_all_operations():
         assert isinstance(found, Ok), found
         operation = found.ok()
+        if operation.path == WAITING:
+            continue
 
         @BOUNDED
         @given(operation.as_strategy(generation_mode=mode))
@@ -163,12 +167,12 @@ HEADERS = st.dictionaries(
 
 
 def routes(http: httpx.Client) -> list[tuple[str, str]]:
-    """Returns methods and paths of the description, for an existing session, without the routes that pause turns."""
+    """Returns methods and paths of the description, for an existing session, without those that pause turns or wait."""
     described = http.get("/openapi.json").json()["paths"]
     return [
         (method.upper(), path.replace("{session_id}", "fuzzed").replace("{turn_id}", f"turn-{'0' * 24}"))
         for path, methods in described.items()
-        if path not in HALTING
+        if path not in HALTING and path != WAITING
         for method in methods
     ]
 

@@ -52,11 +52,13 @@ SUPPORTED = ", ".join(family.name for family in FAMILIES)
 _PREFIX = "model."
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 
 
 class HfCheckpoint:
-    """A `ModelCheckpoint` in a directory written by `save_pretrained` of transformers."""
+    """A `ModelCheckpoint` in a directory written by `save_pretrained` of transformers. `stored` has its tensors by
+    their stored names."""
+
+    INDEX = "model.safetensors.index.json"
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -64,56 +66,68 @@ class HfCheckpoint:
         self._family = _family(settings)
         settings.only({"is_causal": (None, True), "use_bidirectional_attention": (None, False)})  # encoders
         _check_quantization(settings, self._family)
-        stored = {name: tensor for file in self._files() for name, tensor in read_safetensors(file).items()}
+        stored = self._read()
         bare = _EMBEDDING.removeprefix(_PREFIX) in stored  # saved without the output matrix
-        self._stored = {_PREFIX + name if bare and name != _HEAD else name: each for name, each in stored.items()}
+        self.stored = {_PREFIX + name if bare and name != _HEAD else name: each for name, each in stored.items()}
         self._check_sizes(settings)
         self.config = self._family.read(settings, _eos(directory, settings))
         if self.config.tied and self._has_own_head():
             self.config = replace(self.config, tied=False)
-        if bare and not self.config.tied and _HEAD not in self._stored:
+        if bare and not self.config.tied and _HEAD not in self.stored:
             self.config = replace(self.config, tied=True, headless=True)
 
     def weights(self) -> Iterator[tuple[str, StoredWeight]]:
         """See `ModelCheckpoint.weights`."""
         return self._family.translate(self.config, self._tensors())
 
+    def tensor(self, name: str) -> StoredWeight | None:
+        """Returns a tensor by its stored name; a tied output matrix is the embedding."""
+        stored = self.stored.get(name if not (self.config.tied and name == _HEAD) else _EMBEDDING)
+        return _as_weight(name, stored, self._family) if stored is not None else None
+
     def _tensors(self) -> Iterator[tuple[str, StoredWeight]]:
-        """Yields the stored tensors under their stored names; omits redundant ones (`_derived`)."""
-        for name, tensor in self._stored.items():
-            if not self._derived(name):
+        """Yields the stored tensors under their stored names; omits redundant ones (`redundant`)."""
+        for name, tensor in self.stored.items():
+            if not self.redundant(name):
                 yield name, _as_weight(name, tensor, self._family)
 
     def _check_sizes(self, settings: Settings) -> None:
         """Raises `ModelError` for impossible sizes: more layers than tensors, or empty tensors."""
         layers = settings.get("num_hidden_layers", int, 0)
-        if layers > len(self._stored):
+        if layers > len(self.stored):
             raise ModelError(
-                f"{settings.source} has num_hidden_layers {layers}, but there are {len(self._stored)} tensors"
+                f"{settings.source} has num_hidden_layers {layers}, but there are {len(self.stored)} tensors"
             )
-        for name, tensor in self._stored.items():
+        for name, tensor in self.stored.items():
             if 0 in tensor.shape:
                 raise ModelError(f"tensor {name!r} is of shape {list(tensor.shape)}; allowed: sizes of at least 1")
 
     def _has_own_head(self) -> bool:
         """Whether the files have an output matrix that differs from the embedding although `config.json` ties the two,
         for example because an adapter was merged. Like transformers, we compute with it."""
-        if _HEAD not in self._stored:
+        if _HEAD not in self.stored:
             return False
         embedding = next((weight for name, weight in self.weights() if name == _EMBEDDING), None)
-        head = _as_weight(_HEAD, self._stored[_HEAD], self._family)
+        head = _as_weight(_HEAD, self.stored[_HEAD], self._family)
         return embedding is not None and not embedding.equals(head)
 
-    def _files(self) -> list[Path]:
-        index = self._directory / _INDEX
+    def _read(self) -> dict[str, SafeTensor]:
+        """Returns all tensors; an index, if there is one, says which file has which tensor."""
+        index = self._directory / self.INDEX
         if not index.exists():
-            return [self._directory / _SINGLE]
-        names = list(Settings(read_json(index), index).get("weight_map", dict).values())
-        if wrong := [name for name in names if not isinstance(name, str) or name != Path(name).name]:
+            return read_safetensors(self._directory / _SINGLE)
+        places = Settings(read_json(index), index).get("weight_map", dict)
+        if wrong := [name for name in places.values() if not isinstance(name, str) or name != Path(name).name]:
             raise ModelError(f"{index} has weights in {wrong[0]!r}; expected: the name of a file beside it")
-        return [self._directory / name for name in sorted(set(names))]
+        files = {name: read_safetensors(self._directory / name) for name in sorted(set(places.values()))}
+        return {
+            name: tensor
+            for file, tensors in files.items()
+            for name, tensor in tensors.items()
+            if places.get(name) == file
+        }
 
-    def _derived(self, name: str) -> bool:
+    def redundant(self, name: str) -> bool:
         """Whether a tensor is redundant: old files store rope frequencies, some store a tied output matrix."""
         return name.endswith("rotary_emb.inv_freq") or (self.config.tied and name == _HEAD)
 

@@ -52,12 +52,12 @@ class Lane:
             self._waiting.setdefault(tenant, deque()).append(Work(size, do))
             self._changed.notify()
 
-    def close(self) -> None:
-        """Finishes the waiting work and ends the thread."""
+    def close(self, *, wait: bool = True) -> None:
+        """Finishes the waiting work and ends the thread; does not `wait` for it if told so."""
         with self._changed:
             self._closed = True
             self._changed.notify()
-        if threading.current_thread() is not self._thread:
+        if wait and threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _run(self) -> None:
@@ -88,11 +88,12 @@ class Lane:
 
 
 class Lanes:
-    """The lanes: one for short work, one for long work, two for work that compiles a small or large grammar, and one
-    for files."""
+    """The lanes: one for short work, one for long work, two for work that compiles a small or large grammar, one for
+    files, and one that waits for trainers, which the end does not wait for."""
 
     def __init__(self) -> None:
         self.short, self.long, self.files = Lane("short"), Lane("long"), Lane("files")
+        self.trainers = Lane("trainers")
         self.grammars, self.large_grammars = Lane("grammars"), Lane("large-grammars")
 
     def of(self, size: int, grammar: int = 0) -> Lane:
@@ -107,3 +108,4 @@ class Lanes:
     def close(self) -> None:
         for lane in (self.short, self.long, self.grammars, self.large_grammars, self.files):
             lane.close()
+        self.trainers.close(wait=False)

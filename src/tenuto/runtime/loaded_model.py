@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
-from tenuto.base.config import EngineConfig
-from tenuto.base.errors import ConfigError, InvalidRequest, ModelError, Overloaded
+from tenuto.base.config import EngineConfig, cache_dir
+from tenuto.base.errors import ConfigError, IllegalTransition, InvalidRequest, ModelError, Overloaded, Unsupported
 from tenuto.base.plan import Weights
-from tenuto.base.wire.messages import ReleaseMemory, ResumeMemory, UpdateWeights
+from tenuto.base.wire.messages import GetWeight, ReleaseMemory, ResumeMemory, UpdateWeights
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread.dispatcher import Dispatcher
 from tenuto.engine.thread.loop import EngineLoop
+from tenuto.formats.tensor_pickle import NamedTensor
 from tenuto.runtime.models import Model
+
+if TYPE_CHECKING:
+    from tenuto.models.store import ModelFiles
+    from tenuto.models.updates import UpdatedModels
 
 
 class LoadedModel:
@@ -24,6 +30,8 @@ class LoadedModel:
         self._config = config
         self._loop = loop
         self._dispatcher = dispatcher
+        self._path = model.path  # of the weights in use; "" for the witness, which has none
+        self._updated: UpdatedModels | None = None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -54,7 +62,55 @@ class LoadedModel:
         if not same:
             self.model = model
 
-    def _update(self, request: UpdateWeights) -> None:
+    def replace(self, tensors: Mapping[str, NamedTensor], *, abort: bool) -> None:
+        """Makes the engine use `tensors` in place of those of the weights in use. Raises like `execute`, and
+        `Unsupported` for quantized weights; then nothing has changed."""
+        from tenuto.models.updates import UpdatedModels  # noqa: PLC0415 - the witness does not need it
+
+        files = self._files()
+        if self._updated is None:
+            self._updated = UpdatedModels()
+        try:
+            directory = self._updated.write(files, tensors)
+            self._update(UpdateWeights(path=str(directory), abort=abort), param=None)
+        except (ModelError, OSError) as error:
+            self._updated.discard()
+            raise InvalidRequest(f"the tensors cannot be used: {error}") from error
+        except BaseException:
+            self._updated.discard()
+            raise
+        self._updated.keep(directory)
+
+    def weight(self, request: GetWeight) -> list[Any]:
+        """Returns the first numbers or rows of a tensor of the weights in use. Raises `InvalidRequest`."""
+        from tenuto.models.updates import tensor_of  # noqa: PLC0415 - the witness does not need it
+
+        values = tensor_of(self._files(), request.name).select(slice(request.most)).decode()
+        return list(values.tolist())
+
+    def close(self) -> None:
+        """Removes the files of tensors that have replaced others."""
+        if self._updated is not None:
+            self._updated.close()
+
+    def _files(self) -> ModelFiles:
+        """Returns the files of the weights in use. Raises `IllegalTransition` if they have been written again, and
+        `Unsupported` if there are none."""
+        from tenuto.models.store import resolve  # noqa: PLC0415 - the witness does not need it
+
+        if not self._path:
+            raise Unsupported(f"the model {self.model.name!r} has no weights; allowed: models with files")
+        try:
+            same = self.model.weights.again().stamps == self.model.weights.stamps
+        except OSError:
+            same = False
+        if not same:
+            raise IllegalTransition(
+                f"the files at {self._path} have changed since they were read; update to whole weights from disk first"
+            )
+        return resolve(self._path, cache_dir())
+
+    def _update(self, request: UpdateWeights, param: str | None = "model_path") -> None:
         try:
             model = self.model.with_weights(request.path)
             weights = model.executor.load(request.path)
@@ -62,10 +118,10 @@ class LoadedModel:
         except (ModelError, ConfigError, OSError) as error:
             raise InvalidRequest(
                 f"the weights at {request.path!r} cannot be used: {error}; allowed: a whole model of the same shape",
-                param="model_path",
+                param=param,
             ) from error
         self._use(weights, lambda engine: engine.occupation.update(weights, identity, abort=request.abort))
-        self.model = model
+        self.model, self._path = model, request.path if model.path else ""
 
     def _use(self, weights: Weights | None, work: Callable[[Engine], None]) -> None:
         """Runs `work`, which makes the engine use `weights`, in the engine's thread; closes the weights if that fails.

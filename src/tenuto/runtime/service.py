@@ -33,15 +33,12 @@ from tenuto.base.wire.messages import (
     ImportSession,
     OpenSession,
     Pause,
-    ReleaseMemory,
     Request,
     Resume,
-    ResumeMemory,
     StartTurn,
     Stopped,
     Tokenize,
     TokenTexts,
-    UpdateWeights,
     Withdraw,
 )
 from tenuto.engine.engine import Engine
@@ -58,6 +55,7 @@ from tenuto.runtime.outbox import Outbox
 from tenuto.runtime.preparation import Preparer, size_of
 from tenuto.runtime.session_files import SessionFiles
 from tenuto.runtime.texts import Texts
+from tenuto.runtime.trainers import OfTrainers, Trainers
 from tenuto.session.journal import Journal
 from tenuto.session.journal_mending import Damage
 from tenuto.text.masks import MaskThreads
@@ -113,6 +111,7 @@ class Service:
         if self._writer is not None:
             self._writer.start(self._loop.wake)
         self._loaded = LoadedModel(model, config, self._loop, self._dispatcher)
+        self._trainers = Trainers(self._loaded, self._lanes, self._answer_with, self._move_memory)
         self._session_files = SessionFiles(self._loaded, self._loop, self._dispatcher, engine.states)
         self._preparer = Preparer(self._renderer, model.tokenizer, model.grammars(), config.context_length)
         self._intake = Intake(self._dispatcher, self._preparer, self._loop, self._lanes)
@@ -123,6 +122,7 @@ class Service:
         if self._writer is not None:
             self._writer.close()
         self._lanes.close()
+        self._loaded.close()
         self._outbox.close()
 
     def handle(self, request: Request[Any]) -> None:
@@ -143,8 +143,8 @@ class Service:
                 self._loop.audit().add_done_callback(partial(self._reply, request))
             case GetStats() | DropMemory() | Pause() | Resume():
                 self._ask(request)
-            case ReleaseMemory() | ResumeMemory() | UpdateWeights():
-                self._lanes.files.put(0, partial(self._move_memory, request))
+            case _ if isinstance(request, OfTrainers):
+                self._trainers.take(request)
             case Detokenize() | TokenTexts() | Tokenize():
                 self._convert(request)
             case Withdraw():
@@ -208,10 +208,10 @@ class Service:
         asked = self._loop.call(lambda _: self._dispatcher.execute(request))
         asked.add_done_callback(partial(self._reply, request))
 
-    def _move_memory(self, request: ReleaseMemory | ResumeMemory | UpdateWeights) -> None:
-        """Releases, allocates or replaces the model's memory, and answers. Runs in the lane for files, so that no
-        session is exported meanwhile."""
-        self._answer_with(request, lambda: self._loaded.execute(request))
+    def _move_memory(self, request: Request[None], work: Callable[[], None]) -> None:
+        """Answers with the result of `work`, which releases, allocates or replaces the model's memory. Runs in the lane
+        for files, so that no session is exported meanwhile."""
+        self._answer_with(request, work)
         gc.collect()
         give_back()
 

@@ -38,6 +38,7 @@ from tenuto.serve.openai import tokens as openai_tokens
 from tenuto.serve.sglang import encode as sglang_encode
 from tenuto.serve.sglang import routes as sglang
 from tenuto.serve.sglang import server as sglang_server
+from tenuto.serve.sglang import weights as sglang_weights
 from tenuto.serve.shared.bodies import LARGE, TEXTS, Structure
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import BROKEN, OPENAI_FORM, ErrorForm, Failure, is_anthropics, new_request_id
@@ -77,6 +78,7 @@ def build_app(edge: Edge, metrics: Metrics) -> FastAPI:
         native_turns,
         sglang,
         sglang_server,
+        sglang_weights,
         sglang_encode,
         openai,
         openai_responses,

@@ -262,6 +262,49 @@ class UpdateWeights(Request[None], frozen=True, kw_only=True):
     abort: bool = False
 
 
+class UpdateTensors(Request[None], frozen=True, kw_only=True):
+    """Like `UpdateWeights`, with some tensors in place of those in use; see `read_tensors` (`bucket`: its
+    `flattened`)."""
+
+    pickled: bytes
+    bucket: bool = False
+    abort: bool = False
+
+
+class JoinGroup(Request[None], frozen=True, kw_only=True):
+    """Join a group of processes in which a trainer broadcasts weights; see `WeightGroups.join`."""
+
+    group: str
+    address: str
+    port: int
+    rank: int
+    size: int
+
+
+class LeaveGroup(Request[None], frozen=True, kw_only=True):
+    """Leave a group of processes."""
+
+    group: str
+
+
+class ReceiveTensors(Request[None], frozen=True, kw_only=True):
+    """Like `UpdateTensors`, with tensors that the trainer broadcasts; see `WeightGroups.receive`."""
+
+    group: str
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    bucket: bool = False
+    abort: bool = False
+
+
+class GetWeight(Request[list[Any]], frozen=True, kw_only=True):
+    """Return the first `most` numbers or rows of a tensor of the weights in use, as nested lists."""
+
+    name: str
+    most: int
+
+
 class Audit(Request[AuditReport], frozen=True, kw_only=True):
     """Recount every unit of memory."""
 

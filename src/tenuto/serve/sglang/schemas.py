@@ -91,32 +91,6 @@ class MemoryRequest(SGLangObject):
         return [tag for tag in self.tags if tag != "cuda_graph"]
 
 
-class UpdateWeightsRequest(SGLangObject):
-    """Other weights for the running model."""
-
-    model_path: str = Field(
-        min_length=1, max_length=4096, description="A model of the same shape: a directory, a GGUF file or a hub id."
-    )
-    weight_version: str | None = Field(
-        None,
-        min_length=1,
-        max_length=256,
-        description="Their version in answers; by default the number of updates.",
-    )
-    abort_all_requests: bool | None = Field(
-        None, description="End open requests; otherwise they continue from their tokens."
-    )
-    flush_cache: Literal[True] | None = Field(
-        None, description="No effect: state computed with other weights is never used."
-    )
-    load_format: Literal["auto"] | None = None
-    is_async: bool | None = Field(None, description="No effect: weights are always read while requests continue.")
-    keep_pause: bool | None = Field(None, description="No effect: a pause lasts until it is ended.")
-    recapture_cuda_graph: bool | None = Field(None, description="No effect.")
-    token_step: int | None = Field(None, description="No effect.")
-    torch_empty_cache: bool | None = Field(None, description="No effect: free memory is always returned.")
-
-
 class SessionParams(SGLangObject):
     """The place in a session where a request continues: after the request `rid`, without its output if
     `drop_previous_output`, and after its first `offset` tokens if given. `replace` discards the requests that followed

@@ -20,10 +20,9 @@ from tenuto.base.wire.messages import (
     Resume,
     ResumeMemory,
     StartTurn,
-    UpdateWeights,
 )
 from tenuto.serve.sglang.requests import RequestsOf
-from tenuto.serve.sglang.schemas import MemoryRequest, PauseRequest, UpdateWeightsRequest
+from tenuto.serve.sglang.schemas import MemoryRequest, PauseRequest
 from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.edge import Admin, Caller, Edge, EdgeOf
 from tenuto.serve.shared.schemas import REFUSALS
@@ -82,15 +81,6 @@ async def resume_memory(edge: EdgeOf, _: Admin, body: MemoryRequest | None = Non
     if parts:
         await edge.link.call(ResumeMemory(parts=parts))
     return {"status": "ok", "message": f"resumed, {' and '.join(parts) or 'nothing'}"}
-
-
-@router.post("/update_weights_from_disk", responses=REFUSALS)
-async def update_weights(edge: EdgeOf, _: Admin, body: UpdateWeightsRequest) -> dict[str, Any]:
-    """Switches to other weights. Sessions and open turns keep their tokens, whose state is computed again. Weights that
-    are damaged or of another shape are refused without any change."""
-    await edge.link.call(UpdateWeights(path=body.model_path, abort=bool(body.abort_all_requests)))
-    edge.weights.updated(body.model_path, body.weight_version)
-    return {"success": True, "message": f"the weights are those at {body.model_path}", "num_paused_requests": 0}
 
 
 @router.get("/health", response_class=Response, responses=UNHEALTHY)

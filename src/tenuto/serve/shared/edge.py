@@ -46,10 +46,11 @@ class ServedWeights:
         self.path: str | None = None
         self._updates = 0
 
-    def updated(self, path: str, version: str | None) -> None:
-        """Records a switch to the weights at `path`. `version` defaults to the number of updates."""
+    def updated(self, path: str | None, version: str | None) -> None:
+        """Records a switch to the weights at `path`, by default to tensors in place of some of them. `version` defaults
+        to the number of updates."""
         self._updates += 1
-        self.path, self.version = path, version or str(self._updates)
+        self.path, self.version = path or self.path, version or str(self._updates)
 
 
 class Edge:
