@@ -12,7 +12,7 @@ import typer
 from tenuto.base.config import DEFAULT_MODEL
 from tenuto.base.errors import TenutoError
 from tenuto.base.options import OPTIONS, TurnOptions
-from tenuto.cli import sessions, sglang
+from tenuto.cli import journal, sessions, sglang
 from tenuto.cli.options import SERVER, read_flags, with_options
 
 CHAT_TOKENS = 1024
@@ -152,6 +152,7 @@ def serve(
 
 
 app.add_typer(sessions.app, name="sessions")
+app.add_typer(journal.app, name="journal")
 
 
 @app.command()
