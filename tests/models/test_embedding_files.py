@@ -9,9 +9,11 @@ import pytest
 
 from tenuto.base.embedding import EmbeddingHabits
 from tenuto.base.errors import ModelError
+from tenuto.formats.gguf_file import GgufFile
 from tenuto.models.embedding_files import embedding_habits
+from tenuto.models.gguf import GgufCheckpoint
 from tenuto.models.hf import HfCheckpoint
-from tests.models.tiny import save_hf, tiny_llama
+from tests.models.tiny import save_gguf, save_hf, tiny_llama
 from tests.models.tiny_embedding import MODULES, PROMPTS, save_embedding_model, write
 
 
@@ -56,6 +58,20 @@ def test_what_cannot_be_followed_is_refused(tmp_path: Path, given: dict[str, Any
     save_embedding_model(tmp_path / "model", **given)
     with pytest.raises(ModelError, match=said):
         habits(tmp_path / "model")
+
+
+@pytest.mark.parametrize(("kind", "pooling"), [(None, "last"), (1, "mean"), (2, "first"), (3, "last"), (4, "last")])
+def test_a_gguf_file_names_its_pooling(tmp_path: Path, kind: int | None, pooling: str) -> None:
+    more: dict[str, Any] = {"pooling": ("llama.pooling_type", kind)} if kind is not None else {}
+    file = GgufFile(save_gguf(tmp_path / "model.gguf", tiny_llama(), **more))
+    found = embedding_habits(file.path, GgufCheckpoint(file).config, file)
+    assert (found.width, found.pooling, found.declared) == (96, pooling, kind in (1, 2, 3))
+
+
+def test_a_gguf_file_of_an_encoder_is_refused(tmp_path: Path) -> None:
+    path = save_gguf(tmp_path / "model.gguf", tiny_llama(), causal=("llama.attention.causal", False))
+    with pytest.raises(ModelError, match="an encoder"):
+        GgufCheckpoint(path)
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:

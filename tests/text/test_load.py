@@ -225,6 +225,22 @@ def test_the_configuration_decides_whether_prompts_begin_with_bos(tmp_path: Path
     assert load_tokenizer(write_directory(tmp_path, bos_token="<s>", add_bos_token=told)).adds_bos is told
 
 
+def test_the_end_of_a_text_to_embed_comes_from_the_post_processor_or_the_configuration(tmp_path: Path) -> None:
+    directory = write_directory(tmp_path, bos_token="<s>", eos_token="</s>")
+    assert load_tokenizer(directory).end_id is None
+    file = str(directory / "tokenizer.json")
+    backend = tokenizers.Tokenizer.from_file(file)
+    ids = {text: backend.token_to_id(text) for text in ("<s>", "</s>")}
+    for template, end in (("<s> $A", None), ("<s> $A </s>", ids["</s>"]), ("$A <s>", ids["<s>"])):
+        backend.post_processor = tokenizers.processors.TemplateProcessing(template, special_tokens=list(ids.items()))
+        backend.save(file)
+        assert load_tokenizer(directory).end_id == end
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    write_directory(plain, eos_token="</s>", add_eos_token=True)
+    assert load_tokenizer(plain).end_id == ids["</s>"]
+
+
 def test_no_text_becomes_an_end_token_no_matter_how_the_files_mark_it(tmp_path: Path) -> None:
     directory = write_directory(tmp_path)
     saved = directory / "tokenizer.json"
