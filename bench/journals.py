@@ -3,7 +3,8 @@
 Writes a journal of `N` sessions (100,000): two to six turns each, every hundredth with a history of 16,000 tokens,
 every twentieth a fork. `FILE`: where to keep it for another run. Then starts servers of the witness, with the journal
 and without one, and prints the seconds until each listens, and the CPU time and memory of its engine. No start can take
-less time than SQLite takes to read the rows, which is measured beside it.
+less time than SQLite takes to read the rows, which is measured beside it. Last, opens and closes as many sessions, and
+prints the size of the journal's file before and after its space is given back.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from bench.server import resident, server
 from tenuto.base.config import WorkerSettings, engine_config
 from tenuto.base.options import Policy
 from tenuto.base.wire.document import Conversation
+from tenuto.engine.engine import Engine
 from tenuto.runtime.models import build_engine, load_model
 from tenuto.session.journal import Journal
 
@@ -35,11 +37,16 @@ TOGETHER = 2000
 TIMES = 3
 
 
-def write(path: Path, sessions: int) -> None:
-    """Writes the journal as an engine would."""
+def journaled(path: Path, sessions: int) -> tuple[Engine, Journal]:
+    """Returns an engine of the witness with room for so many sessions, and a journal for their changes."""
     model = load_model(WorkerSettings(model="witness"))
     engine = build_engine(model, engine_config({"max_sessions": sessions, "context_length": CONTEXT}), None)
-    journal, rng = Journal(path, model.fingerprint), Random(7)
+    return engine, Journal(path, model.fingerprint)
+
+
+def write(path: Path, sessions: int) -> None:
+    """Writes the journal as an engine would."""
+    (engine, journal), rng = journaled(path, sessions), Random(7)
     conversation = Conversation(system=False, dialogue=True, role="assistant")
     last: dict[str, str] = {}  # the last session of each tenant
     for number in range(sessions):
@@ -57,6 +64,29 @@ def write(path: Path, sessions: int) -> None:
         if len(engine.news.changes) > TOGETHER:
             journal.write(engine.news.take_changes())
     journal.write(engine.news.take_changes())
+    journal.close()
+    engine.end()
+
+
+def closed(path: Path, sessions: int) -> None:
+    """Opens sessions, runs a turn on each, closes them, and prints how the file shrinks."""
+    engine, journal = journaled(path, sessions)
+    fresh = path.stat().st_size
+    for number in range(sessions):
+        engine.sessions.open(str(number))
+        engine.sessions.adopt(str(number), [1] * 50, [2] * 50)
+        if len(engine.news.changes) > TOGETHER:
+            journal.write(engine.news.take_changes())
+    while sessions:
+        sessions -= 1
+        engine.sessions.close(str(sessions))
+        if len(engine.news.changes) > TOGETHER or not sessions:
+            journal.write(engine.news.take_changes())
+    full, began = path.stat().st_size, time.monotonic()
+    while journal.tidy(whole=True):
+        pass
+    seconds, least = time.monotonic() - began, path.stat().st_size
+    print(f"opened and closed as many: {full:,} bytes, after {seconds:.1f} s {least:,}; a new journal has {fresh:,}")
     journal.close()
     engine.end()
 
@@ -96,6 +126,7 @@ def main() -> None:
             found = zip(*(start(arguments.sessions, *flags) for _ in range(TIMES)), strict=True)
             seconds, cpu, memory = map(median, found)
             print(f"  a server {name:<17} listens after {seconds:6.2f} s, {cpu:.2f} s of CPU time, {memory:.0f} MB")
+        closed(Path(folder, "closed"), arguments.sessions)
 
 
 if __name__ == "__main__":
