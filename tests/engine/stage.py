@@ -17,8 +17,8 @@ from tenuto.engine.engine import Engine, StepReport
 from tenuto.exec.witness import WitnessExecutor
 from tenuto.exec.witness_hashes import advance, history_hash, next_token
 from tenuto.memory.kinds.full import FullTable
+from tenuto.memory.tiers.disk import Disk
 from tenuto.memory.tiers.moves import Carrier
-from tenuto.memory.tiers.unit_files import Disk
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 from tenuto.text.masks import Masks
@@ -102,6 +102,7 @@ class Stage:
             "token_budget": 16,
             "audit_every": int(recount),
             "prefix_cache": False,  # memory of closed sessions is freed
+            "checkpoint_rate": 0,  # state is written only when the engine ends
         }
         self.engine = Engine(
             self.executor,

@@ -16,7 +16,8 @@ from tenuto.base.options import TurnParams
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread.loop import EngineLoop
 from tenuto.memory.tiers.contents import NamedUnit
-from tenuto.memory.tiers.unit_files import SUFFIX, UnitFile, UnitFiles
+from tenuto.memory.tiers.disk import UnitFile
+from tenuto.memory.tiers.unit_files import SUFFIX, UnitFiles
 from tests.engine.stage import FULL, PAGE, VOCABULARY, Recorder, Stage, continuation, count_from
 from tests.tiered import parking_in
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tenuto.memory.tiers.contents import NamedUnit
+from tenuto.memory.tiers.disk import DiskFailed, UnitFile
 from tenuto.memory.tiers.moves import Write
-from tenuto.memory.tiers.unit_files import SUFFIX, DiskFailed, UnitFile, UnitFiles
+from tenuto.memory.tiers.unit_files import SUFFIX, UnitFiles
 from tests.engine.slow import HISTORY, Slow
 from tests.engine.stage import every_mix
 from tests.present import present

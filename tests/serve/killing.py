@@ -1,8 +1,8 @@
 """`python -m tests.serve.killing --times 1000`: kills a server under load and starts it again, and checks that it comes
 back with everything it acknowledged. An operation under way at the kill is there whole, or not at all.
 
-A server is killed at any moment, right after an answer, while the journal is being written, while it saves its
-sessions' memory to disk after SIGTERM, or once that is done; half of the servers have slow writes, so that premature
+A server is killed at any moment, right after an answer, while the journal or sessions' state is being written, while it
+saves the rest of that after SIGTERM, or once that is done; half of the servers have slow writes, so that premature
 answers are lost. Memory is small, so that sessions also go to disk before that. Requests that were answered are
 repeated to the next server, which must give the same answers.
 
@@ -51,7 +51,7 @@ WORKERS = 6
 MAX_TURNS = 12
 """Sessions with more turns are closed."""
 SLOW_DISK = str(Path(__file__).parent / "slow_disk")
-MOMENTS = ("any moment", "after an answer", "in a write", "in a snapshot", "after a snapshot")
+MOMENTS = ("any moment", "after an answer", "in a write", "in a save", "in a snapshot", "after a snapshot")
 """The moments at which a server is killed."""
 SMALL = ("--context-length", "2048", "--memory", "80000")
 """Options of the witness: room for about a third of the sessions."""
@@ -227,8 +227,9 @@ class Killer:
         time.sleep(self._after)
         if self.moment == "in a write":
             self._wait_for_change(self._state)
-        elif self.moment == "in a snapshot":
-            self._server.process.send_signal(signal.SIGTERM)
+        elif self.moment in ("in a save", "in a snapshot"):
+            if self.moment == "in a snapshot":
+                self._server.process.send_signal(signal.SIGTERM)
             for _ in range(self._files):
                 self._wait_for_change(self._snapshot)
         elif self.moment == "after a snapshot":
@@ -286,6 +287,9 @@ def check(server: Server, known: Known, behind: Behind) -> None:
             assert found.get(name) == before, f"session {name} is {found.get(name)}; it was {before}"
             known.found["not there"] += attempt is not None
         check_repeated(http, {name: said for name, said in known.said.items() if name not in known.under_way})
+        known.found["idle sessions"] += sum(
+            len(turns) > 0 for name, turns in found.items() if name not in known.under_way
+        )
         for labels, count in re.findall(
             r'^tenuto_snapshots_total\{outcome="(.*)"\} (\S+)', http.get("/metrics").text, re.MULTILINE
         ):

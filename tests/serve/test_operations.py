@@ -209,7 +209,7 @@ COUNTED = (
     *("tiers", "tier_moves", "tier_failures", "snapshots"),
 )
 FIGURES = {
-    **dict.fromkeys(("parked", "restored"), 1),
+    **dict.fromkeys(("parked", "restored", "saved", "unsaved", "saved_bytes"), 1),
     **dict.fromkeys(("sessions", "running", "queued", "steps", "holders", "leases"), 1),
     **dict.fromkeys(("prompt_tokens", "cached_tokens", "generated_tokens", "computed_tokens"), 2),
     **{name: {"some": 3} for name in COUNTED},

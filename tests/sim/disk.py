@@ -5,14 +5,39 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from random import Random
 
+from tenuto.base.views import SessionKey
 from tenuto.memory.tiers.contents import NamedUnit
-from tenuto.memory.tiers.unit_files import DiskFailed, UnitFile
+from tenuto.memory.tiers.disk import DiskFailed, IndexUnusable, Listed, Listing, Run, UnitFile
+from tenuto.memory.tiers.state_index import MEMORY, StateIndex
 
 FAILS = 0.1
 SWAPS = 0.15
 """The probability that a file is swapped with another before it is read."""
 BUDGETS = (150, 600, 3000, 10**6)
 """In bytes: room for a session or two, for a few, or for all."""
+
+
+class FaultyIndex(StateIndex):
+    """An index in memory that fails as often as the disk."""
+
+    def __init__(self, chance: Random) -> None:
+        super().__init__(MEMORY)
+        self._chance = chance
+
+    def begin(self, identity: str) -> dict[SessionKey, Listed]:
+        if self._chance.random() < FAILS:
+            raise IndexUnusable("unreadable")
+        return super().begin(identity)
+
+    def runs(self, key: SessionKey) -> list[Run]:
+        if self._chance.random() < FAILS:
+            raise DiskFailed("read", "simulated read failure")
+        return super().runs(key)
+
+    def apply(self, changes: Sequence[Listing]) -> None:
+        if self._chance.random() < FAILS:
+            raise DiskFailed("write", "simulated write failure")
+        super().apply(changes)
 
 
 class FaultyDisk:
@@ -28,7 +53,7 @@ class FaultyDisk:
         self._files: dict[str, dict[int, list[NamedUnit]]] = {}
         self._sizes: dict[str, int] = {}  # as the engine counts them
         self._written = 0
-        self._index: bytes | None = None
+        self.index = FaultyIndex(chance)
 
     def become(self, identity: str) -> None:
         """Does nothing: all files of the simulation have the same identity."""
@@ -60,18 +85,6 @@ class FaultyDisk:
     def remove(self, file: UnitFile) -> None:
         del self._files[file.name], self._sizes[file.name]
 
-    def write_index(self, content: bytes) -> None:
-        if self._chance.random() < FAILS:
-            raise DiskFailed("write", "simulated write failure")
-        self._index = content
-
-    def read_index(self) -> bytes | None:
-        if self._chance.random() < FAILS:
-            raise DiskFailed("read", "simulated read failure")
-        if self._index is not None and self._chance.random() < FAILS:
-            return self._index[:-3]
-        return self._index
-
     def files(self) -> dict[str, int]:
         return {name: _size(units) for name, units in self._files.items()}
 
@@ -84,6 +97,7 @@ class FaultyDisk:
         if not keep:
             self._files.clear()
             self._sizes.clear()
+            self.index.clear("")
 
 
 def _size(units: Mapping[int, Sequence[NamedUnit]]) -> int:

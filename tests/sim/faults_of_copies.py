@@ -10,10 +10,10 @@ from tenuto.engine.parking import Parking
 from tenuto.memory.pool import Lease, Pool
 from tenuto.memory.tiers import moves
 from tenuto.memory.tiers.contents import Contents
+from tenuto.memory.tiers.disk import Disk, UnitCopy
 from tenuto.memory.tiers.moves import Job, Move, MovesUnderWay
 from tenuto.memory.tiers.parked import Parked
 from tenuto.memory.tiers.tiers import Tiers
-from tenuto.memory.tiers.unit_files import Disk, UnitCopy
 from tenuto.session.turn import Turn
 from tests.sim.faults import replaced
 

@@ -181,6 +181,7 @@ def engine_config(config: WorldConfig) -> EngineConfig:
         tenant_weights=config.weights,
         prefix_cache=config.prefixes,
         host_tier=(0, 500, 3000, 10**6)[config.seed % 4] if config.tiers else 0,
+        checkpoint_rate=(0, 100, 10**6)[config.seed // 4 % 3],
         draft_timeout=40.0,
         audit_every=0,
     )

@@ -99,6 +99,12 @@ class EngineConfig:
         "", "Directory for sessions that host memory cannot hold. none: they are computed again.", parse_directory
     )
     disk_tier_size: int = option(0, "Most bytes in it, or a size such as 4GiB. 0: no limit.", parse_size)
+    checkpoint_rate: int = option(
+        2**28,
+        "Most bytes a second of sessions' state written to the disk tier while a server with a journal runs, or a size"
+        " such as 64MiB. 0: it is written only when the server ends.",
+        parse_size,
+    )
     snapshot_seconds: float = option(
         30.0, "Most time to write memory to the disk tier when a server with a journal ends.", Bounds(0.0, 86400.0)
     )
@@ -142,6 +148,7 @@ class EngineOptions(TypedDict, total=False):
     host_tier: int
     disk_tier: str
     disk_tier_size: int
+    checkpoint_rate: int
     snapshot_seconds: float
     tenant_weights: tuple[tuple[str, float], ...]
     draft_timeout: float

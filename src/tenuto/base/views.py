@@ -208,7 +208,8 @@ class Stats(View, frozen=True, kw_only=True):
     found, by the state of their owner. `tiers`: bytes that parked sessions hold, by tier; `parked`: the number of
     parked sessions; `restored`: sessions restored since the start; `tier_moves`: units moved, by destination;
     `tier_failures`: failed copies, writes and reads, by cause. `snapshots`: sessions that an earlier process saved, by
-    whether their memory was restored. `held_tokens`: committed tokens of open sessions, by tenant."""
+    whether their memory was restored. `saved`: sessions with state on disk for the next process; `unsaved`: those that
+    wait for it; `saved_bytes`: bytes written for it. `held_tokens`: committed tokens of open sessions, by tenant."""
 
     sessions: int
     running: int
@@ -230,4 +231,7 @@ class Stats(View, frozen=True, kw_only=True):
     tier_moves: dict[str, int]
     tier_failures: dict[str, int]
     snapshots: dict[str, int]
+    saved: int
+    unsaved: int
+    saved_bytes: int
     held_tokens: dict[str, int]

@@ -25,8 +25,8 @@ from tenuto.engine.snapshots import Snapshots
 from tenuto.engine.turn_operations import TurnOperations
 from tenuto.memory.memory import Memory
 from tenuto.memory.shape import Shape
+from tenuto.memory.tiers.disk import Disk
 from tenuto.memory.tiers.moves import Carrier, CopyThreads
-from tenuto.memory.tiers.unit_files import Disk
 from tenuto.sched.admission import Admission
 from tenuto.sched.batch import Batch
 from tenuto.sched.planner import Planner, Proposer
@@ -95,7 +95,7 @@ class Engine:
         )
         self.registry, self.batch, self.prefixes = core.registry, core.batch, core.prefixes
         self.idle_memory, self.counts, self.news, self.fuse = core.idle_memory, core.counts, core.news, core.fuse
-        self.snapshots = Snapshots(core.idle_memory, clock)
+        self.snapshots = Snapshots(core.idle_memory, clock, config)
         self._lifecycle = lifecycle = Lifecycle(core)
         self.pressure, self.timers, self.sharing = lifecycle.pressure, lifecycle.timers, lifecycle.sharing
         self._admission = Admission(
@@ -135,6 +135,7 @@ class Engine:
         report.progressed = self._flights.land(ahead)
         report.ended, report.changes = self.news.take_ended(), self.news.take_changes()
         self.memory.cache.trim()
+        self.snapshots.step()
         self.steps += 1
         self.memory.check_totals()
         self.auditor.step(self._flights)

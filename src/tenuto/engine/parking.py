@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar
 
 import numpy as np
@@ -19,12 +20,13 @@ from tenuto.memory.memory import Memory
 from tenuto.memory.pool import HolderKind, Lease
 from tenuto.memory.rows import Longs
 from tenuto.memory.tiers.contents import Content, contents
+from tenuto.memory.tiers.disk import Disk
 from tenuto.memory.tiers.lent import LentUnits
 from tenuto.memory.tiers.moves import Carrier, Move
-from tenuto.memory.tiers.parked import Parked, size_of
-from tenuto.memory.tiers.snapshots import SavedMemory, Snapshot
+from tenuto.memory.tiers.parked import Parked, StoredUnit, size_of
+from tenuto.memory.tiers.saves import Saves
 from tenuto.memory.tiers.tiers import Tiers
-from tenuto.memory.tiers.unit_files import Disk, UnitFiles
+from tenuto.memory.tiers.unit_files import UnitFiles
 from tenuto.sched.batch import is_computed
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
@@ -64,6 +66,10 @@ class Parking:
         if disk is None and config.disk_tier:
             disk = UnitFiles(user_path(config.disk_tier), config.disk_tier_size or MAX_COUNT, identity)
         self.tiers = Tiers(memory.pools, copier, config.host_tier, disk, memory.page_size, timer, carrier, identity)
+        lasting = [not group.needs_checkpoints for group in memory.groups]
+        self.saves = Saves(self.tiers, memory.page_size, lasting)
+        self.keeps = config.checkpoint_rate > 0 and disk is not None  # whether state is saved while the engine runs
+        self.unsaved: dict[Session, None] = {}  # sessions whose saved state may lack something, in the order of changes
         self._memory = memory
         self._sessions: dict[Session, Parked] = {}
         self._arriving: dict[Session, Arrival] = {}  # sessions whose open turns wait in their rows
@@ -77,7 +83,7 @@ class Parking:
         return []
 
     def __len__(self) -> int:
-        return len(self.tiers)
+        return len(self.tiers) - len(self.saves)
 
     @property
     def restores(self) -> bool:
@@ -99,10 +105,8 @@ class Parking:
     def park(self, session: Session) -> bool:
         """Copies the session's memory, which is about to be released. Returns whether all of it is parked now."""
         memory = session.memory
-        if not self.restores:
+        if not self.restores or not self._settled(session):
             return False
-        if not 0 < memory.computed < len(session.history):
-            return False  # no memory, or memory of its turn's input too, which may not become history
         parked = self.tiers.park(memory.computed, memory.kept(), self._contents(session, memory.computed))
         if parked is None:
             return False
@@ -110,66 +114,73 @@ class Parking:
         self.parked += 1
         return True
 
-    def save(self, session: Session, *, late: bool) -> int:
-        """Writes the memory of a session to disk, unless it is there already or it is too `late` to write. Returns the
-        number of tokens whose memory is on disk."""
-        memory, parked = session.memory, self._sessions.get(session)
-        there = self.position(session)
-        if memory.computed > there and not late:
-            written = self.tiers.save(memory.computed, memory.kept(), self._contents(session, memory.computed))
-            if written is not None:
-                written.pinned = True
-                self._replace(session, written)
-                return written.position
-        if parked is None or not there or (late and parked.in_host) or not self.tiers.move_to_disk(parked):
-            return 0
-        parked.pinned = True
-        return there
+    def savable(self, session: Session) -> int:
+        """Returns the number of tokens of the session's history whose state is in memory, on the device or parked."""
+        parked = self._sessions.get(session)
+        return max(self._settled(session), parked.position if parked is not None and parked in self.tiers else 0)
 
-    def write_index(self, saved: Sequence[tuple[Session, int]]) -> bool:
-        """Writes the index of sessions on disk, each with its number of tokens. Returns False if that failed."""
-        return self.tiers.write_index(
-            [
-                (*session.key, session.history[:position].tobytes(), self._sessions[session])
-                for session, position in saved
-            ]
-        )
+    @staticmethod
+    def _settled(session: Session) -> int:
+        """Returns the number of tokens of the history whose state the session has on the device; 0 if it may also have
+        that of its open turn's input, which may not become history."""
+        memory = session.memory
+        return memory.computed if memory.computed < len(session.history) and not memory.arriving else 0
+
+    def copied(
+        self, session: Session, position: int, ranges: Sequence[tuple[int, int]]
+    ) -> list[list[StoredUnit]] | None:
+        """Returns copies of units [first, end) of each group, of those kept for `position`, which is at most
+        `savable`; the caller has a reference to each. Returns `None` if copying failed."""
+        memory = session.memory
+        if self._settled(session) >= position:
+            kept = [units[first:end] for units, (first, end) in zip(memory.kept(), ranges, strict=True)]
+            return self.tiers.copied(kept, self._contents(session, position, ranges))
+        parked = self._sessions[session]
+        units = [stored[first:end] for stored, (first, end) in zip(parked.units, ranges, strict=True)]
+        for unit in chain(*units):
+            unit.references += 1
+        return units
+
+    def saved(self, session: Session) -> Parked | None:
+        """Returns the record of the session's saved state, which is not unread, or `None`."""
+        record = self.saves.record(session.key)
+        if record is None or not record.unread:
+            return record
+        return self.saves.learn(session.key, self._contents(session, record.position), whole=self.needs_whole)
 
     def lend(self, session: Session) -> LentUnits | None:
         """Lends the parked memory of a session, which another thread may read until `Tiers.take_back`."""
-        parked = self._sessions.get(session)
-        if parked is None or parked not in self.tiers:
-            return None
-        return self.tiers.lend(parked, self._contents(session, parked.position))
+        parked = self._find(session)
+        return self.tiers.lend(parked, self._contents(session, parked.position)) if parked is not None else None
 
     def position(self, session: Session) -> int:
-        """Returns the number of tokens whose memory is parked."""
+        """Returns the number of tokens whose memory is parked or saved."""
+        parked = self._find(session)
+        return parked.position if parked is not None else 0
+
+    def _find(self, session: Session) -> Parked | None:
+        """Returns the session's parked memory; if there is none, that of its saved state."""
         parked = self._sessions.get(session)
-        return parked.position if parked is not None and parked in self.tiers else 0
+        if parked is not None and parked in self.tiers:
+            return parked
+        record = self.saved(session)
+        if record is None or not 0 < record.position < len(session.history):
+            return None
+        shared = self.tiers.share(record, record.position, self._contents(session, record.position))
+        self._replace(session, shared)
+        return shared
 
     def hold(self, session: Session, state: CopiedState) -> bool:
         """Parks a session with state from another engine or process. Returns False if there is no room."""
         parked = self.tiers.hold(state.position, state.groups, self._contents(session, state.position))
         self._replace(session, parked)
+        self._note_unsaved(session)
         return parked is not None
 
     @property
     def needs_whole(self) -> bool:
         """Whether parked memory can be resumed only where it ends."""
         return self._memory.needs_checkpoints
-
-    def take_over(
-        self, snapshot: Snapshot | None, wanted: Sequence[tuple[Session, SavedMemory, int]]
-    ) -> Iterator[tuple[Session, SavedMemory, int | None]]:
-        """Parks sessions with the memory that was saved for them; `wanted` has the number of tokens to use of each.
-        Yields the number of tokens parked for each, or `None` if its files are gone. Removes all other saved memory.
-        """
-        taken = self.tiers.take_over(
-            snapshot, [(saved, position, self._contents(session, position)) for session, saved, position in wanted]
-        )
-        for (session, saved, _), parked in zip(wanted, taken, strict=True):
-            self._replace(session, parked)
-            yield session, saved, parked.position if parked is not None else None
 
     def _replace(self, session: Session, parked: Parked | None) -> None:
         before = self._sessions.pop(session, None)
@@ -190,20 +201,42 @@ class Parking:
     # -- changes of the session
 
     def changed(self, session: Session, kept: int) -> None:
-        """Cuts the session's parked memory to the first `kept` tokens of its history, after later ones have changed."""
+        """Cuts the session's parked memory and its saved state to the first `kept` tokens of its history, after later
+        ones have changed."""
         parked, most = self._sessions.get(session), max(0, kept - 1)
         if parked is not None and parked.position > most:
             self._replace(session, self._part(session, parked, most))
+        self._cut_saved(session, most)
+        self._note_unsaved(session)
+
+    def _cut_saved(self, session: Session, most: int) -> None:
+        if self.saves.reaches(session.key) <= most:
+            return
+        if self.needs_whole or not most or self.saved(session) is None:
+            self.saves.forget(session.key)
+        else:
+            self.saves.cut(session.key, most, self._counts(session, most))
+
+    def _note_unsaved(self, session: Session) -> None:
+        if self.keeps and session.policy.lasting:
+            self.unsaved.setdefault(session)
 
     def fork(self, parent: Session, child: Session) -> None:
-        """Shares the parent's parked memory with a fork, whose history is the beginning of the parent's."""
-        parked = self._sessions.get(parent)
-        if parked is not None and parked in self.tiers:
-            self._replace(child, self._part(child, parked, max(0, len(child.history) - 1)))
+        """Shares the parent's parked memory or saved state with a fork, whose history is the beginning of the parent's,
+        unless the device has as much for it."""
+        most = max(0, len(child.history) - 1)
+        self._note_unsaved(child)
+        if child.memory.computed >= most:
+            return
+        parked = self._find(parent)
+        if parked is not None:
+            self._replace(child, self._part(child, parked, most))
 
     def forget(self, session: Session) -> None:
-        """Discards the parked memory of a session that is closed or must not be restored."""
+        """Discards the parked memory and the saved state of a session that is closed or must not be restored."""
         self._replace(session, None)
+        self.saves.forget(session.key)
+        self.unsaved.pop(session, None)
 
     def _part(self, session: Session, parked: Parked, position: int) -> Parked | None:
         """Returns a second `Parked` of at most `position` tokens, or `None` if it could not be resumed."""
@@ -224,10 +257,18 @@ class Parking:
         return [table.kept_units(position) for table in session.memory.tables]
 
     @staticmethod
-    def _contents(session: Session, position: int) -> list[list[Content]]:
-        """Returns the contents of the units that are kept for a position, by group."""
-        tokens = session.history[:position].tobytes()
-        return [contents(session.policy.tenant, tokens, table.kept_ranges(position)) for table in session.memory.tables]
+    def _contents(
+        session: Session, position: int, ranges: Sequence[tuple[int, int]] | None = None
+    ) -> list[list[Content]]:
+        """Returns the contents of the units that are kept for a position, by group; with `ranges` those of units
+        [first, end) of each group, where `end` is that of all units, unless there are none."""
+        tokens, tenant, tables = session.history[:position].tobytes(), session.policy.tenant, session.memory.tables
+        if ranges is None:
+            return [contents(tenant, tokens, table.kept_ranges(position)) for table in tables]
+        return [
+            contents(tenant, tokens, table.kept_ranges(position, first)) if first < end else []
+            for table, (first, end) in zip(tables, ranges, strict=True)
+        ]
 
     # -- restoring
 
@@ -237,8 +278,8 @@ class Parking:
         return self._planned[1]
 
     def _position(self, turn: Turn) -> int:
-        session, parked = turn.session, self._sessions.get(turn.session)
-        if parked is None or session.memory.turn is not None:
+        session = turn.session
+        if session.memory.turn is not None or (parked := self._find(session)) is None:
             return 0
         position = self._resumable(parked, turn.resume_position)
         if position < session.memory.resumable(turn.resume_position) + self._memory.page_size:
@@ -357,10 +398,11 @@ class Parking:
 
     def audit(self) -> None:
         """Raises `InvariantError` if the records of parked memory are inconsistent."""
-        there = 0
+        there = len(self.saves)
         for session, parked in self._sessions.items():
             self._check(session, parked)
             there += parked in self.tiers
         if there != len(self.tiers):
-            raise InvariantError(f"{len(self.tiers)} sequences are parked, but sessions refer to {there}")
-        self.tiers.audit()
+            raise InvariantError(f"{len(self.tiers)} sequences are parked or saved, but sessions refer to {there}")
+        self.saves.audit()
+        self.tiers.audit(self.saves.units())

@@ -1,89 +1,120 @@
-"""Snapshots: the memory of open sessions that one process leaves on disk, and the next one takes over."""
+"""Snapshots: the state of open sessions that is on disk while the engine runs, and that the next process takes over."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from tenuto.base.clock import Clock
+from tenuto.base.config import EngineConfig
 from tenuto.engine.parking import Parking
-from tenuto.memory.tiers.snapshots import SavedMemory, SnapshotUnusable
-from tenuto.memory.tiers.unit_files import DiskFailed
+from tenuto.memory.tiers.disk import IndexUnusable
 from tenuto.session.session import Session
 
-INDEX_SECONDS = 2.0
-"""The interval at which the index is written while sessions are saved, so that a kill loses only the last of them."""
+PART = 2**22
+"""The most bytes that one step copies and writes, or those of a single page."""
+BURST_SECONDS = 0.25
+"""The time whose bytes may be written at once after a pause."""
+EXPIRES_SOON = 60.0
+"""The number of seconds before the end of its TTL from which a session is no longer written."""
+
+
+class Part(NamedTuple):
+    """A part of a session's state on its way to disk, of `size` bytes; `last`: nothing of the session follows."""
+
+    size: int
+    last: bool
 
 
 class Snapshots:
-    """Writes the memory of sessions and an index of it to disk at the end of a process, and finds it at the start of
-    the next. Found memory is verified: its tokens are compared with the session's history, and its units with their
-    checksums. Memory that does not verify is computed again.
+    """Writes the state of sessions to disk after each commit, in the order of commits and at most `checkpoint_rate`
+    bytes a second, and finds it at the start of the next process. Each step copies at most one part, and a thread
+    beside it writes, so no step and no commit waits for the disk. State that is found is verified: units must have the
+    contents that a session's tokens demand. The rest is computed again.
 
-    `counts`: the number of sessions by outcome: "saved", "not saved" (no room, a failure, or no time), "restored",
-    "partly" (the history differs from some point on), "stale", "missing"; and of whole snapshots: "damaged", "foreign",
-    "unreadable" and "unwritten".
+    `counts`: sessions by outcome: "saved" and "not saved" (no room, a failure, or no time) when the process ends, those
+    of `Saves.recover`, and of a whole index: "damaged", "foreign" and "unreadable".
     """
 
-    def __init__(self, parking: Parking, clock: Clock) -> None:
+    def __init__(self, parking: Parking, clock: Clock, config: EngineConfig) -> None:
         self._parking = parking
+        self._saves = parking.saves
         self._clock = clock
-        self.counts: Counter[str] = Counter()
+        self._rate = config.checkpoint_rate
+        self.counts = parking.saves.outcomes
+        self._most = max(PART, self._rate * BURST_SECONDS)
+        self._allowed: float = self._most  # bytes that may be written now
+        self._refilled = clock.now()
+
+    def step(self) -> None:
+        """Begins to write the next part, if the disk is ready for it and the rate allows it."""
+        if not self._parking.tiers.has_disk:
+            return
+        now = self._clock.now()
+        if not self._saves.advance(now) or not self._parking.unsaved:
+            return
+        self._allowed = min(self._allowed + self._rate * (now - self._refilled), self._most)
+        self._refilled = now
+        while self._parking.unsaved and self._allowed > 0:
+            session = next(iter(self._parking.unsaved))
+            part = self._begin(session) if self._is_wanted(session, now) else None
+            if part is None or part.last:
+                self._parking.unsaved.pop(session, None)
+            if part is not None:
+                self._allowed -= part.size
+                return
+
+    def _is_wanted(self, session: Session, now: float) -> bool:
+        ttl = session.policy.ttl
+        return ttl is None or session.turn is not None or session.last_turn_end + ttl > now + EXPIRES_SOON
+
+    def _begin(self, session: Session) -> Part | None:
+        """Begins to write the next part of a session's state. Returns `None` if there is nothing to write, or nothing
+        can be written now."""
+        position, record = self._parking.savable(session), self._parking.saved(session)
+        counts = [table.kept_units(position) for table in session.memory.tables]
+        if not position or (record is not None and record.position >= position):
+            return None
+        if not self._parking.tiers.worth_saving(counts, position):
+            return None
+        last, target, ranges = self._saves.next_part(record, counts, position, PART)
+        if (units := self._parking.copied(session, target, ranges)) is None:
+            return None
+        size = sum(unit.size for group in units for unit in group if unit.file is None)
+        at = position if last else target if not self._parking.needs_whole else record.position if record else 0
+        if not self._saves.begin(session.key, at, [first for first, _ in ranges], units):
+            return None
+        return Part(size, last)
 
     def save(self, sessions: Iterable[Session], seconds: float) -> None:
-        """Moves the memory of sessions without open turns to disk, most recently used first, for at most `seconds`, and
-        writes the index. Does nothing without tiers."""
-        if not self._parking.restores:
+        """Writes the state of sessions without open turns, most recently used first, for at most `seconds`. Does
+        nothing without a disk tier."""
+        if not self._parking.tiers.has_disk:
             return
-        began = noted = self._clock.now()
-        saved: list[tuple[Session, int]] = []
+        began = self._clock.now()
+        self._parking.finish()
+        self._saves.settle(began)
         for session in sorted(sessions, key=lambda session: session.last_turn_end, reverse=True):
-            position = self._parking.save(session, late=self._clock.now() > began + seconds)
-            if position:
-                saved.append((session, position))
-            elif session.memory.computed or self._parking.position(session):
-                self.counts["not saved"] += 1
-            if self._clock.now() > noted + INDEX_SECONDS:
-                self._parking.write_index(saved)
-                noted = self._clock.now()
-        if self._parking.write_index(saved):
-            self.counts["saved"] += len(saved)
-        else:
-            self.counts["unwritten"] += 1
+            wanted = self._parking.savable(session)
+            while self._clock.now() <= began + seconds:
+                part = self._begin(session)
+                self._saves.settle(self._clock.now())
+                if part is None or part.last:
+                    break
+            record = self._saves.record(session.key)
+            if wanted:
+                self.counts["saved" if record is not None and record.position >= wanted else "not saved"] += 1
+            if record is not None:
+                record.pinned = True  # it stays when sessions that were used less recently need room
+        self._saves.settle(self._clock.now())
 
     def recover(self, sessions: Iterable[Session]) -> None:
-        """Parks sessions, which have no memory, with their saved memory. Removes all other saved memory."""
-        try:
-            found = self._parking.tiers.read_index()
-        except SnapshotUnusable as error:
-            self.counts[error.cause] += 1
-            found = None
-        except DiskFailed:
-            self.counts["unreadable"] += 1
-            found = None
-        saved = {(each.tenant, each.session): each for each in found.sessions} if found is not None else {}
-        wanted = [
-            (session, of, position)
+        """Gives sessions, which have no memory, their saved state. Removes all other saved state."""
+        longest = {
+            session.key: max(0, len(session.history) - 1)
             for session in sorted(sessions, key=lambda session: session.last_turn_end)
-            if (of := saved.get(session.key)) is not None and (position := self._position(session, of))
-        ]
-        there: list[tuple[Session, int]] = []
-        for session, of, parked in self._parking.take_over(found, wanted):
-            outcome = "missing" if parked is None else "restored" if 4 * parked == len(of.tokens) else "partly"
-            self.counts[outcome] += 1
-            if parked is None:
-                session.memory.lost = "parked"
-            else:
-                there.append((session, parked))
-        if self._parking.tiers.has_disk and not self._parking.write_index(there):  # without tokens of closed sessions
-            self.counts["unwritten"] += 1
-
-    def _position(self, session: Session, saved: SavedMemory) -> int:
-        """Returns the number of tokens of the saved memory that match the session's history and can be resumed."""
-        tokens, history = saved.history, session.history
-        most = min(len(tokens), max(0, len(history) - 1))
-        same = most if tokens[:most] == history[:most] else next(i for i in range(most) if tokens[i] != history[i])
-        position = same if same == len(tokens) or not self._parking.needs_whole else 0
-        if not position:
-            self.counts["stale"] += 1
-        return position
+        }
+        try:
+            self._saves.recover(longest, whole=self._parking.needs_whole)
+        except IndexUnusable as error:
+            self.counts[error.cause] += 1

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -92,7 +93,8 @@ class Service:
             undo.callback(self._masks.close)
             if journal is not None:
                 undo.callback(journal.close)
-            self._engine = engine = build_engine(model, config, memory_bytes, self._masks)
+            kept = config if journal is not None else replace(config, checkpoint_rate=0)  # else nobody finds the state
+            self._engine = engine = build_engine(model, kept, memory_bytes, self._masks)
             undo.callback(partial(engine.end, keep=True))
             if journal is not None:
                 _restore(journal, engine)

@@ -181,6 +181,9 @@ def _totals(stats: Stats) -> Iterator[Metric]:
     yield _counter("tier_failures", "Copies, writes and reads that failed", _by_name(stats.tier_failures), "cause")
     text = "Sessions whose memory was left on disk for the next process or found there, by outcome"
     yield _counter("snapshots", text, _by_name(stats.snapshots), "outcome")
+    yield _gauge("saved_sessions", "Sessions with state on disk for the next process", [((), stats.saved)])
+    yield _gauge("unsaved_sessions", "Sessions whose latest state waits to be written", [((), stats.unsaved)])
+    yield _counter("saved_bytes", "Bytes of state written for the next process", [((), stats.saved_bytes)])
     yield _counter("steps", "Steps", [((), stats.steps)])
     yield _counter("failed_steps", "Steps that the device did not finish", [((), events["step failed"])])
     yield _counter("preemptions", "Running turns that had to yield", [((), events["preempt"])])

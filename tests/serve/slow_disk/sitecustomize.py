@@ -5,7 +5,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from tenuto.memory.tiers.contents import NamedUnit
-from tenuto.memory.tiers.unit_files import UnitFile, UnitFiles
+from tenuto.memory.tiers.disk import Listing, UnitFile
+from tenuto.memory.tiers.state_index import StateIndex
+from tenuto.memory.tiers.unit_files import UnitFiles
 from tenuto.session.changes import Change
 from tenuto.session.journal import Journal
 
@@ -13,7 +15,7 @@ SECONDS = 0.03
 
 _write = Journal.write
 _write_units = UnitFiles.write
-_write_index = UnitFiles.write_index
+_apply = StateIndex.apply
 
 
 def _write_slowly(journal: Journal, changes: Iterable[Change]) -> None:
@@ -29,10 +31,10 @@ def _write_units_slowly(files: UnitFiles, units: Mapping[int, Sequence[NamedUnit
     return _write_units(files, units)
 
 
-def _write_index_slowly(files: UnitFiles, content: bytes) -> None:
+def _apply_slowly(index: StateIndex, changes: Sequence[Listing]) -> None:
     time.sleep(SECONDS)
-    _write_index(files, content)
+    _apply(index, changes)
 
 
 UnitFiles.write = _write_units_slowly  # type: ignore[method-assign, assignment]
-UnitFiles.write_index = _write_index_slowly  # type: ignore[method-assign, assignment]
+StateIndex.apply = _apply_slowly  # type: ignore[method-assign, assignment]

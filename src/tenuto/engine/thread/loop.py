@@ -66,7 +66,7 @@ class EngineLoop:
         self._opened: list[Turn] = []  # the turns to which the current command has subscribed
         self.stopped: Stopped | None = None  # set once, under the lock
         self._lock = threading.RLock()  # reentrant, since a finalizer may post at any point
-        engine.idle_memory.tiers.moves.wake = self.wake
+        engine.idle_memory.tiers.moves.wake = engine.idle_memory.tiers.writes.wake = self.wake
         self._thread = threading.Thread(target=self._run, name="tenuto-engine", daemon=True)
         self._thread.start()
 

@@ -182,9 +182,9 @@ class Table(ABC):
         return part
 
     @abstractmethod
-    def kept_ranges(self, position: int) -> Iterator[tuple[int, int]]:
-        """Yields, for each unit kept for `position`, in order, the range [start, end) of tokens whose state it holds.
-        The two are equal if the unit holds the state after that many tokens."""
+    def kept_ranges(self, position: int, skip: int = 0) -> Iterator[tuple[int, int]]:
+        """Yields, for each unit kept for `position` except the first `skip`, in order, the range [start, end) of tokens
+        whose state it holds. The two are equal if the unit holds the state after that many tokens."""
 
     @abstractmethod
     def kept_units(self, position: int) -> int:

@@ -85,9 +85,9 @@ class PagedTable(Table):
         """Returns the number of used slots in the last page kept for `position`."""
         return (position - 1) % self.page_size + 1
 
-    def kept_ranges(self, position: int) -> Iterator[tuple[int, int]]:
+    def kept_ranges(self, position: int, skip: int = 0) -> Iterator[tuple[int, int]]:
         size, first = self.page_size, self.first_entry(position)
-        for entry in range(first, first + self.span(position)):
+        for entry in range(first + skip, first + self.span(position)):
             yield entry * size, min((entry + 1) * size, position)
 
     def kept_units(self, position: int) -> int:

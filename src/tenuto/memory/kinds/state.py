@@ -109,8 +109,9 @@ class StateTable(Table):
     def counted(self, kept: Lease | None) -> int:
         return len(self.opened) + (len(kept) if kept is not None else 0)
 
-    def kept_ranges(self, position: int) -> Iterator[tuple[int, int]]:
-        yield position, position
+    def kept_ranges(self, position: int, skip: int = 0) -> Iterator[tuple[int, int]]:
+        if not skip:
+            yield position, position
 
     def kept_units(self, position: int) -> int:
         return 1

@@ -13,6 +13,8 @@ from tenuto.base.plan import Bytes
 _DIGEST = 16
 _TOKEN = 4
 """The size of a token in bytes."""
+MARK = 4
+"""The size of a mark in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,16 @@ class Content:
     def covers(self, other: Content) -> bool:
         """Whether a unit with this content can be used as one with `other`, whose remaining slots may have anything."""
         return self.before == other.before and self.tokens.startswith(other.tokens)
+
+    @property
+    def mark(self) -> bytes:
+        """A short digest of the tenant and the earlier tokens, which an index has for each unit."""
+        return self.before[:MARK]
+
+    @property
+    def length(self) -> int:
+        """The number of tokens whose state the unit holds; 0 for a state slot."""
+        return len(self.tokens) // _TOKEN
 
     @property
     def name(self) -> str:

@@ -11,8 +11,8 @@ from typing import Self
 from tenuto.base.plan import Bytes
 from tenuto.base.wire.state_file import CopiedState
 from tenuto.memory.tiers.contents import Contents
+from tenuto.memory.tiers.disk import Disk, DiskFailed, UnitCopy, read_units
 from tenuto.memory.tiers.parked import Parked
-from tenuto.memory.tiers.unit_files import Disk, DiskFailed, UnitCopy, read_units
 
 
 @dataclass(eq=False, slots=True)

@@ -14,7 +14,7 @@ import numpy as np
 from tenuto.base.plan import Copier, CopyFailed
 from tenuto.memory.pool import Pool
 from tenuto.memory.tiers.contents import NamedUnit
-from tenuto.memory.tiers.unit_files import Disk, DiskFailed, UnitCopy, UnitFile, read_units
+from tenuto.memory.tiers.disk import Disk, DiskFailed, Listing, UnitCopy, UnitFile, read_units
 
 THREADS = 2
 """The number of moves that run at once."""
@@ -80,18 +80,42 @@ class Job:
         raise NotImplementedError
 
 
-class Write(Job):
-    """Writes units, by group, to a new file of the disk tier, which is `file` after the job has ended."""
+Batch = Mapping[int, Sequence[NamedUnit]]
+"""Units for one file, by group."""
+Lister = Callable[[Sequence[UnitFile]], Sequence[Listing]]
+"""Returns the changes of the index that follow once files have been written."""
 
-    def __init__(self, jobs: Jobs[Any], units: Mapping[int, Sequence[NamedUnit]], disk: Disk) -> None:
+
+class Write(Job):
+    """Writes each of `batches` to a new file of the disk tier, and then changes the disk's index as `listed` says.
+    `files`: what it has written, or nothing if it has failed."""
+
+    def __init__(self, jobs: Jobs[Any], batches: Sequence[Batch], disk: Disk, listed: Lister | None = None) -> None:
         super().__init__(jobs)
-        self._units = units
+        self._batches = batches
         self._disk = disk
-        self.file: UnitFile | None = None
+        self._listed = listed
+        self.files: list[UnitFile] = []
+
+    @property
+    def saves(self) -> bool:
+        """Whether it changes the index."""
+        return self._listed is not None
 
     def _copy_next(self) -> bool:
-        self.file = self._disk.write(self._units)
+        if len(self.files) < len(self._batches):
+            self.files.append(self._disk.write(self._batches[len(self.files)]))
+            return True
+        if self._listed is not None:
+            self._disk.index.apply(self._listed(self.files))
         return False
+
+    def settle(self) -> None:
+        super().settle()
+        if self.failure:
+            for file in self.files:
+                self._disk.remove(file)
+            self.files = []
 
 
 class Move(Job):

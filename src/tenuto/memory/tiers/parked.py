@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from tenuto.base.errors import InvariantError
 from tenuto.base.plan import Bytes
+from tenuto.base.views import SessionKey
 from tenuto.memory.tiers.contents import Content, Contents
+from tenuto.memory.tiers.disk import UnitCopy, UnitFile
 from tenuto.memory.tiers.moves import Move
-from tenuto.memory.tiers.unit_files import UnitCopy, UnitFile
 
 UnitVersion = tuple[int, int]
 """A unit of a pool and its generation; see `Pool.generation`."""
@@ -19,13 +21,14 @@ ELSEWHERE: UnitVersion = 0, -1
 
 @dataclass(eq=False, slots=True)
 class StoredUnit:
-    """A copy of a unit of group `group`: `data` in host memory, or row `row` of `file`. `place`: the unit with the same
-    contents on the device, valid while that is leased and of the same generation; with a `move`, the unit that the move
-    is filling.
+    """A copy of a unit of group `group`: `data` in host memory, or row `row` of `file`, or both. `place`: the unit with
+    the same contents on the device, valid while that is leased and of the same generation; with a `move`, the unit that
+    the move is filling.
 
-    Invariants: exactly one of `data` and `file` is set. `references` counts the `Parked` that list the copy, and the
-    moves and writes that use it. `content` was derived from its session's tokens when it was copied; row `row` of
-    `file` is used only if the file names a content that covers it.
+    Invariants: `references` counts the `Parked` that list the copy, and the moves and writes that use it; `hosts`
+    counts those of the `Parked` that are to stay in host memory. A copy with a file has `data` only while it has hosts
+    or is being written. `content` was derived from its session's tokens when it was copied; row `row` of `file` is used
+    only if the file names a content that covers it.
     """
 
     group: int
@@ -34,6 +37,7 @@ class StoredUnit:
     data: Bytes | None
     place: UnitVersion
     references: int = 0
+    hosts: int = 0
     file: UnitFile | None = None
     row: int = -1
     move: Move | None = None
@@ -41,7 +45,8 @@ class StoredUnit:
 
     def copy(self, content: Content) -> UnitCopy:
         """Returns the description of the copy for a reader that expects `content`."""
-        return UnitCopy(self.group, content, self.size, self.data, self.file, self.row)
+        file = self.file if self.data is None else None
+        return UnitCopy(self.group, content, self.size, self.data, file, self.row)
 
 
 def size_of(units: Iterable[StoredUnit]) -> int:
@@ -49,44 +54,48 @@ def size_of(units: Iterable[StoredUnit]) -> int:
     return sum(unit.size for unit in units)
 
 
-def recounted(found: Mapping[StoredUnit, int]) -> tuple[int, int, int]:
-    """Returns the bytes of stored units in host memory and on disk, and the bytes of their files. `found`: the number
-    of references to each that were found. Raises `InvariantError` if a unit counts another number, or is in both tiers
-    or in neither."""
-    if any(unit.references != n or (unit.data is None) == (unit.file is None) for unit, n in found.items()):
-        raise InvariantError("a stored unit has a wrong count of references, or is in both tiers or neither")
-    host, disk = (size_of(unit for unit in found if (unit.data is None) is gone) for gone in (False, True))
-    return host, disk, sum(file.size for file in {unit.file for unit in found if unit.file is not None})
+def recounted(found: Mapping[StoredUnit, int], unread: Iterable[Parked]) -> tuple[int, int]:
+    """Returns the bytes of stored units in host memory, and those of the files of all units and of `unread` records.
+    `found`: the number of references to each unit that were found. Raises `InvariantError` if a unit or a file counts
+    another number of references, or a unit is nowhere, or without need in both tiers."""
+    files: Counter[UnitFile] = Counter(unit.file for unit in found if unit.file is not None)
+    files.update(file for parked in unread for file in parked.unread)
+    if any(unit.references != n or (unit.data is None and unit.file is None) for unit, n in found.items()):
+        raise InvariantError("a stored unit has a wrong count of references, or is in no tier")
+    if any(unit.data is not None and unit.file is not None and not unit.hosts for unit in found):
+        raise InvariantError("a stored unit on disk is in host memory too, where nobody needs it")
+    if any(file.wanted != n for file, n in files.items()):
+        raise InvariantError("a file has a wrong count of units in use")
+    return size_of(unit for unit in found if unit.data is not None), sum(file.size for file in files)
 
 
 @dataclass(eq=False, slots=True)
 class Parked:
     """The memory of the first `position` tokens of a sequence, off the device: the units of each group, in order.
     `trial`: it is restored even if that seems slower than computing it, so that restoring is measured again. `pinned`:
-    it never makes room for others, because an index for the next process lists it, or a thread reads it."""
+    it never makes room for others, because a thread reads it, or units are being added. `key`: the session under which
+    the disk's index lists it, if it does. `unread`: the files of an earlier process with its units, which are not known
+    until the index is read."""
 
     position: int
     units: list[list[StoredUnit]]
     trial: bool = False
     pinned: bool = False
+    key: SessionKey | None = None
+    unread: tuple[UnitFile, ...] = ()
 
     def __iter__(self) -> Iterator[StoredUnit]:
         return (unit for group in self.units for unit in group)
 
     @property
     def staying(self) -> list[StoredUnit]:
-        """The units in host memory that are not on their way to disk."""
-        return [unit for unit in self if unit.data is not None and not unit.leaving]
+        """The units that are not on disk, except those on their way there."""
+        return [unit for unit in self if unit.file is None and not unit.leaving]
 
     @property
     def on_disk(self) -> bool:
         """Whether some of it has to be read from disk."""
-        return any(unit.file is not None for unit in self)
-
-    @property
-    def in_host(self) -> bool:
-        """Whether some of it is in host memory."""
-        return any(unit.data is not None for unit in self)
+        return bool(self.unread) or any(unit.data is None for unit in self)
 
     def check(self, names: Contents) -> None:
         """Raises `InvariantError` if the first units of each group have other contents than `names`."""

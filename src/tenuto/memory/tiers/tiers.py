@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 
@@ -12,24 +12,25 @@ from tenuto.base.errors import InvariantError
 from tenuto.base.plan import Bytes, Copier, CopyFailed
 from tenuto.memory.pool import Lease, Pool
 from tenuto.memory.tiers.contents import Content, Contents
+from tenuto.memory.tiers.disk import Disk, DiskFailed, UnitFile
 from tenuto.memory.tiers.lent import LentUnits
-from tenuto.memory.tiers.moves import Carrier, Move, MovesUnderWay, Target
+from tenuto.memory.tiers.moves import Carrier, Lister, Move, MovesUnderWay, Target, Write
 from tenuto.memory.tiers.parked import ELSEWHERE, Parked, StoredUnit, recounted, size_of
 from tenuto.memory.tiers.rates import Rates
-from tenuto.memory.tiers.snapshots import SavedMemory, Snapshot, decoded
-from tenuto.memory.tiers.taken_over import FoundUnits, snapshot_of
-from tenuto.memory.tiers.unit_files import Disk, DiskFailed, UnitFile
-from tenuto.memory.tiers.writes import WritesUnderWay, in_groups
+from tenuto.memory.tiers.writes import WritesUnderWay, group_of, in_groups
+
+VICTIMS = 8
+"""The number of least recently used records of which the one with the fewest tokens makes room first."""
 
 
 class Tiers:
     """Parks and restores memory. The least recently used parked memory moves from host memory to disk, and is discarded
     from disk. A unit that several parked sequences share is kept, moved and restored once.
 
-    Invariants: `host_used` is the size of all stored units with `data`, each of which belongs to some `Parked` of
-    `_in_host`, or is `leaving`. Every `Parked` is in `_in_host` or in `_on_disk`, each in the order of their last use.
-    `_file_bytes` is the size of all files that stored units refer to, and with `writes.size` never exceeds the
-    disk's budget. A stored unit is only used for a sequence whose tokens its content covers.
+    Invariants: `host_used` is the size of all stored units with `data`. Every `Parked` is in `_in_host`, whose units
+    stay in host memory, or in `_on_disk`, each in the order of their last use. `disk_used` is the size of all files
+    that stored units and `unread` records refer to, and with `writes.size` never exceeds the disk's budget. A stored
+    unit is only used for a sequence whose tokens its content covers.
     """
 
     def __init__(
@@ -58,9 +59,10 @@ class Tiers:
         self._moving: dict[Move, list[StoredUnit]] = {}  # the units of each move under way
         self.writes = WritesUnderWay(carrier)
         self._carrier = carrier
+        self._at: dict[tuple[UnitFile, int, int], StoredUnit] = {}  # units in files, by file, group and row
         self.host_used = 0
         self.disk_used = 0
-        self._file_bytes = 0
+        self.unlisted: list[Parked] = []  # listed records that were discarded; taken by `Saves`
         self.rates = Rates()
         # Units by target: "host", "disk" or "device", or "nowhere" if they were discarded to make room:
         self.moved: Counter[str] = Counter()
@@ -78,6 +80,15 @@ class Tiers:
         self._identity = identity
         if self._disk is not None:
             self._disk.become(identity)
+            self.clear_index()
+
+    def clear_index(self) -> None:
+        """Begins an empty index of the disk, or counts a failure."""
+        try:
+            if self._disk is not None:
+                self._disk.index.clear(self.meaning)
+        except DiskFailed as error:
+            self.failures[error.cause] += 1
 
     # -- parking
 
@@ -91,31 +102,27 @@ class Tiers:
         worth = self.rates.worth(tier, size, position)
         if not worth and not self.rates.retry(tier):
             return None
-        parked = self._copied(position, kept, names)
-        if parked is not None:
-            parked.trial = not worth
-        return self._fitted(parked) if parked is not None else None
-
-    def save(self, position: int, kept: Sequence[Sequence[int]], names: Contents) -> Parked | None:
-        """Parks units like `park`, but always on disk. Returns `None` if that is not possible."""
-        parked = self._copied(position, kept, names)
-        if parked is not None and not self.move_to_disk(parked):
-            self.forget(parked)
+        copied = self.copied(kept, names, in_host=tier == "host")
+        if copied is None:
             return None
-        return parked
+        parked = Parked(position, copied, trial=not worth)
+        self._to_host(parked)
+        return self._fitted(parked)
 
-    def _copied(self, position: int, kept: Sequence[Sequence[int]], names: Contents) -> Parked | None:
-        """Copies units to host memory, even beyond its budget. Returns `None` if copying failed."""
-        parked = Parked(position, [])
+    def copied(
+        self, kept: Sequence[Sequence[int]], names: Contents, *, in_host: bool = False
+    ) -> list[list[StoredUnit]] | None:
+        """Returns copies of units by group, with a reference of the caller to each; those that are not on disk, or with
+        `in_host` all, are in host memory, even beyond its budget. Returns `None` if copying failed."""
+        copies: list[list[StoredUnit]] = []
         try:
             for group, (units, held) in enumerate(zip(kept, names, strict=True)):
-                parked.units.append(self._stored(group, units, held))
+                copies.append(self._stored(group, units, held, in_host=in_host))
         except CopyFailed:
             self.failures["copy"] += 1
-            self._discard(parked)
+            self.release(chain(*copies))
             return None
-        self._in_host[parked] = None
-        return parked
+        return copies
 
     def hold(self, position: int, groups: Sequence[Sequence[Bytes]], names: Contents) -> Parked | None:
         """Parks units of each group that were never on the device; `names` are their contents. Returns `None` if there
@@ -128,21 +135,24 @@ class Tiers:
             ]
             self.host_used += size_of(stored)
             parked.units.append(stored)
-        self._in_host[parked] = None
+        self._to_host(parked)
         return self._fitted(parked)
 
-    def _stored(self, group: int, units: Sequence[int], held: Sequence[Content]) -> list[StoredUnit]:
+    def _stored(self, group: int, units: Sequence[int], held: Sequence[Content], *, in_host: bool) -> list[StoredUnit]:
         pool = self._pools[group]
         found = [self._copy_of(group, unit, content) for unit, content in zip(units, held, strict=True)]
-        missing = [i for i, copy in enumerate(found) if copy is None]
+        missing = [i for i, copy in enumerate(found) if copy is None or (in_host and copy.data is None)]
         if missing:
             began = self._timer()
             data = self._copier.read_units(group, np.array([units[i] for i in missing], np.int32))
             self.rates.note("park", data.nbytes, self._timer() - began)
             for row, i in enumerate(missing):
-                place = units[i], pool.generation[units[i]]
-                copy = StoredUnit(group, held[i], data[row].nbytes, data[row], place)
-                self._copies[group, units[i]] = found[i] = copy
+                copy = found[i]
+                if copy is None:
+                    place = units[i], pool.generation[units[i]]
+                    copy = StoredUnit(group, held[i], data[row].nbytes, None, place)
+                    self._copies[group, units[i]] = found[i] = copy
+                copy.data = data[row]
                 self.host_used += copy.size
             self.moved["host"] += len(missing)
         stored = [copy for copy in found if copy is not None]
@@ -162,9 +172,28 @@ class Tiers:
             raise InvariantError(f"unit {unit} of {self._pools[group].name} holds other tokens than its copy")
         return None
 
+    def _to_host(self, parked: Parked) -> None:
+        self._in_host[parked] = None
+        for unit in parked:
+            unit.hosts += 1
+
+    def _out_of_host(self, parked: Parked) -> None:
+        del self._in_host[parked]
+        for unit in parked:
+            unit.hosts -= 1
+            self._shed(unit)
+
+    def _shed(self, unit: StoredUnit) -> None:
+        """Discards the copy in host memory of a unit on disk that nobody needs there."""
+        if unit.file is not None and unit.data is not None and not unit.hosts and not unit.leaving:
+            unit.data = None
+            self.host_used -= unit.size
+
     def _fitted(self, parked: Parked) -> Parked | None:
         """Moves the least recently used memory to disk, or discards it, until the rest fits host memory, without the
         units on their way to disk. Discards `parked` if that failed, and returns it if it is still there."""
+        if size_of(parked) > self._host_bytes and not self._leave(parked):
+            self.forget(parked)
         while (too_much := self.host_used - self.writes.size > self._host_bytes) and self._in_host:
             oldest = next(iter(self._in_host))
             worth = oldest.trial or self.rates.worth("disk", size_of(oldest), oldest.position)
@@ -175,81 +204,82 @@ class Tiers:
         return parked if parked in self else None
 
     def _leave(self, parked: Parked) -> bool:
-        """Writes the units of `parked` that are in host memory to disk. Returns False without a disk tier, or if it has
-        no room. Waits for the writes under way if they have no room for it."""
+        """Writes the units of `parked` that are in host memory alone to disk. Returns False without a disk tier, or if
+        it has no room. Waits for the writes under way if they have no room for it."""
         if self._disk is None:
             return False
         if not self.writes.has_room(size_of(parked.staying)):
             self.writes.wait()
             self.take_written()
         units = parked.staying  # after the wait, since the units of a failed write stay too
-        if units and not self._make_room(size_of(units), parked):
+        if units and not self.make_room(size_of(units), parked):
             self.failures["busy" if self.writes.size else "full"] += 1
             return False
         if parked in self._in_host:
-            del self._in_host[parked]
+            self._out_of_host(parked)
             self._on_disk[parked] = None
-        if not units:
-            return True
-        self.writes.begin(units, self._disk)
-        self.take_written()
+        if units:
+            self.writes.begin([sorted(units, key=group_of)], self._disk)
+            self.take_written()
         return True
 
-    def _make_room(self, size: int, parked: Parked | None = None) -> bool:
-        """Discards the least recently used memory on disk until `size` more bytes, for `parked`, fit. Pinned memory and
-        memory on its way to disk stay. Returns False if there is not enough room."""
+    def make_room(self, size: int, parked: Parked | None = None) -> bool:
+        """Discards memory on disk until `size` more bytes, for `parked`, fit: what was used least recently, and of that
+        first what takes the fewest tokens to compute. Pinned memory and memory on its way to disk stay. Returns False
+        if there is not enough room."""
         budget = self._disk.budget if self._disk is not None else 0
-        while self._file_bytes + self.writes.size + size > budget:
+        while self.disk_used + self.writes.size + size > budget:
             victims = (
                 each
                 for each in self._on_disk
                 if each is not parked and not each.pinned and not any(unit.leaving for unit in each)
             )
-            victim = next(victims, None) if size <= budget else None
+            oldest = islice(victims, VICTIMS if size <= budget else 0)
+            victim = min(oldest, key=lambda each: each.position, default=None)
             if victim is None:
                 return False
             self.moved["nowhere"] += sum(map(len, victim.units))
             self.forget(victim)
         return True
 
+    def begin_write(self, batches: Sequence[Sequence[StoredUnit]], listed: Lister) -> Write:
+        """Begins to write batches of units that are only in host memory, each in the order of groups and to a separate
+        file, and then to change the index of the disk. There must be a disk, with room for the units."""
+        if self._disk is None:
+            raise InvariantError("units are saved, but there is no disk tier")
+        return self.writes.begin(batches, self._disk, listed)
+
     def take_written(self) -> None:
         """Processes writes that have ended."""
-        for write, units in self.writes.take_units():
-            if write.file is not None:
-                self._arrived(units, write.file)
+        for write, batches in self.writes.take_batches():
+            if not write.failure:
+                for file, units in zip(write.files, batches, strict=True):
+                    self._arrived(units, file)
             else:
-                self._not_written(units, write.failure)
-            for unit in units:
-                self._release(unit)
+                self._not_written(list(chain(*batches)), write.failure, alone=2 if write.saves else 0)
+            self.release(chain(*batches))
 
-    def _not_written(self, units: Sequence[StoredUnit], cause: str) -> None:
-        """Discards the parked memory that these units belong to. If the file system is full although the budget is not,
-        also discards the least recently used memory on disk, so that the next write finds room."""
+    def _not_written(self, units: Sequence[StoredUnit], cause: str, alone: int) -> None:
+        """Discards the parked memory that these units belong to; those with `alone` references belong to none. If the
+        file system is full although the budget is not, also discards the least recently used memory on disk, so that
+        the next write finds room."""
         self.failures[cause] += 1
-        lost = set(units)
-        for parked in [each for each in self._on_disk if not lost.isdisjoint(each)]:
+        lost = {unit for unit in units if unit.references > alone}
+        for parked in [each for each in self._on_disk if not lost.isdisjoint(each)] if lost else ():
             self.forget(parked)
         if cause == "full" and self._disk is not None:
-            self._make_room(max(0, self._disk.budget - self._file_bytes - self.writes.size) + size_of(units))
+            self.make_room(max(0, self._disk.budget - self.disk_used - self.writes.size) + size_of(units))
 
     def _arrived(self, units: Sequence[StoredUnit], file: UnitFile) -> None:
         """Records that the units, group by group, have been written to `file`."""
         file.wanted = len(units)
-        self._file_bytes += file.size
-        for _, same in in_groups(units):
+        self.disk_used += file.size
+        for group, same in in_groups(units):
             for row, unit in enumerate(same):
-                unit.data, unit.file, unit.row = None, file, row
-                self.host_used -= unit.size
-                self.disk_used += unit.size
+                unit.file, unit.row = file, row
+                self._at[file, group, row] = unit
+                self._shed(unit)
         self.moved["disk"] += len(units)
-
-    def move_to_disk(self, parked: Parked) -> bool:
-        """Moves the units of `parked` in host memory to disk, and waits for that. Returns False if it failed."""
-        if not self._leave(parked):
-            return False
-        self.writes.wait()
-        self.take_written()
-        return parked in self
 
     # -- restoring
 
@@ -346,50 +376,68 @@ class Tiers:
         shared = Parked(position, [stored[: len(held)] for stored, held in zip(parked.units, names, strict=True)])
         for unit in shared:
             unit.references += 1
-        (self._in_host if parked in self._in_host else self._on_disk)[shared] = None
+        if parked in self._in_host:
+            self._to_host(shared)
+        else:
+            self._on_disk[shared] = None
         return shared
 
     def forget(self, parked: Parked) -> None:
         """Discards `parked`, which is no longer needed."""
-        if parked in self:
-            self._in_host.pop(parked, None)
-            self._on_disk.pop(parked, None)
-            self._discard(parked)
+        if parked not in self:
+            return
+        if parked in self._in_host:
+            self._out_of_host(parked)
+        self._on_disk.pop(parked, None)
+        self.release(parked)
+        self.forget_files(parked)
+        parked.units = [[] for _ in parked.units]
+        if parked.key is not None:
+            self.unlisted.append(parked)
 
     def __contains__(self, parked: Parked | None) -> bool:
         return parked in self._in_host or parked in self._on_disk
 
-    def _discard(self, parked: Parked) -> None:
-        for unit in parked:
+    def release(self, units: Iterable[StoredUnit]) -> None:
+        """Ends a reference to each of the units."""
+        for unit in units:
             self._release(unit)
-        parked.units = [[] for _ in parked.units]
 
     def _release(self, unit: StoredUnit) -> None:
         unit.references -= 1
         if unit.references:
+            self._shed(unit)
             return
         if self._copies.get((unit.group, unit.place[0])) is unit:
             del self._copies[unit.group, unit.place[0]]
         if unit.data is not None:
             self.host_used -= unit.size
             unit.data = None
-        elif unit.file is not None:
-            self.disk_used -= unit.size
-            unit.file.wanted -= 1
-            if not unit.file.wanted and self._disk is not None:
-                self._file_bytes -= unit.file.size
-                self._disk.remove(unit.file)
+        if unit.file is not None:
+            del self._at[unit.file, unit.group, unit.row]
+            self._unwanted(unit.file)
             unit.file = None
 
-    def audit(self) -> None:
-        """Recounts references and bytes. Raises `InvariantError`."""
+    def _unwanted(self, file: UnitFile) -> None:
+        """Ends a use of the file, which is removed after the last."""
+        file.wanted -= 1
+        if not file.wanted and self._disk is not None:
+            self.disk_used -= file.size
+            self._disk.remove(file)
+
+    def audit(self, others: Iterable[StoredUnit] = ()) -> None:
+        """Recounts references and bytes; `others`: units with references from elsewhere, once for each. Raises
+        `InvariantError`."""
         found: Counter[StoredUnit] = Counter(chain.from_iterable((*self._in_host, *self._on_disk)))
-        found.update(chain(*self._moving.values(), self.writes.units()))
-        counted = self.host_used, self.disk_used, self._file_bytes
-        if (bytes_found := recounted(found)) != counted:
-            raise InvariantError(f"host memory, disk and files have {bytes_found} bytes, counted as {counted}")
-        if self._disk is not None and self._file_bytes + self.writes.size > self._disk.budget:
-            raise InvariantError(f"files have {self._file_bytes} bytes, and {self.writes.size} bytes are leaving")
+        found.update(chain(*self._moving.values(), self.writes.units(), others))
+        counted = self.host_used, self.disk_used
+        if (bytes_found := recounted(found, self._on_disk)) != counted:
+            raise InvariantError(f"host memory and files have {bytes_found} bytes, counted as {counted}")
+        hosts = Counter(chain.from_iterable(self._in_host))
+        if any(unit.hosts != hosts[unit] for unit in found):
+            raise InvariantError("a stored unit counts a wrong number of records in host memory")
+        if self._disk is not None and self.disk_used + self.writes.size > self._disk.budget:
+            raise InvariantError(f"files have {self.disk_used} bytes, and {self.writes.size} bytes are leaving")
 
     # -- from one process to the next
 
@@ -401,44 +449,65 @@ class Tiers:
     def has_disk(self) -> bool:
         return self._disk is not None
 
-    def write_index(self, saved: Sequence[tuple[str, str, bytes, Parked]]) -> bool:
-        """Writes the index of memory on disk: for each entry tenant, session, tokens (int32) and units. Returns False,
-        and counts a failure, if that failed."""
+    @property
+    def disk(self) -> Disk | None:
+        """The disk tier, if there is one."""
+        return self._disk
+
+    def unit_bytes(self, group: int) -> int:
+        """The size of a unit of `group` in bytes."""
+        return self._copier.unit_bytes(group)
+
+    def worth_saving(self, counts: Sequence[int], tokens: int) -> bool:
+        """Whether bringing back `counts` units of each group from disk takes less time than computing `tokens`, or has
+        to be measured again."""
+        size = sum(self.unit_bytes(group) * count for group, count in enumerate(counts))
+        return self.rates.worth("disk", size, tokens) or self.rates.retry("disk")
+
+    @property
+    def meaning(self) -> str:
+        """The identity of units with their layout, for an index."""
+        sizes = [self.unit_bytes(group) for group in range(len(self._pools))]
+        return f"{self._identity}, pages of {self._page_size}, units of {sizes}"
+
+    def take_over(self, records: Iterable[Parked]) -> None:
+        """Takes over unread `records` of memory that an earlier process has left on disk, in the order of their last
+        use. Removes everything else from the disk."""
         if self._disk is None:
-            return False
-        snapshot = snapshot_of(self._identity, self._unit_bytes(), self._page_size, saved)
-        try:
-            self._disk.write_index(snapshot.encoded())
-        except DiskFailed as error:
-            self.failures[error.cause] += 1
-            return False
+            return
+        self._on_disk.update((record, None) for record in records)
+        files = {file for record in self._on_disk for file in record.unread}
+        self.disk_used = sum(file.size for file in files)
+        self._disk.take_over(files)
+        self.make_room(0)  # the budget may be smaller than it was
+
+    def learn(self, record: Parked, places: Sequence[tuple[UnitFile, int, int, Content]]) -> bool:
+        """Fills an unread record with the units in `places`: file, group, row and the content that each must have, in
+        the order of groups. Returns False, having changed nothing, if one is known to have another content."""
+        for file, group, row, content in places:
+            known = self._at.get((file, group, row))
+            if known is not None and not known.content.covers(content):
+                return False
+        for file, group, row, content in places:
+            place = file, group, row
+            if place not in self._at:
+                size = self.unit_bytes(group)
+                self._at[place] = StoredUnit(group, content, size, None, ELSEWHERE, file=file, row=row)
+                file.wanted += 1
+            self._at[place].references += 1
+            record.units[group].append(self._at[place])
+        self.forget_files(record)
         return True
 
-    def _unit_bytes(self) -> list[int]:
-        return [self._copier.unit_bytes(group) for group in range(len(self._pools))]
+    def forget_files(self, record: Parked) -> None:
+        """Ends the uses of files that `record` has as an unread one."""
+        files, record.unread = record.unread, ()
+        for file in files:
+            self._unwanted(file)
 
-    def read_index(self) -> Snapshot | None:
-        """Returns the index that an earlier process wrote, or `None`. Raises `SnapshotUnusable` or `DiskFailed`."""
-        data = self._disk.read_index() if self._disk is not None else None
-        return decoded(data, self._identity, self._unit_bytes(), self._page_size) if data is not None else None
-
-    def take_over(
-        self, snapshot: Snapshot | None, wanted: Iterable[tuple[SavedMemory, int, Contents]]
-    ) -> list[Parked | None]:
-        """Takes over memory on disk. `wanted`, in the order of last use, has for each saved memory the number of tokens
-        to take, and the contents that their units must have, derived from the session's tokens. Returns `None` for
-        memory whose files are gone. Removes everything else from the disk."""
-        if self._disk is None:
-            return []
-        found = FoundUnits(snapshot, self._disk.files(), self._unit_bytes())
-        taken = [found.parked(saved, position, names) for saved, position, names in wanted]
-        self._on_disk.update((parked, None) for parked in taken if parked is not None)
-        kept = found.files_in_use
-        self.disk_used = size_of(found.units.values())
-        self._file_bytes = sum(file.size for file in kept)
-        self._disk.take_over(kept)
-        self._make_room(0)  # the budget may be smaller than it was
-        return [parked if parked in self else None for parked in taken]
+    def add(self, record: Parked) -> None:
+        """Adds a record without units, to be filled by `Saves`."""
+        self._on_disk[record] = None
 
     def close(self, *, keep: bool = False) -> None:
         """Ends parking and restoring: cancels jobs under way, waits for them, and closes the disk; see `Disk.close`."""

@@ -13,23 +13,24 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from tenuto.base.errors import ConfigError, InvariantError
+from tenuto.base.errors import ConfigError
 from tenuto.base.plan import Bytes
-from tenuto.base.private import create_private, make_private_directory, open_private, open_regular
+from tenuto.base.private import create_private, make_private_directory, open_regular
 from tenuto.memory.tiers.contents import Content, NamedUnit
+from tenuto.memory.tiers.disk import DiskFailed, UnitFile
+from tenuto.memory.tiers.state_index import StateIndex
 
 FORMAT = "tenuto units"
 VERSION = "2"
 SUFFIX = ".units"
-INDEX = "sessions.index"
+INDEX = "sessions.sqlite"
 LOCK = "tenuto.lock"
 READERS = 2
 """The number of threads that read and verify units."""
@@ -40,97 +41,6 @@ MAX_HEADER = 100_000_000
 _LENGTH = 8
 _UNREADABLE = (OSError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError, MemoryError, RuntimeError)
 """The exceptions that reading a file with arbitrary contents may raise."""
-
-
-class DiskFailed(Exception):
-    """Raised if units could not be written or read; `cause`: "full", "write", "read", "foreign" (of another model),
-    "content" (of other tokens) or "checksum"."""
-
-    def __init__(self, cause: str, message: str) -> None:
-        super().__init__(message)
-        self.cause = cause
-
-
-@dataclass(eq=False, slots=True)
-class UnitFile:
-    """A file with `size` bytes of units, `wanted` of which are still in use."""
-
-    name: str
-    size: int
-    wanted: int
-
-
-class Disk(Protocol):
-    """A store of files of units. Several threads may read and write at once."""
-
-    @property
-    def budget(self) -> int:
-        """The most bytes of units."""
-
-    def become(self, identity: str) -> None:
-        """Changes the identity of units that are written from now on; older units are never read again."""
-
-    def write(self, units: Mapping[int, Sequence[NamedUnit]]) -> UnitFile:
-        """Writes units by group. Raises `DiskFailed`, having kept nothing."""
-
-    def read(self, file: UnitFile, rows: Mapping[int, Sequence[int]]) -> dict[int, list[NamedUnit]]:
-        """Reads units of a file, by group and row, with the contents that the file names; `read_units` compares these.
-        Raises `DiskFailed`."""
-
-    def remove(self, file: UnitFile) -> None:
-        """Removes a file that is no longer needed."""
-
-    def write_index(self, content: bytes) -> None:
-        """Writes the index of the files, for the process that uses them next. Raises `DiskFailed`."""
-
-    def read_index(self) -> bytes | None:
-        """Returns the last index written, or `None` if there is no index. Raises `DiskFailed`."""
-
-    def files(self) -> dict[str, int]:
-        """Returns the sizes in bytes of all files of units, by name."""
-
-    def take_over(self, files: Iterable[UnitFile]) -> None:
-        """Keeps these files of those that another process has left, and removes all others."""
-
-    def close(self, *, keep: bool = False) -> None:
-        """Ends all use of the store, and removes all files unless `keep` is set."""
-
-
-class UnitCopy(NamedTuple):
-    """A copy of a unit of `group`, of `size` bytes: `data` in host memory, or row `row` of `file`, which has to hold
-    `content`."""
-
-    group: int
-    content: Content
-    size: int
-    data: Bytes | None
-    file: UnitFile | None
-    row: int
-
-    @property
-    def place(self) -> tuple[int, UnitFile | None]:
-        """Equal for copies that can be read in one call: those of one group in the same file, or in host memory."""
-        return self.group, self.file
-
-
-def read_units(disk: Disk | None, copies: Sequence[UnitCopy]) -> list[Bytes]:
-    """Returns the units, all in one place, and checks that those from a file have the wanted contents. All reads use
-    this function: only the file itself determines its contents, not its name and not an index. Raises `DiskFailed`."""
-    group, file = copies[0].place
-    if file is None:
-        in_host = [copy.data for copy in copies if copy.data is not None]
-        if len(in_host) < len(copies):
-            raise InvariantError(f"a unit of group {group} is neither in host memory nor in a file")
-        return in_host
-    if disk is None:
-        raise InvariantError("units are on disk, but there is no disk tier")
-    found = disk.read(file, {group: [copy.row for copy in copies]})[group]
-    for copy, unit in zip(copies, found, strict=True):
-        if not unit.content.covers(copy.content):
-            raise DiskFailed(
-                "content", f"unit {copy.row} of group {group} in {file.name} holds the state of other tokens"
-            )
-    return [unit.data for unit in found]
 
 
 class UnitFiles:
@@ -160,6 +70,7 @@ class UnitFiles:
             os.close(self._lock)
             raise ConfigError(f"the disk tier {directory} is in use by another process") from error
         self._readers = ThreadPoolExecutor(READERS, "tenuto-disk")
+        self.index = StateIndex(directory / INDEX)
 
     def become(self, identity: str) -> None:
         self._identity = identity
@@ -254,26 +165,6 @@ class UnitFiles:
         with self._counting:
             self._used -= size
 
-    def write_index(self, content: bytes) -> None:
-        """If the process is killed, the old index or the new one is there, and complete."""
-        path = self._directory / INDEX
-        new = path.with_suffix(".new")
-        try:
-            with open_private(new) as file:
-                file.write(content)
-            new.replace(path)
-        except OSError as error:
-            raise DiskFailed("write", f"{path} could not be written: {error}") from error
-
-    def read_index(self) -> bytes | None:
-        try:
-            with open_regular(self._directory / INDEX) as file:
-                return file.read()
-        except FileNotFoundError:
-            return None
-        except (OSError, MemoryError) as error:
-            raise DiskFailed("read", f"{self._directory / INDEX} could not be read: {error}") from error
-
     def files(self) -> dict[str, int]:
         found = {path.name: path.lstat() for path in self._paths()}
         return {name: status.st_size for name, status in found.items() if stat.S_ISREG(status.st_mode)}
@@ -292,8 +183,9 @@ class UnitFiles:
             self._unlink(self._directory / name)
 
     def close(self, *, keep: bool = False) -> None:
+        self.index.close()
         if not keep:
-            self._remove([*(path.name for path in self._paths()), INDEX])
+            self._remove([path.name for path in (*self._paths(), *self._directory.glob(f"{INDEX}*"))])
         self._readers.shutdown()
         os.close(self._lock)
 

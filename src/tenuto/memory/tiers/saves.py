@@ -1,0 +1,379 @@
+"""The state of sessions that is kept on disk for the next process, while the sessions go on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from tenuto.base.errors import InvariantError
+from tenuto.base.views import SessionKey
+from tenuto.memory.tiers.contents import Content, Contents
+from tenuto.memory.tiers.disk import DiskFailed, Listing, Run, UnitFile
+from tenuto.memory.tiers.moves import Write
+from tenuto.memory.tiers.parked import Parked, StoredUnit, size_of
+from tenuto.memory.tiers.tiers import Tiers
+from tenuto.memory.tiers.writes import group_of
+
+RETRY_SECONDS = 1.0
+"""The time between two attempts to write an index that could not be written."""
+
+
+@dataclass(eq=False, slots=True)
+class Save:
+    """Units on their way to disk. Once the index lists them, `record` stands at `position`: the first `stay` of its
+    units of each group stay, and `units` follow. `void`: the session was cut meanwhile, so the record stays as it is,
+    and the index is corrected."""
+
+    record: Parked
+    position: int
+    stay: Sequence[int]
+    units: list[list[StoredUnit]]
+    write: Write
+    void: bool = False
+
+
+@dataclass(slots=True)
+class _Layout:
+    """The units of a save by file: those that never change, those of windows, and those of a single position, so that
+    a file is removed with its last unit and few bytes stay in it that nobody needs."""
+
+    page: int
+    batches: list[list[StoredUnit]] = field(default_factory=lambda: [[], [], []])
+
+    def add(self, unit: StoredUnit, *, lasting: bool) -> None:
+        whole = unit.content.length == self.page
+        self.batches[0 if lasting and whole else 1 if whole else 2].append(unit)
+
+    def written(self) -> list[list[StoredUnit]]:
+        return [sorted(batch, key=group_of) for batch in self.batches if batch]
+
+
+class Saves:
+    """Records of sessions' state on disk, in an index for the next process.
+
+    Invariants: every unit that the index lists is in a file that some record refers to, or of a record that was
+    discarded and is in `_changes`. A record changes only after the index: until its new units are listed it keeps the
+    old ones, so at any instant a kill leaves one or the other. At most one change of the index is under way.
+    """
+
+    def __init__(self, tiers: Tiers, page_size: int, lasting: Sequence[bool]) -> None:
+        """`lasting`: for each group, whether a session keeps all of its units as it grows."""
+        self._tiers = tiers
+        self._page_size = page_size
+        self._lasting = lasting
+        self._lasting_groups = [group for group, keeps in enumerate(lasting) if keeps]
+        self._records: dict[SessionKey, Parked] = {}
+        self._save: Save | None = None
+        self._changes: dict[SessionKey, Listing] = {}  # of the index, to be made next
+        self._changing: tuple[Write, dict[SessionKey, Listing]] | None = None
+        self._retry_at = 0.0
+        self._has_index = False  # whether the index has been begun; without `recover` at the first save
+        self.saved_bytes = 0  # total number of bytes written for saves
+        self.outcomes: Counter[str] = Counter()  # records of an earlier process, see `recover` and `learn`
+
+    def __len__(self) -> int:
+        self._note_discarded()
+        return len(self._records)
+
+    def record(self, key: SessionKey) -> Parked | None:
+        """Returns the record of a session, which may be unread."""
+        record = self._records.get(key)
+        return record if record in self._tiers else None
+
+    def reaches(self, key: SessionKey) -> int:
+        """Returns the number of tokens of a session whose state is saved or on its way, in some group."""
+        record = self.record(key)
+        if record is None:
+            return 0
+        under_way = self._save is not None and self._save.record is record
+        reached = [self._save.position] if self._save is not None and under_way else []
+        reached += [self._covered(record, group) for group in self._lasting_groups]
+        return max([record.position, *reached])
+
+    def next_part(
+        self, record: Parked | None, counts: Sequence[int], position: int, most: int
+    ) -> tuple[bool, int, list[tuple[int, int]]]:
+        """Returns the next part to save of a state at `position`, which has `counts` units of each group: whether it is
+        the last, the position whose units it has, and the first and the end of its units of each group. All but the
+        last have only pages that never change, about `most` bytes or one page."""
+        there = min((self._whole_pages(record, group) for group in self._lasting_groups), default=0)
+        page_bytes = sum(self._tiers.unit_bytes(group) for group in self._lasting_groups)
+        pages = there + max(1, most // max(1, page_bytes))
+        last = not self._lasting_groups or pages * self._page_size >= position
+        firsts = [there if lasting else 0 for lasting in self._lasting]
+        if last:
+            return True, position, list(zip(firsts, counts, strict=True))
+        old = [len(units) for units in record.units] if record is not None else [0] * len(counts)
+        ranges = [(there, pages) if lasting else (old[group],) * 2 for group, lasting in enumerate(self._lasting)]
+        return False, pages * self._page_size, ranges
+
+    def _whole_pages(self, record: Parked | None, group: int) -> int:
+        """Returns the number of leading units of `group` in a record that are complete."""
+        if record is None:
+            return 0
+        whole = self._covered(record, group) // self._page_size
+        return min(whole, record.position // self._page_size) if all(self._lasting) else whole
+
+    def _covered(self, record: Parked, group: int) -> int:
+        """Returns the number of tokens whose state the units of a lasting `group` hold."""
+        units = record.units[group]
+        return (len(units) - 1) * self._page_size + units[-1].content.length if units else 0
+
+    # -- saving
+
+    def begin(self, key: SessionKey, position: int, stay: Sequence[int], units: list[list[StoredUnit]]) -> bool:
+        """Begins to write `units`, by group, to disk, as `Save` says; the caller's references to them pass on. Returns
+        False if that is not possible now. No save may be under way."""
+        new = Parked(0, [[] for _ in units], key=key)
+        record = self.record(key) or new
+        size = size_of(unit for unit in chain(*units) if unit.file is None)
+        record.pinned, pinned = True, record.pinned
+        leaving = any(unit.leaving for unit in chain(*units))
+        if leaving or not self._tiers.make_room(size, record):
+            self._tiers.failures["full"] += not leaving
+            record.pinned = pinned
+            self._tiers.release(chain(*units))
+            return False
+        if not self._has_index:
+            self._has_index = True
+            self._tiers.clear_index()
+        if record is new:
+            self._records[key] = record
+            self._tiers.add(record)
+        write = self._write(key, position, stay, units)
+        self._save = Save(record, position, stay, units, write)
+        self.saved_bytes += size
+        self._tiers.take_written()
+        return True
+
+    def _write(self, key: SessionKey, position: int, stay: Sequence[int], units: list[list[StoredUnit]]) -> Write:
+        layout = _Layout(self._page_size)
+        for unit in chain(*units):
+            if unit.file is None:
+                layout.add(unit, lasting=self._lasting[unit.group])
+        batches = layout.written()
+        rows = {
+            unit: (number, row)
+            for number, batch in enumerate(batches)
+            for group in range(len(units))
+            for row, unit in enumerate(each for each in batch if each.group == group)
+        }
+        places = [
+            (unit, unit.file.name if unit.file is not None else rows[unit][0], rows.get(unit, (0, unit.row))[1])
+            for unit in chain(*units)
+        ]
+        marks = {unit: unit.content.mark for unit in chain(*units)}
+        sizes = {unit.file.name: unit.file.size for unit in chain(*units) if unit.file is not None}
+
+        def listed(files: Sequence[UnitFile]) -> list[Listing]:
+            found = (
+                (unit.group, files[at].name if isinstance(at, int) else at, row, marks[unit])
+                for unit, at, row in places
+            )
+            return [Listing(key, position, stay, _runs(found, stay), sizes | {file.name: file.size for file in files})]
+
+        return self._tiers.begin_write(batches, listed)
+
+    def advance(self, now: float) -> bool:
+        """Processes what has ended, and begins to write changes of the index. Returns whether a save may begin."""
+        self._tiers.take_written()
+        self._note_discarded()
+        if self._save is not None and self._save.write not in self._tiers.writes:
+            save, self._save = self._save, None
+            self._finish(save)
+            self._note_discarded()
+        if self._changing is not None and self._changing[0] not in self._tiers.writes:
+            (write, changes), self._changing = self._changing, None
+            if write.failure:
+                self._changes = {**changes, **self._changes}
+                self._retry_at = now + RETRY_SECONDS
+        if self._save is not None or self._changing is not None:
+            return False
+        if not self._changes:
+            return True
+        if now >= self._retry_at:
+            changes, self._changes = self._changes, {}
+            self._changing = self._tiers.begin_write([], lambda _: list(changes.values())), changes
+        return False
+
+    def _finish(self, save: Save) -> None:
+        record = save.record
+        record.pinned = False
+        if save.write.failure or record not in self._tiers:
+            self._tiers.release(chain(*save.units))
+            if record in self._tiers and not any(record.units):
+                self._tiers.forget(record)
+            return
+        if save.void:
+            self._tiers.release(chain(*save.units))
+            self._list_again(record, save.stay)
+            return
+        for units, stay, new in zip(record.units, save.stay, save.units, strict=True):
+            old = units[stay:]
+            units[stay:] = new
+            self._tiers.release(old)
+        record.position = save.position
+        self._tiers.use(record)
+
+    def _list_again(self, record: Parked, stay: Sequence[int]) -> None:
+        """Lets the index list the record as it is; the first `stay` units of each group are listed, if it has them."""
+        if record.key is None:
+            return
+        stay = [min(kept, len(units)) for kept, units in zip(stay, record.units, strict=True)]
+        others = chain(*(units[kept:] for kept, units in zip(stay, record.units, strict=True)))
+        there = [(unit, unit.file) for unit in others if unit.file is not None]
+        runs = _runs(((unit.group, file.name, unit.row, unit.content.mark) for unit, file in there), stay)
+        sizes = {file.name: file.size for _, file in there}
+        self._changes[record.key] = Listing(record.key, record.position, stay, runs, sizes)
+
+    def _note_discarded(self) -> None:
+        """Lets the index follow records that were discarded, for whatever reason."""
+        discarded, self._tiers.unlisted = self._tiers.unlisted, []
+        for record in discarded:
+            if record.key is not None and self._records.get(record.key) is record:
+                del self._records[record.key]
+                self._changes[record.key] = Listing(record.key, None)
+
+    def settle(self, now: float) -> None:
+        """Waits until nothing is under way, and all changes of the index have been tried once."""
+        while not self.advance(now) and (self._save is not None or self._changing is not None):
+            self._tiers.writes.wait()
+
+    # -- changes of sessions
+
+    def forget(self, key: SessionKey) -> None:
+        """Discards the record of a session."""
+        record = self._records.get(key)
+        if record is not None:
+            self._tiers.forget(record)
+            self._note_discarded()
+
+    def cut(self, key: SessionKey, position: int, stay: Sequence[int]) -> None:
+        """Cuts the record of a session, which is not unread, to `position`, where the first `stay` units of each group
+        are kept."""
+        record = self.record(key)
+        if record is None:
+            return
+        if self._save is not None and self._save.record is record and self._save.position > position:
+            self._save.void = True
+        if record.position <= position:
+            return
+        for units, kept in zip(record.units, stay, strict=True):
+            self._tiers.release(units[kept:])
+            del units[kept:]
+        record.position = position
+        self._changes[key] = Listing(key, position, stay)
+
+    # -- from one process to the next
+
+    def recover(self, longest: Mapping[SessionKey, int], *, whole: bool) -> None:
+        """Finds the records that an earlier process has left of the sessions in `longest`, which are in the order of
+        their last use, each with the most tokens that its history allows; with `whole`, a record can be used only as a
+        whole. Everything else is removed from disk. Reads no files of units. Counts `outcomes`: "restored", "partly"
+        (fewer tokens), "stale" (unusable) and "missing" (the files). Raises `IndexUnusable`, having removed all."""
+        disk, self._has_index = self._tiers.disk, True
+        if disk is None:
+            return
+        try:
+            listed = disk.index.begin(self._tiers.meaning)
+            there = disk.files() if listed else {}
+            files: dict[str, UnitFile] = {}
+            for key, most in longest.items():
+                if (found := listed.pop(key, None)) is None:
+                    continue
+                wanted = [
+                    files.setdefault(name, UnitFile(name, min(size, there[name]), 0))
+                    for name, size in found.files
+                    if name in there
+                ]
+                usable = found.position if found.position <= most else 0 if whole else most
+                missing = not wanted or (whole and len(wanted) < len(found.files))
+                if found.position and (missing or not usable):
+                    self.outcomes["missing" if missing else "stale"] += 1
+                if missing or not usable:
+                    self._changes[key] = Listing(key, None)
+                    continue
+                for file in wanted:
+                    file.wanted += 1
+                groups = len(self._lasting)
+                self._records[key] = Parked(usable, [[] for _ in range(groups)], key=key, unread=tuple(wanted))
+                self.outcomes["restored" if usable == found.position else "partly"] += 1
+            self._changes.update((key, Listing(key, None)) for key in listed)
+        finally:
+            self._tiers.take_over(self._records.values())
+            self._note_discarded()
+
+    def learn(self, key: SessionKey, names: Contents, *, whole: bool) -> Parked | None:
+        """Reads the units of an unread record from the index; `names` are the contents that they must have, by group,
+        for the record's position. Returns the record, which may have become shorter, or `None` if it is unusable and
+        was discarded."""
+        record = self.record(key)
+        if record is None or not record.unread:
+            return record
+        places = self._places(record, names)
+        short = max(0, min(map(len, places)) - 1) if not whole else 0  # the last one's own tokens may differ
+        cut = any(len(found) < len(held) for found, held in zip(places, names, strict=True))
+        if cut and not whole:
+            record.position = short * self._page_size
+            places = [found[:short] for found in places]
+        if (cut and (whole or not short)) or not self._tiers.learn(record, list(chain(*places))):
+            self.outcomes["stale"] += 1
+            self.forget(key)
+            return None
+        return record
+
+    def _places(self, record: Parked, names: Contents) -> list[list[tuple[UnitFile, int, int, Content]]]:
+        """Returns the places of the leading units of each group that are there and have the right marks."""
+        files = {file.name: file for file in record.unread}
+        places: list[list[tuple[UnitFile, int, int, Content]]] = [[] for _ in names]
+        disk = self._tiers.disk
+        try:
+            runs = disk.index.runs(record.key) if disk is not None and record.key is not None else []
+        except DiskFailed as error:
+            self._tiers.failures[error.cause] += 1
+            return places
+        for run in runs:
+            if run.group >= len(names) or run.file not in files:
+                continue
+            found, held = places[run.group], names[run.group]
+            for (first, mark), row in zip(_marked(run), range(run.row, run.row + run.number), strict=False):
+                if first == len(found) < len(held) and held[first].mark == mark:
+                    found.append((files[run.file], run.group, row, held[first]))
+        return places
+
+    # -- audit
+
+    def units(self) -> Iterator[StoredUnit]:
+        """Yields the units of the save under way, once for each reference."""
+        return chain(*self._save.units) if self._save is not None else iter(())
+
+    def audit(self) -> None:
+        """Raises `InvariantError` if the records are inconsistent."""
+        for key, record in self._records.items():
+            if record.key != key or record not in self._tiers:
+                raise InvariantError(f"the saved state of session {key} was discarded, but is still listed")
+            if any(unit.file is None for unit in record):
+                raise InvariantError(f"the saved state of session {key} is not on disk")
+
+
+def _marked(run: Run) -> Iterator[tuple[int, bytes]]:
+    size = len(run.marks) // run.number if run.number > 0 else 0
+    for i in range(run.number if size else 0):
+        yield run.first + i, run.marks[i * size : (i + 1) * size]
+
+
+def _runs(found: Iterator[tuple[int, str, int, bytes]], stay: Sequence[int]) -> list[Run]:
+    """Returns units as runs; `found` has the group, file name, row and mark of each, in the order of groups. `stay`:
+    the number of each group's first unit."""
+    runs: list[Run] = []
+    first = list(stay)
+    for group, file, row, mark in found:
+        last = runs[-1] if runs else None
+        if last is not None and (last.group, last.file, last.row + last.number) == (group, file, row):
+            runs[-1] = last._replace(number=last.number + 1, marks=last.marks + mark)
+        else:
+            runs.append(Run(group, first[group], file, row, 1, mark))
+        first[group] += 1
+    return runs
