@@ -69,7 +69,7 @@ def over_the_device(sessions: int, directory: Path) -> None:
     assert parking.tiers.moved["disk"] > 0
     for name in names:
         stage.engine.sessions.close(name)
-    assert parking.tiers.host_used == parking.tiers.disk_used == 0
+    assert parking.tiers.copies.host_used == parking.tiers.copies.disk_used == 0
     stage.engine.sessions.drop()
     stage.engine.audit()
     disk.close()

@@ -112,13 +112,13 @@ def test_memory_beyond_the_hosts_goes_to_files(mix, part: float, disk: UnitFiles
     names = crowd(stage)
     tiers = parking(stage).tiers
     assert tiers.moved["disk"] > 0
-    assert tiers.host_used <= host
+    assert tiers.copies.host_used <= host
     for name in names:
         length = len(stage.engine.registry.get(name).history)
         assert goes_on(stage, name, 5, 6) == length - 1
     for name in names:
         stage.engine.sessions.close(name)
-    assert len(tiers) == tiers.host_used == tiers.disk_used == 0
+    assert len(tiers) == tiers.copies.host_used == tiers.copies.disk_used == 0
     assert not list((tmp_path / "tier").glob(f"*{SUFFIX}"))
 
 
@@ -222,7 +222,7 @@ def test_a_session_about_to_expire_is_parked_first_and_closed_later(mix) -> None
     stage.clock.advance(40.0)
     stage.step()
     assert not len(stage.engine.registry)
-    assert parking(stage).tiers.host_used == 0
+    assert parking(stage).tiers.copies.host_used == 0
     stage = make(mix, host_tier=0)
     stage.told("s", 50, ttl=100.0)
     stage.clock.advance(99.0)

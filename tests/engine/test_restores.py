@@ -77,7 +77,7 @@ def test_a_turn_that_ends_while_its_session_is_restored_leaves_it_parked(mix, en
     assert any(taken)
     assert present(turn.result).reason is (EndReason.DEADLINE if end == "deadline" else EndReason.ABORT)
     if end == "close":
-        assert slow.parking.tiers.host_used == 0
+        assert slow.parking.tiers.copies.host_used == 0
         return
     turn = slow.come_back()
     assert slow.ends(turn, history) == HISTORY - 1  # its state is still there, even for a longer history

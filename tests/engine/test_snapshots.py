@@ -125,7 +125,7 @@ def test_a_history_that_grew_or_was_rewound_reuses_its_unchanged_part(mix, tmp_p
     stage.engine.sessions.close("on")
     stage.engine.sessions.close("back")
     stage.engine.sessions.close("other")
-    assert parking_in(stage.engine).tiers.disk_used == 0
+    assert parking_in(stage.engine).tiers.copies.disk_used == 0
     assert not list(tmp_path.glob(f"*{SUFFIX}"))
 
 
@@ -176,7 +176,7 @@ def test_an_index_that_does_not_verify_costs_only_time(harm: str, outcome: str, 
     stage = begin_again(tmp_path, saved, **other)
     assert outcomes(stage)[outcome] > 0
     assert [goes_on(stage, each.session, 7) for each in saved] == [0, 0]
-    assert parking_in(stage.engine).tiers.disk_used == 0
+    assert parking_in(stage.engine).tiers.copies.disk_used == 0
     assert not list(tmp_path.glob(f"*{SUFFIX}"))
 
 

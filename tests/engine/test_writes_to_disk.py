@@ -22,16 +22,16 @@ def test_steps_continue_while_a_session_is_written_to_disk(mix, tmp_path: Path) 
     disk = UnitFiles(tmp_path, 10**7)
     slow = Slow(mix, host_tier=0, disk=disk)
     tiers, history = slow.parking.tiers, list(slow.engine.registry.get("s").history)
-    assert (len(tiers.writes), tiers.disk_used, tiers.moved["disk"]) == (1, 0, 0)
+    assert (len(tiers.writes), tiers.copies.disk_used, tiers.moved["disk"]) == (1, 0, 0)
     slow.stage.told("other", 20)
     slow.engine.audit()
     slow.parking.audit()
-    assert tiers.host_used > 0
+    assert tiers.copies.host_used > 0
     slow.copies.finish()
     slow.stage.step()
     slow.parking.audit()
-    assert (len(tiers.writes), tiers.host_used) == (0, 0)
-    assert tiers.disk_used > 0
+    assert (len(tiers.writes), tiers.copies.host_used) == (0, 0)
+    assert tiers.copies.disk_used > 0
     assert slow.ends(slow.come_back(), history) == HISTORY - 1
     slow.engine.end()
 
@@ -51,9 +51,9 @@ def test_a_session_is_restored_while_it_is_being_written(
     tiers = slow.parking.tiers
     slow.parking.audit()
     assert tiers.failures == ({"write": 1} if fails else {})
-    assert (tiers.host_used, len(list(tmp_path.glob(f"*{SUFFIX}")))) == (0, not fails)
+    assert (tiers.copies.host_used, len(list(tmp_path.glob(f"*{SUFFIX}")))) == (0, not fails)
     slow.engine.sessions.close("s")
-    assert (tiers.disk_used, len(tiers), len(list(tmp_path.glob(f"*{SUFFIX}")))) == (0, 0, 0)
+    assert (tiers.copies.disk_used, len(tiers), len(list(tmp_path.glob(f"*{SUFFIX}")))) == (0, 0, 0)
     slow.engine.end()
 
 
@@ -64,19 +64,19 @@ def test_a_session_closed_while_it_is_being_written_leaves_no_file(tmp_path: Pat
     slow.stage.step()
     slow.parking.audit()
     tiers = slow.parking.tiers
-    assert (tiers.host_used, tiers.disk_used, list(tmp_path.glob(f"*{SUFFIX}"))) == (0, 0, [])
+    assert (tiers.copies.host_used, tiers.copies.disk_used, list(tmp_path.glob(f"*{SUFFIX}"))) == (0, 0, [])
     slow.engine.end()
 
 
 def test_unfinished_writes_to_disk_stay_within_their_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(host_tier=0, disk=UnitFiles(tmp_path, 10**7))
     tiers = slow.parking.tiers
-    monkeypatch.setattr("tenuto.memory.tiers.writes.MAX_LEAVING", tiers.host_used + 10)
+    monkeypatch.setattr("tenuto.memory.tiers.writes.MAX_LEAVING", tiers.copies.host_used + 10)
     slow.stage.told("other", 20)
     assert len(tiers.writes) == 1
     slow.engine.pressure.drop(slow.engine.registry.get("other"))
     assert len(tiers.writes) == 1  # the first has been waited for
-    assert tiers.disk_used > 0
+    assert tiers.copies.disk_used > 0
     slow.parking.audit()
     slow.engine.end()
 
@@ -104,7 +104,7 @@ def test_a_write_that_fails_while_a_snapshot_waits_for_it_loses_no_other_session
         return write(units)
 
     monkeypatch.setattr(disk, "write", fails_once)
-    monkeypatch.setattr("tenuto.memory.tiers.writes.MAX_LEAVING", tiers.host_used + 1)
+    monkeypatch.setattr("tenuto.memory.tiers.writes.MAX_LEAVING", tiers.copies.host_used + 1)
     engine.sessions.save()
     assert len(tried) > 1
     assert engine.snapshots.counts == {"saved": 1}

@@ -117,7 +117,7 @@ class ManySessions:
         for name in self.said:
             self.engine.sessions.close(name)
         tiers = parking_in(self.engine).tiers
-        assert tiers.host_used == tiers.disk_used == 0
+        assert tiers.copies.host_used == tiers.copies.disk_used == 0
         self.engine.sessions.drop()
         self.engine.audit()
 

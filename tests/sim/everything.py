@@ -31,9 +31,9 @@ JUSTIFIED: dict[str, str] = {
     "sched.batch: self._sampling.pop(row, None)": "the next turn that samples in the row sets its own options",
     "sched.batch: if len(turn.output) < params.min_new_tokens": "nothing is masked at or after the last such position",
     "session.registry: and session.key not in self._watched": "the later entry replaces the earlier one",
-    "memory.tiers.tiers: unit.place = ELSEWHERE": "the units of a move that failed are released with it",
-    "memory.tiers.tiers: return number if there and": "no holder has the units of a move that is not usable",
-    "memory.tiers.tiers: if self._copies.get((unit.group": "a copy without references is never used",
+    "memory.tiers.copies: unit.place = ELSEWHERE": "the units of a move that failed are released with it",
+    "memory.tiers.copies: return number if there and": "no holder has the units of a move that is not usable",
+    "memory.tiers.copies: if self._last.get((unit.group": "a copy without references is never used",
     "sched.pressure: if self._drop_one(short, set()": "each closed session that is kept has units that no other has",
     "memory.session_memory: if needed is None or needed": "units shared with others are not counted as its own",
 }

@@ -108,7 +108,7 @@ def the_content_of_a_file_is_not_compared() -> Any:
 
 def a_full_disk_is_written_to() -> Any:
     """No file is removed to make room for memory that leaves the host."""
-    return replaced(Tiers, "_make_room", lambda original: lambda self, size, parked=None: True)
+    return replaced(Tiers, "make_room", lambda original: lambda self, size, parked=None: True)
 
 
 FAULTS_OF_COPIES = (

@@ -8,9 +8,9 @@ HOLES = (
     Slip("memory.pool", "        self.generation[unit] += 1\n\n    def take_alone", "\n    def take_alone"),
     Slip("memory.kinds.paged", "elif position % self.page_size == 0 or not self.has_tail(page, position):", "elif position % self.page_size == 0:"),
     Slip("memory.kinds.full", "began = self.first * self.page_size + self._copy_slots", "began = self.first * self.page_size"),
-    Slip("memory.tiers.tiers", "        if copy.content.covers(content):\n            return copy", "        if True:\n            return copy"),
+    Slip("memory.tiers.copies", "        if copy.content.covers(content):\n            return copy", "        if True:\n            return copy"),
     Slip("engine.parking", "if not any(move in self.tiers.moves for move in each.moves)]", "if not all(move in self.tiers.moves for move in each.moves)]"),
-    Slip("engine.parking", "if not 0 < memory.computed < len(session.history):", "if not 0 < memory.computed:"),
+    Slip("engine.parking", "return memory.computed if memory.computed < len(session.history) and not memory.arriving else 0", "return memory.computed"),
     Slip("engine.session_states", "            first += len(piece)", "            pass"),
     Slip("engine.occupation", "self._executor.restore((), weights)\n        self._idle_memory.tiers.become(identity)", "self._executor.restore((), weights)"),
     Slip("session.journal", "WHERE piece = ? LIMIT 2", "WHERE piece = ? LIMIT 1"),
@@ -79,16 +79,35 @@ PRESSURE = (
     Slip("sched.admission", "lambda: self._need(turn) + self._pledged(turn, later=not turn.drafting),", "lambda: self._need(turn),"),
 )  # fmt: skip
 
+SAVES = (
+    Slip("memory.tiers.saves", "            self._save.void = True\n", "            pass\n"),
+    Slip("memory.tiers.saves", "        return min(whole, record.position // self._page_size) if all(self._lasting) else whole", "        return whole"),
+    Slip("memory.tiers.saves", "        reached += [self._covered(record, group) for group in self._lasting_groups]\n", ""),
+    Slip("memory.tiers.saves", "short = max(0, min(map(len, places)) - 1)", "short = max(0, min(map(len, places)))"),
+    Slip("memory.tiers.saves", "            units[stay:] = new\n            self._tiers.copies.release(old)\n", "            units[stay:] = new\n"),
+    Slip("memory.tiers.saves", "                self._changes = {**changes, **self._changes}\n", ""),
+    Slip("memory.tiers.saves", "                self._changes[record.key] = Listing(record.key, None)\n", ""),
+    Slip("memory.tiers.moves", "            for file in self.files:\n                self._disk.remove(file)\n", ""),
+    Slip("memory.tiers.copies", "        if unit.file is not None and unit.data is not None and not unit.hosts and not unit.leaving:", "        if unit.file is not None and unit.data is not None:"),
+    Slip("engine.parking", "        self._cut_saved(session, most)\n", ""),
+    Slip("engine.parking", "        self._replace(session, None)\n        self.saves.forget(session.key)\n", "        self._replace(session, None)\n"),
+    Slip("engine.parking", "        if self._settled(session) >= position:\n", "        if session.memory.computed >= position:\n"),
+    Slip("engine.snapshots", "            if part is None or part.last:\n                self._parking.unsaved.pop", "            if True:\n                self._parking.unsaved.pop"),
+    Slip("engine.snapshots", "                self._allowed -= part.size\n", ""),
+    Slip("engine.snapshots", " or session.last_turn_end + ttl > now + EXPIRES_SOON", " or True"),
+)  # fmt: skip
+"""Slips of the state that is saved for the next process."""
+
 MOVES = (
     Slip("memory.tiers.moves", "or piece[0].copy.place != target.copy.place):", "or piece[0].copy.group != target.copy.group):"),
     Slip("memory.tiers.moves", "            job.settle()\n", ""),
     Slip("memory.tiers.moves", "            for group, units in _by_group(move.targets).items():\n                self._pools[group].copy_ended(units)", "            pass"),
     Slip("memory.tiers.tiers", "                if stored.move is move:\n                    stored.move = None\n", "                if stored.move is move:\n"),
     Slip("memory.tiers.tiers", "            move.wanted += 1\n", "            move.wanted = 1\n"),
-    Slip("memory.tiers.tiers", "        unit.place = ELSEWHERE\n", ""),
-    Slip("memory.tiers.tiers", "                stored.references += 1\n                self._copies[stored.group, target.unit] = stored", "                self._copies[stored.group, target.unit] = stored"),
-    Slip("memory.tiers.tiers", "return number if there and (unit.move is None or unit.move.usable) else None", "return number if there else None"),
-    Slip("memory.tiers.tiers", "        if self._copies.get((unit.group, unit.place[0])) is unit:\n            del self._copies[unit.group, unit.place[0]]\n        if unit.data is not None:", "        if unit.data is not None:"),
+    Slip("memory.tiers.copies", "        unit.place = ELSEWHERE\n", ""),
+    Slip("memory.tiers.copies", "        unit.references += 1\n        self._last[unit.group, number] = unit", "        self._last[unit.group, number] = unit"),
+    Slip("memory.tiers.copies", "return number if there and (unit.move is None or unit.move.usable) else None", "return number if there else None"),
+    Slip("memory.tiers.copies", "        if self._last.get((unit.group, unit.place[0])) is unit:\n            del self._last[unit.group, unit.place[0]]\n        if unit.data is not None:", "        if unit.data is not None:"),
 )  # fmt: skip
 
 NATIVE_PAGES = (
@@ -110,5 +129,6 @@ BY_AREA = {
     "timers": TIMERS,
     "pressure": PRESSURE,
     "moves": MOVES,
+    "saves": SAVES,
     "native pages": NATIVE_PAGES,
 }

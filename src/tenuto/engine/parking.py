@@ -98,7 +98,7 @@ class Parking:
     @property
     def used(self) -> dict[str, int]:
         """The number of bytes used, by tier; empty without tiers."""
-        return {"host": self.tiers.host_used, "disk": self.tiers.disk_used} if self.restores else {}
+        return {"host": self.tiers.copies.host_used, "disk": self.tiers.copies.disk_used} if self.restores else {}
 
     # -- leaving
 
@@ -134,7 +134,7 @@ class Parking:
         memory = session.memory
         if self._settled(session) >= position:
             kept = [units[first:end] for units, (first, end) in zip(memory.kept(), ranges, strict=True)]
-            return self.tiers.copied(kept, self._contents(session, position, ranges))
+            return self.tiers.copies.take(kept, self._contents(session, position, ranges))
         parked = self._sessions[session]
         units = [stored[first:end] for stored, (first, end) in zip(parked.units, ranges, strict=True)]
         for unit in chain(*units):

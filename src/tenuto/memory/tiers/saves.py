@@ -9,7 +9,8 @@ from itertools import chain
 
 from tenuto.base.errors import InvariantError
 from tenuto.base.views import SessionKey
-from tenuto.memory.tiers.contents import Content, Contents
+from tenuto.memory.tiers.contents import Contents
+from tenuto.memory.tiers.copies import Place
 from tenuto.memory.tiers.disk import DiskFailed, Listing, Run, UnitFile
 from tenuto.memory.tiers.moves import Write
 from tenuto.memory.tiers.parked import Parked, StoredUnit, size_of
@@ -99,7 +100,7 @@ class Saves:
         the last, the position whose units it has, and the first and the end of its units of each group. All but the
         last have only pages that never change, about `most` bytes or one page."""
         there = min((self._whole_pages(record, group) for group in self._lasting_groups), default=0)
-        page_bytes = sum(self._tiers.unit_bytes(group) for group in self._lasting_groups)
+        page_bytes = sum(self._tiers.copies.unit_bytes(group) for group in self._lasting_groups)
         pages = there + max(1, most // max(1, page_bytes))
         last = not self._lasting_groups or pages * self._page_size >= position
         firsts = [there if lasting else 0 for lasting in self._lasting]
@@ -134,7 +135,7 @@ class Saves:
         if leaving or not self._tiers.make_room(size, record):
             self._tiers.failures["full"] += not leaving
             record.pinned = pinned
-            self._tiers.release(chain(*units))
+            self._tiers.copies.release(chain(*units))
             return False
         if not self._has_index:
             self._has_index = True
@@ -202,18 +203,18 @@ class Saves:
         record = save.record
         record.pinned = False
         if save.write.failure or record not in self._tiers:
-            self._tiers.release(chain(*save.units))
+            self._tiers.copies.release(chain(*save.units))
             if record in self._tiers and not any(record.units):
                 self._tiers.forget(record)
             return
         if save.void:
-            self._tiers.release(chain(*save.units))
+            self._tiers.copies.release(chain(*save.units))
             self._list_again(record, save.stay)
             return
         for units, stay, new in zip(record.units, save.stay, save.units, strict=True):
             old = units[stay:]
             units[stay:] = new
-            self._tiers.release(old)
+            self._tiers.copies.release(old)
         record.position = save.position
         self._tiers.use(record)
 
@@ -261,7 +262,7 @@ class Saves:
         if record.position <= position:
             return
         for units, kept in zip(record.units, stay, strict=True):
-            self._tiers.release(units[kept:])
+            self._tiers.copies.release(units[kept:])
             del units[kept:]
         record.position = position
         self._changes[key] = Listing(key, position, stay)
@@ -318,16 +319,20 @@ class Saves:
         if cut and not whole:
             record.position = short * self._page_size
             places = [found[:short] for found in places]
-        if (cut and (whole or not short)) or not self._tiers.learn(record, list(chain(*places))):
+        units = None if cut and (whole or not short) else self._tiers.copies.find(list(chain(*places)))
+        if units is None:
             self.outcomes["stale"] += 1
             self.forget(key)
             return None
+        for unit in units:
+            record.units[unit.group].append(unit)
+        self._tiers.forget_files(record)
         return record
 
-    def _places(self, record: Parked, names: Contents) -> list[list[tuple[UnitFile, int, int, Content]]]:
+    def _places(self, record: Parked, names: Contents) -> list[list[Place]]:
         """Returns the places of the leading units of each group that are there and have the right marks."""
         files = {file.name: file for file in record.unread}
-        places: list[list[tuple[UnitFile, int, int, Content]]] = [[] for _ in names]
+        places: list[list[Place]] = [[] for _ in names]
         disk = self._tiers.disk
         try:
             runs = disk.index.runs(record.key) if disk is not None and record.key is not None else []
