@@ -16,6 +16,7 @@ from tenuto.session.records import SavedSession
 from tests.carriers import ByHand
 from tests.engine.stage import FULL, STATE, Stage, count_from, every_mix, every_overlap
 from tests.engine.test_snapshots import begin, begin_again, goes_on, outcomes
+from tests.present import present
 from tests.tiered import parking_in
 
 RATE = 10**9
@@ -157,6 +158,10 @@ def test_a_rewound_session_is_not_restored_with_the_state_of_lost_tokens(mix, wh
         stage.engine.step()
         copies.advance()
     stage.engine.sessions.rewind("a", position=30)
+    for _ in range(3):
+        copies.finish()
+        stage.engine.step()
+    assert position(stage, "a") <= 29
     stage.say("a", count_from(9, 30), 4)
     for _ in range(40):
         copies.finish()
@@ -242,3 +247,44 @@ def test_pages_written_ahead_of_a_state_are_dropped_with_their_tokens(tmp_path: 
     stage = begin_again(tmp_path, killed(stage), (FULL, STATE))
     assert goes_on(stage, "a", 1) == 93
     assert not parking_in(stage.engine).tiers.failures
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_index_does_not_list_a_closed_session(fails: bool, tmp_path: Path) -> None:
+    stage = running(tmp_path)
+    stage.told("a", 50)
+    stage.told("bb", 50)
+    steps(stage)
+    tiers = parking_in(stage.engine).tiers
+    index = present(tiers.disk).index
+    apply, failed = index.apply, list[Sequence[Listing]]()
+
+    def fails_once(changes: Sequence[Listing]) -> None:
+        if fails and not failed:
+            failed.append(changes)
+            raise DiskFailed("write", "once")
+        apply(changes)
+
+    index.apply = fails_once  # type: ignore[method-assign]
+    stage.engine.sessions.close("a")
+    steps(stage)
+    stage.clock.advance(2.0)
+    steps(stage)
+    assert len(failed) == fails
+    assert list(index.begin(tiers.meaning)) == [("", "bb")]
+
+
+@every_mix
+def test_a_saved_session_in_host_memory_comes_back_without_its_files(mix, tmp_path: Path) -> None:
+    stage = running(tmp_path, mix, host_tier=10**6)
+    stage.told("a", 50)
+    steps(stage)
+    goes_on(stage, "a", 5)
+    stage.engine.pressure.drop(stage.engine.registry.get("a"))  # the save of its last turn is under way
+    steps(stage)
+    tiers = parking_in(stage.engine).tiers
+    assert tiers.copies.host_used > 0
+    for path in tmp_path.glob(f"*{SUFFIX}"):
+        path.unlink()
+    assert goes_on(stage, "a", 1) == 59
+    assert not tiers.failures
