@@ -18,7 +18,7 @@ import torch
 
 from bench.spread import Spread, repeated
 from tenuto.base.config import DEFAULT_MODEL, cache_dir
-from tenuto.base.plan import PageCopies, Plan, RowSampling, TableChanges
+from tenuto.base.plan import Ints, PageCopies, Plan, RowSampling, TableChanges
 from tenuto.base.sampling import GREEDY
 from tenuto.exec.forward import Forward
 from tenuto.exec.load import ExecutorOptions, load_executor
@@ -66,9 +66,9 @@ class Steps:
                 self.executor.write_units(0, np.array([row * self._pages + page], np.int32), list(state))
             self._filled[row] = max(self._filled[row], pages)
 
-    def run(self, rows: int, start: int, count: int) -> float:
+    def run(self, rows: int, start: int, count: int, adapters: Ints | None = None) -> float:
         """Runs a step in which `rows` rows compute `count` tokens from position `start` on and sample one. Returns its
-        seconds."""
+        seconds. `adapters`: as in `Plan`."""
 
         def each(value: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
             return np.full(rows, value, np.int32)
@@ -86,6 +86,7 @@ class Steps:
             copies=(copies,),
             states=(),
             sampling=self._sampling,
+            adapters=adapters,
         )
         self._table, self._sampling = TableChanges(NO_INTS, NO_INTS, NO_INTS), ()
         began = time.perf_counter()

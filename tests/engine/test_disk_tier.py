@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tenuto.base.errors import InvariantError
+from tenuto.base.options import Scope
 from tenuto.engine.parking import Parking
 from tenuto.memory.tiers.contents import contents
 from tenuto.memory.tiers.lent import LentUnits
@@ -162,14 +163,20 @@ def test_parked_memory_is_compared_with_the_tokens_of_the_session_that_gets_it(t
         stage.play()
 
 
-def test_a_content_name_depends_on_tenant_position_and_tokens() -> None:
+def test_a_content_name_depends_on_tenant_adapter_position_and_tokens() -> None:
     tokens = bytes(range(48))
-    (first, second) = contents("t", tokens, [(0, 4), (4, 7)])
-    (shorter,) = contents("t", tokens, [(4, 6)])
+    (first, second) = contents(Scope("t"), tokens, [(0, 4), (4, 7)])
+    (shorter,) = contents(Scope("t"), tokens, [(4, 6)])
     assert second.covers(shorter)
     assert not shorter.covers(second)
-    for tenant, given, at in (("u", tokens, (4, 6)), ("t", tokens[4:] + tokens[:4], (4, 6)), ("t", tokens, (8, 9))):
-        assert not second.covers(contents(tenant, given, [at])[0])
+    for scope, given, at in (
+        (Scope("u"), tokens, (4, 6)),
+        (Scope("t", "a"), tokens, (4, 6)),
+        (Scope("", "t"), tokens, (4, 6)),
+        (Scope("t"), tokens[4:] + tokens[:4], (4, 6)),
+        (Scope("t"), tokens, (8, 9)),
+    ):
+        assert not second.covers(contents(scope, given, [at])[0])
     assert not first.covers(second)
     assert type(first).named(first.name) == first
 

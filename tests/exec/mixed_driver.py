@@ -47,9 +47,10 @@ class MixedDriver:
             self._give_back(group, row, list(self.held[group][row]))
         self.lengths[row] = 0
 
-    def logits(self, work: Mapping[int, Sequence[int]]) -> torch.Tensor:
-        """Computes tokens of rows; returns the logits after each, float32 [tokens, vocab]."""
-        plan = self.plan(work)
+    def logits(self, work: Mapping[int, Sequence[int]], adapters: Mapping[int, int] | None = None) -> torch.Tensor:
+        """Computes tokens of rows; returns the logits after each, float32 [tokens, vocab]. `adapters`: the slots of
+        rows with an adapter."""
+        plan = self.plan(work, adapters)
         found = logits_of(self.executor, plan)
         self._end(work)
         return found
@@ -70,8 +71,8 @@ class MixedDriver:
             self.lengths[row] += len(tokens)
             self._slide(row)
 
-    def plan(self, work: Mapping[int, Sequence[int]]) -> Plan:
-        """Returns the step that computes tokens of rows, with a sample after each."""
+    def plan(self, work: Mapping[int, Sequence[int]], adapters: Mapping[int, int] | None = None) -> Plan:
+        """Returns the step that computes tokens of rows, with a sample after each. `adapters`: as in `logits`."""
         starts = [self.lengths[row] for row in work]
         tables, states = [], []
         for group, spec in enumerate(self.groups):
@@ -92,6 +93,7 @@ class MixedDriver:
             copies=(PageCopies(*columns([])),) * len(tables),
             states=tuple(states),
             sampling=(),
+            adapters=ints([adapters.get(row, 0) for row in work]) if adapters else None,
         )
 
     def _grow(self, group: int, work: Mapping[int, Sequence[int]]) -> TableChanges:

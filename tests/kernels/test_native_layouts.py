@@ -25,6 +25,8 @@ STRUCTURES = {
     "TenutoOp": library.Op,
     "TenutoModel": library.Model,
     "TenutoGroupStep": library.GroupStep,
+    "TenutoLowRank": library.LowRank,
+    "TenutoAdapter": library.Adapter,
     "TenutoStep": library.Step,
     "TenutoDraws": library.Draws,
 }

@@ -301,7 +301,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "extra_key": "a",
             "image_data": "a",
             "input_embeds": [[0.5]],
-            "lora_path": "a",
             "return_hidden_states": True,
             "token_ids_logprob": [5],
             "custom_logit_processor": "a",

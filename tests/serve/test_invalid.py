@@ -118,7 +118,6 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
         "sampling_params.structural_tag",
         "structural_tag is not supported",
     ),
-    ("/generate", {"lora_path": "a"}, "lora_path", "lora_path is not supported"),
     ("/v1/sessions/invalid/turns", {"input": 5}, "input", INPUTS),
     ("/v1/sessions/invalid/turns", {"input": [{"role": "user"}]}, "input[0].content", "input[0].content is required"),
     ("/v1/sessions/invalid/turns", {"input": [1, {"role": "a"}]}, "input[1]", "input[1] should be an integer"),

@@ -170,6 +170,10 @@ def test_a_server_without_its_engine_answers_503_until_it_ends() -> None:
 
 
 BODIES: dict[str, dict[str, object]] = {
+    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/a"},
+    "/v1/unload_lora_adapter": {"lora_name": "a"},
+    "/load_lora_adapter": {"lora_name": "a", "lora_path": "/a"},
+    "/unload_lora_adapter": {"lora_name": "a"},
     "/v1/embeddings": {"input": "a"},
     "/embeddings": {"input": "a"},
     "/embedding": {"content": "a"},

@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 
-from tests.sim.run import GRAMMARS, OVERTAKING, PINNED, PREFIXED, any_world, run_world, run_worlds
+from tests.sim.run import ADAPTED, GRAMMARS, OVERTAKING, PINNED, PREFIXED, any_world, run_world, run_worlds
 from tests.sim.setting import large_world
 
 
@@ -25,6 +25,7 @@ def main() -> int:
         "--overtaking", action="store_true", help="small worlds whose sessions start from memory of running turns"
     )
     parser.add_argument("--pinned", action="store_true", help="small worlds in which some sessions are pinned")
+    parser.add_argument("--adapters", action="store_true", help="small worlds in which most sessions have adapters")
     parser.add_argument("--least", type=int, default=0, help="fail if a transition was seen fewer times than this")
     parser.add_argument("--past", nargs="*", default=(), help="rules to ignore, to see what else is found")
     arguments = parser.parse_args()
@@ -39,6 +40,7 @@ def main() -> int:
             (arguments.prefixes, PREFIXED),
             (arguments.overtaking, OVERTAKING),
             (arguments.pinned, PINNED),
+            (arguments.adapters, ADAPTED),
         )
         first = arguments.first + sum(start for wanted, start in ranges if wanted)
         seeds = range(first, first + arguments.seeds)

@@ -12,6 +12,7 @@ from tenuto.base.sampling import Sampling
 from tenuto.base.turns import TurnState
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
+from tests.sim.adapters import unload_and_load
 from tests.sim.grammars import GRAMMARS
 from tests.sim.letters import VOCAB
 from tests.sim.mirror import MirroredWorld
@@ -48,6 +49,8 @@ class RandomWorld(MirroredWorld):
             operations.append((self.op_repeat, 60))
         if config.overtaking:
             operations += [(each, 50) for each in overtaking(self)]
+        if config.adapters:
+            operations.append((partial(unload_and_load, self), 15))
         if config.pins:
             operations.append((self.op_pin, 20))
         if config.tiers:

@@ -10,6 +10,7 @@ import numpy as np
 from tenuto.base.errors import StepFailed
 from tenuto.base.plan import Bytes, Ints, Plan, StepResult
 from tenuto.exec.witness import WitnessExecutor
+from tenuto.exec.witness_hashes import Hashes
 from tests.readers import SlotWritten, check_writes, known_histories
 from tests.sim import internals
 from tests.sim.letters import VOCAB
@@ -77,9 +78,9 @@ class CheckedExecutor(WitnessExecutor):
             self._check(group, slots, "a copy from host memory")
         super().write_units(group, units, data)
 
-    def _compute(self, plan: Plan) -> StepResult:
+    def _compute(self, plan: Plan, begins: Hashes) -> StepResult:
         self._needed = self._world.needed() if self._world.looking else None
-        return super()._compute(plan)
+        return super()._compute(plan, begins)
 
     def _check(self, group: int, slots: np.ndarray, what: str) -> None:
         assert self._needed is not None

@@ -14,10 +14,10 @@ def kept_in_vain(engine: Engine) -> str | None:
     size, pages = engine.memory.page_size, {}
     for session in engine.registry.prefixes:
         full = session.memory.computed // size * size
-        pages[session] = session.policy.tenant, session.history[:full].tobytes()
-    for session, (tenant, tokens) in pages.items():
+        pages[session] = session.policy.scope, session.history[:full].tobytes()
+    for session, (scope, tokens) in pages.items():
         for other, (its, longer) in pages.items():
-            if other is not session and tenant == its and longer.startswith(tokens):
+            if other is not session and scope == its and longer.startswith(tokens):
                 return f"{session!r} is kept, and {other!r} has all its {len(tokens)} bytes of full pages"
     return None
 

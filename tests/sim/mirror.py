@@ -14,7 +14,7 @@ from tenuto.memory.memory import session_units, turn_units
 from tenuto.session.records import SavedSession
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
-from tests.sim import internals
+from tests.sim import adapters, internals
 from tests.sim.grammars import constraint_of
 from tests.sim.letters import VOCAB
 from tests.sim.naive import PREFILL, NaiveSession, NaiveTurn
@@ -61,6 +61,8 @@ class MirroredWorld(World):
 
     def open(self, policy: Policy, sid: str | None = None) -> str | None:
         reasons: Codes = set()
+        if self.config.adapters:
+            policy = adapters.chosen(self, policy)
         if sid is not None and sid in self.naive:
             reasons.add("already_exists")
         if len(self.naive) >= self.config.sessions:
@@ -71,6 +73,9 @@ class MirroredWorld(World):
         if session is None:
             return None
         self.tenants[session.id] = policy.tenant
+        policy = adapters.resolved(self, policy)
+        if session.policy != policy:
+            self.found("history", f"{session!r} was opened with {session.policy}, not {policy}")
         self.naive[session.id] = NaiveSession(policy, self._limit(policy), self.clock.now())
         self._check_limit(session)
         return session.id

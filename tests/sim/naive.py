@@ -24,9 +24,10 @@ class TokenRun:
 
     __slots__ = ("hashes", "tokens")
 
-    def __init__(self) -> None:
+    def __init__(self, start: int = START) -> None:
+        """`start`: the hash of no tokens."""
         self.tokens = array("i")
-        self.hashes = array("Q", (START,))
+        self.hashes = array("Q", (start,))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -61,7 +62,7 @@ class NaiveSession:
     def __init__(self, policy: Policy, limit: int, now: float) -> None:
         self.policy = policy
         self.limit = limit
-        self.history = TokenRun()
+        self.history = TokenRun(START ^ (int(policy.adapter.digest, 16) if policy.adapter is not None else 0))
         self.records: list[tuple[int, int, int]] = []
         self.version = 0
         self.turn: NaiveTurn | None = None

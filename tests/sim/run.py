@@ -30,6 +30,9 @@ OVERTAKING = 3 * 10**6
 PINNED = 4 * 10**6
 """The first seed of worlds in which some sessions are pinned."""
 
+ADAPTED = 5 * 10**6
+"""The first seed of worlds in which most sessions have adapters."""
+
 TRANSITIONS = (
     "open",
     "close",
@@ -118,7 +121,11 @@ def any_world(seed: int) -> WorldConfig:
     worlds have a prefix cache, and every other one has tiers. From `GRAMMARS` on, all have grammars, and every third
     has a prefix cache. From `OVERTAKING` on, sessions start from memory of running turns, all worlds have a prefix
     cache, and every third has tiers. From `PINNED` on, all have pinned sessions, every other one a prefix cache, every
-    third tiers."""
+    third tiers. From `ADAPTED` on, most sessions have adapters, all worlds have a prefix cache, every other one tiers,
+    and in every third sessions start from memory of running turns."""
+    if seed >= ADAPTED:
+        world = small_world(seed, overtaking=seed % 3 == 0)
+        return replace(world, adapters=True, prefixes=True, tiers=seed % 2 == 0)
     if seed >= PINNED:
         return replace(small_world(seed), pins=True, prefixes=seed % 2 == 0, tiers=seed % 3 == 0)
     if seed >= OVERTAKING:

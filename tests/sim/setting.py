@@ -52,6 +52,7 @@ class WorldConfig:
     grammars: bool = False  # most turns have one
     prefixes: bool = False  # memory of closed sessions is kept, and inputs share prefixes
     pins: bool = False  # some sessions are pinned
+    adapters: bool = False  # most sessions have one of two adapters
     overtaking: bool = False  # sessions start from memory that running turns compute, and are rewound into shared pages
 
     @property

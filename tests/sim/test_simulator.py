@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.sim.everything import everything, is_justified, known_catchers
 from tests.sim.planted import Job, look_for_all, needs_pytest
-from tests.sim.run import GRAMMARS, OVERTAKING, PINNED, PREFIXED, run_worlds
+from tests.sim.run import ADAPTED, GRAMMARS, OVERTAKING, PINNED, PREFIXED, run_worlds
 from tests.sim.slips import Slip
 from tests.sim.slips_of_kernels import NativeSlip
 
@@ -17,6 +17,8 @@ OVERTAKING_STEPS = 2_000
 """Seeds of worlds whose sessions start from memory that running turns compute."""
 PINNED_STEPS = 1_500
 """Seeds of worlds in which some sessions are pinned."""
+ADAPTED_STEPS = 2_000
+"""Seeds of worlds in which most sessions have adapters."""
 GRAMMAR_STEPS = 2_000
 """Seeds of worlds whose turns have grammars."""
 WORLD_STEPS = 150
@@ -48,6 +50,12 @@ def test_worlds_with_pinned_sessions_stay_right():
     summary = run_worlds(range(PINNED, PINNED + PINNED_STEPS // WORLD_STEPS + 1), WORLD_STEPS)
     assert not summary.failures, "\n".join(f"seed {seed}: {report}" for seed, report in summary.failures.items())
     assert summary.steps >= PINNED_STEPS
+
+
+def test_worlds_with_adapters_stay_right():
+    summary = run_worlds(range(ADAPTED, ADAPTED + ADAPTED_STEPS // WORLD_STEPS + 1), WORLD_STEPS)
+    assert not summary.failures, "\n".join(f"seed {seed}: {report}" for seed, report in summary.failures.items())
+    assert summary.steps >= ADAPTED_STEPS
 
 
 def test_worlds_with_grammars_stay_right():

@@ -22,6 +22,7 @@ from tenuto.session.turn import Turn
 from tenuto.text.stream import TextStream
 from tests.clock import ManualClock
 from tests.sim import internals, keeping
+from tests.sim.adapters import PATHS, load
 from tests.sim.checked import CheckedExecutor
 from tests.sim.copies import SlowCopies
 from tests.sim.disk import FaultyDisk
@@ -55,6 +56,8 @@ class World:
         self.rng = Random(config.seed * 7919 + 1)
         self._chance = Random(config.seed)  # of checks: the world takes the same course whatever is checked
         self._faults = Random(config.seed * 31 + 7)  # of copies and disks
+        self.adapting = Random(config.seed * 29 + 11)  # choices of adapters
+        self.adapters = dict(PATHS) if config.adapters else {}  # the weights of those loaded, by name
         self._late = Random(config.seed * 17 + 3)  # of masks
         self.clock = ManualClock()
         self.naive: dict[str, NaiveSession] = {}
@@ -103,6 +106,8 @@ class World:
             disk=self.disk,
             carrier=self.copies,
         )
+        for name, path in self.adapters.items():
+            load(self.engine, name, path)
         self.engines += 1
         self._slots = SlotChecker(config.page_size, len(config.groups), *([1] if config.prefixes else []))
         self.watch = Watch(self)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Unpack, cast
 
 from tenuto.api.transport import LocalTransport
+from tenuto.base.checks import items
 from tenuto.base.config import DEFAULT_MODEL, EngineOptions, WorkerSettings
 from tenuto.client.aio import AsyncClient, AsyncSession
 from tenuto.client.sync import Client, Session
@@ -23,6 +25,7 @@ class ModelOptions(EngineOptions, total=False):
     page_size: int
     kernels: str
     kv_cache_dtype: str
+    lora_modules: Sequence[str]
     journal: str | None
 
 
@@ -32,6 +35,8 @@ def _settings(model: str, options: ModelOptions) -> WorkerSettings:
         rest["memory"] = rest.pop("memory_bytes")
     own = ModelOptions.__annotations__.keys() - EngineOptions.__annotations__.keys()
     own_given = {name: rest.pop(name) for name in own & rest.keys()}
+    if "lora_modules" in own_given:
+        own_given["lora_modules"] = items("lora_modules", own_given["lora_modules"], "a list of NAME=PATH")
     return WorkerSettings(model=model, config=cast("EngineOptions", rest), **own_given)
 
 

@@ -44,7 +44,9 @@ class LocalTransport(Calls):
         self._closed: Stopped | None = None  # why new requests are refused; set once, under the lock
         self._lock = threading.RLock()  # reentrant: a finalizer may post in the middle of anything
         journal = open_journal(settings, model)
-        self._service = Service(model, config, memory_bytes(settings), self.take, journal=journal)
+        self._service = Service(
+            model, config, memory_bytes(settings), self.take, journal=journal, adapters=settings.adapters
+        )
         self._thread = threading.Thread(target=self._run, name="tenuto-requests", daemon=True)
         self._thread.start()
 

@@ -198,6 +198,9 @@ class WorkerSettings:
     kv_cache_dtype: str = option(
         "auto", "Keys and values in memory: 16 bits on CPUs, or half of it (native kernels only).", ("auto", "int8")
     )
+    lora_modules: tuple[str, ...] = option(
+        (), "An adapter (LoRA) to load, as NAME=PATH of a directory that PEFT wrote. May be repeated."
+    )
     journal: str | None = option(
         None, "File that keeps committed sessions for the next process that is given it. none: they end.", parse_path
     )
@@ -207,6 +210,17 @@ class WorkerSettings:
     def __post_init__(self) -> None:
         check_options(self, ConfigError)
         engine_config(self.config)
+        if len(self.adapters) < len(self.lora_modules):
+            raise ConfigError("lora_modules have a name twice; allowed: different names")
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The directories of adapters by name. Raises `ConfigError`."""
+        pairs = [module.partition("=") for module in self.lora_modules]
+        for module, (name, _, path) in zip(self.lora_modules, pairs, strict=True):
+            if not name or not path:
+                raise ConfigError(f"lora_modules has {shown(module)}; allowed: NAME=PATH")
+        return {name: path for name, _, path in pairs}
 
     @property
     def snapshot_seconds(self) -> float:

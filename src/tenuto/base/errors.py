@@ -56,6 +56,14 @@ class IllegalTransition(TenutoError, code="illegal_transition", status=409):
     """The operation is not possible in the present state of the session or turn."""
 
 
+class AdapterBusy(TenutoError, code="adapter_busy", status=409):
+    """An adapter cannot be unloaded while turns with it are open."""
+
+
+class AdapterNotLoaded(TenutoError, code="adapter_not_loaded", status=409):
+    """The session's adapter is not loaded, so its turns cannot run. Its history is kept."""
+
+
 class VersionMismatch(TenutoError, code="version_mismatch", status=412):
     """The session has changed since the version that the caller saw."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields, replace
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from tenuto.base.checks import MAX_COUNT, SECONDS, Bounds, check_options, items, option, whole, wrong
 from tenuto.base.errors import InvalidRequest
@@ -138,11 +138,34 @@ OF_PREFILL = ("priority", "queue_timeout", "timeout", "input_logprobs")
 
 
 @dataclass(frozen=True, slots=True)
+class SessionAdapter:
+    """The adapter of a session. `digest`: that of its weights, which identify it; empty until the engine has resolved
+    the name."""
+
+    name: str
+    digest: str = ""
+
+    @classmethod
+    def named(cls, name: str | None) -> SessionAdapter | None:
+        """Returns the adapter of this name; `None` if there is no name."""
+        return cls(name) if name else None
+
+
+class Scope(NamedTuple):
+    """What sessions must have in common to use each other's memory: the tenant, and the digest of the adapter's
+    weights, which is empty without an adapter."""
+
+    tenant: str
+    adapter: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """The options of a session, which apply to all its turns. `ttl`: an idle session is closed this many seconds after
     its last turn ended; `None`: never. `max_tokens`: cap on its history, at most the context length (the default). An
     `ephemeral` session closes when its only turn ends. `tenant`: its owner. `hidden`: it is not listed. `metadata`: the
-    owner's notes. The memory of a `pinned` session never yields to others; room for its maximum length is reserved."""
+    owner's notes. The memory of a `pinned` session never yields to others; room for its maximum length is reserved.
+    `adapter`: what all its turns are computed with, besides the model; forks have the same."""
 
     priority: int = option(0, "Priority of its turns; higher runs first.", PRIORITIES)
     ttl: float | None = option(
@@ -154,9 +177,19 @@ class Policy:
     hidden: bool = False
     metadata: tuple[tuple[str, str], ...] = ()
     pinned: bool = option(default=False)
+    adapter: SessionAdapter | None = None
 
     def __post_init__(self) -> None:
         check_options(self)
+
+    def with_adapter(self, adapter: SessionAdapter | None) -> Policy:
+        """Returns a copy with another adapter."""
+        return replace(self, adapter=adapter)
+
+    @property
+    def scope(self) -> Scope:
+        """See `Scope`."""
+        return Scope(self.tenant, self.adapter.digest if self.adapter is not None else "")
 
     @property
     def lasting(self) -> bool:

@@ -118,7 +118,8 @@ class Plan:
     `tables` first, then `copies`, then computes. Entries of a sliding group that lie wholly before the
     window of `starts[i]` are stale and must not be read. `sampling` lists the rows whose sampling options are new.
     `scores` and `vectors` are `None` if no row requests them. `masks` has an entry for every row with a grammar that
-    samples.
+    samples. `adapters`, int32 [rows], is the slot of each row's adapter, and 0 for rows without one; `None` if no row
+    has one.
     """
 
     step: int
@@ -134,6 +135,7 @@ class Plan:
     scores: InputScores | None = None
     masks: tuple[TokenMasks, ...] = ()
     vectors: InputVectors | None = None
+    adapters: Ints | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +202,14 @@ class Weights(Protocol):
         """Releases the weights."""
 
 
+class AdapterWeights(Protocol):
+    """An adapter, read but not yet in a slot, in a form private to the executor that has read it."""
+
+    @property
+    def digest(self) -> str:
+        """A digest of all that it computes with, equal only for adapters that compute the same."""
+
+
 class Executor(Copier, Protocol):
     """Carries out plans in the order of their submission, up to two in flight: `collect` returns the result of the
     oldest that is not yet collected. Units that a plan newly names (new page table entries, the targets of copies, new
@@ -234,6 +244,15 @@ class Executor(Copier, Protocol):
         """Allocates the released `parts` again, and computes with `weights` from now on, which must be given if they
         are among `parts`. The contents of units are undefined. No step is in flight. Raises `ConfigError`, having
         changed nothing, if there is not enough memory."""
+
+    def read_adapter(self, path: str) -> AdapterWeights:
+        """Reads an adapter for the model from a directory. Any thread may call it, at any time. Raises `ModelError` if
+        it is missing, damaged or not supported, or does not fit the model."""
+
+    def set_adapter(self, slot: int, adapter: AdapterWeights | None) -> None:
+        """Puts an adapter into a slot, counted from 1, for the rows of later plans that name it; `None` empties the
+        slot. It stays there when memory is released or weights are replaced. No step in flight has a row with this
+        slot."""
 
     def submit(self, plan: Plan) -> None:
         """Starts a step, or leaves it to `collect`, and returns at once. Failures that the plan's turns can cause are

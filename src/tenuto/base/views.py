@@ -36,7 +36,8 @@ class SessionInfo:
     """A session at one moment. `turn`: the state of its open turn, if any. `version` counts commits and rewinds. The
     state of the first `computed` of its `tokens` tokens is in memory; `limit` is the maximum of `tokens`.
     `idle_seconds`: time since its last turn ended, 0 while one is open; ignored by `==`. `memory`: units that the
-    session and its turn need, by group; `cached`: units of further checkpoints, which only save work."""
+    session and its turn need, by group; `cached`: units of further checkpoints, which only save work. `adapter`: its
+    adapter's name."""
 
     session_id: str = field(metadata=named("id"))
     state: SessionState
@@ -54,6 +55,7 @@ class SessionInfo:
     metadata: Mapping[str, str] = field(hash=False)
     cached: Mapping[str, int] = field(default_factory=dict, hash=False)
     pinned: bool = False
+    adapter: str | None = None
 
 
 SHARED = "shared"
@@ -99,7 +101,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
 class ModelView(View, frozen=True, kw_only=True):
     """The model that is served, and the settings it runs with. `max_context`: the model's own limit; `context_length`:
     the engine's. `compute`: the code and device that compute, for people. `units`: pool sizes by name;
-    `capacity_tokens`: token slots of the smallest paged pool, or 0 if no pool has pages."""
+    `capacity_tokens`: token slots of the smallest paged pool, or 0 if no pool has pages. `adapters`: those loaded at
+    the start."""
 
     model: str
     path: str
@@ -119,6 +122,15 @@ class ModelView(View, frozen=True, kw_only=True):
     embedding: EmbeddingHabits
     pid: int
     config: EngineConfig
+    adapters: list[AdapterView] = []
+
+
+class AdapterView(View, frozen=True, kw_only=True):
+    """A loaded adapter: its name, the directory it was read from, and the digest of its weights."""
+
+    name: str
+    path: str
+    digest: str
 
 
 class SessionPage(View, frozen=True, kw_only=True):

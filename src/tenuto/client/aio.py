@@ -12,7 +12,7 @@ from os import PathLike
 from typing import ClassVar, Generic, Self, TypeVar, Unpack
 
 from tenuto.base.errors import EngineStopped
-from tenuto.base.options import ChatOptions, Policy
+from tenuto.base.options import ChatOptions, Policy, SessionAdapter
 from tenuto.base.tools.answers import Said
 from tenuto.base.turns import Delta, Input, Keep, TurnKind, TurnResult
 from tenuto.base.views import AuditReport, SessionInfo
@@ -75,9 +75,10 @@ class AsyncClient(ClientBase, Generic[AsyncSessionT]):
         priority: int = 0,
         max_tokens: int | None = None,
         pinned: bool = False,
+        adapter: str | None = None,
     ) -> AsyncSessionT:
         """See `Client.session`."""
-        policy = Policy(priority, ttl, max_tokens, pinned=pinned)
+        policy = Policy(priority, ttl, max_tokens, pinned=pinned, adapter=SessionAdapter.named(adapter))
         return self.session_type(self, await _opened(self._core.open(session_id, system, policy)))
 
     async def attach(self, session_id: str) -> AsyncSessionT:

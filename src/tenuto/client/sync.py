@@ -9,7 +9,7 @@ from os import PathLike
 from queue import SimpleQueue
 from typing import ClassVar, Generic, Self, TypeVar, Unpack
 
-from tenuto.base.options import ChatOptions, Policy
+from tenuto.base.options import ChatOptions, Policy, SessionAdapter
 from tenuto.base.tools.answers import Said
 from tenuto.base.turns import Delta, Input, Keep, TurnKind, TurnResult
 from tenuto.base.views import AuditReport, SessionInfo
@@ -53,14 +53,16 @@ class Client(Closing, ClientBase, Generic[SessionT]):
         priority: int = 0,
         max_tokens: int | None = None,
         pinned: bool = False,
+        adapter: str | None = None,
     ) -> SessionT:
         """Opens a session. `system` is the system message. The session is closed after `ttl` seconds without a turn;
         `max_tokens` limits its history. The memory of a `pinned` session never yields to others, and space for
-        `max_tokens` is reserved. Raises `AlreadyExists`, `Overloaded` or `InvalidRequest`.
+        `max_tokens` is reserved. `adapter`: the name of a loaded adapter, with which all its turns are computed. Raises
+        `AlreadyExists`, `Overloaded` or `InvalidRequest`.
 
         A server has a default TTL and may raise `LimitReached`. Sessions on a server that were given an id stay open
         when the client is closed; `attach` finds them again."""
-        policy = Policy(priority, ttl, max_tokens, pinned=pinned)
+        policy = Policy(priority, ttl, max_tokens, pinned=pinned, adapter=SessionAdapter.named(adapter))
         return self.session_type(self, self._core.open(session_id, system, policy).result())
 
     def attach(self, session_id: str) -> SessionT:

@@ -47,7 +47,8 @@ def _of_session(method: str, request: Any, action: str = "", body: Any = None, *
 def _opening(request: messages.OpenSession) -> dict[str, Any]:
     policy = request.policy
     own = {name: getattr(policy, name) for name in ("ttl", "priority", "max_tokens", "pinned")}
-    return {"id": request.session, "system": request.system, **own}
+    adapter = policy.adapter.name if policy.adapter is not None else None
+    return {"id": request.session, "system": request.system, "adapter": adapter, **own}
 
 
 def _place(request: messages.Fork | messages.Rewind) -> dict[str, int | None]:

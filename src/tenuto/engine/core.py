@@ -14,6 +14,7 @@ from tenuto.engine.parking import Parking
 from tenuto.memory.memory import Memory
 from tenuto.sched.batch import Batch
 from tenuto.sched.queue import WaitingQueue
+from tenuto.session.adapters import Adapters
 from tenuto.session.prefixes import PrefixIndex
 from tenuto.session.registry import Registry
 
@@ -31,6 +32,7 @@ class Core:
     prefixes: PrefixIndex
     queue: WaitingQueue
     batch: Batch
+    adapters: Adapters = field(default_factory=Adapters)
     counts: Counts = field(default_factory=Counts)
     news: News = field(default_factory=News)
     fuse: Fuse = field(default_factory=Fuse)

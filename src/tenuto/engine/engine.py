@@ -11,6 +11,7 @@ from tenuto.base.config import EngineConfig
 from tenuto.base.errors import ConfigError
 from tenuto.base.plan import Executor
 from tenuto.base.views import AuditReport
+from tenuto.engine.adapter_operations import AdapterOperations
 from tenuto.engine.auditor import Auditor
 from tenuto.engine.core import Core
 from tenuto.engine.flights import Flights
@@ -110,6 +111,7 @@ class Engine:
         self.sessions = SessionOperations(core, lifecycle, gate, self.snapshots)
         self.turns = TurnOperations(core, lifecycle, self.occupation, gate)
         self.states = SessionStates(core, lifecycle, self.occupation)
+        self.adapters = AdapterOperations(core)
         self.auditor = Auditor(core, (self._admission,))
         self.steps = 0  # number of calls of `step`
         self.transitions = self.counts.transitions

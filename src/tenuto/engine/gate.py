@@ -28,6 +28,7 @@ class TurnGate:
         self._context_length = core.config.context_length
         self._text = text
         self._generates = generates
+        self._adapters = core.adapters
 
     def read(self, tokens: Iterable[int]) -> array[int]:
         """Reads and checks the caller's tokens. Reading may run the caller's code, so operations do this first. Raises
@@ -46,6 +47,11 @@ class TurnGate:
                 f"of a context of {session.limit}"
             )
         return room if wanted is None else min(wanted, room)
+
+    def adapter(self, session: Session) -> int:
+        """Returns the slot of the session's adapter, which stays there until its turn has ended; 0 without an adapter.
+        Raises `AdapterNotLoaded`."""
+        return self._adapters.slot(session.id, session.policy)
 
     def admit(self, params: TurnParams, constraint: Constraint | None = None) -> TextStream | None:
         """Returns the turn's text stream, or `None` if the engine has no tokenizer. `constraint`: the turn's compiled

@@ -262,11 +262,11 @@ class Parking:
     ) -> list[list[Content]]:
         """Returns the contents of the units that are kept for a position, by group; with `ranges` those of units
         [first, end) of each group, where `end` is that of all units, unless there are none."""
-        tokens, tenant, tables = session.history[:position].tobytes(), session.policy.tenant, session.memory.tables
+        tokens, scope, tables = session.history[:position].tobytes(), session.scope, session.memory.tables
         if ranges is None:
-            return [contents(tenant, tokens, table.kept_ranges(position)) for table in tables]
+            return [contents(scope, tokens, table.kept_ranges(position)) for table in tables]
         return [
-            contents(tenant, tokens, table.kept_ranges(position, first)) if first < end else []
+            contents(scope, tokens, table.kept_ranges(position, first)) if first < end else []
             for table, (first, end) in zip(tables, ranges, strict=True)
         ]
 

@@ -26,6 +26,7 @@ class SessionOperations:
     def __init__(self, core: Core, lifecycle: Lifecycle, gate: TurnGate, snapshots: Snapshots) -> None:
         self.fuse = core.fuse
         self._registry = core.registry
+        self._adapters = core.adapters
         self._lifecycle = lifecycle
         self._gate = gate
         self._snapshots = snapshots
@@ -35,14 +36,14 @@ class SessionOperations:
 
     @guarded
     def open(self, session_id: str | None = None, policy: Policy | None = None, system: str | None = None) -> Session:
-        """Opens a session; `system` is the system message of its conversation. Raises `AlreadyExists`, `Overloaded` or
-        `InvalidRequest`."""
+        """Opens a session; `system` is the system message of its conversation. An adapter that `policy` names without a
+        digest must be loaded. Raises `AlreadyExists`, `Overloaded`, `ModelNotFound` or `InvalidRequest`."""
         return self._open(session_id, policy or Policy(), system)
 
     def _open(
         self, session_id: str | None, policy: Policy, system: str | None, *, idle: float = 0.0, journaled: bool = False
     ) -> Session:
-        session = self._registry.open(session_id, policy, system, idle)
+        session = self._registry.open(session_id, self._adapters.resolve(policy), system, idle)
         self._counts.note("open")
         if not journaled:
             self._lifecycle.note("open", session)

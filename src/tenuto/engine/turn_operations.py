@@ -62,8 +62,8 @@ class TurnOperations:
         if params.pooling is not None and not checked:
             raise InvalidRequest("the input is empty; allowed with pooling: at least one token", param="input")
         allowed = self._gate.allowed(session, len(session.history) + len(checked), params.max_new_tokens)
-        text = self._gate.admit(params, constraint)
-        turn = draft or Turn(next(self._numbers), session, len(session.history), params, self._clock.now())
+        adapter, text = self._gate.adapter(session), self._gate.admit(params, constraint)
+        turn = draft or Turn(next(self._numbers), session, len(session.history), params, self._clock.now(), adapter)
         if draft is not None:
             self._lifecycle.redraft(draft, checked)
             draft.submit(params, self._clock.now())
@@ -98,8 +98,8 @@ class TurnOperations:
         if params.max_new_tokens == 0:
             raise InvalidRequest("regenerate has max_new_tokens 0; allowed: at least 1")
         allowed = self._gate.allowed(session, record.input_end, params.max_new_tokens)
-        text = self._gate.admit(params, constraint)
-        turn = Turn(next(self._numbers), session, record.input_end, params, self._clock.now())
+        adapter, text = self._gate.adapter(session), self._gate.admit(params, constraint)
+        turn = Turn(next(self._numbers), session, record.input_end, params, self._clock.now(), adapter)
         turn.replaces, turn.conversation = True, record.conversation
         turn.max_new_tokens, turn.text, turn.constraint = allowed, text, constraint
         self._keep_output(turn, once)
@@ -133,8 +133,9 @@ class TurnOperations:
         if turn is not None and not turn.drafting:
             session.require_idle("draft in")
         self._gate.allowed(session, len(session.history) + len(checked), 0)
+        adapter = self._gate.adapter(session)
         if turn is None:
-            turn = Turn(next(self._numbers), session, len(session.history), TurnParams(), self._clock.now())
+            turn = Turn(next(self._numbers), session, len(session.history), TurnParams(), self._clock.now(), adapter)
             turn.state = TurnState.DRAFTING
             session.turn = turn
             turn.input = checked

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from tenuto.base.groups import MemorySpec
 from tenuto.base.plan import Bytes, Ints, Plan
 from tenuto.kernels.sampling import Choice, Masks
+from tenuto.models.adapter import Adapter
 from tenuto.models.config import ModelConfig
 
 Longs = npt.NDArray[np.int64]
@@ -95,6 +96,15 @@ class Forward(Protocol):
 
     def release_units(self) -> None:
         """Gives the memory of all units back to the system; `prepare` allocates it again."""
+
+    @property
+    def packer(self) -> Callable[[Adapter], object]:
+        """A function for any thread. It returns an adapter in the form that forward passes of this kind compute with,
+        and does not refer to this object."""
+
+    def set_adapter(self, slot: int, packed: object | None) -> None:
+        """See `Executor.set_adapter`; `packed` is a result of `packer`, perhaps of an earlier forward pass of the same
+        model's shape."""
 
     def close(self) -> None:
         """Releases weights, threads and memory."""

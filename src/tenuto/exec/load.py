@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 
-from tenuto.base.config import KERNELS, cache_dir
+from tenuto.base.config import KERNELS, cache_dir, user_path
 from tenuto.base.errors import ConfigError, InvalidRequest
 from tenuto.exec.device import check_device, is_cpu, usable_cores
 from tenuto.exec.forward import Forward
@@ -15,6 +16,7 @@ from tenuto.exec.native_forward import NativeForward
 from tenuto.kernels.elements import Element, KVCacheDtype
 from tenuto.kernels.native.build import VARIANTS, Machine, Unavailable, library
 from tenuto.kernels.native.library import Library, loaded
+from tenuto.models.adapter import Adapter, Translation, read_adapter
 from tenuto.models.checkpoint import ModelCheckpoint, open_checkpoint
 from tenuto.models.config import ModelConfig
 from tenuto.models.native.obstacle import obstacle
@@ -59,6 +61,7 @@ def load_executor(
 ) -> ModelExecutor:
     """Reads a model and builds an executor, which is not yet prepared. `checkpoint`: the model, if it is open already.
     Raises `ModelError` for the files and `ConfigError` for options that cannot be combined."""
+    checkpoint = checkpoint or open_checkpoint(files)
     forward = _forward(files, options, checkpoint)
     config, spec, layout = forward.config, forward.spec, forward.layout  # `again` must not keep `forward` alive
     wide = forward.wide if isinstance(forward, NativeForward) else None
@@ -78,7 +81,11 @@ def load_executor(
             )
         return other
 
-    return ModelExecutor(forward, again)
+    return ModelExecutor(forward, again, partial(_read_adapter, config, checkpoint.translation))
+
+
+def _read_adapter(config: ModelConfig, translation: Translation, path: str) -> Adapter:
+    return read_adapter(user_path(path), config, translation)
 
 
 def _forward(

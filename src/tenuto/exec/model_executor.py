@@ -7,17 +7,29 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from tenuto.base.errors import ConfigError, InvariantError, StepFailed
-from tenuto.base.plan import Bytes, CopyFailed, Ints, Logprobs, MemoryPart, Plan, StepResult, TokenMasks, Weights
+from tenuto.base.plan import (
+    AdapterWeights,
+    Bytes,
+    CopyFailed,
+    Ints,
+    Logprobs,
+    MemoryPart,
+    Plan,
+    StepResult,
+    TokenMasks,
+    Weights,
+)
 from tenuto.exec.device import trim
 from tenuto.exec.forward import Forward, Logits, Longs, Outputs, Singles
 from tenuto.exec.row_options import RowOptions
 from tenuto.kernels.sampling import Masks
+from tenuto.models.adapter import Adapter
 
 T = TypeVar("T")
 
@@ -38,6 +50,18 @@ class LoadedWeights:
         self.forward.close()
 
 
+AdapterReader = Callable[[str], Adapter]
+"""Reads an adapter for the model; see `Executor.read_adapter`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAdapter:
+    """An adapter, packed by the forward pass."""
+
+    digest: str
+    packed: object
+
+
 class ModelExecutor:
     """An `Executor` that runs a model's forward pass and samples. It is not thread-safe.
 
@@ -46,13 +70,19 @@ class ModelExecutor:
     threads twice would take longer than planning.
     """
 
-    def __init__(self, forward: Forward, loader: Loader | None = None) -> None:
-        """Without a `loader`, the weights cannot be read again."""
+    def __init__(
+        self, forward: Forward, loader: Loader | None = None, adapter_reader: AdapterReader | None = None
+    ) -> None:
+        """Without a `loader`, the weights cannot be read again; without an `adapter_reader`, there are no adapters."""
         self._forward: Forward | None = forward  # None while the weights are released
         self.spec, self.layout = forward.spec, forward.layout
         self._loader = loader
+        self._adapter_reader = adapter_reader
+        self._pack = forward.packer
+        self._adapters: dict[int, ReadAdapter] = {}  # by slot
         self._path: str | None = None  # of the weights; None: those it started with
         self._units_released = False
+        self._overlap = 0  # set by `prepare`
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tenuto-step")
         self._in_flight: deque[Callable[[], StepResult]] = deque()  # functions that return their results
         self._masks: deque[TokenMasks] = deque()  # of the steps in flight, and perhaps of earlier ones
@@ -107,6 +137,8 @@ class ModelExecutor:
             if before is not None:
                 before.close()
             self._path = loaded.path
+            for slot, adapter in self._adapters.items():
+                loaded.forward.set_adapter(slot, adapter.packed)
         self._forward, self._units_released = after, without
         trim()
 
@@ -122,6 +154,26 @@ class ModelExecutor:
             if before is not None and replaced:
                 before.prepare(*self._prepared)
             raise
+
+    # -- adapters
+
+    def read_adapter(self, path: str) -> ReadAdapter:
+        """See `Executor.read_adapter`."""
+        if self._adapter_reader is None:
+            raise ConfigError("this executor was built from weights in memory and has no adapters")
+        read = self._adapter_reader(path)
+        return ReadAdapter(read.digest, self._pack(read))
+
+    def set_adapter(self, slot: int, adapter: AdapterWeights | None) -> None:
+        """See `Executor.set_adapter`. Waits for steps in flight, whose rows have other adapters."""
+        if adapter is None:
+            del self._adapters[slot]
+        else:
+            self._adapters[slot] = cast("ReadAdapter", adapter)
+        if self._forward is not None:
+            packed = self._adapters[slot].packed if adapter is not None else None
+            change = partial(self._forward.set_adapter, slot, packed)
+            _ = self._worker.submit(change).result() if self._overlap else change()
 
     # -- steps
 

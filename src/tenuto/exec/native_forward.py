@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import Array, byref, c_int64, c_uint8
+from typing import cast
 
 import numpy as np
 
 from tenuto.base.errors import ConfigError
 from tenuto.base.plan import Bytes, Ints, Plan, TableChanges
 from tenuto.exec.forward import Longs, Outputs, Singles, describe
+from tenuto.kernels.native import library
 from tenuto.kernels.native.library import GroupStep, Library, OpKind, Step
 from tenuto.kernels.native.sampling import sample, score
 from tenuto.kernels.sampling import Choice, Masks
+from tenuto.models.adapter import Adapter
 from tenuto.models.config import Attention
+from tenuto.models.native.low_rank import PackedAdapter, PlacedAdapter
 from tenuto.models.native.program import NativeProgram
 
 
@@ -89,6 +93,7 @@ class NativeForward:
         self._close = weakref.finalize(self, library.close, self._handle)
         self._logits, self._best = self._room_for(16)
         self.op_seconds = np.zeros(len(OpKind))
+        self._adapters: dict[int, PlacedAdapter] = {}  # by slot
 
     @property
     def layout(self) -> str:
@@ -159,10 +164,32 @@ class NativeForward:
             vectors.ctypes.data if vectors is not None else None,
             self.op_seconds.ctypes.data,
         )
+        if plan.adapters is not None:
+            given_adapters = self._adapt(step, plan.adapters)  # noqa: F841 - lives until the step is computed
         if self._library.step(self._handle, byref(step)):
             raise MemoryError(f"there is no memory for a step of {len(tokens)} tokens")
         logits = NativeLogits(self._library, self._handle, self._logits[: len(outputs)])
         return Outputs(logits, self._best[: len(outputs)].copy(), vectors)
+
+    def _adapt(self, step: Step, slots: Ints) -> object:
+        """Gives the step its adapters, by the slots of its rows. Returns what must live until it is computed."""
+        present = [slot for slot in np.unique(slots).tolist() if slot]
+        found = (library.Adapter * len(present))(*(self._adapters[slot].structure() for slot in present))
+        places = np.full(slots.max() + 1, -1, np.int32)
+        places[present] = np.arange(len(present), dtype=np.int32)
+        of_rows = places[slots]
+        step.adapters_count, step.adapters, step.adapter_of = len(present), found, _address(of_rows)
+        return found, of_rows
+
+    @property
+    def packer(self) -> Callable[[Adapter], PackedAdapter]:
+        return PackedAdapter
+
+    def set_adapter(self, slot: int, packed: object | None) -> None:
+        if packed is None:
+            del self._adapters[slot]
+        else:
+            self._adapters[slot] = PlacedAdapter.of(cast("PackedAdapter", packed), self._model)
 
     def _group_steps(self, plan: Plan) -> Array[GroupStep]:
         """Returns each group's page table or state moves for a step, as pointers into `plan` and the page tables."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +18,13 @@ from tenuto.kernels.elements import Element
 from tenuto.kernels.ragged import ragged_arange
 from tenuto.kernels.sampling import Choice, Masks
 from tenuto.kernels.torch_sampling import mask, sample, score
+from tenuto.models.adapter import Adapter
+from tenuto.models.block import AdaptedTokens
 from tenuto.models.decoder import Decoder
 from tenuto.models.groups import layer_groups, memory_spec
+
+Changes = dict[str, tuple[torch.Tensor, torch.Tensor]]
+"""See `AdaptedTokens.changes`."""
 
 
 class TorchLogits:
@@ -61,6 +67,13 @@ class TorchLogits:
         return indices(values, self._values.device)
 
 
+def _packed(device: torch.device, adapter: Adapter) -> Changes:
+    def tensor(values: Singles) -> torch.Tensor:
+        return torch.tensor(values, device=device)
+
+    return {name: (tensor(one.down), tensor(one.up) * one.scale) for name, one in adapter.changes.items()}
+
+
 def _host(values: torch.Tensor) -> npt.NDArray[Any]:
     return values.cpu().numpy()
 
@@ -76,6 +89,7 @@ class TorchForward:
         self.spec = memory_spec(self._groups, page_size)
         self.layout = f"torch {model.dtype}"
         self.description = f"PyTorch in {element} on {model.device}"
+        self._adapters: dict[int, Changes] = {}  # by slot
 
     def prepare(self, units: tuple[int, ...], rows: int) -> None:
         try:
@@ -91,12 +105,31 @@ class TorchForward:
     def run(self, plan: Plan, tokens: Ints, outputs: Ints) -> Outputs:
         places = np.repeat(plan.starts.astype(np.int64), plan.counts) + ragged_arange(plan.counts)
         given, positions, wanted = (indices(values, self._device) for values in (tokens, places, outputs))
-        hidden = self._model.hidden(given, positions, self.memories.step(plan))
+        adapted = self._adapted(np.repeat(plan.adapters, plan.counts)) if plan.adapters is not None else ()
+        hidden = self._model.hidden(given, positions, self.memories.step(plan), adapted)
         asked, vectors = plan.vectors, None
         if asked is not None:
             parts = zip(asked.firsts.tolist(), asked.counts.tolist(), strict=True)
             vectors = np.stack([_host(self._model.summed(hidden[first : first + n])) for first, n in parts])
         return Outputs(TorchLogits(self._model.logits(hidden, wanted)), vectors=vectors)
+
+    def _adapted(self, slots: Ints) -> list[AdaptedTokens]:
+        """Returns the tokens of each adapter. `slots`: those of all tokens, 0 for tokens without one."""
+        return [
+            AdaptedTokens(indices(np.flatnonzero(slots == slot), self._device), self._adapters[slot])
+            for slot in np.unique(slots).tolist()
+            if slot
+        ]
+
+    @property
+    def packer(self) -> Callable[[Adapter], Changes]:
+        return partial(_packed, self._device)
+
+    def set_adapter(self, slot: int, packed: object | None) -> None:
+        if packed is None:
+            del self._adapters[slot]
+        else:
+            self._adapters[slot] = cast("Changes", packed)
 
     def read_units(self, group: int, units: Ints) -> Bytes:
         return self.memories.read_units(group, units)

@@ -12,18 +12,19 @@ output.
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
-from tenuto.base.errors import InvariantError, StepFailed
+from tenuto.base.errors import InvariantError, ModelError, StepFailed
 from tenuto.base.groups import GroupSpec, Kind, MemorySpec
 from tenuto.base.plan import (
     NO_SLOT,
     PREVIOUS_SAMPLE,
+    AdapterWeights,
     Bytes,
     CopyFailed,
     InputVectors,
@@ -34,7 +35,18 @@ from tenuto.base.plan import (
     StepResult,
     Weights,
 )
-from tenuto.exec.witness_hashes import START, Hashes, Longs, WitnessWeights, advance_all, follows, vectors_of
+from tenuto.exec.witness_hashes import (
+    START,
+    Hashes,
+    Longs,
+    WitnessAdapter,
+    WitnessWeights,
+    advance_all,
+    compare,
+    follows,
+    start_of,
+    vectors_of,
+)
 from tenuto.exec.witness_sampler import WitnessSampler
 from tenuto.kernels.ragged import ragged_arange
 
@@ -53,9 +65,11 @@ Stored = tuple[int, Longs, Hashes, Longs]
 @dataclass(slots=True)
 class _Step:
     """A step in flight; `result` is None until it is computed. `histories`: see `WitnessExecutor.histories`. `before`:
-    the contents it has overwritten. `void`: an earlier step failed, so this one may read wrong contents."""
+    the contents it has overwritten. `begins`: the hash of the empty history of each row. `void`: an earlier step
+    failed, so this one may read wrong contents."""
 
     plan: Plan
+    begins: Hashes
     histories: Sequence[Ints] | None = None
     result: StepResult | None = None
     before: Sequence[Stored] = ()
@@ -108,6 +122,7 @@ class WitnessExecutor:
         self._eager = eager
         self._copy_fails = copy_fails
         self._start = np.uint64(START)  # the hash of the empty history, which stands for the weights
+        self._adapters: dict[int, np.uint64] = {}  # by slot: what the hash of the empty history is changed by
         self._units: tuple[int, ...] = ()
         self._flight: deque[_Step] = deque()  # the oldest first
         self._losing: list[_Step] = []  # steps whose rows are lost once all of them are computed
@@ -142,8 +157,7 @@ class WitnessExecutor:
         history."""
         if path is None:
             return WitnessWeights(self._start)
-        digest = hashlib.blake2b(path.encode(), digest_size=8).digest()
-        return WitnessWeights(np.uint64(int.from_bytes(digest, "little")))
+        return WitnessWeights(start_of(path))
 
     def restore(self, parts: Collection[MemoryPart], weights: Weights | None) -> None:
         """See `Executor.restore`."""
@@ -154,11 +168,32 @@ class WitnessExecutor:
         if "kv_cache" in parts:
             self._allocate(self._units)
 
+    def read_adapter(self, path: str) -> WitnessAdapter:
+        """See `Executor.read_adapter`. Every `path` stands for another adapter, and `missing` for none. Raises
+        `ModelError`."""
+        if path == "missing":
+            raise ModelError(f"there is no adapter at {path!r}")
+        return WitnessAdapter(start_of(f"adapter {path}"))
+
+    def set_adapter(self, slot: int, adapter: AdapterWeights | None) -> None:
+        """See `Executor.set_adapter`. Rows that name an empty slot stop the engine."""
+        if adapter is None:
+            del self._adapters[slot]
+        else:
+            self._adapters[slot] = cast("WitnessAdapter", adapter).start
+
+    def _begins(self, plan: Plan) -> Hashes:
+        """Returns the hash of the empty history of each row."""
+        slots = [0] * len(plan.rows) if plan.adapters is None else plan.adapters.tolist()
+        if missing := set(slots) - {0, *self._adapters}:
+            raise InvariantError(f"step {plan.step} has rows with the adapters {sorted(missing)}, which are not loaded")
+        return np.array([self._start ^ self._adapters.get(slot, np.uint64(0)) for slot in slots], np.uint64)
+
     def submit(self, plan: Plan) -> None:
         if len(self._flight) >= MAX_IN_FLIGHT:
             raise InvariantError(f"a step was submitted while {MAX_IN_FLIGHT} are in flight")
         late = self._late() or not all(masks.allowed.done() for masks in plan.masks)
-        step = _Step(plan, self.histories(plan) if self._verify else None)
+        step = _Step(plan, self._begins(plan), self.histories(plan) if self._verify else None)
         behind = bool(self._flight) and self._flight[-1].result is None
         if behind and self._eager:
             self._begin_writing(plan, self._flight[-1].plan)
@@ -259,7 +294,7 @@ class WitnessExecutor:
 
     def _carry_out(self, step: _Step) -> StepResult:
         self._before, self._trusting, self._histories = [], step.void, step.histories
-        step.result = self._compute(step.plan)
+        step.result = self._compute(step.plan, step.begins)
         self._trusting, self._histories = False, None
         step.before = self._before
         return step.result
@@ -280,7 +315,7 @@ class WitnessExecutor:
             self._slots[group][0][slots[kept:]] = hashes[kept:]
             self._slots[group][1][slots[kept:]] = tokens[kept:]
 
-    def _compute(self, plan: Plan) -> StepResult:
+    def _compute(self, plan: Plan, begins: Hashes) -> StepResult:
         self._update_tables(plan)
         self._copy_pages(plan)
         self._sampler.set_options(plan.sampling)
@@ -288,7 +323,7 @@ class WitnessExecutor:
         rows, tokens = plan.rows.astype(np.int64), plan.tokens.astype(np.int64)
         by_reference = tokens == PREVIOUS_SAMPLE
         tokens[by_reference] = self._sampler.last[np.repeat(rows, counts)[by_reference]]
-        states = self._read(plan, rows, starts)
+        states = self._read(plan, rows, starts, begins)
         hashes = np.zeros(len(tokens), np.uint64)
         offsets = np.cumsum(counts) - counts
         for step in range(int(counts.max())):  # each row's step-th token
@@ -322,12 +357,12 @@ class WitnessExecutor:
                 for slot in (hashes, tokens):
                     slot[target * size : target * size + slots] = slot[source * size : source * size + slots]
 
-    def _read(self, plan: Plan, rows: Longs, starts: Longs) -> Hashes:
+    def _read(self, plan: Plan, rows: Longs, starts: Longs, begins: Hashes) -> Hashes:
         """Returns the hash of each row's history before its first token in this step, read and verified in all
         groups."""
-        found = [self._read_pages(i, self.spec.groups[g], rows, starts) for i, g in enumerate(self._paged)]
+        found = [self._read_pages(i, self.spec.groups[g], rows, starts, begins) for i, g in enumerate(self._paged)]
         for moves, group in zip(plan.states, self._states, strict=True):
-            found.append(self._read_states(group, moves.reads.astype(np.int64), starts))
+            found.append(self._read_states(group, moves.reads.astype(np.int64), starts, begins))
         for other in found[1:]:
             if not self._trusting and (other != found[0]).any():
                 raise InvariantError(
@@ -335,16 +370,16 @@ class WitnessExecutor:
                 )
         return found[0].copy()
 
-    def _read_pages(self, index: int, group: GroupSpec, rows: Longs, starts: Longs) -> Hashes:
+    def _read_pages(self, index: int, group: GroupSpec, rows: Longs, starts: Longs, begins: Hashes) -> Hashes:
         """Reads the hashes like `_read`, in one group. Each row reads exactly the pages of its history or window."""
         kind, reach = group.kind.value, group.window - 1 if group.kind is Kind.SLIDING else starts
         first = np.maximum(0, starts - (reach if self._verify else np.minimum(reach, 1)))
         if ((first == starts) & (starts > 0)).any():
             raise InvariantError("a window of one token does not determine the history; use at least two")
-        result, reading = np.full(len(rows), self._start, np.uint64), np.flatnonzero(starts > 0)
+        result, reading = begins.copy(), np.flatnonzero(starts > 0)
         if not len(reading):
             return result
-        rows, starts, first = rows[reading], starts[reading], first[reading]
+        rows, starts, first, begins = rows[reading], starts[reading], first[reading], begins[reading]
         known = [self._histories[i] for i in reading.tolist()] if self._histories is not None else None
         size = self.spec.page_size
         leading = first // size
@@ -364,9 +399,9 @@ class WitnessExecutor:
             if ((tokens == NEVER) & ~skipped).any():
                 raise InvariantError(f"{kind}: a row reads a slot that was never written")
             if known is not None:
-                self._compare(kind, rows, first, starts, known, pages, tokens, ends - counts)
+                compare(kind, size, rows, first, starts, known, pages, tokens, ends - counts)
             skipped[ends - counts, first % size] |= first > 0  # a window begins here; the hash before it is not read
-            wrong = ~skipped & ~follows(hashes, tokens, numbers == 0, self._start)
+            wrong = ~skipped & ~follows(hashes, tokens, numbers == 0, begins[owner[numbers == 0]])
             if wrong.any():
                 page, column = np.argwhere(wrong)[0]
                 row = owner[page]
@@ -377,34 +412,7 @@ class WitnessExecutor:
         result[reading] = hashes[ends - 1, (starts - 1) % size]
         return result
 
-    def _compare(
-        self,
-        kind: str,
-        rows: Longs,
-        first: Longs,
-        starts: Longs,
-        known: Sequence[Ints],
-        pages: Longs,
-        tokens: Longs,
-        begins: Longs,
-    ) -> None:
-        """Checks that the tokens of each row at positions `first[i]` to `starts[i]` are those of its history, as far as
-        that is `known`. Its pages begin at index `begins[i]` of `pages` and `tokens`."""
-        size = self.spec.page_size
-        for row, low, start, history, begin in zip(rows, first, starts, known, begins, strict=True):
-            stop = min(int(start), len(history))
-            skipped = int(low) % size
-            there = tokens[begin:].reshape(-1)[skipped : skipped + max(0, stop - int(low))]
-            wrong = np.flatnonzero(there != history[low:stop])
-            if len(wrong):
-                position, place = int(low + wrong[0]), skipped + int(wrong[0])
-                where = f"position {position}, slot {place % size} of page {pages[begin + place // size]}"
-                raise InvariantError(
-                    f"{kind}: row {row} computing from {start} reads token {there[wrong[0]]} at {where}; "
-                    f"its history has {history[position]}"
-                )
-
-    def _read_states(self, group: int, reads: Longs, starts: Longs) -> Hashes:
+    def _read_states(self, group: int, reads: Longs, starts: Longs, begins: Hashes) -> Hashes:
         hashes, positions = self._slots[group]
         zero = reads == NO_SLOT
         if (zero & (starts > 0)).any():
@@ -413,7 +421,7 @@ class WitnessExecutor:
         if (~zero & (at != starts)).any() and not self._trusting:
             row = int(np.flatnonzero(~zero & (at != starts))[0])
             raise InvariantError(f"state slot {reads[row]} is at {at[row]}, but its row computes from {starts[row]}")
-        return np.where(zero, self._start, hashes[np.maximum(reads, 0)])
+        return np.where(zero, begins, hashes[np.maximum(reads, 0)])
 
     def _write(
         self, plan: Plan, rows: Longs, starts: Longs, counts: Longs, tokens: Longs, hashes: Hashes, states: Hashes

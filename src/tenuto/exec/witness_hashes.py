@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from tenuto.base.plan import Words
+from tenuto.base.errors import InvariantError
+from tenuto.base.plan import Ints, Words
 
 Hashes = npt.NDArray[np.uint64]
 Longs = npt.NDArray[np.int64]
@@ -81,15 +83,58 @@ def vectors_of(states: Hashes) -> npt.NDArray[np.float32]:
     return np.ascontiguousarray(states).view(np.int8).reshape(-1, 8)[:, 2 : 2 + WIDTH].astype(np.float32)
 
 
-def follows(
-    hashes: Hashes, tokens: Longs, beginnings: npt.NDArray[np.bool_], start: np.uint64
-) -> npt.NDArray[np.bool_]:
+def follows(hashes: Hashes, tokens: Longs, beginnings: npt.NDArray[np.bool_], starts: Hashes) -> npt.NDArray[np.bool_]:
     """Returns for each slot of consecutive pages, bool [pages, page_size], whether its hash follows from its token and
-    the hash before. The pages marked in `beginnings` begin a history, so the hash before them is `start`."""
+    the hash before. The pages marked in `beginnings` begin a history, so the hashes before them are those in `starts`,
+    one for each of these pages."""
     before = np.empty_like(hashes)
     before.reshape(-1)[1:] = hashes.reshape(-1)[:-1]
-    before[beginnings, 0] = start
+    before[beginnings, 0] = starts
     return np.asarray(advance_all(before, tokens) == hashes, np.bool_)
+
+
+def compare(
+    kind: str,
+    size: int,
+    rows: Longs,
+    first: Longs,
+    starts: Longs,
+    known: Sequence[Ints],
+    pages: Longs,
+    tokens: Longs,
+    begins: Longs,
+) -> None:
+    """Checks that the tokens of each row at positions `first[i]` to `starts[i]` are those of its history, as far as
+    that is `known`. Its pages begin at index `begins[i]` of `pages` and `tokens`."""
+    for row, low, start, history, begin in zip(rows, first, starts, known, begins, strict=True):
+        stop = min(int(start), len(history))
+        skipped = int(low) % size
+        there = tokens[begin:].reshape(-1)[skipped : skipped + max(0, stop - int(low))]
+        wrong = np.flatnonzero(there != history[low:stop])
+        if len(wrong):
+            position, place = int(low + wrong[0]), skipped + int(wrong[0])
+            where = f"position {position}, slot {place % size} of page {pages[begin + place // size]}"
+            raise InvariantError(
+                f"{kind}: row {row} computing from {start} reads token {there[wrong[0]]} at {where}; "
+                f"its history has {history[position]}"
+            )
+
+
+def start_of(path: str) -> np.uint64:
+    """Returns a hash that stands for the weights or the adapter at `path`."""
+    return np.uint64(int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest(), "little"))
+
+
+@dataclass(frozen=True, slots=True)
+class WitnessAdapter:
+    """An adapter of the witness: `start` changes the hash of the empty history."""
+
+    start: np.uint64
+
+    @property
+    def digest(self) -> str:
+        """See `AdapterWeights`."""
+        return f"{self.start:016x}"
 
 
 @dataclass(frozen=True, slots=True)

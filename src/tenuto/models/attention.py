@@ -20,6 +20,8 @@ class AttentionBlock:
         width, kv_width = s.heads * s.head_dim, s.kv_heads * s.head_dim
         self._outputs = [2 * width if s.gated else width, kv_width, kv_width]
         outputs = dict(zip("qkv", self._outputs, strict=True))
+        self._inner = {f"{part}{n}_proj": size for n, size in outputs.items()}
+        self._outer = {f"{part}o_proj": hidden}
         self._qkv = room.stacked({f"{part}{n}_proj.weight": size for n, size in outputs.items()}, hidden)
         self._qkv_bias = room.stacked({f"{part}{n}_proj.bias": size for n, size in outputs.items()}) if s.bias else None
         self._out = room.matrix(f"{part}o_proj.weight", hidden, width)
@@ -31,10 +33,8 @@ class AttentionBlock:
     def __call__(self, x: torch.Tensor, layer: int, step: Step) -> torch.Tensor:
         """`x` and the result are [tokens, hidden]."""
         s, gate = self._shape, None
-        q, k, v = (
-            part.view(len(x), -1, s.head_dim)
-            for part in torch.split(linear(x, self._qkv, self._qkv_bias), self._outputs, dim=1)
-        )
+        projected = step.adapt(linear(x, self._qkv, self._qkv_bias), x, self._inner)
+        q, k, v = (part.view(len(x), -1, s.head_dim) for part in torch.split(projected, self._outputs, dim=1))
         if s.gated:
             q, gate = q[:, 0::2], q[:, 1::2]
         if self._norms is not None:
@@ -45,7 +45,8 @@ class AttentionBlock:
         found = step.memory.attend(layer, q, k, v, s.scale, self._sinks, s.cap)
         if gate is not None:
             found = found * gate.sigmoid()
-        return scaled(linear(found.reshape(len(x), -1), self._out, self._out_bias), s.out_scale)
+        found = found.reshape(len(x), -1)
+        return scaled(step.adapt(linear(found, self._out, self._out_bias), found, self._outer), s.out_scale)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -137,15 +138,46 @@ class StepMemory(Protocol):
         """Stores the states of `layer` after the rows' last tokens, for the next `read`."""
 
 
+@dataclass(frozen=True, slots=True)
+class AdaptedTokens:
+    """The tokens of a step, int64 [n], whose rows have one adapter, and the adapter's changes by the names of weights:
+    float32 [rank, inputs] and [outputs, rank]; see `adapter.LowRank`."""
+
+    tokens: torch.Tensor
+    changes: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+
+
 class Step:
     """The data of one forward pass that layers share."""
 
-    def __init__(self, memory: StepMemory, positions: torch.Tensor, dtype: torch.dtype) -> None:
-        """`positions`, int64 [tokens]: the position of each token in its own sequence."""
+    def __init__(
+        self,
+        memory: StepMemory,
+        positions: torch.Tensor,
+        dtype: torch.dtype,
+        adapted: Sequence[AdaptedTokens] = (),
+    ) -> None:
+        """`positions`, int64 [tokens]: the position of each token in its own sequence. `adapted`: the tokens of each
+        adapter; others have none."""
         self.memory = memory
+        self._adapted = adapted
         self._positions = positions.float()[:, None]
         self._dtype = dtype
         self._rotations: dict[Rope, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def adapt(self, projected: torch.Tensor, x: torch.Tensor, parts: Mapping[str, int]) -> torch.Tensor:
+        """Adds the changes of adapters to `projected`, [tokens, outputs], and returns it. `x`: the projections' input,
+        [tokens, inputs]. `parts`: the names of the projections and their numbers of outputs, in order."""
+        for one in self._adapted:
+            begin, own = 0, None
+            for name, outputs in parts.items():
+                if name in one.changes:
+                    own = x[one.tokens].float() if own is None else own
+                    down, up = one.changes[name]
+                    change = own @ down.t() @ up.t()
+                    projected[one.tokens, begin : begin + outputs] += change.to(projected.dtype)
+                begin += outputs
+        return projected
 
     def rotation(self, rope: Rope, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns cosine and sine of each token's angles times the rope's magnitude, both [tokens, 1, pairs] in the

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from tenuto.base.errors import ModelError
 from tenuto.formats.gguf_file import GgufFile
+from tenuto.models.adapter import Translation
 from tenuto.models.config import ModelConfig
 from tenuto.models.gguf import GgufCheckpoint
 from tenuto.models.hf import HfCheckpoint
@@ -29,6 +30,11 @@ class ModelCheckpoint(Protocol):
         mixer, `post_attention_layernorm` its feed-forward network. Norms multiply by their weight. A head's rotary
         pairs are its rows (i, i + pairs).
         """
+
+    @property
+    def translation(self) -> Translation:
+        """The translation of matrices with any number of inputs, named as in the model's Hugging Face directory, to our
+        names and layout. Those with unknown names are passed on. It does not refer to this object."""
 
 
 def open_checkpoint(files: ModelFiles, opened: GgufFile | None = None) -> ModelCheckpoint:

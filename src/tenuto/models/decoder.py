@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn import functional
 from tenuto.base.errors import ModelError
 from tenuto.kernels.linear import linear
 from tenuto.models.attention import AttentionBlock
-from tenuto.models.block import Norm, Room, Step, StepMemory
+from tenuto.models.block import AdaptedTokens, Norm, Room, Step, StepMemory
 from tenuto.models.config import Attention, Experts, GatedDelta, Layer, Mamba, Mamba2, Mixer, Mlp, ModelConfig
 from tenuto.models.experts import ExpertsBlock
 from tenuto.models.gated_delta import GatedDeltaBlock
@@ -72,7 +72,7 @@ class _LayerBlock:
             first, *beside = (mixer(seen, self._first + i, step) for i, mixer in enumerate(self._mixers))
             x = self._add(x, sum(beside, start=first), "mixer_post_norm")
         if self._feed_forward is not None:
-            x = self._add(x, self._feed_forward(self._norms["post_attention_layernorm"](x)), "mlp_post_norm")
+            x = self._add(x, self._feed_forward(self._norms["post_attention_layernorm"](x), step), "mlp_post_norm")
         return x
 
     def _add(self, x: torch.Tensor, found: torch.Tensor, norm: str) -> torch.Tensor:
@@ -111,15 +111,25 @@ class Decoder:
         _fill(room.places, stored)
 
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, outputs: torch.Tensor, memory: StepMemory
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        outputs: torch.Tensor,
+        memory: StepMemory,
     ) -> torch.Tensor:
         """Returns the `logits` after the tokens at `outputs`; see `hidden`."""
         return self.logits(self.hidden(tokens, positions, memory), outputs)
 
-    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, memory: StepMemory) -> torch.Tensor:
+    def hidden(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        memory: StepMemory,
+        adapted: Sequence[AdaptedTokens] = (),
+    ) -> torch.Tensor:
         """Computes the output of the last layer, [tokens, hidden], before the last norm. `tokens` and `positions` are
-        int64 [tokens]: ids, and positions within each token's own sequence."""
-        c, step = self.config, Step(memory, positions, self.dtype)
+        int64 [tokens]: ids, and positions within each token's own sequence. `adapted`: the tokens of each adapter."""
+        c, step = self.config, Step(memory, positions, self.dtype, adapted)
         x = functional.embedding(tokens, self._embedding)
         if c.embedding_scale != 1:  # the factor is rounded first, like in the reference
             x = x * torch.tensor(c.embedding_scale, dtype=self.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tenuto.kernels.linear import linear
-from tenuto.models.block import UNGATED, Room, activate, scaled
+from tenuto.models.block import UNGATED, Room, Step, activate, scaled
 from tenuto.models.config import Experts, Mlp
 from tenuto.models.mlp import MlpBlock
 
@@ -41,7 +41,7 @@ class ExpertsBlock:
         gate = f"{name}shared_expert_gate.weight"
         self._shared_gate = room.matrix(gate, 1, hidden) if shared and s.shared_gate else None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """`x` and the result are [tokens, hidden]."""
         chosen, weights = self._route(x)
         result = torch.zeros_like(x)
@@ -50,7 +50,7 @@ class ExpertsBlock:
             result.index_add_(0, tokens, self._compute(expert, x[tokens]) * weights[tokens, places, None])
         if self._shared is None:
             return result
-        shared = self._shared(x)
+        shared = self._shared(x, step)
         if self._shared_gate is not None:
             shared = shared * linear(x, self._shared_gate).sigmoid()
         return result + shared

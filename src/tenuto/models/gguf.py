@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from tenuto.base.errors import ModelError
 from tenuto.formats.gguf_file import GgufFile
+from tenuto.models.adapter import Translation
 from tenuto.models.config import Attention
 from tenuto.models.families import gemma2, gemma3, granite3, llama, phi3, qwen, smollm3
+from tenuto.models.families.family import unchanged
 from tenuto.models.families.gguf_family import NOT_WEIGHTS, GgufFamily, GgufSettings
+from tenuto.models.hf import FAMILIES as IN_DIRECTORIES
 from tenuto.models.weights import Bytes, StoredWeight, stored_in
 
 FAMILIES = (
@@ -44,6 +48,12 @@ class GgufCheckpoint:
     def weights(self) -> Iterator[tuple[str, StoredWeight]]:
         """See `ModelCheckpoint.weights`."""
         return self._family.translate(self.config, self._tensors())
+
+    @property
+    def translation(self) -> Translation:
+        """See `ModelCheckpoint.translation`."""
+        families = (family for family in IN_DIRECTORIES if family.name == self._family.name)
+        return partial(next((family.translate for family in families), unchanged), self.config)
 
     def _tensors(self) -> Iterator[tuple[str, StoredWeight]]:
         """Yields all weights under our names, before the family's translation."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from tenuto.base.errors import ModelError
 from tenuto.formats.safetensors_file import SafeTensor, read_safetensors
+from tenuto.models.adapter import Translation
 from tenuto.models.families import (
     bamba,
     falcon_h1,
@@ -84,6 +86,11 @@ class HfCheckpoint:
         """Returns a tensor by its stored name; a tied output matrix is the embedding."""
         stored = self.stored.get(name if not (self.config.tied and name == _HEAD) else _EMBEDDING)
         return _as_weight(name, stored, self._family) if stored is not None else None
+
+    @property
+    def translation(self) -> Translation:
+        """See `ModelCheckpoint.translation`."""
+        return partial(self._family.translate, self.config)
 
     def _tensors(self) -> Iterator[tuple[str, StoredWeight]]:
         """Yields the stored tensors under their stored names; omits redundant ones (`redundant`)."""

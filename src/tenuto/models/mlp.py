@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tenuto.kernels.linear import linear
-from tenuto.models.block import UNGATED, Room, activate, scaled
+from tenuto.models.block import UNGATED, Room, Step, activate, scaled
 from tenuto.models.config import Mlp
 
 
@@ -17,11 +17,13 @@ class MlpBlock:
         """The names of its weights begin with `name`."""
         self._shape = shape
         parts = ["up_proj"] if shape.activation in UNGATED else ["gate_proj", "up_proj"]
-        self._gate_up = room.stacked({f"{name}{part}.weight": shape.width for part in parts}, hidden)
+        self._inner = {f"{name}{part}": shape.width for part in parts}
+        self._outer = {f"{name}down_proj": hidden}
+        self._gate_up = room.stacked({f"{part}.weight": width for part, width in self._inner.items()}, hidden)
         self._down = room.matrix(f"{name}down_proj.weight", hidden, shape.width)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """`x` and the result are [tokens, hidden]."""
         s = self._shape
-        activated = activate(s.activation, linear(x, self._gate_up), s.gate_scale)
-        return scaled(linear(activated, self._down), s.out_scale)
+        activated = activate(s.activation, step.adapt(linear(x, self._gate_up), x, self._inner), s.gate_scale)
+        return scaled(step.adapt(linear(activated, self._down), activated, self._outer), s.out_scale)

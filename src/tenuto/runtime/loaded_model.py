@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from tenuto.base.config import EngineConfig, cache_dir
 from tenuto.base.errors import ConfigError, IllegalTransition, InvalidRequest, ModelError, Overloaded, Unsupported
 from tenuto.base.plan import Weights
-from tenuto.base.wire.messages import GetWeight, ReleaseMemory, ResumeMemory, UpdateWeights
+from tenuto.base.views import AdapterView
+from tenuto.base.wire.messages import GetWeight, LoadAdapter, ReleaseMemory, ResumeMemory, UpdateWeights
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread.dispatcher import Dispatcher
 from tenuto.engine.thread.loop import EngineLoop
@@ -48,6 +49,19 @@ class LoadedModel:
                 self._resume(request)
             case UpdateWeights():
                 self._update(request)
+
+    def load_adapter(self, request: LoadAdapter) -> AdapterView:
+        """Reads an adapter and loads it. Raises `InvalidRequest` if it cannot be used, and the errors of
+        `AdapterOperations.load`."""
+        try:
+            weights = self.model.executor.read_adapter(request.path)
+        except (ModelError, ConfigError, OSError) as error:
+            said = f"the adapter at {request.path!r} cannot be used: {error}"
+            raise InvalidRequest(said, param="lora_path") from error
+        loaded: AdapterView = self._loop.call(
+            lambda engine: engine.adapters.load(request.name, request.path, weights, replace=request.replace)
+        ).result()
+        return loaded
 
     def _resume(self, request: ResumeMemory) -> None:
         released = self._loop.call(lambda engine: engine.occupation.released).result()

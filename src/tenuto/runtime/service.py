@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from tenuto.base.config import EngineConfig, WorkerSettings, engine_config, user_path
@@ -19,7 +20,7 @@ from tenuto.base.heap import give_back
 from tenuto.base.interpreter import without_collections
 from tenuto.base.tools.definitions import ModelHabits
 from tenuto.base.turns import Delta
-from tenuto.base.views import FoundTurn, KeptTurn, ModelView, RecordPage, SessionInfo, Ticket
+from tenuto.base.views import AdapterView, FoundTurn, KeptTurn, ModelView, RecordPage, SessionInfo, Ticket
 from tenuto.base.wire.document import SessionDocument
 from tenuto.base.wire.messages import (
     AbortTurn,
@@ -40,6 +41,7 @@ from tenuto.base.wire.messages import (
     Stopped,
     Tokenize,
     TokenTexts,
+    UnloadAdapter,
     Withdraw,
 )
 from tenuto.engine.engine import Engine
@@ -65,6 +67,8 @@ log = logging.getLogger("tenuto.runtime")
 
 T = TypeVar("T")
 
+NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
+
 
 class Service:
     """An engine that is controlled by messages. Only one thread at a time may call `handle`; one of the service's
@@ -83,9 +87,10 @@ class Service:
         send: Callable[[AnyReply], None],
         acknowledger: Acknowledger | None = None,
         journal: Journal | None = None,
+        adapters: Mapping[str, str] = NO_ADAPTERS,
     ) -> None:
-        """With a `journal`, its sessions are restored, and later changes are written to it before they are
-        acknowledged. Raises `ConfigError`."""
+        """`adapters`: the directories of adapters, by their names. With a `journal`, its sessions are restored, and
+        later changes are written to it before they are acknowledged. Raises `ConfigError`."""
         self._executor = model.executor
         self._config = config
         self._masks = MaskThreads()
@@ -96,13 +101,16 @@ class Service:
             kept = config if journal is not None else replace(config, checkpoint_rate=0)  # else nobody finds the state
             self._engine = engine = build_engine(model, kept, memory_bytes, self._masks)
             undo.callback(partial(engine.end, keep=True))
+            for name, path in adapters.items():
+                engine.adapters.load(name, path, model.executor.read_adapter(path))
+                log.info("adapter loaded", extra={"adapter": name, "path": path})
             if journal is not None:
                 _restore(journal, engine)
             engine.sessions.recover()
             undo.pop_all()
         self._log_snapshot("memory of sessions found")
         self._writer = JournalWriter(journal) if journal is not None else None
-        self._describe = _description(model, engine)
+        self._describe = _description(model, engine, [*engine.core.adapters])
         self._renderer = Renderer(model.chat, model.tokenizer)
         self._texts = Texts(model.tokenizer)
         self._dispatcher = Dispatcher(engine, self._renderer)
@@ -143,7 +151,7 @@ class Service:
                 self._outbox.answer(request, self._describe)
             case Audit():
                 self._loop.audit().add_done_callback(partial(self._reply, request))
-            case GetStats() | DropMemory() | Pause() | Resume():
+            case GetStats() | DropMemory() | Pause() | Resume() | UnloadAdapter():
                 self._ask(request)
             case _ if isinstance(request, OfTrainers):
                 self._trainers.take(request)
@@ -318,7 +326,7 @@ def open_service(settings: WorkerSettings, send: Callable[[AnyReply], None]) -> 
     memory = memory_bytes(settings)
     if memory is None:
         memory = server_budget(model, config)
-    return Service(model, config, memory, send, journal=open_journal(settings, model))
+    return Service(model, config, memory, send, journal=open_journal(settings, model), adapters=settings.adapters)
 
 
 def open_journal(settings: WorkerSettings, model: Model) -> Journal | None:
@@ -365,7 +373,7 @@ def _restore(journal: Journal, engine: Engine) -> None:
         log.info("sessions restored", extra={"sessions": count, "journal": str(journal.path)})
 
 
-def _description(model: Model, engine: Engine) -> ModelView:
+def _description(model: Model, engine: Engine, adapters: list[AdapterView]) -> ModelView:
     pools = engine.memory.pools
     page_size = engine.memory.page_size
     paged = [pools[group].capacity for group in engine.memory.paged]
@@ -389,4 +397,5 @@ def _description(model: Model, engine: Engine) -> ModelView:
         embedding=model.embedding,
         pid=os.getpid(),
         config=engine.config,
+        adapters=adapters,
     )

@@ -10,6 +10,7 @@ from tenuto.base.wire.messages import (
     GetWeight,
     JoinGroup,
     LeaveGroup,
+    LoadAdapter,
     ReceiveTensors,
     ReleaseMemory,
     Request,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OfWeights = ReleaseMemory | ResumeMemory | UpdateWeights
-OfTrainers = OfWeights | UpdateTensors | ReceiveTensors | GetWeight | JoinGroup | LeaveGroup
+OfTrainers = OfWeights | UpdateTensors | ReceiveTensors | GetWeight | JoinGroup | LeaveGroup | LoadAdapter
 """Requests that `Trainers` takes."""
 
 
@@ -64,6 +65,8 @@ class Trainers:
                 self._replace(request, lambda: read_tensors(request.pickled, flattened=request.bucket))
             case GetWeight():
                 self._lanes.files.put(0, partial(self._answer, request, partial(self._loaded.weight, request)))
+            case LoadAdapter():
+                self._lanes.files.put(0, partial(self._answer, request, partial(self._loaded.load_adapter, request)))
             case JoinGroup():
                 self._wait(
                     request,

@@ -47,6 +47,8 @@ class Batch:
         self.has_text = np.zeros(rows, np.bool_)
         self.stepwise = np.zeros(rows, np.bool_)  # no lookahead: options depend on every token before
         self.constrained = np.zeros(rows, np.bool_)  # generates with a grammar
+        self.adapters = np.zeros(rows, np.int32)  # slots; 0 without an adapter
+        self.adapted = 0  # rows with an adapter
         self.scoring: set[int] = set()  # rows with input tokens still to be scored
         self.pooling: set[int] = set()  # rows whose vector is not complete
         self.held: set[int] = set()  # rows that may not compute for now; written by `Sharing`
@@ -140,6 +142,8 @@ class Batch:
             self.stop_ids = np.concatenate([self.stop_ids, more], axis=1)
         self.stop_ids[row] = NO_STOP
         self.stop_ids[row, : len(stops)] = stops
+        self.adapters[row] = turn.adapter
+        self.adapted += turn.adapter > 0
         self.stepwise[row] = turn.params.sampling.penalised or turn.params.min_new_tokens > 0
         if turn.params.scores_input and turn.next_scored < turn.prompt_length:
             self.scoring.add(row)
@@ -197,6 +201,7 @@ class Batch:
         self.shares.left(turn)
         self._stale = True
         self.turns[row] = None
+        self.adapted -= turn.adapter > 0
         self._sampling.pop(row, None)
         self.scoring.discard(row)
         self.pooling.discard(row)

@@ -278,8 +278,16 @@ class Planner:
             scores,
             tuple(TokenMasks(place, Future()) for place in places),
             vectors,
+            self._adapters(chosen),
         )
         return Flight(plan, chosen, rows.run[chosen], proposal.guesses, news, scored, tuple(masked.tolist()), pooled)
+
+    def _adapters(self, chosen: Longs) -> npt.NDArray[np.int32] | None:
+        """Returns the slots of the rows' adapters, `Plan.adapters`."""
+        if not self._batch.adapted:
+            return None
+        slots = self._batch.adapters[chosen]
+        return slots if slots.any() else None
 
     def _score_input(self, proposal: Proposal) -> tuple[InputScores | None, tuple[InputPart, ...]]:
         """Returns the input tokens to score: those whose predecessors this step computes."""

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tenuto.base.errors import InvalidRequest, Overloaded, RequestTimeout, TenutoError, TooLarge, Unauthorized
 from tenuto.base.heap import give_back
-from tenuto.serve import admin, documents, models
+from tenuto.serve import adapters, admin, documents, models
 from tenuto.serve.anthropic import batch_routes as anthropic_batches
 from tenuto.serve.anthropic import errors as anthropic_errors
 from tenuto.serve.anthropic import routes as anthropic
@@ -91,6 +91,7 @@ def build_app(edge: Edge, metrics: Metrics) -> FastAPI:
         openai_tokens,
         llama_cpp,
         models,
+        adapters,
         admin,
         documents,
     ):

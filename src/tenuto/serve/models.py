@@ -11,6 +11,7 @@ from tenuto.serve.shared.edge import DEFAULT_MODEL, Caller, Edge, EdgeOf
 from tenuto.serve.shared.errors import is_anthropics
 from tenuto.serve.shared.pages import Cursor, Limit, page
 from tenuto.serve.shared.schemas import REFUSALS
+from tenuto.serve.shared.settings import Tenant
 
 router = APIRouter(prefix="/v1/models", tags=["models"])
 
@@ -21,37 +22,40 @@ UNKNOWN_TIME = "1970-01-01T00:00:00Z"
 @router.get("", responses=REFUSALS)
 async def list_models(
     edge: EdgeOf,
-    _: Caller,
+    tenant: Caller,
     request: Request,
     after_id: Cursor = None,
     before_id: Cursor = None,
     limit: Limit = 20,
 ) -> dict[str, Any]:
-    """Lists the served model under each of its names. Only Anthropic's form has pages."""
+    """Lists the served model under each of its names, and then the loaded adapters. Only Anthropic's form has pages."""
     edge.require_engine()
+    names = [*edge.served_names, *edge.adapters]
     if not is_anthropics(request.scope):
-        return {"object": "list", "data": [_model(edge, name) for name in edge.served_names]}
-    return page([_info(edge, name) for name in edge.served_names], after_id, before_id, limit)
+        return {"object": "list", "data": [_model(edge, tenant, name) for name in names]}
+    return page([_info(edge, name) for name in names], after_id, before_id, limit)
 
 
 @router.get("/{model_id:path}", responses=REFUSALS)
-async def get_model(edge: EdgeOf, _: Caller, request: Request, model_id: str) -> dict[str, Any]:
-    """Returns the model, by one of its names or as `default`."""
+async def get_model(edge: EdgeOf, tenant: Caller, request: Request, model_id: str) -> dict[str, Any]:
+    """Returns the model, by one of its names or as `default`, or an adapter."""
     edge.require_engine()
-    edge.check_model(model_id)
+    edge.adapter(model_id)
     name = edge.served_name if model_id == DEFAULT_MODEL else model_id
-    return _info(edge, name) if is_anthropics(request.scope) else _model(edge, name)
+    return _info(edge, name) if is_anthropics(request.scope) else _model(edge, tenant, name)
 
 
-def _model(edge: Edge, name: str) -> dict[str, Any]:
-    """Returns the model in OpenAI's form."""
+def _model(edge: Edge, tenant: Tenant, name: str) -> dict[str, Any]:
+    """Returns the model, or an adapter, in OpenAI's form. Only admins see the path of an adapter."""
+    adapter = edge.adapters.get(name)
+    root = edge.model.model if adapter is None else adapter.path if tenant.admin else name
     return {
         "id": name,
         "object": "model",
         "created": int(edge.started),
         "owned_by": "tenuto",
-        "root": edge.model.model,
-        "parent": None,
+        "root": root,
+        "parent": edge.served_name if adapter is not None else None,
         "max_model_len": edge.model.context_length,
     }
 

@@ -24,7 +24,8 @@ PIECE = 2**13
 
 
 class PrefixIndex:
-    """Finds the session of a tenant whose memory has the longest common prefix with given tokens.
+    """Finds the session of the same scope, a tenant and an adapter, whose memory has the longest common prefix with
+    given tokens.
 
     A page of `page_size` tokens is found by the hash of its tokens and all tokens before it. A session that has a page
     has all pages before it, so a lookup finds the last page of a sequence that another session has by bisection, in
@@ -157,7 +158,7 @@ class PrefixIndex:
         """Returns the hashes of at least the first `pages` pages of the session's sequence `tokens`."""
         hashes, size = self._hashes.setdefault(session, []), self.page_size
         while len(hashes) < pages:
-            before = hashes[-1] if hashes else hash(session.policy.tenant)
+            before = hashes[-1] if hashes else hash(session.scope)
             begin = len(hashes) * size
             hashes.append(_digest(before, tokens[begin : begin + size].tobytes()))
             self.hashed += 1
@@ -208,16 +209,16 @@ class RunningPrompts:
         for other, others in self._turns.get(first, {}).items() if first is not None else ():
             if self.common >= most:
                 break
-            if other is not turn and other.session.policy.tenant == turn.session.policy.tenant:
+            if other is not turn and other.session.scope == turn.session.scope:
                 common = _common(others, tokens, min(len(others), len(tokens)))
                 self.common += common
                 yield other, common
 
 
 def _others(owners: dict[Session, None], session: Session) -> Iterator[Session]:
-    """Returns the owners of the same tenant except `session`; hashes are salted with the tenant, but may collide."""
-    tenant = session.policy.tenant
-    return (owner for owner in owners if owner is not session and owner.policy.tenant == tenant)
+    """Returns the owners of the same scope except `session`; hashes are salted with the scope, but may collide."""
+    scope = session.scope
+    return (owner for owner in owners if owner is not session and owner.scope == scope)
 
 
 def _digest(before: int, tokens: bytes) -> int:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.options import Policy
-from tenuto.base.wire.document import Conversation, SavedTurn, SessionDocument
+from tenuto.base.wire.document import Conversation, SavedAdapter, SavedTurn, SessionDocument
 
 
 class TurnRecord(msgspec.Struct, frozen=True, gc=False):
@@ -56,7 +56,7 @@ class SavedSession:
 
     def document(self) -> SessionDocument:
         """Returns the contents of a session file, without the fields about the model."""
-        policy = self.policy
+        policy, adapter = self.policy, self.policy.adapter
         return SessionDocument(
             id=self.session,
             system=self.system,
@@ -66,6 +66,7 @@ class SavedSession:
             max_tokens=policy.max_tokens,
             metadata=dict(policy.metadata),
             turns=[self._turn(record) for record in self.records],
+            adapter=SavedAdapter(name=adapter.name, digest=adapter.digest) if adapter is not None else msgspec.UNSET,
         )
 
     def _turn(self, record: TurnRecord) -> SavedTurn:

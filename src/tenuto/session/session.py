@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tenuto.base.checks import whole
 from tenuto.base.errors import IllegalTransition, SessionBusy, SessionClosed
-from tenuto.base.options import Policy
+from tenuto.base.options import Policy, Scope
 from tenuto.base.turns import TurnState
 from tenuto.base.views import SessionKey, SessionState
 from tenuto.base.wire.document import Conversation
@@ -41,6 +41,7 @@ class Session:
     ) -> None:
         self.id = session_id
         self.policy = policy
+        self._scope = policy.scope  # never changes
         self.system = system  # the system message of its conversation
         self.memory = memory
         self.limit = limit  # the most tokens: the least of context window, own cap and what the pools can hold
@@ -58,6 +59,11 @@ class Session:
 
     def __repr__(self) -> str:
         return f"<session {self.id} {self.state.value}, {len(self.history)} tokens>"
+
+    @property
+    def scope(self) -> Scope:
+        """What it has in common with sessions whose memory it may use."""
+        return self._scope
 
     @property
     def key(self) -> SessionKey:

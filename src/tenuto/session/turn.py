@@ -40,13 +40,17 @@ TRANSITIONS: dict[str, tuple[frozenset[TurnState], TurnState]] = {
 class Turn:
     """One transaction on a session. It writes its own fields, except where a comment names another writer."""
 
-    def __init__(self, number: int, session: Session, base_length: int, params: TurnParams, arrival: float) -> None:
+    def __init__(
+        self, number: int, session: Session, base_length: int, params: TurnParams, arrival: float, adapter: int = 0
+    ) -> None:
+        """`adapter`: the slot of the session's adapter; 0 without one."""
         self.number = number
         self.session = session
         self.base_length = base_length  # history tokens it continues; fewer than the history has if it regenerates
         self.params = params  # replaced when a draft is submitted
         self.priority = params.priority if params.priority is not None else session.policy.priority
         self.arrival = arrival
+        self.adapter = adapter
         self.changed = arrival  # the time of the last change to its draft; written by the engine
         self.input = array("i")
         self.output = array("i")

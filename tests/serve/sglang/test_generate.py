@@ -249,7 +249,6 @@ def test_malformed_requests_are_refused(http: httpx.Client, body: Any) -> None:
         ("custom_params", {"sampling_params": {"custom_params": {"a": 1}}}),
         ("temprature", {"sampling_params": {"temprature": 1}}),
         ("image_data", {"image_data": ["x"]}),
-        ("lora_path", {"lora_path": "x"}),
         ("token_ids_logprob", {"token_ids_logprob": [1]}),
         ("return_hidden_states", {"return_hidden_states": True}),
         ("n is 2", {"sampling_params": {"n": 2}, "session_params": {"id": "any"}}),

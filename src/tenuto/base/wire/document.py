@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from tenuto.base.checks import MAX_COUNT, whole, wrong
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.options import Policy
+from tenuto.base.options import Policy, SessionAdapter
 from tenuto.base.turns import Message
 from tenuto.base.views import View
 
@@ -48,10 +48,18 @@ class SavedTurn(View, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cut: bool = False
 
 
+class SavedAdapter(View, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The adapter of a session; see `SessionAdapter`."""
+
+    name: str
+    digest: str
+
+
 class SessionDocument(View, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A whole session except its memory, which is computed again.
 
-    `model`: a fingerprint of the model's vocabulary. `sha256`: the checksum of all other fields, in hexadecimal."""
+    `model`: a fingerprint of the model's vocabulary. `sha256`: the checksum of all other fields, in hexadecimal.
+    `adapter`: unset without one, so that files from before there were adapters keep their checksums."""
 
     format: str = FORMAT
     model: str = ""
@@ -63,6 +71,7 @@ class SessionDocument(View, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_tokens: int | None
     metadata: dict[str, str]
     turns: list[SavedTurn]
+    adapter: SavedAdapter | msgspec.UnsetType = msgspec.UNSET
     sha256: str = ""
 
     @property
@@ -73,7 +82,9 @@ class SessionDocument(View, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def policy(self, tenant: str = "") -> Policy:
         """Returns the session's policy, with `tenant` as its owner. Raises `InvalidRequest`."""
         metadata = tuple(self.metadata.items())
-        return Policy(self.priority, self.ttl, self.max_tokens, tenant=tenant, metadata=metadata)
+        saved = self.adapter
+        adapter = SessionAdapter(saved.name, saved.digest) if isinstance(saved, SavedAdapter) else None
+        return Policy(self.priority, self.ttl, self.max_tokens, tenant=tenant, metadata=metadata, adapter=adapter)
 
     def signed(self, model: str) -> SessionDocument:
         """Returns a copy with the fingerprint of its model and the checksum."""

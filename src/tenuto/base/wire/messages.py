@@ -20,6 +20,7 @@ from tenuto.base.tools.definitions import NO_TOOLS, Tools
 from tenuto.base.tools.variables import NO_VARIABLES, Variables
 from tenuto.base.turns import Delta, Keep, TurnInput, TurnKind
 from tenuto.base.views import (
+    AdapterView,
     AuditReport,
     FoundTurn,
     ModelView,
@@ -135,7 +136,8 @@ class StartTurn(Request[Ticket], frozen=True, kw_only=True):
     text input are encoded as control tokens. `name`: a unique name by which the turn can be withdrawn. `tools`: the
     functions that the model may call, rendered with the first messages; later turns may repeat them. `variables`: those
     of the chat template in this turn. `once`: an idempotency key and a digest of the client's request; the committed
-    turn is kept for `FindTurn`.
+    turn is kept for `FindTurn`. `adapter`: the name of the adapter, and "" for none; a session that is given must have
+    the same. `None`: that of the session.
     """
 
     kind: TurnKind
@@ -152,6 +154,7 @@ class StartTurn(Request[Ticket], frozen=True, kw_only=True):
     tools: Tools = NO_TOOLS
     variables: Variables = NO_VARIABLES
     once: tuple[str, bytes] | None = None
+    adapter: str | None = None
 
     @property
     def key(self) -> SessionKey | None:
@@ -303,6 +306,21 @@ class GetWeight(Request[list[Any]], frozen=True, kw_only=True):
 
     name: str
     most: int
+
+
+class LoadAdapter(Request[AdapterView], frozen=True, kw_only=True):
+    """Read the adapter in the directory `path`, and load it as `name`. `replace`: it takes the place of the loaded one
+    of this name."""
+
+    name: str
+    path: str
+    replace: bool = False
+
+
+class UnloadAdapter(Request[AdapterView], frozen=True, kw_only=True):
+    """Unload an adapter; answers which it was."""
+
+    name: str
 
 
 class Audit(Request[AuditReport], frozen=True, kw_only=True):

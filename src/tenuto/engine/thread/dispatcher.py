@@ -10,9 +10,16 @@ from typing import Any, TypeVar
 
 from tenuto.base.checks import MAX_COUNT, items, shown, whole
 from tenuto.base.config import Limits
-from tenuto.base.errors import InvalidRequest, InvariantError, LimitReached, NotFound, VersionMismatch
-from tenuto.base.options import Policy, TurnParams
-from tenuto.base.views import FoundTurn, RecordPage, SessionInfo, SessionPage, Stats, Ticket
+from tenuto.base.errors import (
+    IllegalTransition,
+    InvalidRequest,
+    InvariantError,
+    LimitReached,
+    NotFound,
+    VersionMismatch,
+)
+from tenuto.base.options import Policy, SessionAdapter, TurnParams
+from tenuto.base.views import AdapterView, FoundTurn, RecordPage, SessionInfo, SessionPage, Stats, Ticket
 from tenuto.base.wire.document import Conversation, SessionDocument
 from tenuto.base.wire.messages import (
     AbortTurn,
@@ -36,6 +43,7 @@ from tenuto.base.wire.messages import (
     Rewind,
     StartTurn,
     Trim,
+    UnloadAdapter,
 )
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread import views
@@ -81,6 +89,8 @@ class Dispatcher:
             session = self._session(command.tenant, command.session)
             if command.version is not None and session.version != command.version:
                 raise VersionMismatch(f"session {session.id} has version {session.version}, not {command.version}")
+            if isinstance(command, StartTurn):
+                _check_adapter(session, command.adapter)
         return self._check_limits(command) if isinstance(command, Limited) else []
 
     def _check_limits(self, command: Limited) -> list[Session]:
@@ -259,7 +269,8 @@ class Dispatcher:
         )
 
     def _only_turn(self, command: StartTurn, prepared: Prepared) -> Turn:
-        session = self._engine.sessions.open(None, Policy(tenant=command.tenant, ephemeral=True))
+        policy = Policy(tenant=command.tenant, ephemeral=True, adapter=SessionAdapter.named(command.adapter))
+        session = self._engine.sessions.open(None, policy)
         try:
             return self._turn(session.id, command, prepared)
         except BaseException:
@@ -310,6 +321,10 @@ class Dispatcher:
     # -- the engine as a whole
 
     @_execute.register
+    def _(self, command: UnloadAdapter, _: None) -> AdapterView:
+        return self._engine.adapters.unload(command.name)
+
+    @_execute.register
     def _(self, _command: DropMemory, _: None) -> int:
         return self._engine.sessions.drop()
 
@@ -328,6 +343,18 @@ class Dispatcher:
     @_execute.register
     def _(self, _command: GetStats, _: None) -> Stats:
         return views.stats(self._engine)
+
+
+def _check_adapter(session: Session, given: str | None) -> None:
+    """Raises `IllegalTransition` unless `given`, if it is not `None`, is the name of the session's adapter."""
+    adapter = session.policy.adapter
+    own = adapter.name if adapter is not None else ""
+    if given not in (None, own):
+        raise IllegalTransition(
+            f"session {session.id} has {f'the adapter {own!r}' if own else 'no adapter'}, and the request names "
+            f"{f'the adapter {given!r}' if given else 'the model without one'}; open another session for it",
+            param="model",
+        )
 
 
 def _require_below(most: int | None, used: int, what: str, remedy: str) -> None:

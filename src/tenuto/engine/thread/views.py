@@ -78,6 +78,7 @@ def session_info(engine: Engine, session: Session) -> SessionInfo:
         idle_seconds=0.0 if session.turn is not None else round(engine.now() - session.last_turn_end, 3),
         memory=memory,
         cached=cached,
+        adapter=session.policy.adapter.name if session.policy.adapter is not None else None,
         pinned=session.policy.pinned,
         metadata=dict(session.policy.metadata),
     )

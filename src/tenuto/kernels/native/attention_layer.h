@@ -99,6 +99,7 @@ public:
     member.outliers.find(from, 0, work_.runs(work_.tokens()));
     work_.share(all, work_.tokens(), member, [&](int head, int begin, int end) {
       const Matrix &w = head < first ? op.first : head < values ? op.second : op.third;
+      const int which = head < first ? 0 : head < values ? 1 : 2;
       const int own = head < first ? head : head < values ? head - first : head - values;
       float *const products = member.products.as<float>();
       product(w, own * panels, panels, from, member.outliers, begin, end, products, member.buffer.as<uint8_t>());
@@ -106,7 +107,8 @@ public:
         alignas(64) float vector[1024];
         for (int p = 0; p < panels; p++) {
           f32x16 v = load<f32x16>(products + ((int64_t)p * (end - begin) + token - begin) * LANES);
-          store(vector + p * LANES, v + bias_of(w, own * panels + p));
+          const int panel = own * panels + p;
+          store(vector + p * LANES, work_.adapters.add(v + bias_of(w, panel), op, which, panel, token));
         }
         if (head >= values)
           write_to_cache(a, token, own, vector, true);

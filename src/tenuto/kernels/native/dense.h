@@ -110,6 +110,11 @@ static bool add_tiles(Workspace &work, const TenutoOp &op, Member &member) {
     amx::product(w, panel, std::min(PANELS, w.panels - panel), from, first, last,
                  {work.target(op, first) + panel * LANES, work.widths.hidden, LANES}, true,
                  member.buffer.as<uint8_t>());
+    for (int p = panel; p < std::min(panel + PANELS, w.panels); p++)
+      for (int row = first; row < last; row++) {
+        float *to = work.target(op, row) + p * LANES;
+        store(to, work.adapters.add(load<f32x16>(to), op, 0, p, row));
+      }
   });
   return true;
 }
@@ -128,7 +133,7 @@ static void add(Workspace &work, const TenutoOp &op, Member &member) {
                  const f32x16 bias = bias_of(w, p);
                  for (int row = first; row < last; row++, from += LANES) {
                    float *to = work.target(op, row) + p * LANES;
-                   f32x16 found = load<f32x16>(from) + bias;
+                   f32x16 found = work.adapters.add(load<f32x16>(from) + bias, op, 0, p, row);
                    if (op.column >= 0)
                      found = found * (1.0f / (1.0f + expf(-work.projected(row)[op.column])));
                    store(to, load<f32x16>(to) + (op.scale == 1.0f ? found : found * op.scale));
@@ -138,9 +143,9 @@ static void add(Workspace &work, const TenutoOp &op, Member &member) {
 }
 
 // Computes block `block` of the next product's input from two neighbouring panels of `gate` and, unless it is empty, of
-// `up`.
+// `up`. `adapters`: null if rows are not those of the step's tokens.
 INLINE void gate_block(const Matrix &gate, const Matrix &up, int block, const TenutoOp &op, const Input &from,
-                       const Input &to, int start, int end, Member &member) {
+                       const Input &to, int start, int end, Member &member, const Adapters *adapters) {
   const int panels = std::min(2, gate.panels - 2 * block);
   const Runs runs(end - start);
   for (int run = 0; run < runs.count; run++) {
@@ -156,9 +161,13 @@ INLINE void gate_block(const Matrix &gate, const Matrix &up, int block, const Te
       f32x16 out[2] = {};
       for (int p = 0; p < panels; p++) {
         const int64_t at = p * step + (int64_t)(row - first) * LANES;
-        const f32x16 gate_input = load<f32x16>(gates + at) + bias_of(gate, 2 * block + p);
-        out[p] = activate(op.activation, op.gate_scale == 1.0f ? gate_input : gate_input * op.gate_scale,
-                          load<f32x16>(ups + at) + bias_of(up, 2 * block + p));
+        const int panel = 2 * block + p;
+        f32x16 gate_input = load<f32x16>(gates + at) + bias_of(gate, panel);
+        f32x16 up_input = load<f32x16>(ups + at) + bias_of(up, panel);
+        if (adapters)
+          gate_input = adapters->add(gate_input, op, 0, panel, row),
+          up_input = adapters->add(up_input, op, 1, panel, row);
+        out[p] = activate(op.activation, op.gate_scale == 1.0f ? gate_input : gate_input * op.gate_scale, up_input);
       }
       to.set(row, block, out[0], out[1]);
     }
@@ -169,7 +178,7 @@ static void gated(Workspace &work, const TenutoOp &op, Member &member) {
   const Input from = work.a(op.first), to = work.b(op.first.outputs, op.consumer);
   member.outliers.find(from, 0, work.runs(work.tokens()));
   work.share(to.blocks, work.tokens(), member, [&](int block, int first, int last) {
-    gate_block(op.first, op.second, block, op, from, to, first, last, member);
+    gate_block(op.first, op.second, block, op, from, to, first, last, member, &work.adapters);
   });
 }
 

@@ -111,7 +111,7 @@ private:
       if (expert != known)
         member.outliers.find(from, start, Runs(counts_[expert])), known = expert;
       gate_block(e.gate[expert], e.up ? e.up[expert] : op.second, task % to.blocks, op, from, to, start,
-                 start + counts_[expert], member);
+                 start + counts_[expert], member, nullptr);
     }
   }
 

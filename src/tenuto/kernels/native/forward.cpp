@@ -64,6 +64,11 @@ public:
     work_.team.run([&](int member) {
       double began = Team::seconds();
       for (const TenutoOp &op : ops_) {
+        if (work_.adapters.change(op)) {
+          const Input input = op.kind == ADD ? work_.b(op.first) : work_.a(op.first);
+          work_.adapters.shrink(op, input, work_.team, member);
+          work_.team.barrier();
+        }
         run(op, work_.members[member]);
         work_.team.barrier();
         if (member == 0) {

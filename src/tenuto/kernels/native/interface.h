@@ -129,11 +129,28 @@ struct TenutoGroupStep {
   const int32_t *reads, *writes;
 };
 
+// A low-rank change of a matrix: its products grow by up (down (input)) times `scale`. Both are float, or `bfloat16`:
+// `down`, [ranks rounded up to 16 / 16][inputs rounded up to 32][16], and `up`, [panels of outputs][rank][16]. With
+// rank 0 there is no change.
+struct TenutoLowRank {
+  int32_t rank, bfloat16;
+  float scale;
+  const void *down, *up;
+};
+
+// An adapter: the changes of each operation's three matrices, [operations][3]. `widest` is its highest rank, rounded up
+// to 16.
+struct TenutoAdapter {
+  int32_t widest;
+  const TenutoLowRank *changes;
+};
+
 // A step. The arrays of its plan are int32: `row_ids`, `starts`, `counts` [rows]; `tokens` [sum(counts)]; and `outputs`
 // [outputs_count], the tokens whose logits are wanted. `groups` is [memory groups]. Results are `logits`, float
 // [outputs] [vocab], and `best`, int32 [outputs], the first of the likeliest tokens. `vectors`, float [sums_count]
 // [hidden], are sums of the last norm's results: the first for `lengths[0]` tokens from index `firsts[0]` on, and so
-// on. The duration of operations is added to `op_seconds`, by kind.
+// on. The duration of operations is added to `op_seconds`, by kind. `adapter_of`, int32 [rows], is the index of each
+// row's adapter in `adapters`, or -1; it is not read if there are no adapters.
 struct TenutoStep {
   int32_t rows, tokens_count, outputs_count, sums_count;
   const int32_t *row_ids, *starts, *counts, *tokens;
@@ -144,6 +161,9 @@ struct TenutoStep {
   int32_t *best;
   float *vectors;
   double *op_seconds;
+  int32_t adapters_count;
+  const TenutoAdapter *adapters;
+  const int32_t *adapter_of;
 };
 
 // Samples `rows` tokens: `logits` float [rows][vocab], `options` [rows], `tokens` int32 [rows]. `masks`, [rows] or

@@ -107,10 +107,22 @@ class GroupStep(ctypes.Structure):
     _fields_ = _declared("GroupStep")
 
 
+class LowRank(ctypes.Structure):
+    """A low-rank change of a matrix."""
+
+    _fields_ = _declared("LowRank")
+
+
+class Adapter(ctypes.Structure):
+    """An adapter: changes of the matrices of operations."""
+
+    _fields_ = _declared("Adapter", LowRank)
+
+
 class Step(ctypes.Structure):
     """A step: the arrays of its plan, and of its results."""
 
-    _fields_ = _declared("Step", GroupStep)
+    _fields_ = _declared("Step", GroupStep, Adapter)
 
 
 class SamplingOptions(ctypes.Structure):

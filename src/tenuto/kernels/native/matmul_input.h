@@ -80,6 +80,20 @@ struct Input {
     first_half_sums[at] = scale * sum16(to_float(qa));
   }
 
+  // Returns these columns, as products read them.
+  void get(int row, int block, float *to) const {
+    const int64_t at = index(row, block);
+    if (type == InputType::INT8) {
+      const float scale = scales[at], fine_scale = has_fine[at] ? scale * FINE_STEP : 0.0f;
+      for (int k = 0; k < BLOCK; k++)
+        to[k] = quants[at * BLOCK + k] * scale + fine[at * BLOCK + k] * fine_scale;
+      return;
+    }
+    for (int k = 0; k < BLOCK; k += LANES)
+      store(to + k,
+            type == InputType::BF16 ? load_elements(pairs + at * BLOCK + k) : load<f32x16>(floats + at * BLOCK + k));
+  }
+
   // Copies row `from_row` of another input of the same type to `row`.
   void copy_row(int row, const Input &other, int from_row) const {
     for (int block = 0; block < blocks; block++) {

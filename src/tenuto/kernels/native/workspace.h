@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "adapters.h"
 #include "interface.h"
 #include "matmul.h"
 #include "memory.h"
@@ -56,8 +57,8 @@ struct Widths {
 class Workspace {
 public:
   Workspace(const TenutoModel &model, const std::vector<TenutoOp> &ops, int threads)
-      : team(threads), members(threads), model(model), groups(model.groups, model.groups + model.groups_count),
-        ropes(model.ropes, model.ropes + model.ropes_count) {
+      : team(threads), members(threads), adapters(ops), model(model),
+        groups(model.groups, model.groups + model.groups_count), ropes(model.ropes, model.ropes + model.ropes_count) {
     widths.hidden = round_up(model.hidden, BLOCK);
     for (const TenutoRope &rope : ropes)
       rotations_.push_back(widths.rotation), widths.rotation += 2 * rope.pairs;
@@ -79,6 +80,7 @@ public:
     this->step = &step;
     reserve(std::max(step.tokens_count, step.outputs_count));
     batch.lay_out(step);
+    adapters.begin(step);
     for (Member &member : members)
       member.best.assign(step.outputs_count, {-INFINITY, 0});
   }
@@ -154,6 +156,7 @@ public:
 
   Team team;
   std::vector<Member> members;
+  Adapters adapters;
   const TenutoModel model;
   const std::vector<TenutoGroup> groups;
   const std::vector<TenutoRope> ropes;

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
 
+from tenuto.base.options import Scope
 from tenuto.base.plan import Bytes
 
 _DIGEST = 16
@@ -19,8 +20,8 @@ MARK = 4
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """The state of `tokens` (int32; empty for a state slot) after certain earlier tokens of a tenant. `before` is a
-    digest of the tenant and of those earlier tokens, so it also fixes the position of `tokens`."""
+    """The state of `tokens` (int32; empty for a state slot) after certain earlier tokens in a scope. `before` is a
+    digest of the scope (tenant and adapter) and of those earlier tokens, so it also fixes the position of `tokens`."""
 
     before: bytes
     tokens: bytes
@@ -64,10 +65,11 @@ class NamedUnit(NamedTuple):
     data: Bytes
 
 
-def contents(tenant: str, tokens: bytes, ranges: Iterable[tuple[int, int]]) -> list[Content]:
-    """Returns the contents of units that hold these `ranges`, in ascending order, of a tenant's `tokens` (int32)."""
-    owner = tenant.encode()
-    digest = blake2b(len(owner).to_bytes(8, "little") + owner, digest_size=_DIGEST)
+def contents(scope: Scope, tokens: bytes, ranges: Iterable[tuple[int, int]]) -> list[Content]:
+    """Returns the contents of units that hold these `ranges`, in ascending order, of `tokens` (int32) in a scope."""
+    digest = blake2b(digest_size=_DIGEST)
+    for part in (scope.tenant.encode(), scope.adapter.encode()):
+        digest.update(len(part).to_bytes(8, "little") + part)
     found, done = [], 0
     for begin, end in ranges:
         digest.update(tokens[_TOKEN * done : _TOKEN * begin])

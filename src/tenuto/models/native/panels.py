@@ -35,6 +35,8 @@ class Panels:
         self._weights = dict(weights)
         self._plain = plain
         self._arena = Arena()
+        self.names: dict[int, str] = {}
+        """The names of matrices, without `.weight`, by the address of their packed data."""
 
     @property
     def size(self) -> int:
@@ -84,6 +86,7 @@ class Panels:
         whose outputs are rearranged to indices of stored outputs."""
         stored = [_ordered(self._take(f"{name}.weight", (n, inputs)), order.get(name)) for name, n in outputs.items()]
         made = [self._matrix(weight, kind) for weight, kind in zip(stored, self._kinds(stored), strict=True)]
+        self.names |= {matrix.data: name for name, matrix in zip(outputs, made, strict=True)}
         for (name, n), matrix in zip(outputs.items(), made, strict=True):
             if bias:
                 matrix.bias = self.vector(f"{name}.bias", n)

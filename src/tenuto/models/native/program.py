@@ -61,6 +61,13 @@ class NativeProgram:
         self._panels.end()
         self.weight_bytes = self._panels.size  # in memory
         self.ops = (Op * len(ops))(*ops)
+        self.adaptable = [
+            (number, which, name)
+            for number, made in enumerate(ops)
+            for which, matrix in enumerate((made.first, made.second, made.third))
+            if (name := self._panels.names.get(matrix.data)) is not None
+        ]
+        """The matrices of operations: the operation's index, 0 to 2, and the weight's name without `.weight`."""
         ropes, made = self._building.ropes(), [group_of(group) for group in groups]
         self.model = library.Model(
             config.hidden,

@@ -44,7 +44,7 @@ class MessageAnswer(Answer):
             "id": name or f"msg_{secrets.token_hex(12)}",
             "type": "message",
             "role": "assistant",
-            "model": edge.served_name,
+            "model": edge.name_of(turn.request.adapter),
         }
 
     async def whole(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ async def begin(
 ) -> MessageAnswer:
     """Starts the turn that answers messages, and returns its answer once the engine has accepted it. `priority`: that
     of the turn, if not the usual one."""
-    edge.check_model(body.model)
+    adapter = edge.adapter(body.model)
     with body.naming(edge.model.context_length):
         if body.thread is not None and body.context_management is not None:
             raise threads.ThreadRefused(
@@ -54,7 +54,7 @@ async def begin(
             body.take(thread.tools)
         given = body.rendered(edge.model.habits, begun=thread is not None)
         habits = edge.model.habits.after(last_role(given))
-        start = body.start(tenant, given, habits)
+        start = body.start(tenant, given, habits, adapter=adapter)
         if priority is not None:
             start = msgspec.structs.replace(start, params=replace(start.params, priority=priority))
         reading = body.tool_use.reading(habits, start.params.grammar)
@@ -71,7 +71,7 @@ async def begin(
 @router.post("/count_tokens", responses=REFUSALS)
 async def count_tokens(edge: EdgeOf, tenant: Caller, body: Conversation) -> dict[str, Any]:
     """Returns the number of tokens of the messages as a prompt."""
-    edge.check_model(body.model)
+    edge.adapter(body.model)
     original = await _count(edge, tenant, body, body.messages)
     if not await _edit(edge, tenant, body):
         unedited = {"context_management": {"original_input_tokens": original}} if body.context_management else {}

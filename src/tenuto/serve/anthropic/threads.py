@@ -15,7 +15,7 @@ from pydantic import Field
 
 from tenuto.base.checks import shown
 from tenuto.base.errors import InvalidRequest, NotFound, SessionBusy, SessionClosed, TenutoError, VersionMismatch
-from tenuto.base.options import Policy
+from tenuto.base.options import Policy, SessionAdapter
 from tenuto.base.tools.definitions import NO_TOOLS, Tools
 from tenuto.base.views import SessionInfo
 from tenuto.base.wire.messages import GetSession, OpenSession, StartTurn
@@ -144,7 +144,12 @@ async def start_turn(edge: Edge, tenant: Tenant, thread: Thread, start: StartTur
     try:
         if thread.version == 0:
             told = ((TOOLS, thread.tools.digest),) if thread.tools else ()
-            policy = Policy(ttl=edge.settings.ttl(None, named=False), tenant=tenant.name, metadata=told)
+            policy = Policy(
+                ttl=edge.settings.ttl(None, named=False),
+                tenant=tenant.name,
+                metadata=told,
+                adapter=SessionAdapter.named(start.adapter),
+            )
             await edge.link.call(OpenSession(session=thread.session, policy=policy, limits=tenant.limits))
         with thread.naming():
             return await edge.start(tenant, start)

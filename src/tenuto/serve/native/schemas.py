@@ -99,6 +99,9 @@ class NewSession(Object):
         default=False,
         description="Its memory never yields to others. Room for `max_tokens` is set aside; refused without room.",
     )
+    adapter: str | None = Field(
+        None, min_length=1, max_length=128, description="A loaded adapter, with which all its turns are computed."
+    )
     metadata: Annotated[dict[MetadataKey, MetadataValue], at_most(16)] = Field(
         default_factory=dict,
         description="Stored and shown with the session: up to 16 entries, keys of 64 and values of 512 characters.",
@@ -242,6 +245,13 @@ class FileTurn(Object):
     cut: bool
 
 
+class FileAdapter(Object):
+    """The adapter of a session in a file, with the digest of its weights."""
+
+    name: str = Field(min_length=1, max_length=128)
+    digest: str = Field(min_length=1, max_length=128)
+
+
 class SessionFile(Object):
     """A whole session as a file, without its memory. `model`: fingerprint of the model's tokens. `sha256`: digest of
     all other fields."""
@@ -256,6 +266,7 @@ class SessionFile(Object):
     max_tokens: Annotated[int | None, field_of("max_tokens")]
     metadata: Annotated[dict[MetadataKey, MetadataValue], at_most(16)]
     turns: Annotated[list[FileTurn], Field(fail_fast=True, max_length=MAX_FILE_TURNS)]
+    adapter: FileAdapter = Field(default=None, description="Missing if it has none.")  # type: ignore[assignment]
     sha256: str = Field(max_length=128)
 
 
@@ -276,6 +287,7 @@ class Session(BaseModel):
     max_tokens: int
     priority: int
     pinned: bool
+    adapter: str | None
     ttl: float | None
     idle_seconds: float
     memory: dict[str, int]

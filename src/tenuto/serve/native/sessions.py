@@ -10,7 +10,7 @@ import msgspec
 from fastapi import APIRouter, Query, Response
 from fastapi import Request as HttpRequest
 
-from tenuto.base.options import Policy
+from tenuto.base.options import Policy, SessionAdapter
 from tenuto.base.views import StateFilter
 from tenuto.base.wire.document import SessionDocument
 from tenuto.base.wire.messages import (
@@ -58,6 +58,7 @@ async def open_session(edge: EdgeOf, tenant: Caller, body: NewSession, response:
         tenant=tenant.name,
         metadata=tuple(body.metadata.items()),
         pinned=body.pinned,
+        adapter=SessionAdapter.named(body.adapter),
     )
     request = OpenSession(session=body.id or new_session_id(), policy=policy, system=body.system, limits=tenant.limits)
     response.headers["location"] = f"/v1/sessions/{request.session}"
@@ -91,7 +92,7 @@ async def import_session(
 ) -> Session:
     """Opens a session from a file that this server, or another with the same model, exported. Files of other models or
     formats, and altered files, are refused. A file without a TTL gets the server's."""
-    document = msgspec.convert(body.model_dump(), SessionDocument)
+    document = msgspec.convert(body.model_dump(exclude_unset=True), SessionDocument)
     policy = replace(document.policy(tenant.name), ttl=edge.settings.ttl(document.ttl, named=True))
     request = ImportSession(session=new_id or document.id, policy=policy, document=document, limits=tenant.limits)
     response.headers["location"] = f"/v1/sessions/{request.session}"

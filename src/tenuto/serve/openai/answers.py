@@ -72,7 +72,7 @@ class Choices(Answer):
             "id": f"{'cmpl' if kind == 'text_completion' else 'chatcmpl'}-{secrets.token_hex(12)}",
             "object": kind,
             "created": int(time.time()),
-            "model": edge.served_name,
+            "model": edge.name_of(samples[0].turns[0].request.adapter),
             "system_fingerprint": edge.fingerprint,
         }
 

@@ -80,7 +80,7 @@ class OldBody(ForeignObject, TurnRequest):
 @router.post("/v1/embeddings", response_model=None, responses=REFUSALS | EMBEDDINGS)
 async def embeddings(edge: EdgeOf, tenant: Caller, body: EmbeddingBody, request: Request) -> Response:
     """Returns a vector for each text or list of tokens."""
-    edge.check_model(body.model)
+    adapter = edge.adapter(body.model)
     with body.naming(edge.model.context_length):
         work = embed(
             edge,
@@ -90,11 +90,12 @@ async def embeddings(edge: EdgeOf, tenant: Caller, body: EmbeddingBody, request:
             normalize=body.normalize,
             pooling=POOLINGS[body.pooling] if body.pooling is not None else None,
             prompt=body.prompt_name,
+            adapter=adapter,
         )
         found = await while_connected(request, work)
     write = _base64 if body.encoding_format == "base64" else _floats
     data = await _written(found.vectors, b'{"object":"embedding","index":%d,"embedding":%b}', write)
-    rest = msgspec.json.encode({"model": edge.served_name, "usage": _usage(found)})
+    rest = msgspec.json.encode({"model": edge.name_of(adapter), "usage": _usage(found)})
     return Response(b'{"object":"list","data":' + data + b"," + rest[1:], media_type="application/json")
 
 

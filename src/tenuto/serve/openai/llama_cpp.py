@@ -23,7 +23,7 @@ router.post("/chat/completions", response_model=None, responses=REFUSALS | route
 @router.post("/apply-template", responses=REFUSALS)
 async def apply_template(edge: EdgeOf, tenant: Caller, body: MessagesBody) -> dict[str, str]:
     """Returns the prompt that messages become, as text, without the token that begins every text."""
-    edge.check_model(body.model)
+    edge.adapter(body.model)
     if not body.messages:
         raise InvalidRequest("there are no messages; allowed: at least one", param="messages")
     tokens = await tokens_of_messages(edge, tenant, body)

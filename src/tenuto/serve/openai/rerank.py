@@ -74,10 +74,10 @@ class ScoreBody(Relevant):
 @router.post("/v1/reranking", responses=REFUSALS)
 async def rerank(edge: EdgeOf, tenant: Caller, body: RerankBody, request: Request) -> dict[str, Any]:
     """Puts documents in the order of their relevance to a query."""
-    edge.check_model(body.model)
+    adapter = edge.adapter(body.model)
     texts = [each if isinstance(each, str) else each.text for each in body.documents]
     with body.naming(edge.model.context_length):
-        work = relevance(edge, tenant, [(body.query, text) for text in texts], body.instruction)
+        work = relevance(edge, tenant, [(body.query, text) for text in texts], body.instruction, adapter)
         found = await while_connected(request, work)
     best = sorted(range(len(texts)), key=lambda index: -found.scores[index])[: body.top_n or None]
     results = [
@@ -85,7 +85,7 @@ async def rerank(edge: EdgeOf, tenant: Caller, body: RerankBody, request: Reques
         | ({} if body.return_documents is False else {"document": {"text": texts[index]}})
         for index in best
     ]
-    named = {"id": f"rerank-{secrets.token_hex(16)}", "object": "list", "model": edge.served_name}
+    named = {"id": f"rerank-{secrets.token_hex(16)}", "object": "list", "model": edge.name_of(adapter)}
     return {**named, "usage": _usage(found), "results": results}
 
 
@@ -93,7 +93,7 @@ async def rerank(edge: EdgeOf, tenant: Caller, body: RerankBody, request: Reques
 @router.post("/v1/score", responses=REFUSALS)
 async def score(edge: EdgeOf, tenant: Caller, body: ScoreBody, request: Request) -> dict[str, Any]:
     """Scores pairs of texts, of a query and a document."""
-    edge.check_model(body.model)
+    adapter = edge.adapter(body.model)
     first, second = ([each] if isinstance(each, str) else each for each in (body.text_1, body.text_2))
     if len(first) == 1:
         first = first * len(second)
@@ -103,11 +103,11 @@ async def score(edge: EdgeOf, tenant: Caller, body: ScoreBody, request: Request)
         )
     with body.naming(edge.model.context_length):
         found = await while_connected(
-            request, relevance(edge, tenant, [*zip(first, second, strict=True)], body.instruction)
+            request, relevance(edge, tenant, [*zip(first, second, strict=True)], body.instruction, adapter)
         )
     data = [{"index": index, "object": "score", "score": each} for index, each in enumerate(found.scores)]
     named = {"id": f"score-{secrets.token_hex(16)}", "object": "list", "created": int(time.time())}
-    return {**named, "model": edge.served_name, "data": data, "usage": _usage(found)}
+    return {**named, "model": edge.name_of(adapter), "data": data, "usage": _usage(found)}
 
 
 def _usage(found: Relevance) -> dict[str, int]:

@@ -36,13 +36,14 @@ class Form:
     scores: bool = False
 
 
-def head_of(edge: Edge, name: str, echoed: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a response that stay the same while it is written. `echoed`: those of the request."""
+def head_of(model: str, name: str, echoed: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a response that stay the same while it is written. `model`: its name in the answer.
+    `echoed`: those of the request."""
     return {
         "id": name,
         "object": "response",
         "created_at": int(time.time()),
-        "model": edge.served_name,
+        "model": model,
         "error": None,
         "incomplete_details": None,
         **echoed,

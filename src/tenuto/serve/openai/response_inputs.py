@@ -31,7 +31,7 @@ async def count(
 ) -> dict[str, Any]:
     """Returns the number of tokens that a response to this input would begin with. With `previous_response_id` a turn
     is started on a fork of that response's session, and rolled back."""
-    edge.check_model(body.model)
+    edge.adapter(body.model)
     with body.naming(edge.model.context_length):
         earlier, habits, variables = _earlier(conversations, body), edge.model.habits, body.variables()
         if body.previous_response_id is None:
@@ -55,7 +55,7 @@ async def compact(
 ) -> dict[str, Any]:
     """Lets the model summarize a conversation. The result's items stand for the conversation in later requests: the
     input's user messages, and the summary. With `previous_response_id` only the new items are computed."""
-    edge.check_model(body.model)
+    edge.adapter(body.model)
     name, habits, asking = hidden_session_id(), edge.model.habits, body.asking()
     with body.naming(edge.model.context_length):
         earlier = [*_earlier(conversations, body), *body.items]

@@ -44,7 +44,7 @@ async def create(
 ) -> Response:
     """Answers input. With `previous_response_id`, send only the new items: the turn runs on a fork of that response's
     session. With `conversation`, the answer follows the conversation's items and is added to them."""
-    edge.check_model(body.model)
+    adapter = edge.adapter(body.model)
     body.check()
     name, usual = f"resp_{secrets.token_hex(16)}", edge.model.habits
     habits = usual.told(body.chat_template_kwargs or {}).after("tool" if body.answers_call else "")
@@ -52,7 +52,7 @@ async def create(
     with body.naming(edge.model.context_length):
         going_on = conversations.go_on(body.conversation_id, body.items)
         try:
-            start = body.start(tenant, (), habits, variables=body.variables())
+            start = body.start(tenant, (), habits, adapter=adapter, variables=body.variables())
             reading = body.tool_use.reading(habits, start.params.grammar)
             turn = await while_connected(request, start_response(edge, tenant, body, start, name, going_on.earlier))
         except BaseException:
@@ -76,7 +76,7 @@ async def create(
         if turn.request.session is not None and (body.store is False or not turn.committed):
             edge.spawn(close_response(edge, tenant, name))  # also aborts its turn
 
-    head = head_of(edge, name, body.echoed())
+    head = head_of(edge.name_of(adapter), name, body.echoed())
     answer = ResponseAnswer(edge, turn, head, form, keep, end)
     if origin.ended is None:
         return await respond(request, answer, stream=body.stream)

@@ -8,7 +8,7 @@ from hashlib import sha256
 import msgspec
 
 from tenuto.base.errors import NotFound, SessionBusy, TenutoError
-from tenuto.base.options import Policy
+from tenuto.base.options import Policy, SessionAdapter
 from tenuto.base.views import SessionInfo
 from tenuto.base.wire.messages import Fork, GetSession, OpenSession, StartTurn
 from tenuto.serve.openai.response_schemas import Item, ResponseBody
@@ -39,7 +39,12 @@ async def start_response(
         )
         await edge.link.call(fork)
     else:
-        policy = Policy(ttl=edge.settings.ttl(None, named=True), tenant=tenant.name, metadata=told)
+        policy = Policy(
+            ttl=edge.settings.ttl(None, named=True),
+            tenant=tenant.name,
+            metadata=told,
+            adapter=SessionAdapter.named(start.adapter),
+        )
         await edge.link.call(OpenSession(session=name, policy=policy, limits=tenant.limits))
     try:
         return await edge.start(tenant, start, continues=bool(body.background))

@@ -9,7 +9,7 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 
 from tenuto.base.errors import AlreadyExists, InvalidRequest, NotFound, SessionBusy, TenutoError
-from tenuto.base.options import Policy
+from tenuto.base.options import Policy, SessionAdapter
 from tenuto.base.wire.messages import OpenSession, StartTurn
 from tenuto.serve.openai.answers import Choices, Writer
 from tenuto.serve.openai.chat import ChatWriter
@@ -44,7 +44,11 @@ async def complete(
     """Continues texts. With `session_id`, the prompt is appended to the session's history and continued."""
     _check(edge, body, len(body.prompts))
     with body.naming(edge.model.context_length):
-        more = {"session": body.session_id, "echo": bool(body.echo or body.return_token_ids)}
+        more = {
+            "session": body.session_id,
+            "adapter": edge.adapter(body.model),
+            "echo": bool(body.echo or body.return_token_ids),
+        }
         prompts, habits = body.prompts, edge.model.habits
         starts = await of_many(len(prompts), lambda: [body.start(tenant, prompt, habits, **more) for prompt in prompts])
         samples = await while_connected(request, _begin(edge, tenant, body, request, starts, idempotency_key))
@@ -73,7 +77,7 @@ async def chat(
         messages = await of_many(len(given), lambda: placed([message.rendered() for message in given], usual))
         asker = body.messages[-1].role if body.messages else ""
         habits = edge.model.habits.told(body.chat_template_kwargs or {}).after(asker)
-        more = {"variables": body.variables(), "echo": bool(body.return_token_ids)}
+        more = {"adapter": edge.adapter(body.model), "variables": body.variables(), "echo": bool(body.return_token_ids)}
         start = body.start(tenant, messages, habits, session=body.session_id, **more)
         reading = body.tool_use.reading(habits, start.params.grammar)
         samples = await while_connected(request, _begin(edge, tenant, body, request, [start], idempotency_key))
@@ -87,7 +91,7 @@ async def chat(
 
 
 def _check(edge: Edge, body: Generation, prompts: int) -> None:
-    edge.check_model(body.model)
+    edge.adapter(body.model)
     body.check()
     if not 1 <= prompts * body.samples <= MAX_CHOICES:
         raise InvalidRequest(f"{prompts} prompts with n {body.samples}; allowed: 1 to {MAX_CHOICES} answers in all")
@@ -109,7 +113,8 @@ async def _in_session(edge: Edge, tenant: Tenant, start: StartTurn, key: Request
     try:
         await samples.start(start)
     except NotFound:
-        policy, opened = Policy(ttl=edge.settings.ttl(None, named=True), tenant=tenant.name), False
+        ttl, opened = edge.settings.ttl(None, named=True), False
+        policy = Policy(ttl=ttl, tenant=tenant.name, adapter=SessionAdapter.named(start.adapter))
         with suppress(AlreadyExists):  # another request opened it meanwhile
             await edge.link.call(OpenSession(session=session, policy=policy, limits=tenant.limits))
             opened = True

@@ -69,7 +69,7 @@ class DetokenizeBody(ForeignObject):
 @router.post("/tokenize", response_model=None, responses=REFUSALS | TOKENS)
 async def tokenize(edge: EdgeOf, tenant: Caller, body: TokenizeBody) -> Response:
     """Returns the tokens of texts or messages as prompts."""
-    edge.check_model(body.model)
+    edge.adapter(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("there are both prompt and messages, or neither; allowed: one of them", param="prompt")
     if body.messages is not None:
@@ -134,7 +134,7 @@ def _pieces(tokens: array[int]) -> list[array[int]]:
 @router.post("/detokenize", responses=REFUSALS)
 async def detokenize(edge: EdgeOf, tenant: Caller, body: DetokenizeBody) -> dict[str, Any]:
     """Returns the text of tokens, including control tokens, under vLLM's name `prompt` and SGLang's name `text`."""
-    edge.check_model(body.model)
+    edge.adapter(body.model)
     lists: list[Any] = body.tokens if body.tokens and isinstance(body.tokens[0], list) else [body.tokens]
     texts = [await edge.link.call(Detokenize(tenant=tenant.name, tokens=tokens)) for tokens in lists]
     told: Any = texts if lists is body.tokens else texts[0]

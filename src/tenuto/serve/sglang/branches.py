@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from tenuto.base.errors import InvalidRequest, TenutoError
-from tenuto.base.options import Policy
+from tenuto.base.options import Policy, SessionAdapter
 from tenuto.base.wire.messages import Fork, OpenSession
 from tenuto.serve.sglang.schemas import SessionParams
 from tenuto.serve.shared.edge import Edge
@@ -80,12 +80,12 @@ class Branches:
         self.closed = False
         self._watch()
 
-    async def place(self, rid: str, params: SessionParams) -> RequestPlace:
-        """Returns a place for the request `rid` on an open hidden session. The caller must call `leave` in the end.
-        Raises `InvalidRequest` if the request to continue does not exist."""
+    async def place(self, rid: str, params: SessionParams, adapter: str | None) -> RequestPlace:
+        """Returns a place for the request `rid` on an open hidden session, which begins with `adapter`. The caller must
+        call `leave` in the end. Raises `InvalidRequest` if the request to continue does not exist."""
         if params.replace and params.rid is not None:
             await self._interrupt(params.rid)
-        place = self._choose(rid, params)
+        place = self._choose(rid, params, adapter)
         if place.opening is not None:
             try:
                 place.session.tokens = (await self._edge.link.call(place.opening)).tokens
@@ -129,7 +129,7 @@ class Branches:
 
     # -- choosing a place
 
-    def _choose(self, rid: str, params: SessionParams) -> RequestPlace:
+    def _choose(self, rid: str, params: SessionParams, adapter: str | None) -> RequestPlace:
         if self.closed:
             raise InvalidRequest(f"there is no session {self._id!r}; it was closed")
         parent, position = self._point(params)
@@ -138,7 +138,7 @@ class Branches:
         else:
             session = HiddenSession(hidden_session_id())
             self.sessions.add(session)
-            opening = self._opening(session.id, parent if position else None, position)
+            opening = self._opening(session.id, parent if position else None, position, adapter)
         place = RequestPlace(rid, session, parent, bool(params.replace), opening)
         session.busy = True
         session.uses += 1
@@ -166,12 +166,15 @@ class Branches:
             if place.turn is not None:
                 await self._edge.turns.abort(place.turn, keep="delivered")
 
-    def _opening(self, child: str, parent: EndedRequest | None, position: int) -> Fork | OpenSession:
+    def _opening(
+        self, child: str, parent: EndedRequest | None, position: int, adapter: str | None
+    ) -> Fork | OpenSession:
         """Returns the message that opens a session with the first `position` tokens of `parent`."""
         tenant, limits = self._tenant.name, self._tenant.limits
         if parent is not None:
             return Fork(tenant=tenant, session=parent.session.id, child=child, position=position, limits=limits)
-        return OpenSession(session=child, policy=Policy(tenant=tenant, hidden=True), limits=limits)
+        policy = Policy(tenant=tenant, hidden=True, adapter=SessionAdapter.named(adapter))
+        return OpenSession(session=child, policy=policy, limits=limits)
 
     # -- ends
 

@@ -51,9 +51,9 @@ class EncodeRequest(ForeignObject, TurnRequest):
 @router.put("/encode", response_model=None, responses=REFUSALS)
 async def encode(edge: EdgeOf, tenant: Caller, body: EncodeRequest, request: Request) -> Any:
     """Returns the embedding of a text or list of tokens, or a list of them."""
-    edge.check_model(body.model)
+    adapter = edge.adapter(body.model)
     with body.naming(edge.model.context_length):
-        work = embed(edge, tenant, body.inputs, dimensions=body.dimensions)
+        work = embed(edge, tenant, body.inputs, dimensions=body.dimensions, adapter=adapter)
         found = await while_connected(request, work)
     answers = [
         {

@@ -24,7 +24,7 @@ from tenuto.base.errors import (
     SessionBusy,
     SessionClosed,
 )
-from tenuto.base.options import Policy
+from tenuto.base.options import Policy, SessionAdapter
 from tenuto.base.turns import Transcript
 from tenuto.base.wire.messages import GetSession, OpenSession, StartTurn
 from tenuto.serve.sglang.branches import Branches, RequestPlace
@@ -102,7 +102,8 @@ class Requests:
             self._add_branches(tenant, name, timeout)
             return name
         metadata = (("capacity_of_str_len", str(body.capacity_of_str_len)),)
-        policy = Policy(ttl=timeout, tenant=tenant.name, metadata=metadata)
+        adapter = SessionAdapter.named(body.lora_path)
+        policy = Policy(ttl=timeout, tenant=tenant.name, metadata=metadata, adapter=adapter)
         try:
             await self._edge.link.call(OpenSession(session=name, policy=policy, limits=tenant.limits))
         except AlreadyExists:
@@ -192,6 +193,7 @@ class Requests:
             echo=item.params.scores_input,
             limits=tenant.limits,
             markup=True,
+            adapter=item.adapter,
         )
         if item.session is not None and item.session.id is not None:
             await self._begin_in_session(tenant, group[0], request, item.session, item.session.id, start)
@@ -219,7 +221,7 @@ class Requests:
                 raise self._busy(tenant, running, name) from None
             return
         running.branches = branches
-        running.place = place = await branches.place(running.rid, params)
+        running.place = place = await branches.place(running.rid, params, request.adapter)
         if 0 <= running.item.output.logprob_start < place.session.tokens:
             raise InvalidRequest(
                 f"logprob_start_len is {running.item.output.logprob_start}; allowed here: -1, or at least "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fastapi import APIRouter, Request, Response
 
 from tenuto.base.errors import InvalidRequest
@@ -40,9 +42,9 @@ async def generate(
     edge: EdgeOf, requests: RequestsOf, tenant: Caller, body: GenerateRequest, request: Request
 ) -> Response:
     """Generates continuations of one or several texts or lists of tokens, optionally in a session."""
-    edge.check_model(body.model)
+    adapter = edge.adapter(body.model)
     with body.naming(edge.model.context_length):
-        items = await of_many(body.prompts, body.items)
+        items = await of_many(body.prompts, partial(body.items, adapter))
         running = await while_connected(request, requests.start(tenant, items))
     answers = Answers(edge, requests, running, several=len(running) > 1 or body.several)
     return await respond(request, answers, stream=body.stream)

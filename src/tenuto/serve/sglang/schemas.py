@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, cast
 from uuid import uuid4
 
@@ -33,6 +33,7 @@ IGNORED = frozenset(
 TokenIds = Items[TokenId]
 Rid = Annotated[str, Field(min_length=1, max_length=256)]
 StartLength = Annotated[int, Field(ge=-1, le=MAX_COUNT)]
+AdapterName = Annotated[str, Field(max_length=128)]
 TopNumber = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
@@ -53,6 +54,7 @@ class OpenSessionRequest(SGLangObject):
     session_id: Id | None = Field(None, description="Chosen by the server if not given.")
     streaming: bool | None = None
     timeout: float | None = field_of("ttl")
+    lora_path: str | None = Field(None, max_length=128, description="The name of a loaded adapter, for all requests.")
 
 
 class CloseSessionRequest(SGLangObject):
@@ -154,7 +156,8 @@ class OutputOptions:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One prompt of a request. `family`: the id by which all prompts of the request can be aborted."""
+    """One prompt of a request. `family`: the id by which all prompts of the request can be aborted.
+    `adapter`: as in `StartTurn`."""
 
     rid: str
     family: str
@@ -163,6 +166,7 @@ class Item:
     session: SessionParams | None
     n: int
     output: OutputOptions
+    adapter: str | None = None
 
     @property
     def scored(self) -> bool:
@@ -191,6 +195,9 @@ class GenerateRequest(SGLangObject, TurnRequest):
     return_text_in_logprobs: bool | None = None
     session_params: SessionParams | Prompts[SessionParams] | None = None
     model: str | None = Field(None, description="If given, a name listed by `/v1/models`, or `default`.")
+    lora_path: AdapterName | Prompts[AdapterName] | None = Field(
+        None, description="The name of a loaded adapter; goes before `model`."
+    )
 
     @property
     def several(self) -> bool:
@@ -222,8 +229,9 @@ class GenerateRequest(SGLangObject, TurnRequest):
             else f"sampling_params.{inner}"
         )
 
-    def items(self) -> list[Item]:
-        """Returns one item per prompt. Raises `InvalidRequest` for conflicting fields."""
+    def items(self, adapter: str | None = None) -> list[Item]:
+        """Returns one item per prompt. `adapter`: that of prompts without a `lora_path`, as in `StartTurn`. Raises
+        `InvalidRequest` for conflicting fields."""
         if (self.text is None) == (self.input_ids is None):
             raise InvalidRequest("there are both text and input_ids, or neither; allowed: one of them")
         given: Any = self.text if self.text is not None else self.input_ids
@@ -238,10 +246,12 @@ class GenerateRequest(SGLangObject, TurnRequest):
         rids: list[str] = _each("rid", names, count)
         of_prompts = ("sampling_params", "session_params", "return_logprob", "logprob_start_len", "top_logprobs_num")
         lists = [_each(name, getattr(self, name), count) for name in of_prompts]
-        return [
+        items = [
             self._item(number, rid, family, *parts)
             for number, (rid, *parts) in enumerate(zip(rids, inputs, *lists, strict=True))
         ]
+        adapters = _each("lora_path", self.lora_path, count)
+        return [replace(item, adapter=own or adapter) for item, own in zip(items, adapters, strict=True)]
 
     def _item(
         self,

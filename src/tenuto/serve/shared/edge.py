@@ -16,7 +16,7 @@ from fastapi import Depends, Request
 from fastapi.security import HTTPBearer
 from starlette.datastructures import Headers
 
-from tenuto.base.errors import Draining, Forbidden, LimitReached, ModelNotFound, Overloaded, Unauthorized
+from tenuto.base.errors import ConfigError, Draining, Forbidden, LimitReached, ModelNotFound, Overloaded, Unauthorized
 from tenuto.base.views import ModelView
 from tenuto.base.wire.link import Link
 from tenuto.base.wire.messages import StartTurn
@@ -60,6 +60,9 @@ class Edge:
         self.link = link
         self.model = model
         self.settings = settings
+        self.adapters = {adapter.name: adapter for adapter in model.adapters}  # those loaded, by name
+        if taken := sorted(self.adapters.keys() & {*self.served_names, DEFAULT_MODEL}):
+            raise ConfigError(f"an adapter is named {taken[0]!r}, which is a name of the model; allowed: other names")
         self.turns = Turns(link)
         self.weights = ServedWeights()
         self.started = time.time()  # seconds since the epoch
@@ -89,15 +92,27 @@ class Edge:
         facts = (version("tenuto"), self.model.path, self.model.compute, self.weights.version)
         return f"fp_{sha256(repr(facts).encode()).hexdigest()[:12]}"
 
-    def check_model(self, name: str | None) -> None:
-        """Raises `ModelNotFound` unless `name` is `None`, a name of the served model, or any name is accepted."""
-        if name is None:
-            return
-        if not self.settings.any_model_name and name not in (*self.served_names, DEFAULT_MODEL):
-            names = ", ".join(map(repr, self.served_names))
-            raise ModelNotFound(
-                f"there is no model {name[:200]!r}; allowed: {names}, or {DEFAULT_MODEL!r} for the same", param="model"
-            )
+    def adapter(self, model: str | None) -> str | None:
+        """Returns the adapter that a request for `model` asks for, as in `StartTurn.adapter`. Adapters are asked for by
+        their names. Raises `ModelNotFound` unless `model` is `None`, an adapter, a name of the served model, or any
+        name is accepted."""
+        if model in (None, DEFAULT_MODEL):
+            return None
+        if model in self.adapters:
+            return model
+        if model in self.served_names:
+            return ""
+        if self.settings.any_model_name:
+            return None
+        names = ", ".join(map(repr, (*self.served_names, *self.adapters)))
+        raise ModelNotFound(
+            f"there is no model {str(model)[:200]!r}; allowed: {names}, or {DEFAULT_MODEL!r} for the first",
+            param="model",
+        )
+
+    def name_of(self, adapter: str | None) -> str:
+        """Returns the name, for answers, of an adapter, or of the model if there is none."""
+        return adapter or self.served_name
 
     def tenant(self, headers: Headers) -> Tenant:
         """Returns the tenant whose key is in the headers. Raises `Unauthorized`."""

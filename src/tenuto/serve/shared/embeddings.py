@@ -65,11 +65,12 @@ async def embed(
     normalize: bool | None = None,
     pooling: Pooling | None = None,
     prompt: str | None = None,
+    adapter: str | None = None,
 ) -> Embedded:
     """Embeds texts, lists of token ids, or messages. The model's habits stand in for what is `None`. `dimensions`: cut
     vectors to so many numbers. `normalize`: scale them to length 1, after the cut. `prompt`: the name of the prompt
-    that precedes texts; "": none. If cancelled, this leaves no turn behind. Raises `InvalidRequest`, `Unsupported`, and
-    the errors of turns."""
+    that precedes texts; "": none. `adapter`: as in `StartTurn`. If cancelled, this leaves no turn behind. Raises
+    `InvalidRequest`, `Unsupported`, and the errors of turns."""
     habits = edge.model.embedding
     _check(habits, inputs, dimensions)
     before = _prompt(habits, prompt)
@@ -78,7 +79,9 @@ async def embed(
     def starts() -> Iterator[StartTurn]:
         for given in inputs:
             told = before + given if isinstance(given, str) else given
-            yield StartTurn(kind="turn", tenant=tenant.name, limits=tenant.limits, input=told, params=params)
+            yield StartTurn(
+                kind="turn", tenant=tenant.name, limits=tenant.limits, input=told, params=params, adapter=adapter
+            )
 
     turns = await run_all(edge, tenant, starts(), len(inputs))
     usages = [turn.result.usage for turn in turns if turn.result is not None]

@@ -38,35 +38,38 @@ class Relevance:
     tokens: int
 
 
-async def relevance(edge: Edge, tenant: Tenant, pairs: Sequence[Pair], task: str | None = None) -> Relevance:
+async def relevance(
+    edge: Edge, tenant: Tenant, pairs: Sequence[Pair], task: str | None = None, adapter: str | None = None
+) -> Relevance:
     """Scores pairs of a query and a document. An embedding model gives the cosine of their vectors, -1 to 1. Another
     model with a chat template is asked, for `task`, whether the document is relevant; the score is the probability of
-    "yes" rather than "no". Raises `InvalidRequest`, `Unsupported` and the errors of turns."""
+    "yes" rather than "no". `adapter`: as in `StartTurn`. Raises `InvalidRequest`, `Unsupported` and the errors of
+    turns."""
     if not 1 <= len(pairs) <= MAX_INPUTS:
         raise InvalidRequest(f"there are {len(pairs)} documents; allowed: 1 to {MAX_INPUTS}", param="input")
     if edge.model.embedding.declared:
-        return await _by_vectors(edge, tenant, pairs)
+        return await _by_vectors(edge, tenant, pairs, adapter)
     if edge.model.has_chat:
-        return await _by_asking(edge, tenant, pairs, task or TASK)
+        return await _by_asking(edge, tenant, pairs, task or TASK, adapter)
     raise Unsupported(
         "this model has no chat template, and its files describe no embeddings; allowed: a model of these"
     )
 
 
-async def _by_vectors(edge: Edge, tenant: Tenant, pairs: Sequence[Pair]) -> Relevance:
+async def _by_vectors(edge: Edge, tenant: Tenant, pairs: Sequence[Pair], adapter: str | None) -> Relevance:
     """Queries and documents get the prompts of these names, if the model has them."""
     names = [name for name, _ in edge.model.embedding.prompts]
     vectors, tokens = [], 0
     for side, name in enumerate(("query", "document")):
         texts = list(dict.fromkeys(pair[side] for pair in pairs))
-        found = await embed(edge, tenant, texts, prompt=name if name in names else None)
+        found = await embed(edge, tenant, texts, prompt=name if name in names else None, adapter=adapter)
         vectors.append(dict(zip(texts, unit(found.vectors), strict=True)))
         tokens += found.tokens
     queries, documents = vectors
     return Relevance([float(queries[query] @ documents[document]) for query, document in pairs], tokens)
 
 
-async def _by_asking(edge: Edge, tenant: Tenant, pairs: Sequence[Pair], task: str) -> Relevance:
+async def _by_asking(edge: Edge, tenant: Tenant, pairs: Sequence[Pair], task: str, adapter: str | None) -> Relevance:
     """The prompts are those of Qwen3-Reranker, in the model's own chat template."""
     yes, no = [await _token(edge, tenant, word) for word in ("yes", "no")]
     variables = Variables.of({"enable_thinking": False})
@@ -76,7 +79,13 @@ async def _by_asking(edge: Edge, tenant: Tenant, pairs: Sequence[Pair], task: st
         params = TurnParams(max_new_tokens=1, ignore_eos=True, logprobs=MAX_LOGPROBS, sampling=sampling)
         messages = [Message("system", _JUDGE), Message("user", _ASKED.format(task, *pair))]
         return StartTurn(
-            kind="turn", tenant=tenant.name, limits=tenant.limits, input=messages, params=params, variables=variables
+            kind="turn",
+            tenant=tenant.name,
+            limits=tenant.limits,
+            input=messages,
+            params=params,
+            variables=variables,
+            adapter=adapter,
         )
 
     turns = await run_all(edge, tenant, (ask(pair, yes) for pair in pairs), len(pairs))

@@ -10,7 +10,7 @@ from dataclasses import replace
 import msgspec
 
 from tenuto.base.errors import DeadlinePassed, Draining, GrammarFailed, TurnAborted, TurnFailed
-from tenuto.base.options import OF_PREFILL, Policy, TurnParams
+from tenuto.base.options import OF_PREFILL, Policy, SessionAdapter, TurnParams
 from tenuto.base.sampling import MAX_SEED
 from tenuto.base.turns import EndReason, TurnResult
 from tenuto.base.wire.messages import CloseSession, Fork, OpenSession, StartTurn
@@ -84,7 +84,11 @@ class Samples:
         tenant = self._tenant
         self._sessions.append(root)
         opening = OpenSession(
-            session=root, policy=Policy(ttl=HIDDEN_TTL, tenant=tenant.name, hidden=True), limits=tenant.limits
+            session=root,
+            policy=Policy(
+                ttl=HIDDEN_TTL, tenant=tenant.name, hidden=True, adapter=SessionAdapter.named(request.adapter)
+            ),
+            limits=tenant.limits,
         )
         await self._edge.link.call(opening)
         params = TurnParams(**{name: getattr(request.params, name) for name in OF_PREFILL})

@@ -1,0 +1,54 @@
+"""Loading and unloading of adapters."""
+
+from __future__ import annotations
+
+from tenuto.base.errors import AdapterBusy
+from tenuto.base.plan import AdapterWeights
+from tenuto.base.views import AdapterView
+from tenuto.engine.core import Core
+from tenuto.engine.guard import guarded
+
+
+class AdapterOperations:
+    """Loads and unloads adapters between steps.
+
+    An adapter stays loaded as long as a turn with it is open. Idle sessions do not keep it: they stay, with their
+    memory, and their next turn is refused until the same weights are loaded again.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self.fuse = core.fuse
+        self._adapters = core.adapters
+        self._executor = core.executor
+        self._sessions = core.registry
+
+    @guarded
+    def load(self, name: str, path: str, weights: AdapterWeights, *, replace: bool = False) -> AdapterView:
+        """Adds an adapter. With `replace`, it takes the place of the one that has its name, which is unloaded first.
+        Raises `AlreadyExists`, `Overloaded` or `InvalidRequest`, and the errors of `unload`."""
+        if replace and name in {adapter.name for adapter in self._adapters}:
+            self.unload(name)
+        self._adapters.check_new(name)
+        adapter = AdapterView(name=name, path=path, digest=weights.digest)
+        slot = self._adapters.add(adapter)
+        if slot is not None:
+            self._executor.set_adapter(slot, weights)
+        return adapter
+
+    @guarded
+    def unload(self, name: str) -> AdapterView:
+        """Removes an adapter. Raises `NotFound`, and `AdapterBusy` while turns with its weights are open."""
+        adapter = self._adapters.get(name)
+        if self._adapters.is_last(adapter):
+            open_turns = sum(
+                session.turn is not None and session.scope.adapter == adapter.digest for session in self._sessions
+            )
+            if open_turns:
+                raise AdapterBusy(
+                    f"the number of open turns with the adapter {name!r} is {open_turns}; it can be unloaded once they "
+                    "have ended"
+                )
+        slot = self._adapters.remove(adapter)
+        if slot is not None:
+            self._executor.set_adapter(slot, None)
+        return adapter
