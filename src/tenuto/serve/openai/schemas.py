@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -29,6 +29,7 @@ from tenuto.serve.shared.schemas import (
     unsupported,
 )
 from tenuto.serve.shared.turn_request import options_but, with_options
+from tenuto.serve.shared.undone import leave_undone
 
 IGNORED = frozenset(
     (
@@ -204,7 +205,8 @@ class ContentPart(ForeignObject):
 
 
 class ChatMessage(ForeignObject):
-    """A message. Further fields from this server's answers, and fields that clients add, are accepted."""
+    """A message. Fields that it does not have are accepted, as by other servers, and are reported as left undone unless
+    they never have an effect."""
 
     ignored = frozenset(
         (
@@ -224,6 +226,12 @@ class ChatMessage(ForeignObject):
     )
     tool_call_id: str | None = Field(None, max_length=256, description="In a tool's message, the call it answers.")
     reasoning_content: str | None = Field(None, description="An assistant's thoughts before its answer.")
+
+    @classmethod
+    def _ignores(cls, name: str, value: Any, left_out: Collection[str]) -> bool:
+        if not super()._ignores(name, value, left_out):
+            leave_undone(f"messages.{name}")
+        return True
 
     @field_validator("role")
     @classmethod
