@@ -1,0 +1,124 @@
+"""`python -m bench.clients.suites sglang` or `... vllm --source DIRECTORY`: runs other servers' own tests against ours.
+
+SGLang's kits come with its package, of which only they are unpacked. vLLM's tests are not in its package: `--source` is
+a checkout of https://github.com/vllm-project/vllm, or its unpacked source distribution. Nothing of either is installed.
+The table names each failure with its reason, from `suites.json`; the exit status is 1 if a failure has none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from bench.clients.fetching import FETCH_SECONDS, Fetched, call
+from bench.server import server
+
+INSIDE = Path(__file__).parent / "inside"
+KNOWN: dict[str, Any] = json.loads((Path(__file__).parent / "suites.json").read_text())
+"""For each suite its `runs`, each with flags of the server and names of tests, and `reasons` by patterns of names."""
+PACKAGES = (
+    "pytest",
+    "pytest-asyncio",
+    "openai",
+    "anthropic",
+    "requests",
+    "aiohttp",
+    "numpy",
+    "httpx",
+    "jsonschema",
+    "regex",
+)
+MODEL = "smollm2"
+SECONDS = 1200
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The outcome of a test: `passed`, `failed` or `skipped`, with the end of its error."""
+
+    test: str
+    outcome: str
+    detail: str
+
+
+def main(given: list[str]) -> int:
+    """Runs a suite. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bench.clients.suites", description=__doc__)
+    parser.add_argument("suite", choices=list(KNOWN))
+    parser.add_argument("--source", type=Path, help="a checkout of vLLM")
+    parser.add_argument("--packages", type=Path, help="a directory that keeps the packages for the next run")
+    chosen = parser.parse_args(given)
+    if (chosen.suite == "vllm") != (chosen.source is not None):
+        parser.error("--source is needed for vllm, and only there")
+    with tempfile.TemporaryDirectory(prefix="tenuto-suites-") as made:
+        fetched = Fetched((chosen.packages or Path(made)).resolve())
+        python, _ = fetched.python("suites", PACKAGES)
+        source = chosen.source.resolve() if chosen.source is not None else _kits(fetched)
+        found: list[Outcome] = []
+        for run in KNOWN[chosen.suite]["runs"]:
+            with server(MODEL, run["context"], "--any-model-name", *run["flags"]) as running:
+                command = _sglang if chosen.suite == "sglang" else _vllm
+                found += _outcomes(command(python, running.url, source, run["tests"]), source, running.url)
+    return report(found, KNOWN[chosen.suite]["reasons"])
+
+
+def report(found: list[Outcome], reasons: dict[str, str]) -> int:
+    """Prints the failures with their reasons, and the totals. Returns 1 if one has none, otherwise 0."""
+    failed = [each for each in found if each.outcome == "failed"]
+    unknown = 0
+    for each in failed:
+        reason = next((why for pattern, why in reasons.items() if fnmatchcase(each.test, pattern)), None)
+        unknown += reason is None
+        print(f"{each.test}\n    {reason or f'NO REASON: {each.detail.strip().splitlines()[-1:]}'}")
+    print(
+        f"passed {sum(each.outcome == 'passed' for each in found)} of {len(found)}; {unknown} failures without a reason"
+    )
+    return int(unknown > 0 or not found)
+
+
+def _kits(fetched: Fetched) -> Path:
+    """Fetches SGLang's package and unpacks its tests. Returns their directory."""
+    place = fetched.directory / "sglang-kits"
+    if not place.exists():
+        place.mkdir(parents=True)
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        call([*pip, "--only-binary", ":all:", "--dest", str(place), "sglang"], place, seconds=FETCH_SECONDS)
+        (wheel,) = place.glob("*.whl")
+        with zipfile.ZipFile(wheel) as packed:
+            packed.extractall(place, [name for name in packed.namelist() if name.startswith("sglang/test/")])
+    return place / "sglang" / "test"
+
+
+def _sglang(python: Path, url: str, source: Path, tests: list[str]) -> list[str]:
+    return [str(python), str(INSIDE / "sglang_kits.py"), url, str(source), MODEL, *tests]
+
+
+def _vllm(python: Path, _: str, source: Path, tests: list[str]) -> list[str]:
+    own = ["-q", "-s", "-p", "vllm_plugin", "--noconftest", "-c", "/dev/null", "-p", "no:cacheprovider"]
+    options = ["--continue-on-collection-errors", "-o", "asyncio_mode=auto", "--rootdir", str(source)]
+    return [str(python), "-m", "pytest", *own, *options, *(f"tests/entrypoints/{test}" for test in tests)]
+
+
+def _outcomes(command: list[str], source: Path, url: str) -> Iterator[Outcome]:
+    """Runs tests, and returns the outcomes that they print as lines of JSON."""
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(INSIDE), "TENUTO_URL": url, "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(  # noqa: S603 - our own commands
+        command, cwd=source, env=env, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"test"')]
+    if not lines:
+        raise RuntimeError(f"no test ran:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    return (Outcome(**json.loads(line)) for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
