@@ -355,11 +355,16 @@ def _log_damage(damage: Damage, journal: Path) -> None:
     log.error("the journal was damaged and has been written anew; the old file is kept", extra=aside)
 
 
+def _mend(journal: Journal) -> None:
+    if (damage := journal.mend()) is not None:
+        _log_damage(damage, journal.path)
+
+
 def _restore(journal: Journal, engine: Engine) -> None:
     with without_collections(), ThreadPoolExecutor(1) as beside:
         found = list(journal.sessions())
         count = len(found)
-        mended = beside.submit(journal.mend)  # SQLite checks the file without Python's lock
+        mended = beside.submit(_mend, journal)  # SQLite checks the file without Python's lock
         found.reverse()
         while found:
             saved = found.pop()
@@ -367,8 +372,7 @@ def _restore(journal: Journal, engine: Engine) -> None:
                 engine.sessions.restore(saved, journaled=True)
             except TenutoError as error:
                 raise ConfigError(f"session {saved.session!r} of {journal.path} does not fit here: {error}") from error
-    if (damage := mended.result()) is not None:
-        _log_damage(damage, journal.path)
+    mended.result()
     if count:
         log.info("sessions restored", extra={"sessions": count, "journal": str(journal.path)})
 
