@@ -52,6 +52,8 @@ class TurnParams:
             "chat": ("max_completion_tokens", "max_tokens"),
             "responses": "max_output_tokens",
             "anthropic": "max_tokens",
+            "ollama": "num_predict",
+            "llama.cpp": "n_predict",
         },
     )
     sampling: Sampling = GREEDY

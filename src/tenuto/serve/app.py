@@ -27,6 +27,9 @@ from tenuto.serve.anthropic import routes as anthropic
 from tenuto.serve.metrics import Metrics
 from tenuto.serve.native import sessions as native_sessions
 from tenuto.serve.native import turns as native_turns
+from tenuto.serve.ollama import errors as ollama_errors
+from tenuto.serve.ollama import models as ollama_models
+from tenuto.serve.ollama import routes as ollama
 from tenuto.serve.openai import conversation_routes as openai_conversations
 from tenuto.serve.openai import embeddings as openai_embeddings
 from tenuto.serve.openai import llama_cpp
@@ -90,6 +93,8 @@ def build_app(edge: Edge, metrics: Metrics) -> FastAPI:
         anthropic_batches,
         openai_tokens,
         llama_cpp,
+        ollama,
+        ollama_models,
         models,
         adapters,
         admin,
@@ -116,6 +121,8 @@ def build_app(edge: Edge, metrics: Metrics) -> FastAPI:
 def form_of(path: str) -> ErrorForm:
     """Returns the error form that clients of this path expect."""
     of_anthropic = path.startswith(f"{anthropic.router.prefix}/") or path == anthropic.router.prefix
+    if path.startswith(f"{ollama.router.prefix}/"):
+        return ollama_errors.FORM
     return anthropic_errors.FORM if of_anthropic else OPENAI_FORM
 
 

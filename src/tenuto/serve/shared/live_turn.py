@@ -35,6 +35,8 @@ class LiveTurn:
         self.continues = continues
         self.once = once
         self.requested_at = time.perf_counter()
+        self.first_at: float | None = None  # when its first tokens came; by the same clock, like the next
+        self.last_at = self.requested_at  # when its last delta came
         self.deltas: list[Delta] = []
         self.ticket: Ticket | None = None  # set once, by `deliver`, like the next two
         self.result: TurnResult | None = None
@@ -103,6 +105,9 @@ class LiveTurn:
         self._tell()
 
     def _add(self, delta: Delta) -> None:
+        self.last_at = time.perf_counter()
+        if delta.tokens and self.first_at is None:
+            self.first_at = self.last_at
         if delta.result is not None and (delta.tokens or delta.text):  # the end is its own event, to resume at
             self.deltas.append(msgspec.structs.replace(delta, result=None))
             delta = Delta(delivered=delta.delivered, result=delta.result)

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -24,6 +24,9 @@ T = TypeVar("T")
 
 _json = msgspec.json.Encoder()
 
+EVENTS = "text/event-stream"
+LINES = "application/x-ndjson"
+"""The types of streams: server-sent events, and lines of JSON."""
 DONE = b"data: [DONE]\n\n"
 """The end of a stream in OpenAI's and SGLang's interfaces."""
 
@@ -31,6 +34,11 @@ DONE = b"data: [DONE]\n\n"
 def data(value: Any) -> bytes:
     """Returns an event with only JSON data."""
     return b"data: " + _json.encode(value) + b"\n\n"
+
+
+def line(value: Any) -> bytes:
+    """Returns a line of JSON."""
+    return _json.encode(value) + b"\n"
 
 
 def event(name: str, value: Any, number: int | None = None) -> bytes:
@@ -45,7 +53,10 @@ Chunk = bytes | Callable[[], Awaitable[bytes]]
 
 
 class Answer(ABC):
-    """The answer to a request that started `turns`, in some API's form. Used once, for a stream or as a whole."""
+    """The answer to a request that started `turns`, in some API's form. Used once, for a stream or as a whole.
+    `media_type`: that of a stream."""
+
+    media_type: ClassVar[str] = EVENTS
 
     def __init__(self, edge: Edge, turns: Sequence[LiveTurn]) -> None:
         self.turns = turns
@@ -88,11 +99,10 @@ class EventStream(Response):
     that have to wait.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(self, answer: Answer, position: int = 0) -> None:
         """`position`: number of deltas of every turn that were read before."""
-        super().__init__(None, 200, {"cache-control": "no-store", "x-accel-buffering": "no"})
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        super().__init__(None, 200, headers, answer.media_type)
         del self.headers["content-length"]
         self._answer = answer
         self._turns = answer.turns
@@ -111,7 +121,7 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        if self._client is not None:
+        if self._client is not None and self._answer.media_type == EVENTS:
             self._client.begin_events()
         with self._listening():
             try:
@@ -208,9 +218,9 @@ async def respond(request: Request, answer: Answer, *, stream: bool | None) -> R
     return Response(_json.encode(whole), media_type="application/json")
 
 
-def streamed(description: str) -> dict[int | str, dict[str, Any]]:
-    """Returns the documentation of a route's answer, whole or streamed."""
-    content = {"application/json": {"schema": {}}, "text/event-stream": {"schema": {"type": "string"}}}
+def streamed(description: str, kind: str = EVENTS) -> dict[int | str, dict[str, Any]]:
+    """Returns the documentation of a route's answer, whole or as a stream of this kind."""
+    content = {"application/json": {"schema": {}}, kind: {"schema": {"type": "string"}}}
     return {200: {"description": description, "content": content}}
 
 
