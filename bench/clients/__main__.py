@@ -15,11 +15,11 @@ import time
 import traceback
 from pathlib import Path
 
-from bench.clients.agents import claude_code, codex
+from bench.clients.agents import aider, claude_code, codex, opencode
 from bench.clients.fetching import Fetched
 from bench.clients.libraries import LIBRARIES, library
 
-AGENTS = {"claude-code": claude_code, "codex": codex}
+AGENTS = {"claude-code": claude_code, "codex": codex, "opencode": opencode, "aider": aider}
 CLIENTS = (*AGENTS, *LIBRARIES)
 
 

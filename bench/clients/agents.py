@@ -66,6 +66,59 @@ def codex(fetched: Fetched, place: Path) -> str:
     return version
 
 
+def opencode(fetched: Fetched, place: Path) -> str:
+    """Runs OpenCode, from npm, over OpenAI's chat interface. Returns its version."""
+    programs, version = fetched.npm("opencode-ai")
+    note = place / "project" / "note.txt"
+    _write(note)
+    caller = write_caller(place / "model", "read", {"filePath": str(note)})
+    with server(str(caller), CONTEXT, "--any-model-name") as running:
+        (note.parent / "opencode.json").write_text(json.dumps(_opencode_settings(running.url)))
+        quiet = ("AUTOUPDATE", "LSP_DOWNLOAD", "MODELS_FETCH")
+        env = _environment(place) | {f"OPENCODE_DISABLE_{name}": "1" for name in quiet}
+        for more in (["What is in note.txt?"], ["--continue", "And now?"]):
+            command = [str(programs / "opencode"), "run", "--format", "json", *more]
+            events = _events(call(command, note.parent, env))
+            _expect(any(event["part"].get("text") == ANSWER for event in events), "no answer is the model's", events)
+            if len(more) == 1:
+                _expect(NOTE in _text_of(events, "tool_use"), "the file's text is in no tool result", events)
+        cached = events[-1]["part"]["tokens"]["cache"]["read"]
+        _expect(cached > 1000, f"only {cached} tokens were not computed again", events)
+    return version
+
+
+def _opencode_settings(url: str) -> dict[str, Any]:
+    """Returns the settings of a project that uses the server."""
+    models = {"gpt-x": {"name": "gpt-x", "tool_call": True, "limit": {"context": CONTEXT, "output": 1000}}}
+    options = {"baseURL": f"{url}/v1", "apiKey": "none"}
+    provider = {"npm": "@ai-sdk/openai-compatible", "name": "Tenuto", "options": options, "models": models}
+    chosen = {"model": "tenuto/gpt-x", "small_model": "tenuto/gpt-x", "autoupdate": False, "share": "disabled"}
+    return {**chosen, "provider": {"tenuto": provider}}
+
+
+def aider(fetched: Fetched, place: Path) -> str:
+    """Runs aider, from PyPI, which edits a file by text in the answer, twice. Returns its version."""
+    python, version = fetched.python("aider", ("aider-chat",))
+    note = place / "project" / "note.txt"
+    _write(note)
+    edit = f"<<<<<<< SEARCH\n{NOTE}\n=======\n{NOTE}, read\n>>>>>>> REPLACE"
+    caller = write_caller(place / "model", "unused", {}, f"note.txt\n```\n{edit}\n```\n")
+    env = _environment(place) | {"OPENAI_API_KEY": "none", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    prices = Path(env["HOME"]) / ".aider" / "caches" / "model_prices_and_context_window.json"
+    prices.parent.mkdir(parents=True)
+    prices.write_text('{"none": {}}')  # otherwise it is fetched
+    with server(str(caller), CONTEXT, "--any-model-name") as running:
+        model = ["--model", "openai/gpt-x", "--openai-api-base", f"{running.url}/v1", "--edit-format", "diff"]
+        quiet = ["analytics", "auto-commits", "check-update", "detect-urls", "git", "show-model-warnings"]
+        command = [str(python.parent / "aider"), *model, "--yes-always", *(f"--no-{name}" for name in quiet)]
+        for more in ([], ["--restore-chat-history"]):
+            note.write_text(f"{NOTE}\n")
+            said = call([*command, *more, "--message", "Note that it was read.", "note.txt"], note.parent, env)
+            if note.read_text() != f"{NOTE}, read\n":
+                raise AssertionError(f"the file was not edited: {said}")
+    return version
+
+
 CODEX = """
 model = "gpt-x"
 model_provider = "tenuto"

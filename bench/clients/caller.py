@@ -34,14 +34,14 @@ TEMPLATE = (
 )
 
 
-def write_caller(directory: Path, function: str, arguments: dict[str, Any]) -> Path:
-    """Writes a model that calls `function` to `directory`, and returns the directory."""
+def write_caller(directory: Path, function: str, arguments: dict[str, Any], answer: str = ANSWER) -> Path:
+    """Writes a model that calls `function`, or answers, to `directory`, and returns the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     call = json.dumps({"name": function, "arguments": arguments}, ensure_ascii=False)
-    ids = _write_tokenizer(directory, [call, ANSWER])
+    ids = _write_tokenizer(directory, [call, answer])
     follows = np.full(VOCABULARY, ids["<|im_end|>"])
     follows[ids["<|call|>"]] = ids[call]
-    follows[ids["<|answer|>"]] = ids[ANSWER]
+    follows[ids["<|answer|>"]] = ids[answer]
     _write_weights(directory / "model.safetensors", follows)
     config = {
         "architectures": ["LlamaForCausalLM"],
