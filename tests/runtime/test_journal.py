@@ -25,7 +25,7 @@ def test_damage_is_named_even_if_a_session_does_not_fit(tmp_path: Path, caplog: 
     journal.write(talk.new_changes())
     left_open.append(journal)
     harmed_now(path, "DELETE FROM records WHERE session = 1")
-    with pytest.raises(ConfigError, match="'long' of .* does not fit here"):
+    with pytest.raises(ConfigError, match=r"'long' of .* does not fit here"):
         open_service(settings, lambda _: None)
     assert "a damaged session was set aside" in caplog.text
     assert (tmp_path / "journal.damaged-1").exists()
