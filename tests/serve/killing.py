@@ -53,6 +53,8 @@ MAX_TURNS = 12
 SLOW_DISK = str(Path(__file__).parent / "slow_disk")
 MOMENTS = ("any moment", "after an answer", "in a write", "in a save", "in a snapshot", "after a snapshot")
 """The moments at which a server is killed."""
+IDLE_SECONDS = 0.5
+PAGE = 32
 SMALL = ("--context-length", "2048", "--memory", "80000")
 """Options of the witness: room for about a third of the sessions."""
 MOST_BEHIND = 0.02
@@ -81,13 +83,17 @@ class Said(NamedTuple):
 @dataclass
 class Known:
     """The clients' knowledge: the turns of every acknowledged session, and the operations under way, by session.
-    `found`: how many operations under way at a kill were there whole, and how many not at all. `compared`: the number
+    `found`: how many operations under way at a kill were there whole, and how many not at all; and of sessions that had
+    been idle for `IDLE_SECONDS` at the kill, how many were asked, and how many had all their state but for a page.
+    `changed`: the times of the last answers. `compared`: the number
     of output tokens computed again, and `behind`: the gaps to the highest logit of those that were not the
     likeliest."""
 
     sessions: dict[str, Turns] = field(default_factory=dict)
     under_way: dict[str, Attempt] = field(default_factory=dict)
     said: dict[str, Said] = field(default_factory=dict)  # the last acknowledged turn of each session
+    changed: dict[str, float] = field(default_factory=dict)
+    idle: list[str] = field(default_factory=list)  # sessions that were idle at the last kill
     operations: int = 0
     found: Counter[str] = field(default_factory=Counter)
     compared: int = 0
@@ -97,6 +103,7 @@ class Known:
         """Notes that the operation on this session is done; `output` is that of its turn, if it was one."""
         turns, given, wanted = self.under_way.pop(session)
         self.said.pop(session, None)
+        self.changed[session] = time.monotonic()
         self.operations += 1
         if turns is None:
             del self.sessions[session]
@@ -264,6 +271,8 @@ async def load_until_killed(server: Server, known: Known, rng: Random, killer: K
         ]
         tasks = [asyncio.create_task(worker.run()) for worker in workers]
         await asyncio.to_thread(killer.wait)
+        now = time.monotonic()
+        known.idle = [name for name, when in known.changed.items() if when < now - IDLE_SECONDS]
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(outcome, httpx.TransportError | Refused), f"a worker ended with {outcome!r}"
 
@@ -287,15 +296,23 @@ def check(server: Server, known: Known, behind: Behind) -> None:
             assert found.get(name) == before, f"session {name} is {found.get(name)}; it was {before}"
             known.found["not there"] += attempt is not None
         check_repeated(http, {name: said for name, said in known.said.items() if name not in known.under_way})
-        known.found["idle sessions"] += sum(
-            len(turns) > 0 for name, turns in found.items() if name not in known.under_way
-        )
+        check_state(http, known, [name for name in known.idle if found.get(name) and name not in known.under_way])
         for labels, count in re.findall(
             r'^tenuto_snapshots_total\{outcome="(.*)"\} (\S+)', http.get("/metrics").text, re.MULTILINE
         ):
             known.found[f"memory {labels}"] += int(float(count))
     known.said = {name: said for name, said in known.said.items() if name in found and name not in known.under_way}
     known.sessions, known.under_way = found, {}
+
+
+def check_state(http: httpx.Client, known: Known, idle: list[str]) -> None:
+    """Counts idle sessions whose state is there, by forks that go on with one token."""
+    for name in idle[:5]:
+        child = http.post(f"/v1/sessions/{name}/fork", json={}).raise_for_status().json()
+        answer = http.post(f"/v1/sessions/{child['id']}/append", json={"input": [1]}).raise_for_status().json()
+        http.delete(f"/v1/sessions/{child['id']}").raise_for_status()
+        known.found["idle"] += 1
+        known.found["with state"] += answer["usage"]["cached_tokens"] >= child["tokens"] - PAGE
 
 
 def check_repeated(http: httpx.Client, said: dict[str, Said]) -> None:
