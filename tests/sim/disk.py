@@ -85,8 +85,8 @@ class FaultyDisk:
     def remove(self, file: UnitFile) -> None:
         del self._files[file.name], self._sizes[file.name]
 
-    def files(self) -> dict[str, int]:
-        return {name: _size(units) for name, units in self._files.items()}
+    def files(self) -> set[str]:
+        return set(self._files)
 
     def take_over(self, files: Iterable[UnitFile]) -> None:
         self._sizes = {file.name: file.size for file in files}

@@ -113,8 +113,8 @@ class Disk(Protocol):
     def remove(self, file: UnitFile) -> None:
         """Removes a file that is no longer needed."""
 
-    def files(self) -> dict[str, int]:
-        """Returns the sizes in bytes of all files of units, by name."""
+    def files(self) -> set[str]:
+        """Returns the names of all files of units."""
 
     def take_over(self, files: Iterable[UnitFile]) -> None:
         """Keeps these files of those that another process has left, and removes all others."""

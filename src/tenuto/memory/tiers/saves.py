@@ -279,15 +279,13 @@ class Saves:
             return
         try:
             listed = disk.index.begin(self._tiers.meaning)
-            there = disk.files() if listed else {}
+            there = disk.files() if listed else set[str]()
             files: dict[str, UnitFile] = {}
             for key, most in longest.items():
                 if (found := listed.pop(key, None)) is None:
                     continue
                 wanted = [
-                    files.setdefault(name, UnitFile(name, min(size, there[name]), 0))
-                    for name, size in found.files
-                    if name in there
+                    files.setdefault(name, UnitFile(name, size, 0)) for name, size in found.files if name in there
                 ]
                 usable = found.position if found.position <= most else 0 if whole else most
                 missing = not wanted or (whole and len(wanted) < len(found.files))

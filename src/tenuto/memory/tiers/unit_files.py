@@ -7,10 +7,9 @@ import json
 import os
 import secrets
 import shutil
-import stat
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -165,18 +164,17 @@ class UnitFiles:
         with self._counting:
             self._used -= size
 
-    def files(self) -> dict[str, int]:
-        found = {path.name: path.lstat() for path in self._paths()}
-        return {name: status.st_size for name, status in found.items() if stat.S_ISREG(status.st_mode)}
+    def files(self) -> set[str]:
+        return {entry.name for entry in self._entries() if entry.is_file(follow_symlinks=False)}
 
-    def _paths(self) -> Iterator[Path]:
-        """Yields the paths of all files named like files of units."""
-        return self._directory.glob(f"*{SUFFIX}")
+    def _entries(self, prefix: str = "", suffix: str = SUFFIX) -> list[os.DirEntry[str]]:
+        with os.scandir(self._directory) as found:
+            return [entry for entry in found if entry.name.startswith(prefix) and entry.name.endswith(suffix)]
 
     def take_over(self, files: Iterable[UnitFile]) -> None:
         taken = {file.name: file.size for file in files}
         self._used += sum(taken.values())
-        self._remove({path.name for path in self._paths()} - taken.keys())
+        self._remove({entry.name for entry in self._entries()} - taken.keys())
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
@@ -185,7 +183,7 @@ class UnitFiles:
     def close(self, *, keep: bool = False) -> None:
         self.index.close()
         if not keep:
-            self._remove([path.name for path in (*self._paths(), *self._directory.glob(f"{INDEX}*"))])
+            self._remove(entry.name for entry in (*self._entries(), *self._entries(INDEX, "")))
         self._readers.shutdown()
         os.close(self._lock)
 
