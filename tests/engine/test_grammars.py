@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from random import Random
@@ -102,6 +104,30 @@ def test_a_turn_generates_only_allowed_tokens_and_ends_when_its_grammar_is_compl
     wanted = continuation([*session.history, 7], 4)
     stage.play()
     assert list(following.output) == wanted
+
+
+@pytest.mark.parametrize("end", ["commit", "abort"])
+@every_overlap
+def test_ended_turns_keep_nothing_of_their_grammars_although_no_step_follows(overlap: int, end: str) -> None:
+    stage = Stage(overlap=overlap)
+    ladders: list[weakref.ref[Ladder]] = []
+    kept: list[Turn] = []
+    for number in range(3):
+        stage.open(f"s{number}")
+        ladder = Ladder(5, 2, 9)
+        ladders.append(weakref.ref(ladder))
+        kept.append(climb(stage, count_from(number, 40), ladder, session=f"s{number}"))
+        del ladder
+    if end == "commit":
+        stage.play()
+    else:
+        stage.until(lambda: all(turn.output for turn in kept))
+        for number in range(3):
+            stage.engine.turns.abort(f"s{number}")
+        stage.play()
+    assert all(turn.state.ended for turn in kept)
+    gc.collect()
+    assert [ladder() for ladder in ladders] == [None] * 3
 
 
 @every_overlap

@@ -11,16 +11,17 @@ from pathlib import Path
 
 LARGE_BLOCK = 2**18
 """Blocks of at least this many bytes are mapped separately, so that freeing one returns it to the system."""
-_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # see mallopt(3)
-MUCH = 2**25
-"""Growth in bytes of freed memory, or of the whole process, after which freed memory is returned."""
+_MMAP_THRESHOLD, _TRIM_THRESHOLD, _ARENA_MAX = -3, -1, -8  # see mallopt(3)
+MUCH = 2**23
+"""Growth in bytes of freed memory, or of the whole process, after which freed memory is returned. Returning this much
+takes about a millisecond; up to about twice as much is not returned."""
 LOOK_SECONDS = 2.0
 _PAGES, _PAGE_BYTES = Path("/proc/self/statm"), resource.getpagesize()
 
 
 def give_back() -> None:
-    """Makes the C library return the freed memory that it keeps for reuse. Takes some milliseconds, during which other
-    threads cannot allocate."""
+    """Makes the C library return the freed memory that it keeps for reuse. Takes some milliseconds for each 100 MB
+    returned, during which other threads cannot allocate."""
     trim = _function("malloc_trim")
     if trim is not None:
         trim(ctypes.c_size_t(0))
@@ -34,6 +35,14 @@ def return_large_blocks() -> None:
     if adjust is not None:
         adjust(_MMAP_THRESHOLD, LARGE_BLOCK)
         adjust(_TRIM_THRESHOLD, LARGE_BLOCK)
+
+
+def share_one_arena() -> None:
+    """Makes all threads share one arena of the C library, for processes that run only Tenuto; called before threads
+    start. A thread's own arena keeps freed memory at its end, which `give_back` does not reach."""
+    adjust = _function("mallopt")
+    if adjust is not None:
+        adjust(_ARENA_MAX, 1)
 
 
 class HeapKeeper:

@@ -17,7 +17,7 @@ import msgspec
 
 from tenuto.base.config import WorkerSettings
 from tenuto.base.errors import TenutoError
-from tenuto.base.heap import HeapKeeper
+from tenuto.base.heap import HeapKeeper, share_one_arena
 from tenuto.base.interpreter import configure_interpreter, exempt_existing_objects
 from tenuto.base.logs import configure_logs
 from tenuto.base.wire.frames import FrameReader, frame
@@ -82,6 +82,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     configure_interpreter()
+    share_one_arena()
     HeapKeeper().start()
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         run(connection)

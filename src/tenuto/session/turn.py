@@ -67,7 +67,7 @@ class Turn:
         self.computed_tokens = 0  # includes dropped tokens; written by the batch when the turn leaves its row
         self.conversation: Conversation | None = None  # the conversation up to its input; set when it is submitted
         self.text: TextStream | None = None  # set when it is submitted, as is the next
-        self.constraint: Constraint | None = None  # the grammar of its output
+        self.constraint: Constraint | None = None  # the grammar of its output, until it has ended
         self.stop: str | int | None = None  # the stop that ended it; written by the settler, as are the next two
         self.output_logprobs: list[TokenLogprob] = []  # one for each output token, if requested
         self.input_scores: list[TokenLogprob] = []  # of leading input tokens with a predecessor, if requested
@@ -216,7 +216,7 @@ class Turn:
         return self._end(reason, now, committed=False, kept=0)
 
     def _end(self, reason: EndReason, now: float, *, committed: bool, kept: int) -> TurnResult:
-        session = self.session
+        session, self.constraint = self.session, None  # the automaton may be large
         session.turn_ended(now)
         usage = Usage(self.prompt_length, max(0, self.cached), len(self.output), self.computed_tokens)
         self.result = TurnResult(
