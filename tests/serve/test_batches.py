@@ -158,6 +158,10 @@ def test_a_tenants_batches_leave_places_for_its_other_turns(tmp_path: Path) -> N
         assert ended(alice, batch).request_counts.succeeded == 6
 
 
+def batch_url(server: Server, batch: Any) -> str:
+    return f"{server.url}/v1/messages/batches/{batch.id}/results"
+
+
 def queued(server: Server) -> float:
     """Returns the number of turns that wait for the running batch."""
     lines = httpx.get(f"{server.url}/metrics").text.splitlines()
@@ -172,6 +176,33 @@ def test_requests_of_clients_that_wait_are_answered_before_those_of_batches() ->
         assert client.messages.create(**PARAMS).usage.output_tokens == 4
         client.messages.batches.cancel(batch.id)
         assert ended(client, batch).request_counts.succeeded < 12  # in order of arrival, it would be 15
+
+
+def test_requests_that_wait_for_a_place_are_edited_once_and_continue_their_threads(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text("[[keys]]\ntenant = 'alice'\nkey = 'alice-key'\nlimits = { turns = 1 }\n")
+    call = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "long " * 50}
+    calling = [*HI, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    clear = {"type": "clear_tool_uses_20250919", "keep": {"type": "tool_uses", "value": 0},
+             "trigger": {"type": "input_tokens", "value": 1}}  # fmt: skip
+    tools = [{"name": "f", "input_schema": {"type": "object", "properties": {}}}]
+    edited = {**PARAMS, "messages": calling, "tools": tools, "context_management": {"edits": [clear]}}
+    with (
+        serving("--model", "witness:0.005", "--context-length", "2048", "--keys", str(keys)) as server,
+        client_of(server, "alice-key") as alice,
+    ):
+        opened = alice.messages.create(**PARAMS, tools=tools, extra_body={"thread": {"type": "create"}})
+        continued = {**PARAMS, "thread": {"type": "continue", "previous_message_id": opened.id}}
+        with alice.messages.stream(**{**PARAMS, "max_tokens": 200}) as stream:
+            next(iter(stream))  # it has the only place
+            batch = create(alice, edited, continued)
+            stream.until_done()
+        ended(alice, batch)
+        lines = httpx.get(batch_url(server, batch), headers={"x-api-key": "alice-key"}).text.splitlines()
+        found = {line["custom_id"]: line["result"] for line in map(json.loads, lines)}
+        assert found["r0"]["message"]["context_management"]["applied_edits"][0]["cleared_tool_uses"] == 1
+        assert found["r1"]["type"] == "succeeded", found["r1"]
 
 
 # -- bounds

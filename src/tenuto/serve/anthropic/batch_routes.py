@@ -114,7 +114,7 @@ async def _message(edge: Edge, tenant: Tenant, kept: KeptTools, batch_id: str, p
         raise InvalidRequest("stream is true; allowed in a batch: false", param="stream")
     while True:
         try:
-            answer = await begin(edge, tenant, body, kept, batch_id, -MAX_PRIORITY)
+            answer = await begin(edge, tenant, body.model_copy(), kept, batch_id, -MAX_PRIORITY)  # which it changes
             break
         except (LimitReached, Overloaded):
             await asyncio.sleep(RETRY_SECONDS)

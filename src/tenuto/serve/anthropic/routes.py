@@ -73,9 +73,8 @@ async def count_tokens(edge: EdgeOf, tenant: Caller, body: Conversation) -> dict
     """Returns the number of tokens of the messages as a prompt."""
     edge.adapter(body.model)
     original = await _count(edge, tenant, body, body.messages)
-    if not await _edit(edge, tenant, body):
-        unedited = {"context_management": {"original_input_tokens": original}} if body.context_management else {}
-        return {"input_tokens": original, **unedited}
+    if await _edit(edge, tenant, body) is None:
+        return {"input_tokens": original}
     count = await _count(edge, tenant, body, body.messages)
     return {"input_tokens": count, "context_management": {"original_input_tokens": original}}
 
