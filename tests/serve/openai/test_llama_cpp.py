@@ -54,7 +54,8 @@ def test_the_same_grammar_in_two_fields_is_one(client: OpenAI) -> None:
     one = client.chat.completions.create(**asked)
     for same in (schema, '{"type":"integer"}'):
         assert client.chat.completions.create(extra_body={"guided_json": same}, **asked).choices == one.choices
-    with pytest.raises(openai.BadRequestError):
+    with pytest.raises(openai.BadRequestError, match="not JSON") as refused:
         client.chat.completions.create(extra_body={"guided_json": "{"}, **asked)
+    assert refused.value.param == "guided_json"
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(extra_body={"guided_json": {"type": "string"}}, **asked)

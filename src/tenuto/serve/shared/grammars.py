@@ -37,14 +37,6 @@ def of_rules(rules: str) -> Grammar:
     return Grammar("ebnf" if "::=" in rules else "lark", rules)
 
 
-def _respaced(grammar: Grammar) -> Grammar:
-    """Returns a grammar with JSON text in its usual spacing."""
-    if grammar.kind != "json_schema":
-        return grammar
-    parsed = parsed_json("the JSON schema is not JSON", grammar.source, "grammar")
-    return Grammar(grammar.kind, json_text("the JSON schema", parsed, "grammar"))
-
-
 Asking = tuple[str, Callable[[Any], Grammar], Any]
 """The name of a field that may ask for a grammar, a function that makes the grammar from its value, and the value or
 `None`."""
@@ -62,9 +54,17 @@ def only_one(*fields: Asking) -> GrammarField | None:
         except InvalidRequest as error:
             error.param = name
             raise
-    if len(asked) > 1 and len({_respaced(field.grammar) for field in asked}) > 1:
+    if len(asked) > 1 and len({_respaced(field) for field in asked}) > 1:
         names = " and ".join(name for name, _ in asked)
         raise InvalidRequest(
             f"{names} ask for different grammars; allowed: one of them, or the same grammar", param=asked[1].name
         )
     return asked[0] if asked else None
+
+
+def _respaced(field: GrammarField) -> Grammar:
+    """Returns the grammar that a field asks for, with JSON text in its usual spacing. Raises `InvalidRequest`."""
+    if field.grammar.kind != "json_schema":
+        return field.grammar
+    schema = parsed_json("the JSON schema is not JSON", field.grammar.source, field.name)
+    return Grammar("json_schema", json_text("the JSON schema", schema, field.name))
