@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import TypedDict, get_args
 
 from tenuto.base.errors import InvariantError
 from tenuto.base.views import StateFilter
 from tenuto.session.registry import Registry
 
 STATES = (None, *get_args(StateFilter))
+
+
+class OfTenant(TypedDict):
+    """The tenant of a session, as keyword arguments of the engine's operations."""
+
+    tenant: str
 
 
 def check_tenants(registry: Registry) -> None:

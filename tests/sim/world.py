@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from functools import partial
 from random import Random
-from typing import TypedDict
 
 from tenuto.base.groups import Kind
 from tenuto.base.plan import Plan
@@ -33,18 +32,12 @@ from tests.sim.letters import EOS, VOCAB
 from tests.sim.naive import Letters, NaiveSession, NaiveTurn
 from tests.sim.setting import WorldConfig, engine_config
 from tests.sim.slots import Needed, SlotChecker
-from tests.sim.tenants import check_tenants
+from tests.sim.tenants import OfTenant, check_tenants
 from tests.sim.transitions import Log, watched_engine
 from tests.sim.watch import Watch
 
 PATIENCE = 6000  # steps a submitted turn may take from its opening to its end
 SELF_ENDED = (EndReason.STOP, EndReason.LENGTH, EndReason.APPENDED)
-
-
-class Tenant(TypedDict):
-    """The tenant of a session, as keyword arguments of the engine's operations."""
-
-    tenant: str
 
 
 class World:
@@ -112,7 +105,7 @@ class World:
         self._slots = SlotChecker(config.page_size, len(config.groups), *([1] if config.prefixes else []))
         self.watch = Watch(self)
 
-    def own(self, sid: str) -> Tenant:
+    def own(self, sid: str) -> OfTenant:
         """Returns the tenant of a present or past session, as keyword arguments of the engine's operations."""
         return {"tenant": self.tenants.get(sid, "")}
 

@@ -118,6 +118,17 @@ class TurnParams:
         return self.logprobs is not None
 
     @property
+    def generates(self) -> bool:
+        """Whether output tokens are requested."""
+        return self.max_new_tokens != 0
+
+    def require_plain(self, what: str) -> None:
+        """Raises `InvalidRequest` if results for input tokens are requested. `what`: the operation without them."""
+        for name in ("input_logprobs", "pooling"):
+            if getattr(self, name) is not None:
+                raise InvalidRequest(f"{name} is not available for {what}", param=name)
+
+    @property
     def input_alone(self) -> TurnParams:
         """These options for a turn that only computes its input."""
         return replace(self, max_new_tokens=0)
@@ -128,6 +139,8 @@ class TurnParams:
         return replace(self, input_logprobs=None) if self.scores_input else self
 
 
+ONE_TOKEN = TurnParams(max_new_tokens=1, ignore_eos=True)
+"""Options of a turn that is run for results beside its text."""
 OPTIONS: dict[str, Field[Any]] = {
     each.name: each
     for each in (*fields(Sampling), *fields(TurnParams))

@@ -56,7 +56,7 @@ class TurnGate:
     def admit(self, params: TurnParams, constraint: Constraint | None = None) -> TextStream | None:
         """Returns the turn's text stream, or `None` if the engine has no tokenizer. `constraint`: the turn's compiled
         grammar. Raises `InvalidRequest`, `Unsupported`, and `Overloaded` if too many turns wait."""
-        if not self._generates and (params.scores_input or (params.pooling is None and params.max_new_tokens != 0)):
+        if not self._generates and (params.scores_input or (params.pooling is None and params.generates)):
             raise Unsupported("this model makes embeddings only; its files have no output matrix to generate with")
         if params.grammar is not None and constraint is None:
             raise InvalidRequest("a grammar needs a tokenizer, and this engine has none", param="grammar")

@@ -58,7 +58,7 @@ class TurnOperations:
         if draft is None:
             session.require_idle("start a turn on")
         else:
-            self._require_plain(params, "a turn that was a draft")
+            params.require_plain("a turn that was a draft")
         if params.pooling is not None and not checked:
             raise InvalidRequest("the input is empty; allowed with pooling: at least one token", param="input")
         allowed = self._gate.allowed(session, len(session.history) + len(checked), params.max_new_tokens)
@@ -94,8 +94,8 @@ class TurnOperations:
         session.require_idle("regenerate in")
         params = params or TurnParams()
         record = session.regenerated_turn()
-        self._require_plain(params, "regenerate, which has no input")
-        if params.max_new_tokens == 0:
+        params.require_plain("regenerate, which has no input")
+        if not params.generates:
             raise InvalidRequest("regenerate has max_new_tokens 0; allowed: at least 1")
         allowed = self._gate.allowed(session, record.input_end, params.max_new_tokens)
         adapter, text = self._gate.adapter(session), self._gate.admit(params, constraint)
@@ -105,13 +105,6 @@ class TurnOperations:
         self._keep_output(turn, once)
         self._lifecycle.enqueue(turn, "regenerate")
         return turn
-
-    @staticmethod
-    def _require_plain(params: TurnParams, what: str) -> None:
-        """Raises `InvalidRequest` if results for input tokens are requested."""
-        for name in ("input_logprobs", "pooling"):
-            if getattr(params, name) is not None:
-                raise InvalidRequest(f"{name} is not available for {what}", param=name)
 
     @staticmethod
     def _keep_output(turn: Turn, once: Once | None) -> None:

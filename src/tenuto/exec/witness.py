@@ -27,11 +27,9 @@ from tenuto.base.plan import (
     AdapterWeights,
     Bytes,
     CopyFailed,
-    InputVectors,
     Ints,
     MemoryPart,
     Plan,
-    Singles,
     StepResult,
     Weights,
 )
@@ -45,7 +43,7 @@ from tenuto.exec.witness_hashes import (
     compare,
     follows,
     start_of,
-    vectors_of,
+    sums_of,
 )
 from tenuto.exec.witness_sampler import WitnessSampler
 from tenuto.kernels.ragged import ragged_arange
@@ -332,7 +330,7 @@ class WitnessExecutor:
             hashes[offsets[live] + step] = states[live]
         self._write(plan, rows, starts, counts, tokens, hashes, states)
         scored = self._sampler.score(plan.scores, hashes) if plan.scores is not None else None
-        vectors = _sums(plan.vectors, hashes) if plan.vectors is not None else None
+        vectors = sums_of(plan.vectors, hashes) if plan.vectors is not None else None
         return StepResult(*self._sampler.sample(plan, rows, offsets + counts, hashes), scored, vectors)
 
     def _update_tables(self, plan: Plan) -> None:
@@ -445,9 +443,3 @@ class WitnessExecutor:
             self._note(group, moves.writes.astype(np.int64))
             stored_hashes, stored_positions = self._slots[group]
             stored_hashes[moves.writes], stored_positions[moves.writes] = states, starts + counts
-
-
-def _sums(asked: InputVectors, hashes: Hashes) -> Singles:
-    """Returns the sums of vectors that are asked for; these are exact."""
-    parts = zip(asked.firsts.tolist(), asked.counts.tolist(), strict=True)
-    return np.stack([vectors_of(hashes[first : first + count]).sum(axis=0) for first, count in parts])

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tenuto.base.errors import InvariantError
-from tenuto.base.plan import Ints, Words
+from tenuto.base.plan import InputVectors, Ints, Singles, Words
 
 Hashes = npt.NDArray[np.uint64]
 Longs = npt.NDArray[np.int64]
@@ -118,6 +118,12 @@ def compare(
                 f"{kind}: row {row} computing from {start} reads token {there[wrong[0]]} at {where}; "
                 f"its history has {history[position]}"
             )
+
+
+def sums_of(asked: InputVectors, hashes: Hashes) -> Singles:
+    """Returns the sums of vectors that are asked for; these are exact."""
+    parts = zip(asked.firsts.tolist(), asked.counts.tolist(), strict=True)
+    return np.stack([vectors_of(hashes[first : first + count]).sum(axis=0) for first, count in parts])
 
 
 def start_of(path: str) -> np.uint64:

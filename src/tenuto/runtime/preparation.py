@@ -81,7 +81,7 @@ class Preparer:
             markup=request.markup,
             tools=request.tools,
             variables=request.variables,
-            params=TurnParams(max_new_tokens=int(request.generate)),
+            params=TurnParams() if request.generate else TurnParams().input_alone,
         )
         return self.prepare(start, Basis.opening(MAX_COUNT)).tokens
 
@@ -125,5 +125,5 @@ def size_of(given: TurnInput) -> int:
 def _generates(command: StartTurn) -> bool:
     """Whether the command generates an answer after its input."""
     if command.session is None:
-        return command.params.max_new_tokens != 0
+        return command.params.generates
     return command.kind == "turn"

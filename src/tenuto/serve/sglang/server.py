@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -11,7 +12,7 @@ from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
 
 from tenuto.base.errors import LimitReached, Overloaded, TenutoError
-from tenuto.base.options import TurnParams
+from tenuto.base.options import ONE_TOKEN
 from tenuto.base.wire.messages import (
     DropMemory,
     GetStats,
@@ -106,7 +107,7 @@ async def health_generate(edge: EdgeOf, requests: RequestsOf) -> Response:
 
 async def _probe(edge: Edge) -> bool:
     """Whether the engine generates a token or takes steps."""
-    probe = StartTurn(kind="turn", tenant="", input=[0], params=TurnParams(max_new_tokens=1, timeout=PROBE_SECONDS))
+    probe = StartTurn(kind="turn", tenant="", input=[0], params=replace(ONE_TOKEN, timeout=PROBE_SECONDS))
     try:
         before = await edge.link.call(GetStats())
         with suppress(LimitReached, Overloaded):  # it is busy: check that it takes steps

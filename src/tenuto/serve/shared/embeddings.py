@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import numpy as np
@@ -14,7 +14,7 @@ from pydantic import Field
 from tenuto.base.checks import shown
 from tenuto.base.embedding import EmbeddingHabits
 from tenuto.base.errors import InvalidRequest, Unsupported
-from tenuto.base.options import Pooling, TurnParams
+from tenuto.base.options import ONE_TOKEN, Pooling
 from tenuto.base.turns import TurnInput, Usage
 from tenuto.base.wire.messages import StartTurn
 from tenuto.serve.shared.edge import Edge, Start
@@ -74,7 +74,7 @@ async def embed(
     habits = edge.model.embedding
     _check(habits, inputs, dimensions)
     before = _prompt(habits, prompt)
-    params = TurnParams(max_new_tokens=1, ignore_eos=True, pooling=pooling or habits.pooling)
+    params = replace(ONE_TOKEN, pooling=pooling or habits.pooling)
 
     def starts() -> Iterator[StartTurn]:
         for given in inputs:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp
 
 from tenuto.base.errors import InvalidRequest, Unsupported
-from tenuto.base.options import TurnParams
+from tenuto.base.options import ONE_TOKEN
 from tenuto.base.sampling import LEAST_LOGPROB, MAX_LOGPROBS, Sampling, TokenLogprob
 from tenuto.base.tools.variables import Variables
 from tenuto.base.turns import Message
@@ -76,7 +76,7 @@ async def _by_asking(edge: Edge, tenant: Tenant, pairs: Sequence[Pair], task: st
 
     def ask(pair: Pair, token: int) -> StartTurn:
         sampling = Sampling(logit_bias=((token, _FORCED),))
-        params = TurnParams(max_new_tokens=1, ignore_eos=True, logprobs=MAX_LOGPROBS, sampling=sampling)
+        params = replace(ONE_TOKEN, logprobs=MAX_LOGPROBS, sampling=sampling)
         messages = [Message("system", _JUDGE), Message("user", _ASKED.format(task, *pair))]
         return StartTurn(
             kind="turn",
