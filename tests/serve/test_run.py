@@ -189,7 +189,10 @@ BODIES: dict[str, dict[str, object]] = {
     "/v1/completions": {"model": "witness", "prompt": "a"},
     "/v1/chat/completions": {"model": "witness", "messages": [{"role": "user", "content": "a"}]},
     "/chat/completions": {"model": "witness", "messages": [{"role": "user", "content": "a"}]},
-    "/apply-template": {"messages": [{"role": "user", "content": "a"}]},
+    **{
+        path: {"messages": [{"role": "user", "content": "a"}]}
+        for path in ("/apply-template", "/chat/completions/input_tokens", "/v1/chat/completions/input_tokens")
+    },
     "/v1/sessions/{session_id}/draft": {"input": "a"},
     "/v1/sessions/{session_id}/trim": {"turns": [1]},
     "/v1/responses": {"model": "witness", "input": "a"},

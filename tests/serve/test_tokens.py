@@ -23,7 +23,7 @@ def test_a_text_becomes_tokens_and_tokens_become_the_text(http: httpx.Client) ->
     assert there["count"] == len(there["tokens"]) == len(there["token_strs"]) == 6
     assert there["max_model_len"] == 4096
     back = post(http, "/detokenize", tokens=there["tokens"])
-    assert back == {"prompt": "héllo", "text": "héllo"}
+    assert back == {"prompt": "héllo", "text": "héllo", "content": "héllo"}
     several = post(http, "/tokenize", prompt=["a", "bc"])
     assert several["count"] == [1, 2]
     assert post(http, "/detokenize", tokens=several["tokens"])["text"] == ["a", "bc"]

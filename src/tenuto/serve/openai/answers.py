@@ -15,6 +15,7 @@ from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure
 from tenuto.serve.shared.samples import Samples, check_end, close_all, committed
 from tenuto.serve.shared.sse import DONE, Answer, data
+from tenuto.serve.shared.timings import shown_times
 
 FINISH_REASONS = {
     EndReason.STOP: "stop",
@@ -63,6 +64,7 @@ class Choices(Answer):
         self._usage_always = body.usage_always
         self._body = body
         self._shows_ids = bool(body.return_token_ids)
+        self._timed = bool(body.timings_per_token)
         self._session_id = body.session_id
         self._generated = [0] * len(writers)  # tokens so far of a streamed choice
         self._unsent: list[list[int]] = [[] for _ in writers]  # token ids for the choice's next chunk
@@ -84,7 +86,7 @@ class Choices(Answer):
             if self._shows_ids:
                 choice["token_ids"] = reply.tokens
             choices.append(choice)
-        whole = {**self._head, "choices": choices, "usage": self._usage(), **self._session()}
+        whole = {**self._head, "choices": choices, "usage": self._usage(), **self._session(), **self._times(0)}
         for index, choice in enumerate(choices):
             self._tell_prompt(index, choice, whole)
         return whole
@@ -118,7 +120,7 @@ class Choices(Answer):
     def closing(self) -> bytes:
         if not self._usage_at_end:
             return DONE
-        return data({**self._head, "choices": [], "usage": self._usage(), **self._session()}) + DONE
+        return data({**self._head, "choices": [], "usage": self._usage(), **self._session(), **self._times(0)}) + DONE
 
     def failed(self, error: TenutoError) -> bytes:
         return data(Failure.of(error).body) + DONE
@@ -135,6 +137,8 @@ class Choices(Answer):
             ticket, generated = self.turns[index].ticket, self._generated[index]
             assert ticket is not None
             chunk["usage"] = _counts(ticket.prompt_tokens, generated)
+        if self._generated[index]:
+            chunk |= self._times(index)
         return data(chunk)
 
     def _choice(self, index: int, written: dict[str, Any], result: TurnResult | None) -> dict[str, Any]:
@@ -161,6 +165,12 @@ class Choices(Answer):
         if self._session_id is None or result is None:
             return {}
         return {"session_id": self._session_id, "version": result.version}
+
+    def _times(self, index: int) -> dict[str, Any]:
+        """Returns the times of a choice, if the client asked for times. A whole answer has those of the first."""
+        turn = self.turns[index]
+        generated = turn.result.usage.generated if turn.result is not None else self._generated[index]
+        return {"timings": shown_times(turn, generated)} if self._timed else {}
 
     def _usage(self) -> dict[str, Any]:
         prompt = sum(samples.prompt_tokens for samples in self._samples)

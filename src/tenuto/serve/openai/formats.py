@@ -37,8 +37,9 @@ class ResponseFormat(ForeignObject):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: Schema | None = Field(None, alias="schema", description="llama.cpp's field: a schema for `json_object`.")
 
-    def asking(self) -> tuple[Asking, Asking]:
+    def asking(self) -> tuple[Asking, ...]:
         """Returns the fields that may ask for a grammar. Raises `InvalidRequest` if `json_schema` does not agree with
         the type."""
         if (self.json_schema is not None) != (self.type == "json_schema"):
@@ -49,10 +50,16 @@ class ResponseFormat(ForeignObject):
         schema = self.json_schema.schema_ if self.json_schema is not None else None
         if self.json_schema is not None and schema is None:
             schema = True
-        any_json = True if self.type == "json_object" else None
+        any_json = True if self.type == "json_object" and self.schema_ is None else None
+        if self.schema_ is not None and self.type != "json_object":
+            raise InvalidRequest(
+                f"response_format.schema is given with type {self.type}; it belongs to type json_object",
+                param="response_format.schema",
+            )
         return (
             ("response_format", of_any_json, any_json),
             ("response_format.json_schema.schema", Grammar.of_schema, schema),
+            ("response_format.schema", Grammar.of_schema, self.schema_),
         )
 
 
@@ -63,6 +70,15 @@ KINDS: dict[str, Callable[[Any], Grammar]] = {
     "grammar": of_rules,
 }
 """vLLM's kinds of grammars."""
+
+
+FIELDS: dict[str, Callable[[Any], Grammar]] = {
+    "regex": of_regex,
+    "ebnf": of_rules,
+    "grammar": of_rules,
+    "json_schema": Grammar.of_schema,
+}
+"""SGLang's and llama.cpp's fields for grammars."""
 
 
 class StructuredOutputs(ForeignObject):
@@ -89,11 +105,13 @@ class Structured(ForeignObject, TurnRequest):
     guided_grammar: str | None = Field(None, description="A grammar as EBNF or for Lark.")
     regex: str | None = Field(None, description="SGLang's field for a regular expression.")
     ebnf: str | None = Field(None, description="SGLang's field for a grammar as EBNF.")
+    grammar: str | None = Field(None, description="llama.cpp's field for a grammar as EBNF.")
+    json_schema: Schema | None = Field(None, description="llama.cpp's field for a JSON schema.")
 
     def grammar_field(self) -> GrammarField | None:
         fields: list[Asking] = [
             *((f"guided_{kind}", make, getattr(self, f"guided_{kind}")) for kind, make in KINDS.items()),
-            *((name, make, getattr(self, name)) for name, make in (("regex", of_regex), ("ebnf", of_rules))),
+            *((name, make, getattr(self, name)) for name, make in FIELDS.items()),
         ]
         if (outputs := self.structured_outputs) is not None:
             given = outputs.model_dump(by_alias=True)

@@ -32,6 +32,16 @@ async def apply_template(edge: EdgeOf, tenant: Caller, body: MessagesBody) -> di
     return {"prompt": await edge.link.call(Detokenize(tenant=tenant.name, tokens=tokens.tolist()))}
 
 
+@router.post("/chat/completions/input_tokens", responses=REFUSALS)
+@router.post("/v1/chat/completions/input_tokens", responses=REFUSALS)
+async def count_tokens(edge: EdgeOf, tenant: Caller, body: MessagesBody) -> dict[str, int]:
+    """Returns the number of tokens of the prompt that messages become."""
+    edge.adapter(body.model)
+    if not body.messages:
+        raise InvalidRequest("there are no messages; allowed: at least one", param="messages")
+    return {"input_tokens": len(await tokens_of_messages(edge, tenant, body))}
+
+
 @router.get("/props", responses=REFUSALS)
 async def props(edge: EdgeOf, _: Caller) -> dict[str, Any]:
     """Returns the model's name, its context, and how many requests run at once."""

@@ -15,6 +15,7 @@ from tenuto.base.turns import Message
 from tenuto.serve.openai.formats import Structured
 from tenuto.serve.openai.templates import Templated
 from tenuto.serve.openai.tools import NO_CALLS, Calls, WithTools
+from tenuto.serve.shared.llama_fields import FINE_TUNING, LEFT, SAMPLERS
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
 from tenuto.serve.shared.samples import MAX_SAMPLES
 from tenuto.serve.shared.schemas import (
@@ -37,6 +38,7 @@ IGNORED = frozenset(
         "include_reasoning",
         *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
         *("separate_reasoning", "spaces_between_special_tokens", "stream_reasoning"),
+        *FINE_TUNING,
     )
 )
 """Fields that never change an answer here."""
@@ -45,6 +47,7 @@ UNDONE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("verbosity", "web_search_options"), (None,)),
     "reasoning_effort": (None, "none"),
     "service_tier": (None, "auto", "default"),
+    **LEFT,
 }
 """Fields that are accepted but not carried out, with the values that mean the same as their absence."""
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -66,6 +69,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (None, 1),
     "modalities": (None, ["text"]),
     "truncation_side": (None, "right"),
+    **SAMPLERS,
 }
 """Known fields that are not supported, with the values that mean the same as their absence."""
 
@@ -107,6 +111,7 @@ class Generation(Structured):
         "input_logprobs", "Log-probabilities of the prompt's tokens, with this many of the likeliest; not for streams."
     )
     return_token_ids: bool | None = Field(None, description="Show the token ids of prompts and answers.")
+    timings_per_token: bool | None = Field(None, description="Show times as llama.cpp does, also in chunks of streams.")
     session_id: Id | None = Field(
         None,
         description="The request is a turn of this session, opened if it does not exist: send only new input."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from importlib.metadata import version
 from typing import Annotated, Any, TypeVar
 
@@ -48,13 +49,17 @@ class MessagesBody(Templated):
 
 
 class TokenizeBody(MessagesBody):
-    """One or several texts, or messages."""
+    """One or several texts, or messages. With `content`, the request and its answer have llama.cpp's form."""
 
     prompt: str | Prompts[str] | None = None
     add_special_tokens: bool | None = Field(
         None, description="Include the token that begins a text; true if not given."
     )
     return_token_strs: bool | None = None
+    content: str | None = Field(None, description="llama.cpp's field for a text.")
+    add_special: bool | None = Field(None, description="Include the token that begins `content`; false if not given.")
+    parse_special: bool | None = Field(None, description="Control tokens in `content` are such; true if not given.")
+    with_pieces: bool | None = Field(None, description="Show each token of `content` with its text.")
 
 
 class DetokenizeBody(ForeignObject):
@@ -70,13 +75,16 @@ class DetokenizeBody(ForeignObject):
 async def tokenize(edge: EdgeOf, tenant: Caller, body: TokenizeBody) -> Response:
     """Returns the tokens of texts or messages as prompts."""
     edge.adapter(body.model)
+    if body.content is not None:
+        return await _of_content(edge, tenant, body)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("there are both prompt and messages, or neither; allowed: one of them", param="prompt")
     if body.messages is not None:
         lists = [await tokens_of_messages(edge, tenant, body)]
     else:
         prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or ()
-        lists = [await _tokens(edge, tenant, body, prompt) for prompt in prompts]
+        bos = body.add_special_tokens is not False
+        lists = [await _tokens(edge, tenant, prompt, bos=bos) for prompt in prompts]
     several = isinstance(body.prompt, list)
     written = bytearray(b'{"tokens":')
     written += await _list(lists, _numbers) if several else await _numbers(lists[0])
@@ -97,10 +105,29 @@ async def tokens_of_messages(edge: Edge, tenant: Tenant, body: MessagesBody) -> 
     return array("i", await edge.link.call(given))
 
 
-async def _tokens(edge: Edge, tenant: Tenant, body: TokenizeBody, prompt: str) -> array[int]:
-    tokens = array("i", await edge.link.call(Tokenize(tenant=tenant.name, input=prompt, generate=False)))
+async def _of_content(edge: Edge, tenant: Tenant, body: TokenizeBody) -> Response:
+    """Returns the tokens of a text in llama.cpp's form."""
+    if body.prompt is not None or body.messages is not None:
+        raise InvalidRequest("content is given with prompt or messages; allowed: one of them", param="content")
+    markup = body.parse_special is not False
+    tokens = await _tokens(edge, tenant, body.content or "", bos=bool(body.add_special), markup=markup)
+    written = await (
+        _list(_pieces(tokens), partial(_with_texts, edge, tenant)) if body.with_pieces else _numbers(tokens)
+    )
+    return Response(b'{"tokens":' + written + b"}", media_type="application/json")
+
+
+async def _with_texts(edge: Edge, tenant: Tenant, piece: array[int]) -> bytes:
+    texts = await edge.link.call(TokenTexts(tenant=tenant.name, tokens=piece.tolist()))
+    shown = [{"id": token, "piece": text} for token, text in zip(piece, texts, strict=True)]
+    return msgspec.json.encode(shown)[1:-1]
+
+
+async def _tokens(edge: Edge, tenant: Tenant, prompt: str, *, bos: bool, markup: bool = False) -> array[int]:
+    asked = Tokenize(tenant=tenant.name, input=prompt, generate=False, markup=markup)
+    tokens = array("i", await edge.link.call(asked))
     begun = edge.model.adds_bos and tokens[:1].tolist() == [edge.model.bos_id]
-    return tokens[1:] if begun and body.add_special_tokens is False else tokens
+    return tokens[1:] if begun and not bos else tokens
 
 
 async def _list(parts: Iterable[T], write: Callable[[T], Awaitable[bytes]]) -> bytes:
@@ -133,12 +160,13 @@ def _pieces(tokens: array[int]) -> list[array[int]]:
 
 @router.post("/detokenize", responses=REFUSALS)
 async def detokenize(edge: EdgeOf, tenant: Caller, body: DetokenizeBody) -> dict[str, Any]:
-    """Returns the text of tokens, including control tokens, under vLLM's name `prompt` and SGLang's name `text`."""
+    """Returns the text of tokens, including control tokens, under the names of vLLM (`prompt`), SGLang (`text`) and
+    llama.cpp (`content`)."""
     edge.adapter(body.model)
     lists: list[Any] = body.tokens if body.tokens and isinstance(body.tokens[0], list) else [body.tokens]
     texts = [await edge.link.call(Detokenize(tenant=tenant.name, tokens=tokens)) for tokens in lists]
     told: Any = texts if lists is body.tokens else texts[0]
-    return {"prompt": told, "text": told}
+    return {"prompt": told, "text": told, "content": told}
 
 
 @router.get("/version", responses=REFUSALS)
