@@ -13,6 +13,7 @@ from tenuto.base.options import OF_SAMPLING, OPTIONS, TurnParams, turn_params
 from tenuto.base.tools.definitions import ModelHabits
 from tenuto.serve.anthropic.schemas import MessagesBody
 from tenuto.serve.native.schemas import NewAppend, NewTurn
+from tenuto.serve.ollama import schemas as ollama
 from tenuto.serve.openai.response_schemas import CompactBody, ResponseBody
 from tenuto.serve.openai.schemas import ChatBody, CompletionBody
 from tenuto.serve.sglang.schemas import GenerateRequest, SamplingParams
@@ -30,16 +31,19 @@ LEAST: dict[type[TurnRequest], dict[str, Any]] = {
     NewTurn: {},
     ResponseBody: {"model": "m", "input": "a"},
     SamplingParams: {},
+    ollama.Options: {},
 }
 """The minimal fields of each request."""
+INSIDE: dict[type[TurnRequest], str] = {SamplingParams: "sampling_params", ollama.Options: "options"}
+"""The fields of other requests that have these."""
 VALUES = (7, 0.5, True, ["end"], [7], {"7": 1.0}, {"regex": "a"})
 """Values to try; none equals the default of an option that allows it."""
 
 
 def requests(base: type[TurnRequest] = TurnRequest) -> Iterator[type[TurnRequest]]:
-    """Returns the requests of all APIs: classes that no other extends, and those in `LEAST`."""
+    """Returns the requests of all APIs that take options: classes that no other extends, and those in `LEAST`."""
     extending = base.__subclasses__()
-    if not extending or base in LEAST:
+    if base.setting and (not extending or base in LEAST):
         yield base
     for each in extending:
         yield from requests(each)
@@ -70,6 +74,9 @@ def params_of(request: type[TurnRequest], fields: dict[str, Any]) -> tuple[TurnR
     if request is SamplingParams:
         outer = GenerateRequest.model_validate({**LEAST[GenerateRequest], "sampling_params": fields})
         return outer, outer.items()[0].params
+    if request is ollama.Options:
+        chat = ollama.ChatBody.model_validate({"model": "m", "messages": HI, "options": fields})
+        return chat, chat.params(ModelHabits())
     made = request.model_validate({**LEAST[request], **fields})
     if isinstance(made, GenerateRequest):
         return made, made.items()[0].params
@@ -104,8 +111,7 @@ def test_an_option_is_accepted_under_its_apis_name_and_reaches_the_turn_under_ou
         return getattr(of.sampling if option in OF_SAMPLING else of, option)
 
     assert got(params) == got(expected) != got(TurnParams())
-    named = f"sampling_params.{name}" if request_type is SamplingParams else name
-    assert request.field(option) == named
+    assert request.field(option) == (f"{INSIDE[request_type]}.{name}" if request_type in INSIDE else name)
 
 
 def test_of_two_names_for_one_option_the_more_specific_counts() -> None:

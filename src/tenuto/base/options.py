@@ -53,7 +53,6 @@ class TurnParams:
             "responses": "max_output_tokens",
             "anthropic": "max_tokens",
             "ollama": "num_predict",
-            "llama.cpp": "n_predict",
         },
     )
     sampling: Sampling = GREEDY
