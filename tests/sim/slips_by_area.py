@@ -91,7 +91,6 @@ SAVES = (
     Slip("memory.tiers.copies", "        if unit.file is not None and unit.data is not None and not unit.hosts and not unit.leaving:", "        if unit.file is not None and unit.data is not None:"),
     Slip("engine.parking", "        self._cut_saved(session, most)\n", ""),
     Slip("engine.parking", "        self._replace(session, None)\n        self.saves.forget(session.key)\n", "        self._replace(session, None)\n"),
-    Slip("engine.parking", "        if self._settled(session) >= position:\n", "        if session.memory.computed >= position:\n"),
     Slip("engine.snapshots", "            if part is None or part.last:\n                self._parking.unsaved.pop", "            if True:\n                self._parking.unsaved.pop"),
     Slip("engine.snapshots", "                self._allowed -= part.size\n", ""),
     Slip("engine.snapshots", " or session.last_turn_end + ttl > now + EXPIRES_SOON", " or True"),
