@@ -80,7 +80,7 @@ def test_every_option_is_read_from_its_variable(show: Show) -> None:
     defaults = {name: value for name, (value, _) in shown(show()).items() if value not in ("none", "[]", '""')}
     given = {SERVER[name].variable: value.strip('"') for name, value in defaults.items()}
     given |= {"TENUTO_ALLOWED_ORIGINS": "https://a.example", "TENUTO_SERVED_MODEL_NAME": "a, b"}
-    given |= {"TENUTO_DISK_TIER": "tier", "TENUTO_JOURNAL": "kept"}
+    given |= {"TENUTO_DISK_TIER": "tier", "TENUTO_JOURNAL": "kept", "TENUTO_LORA_MODULES": "a=adapter"}
     given |= {"TENUTO_DTYPE": "bfloat16", "TENUTO_MEMORY": "0.5", "TENUTO_API_KEY": "k", "TENUTO_ADMIN_API_KEY": "a"}
     found = shown(show(**given))
     for name, (value, source) in found.items():
