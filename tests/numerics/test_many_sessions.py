@@ -116,6 +116,8 @@ class ManySessions:
     def close(self) -> None:
         for name in self.said:
             self.engine.sessions.close(name)
+        self.engine.idle_memory.finish()
+        self.engine.step()  # ends the save that was under way
         tiers = parking_in(self.engine).tiers
         assert tiers.copies.host_used == tiers.copies.disk_used == 0
         self.engine.sessions.drop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import agents
@@ -125,7 +126,7 @@ def test_contradictory_requests_are_refused(client: OpenAI, options: dict[str, A
 def test_a_tenants_conversations_are_limited_and_private(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversations, "MAX_CONVERSATIONS", 2)
     monkeypatch.setattr(conversations, "MAX_BYTES", 1000)
-    edge = Edge(cast("Link", None), cast("ModelView", None), ServeSettings())
+    edge = Edge(cast("Link", None), cast("ModelView", SimpleNamespace(model="m", adapters=())), ServeSettings())
     held = edge.part(conversations.Conversations, tenant="a")
     others = edge.part(conversations.Conversations, tenant="b")
     first = held.open([], {"k": "v" * 500})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 import httpx
@@ -121,7 +122,7 @@ def test_metadata_is_limited_as_openais_is(client: OpenAI, metadata: dict[str, s
 
 
 def test_a_tenants_responses_are_evicted_oldest_first_by_number_and_size() -> None:
-    edge = Edge(cast("Link", None), cast("ModelView", None), ServeSettings())
+    edge = Edge(cast("Link", None), cast("ModelView", SimpleNamespace(model="m", adapters=())), ServeSettings())
     kept, others = edge.part(KeptResponses, tenant="tenant"), edge.part(KeptResponses, tenant="other")
     others.keep("first", b"{}")
     for number in range(MAX_KEPT + 2):

@@ -37,14 +37,17 @@ class AdapterToUnload(ForeignObject):
     lora_name: str = Field(min_length=1, max_length=128)
 
 
-@router.post("/v1/load_lora_adapter", response_class=PlainTextResponse, responses=REFUSALS)
+TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}}}
+
+
+@router.post("/v1/load_lora_adapter", response_model=None, responses=REFUSALS | TEXT)
 async def load(edge: EdgeOf, _: Admin, body: AdapterToLoad) -> PlainTextResponse:
     """Loads an adapter. Requests that name it as their model, and sessions opened with it, are computed with it."""
     await _load(edge, body)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse, responses=REFUSALS)
+@router.post("/v1/unload_lora_adapter", response_model=None, responses=REFUSALS | TEXT)
 async def unload(edge: EdgeOf, _: Admin, body: AdapterToUnload) -> PlainTextResponse:
     """Unloads an adapter. Refused while turns with it are open. Its sessions are kept, and their next turns refused
     until it is loaded again."""

@@ -92,7 +92,8 @@ async def import_session(
 ) -> Session:
     """Opens a session from a file that this server, or another with the same model, exported. Files of other models or
     formats, and altered files, are refused. A file without a TTL gets the server's."""
-    document = msgspec.convert(body.model_dump(exclude_unset=True), SessionDocument)
+    without = {"adapter"} - body.model_fields_set
+    document = msgspec.convert(body.model_dump(exclude=without), SessionDocument)
     policy = replace(document.policy(tenant.name), ttl=edge.settings.ttl(document.ttl, named=True))
     request = ImportSession(session=new_id or document.id, policy=policy, document=document, limits=tenant.limits)
     response.headers["location"] = f"/v1/sessions/{request.session}"

@@ -92,7 +92,6 @@ async def destroy_group(edge: EdgeOf, _: Admin, body: GroupRequest) -> dict[str,
     return {"success": True, "message": "the group is gone"}
 
 
-@router.get("/get_weights_by_name", responses=REFUSALS)
 @router.post("/get_weights_by_name", responses=REFUSALS)
 async def weights_by_name(edge: EdgeOf, _: Admin, body: Annotated[WeightRequest, Body()]) -> list[Any]:
     """Returns the first numbers, or rows, of a tensor of the weights in use."""
