@@ -54,7 +54,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 }
 """Part -> the other parts it may import. A part is a package or a module directly under `tenuto`."""
 
-FACES = ("native", "openai", "anthropic", "sglang", "ollama")
+FACES = ("native", "openai", "anthropic", "sglang", "ollama", "llama_cpp")
 """The interfaces of `serve`, each a package of its own."""
 MAY_IMPORT_IN_SERVE = {"shared": {"shared"}, **{face: {face, "shared"} for face in FACES}}
 """Package of `serve` -> the modules of `serve` it may import. Modules beside the packages may import `shared` and each

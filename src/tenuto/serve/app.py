@@ -24,6 +24,8 @@ from tenuto.serve import adapters, admin, documents, models
 from tenuto.serve.anthropic import batch_routes as anthropic_batches
 from tenuto.serve.anthropic import errors as anthropic_errors
 from tenuto.serve.anthropic import routes as anthropic
+from tenuto.serve.llama_cpp import routes as llama_cpp_completions
+from tenuto.serve.llama_cpp import server as llama_cpp_server
 from tenuto.serve.metrics import Metrics
 from tenuto.serve.native import sessions as native_sessions
 from tenuto.serve.native import turns as native_turns
@@ -93,6 +95,8 @@ def build_app(edge: Edge, metrics: Metrics) -> FastAPI:
         anthropic_batches,
         openai_tokens,
         llama_cpp,
+        llama_cpp_completions,
+        llama_cpp_server,
         ollama,
         ollama_models,
         models,

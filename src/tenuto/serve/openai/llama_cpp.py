@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
-from typing import Any
-
 from fastapi import APIRouter
 
 from tenuto.base.errors import InvalidRequest
@@ -40,17 +37,3 @@ async def count_tokens(edge: EdgeOf, tenant: Caller, body: MessagesBody) -> dict
     if not body.messages:
         raise InvalidRequest("there are no messages; allowed: at least one", param="messages")
     return {"input_tokens": len(await tokens_of_messages(edge, tenant, body))}
-
-
-@router.get("/props", responses=REFUSALS)
-async def props(edge: EdgeOf, _: Caller) -> dict[str, Any]:
-    """Returns the model's name, its context, and how many requests run at once."""
-    edge.require_engine()
-    return {
-        "default_generation_settings": {"n_ctx": edge.model.context_length},
-        "total_slots": edge.model.config.max_running,
-        "model_alias": edge.served_name,
-        "model_path": edge.served_name,
-        "modalities": {"vision": False, "audio": False},
-        "build_info": f"tenuto-{version('tenuto')}",
-    }

@@ -1,0 +1,32 @@
+"""Completions as llama.cpp's server has them. Each is one turn of an ephemeral session."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from tenuto.serve.llama_cpp.answers import Completions
+from tenuto.serve.llama_cpp.schemas import CompletionBody
+from tenuto.serve.shared.bodies import JsonRoute, of_many
+from tenuto.serve.shared.edge import Caller, EdgeOf
+from tenuto.serve.shared.samples import start_all
+from tenuto.serve.shared.schemas import REFUSALS
+from tenuto.serve.shared.sse import respond, streamed, while_connected
+
+router = APIRouter(route_class=JsonRoute, tags=["llama.cpp"])
+
+STREAMED = streamed("The completion, or its chunks; a list of completions for several prompts")
+
+
+@router.post("/completion", response_model=None, responses=REFUSALS | STREAMED)
+async def complete(edge: EdgeOf, tenant: Caller, body: CompletionBody, request: Request) -> Response:
+    """Continues texts or tokens."""
+    body.check()
+    with body.naming(edge.model.context_length):
+        prompts, habits = body.prompts, edge.model.habits
+        starts = await of_many(
+            len(prompts), lambda: [body.start(tenant, one, habits, markup=True, echo=True) for one in prompts]
+        )
+        samples = await while_connected(request, start_all(edge, tenant, starts))
+    turns = [turn for one in samples for turn in one.turns]
+    answer = Completions(edge, turns, body, starts[0].params, several=body.several)
+    return await respond(request, answer, stream=body.stream)

@@ -1,0 +1,109 @@
+"""llama.cpp's requests for completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field
+
+from tenuto.base.errors import InvalidRequest
+from tenuto.base.options import MAX_NEW_TOKENS
+from tenuto.base.sampling import MAX_BIASES
+from tenuto.base.tools.grammar import Grammar
+from tenuto.serve.shared.grammars import GrammarField, Schema, of_rules, only_one
+from tenuto.serve.shared.llama_fields import FINE_TUNING, LEFT, SAMPLERS
+from tenuto.serve.shared.objects import ForeignObject
+from tenuto.serve.shared.schemas import Items, Prompts, TokenId, field_of
+from tenuto.serve.shared.turn_request import TurnRequest, options_but, with_options
+
+USUAL: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+"""llama.cpp's own values of options that a request does not give."""
+NEVER = -100.0
+"""The bias of a token that must not come."""
+
+
+def _pairs(given: Any) -> Any:
+    """Returns pairs of a token and its bias as a mapping; the bias `false` forbids the token."""
+    if not isinstance(given, list):
+        return given
+    if len(given) > MAX_BIASES:
+        raise ValueError(f"there are {len(given)} entries; allowed: at most {MAX_BIASES}")
+    if not all(isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int for pair in given):
+        raise ValueError("an entry is not a pair; allowed: a token id and a number, or false")
+    return {token: NEVER if bias is False else bias for token, bias in given}
+
+
+Biases = Annotated[dict[Annotated[int, Field(ge=0, strict=False)], float], BeforeValidator(_pairs)]
+
+
+@with_options(*options_but("grammar", "input_logprobs", "logprobs", "logit_bias"), temperature="0.8 if not given.")
+class Completing(ForeignObject, TurnRequest):
+    """The options of a completion."""
+
+    apis = ("llama.cpp", "openai")
+    temperature_by_default = 0.8
+    too_long = "the request exceeds the available context size, {limit} tokens"
+    ignored = frozenset((*FINE_TUNING, "model", "n_indent", "t_max_prompt_ms"))
+    undone = LEFT
+    not_supported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **SAMPLERS,
+        "post_sampling_probs": (None, False),
+        "t_max_predict_ms": (None, 0),
+        "n_cmpl": (None, 1),
+    }
+
+    stream: bool | None = None
+    n_predict: int | None = Field(
+        None, ge=-1, le=MAX_NEW_TOKENS, description="Maximum number of output tokens; -1: as many as fit."
+    )
+    seed: int | None = Field(None, description="-1: chosen by the server.")
+    top_k: int | None = Field(None, ge=-1, description="40 if not given; 0 keeps all.")
+    logit_bias: Biases | None = Field(None, description="By token id, as an object or as pairs.")
+    n_probs: int | None = field_of("logprobs", "Show the likeliest tokens at every position, this many.")
+    grammar: str | None = Field(None, description="A grammar as EBNF, which is enforced.")
+    json_schema: Schema | None = Field(None, description="A JSON schema, which is enforced.")
+    return_tokens: bool | None = Field(None, description="Show the token ids of the answer.")
+    timings_per_token: bool | None = Field(None, description="Show times in every chunk of a stream.")
+    response_fields: Items[str] | None = Field(None, description="The only fields of a whole answer; / goes deeper.")
+
+    def given(self) -> dict[str, Any]:
+        given = {**USUAL, **super().given()}
+        if given.get("max_new_tokens") == -1:
+            del given["max_new_tokens"]
+        if self.seed is not None and self.seed < 0:
+            del given["seed"]
+        if self.logit_bias is not None:
+            given["logit_bias"] = self.logit_bias
+        if self.n_probs:
+            given["logprobs"] = self.n_probs
+        return given
+
+    def grammar_field(self) -> GrammarField | None:
+        return only_one(
+            ("grammar", of_rules, self.grammar or None), ("json_schema", Grammar.of_schema, self.json_schema)
+        )
+
+
+class CompletionBody(Completing):
+    """Texts or tokens to continue. Control tokens spelled out in texts are such."""
+
+    input_field = "prompt"
+
+    prompt: str | Items[TokenId] | Prompts[str | Items[TokenId]]
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """The prompts, one or more."""
+        prompt: Any = self.prompt
+        return prompt if self.several else [prompt]
+
+    @property
+    def several(self) -> bool:
+        """Whether the request has a list of prompts, so that the answer is a list."""
+        return isinstance(self.prompt, list) and not isinstance(next(iter(self.prompt), 0), int)
+
+    def check(self) -> None:
+        """Raises `InvalidRequest` for fields that do not go together."""
+        if self.several and self.stream:
+            raise InvalidRequest("there are several prompts with stream; allowed: one, or no stream", param="prompt")

@@ -1,0 +1,107 @@
+"""llama.cpp's completions, and its view of the turns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.server import Server, serving
+
+PROMPT = "I believe the meaning of life is"
+GREEDY = {"prompt": PROMPT, "n_predict": 8, "temperature": 0}
+
+
+def complete(server: Server, **asked: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/completion", json={**GREEDY, **asked}, timeout=60)
+
+
+def test_a_stream_has_the_text_and_tokens_of_the_whole_answer(smollm2_server: Server) -> None:
+    whole = complete(smollm2_server, return_tokens=True).json()
+    events = complete(smollm2_server, stream=True, timings_per_token=True).text.strip().split("\n\n")
+    *chunks, last = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert "".join(chunk["content"] for chunk in chunks) == whole["content"]
+    assert [token for chunk in chunks for token in chunk["tokens"]] == whole["tokens"]
+    assert [chunk["stop"] for chunk in chunks] == [False] * len(chunks)
+    assert all(chunk["timings"]["predicted_n"] == chunk["tokens_predicted"] for chunk in chunks)
+    for end in (whole, last):
+        assert (end["stop"], end["stop_type"], end["tokens_predicted"], end["prompt"]) == (True, "limit", 8, PROMPT)
+        assert end["timings"]["prompt_n"] + end["timings"]["cache_n"] == end["tokens_evaluated"]
+        assert (end["generation_settings"]["n_predict"], end["generation_settings"]["top_k"]) == (8, 40)
+
+
+def test_a_word_or_the_models_own_end_ends_a_completion(smollm2_server: Server) -> None:
+    text = complete(smollm2_server).json()["content"]
+    word = text.split()[1]
+    stopped = complete(smollm2_server, stop=[word]).json()
+    assert (stopped["stop_type"], stopped["stopping_word"]) == ("word", word)
+    assert word not in stopped["content"]
+    chat = "<|im_start|>user\nSay yes.<|im_end|>\n<|im_start|>assistant\n"
+    assert complete(smollm2_server, prompt=chat, n_predict=-1).json()["stop_type"] == "eos"
+
+
+def test_several_prompts_give_a_list(smollm2_server: Server) -> None:
+    tokens = httpx.post(f"{smollm2_server.url}/tokenize", json={"content": PROMPT}).json()["tokens"]
+    by_text, by_tokens = complete(smollm2_server, prompt=[PROMPT, tokens]).json()
+    assert by_text["content"] == by_tokens["content"] == complete(smollm2_server, prompt=tokens).json()["content"]
+    assert complete(smollm2_server, prompt=[PROMPT, PROMPT], stream=True).status_code == 400
+
+
+def test_probabilities_and_chosen_fields_are_shown(smollm2_server: Server) -> None:
+    shown = complete(smollm2_server, n_probs=3).json()["completion_probabilities"]
+    assert len(shown) == 8
+    assert all(len(one["top_logprobs"]) == 3 and bytes(one["bytes"]).decode() == one["token"] for one in shown)
+    few = complete(smollm2_server, response_fields=["content", "generation_settings/n_predict", "none"]).json()
+    assert few.keys() == {"content", "generation_settings/n_predict"}
+
+
+def test_biases_are_pairs_or_an_object(smollm2_server: Server) -> None:
+    first = complete(smollm2_server, return_tokens=True).json()["tokens"][0]
+    for biases in ([[first, False]], [[first, -100]], {str(first): -100}):
+        assert complete(smollm2_server, logit_bias=biases, return_tokens=True).json()["tokens"][0] != first
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ({"post_sampling_probs": True}, "post_sampling_probs"),
+        ({"mirostat": 2}, "mirostat"),
+        ({"logit_bias": [["word", -1]]}, "logit_bias"),
+        ({"prompt": "word " * 9999}, "prompt"),
+        ({"grammar": "root ::= ("}, "grammar"),
+        ({"n_predict": -2}, "n_predict"),
+        ({"no_such": 1}, "no_such"),
+    ],
+)
+def test_refusals_name_the_field(smollm2_server: Server, asked: dict[str, Any], name: str) -> None:
+    refused = complete(smollm2_server, **asked)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+
+
+def test_slots_show_a_tenant_its_own_turns_alone(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text("[[keys]]\ntenant = 'a'\nkey = 'a-key'\n[[keys]]\ntenant = 'b'\nkey = 'b-key'\n")
+    more = ("--keys", str(keys), "--admin-api-key", "admin-key", "--max-running-requests", "2")
+    with serving("--model", "witness:0.005", "--context-length", "4096", *more) as server:
+        with server.client(headers={"authorization": "Bearer a-key"}) as http:
+            http.post("/v1/sessions", json={"id": "mine"})
+            turn = {"input": [1, 2], "max_new_tokens": 4000, "stream": True}
+            with http.stream("POST", "/v1/sessions/mine/turns", json=turn) as stream:
+                lines = stream.iter_lines()  # the stream is closed with it
+                assert next(lines) == "event: started"
+                seen = {name: slots_of(server, name) for name in ("a", "b", "admin")}
+        assert seen["a"][0] == seen["admin"][0]
+        assert (seen["a"][0]["session_id"], seen["a"][0]["n_prompt_tokens"]) == ("mine", 2)
+        assert [slot["is_processing"] for slot in seen["b"]] == [True, False]
+        assert seen["b"][0].keys() == seen["b"][1].keys()
+
+
+def slots_of(server: Server, name: str) -> list[dict[str, Any]]:
+    with server.client(headers={"authorization": f"Bearer {name}-key"}) as http:
+        shown: list[dict[str, Any]] = http.get("/slots").raise_for_status().json()
+    for slot in shown:
+        slot.pop("next_token", None)  # it goes on
+    return shown
