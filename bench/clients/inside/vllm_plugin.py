@@ -1,21 +1,19 @@
 """A plugin of pytest with which vLLM's tests of entrypoints talk to the server at `TENUTO_URL`.
 
 The fixture that starts vLLM for them, `RemoteOpenAIServer`, is replaced by one that only knows that address. Modules of
-vLLM are stand-ins. So tests of its Python objects fail. Prints the outcome of each test as a line of JSON.
+vLLM are stand-ins. So tests of its Python objects fail.
 """
 
-import json
 import os
 import sys
 from typing import Any, Self
 
 import anthropic
 import openai
-import pytest
 from stand_ins import stand_in, standing_in  # type: ignore[import-not-found]  # in this directory
 
 URL = os.environ["TENUTO_URL"]
-pytest_plugins = ["tests.entrypoints.conftest", "tests.entrypoints.openai.responses.conftest"]
+pytest_plugins = ["tests.entrypoints.conftest", "tests.entrypoints.openai.responses.conftest", "outcomes"]
 
 
 class RemoteOpenAIServer:
@@ -56,10 +54,3 @@ stand_in("vllm", "torch", "transformers", "huggingface_hub", "openai_harmony", "
 utils = standing_in("tests.utils", [])
 utils.RemoteOpenAIServer = RemoteOpenAIServer
 sys.modules["tests.utils"] = utils
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Prints the outcome of a test, or the error of its fixtures."""
-    if report.when == "call" or (report.when == "setup" and report.outcome != "passed"):
-        line = {"test": report.nodeid, "outcome": report.outcome, "detail": report.longreprtext[-1500:]}
-        print(f"\n{json.dumps(line)}", flush=True)

@@ -74,6 +74,11 @@ def test_content_is_tokenized_and_back(smollm2_server: Server) -> None:
         assert http.post("/tokenize", json={"content": "a", "prompt": "a"}).status_code == 400
 
 
+def test_a_verbose_answer_shows_its_prompt(smollm2_server: Server) -> None:
+    assert "Write an example." in chat(smollm2_server, verbose=True).json()["__verbose"]["prompt"]
+    assert "__verbose" not in chat(smollm2_server, verbose=False).json()
+
+
 def test_messages_are_counted(smollm2_server: Server) -> None:
     with smollm2_server.client() as http:
         counted = http.post("/chat/completions/input_tokens", json={"messages": HI["messages"]}).json()

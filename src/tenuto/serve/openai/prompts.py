@@ -18,6 +18,8 @@ def prompt_fields(samples: Samples, body: Generation) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if body.return_token_ids:
         fields["prompt_token_ids"] = ticket.prompt
+    if body.verbose:
+        fields["__verbose"] = {"prompt": ticket.text}
     if body.prompt_logprobs is not None:
         scores = [_scores(entry, body.prompt_logprobs) for entry in turn.reply().input_logprobs]
         fields["prompt_logprobs"] = [None] * ticket.history + scores

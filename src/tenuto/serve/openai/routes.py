@@ -47,7 +47,7 @@ async def complete(
         more = {
             "session": body.session_id,
             "adapter": edge.adapter(body.model),
-            "echo": bool(body.echo or body.return_token_ids),
+            "echo": bool(body.echo or body.return_token_ids or body.verbose),
         }
         prompts, habits = body.prompts, edge.model.habits
         starts = await of_many(len(prompts), lambda: [body.start(tenant, prompt, habits, **more) for prompt in prompts])
@@ -77,7 +77,11 @@ async def chat(
         messages = await of_many(len(given), lambda: placed([message.rendered() for message in given], usual))
         asker = body.messages[-1].role if body.messages else ""
         habits = edge.model.habits.told(body.chat_template_kwargs or {}).after(asker)
-        more = {"adapter": edge.adapter(body.model), "variables": body.variables(), "echo": bool(body.return_token_ids)}
+        more = {
+            "adapter": edge.adapter(body.model),
+            "variables": body.variables(),
+            "echo": bool(body.return_token_ids or body.verbose),
+        }
         start = body.start(tenant, messages, habits, session=body.session_id, **more)
         reading = body.tool_use.reading(habits, start.params.grammar)
         samples = await while_connected(request, _begin(edge, tenant, body, request, [start], idempotency_key))

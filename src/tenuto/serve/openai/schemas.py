@@ -111,6 +111,7 @@ class Generation(Structured):
         "input_logprobs", "Log-probabilities of the prompt's tokens, with this many of the likeliest; not for streams."
     )
     return_token_ids: bool | None = Field(None, description="Show the token ids of prompts and answers.")
+    verbose: bool | None = Field(None, description="Show a whole answer's prompt, as llama.cpp's `__verbose`.")
     timings_per_token: bool | None = Field(None, description="Show times as llama.cpp does, also in chunks of streams.")
     session_id: Id | None = Field(
         None,
