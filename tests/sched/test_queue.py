@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -148,3 +150,19 @@ def test_the_queue_forgets_tenants_and_turns_that_no_longer_wait() -> None:
     assert queue._listed <= 64 + 1
     assert list(queue.heads()) == []
     assert (queue._heaps, queue._listed) == ({}, 0)
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_turns_that_leave_the_queue_unstarted_are_not_kept(left: int) -> None:
+    queue = WaitingQueue(AGING)
+    turns = [make_turn(number) for number in range(1000)]
+    for turn in turns:
+        queue.push(turn)
+    held = [weakref.ref(turn) for turn in turns]
+    for turn in turns[left:]:
+        queue.remove(turn)
+    del turn, turns
+    gc.collect()
+    alive = [turn() for turn in held if turn() is not None]
+    assert len(alive) <= 66 * left
+    assert [turn.number for turn in queue.heads()] == [0] * left

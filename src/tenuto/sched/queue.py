@@ -13,7 +13,7 @@ Entry = tuple[Rank, int, Turn]
 
 class WaitingQueue:
     """One heap of waiting turns per tenant. Entries of turns that were removed or queued again are skipped when they
-    reach the top."""
+    reach the top, and dropped when there are many, since a turn may have a long input."""
 
     def __init__(self, aging_seconds: float) -> None:
         self.aging_seconds = aging_seconds
@@ -45,7 +45,11 @@ class WaitingQueue:
             self._drafts.add(turn.number)
         else:
             self._drafts.discard(turn.number)
-        if self._listed > 2 * len(self._live) + 64:
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Drops the entries of turns that are gone if there are many, or if nothing waits."""
+        if self._listed > (2 * len(self._live) + 64 if self._live else 0):
             self._rebuild()
 
     def _rebuild(self) -> None:
@@ -59,6 +63,7 @@ class WaitingQueue:
         """Removes a turn; does nothing if it is not queued."""
         self._live.pop(turn.number, None)
         self._drafts.discard(turn.number)
+        self._tidy()
 
     def heads(self) -> Iterator[Turn]:
         """Yields the first turn of each tenant without removing it."""
@@ -69,7 +74,7 @@ class WaitingQueue:
             if heap:
                 yield heap[0][2]
             else:
-                del self._heaps[tenant]
+                self._heaps.pop(tenant, None)
 
     def _is_live(self, item: Entry) -> bool:
         _, entry, turn = item
