@@ -95,6 +95,19 @@ def test_a_call_and_its_result_are_rendered(client: Client) -> None:
     assert counts[0] < counts[1] < counts[2]
 
 
+def test_texts_are_embedded(smollm2: Client, smollm2_server: Server) -> None:
+    texts = ["tea", "coffee with milk"]
+    found = smollm2.embed("smollm2", texts)
+    usual = httpx.post(f"{smollm2_server.url}/v1/embeddings", json={"input": texts, "normalize": True}).json()
+    for vector, other in zip(found.embeddings, usual["data"], strict=True):
+        assert vector == pytest.approx(other["embedding"])
+        assert sum(number**2 for number in vector) == pytest.approx(1)
+    assert found.prompt_eval_count == usual["usage"]["prompt_tokens"]
+    assert smollm2.embeddings("smollm2", "tea").embedding == pytest.approx(found.embeddings[0])
+    with pytest.raises(ResponseError, match="input is empty"):
+        smollm2.embed("smollm2", "")
+
+
 def test_the_model_is_listed_and_described(smollm2: Client) -> None:
     (listed,) = smollm2.list().models
     assert (listed.model, listed.details and listed.details.format) == ("smollm2", "gguf")

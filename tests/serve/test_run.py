@@ -201,6 +201,8 @@ BODIES: dict[str, dict[str, object]] = {
     "/completion": {"prompt": "a"},
     "/api/chat": {"model": "witness", "messages": [{"role": "user", "content": "a"}]},
     "/api/generate": {"model": "witness", "prompt": "a"},
+    "/api/embed": {"model": "witness", "input": "a"},
+    "/api/embeddings": {"model": "witness", "prompt": "a"},
     "/api/show": {"model": "witness"},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [1]},

@@ -29,6 +29,7 @@ from tenuto.serve.llama_cpp import server as llama_cpp_server
 from tenuto.serve.metrics import Metrics
 from tenuto.serve.native import sessions as native_sessions
 from tenuto.serve.native import turns as native_turns
+from tenuto.serve.ollama import embeddings as ollama_embeddings
 from tenuto.serve.ollama import errors as ollama_errors
 from tenuto.serve.ollama import models as ollama_models
 from tenuto.serve.ollama import routes as ollama
@@ -98,6 +99,7 @@ def build_app(edge: Edge, metrics: Metrics) -> FastAPI:
         llama_cpp_completions,
         llama_cpp_server,
         ollama,
+        ollama_embeddings,
         ollama_models,
         models,
         adapters,
