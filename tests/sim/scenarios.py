@@ -42,6 +42,7 @@ class Scenario(MirroredWorld):
         self.forced = 0  # steps that must fail before any others
         self.rows = 0  # rows in use when the last plan was made
         self.given: list[tuple[NaiveTurn, int]] = []  # its turns, with the number of tokens it computes for each
+        self.again = 0  # settled tokens that turns with recurrent state may compute again after failed steps
         self._story = story_of(config.seed)
 
     def run(self, steps: int) -> None:
@@ -64,6 +65,19 @@ class Scenario(MirroredWorld):
             self.forced -= 1
             return True
         return super().step_fails(members)
+
+    def landed(self, members: Collection[int], *, failed: bool) -> None:
+        super().landed(members, failed=failed)
+        if failed and any(group.kind is Kind.STATE for group in self.config.groups):
+            void = (number for ends in self.executor.members.values() for number in ends)
+            self.again += sum(self._back(self.turns[number]) for number in {*members, *void} & self.turns.keys())
+
+    def _back(self, naive: NaiveTurn) -> int:
+        """Returns the settled tokens past the highest position at which the turn certainly keeps its state."""
+        memory = self.session_of(naive.sid).memory.turn
+        settled = memory.computed if memory is not None else 0
+        kept = [naive.prompt - 1, max(0, naive.first_start)]  # a failed step may have changed the state it read
+        return settled - max((position for position in kept if position <= settled), default=settled)
 
     def planned(self, plan: Plan) -> dict[int, int]:
         ends = super().planned(plan)

@@ -90,7 +90,7 @@ def failing(world: Scenario) -> None:
     longest = (
         max(turn.most for turn in turns) + sum(len(turn.input) for turn in turns) // config.budget + config.running
     )
-    began, failures = world.executor.tokens, rng.randint(1, 4)
+    began, again, failures = world.executor.tokens, world.again, rng.randint(1, 4)
     for _ in range(failures):
         for _ in range(rng.randint(1, 12)):
             world.step()
@@ -103,10 +103,8 @@ def failing(world: Scenario) -> None:
         needed += 3
     steps = world.play()
     computed = world.executor.tokens - began
-    again = 2 * config.budget + 2 * config.running
-    if any(group.kind is Kind.STATE for group in config.groups):  # a turn may go back to its checkpoint
-        again += sum(turn.prompt + turn.most for turn in turns) // 2
-    if computed > needed + (failures + 1) * again:
+    again = world.again - again + (failures + 1) * (2 * config.budget + 2 * config.running)
+    if computed > needed + again:
         world.found("failures", f"{failures} failed steps: {computed} tokens were computed, {needed} needed")
     if steps > longest + ISOLATED_WITHIN * 2:
         world.found("failures", f"{failures} failed steps: it took {steps} steps, {longest} would be enough")
@@ -118,7 +116,7 @@ def poisoned(world: Scenario) -> None:
     count = max(1, config.running - 1)
     turns = [world.say(world.opened(), world.text(rng.randint(1, 30)), rng.randint(30, 80)) for _ in range(count)]
     needed = sum(turn.prompt + turn.most - 1 for turn in turns)
-    began = world.executor.tokens
+    began, again = world.executor.tokens, world.again
     for _ in range(rng.randint(0, 20)):
         world.step()
     bad = world.say(world.opened(), world.text(rng.randint(1, 60)), 30)
@@ -139,7 +137,8 @@ def poisoned(world: Scenario) -> None:
     most = ceil(log2(config.running)) + MAX_FAILURES
     if failures > most * (1 + config.overlap):  # each may void another
         world.found("failures", f"one poisoned turn: {failures} steps failed, {most} would be enough")
-    if computed > needed + bad.prompt + 40 + (failures + 1) * (2 * config.budget + 2 * config.running):
+    again = world.again - again + (failures + 1) * (2 * config.budget + 2 * config.running)
+    if computed > needed + bad.prompt + 40 + again:
         world.found("failures", f"one poisoned turn: {computed} tokens were computed, the others needed {needed}")
 
 
