@@ -119,11 +119,11 @@ def a_rejected_turn_clears_the_live_ones_mark() -> Any:
     """A second turn on a busy session is refused, but the session forgets the first one."""
 
     def make(original: Any) -> Any:
-        def submit(self: TurnOperations, session_id: str, *rest: Any, tenant: str = "") -> Any:
+        def submit(self: TurnOperations, session_id: str, *rest: Any, tenant: str = "", **more: Any) -> Any:
             session = self._registry.find(session_id, tenant)
             if session is not None and session.turn is not None and session.turn.state is not TurnState.DRAFTING:
                 session.turn = None
-            return original(self, session_id, *rest, tenant=tenant)
+            return original(self, session_id, *rest, tenant=tenant, **more)
 
         return submit
 

@@ -182,7 +182,7 @@ def a_refused_turn_is_not_reconsidered_while_others_run() -> Any:
 
 def a_suspect_shares_steps() -> Any:
     """A turn whose steps fail keeps failing the steps of others."""
-    return replaced(Suspects, "rows", lambda original: lambda self: [])
+    return replaced(Suspects, "rows", lambda original: lambda self, held: [])
 
 
 def bisection_never_splits() -> Any:

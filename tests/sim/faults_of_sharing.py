@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -103,9 +103,14 @@ def cached_checkpoints_are_never_evicted_for_room() -> Any:
 
 def future_needs_of_running_turns_are_not_counted() -> Any:
     """Admission hands out the pages that running turns need for tokens they already know."""
-    return replaced(
-        Admission, "_pledged", lambda original: lambda self, turn: np.zeros(len(self._memory.pools), np.int64)
-    )
+
+    def make(original: Any) -> Any:
+        def pledged(self: Admission, turn: Turn, *, later: bool = False) -> Any:
+            return np.zeros(len(self._memory.pools), np.int64)
+
+        return pledged
+
+    return replaced(Admission, "_pledged", make)
 
 
 def a_paused_turn_loses_its_memory() -> Any:
@@ -127,8 +132,8 @@ def the_next_turn_is_chosen_without_regard_to_tenants() -> Any:
     """A tenant whose many turns came first gets all rows."""
 
     def make(original: Any) -> Any:
-        def next_turn(self: Admission) -> Turn | None:
-            heads = list(self._queue.heads())
+        def next_turn(self: Admission, aside: Collection[Turn]) -> Turn | None:
+            heads = [turn for turn in self._queue.heads() if turn not in aside]
             return min(heads, key=lambda turn: turn.rank(self._queue.aging_seconds)) if heads else None
 
         return next_turn
