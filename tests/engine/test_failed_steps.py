@@ -170,7 +170,8 @@ def test_a_suspect_that_waits_for_another_turns_computation_delays_no_others() -
     assert list(turns["waits"].output) == continuation([*same, 7], 4)
 
 
-def test_a_suspect_draft_without_room_yields_itself() -> None:
+@pytest.mark.parametrize("ends", [False, True], ids=["beside a running turn", "alone"])
+def test_for_a_suspect_draft_without_room_no_other_draft_yields(ends: bool) -> None:
     """Known fault: another draft yielded that had not been in the failed step."""
     stage = Stage(units=40, recount=False, failing=(1,))
     stage.open("running")
@@ -183,12 +184,15 @@ def test_a_suspect_draft_without_room_yields_itself() -> None:
     other = stage.engine.turns.draft("other", count_from(3, 20))
     stage.until(lambda: suspect in stage.engine.suspects and running not in stage.engine.suspects)
     pool = stage.engine.memory.pools[0]
+    if ends:
+        stage.engine.turns.abort("running")
     taken = present(pool.acquire(pool.free, Someone("a stranger")))
     stage.step()
-    assert [present(other.session.memory.turn).row >= 0, suspect.session.memory.turn] == [True, None]
+    assert present(other.session.memory.turn).row >= 0
+    assert (suspect.session.memory.turn is None) is ends  # it has to yield itself only if nothing else can run
     taken.release()
     stage.play()
-    assert list(running.output) == continuation([1], 40)
+    assert ends or list(running.output) == continuation([1], 40)
 
 
 @every_mix
@@ -294,3 +298,32 @@ def test_a_turn_is_not_blamed_for_a_failed_step_shared_with_turns_that_left() ->
     assert (stays.failures, len(stage.engine.suspects)) == (0, 1)
     stage.play()
     assert list(stays.output) == continuation([1, 2], 20)
+
+
+def test_a_suspect_without_room_keeps_its_memory_while_others_run() -> None:
+    """Known fault: no other turn was allowed to run, so the suspect was preempted, as if nothing else could help."""
+    stage = Stage(units=5, context_length=20, host_tier=10**6, failing=(3,))
+    stage.engine.pressure.drop(stage.told("parked", 6, 2))  # to host memory
+    stage.open("s")
+    turn = stage.say("s", count_from(2, 12), 6)
+    stage.until(lambda: stage.engine.suspects)
+    urgent = stage.say("parked", [], 1, priority=1)  # its copies take the page that the suspect needs
+    stage.play()
+    assert stage.engine.transitions[Transition("preempt")] == 0
+    assert (len(urgent.output), list(turn.output)) == (1, continuation(count_from(2, 12), 6))
+
+
+def test_a_suspect_that_has_room_runs_alone_while_another_one_lacks_it() -> None:
+    stage = Stage(units=5, context_length=20, token_budget=24, host_tier=10**6, failing=(3,))
+    stage.engine.pressure.drop(stage.told("parked", 6, 2))
+    for name in ("small", "large"):
+        stage.open(name)
+    small = stage.say("small", [1, 2], 6)
+    stage.step()
+    stage.say("large", count_from(2, 16), 2, priority=1)
+    stage.until(lambda: len(stage.engine.suspects) == 2)
+    urgent = stage.say("parked", [], 1, priority=2)
+    plans = len(stage.executor.plans)
+    stage.until(lambda: len(stage.executor.plans) > plans)
+    assert urgent.running
+    assert stage.executor.plans[-1].rows.tolist() == [stage.engine.batch.row_of(small)]

@@ -17,6 +17,7 @@ from tenuto.base.options import TurnParams
 from tenuto.base.plan import Words
 from tenuto.base.tools.grammar import Grammar
 from tenuto.base.turns import EndReason, TurnState
+from tenuto.base.views import Transition
 from tenuto.exec.witness_hashes import advance, history_hash, next_allowed
 from tenuto.session.turn import Turn
 from tenuto.text.constraint import Constraint
@@ -439,6 +440,25 @@ def test_a_turn_with_slow_masks_ends_while_another_runs(overlap: int) -> None:
     other = stage.say("other", count_from(2, 10), 200)
     stage.until(lambda: turn.result is not None)
     assert other.result is None
+
+
+def test_a_turn_with_slow_masks_runs_if_the_others_do_not_fit_memory() -> None:
+    """Known fault: no turn could continue, so the one that lacked a page was preempted."""
+    stage = Stage(units=6, context_length=24, token_budget=32)
+    for name in ("s", "other"):
+        stage.open(name)
+
+    class Slow(Constraint):
+        slow = property(lambda self: True, lambda self, value: None)
+        ready = property(lambda self: not ladder.said)  # only the first mask is known in time
+
+    ladder, params = Ladder(5, 0, 3), TurnParams(max_new_tokens=8, grammar=ANY)
+    turn = stage.engine.turns.submit("s", count_from(1, 10), params, None, Slow(ladder, WORDS))
+    other = stage.say("other", count_from(2, 10), 12)
+    stage.play()
+    assert stage.engine.transitions[Transition("preempt")] == 0
+    assert list(turn.output) == climbed(count_from(1, 10), Ladder(5, 0, 3), 8)
+    assert list(other.output) == continuation(count_from(2, 10), 12)
 
 
 def test_a_guess_that_breaks_a_grammar_at_the_end_of_a_turn_ends_it_once() -> None:

@@ -151,8 +151,8 @@ class Watch:
             self._check_suspects(victims)
         # the bounds of sliding groups are too loose
         sliding = any(group.kind is Kind.SLIDING for group in world.config.groups)
-        if not victims or self._failures != world.failures or self._suspected or sliding:
-            return  # a turn singled out after failed steps yields if it lacks room
+        if not victims or self._failures != world.failures or sliding:
+            return
         if world.engine.memory.cache.evicted != self._evicted:
             return  # a session may have yielded so that a checkpoint could be evicted
         if internals.copying(world.engine):

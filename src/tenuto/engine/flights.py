@@ -12,7 +12,7 @@ from tenuto.base.plan import StepResult
 from tenuto.base.turns import EndReason
 from tenuto.engine.core import Core
 from tenuto.engine.lifecycle import Lifecycle
-from tenuto.sched.planner import Flight, Planner
+from tenuto.sched.planner import Flight, Planner, Proposal
 from tenuto.sched.settle import Settler
 from tenuto.sched.suspects import MAX_FAILURES, Suspects
 from tenuto.session.turn import Turn
@@ -54,21 +54,34 @@ class Flights:
     def plan(self) -> Flight | None:
         """Plans the next step; if memory is short, other turns and sessions yield first. Returns `None` if no turn can
         run now."""
-        pressure = self._lifecycle.pressure
         while len(self._batch):
-            proposal, made = self._planner.propose(), True
-            while (lacking := proposal.lacking) is not None and made:
-                made = pressure.make_room(lacking, in_flight=bool(self._flights))
-                proposal = self._planner.propose()  # even if room comes later: a turn may have yielded
-                if made and proposal.lacking is not None and proposal.lacking.same(lacking):
-                    raise InvariantError(f"{lacking.turn.name} was given the room it lacked, but still lacks it")
+            proposal = self._with_room()
+            lacking = proposal.last_lacking
+            if not (len(proposal.rows) or self._room_may_come()):
+                proposal = self._with_room(at_worst=True)
             if len(proposal.rows):
                 return self._planner.apply(proposal)
-            if self._flights or self._idle_memory.copying or pressure.unfinished or not len(self._batch):
-                break  # the last turn may have left its row, to begin again
-            if not pressure.unstick(proposal.last_lacking):
+            if lacking is None or lacking not in self._batch:
+                lacking = proposal.last_lacking
+            if self._room_may_come() or not self._lifecycle.pressure.unstick(lacking):
                 break
         return None
+
+    def _with_room(self, *, at_worst: bool = False) -> Proposal:
+        """Proposes a step, for which other turns and sessions have yielded if memory was short."""
+        proposal, made = self._planner.propose(at_worst=at_worst), True
+        while (lacking := proposal.lacking) is not None and made:
+            made = self._lifecycle.pressure.make_room(lacking, in_flight=bool(self._flights))
+            proposal = self._planner.propose(at_worst=at_worst)  # even if room comes later: a turn may have yielded
+            if made and proposal.lacking is not None and proposal.lacking.same(lacking):
+                raise InvariantError(f"{lacking.turn.name} was given the room it lacked, but still lacks it")
+        return proposal
+
+    def _room_may_come(self) -> bool:
+        """Whether a turn that lacks room may get it without another one being preempted, or none runs any more: the
+        last one may have left its row, to begin again."""
+        unfinished = self._idle_memory.copying or self._lifecycle.pressure.unfinished
+        return bool(self._flights) or unfinished or not len(self._batch)
 
     def submit(self, planned: Flight) -> None:
         """Submits the planned step to the executor."""

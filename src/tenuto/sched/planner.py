@@ -105,9 +105,10 @@ class Planner:
         self._steps = 0
         self.rows_considered = 0  # in total: a measure of work
 
-    def propose(self) -> Proposal:
+    def propose(self, *, at_worst: bool = False) -> Proposal:
         """Proposes a step: divides the token budget, decodes first, then prefills. Turns that do not fit memory now are
-        left out. While suspects can run, only one group of them does."""
+        left out. While suspects can run, only one group of them does. Rows with slow masks wait while others can run.
+        `at_worst` is for when none of these fits: then slow rows run too, and all others if no suspect fits."""
         rows, order = self._memory.rows, self._batch.order()
         self.rows_considered += len(order)
         starts = rows.scheduled[order]
@@ -115,9 +116,9 @@ class Planner:
         wanted[rows.uncertain[order]] = 0
         if self._batch.held:
             wanted[np.isin(order, list(self._batch.held))] = 0
-        if suspected := self._suspects.rows(self._batch.held):
+        if not at_worst and (suspected := self._suspects.rows(self._batch.held)):
             wanted[~np.isin(order, suspected)] = 0
-        if self._batch.constrained[order].any():
+        if not at_worst and self._batch.constrained[order].any():
             self._leave_out_slow(order, wanted)
         if self._memory.stands_at_step_ends:
             np.minimum(wanted, rows.mark[order] - starts, out=wanted)
@@ -130,6 +131,8 @@ class Planner:
             lacking = self._lacking(order, needs, fits)
             last_lacking = self._batch.turns[order[(~fits).nonzero()[0][-1]]]
             counts[~fits] = 0
+        if at_worst and (suspected := self._suspects.rows(order[counts == 0].tolist())):
+            counts[~np.isin(order, suspected)] = 0
         chosen = counts.nonzero()[0]
         if len(chosen) == len(order):
             proposal = Proposal(order, starts, counts, needs, lacking, last_lacking)
