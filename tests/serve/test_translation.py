@@ -12,6 +12,7 @@ from tenuto.base.errors import InvalidRequest
 from tenuto.base.options import OF_SAMPLING, OPTIONS, TurnParams, turn_params
 from tenuto.base.tools.definitions import ModelHabits
 from tenuto.serve.anthropic.schemas import MessagesBody
+from tenuto.serve.llama_cpp import schemas as llama_cpp
 from tenuto.serve.native.schemas import NewAppend, NewTurn
 from tenuto.serve.ollama import schemas as ollama
 from tenuto.serve.openai.response_schemas import CompactBody, ResponseBody
@@ -31,6 +32,7 @@ LEAST: dict[type[TurnRequest], dict[str, Any]] = {
     NewTurn: {},
     ResponseBody: {"model": "m", "input": "a"},
     SamplingParams: {},
+    llama_cpp.CompletionBody: {"prompt": "a"},
     ollama.Options: {},
 }
 """The minimal fields of each request."""

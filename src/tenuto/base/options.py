@@ -53,6 +53,7 @@ class TurnParams:
             "responses": "max_output_tokens",
             "anthropic": "max_tokens",
             "ollama": "num_predict",
+            "llama.cpp": "n_predict",
         },
     )
     sampling: Sampling = GREEDY

@@ -45,7 +45,9 @@ class Sampling:
     top_p: float = option(1.0, allowed=Bounds(0.0, 1.0, above=True))
     seed: int = option(0, "Made up by the server if not given.", Bounds(0, MAX_SEED), names={"sglang": "sampling_seed"})
     min_p: float = option(0.0, allowed=Bounds(0.0, 1.0))
-    repetition_penalty: float = option(1.0, allowed=Bounds(0.01, 100.0), names={"ollama": "repeat_penalty"})
+    repetition_penalty: float = option(
+        1.0, allowed=Bounds(0.01, 100.0), names=dict.fromkeys(("ollama", "llama.cpp"), "repeat_penalty")
+    )
     presence_penalty: float = option(0.0, allowed=Bounds(-2.0, 2.0))
     frequency_penalty: float = option(0.0, allowed=Bounds(-2.0, 2.0))
     logit_bias: tuple[tuple[int, float], ...] = option((), "By token id.")
