@@ -61,9 +61,9 @@ def write(path: Path, sessions: int) -> None:
         for _ in range(LONG_TURNS if long else rng.randint(2, 6)):
             half = [rng.randrange(900) for _ in range(LONG_TOKENS // 2 if long else rng.randint(8, 30))]
             engine.sessions.adopt(name, half, half, conversation, tenant=tenant)
-        if len(engine.news.changes) > TOGETHER:
-            journal.write(engine.news.take_changes())
-    journal.write(engine.news.take_changes())
+        if len(engine.outcomes.changes) > TOGETHER:
+            journal.write(engine.outcomes.take_changes())
+    journal.write(engine.outcomes.take_changes())
     journal.close()
     engine.end()
 
@@ -75,13 +75,13 @@ def closed(path: Path, sessions: int) -> None:
     for number in range(sessions):
         engine.sessions.open(str(number))
         engine.sessions.adopt(str(number), [1] * 50, [2] * 50)
-        if len(engine.news.changes) > TOGETHER:
-            journal.write(engine.news.take_changes())
+        if len(engine.outcomes.changes) > TOGETHER:
+            journal.write(engine.outcomes.take_changes())
     while sessions:
         sessions -= 1
         engine.sessions.close(str(sessions))
-        if len(engine.news.changes) > TOGETHER or not sessions:
-            journal.write(engine.news.take_changes())
+        if len(engine.outcomes.changes) > TOGETHER or not sessions:
+            journal.write(engine.outcomes.take_changes())
     full, began = path.stat().st_size, time.monotonic()
     while journal.tidy(whole=True):
         pass

@@ -25,7 +25,7 @@ class Slow:
         given = {"units": 120, "token_budget": 24, "host_tier": 10**6, "carrier": self.copies, **options}
         self.stage = Stage(mix, **given)
         self.engine = self.stage.engine
-        self.stage.told("s", 60)
+        self.stage.committed("s", 60)
         self.park("s")
 
     @property

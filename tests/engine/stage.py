@@ -125,7 +125,7 @@ class Stage:
     def open(self, session_id: str = "s", **policy: Any) -> Session:
         return self.engine.sessions.open(session_id, Policy(**policy))
 
-    def told(self, session_id: str = "s", tokens: int = 30, output: int = 6, **policy: Any) -> Session:
+    def committed(self, session_id: str = "s", tokens: int = 30, output: int = 6, **policy: Any) -> Session:
         """Opens a session with one committed turn of `tokens` in and `output` out."""
         session = self.open(session_id, **policy)
         self.say(session_id, count_from(len(session_id), tokens), output)

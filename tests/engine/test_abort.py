@@ -25,7 +25,7 @@ def held(stage: Stage) -> list[int]:
 def test_an_abort_leaves_the_session_at_its_last_commit_with_its_memory(mix, overlap: int, state: str) -> None:
     """Known fault: an aborted turn overwrites or wipes its session."""
     stage = Stage(mix, overlap=overlap)
-    session = stage.told()
+    session = stage.committed()
     history, records, computed = list(session.history), list(session.records), session.memory.computed
     units = held(stage)
     turn = stage.reach(state)
@@ -47,7 +47,7 @@ def test_an_abort_leaves_the_session_at_its_last_commit_with_its_memory(mix, ove
 @pytest.mark.parametrize("state", STATES)
 def test_the_next_turn_after_an_abort_computes_only_its_own_tokens(mix, overlap: int, state: str) -> None:
     stage = Stage(mix, overlap=overlap)
-    session = stage.told()
+    session = stage.committed()
     stage.reach(state)
     stage.engine.turns.abort("s")
     stage.play()
@@ -62,7 +62,7 @@ def test_the_next_turn_after_an_abort_computes_only_its_own_tokens(mix, overlap:
 def test_many_aborts_in_a_row_cost_nothing(mix) -> None:
     """Known fault: a state slot freed twice."""
     stage = Stage(mix)
-    session = stage.told()
+    session = stage.committed()
     units = held(stage)
     for state in STATES * 2:
         stage.reach(state)
@@ -88,7 +88,7 @@ def test_an_abort_on_a_new_session_leaves_it_empty(mix, overlap: int) -> None:
 @pytest.mark.parametrize("keep", [0, 1, 3, 99])
 def test_a_barge_in_commits_the_input_and_the_tokens_kept(mix, overlap: int, keep: int) -> None:
     stage = Stage(mix, overlap=overlap)
-    session = stage.told()
+    session = stage.committed()
     before = list(session.history)
     turn = stage.reach("mid-decode")
     heard = list(turn.output)
@@ -113,7 +113,7 @@ def test_a_barge_in_commits_the_input_and_the_tokens_kept(mix, overlap: int, kee
 @pytest.mark.parametrize("keep", [0, 1, 3])
 def test_on_full_attention_a_barge_in_costs_nothing(overlap: int, keep: int) -> None:
     stage = Stage((FULL,), overlap=overlap)
-    session = stage.told()
+    session = stage.committed()
     stage.reach("mid-decode")
     stage.engine.turns.abort("s", keep)
     assert session.memory.computed == len(session.history) - 1
@@ -125,7 +125,7 @@ def test_on_full_attention_a_barge_in_costs_nothing(overlap: int, keep: int) -> 
 @every_overlap
 def test_a_barge_in_recomputes_at_most_from_the_end_of_the_input(mix, overlap: int) -> None:
     stage = Stage(mix, overlap=overlap)
-    session = stage.told()
+    session = stage.committed()
     turn = stage.reach("mid-decode", output=60)
     stage.until(lambda: len(turn.output) > 40)
     stage.engine.turns.abort("s", 38)
@@ -137,7 +137,7 @@ def test_a_barge_in_recomputes_at_most_from_the_end_of_the_input(mix, overlap: i
 @every_mix
 def test_a_barge_in_before_any_output_keeps_the_input(mix) -> None:
     stage = Stage(mix)
-    session = stage.told()
+    session = stage.committed()
     before = list(session.history)
     stage.reach("mid-prefill")
     stage.engine.turns.abort("s", "delivered")
@@ -149,7 +149,7 @@ def test_a_barge_in_before_any_output_keeps_the_input(mix) -> None:
 def test_a_barge_in_on_a_turn_that_never_ran_commits_nothing(state: str) -> None:
     """Known fault: a turn aborted in the queue is committed though it never ran."""
     stage = Stage()
-    session = stage.told()
+    session = stage.committed()
     turn = stage.reach(state)
     stage.engine.turns.abort("s", 3)
     assert (present(turn.result).committed, len(session.history), session.version) == (False, 36, 1)
@@ -158,7 +158,7 @@ def test_a_barge_in_on_a_turn_that_never_ran_commits_nothing(state: str) -> None
 @every_mix
 def test_a_barge_in_on_a_preempted_turn_keeps_the_output_that_was_heard(mix) -> None:
     stage = Stage(mix)
-    session = stage.told()
+    session = stage.committed()
     turn = stage.reach("preempted")
     heard = list(turn.output)[:2]
     stage.engine.turns.abort("s", 2)
@@ -172,14 +172,14 @@ def test_a_barge_in_on_a_preempted_turn_keeps_the_output_that_was_heard(mix) -> 
 
 def test_a_turn_that_finished_before_its_abort_arrived_cannot_be_aborted() -> None:
     stage = Stage()
-    stage.told()
+    stage.committed()
     with pytest.raises(IllegalTransition, match="session s has no open turn to abort"):
         stage.engine.turns.abort("s")
 
 
 def test_only_a_number_of_tokens_can_be_kept() -> None:
     stage = Stage()
-    stage.told()
+    stage.committed()
     turn = stage.reach("mid-decode")
     with pytest.raises(InvalidRequest, match="keep is -2; allowed"):
         stage.engine.turns.abort("s", -2)
@@ -190,8 +190,8 @@ def test_only_a_number_of_tokens_can_be_kept() -> None:
 def test_a_result_that_arrives_after_the_abort_is_dropped(overlap: int) -> None:
     """Known fault: a rejected or aborted overlapping turn disturbs the live one."""
     stage = Stage(overlap=overlap)
-    stage.told("one", output=2)
-    stage.told("two", output=2)
+    stage.committed("one", output=2)
+    stage.committed("two", output=2)
     first = stage.say("one", [1], 30)
     second = stage.say("two", [2], 30)
     expected = continuation([*second.session.history, 2], 30)
@@ -209,7 +209,7 @@ def test_a_result_that_arrives_after_the_abort_is_dropped(overlap: int) -> None:
 def test_a_turn_refused_beside_a_running_one_leaves_it_alone() -> None:
     """Known fault: a rejected overlapping turn clears the running turn's in-flight mark."""
     stage = Stage()
-    stage.told()
+    stage.committed()
     turn = stage.reach("mid-decode")
     for _ in range(3):
         with pytest.raises(Exception, match="its turn is running"):
@@ -223,7 +223,7 @@ def test_a_turn_refused_beside_a_running_one_leaves_it_alone() -> None:
 @pytest.mark.parametrize("keep", [0, 1, 3])
 def test_stopping_a_preempted_regeneration_keeps_the_new_output_and_not_the_old(mix, keep: int) -> None:
     stage = Stage(mix)
-    session = stage.told("s", 10, 8)
+    session = stage.committed("s", 10, 8)
     old = list(session.history)
     turn = stage.engine.turns.regenerate(
         "s", TurnParams(max_new_tokens=8, min_new_tokens=6, stop_ids=tuple(old[10:12]))

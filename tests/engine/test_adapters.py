@@ -71,7 +71,7 @@ def test_turns_with_different_adapters_run_in_one_step_and_share_nothing() -> No
 
 def test_plans_without_adapters_say_nothing_of_them() -> None:
     stage = stage_with("a")
-    stage.told()
+    stage.committed()
     assert all(plan.adapters is None for plan in stage.executor.plans)
 
 

@@ -119,7 +119,7 @@ def test_a_wrong_count_found_by_an_audit_stops_the_engine() -> None:
 def test_turns_continue_while_a_cycle_takes_many_steps(mix, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auditor, "VISITS_A_STEP", 8)
     stage = Stage(mix, audit_every=1, overlap=1)
-    stage.told("s")
+    stage.committed("s")
     for number in range(5):
         stage.engine.sessions.fork("s", child=f"child {number}")
         stage.say(f"child {number}", [number], 9)
@@ -144,7 +144,7 @@ def test_no_cycle_reports_a_false_miscount(visits: int, monkeypatch: pytest.Monk
 
 def test_a_cycle_counts_every_kind_of_memory() -> None:
     stage = Stage((FULL, SLIDING, STATE), audit_every=0)
-    stage.told("s")
+    stage.committed("s")
     stage.reach("mid-decode", "s")
     told: list[AuditReport] = []
     stage.engine.ask_audit(told.append)

@@ -11,8 +11,8 @@ def test_forks_share_their_parents_checkpoints_and_evict_no_others() -> None:
     """Known fault: each fork counted them again, and the cache evicted those of others although slots were free."""
     config: dict[str, Any] = {"context_length": 4000, "token_budget": 256, "checkpoint_interval": 64}
     stage = Stage((FULL, STATE), units=1500, recount=False, **config)
-    others = [stage.told(f"s{i}", 500, 1) for i in range(4)]
-    stage.told("prompt", 1000, 1)
+    others = [stage.committed(f"s{i}", 500, 1) for i in range(4)]
+    stage.committed("prompt", 1000, 1)
     cache, slots = stage.engine.memory.cache, stage.engine.memory.pools[1]
     before = len(cache), slots.leased, [len(session.memory.checkpoints) for session in others]
     forks = [stage.engine.sessions.fork("prompt", child=f"c{i}") for i in range(60)]

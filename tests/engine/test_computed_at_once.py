@@ -10,7 +10,7 @@ from tests.tiered import parking_in
 
 def test_a_turn_whose_session_is_restored_without_a_copy_releases_its_units():
     stage = Stage((FULL, STATE), host_tier=10**6, units=60)
-    session = stage.told("s")
+    session = stage.committed("s")
     stage.engine.sessions.fork("s", child="fork")
     stage.engine.pressure.drop(session)
     assert parking_in(stage.engine).position(session)

@@ -12,7 +12,7 @@ from tests.tiered import parking_in
 def with_a_fork() -> tuple[Stage, list[int]]:
     """Makes a session "s" whose last page is partly filled, and a fork of it."""
     stage = Stage(units=60, host_tier=10**6)
-    session = stage.told("s", 4 * PAGE, 4)
+    session = stage.committed("s", 4 * PAGE, 4)
     assert session.memory.computed % PAGE == 3
     stage.engine.sessions.fork("s", child="fork")
     return stage, list(session.history)

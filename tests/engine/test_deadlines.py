@@ -15,7 +15,7 @@ from tests.present import present
 @pytest.mark.parametrize("state", STATES)
 def test_a_turn_past_its_deadline_ends_and_its_session_is_at_the_last_commit(mix, state: str) -> None:
     stage = Stage(mix, draft_timeout=30.0)
-    session = stage.told()
+    session = stage.committed()
     before, computed = list(session.history), session.memory.computed
     if state == "drafting":
         turn = stage.reach(state)
@@ -34,8 +34,8 @@ def test_a_turn_past_its_deadline_ends_and_its_session_is_at_the_last_commit(mix
 
 def test_a_turn_that_waits_too_long_to_start_ends() -> None:
     stage = Stage(max_running=1)
-    stage.told("one", output=1)
-    stage.told("two", output=1)
+    stage.committed("one", output=1)
+    stage.committed("two", output=1)
     stage.say("one", [1], 100)
     stage.step()
     turn = stage.say("two", [1], 5, queue_timeout=3.0)
@@ -87,7 +87,7 @@ def test_one_jump_of_the_clock_ends_everything_that_is_due() -> None:
 def test_a_session_does_not_expire_while_its_turn_is_open(state: str) -> None:
     """Known fault: an idle timeout closes a session whose turn is running."""
     stage = Stage(draft_timeout=1e9)
-    stage.told(ttl=10.0)
+    stage.committed(ttl=10.0)
     stage.reach(state)
     stage.clock.advance(1000.0)
     stage.engine.step()
@@ -103,7 +103,7 @@ def test_a_session_does_not_expire_while_its_turn_is_open(state: str) -> None:
 @every_mix
 def test_an_expired_session_releases_everything(mix) -> None:
     stage = Stage(mix)
-    stage.told(ttl=10.0)
+    stage.committed(ttl=10.0)
     stage.clock.advance(11.0)
     stage.step()
     with pytest.raises(NotFound, match="has expired"):
@@ -139,7 +139,7 @@ def test_an_ephemeral_session_also_closes_when_its_turn_is_aborted(state: str) -
 @pytest.mark.parametrize("state", STATES)
 def test_closing_aborts_the_open_turn(mix, state: str) -> None:
     stage = Stage(mix)
-    stage.told()
+    stage.committed()
     turn = stage.reach(state)
     stage.engine.sessions.close("s")
     assert (turn.state, stage.engine.registry.find("s")) == (TurnState.ABORTED, None)
@@ -151,7 +151,7 @@ def test_closing_aborts_the_open_turn(mix, state: str) -> None:
 @pytest.mark.parametrize("state", STATES)
 def test_closing_with_finish_lets_a_submitted_turn_end_first_but_not_a_draft(mix, state: str) -> None:
     stage = Stage(mix)
-    session = stage.told()
+    session = stage.committed()
     turn = stage.reach(state)
     stage.engine.sessions.close("s", finish=True)
     if state == "drafting":
@@ -167,7 +167,7 @@ def test_closing_with_finish_lets_a_submitted_turn_end_first_but_not_a_draft(mix
 
 def test_closing_without_finish_ends_a_session_that_is_closing_with_it() -> None:
     stage = Stage()
-    stage.told()
+    stage.committed()
     turn = stage.reach("mid-decode")
     stage.engine.sessions.close("s", finish=True)
     stage.engine.sessions.close("s")
@@ -176,7 +176,7 @@ def test_closing_without_finish_ends_a_session_that_is_closing_with_it() -> None
 
 def test_an_id_can_be_reused_after_its_session_was_closed_during_a_turn() -> None:
     stage = Stage(overlap=1)
-    stage.told()
+    stage.committed()
     stage.reach("mid-decode")
     stage.engine.sessions.close("s")
     stage.open()

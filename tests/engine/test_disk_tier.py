@@ -43,7 +43,7 @@ def parked(stage: Stage) -> list[str]:
     return [session.id for session in stage.engine.registry if parking(stage).position(session)]
 
 
-def told(stage: Stage, *names: str, tokens: int = 30) -> None:
+def park_all(stage: Stage, *names: str, tokens: int = 30) -> None:
     """Makes sessions with different histories and parks them one after another."""
     for number, name in enumerate(names):
         stage.open(name)
@@ -77,7 +77,7 @@ def exchange(tier: Path) -> None:
 @every_mix
 def test_swapped_files_are_not_mistaken_for_each_other(mix, tmp_path: Path) -> None:
     stage = make(tmp_path, mix)
-    told(stage, "a", "b", "c")
+    park_all(stage, "a", "b", "c")
     exchange(tmp_path)
     assert [goes_on(stage, name) for name in "abc"] == [0, 0, 0]
     assert parking(stage).tiers.failures == {"content": 3}
@@ -87,7 +87,7 @@ def test_swapped_files_are_not_mistaken_for_each_other(mix, tmp_path: Path) -> N
 @every_mix
 def test_files_swapped_between_two_processes_are_not_mistaken_for_each_other(mix, tmp_path: Path) -> None:
     stage = make(tmp_path, mix)
-    told(stage, "a", "b")
+    park_all(stage, "a", "b")
     saved = [session.saved() for session in stage.engine.registry]
     stage.engine.sessions.save()
     stage.engine.end(keep=True)
@@ -116,7 +116,7 @@ def test_a_tenant_never_gets_another_tenants_state_even_for_the_same_words(mix, 
 def test_swapped_rows_within_a_file_are_not_mistaken_for_each_other(tmp_path: Path) -> None:
     """Two forks whose last pages start alike and then differ have one file each."""
     stage = make(tmp_path)
-    told(stage, "s", tokens=17)
+    park_all(stage, "s", tokens=17)
     for name, token in (("s", 1), ("fork", 2)):
         if name == "fork":
             stage.engine.sessions.fork("s", position=18, child="fork")
@@ -130,7 +130,7 @@ def test_swapped_rows_within_a_file_are_not_mistaken_for_each_other(tmp_path: Pa
 
 def test_a_session_is_exported_without_state_of_other_content(tmp_path: Path) -> None:
     stage = make(tmp_path)
-    told(stage, "a", "b")
+    park_all(stage, "a", "b")
     exchange(tmp_path)
     lent = stage.engine.states.of("a")
     assert isinstance(lent, LentUnits)
@@ -143,7 +143,7 @@ def test_a_session_is_exported_without_state_of_other_content(tmp_path: Path) ->
 def test_a_session_is_never_exported_without_some_of_its_units() -> None:
     """A unit that is nowhere, a bug of ours, ends with a report and not with a shorter state."""
     stage = Stage(host_tier=2**20)
-    told(stage, "a")
+    park_all(stage, "a")
     lent = stage.engine.states.of("a")
     assert isinstance(lent, LentUnits)
     lent.units = [[unit._replace(data=None) if i == 1 else unit for i, unit in enumerate(lent.units[0])]]
@@ -154,7 +154,7 @@ def test_a_session_is_never_exported_without_some_of_its_units() -> None:
 def test_parked_memory_is_compared_with_the_tokens_of_the_session_that_gets_it(tmp_path: Path) -> None:
     """A bug of ours in memory ends with a report and not with a wrong answer."""
     stage = make(tmp_path)
-    told(stage, "a", "b")
+    park_all(stage, "a", "b")
     a, b = (stage.engine.registry.get(name) for name in "ab")
     known = parking(stage)._sessions
     known[a], known[b] = known[b], known[a]
@@ -189,7 +189,7 @@ def test_anything_but_a_regular_file_is_refused_without_waiting(
     make_it: Callable[[Path], None], tmp_path: Path
 ) -> None:
     stage = make(tmp_path)
-    told(stage, "a")
+    park_all(stage, "a")
     (path,) = tmp_path.glob(f"*{SUFFIX}")
     path.unlink()
     make_it(path)
@@ -206,7 +206,7 @@ def test_anything_but_a_regular_file_is_refused_without_waiting(
 
 def test_no_memory_is_allocated_for_a_file_that_claims_to_be_huge(tmp_path: Path) -> None:
     stage = make(tmp_path)
-    told(stage, "a", "b")
+    park_all(stage, "a", "b")
     first, second = tmp_path.glob(f"*{SUFFIX}")
     os.truncate(first, 2**42)
     os.truncate(second, 2**42)
@@ -222,7 +222,7 @@ def test_no_memory_is_allocated_for_a_file_that_claims_to_be_huge(tmp_path: Path
 def test_a_full_disk_deletes_the_least_recently_used_memory(tmp_path: Path) -> None:
     stage = make(tmp_path, budget=47 * UNIT)
     names = [f"s{i}" for i in range(10)]
-    told(stage, *names)  # of 8 pages each
+    park_all(stage, *names)  # of 8 pages each
     assert parked(stage) == names[5:]
     for name in (names[5], names[6], names[5]):
         assert goes_on(stage, name) > 0
@@ -239,8 +239,8 @@ def test_a_full_disk_deletes_the_least_recently_used_memory(tmp_path: Path) -> N
 
 def test_a_session_too_large_for_the_disk_evicts_no_other(tmp_path: Path) -> None:
     stage = make(tmp_path, budget=20 * UNIT)
-    told(stage, "a", "b")
-    told(stage, "large", tokens=100)
+    park_all(stage, "a", "b")
+    park_all(stage, "large", tokens=100)
     assert parked(stage) == ["a", "b"]
     assert parking(stage).tiers.failures == {"full": 1}
     assert goes_on(stage, "large") == 0
@@ -249,11 +249,11 @@ def test_a_session_too_large_for_the_disk_evicts_no_other(tmp_path: Path) -> Non
 def test_memory_without_room_beside_unfinished_writes_counts_as_busy_not_full(tmp_path: Path) -> None:
     copies = ByHand()
     stage = make(tmp_path, budget=20 * UNIT, carrier=copies)
-    told(stage, "a", "b", "c")  # of 8 pages each; none of the writes has ended
+    park_all(stage, "a", "b", "c")  # of 8 pages each; none of the writes has ended
     assert parked(stage) == ["a", "b"]
     assert parking(stage).tiers.failures == {"busy": 1}
     copies.finish()
-    told(stage, "d")
+    park_all(stage, "d")
     assert parked(stage) == ["b", "d"]
     assert parking(stage).tiers.failures == {"busy": 1}
 
@@ -262,7 +262,7 @@ def test_a_full_file_system_deletes_the_least_recently_used_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = make(tmp_path)
-    told(stage, "a", "b", "c")
+    park_all(stage, "a", "b", "c")
 
     def no_room(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -270,17 +270,17 @@ def test_a_full_file_system_deletes_the_least_recently_used_memory(
     with monkeypatch.context() as full:
         full.setattr("tenuto.memory.tiers.unit_files.save_file", no_room)
         full.setattr(UnitFiles, "_lacks", lambda *_: True)
-        told(stage, "d")
+        park_all(stage, "d")
     assert parked(stage) == ["b", "c"]
     assert parking(stage).tiers.failures == {"full": 1}
-    told(stage, "e")
+    park_all(stage, "e")
     assert parked(stage) == ["b", "c", "e"]
     stage.engine.audit()
 
 
 def test_a_snapshot_on_a_small_disk_keeps_the_most_recently_used_sessions(tmp_path: Path) -> None:
     stage = make(tmp_path, budget=24 * UNIT)
-    told(stage, "a", "b", "c")
+    park_all(stage, "a", "b", "c")
     stage.clock.advance(1.0)
     for number, name in enumerate(("d", "e")):
         stage.open(name)
@@ -301,7 +301,7 @@ def test_a_snapshot_on_a_small_disk_keeps_the_most_recently_used_sessions(tmp_pa
 
 def test_a_smaller_tier_keeps_the_most_recently_used_memory(tmp_path: Path) -> None:
     stage = make(tmp_path)
-    told(stage, "a", "b", "c")
+    park_all(stage, "a", "b", "c")
     saved = []
     for session, used in zip(stage.engine.registry, (3.0, 1.0, 2.0), strict=True):
         session.last_turn_end = used
@@ -338,7 +338,7 @@ def test_a_tier_that_was_ruled_out_is_measured_again(tmp_path: Path) -> None:
         rates.note("compute", 1, 1.0)
         rates.note("disk", 1, 1000.0)
     restored = []
-    told(stage, "s")
+    park_all(stage, "s")
     for _ in range(rates.RETRIED * rates.KEPT):
         cached = goes_on(stage, "s")
         restored.append(cached > 0)

@@ -32,7 +32,7 @@ from tests.present import present
 @every_overlap
 def test_a_draft_computes_all_but_its_last_token(mix, overlap: int) -> None:
     stage = Stage(mix, overlap=overlap)
-    session = stage.told()
+    session = stage.committed()
     assert (
         stage.cost(lambda: stage.engine.turns.draft("s", count_from(600, 20))) == 20
     )  # one of the history, nineteen new
@@ -44,7 +44,7 @@ def test_a_draft_computes_all_but_its_last_token(mix, overlap: int) -> None:
 @every_overlap
 def test_a_draft_that_is_submitted_unchanged_starts_with_its_first_output(mix, overlap: int) -> None:
     stage = Stage(mix, overlap=overlap)
-    session = stage.told()
+    session = stage.committed()
     draft = stage.engine.turns.draft("s", count_from(600, 20))
     stage.play()
     expected = continuation([*session.history, *count_from(600, 20)], 5)
@@ -60,7 +60,7 @@ def test_a_draft_that_is_submitted_unchanged_starts_with_its_first_output(mix, o
 
 def test_only_newly_typed_tokens_are_computed() -> None:
     stage = Stage()
-    stage.told()
+    stage.committed()
     text = count_from(600, 40)
     stage.engine.turns.draft("s", text[:20])
     stage.play()
@@ -71,7 +71,7 @@ def test_only_newly_typed_tokens_are_computed() -> None:
 
 def test_a_correction_recomputes_from_the_first_difference() -> None:
     stage = Stage()
-    stage.told()
+    stage.committed()
     text = count_from(600, 40)
     stage.engine.turns.draft("s", text)
     stage.play()
@@ -104,7 +104,7 @@ edits = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12), st.integers(0
 @pytest.mark.parametrize("mix", [(FULL,), (FULL, STATE)], ids=["full", "full+state"])
 def test_the_output_depends_only_on_the_last_text_of_an_edited_draft(mix, edits, overlap: int) -> None:
     stage = Stage(mix, overlap=overlap, recount=False)
-    session = stage.told()
+    session = stage.committed()
     text: list[int] = []
     for number, (at, typed, steps) in enumerate(edits):
         text = text[:at] + [100 + 20 * number + i for i in range(typed)]
@@ -124,7 +124,7 @@ def test_the_output_depends_only_on_the_last_text_of_an_edited_draft(mix, edits,
 @every_overlap
 def test_a_turn_may_be_submitted_with_other_text_than_its_draft(mix, overlap: int) -> None:
     stage = Stage(mix, overlap=overlap)
-    session = stage.told()
+    session = stage.committed()
     stage.reach("drafting")
     expected = continuation([*session.history, 7, 8], 5)
     turn = stage.say("s", [7, 8], 5)
@@ -137,7 +137,7 @@ def test_a_turn_may_be_submitted_with_other_text_than_its_draft(mix, overlap: in
 @every_overlap
 def test_an_aborted_draft_leaves_no_trace(mix, overlap: int) -> None:
     stage = Stage(mix, overlap=overlap)
-    session = stage.told()
+    session = stage.committed()
     while stage.engine.memory.cache.evict():
         pass
     free = stage.engine.memory.free().tolist()
@@ -154,7 +154,7 @@ def test_an_aborted_draft_leaves_no_trace(mix, overlap: int) -> None:
 
 def test_a_draft_can_become_a_prefill_only_turn() -> None:
     stage = Stage()
-    session = stage.told()
+    session = stage.committed()
     draft = stage.engine.turns.draft("s", [1, 2, 3])
     stage.play()
     assert stage.cost(lambda: stage.append("s", [1, 2, 3])) == 0
@@ -163,7 +163,7 @@ def test_a_draft_can_become_a_prefill_only_turn() -> None:
 
 def test_a_draft_that_would_not_fit_is_refused_and_the_previous_one_stays() -> None:
     stage = Stage()
-    stage.told()
+    stage.committed()
     draft = stage.engine.turns.draft("s", [1, 2, 3])
     stage.play()
     for operation in (stage.engine.turns.draft, stage.say):
@@ -175,7 +175,7 @@ def test_a_draft_that_would_not_fit_is_refused_and_the_previous_one_stays() -> N
 
 def test_an_unchanged_draft_times_out_and_leaves_the_session_as_it_was() -> None:
     stage = Stage(draft_timeout=10.0)
-    session = stage.told()
+    session = stage.committed()
     draft = stage.engine.turns.draft("s", [1, 2])
     stage.clock.advance(9.0)
     stage.step()
@@ -194,7 +194,7 @@ def test_an_unchanged_draft_times_out_and_leaves_the_session_as_it_was() -> None
 
 def test_a_submitted_draft_no_longer_times_out_as_a_draft() -> None:
     stage = Stage(draft_timeout=10.0)
-    stage.told()
+    stage.committed()
     stage.engine.turns.draft("s", [1, 2])
     turn = stage.say("s", [1, 2], 20)
     stage.clock.advance(11.0)
@@ -214,7 +214,7 @@ def test_drafts_never_delay_a_submitted_turn() -> None:
 
 def test_timeouts_of_a_submitted_draft_count_from_its_submission() -> None:
     stage = Stage()
-    session = stage.told()
+    session = stage.committed()
     stage.engine.turns.draft("s", count_from(600, 20))
     stage.play()
     stage.clock.advance(30.0)
@@ -233,7 +233,7 @@ def test_a_draft_extended_at_every_step_makes_progress_and_computes_each_token_o
     """Known fault: with overlap, every change dropped the result of the step in flight, so that nothing was ever
     kept."""
     stage = Stage(mix, overlap=overlap, context_length=2000, units=2000)
-    session = stage.told()
+    session = stage.committed()
     text, before, progress = count_from(5, 200), len(stage.executor.plans), [35]
     for typed in range(60):
         stage.engine.turns.draft("s", text + count_from(9, typed))
@@ -298,7 +298,7 @@ def test_no_priority_puts_a_draft_before_a_submitted_turn(overlap: int, aging_se
     """Known fault: an important draft without room, to which nothing yields, blocked all others."""
     stage = Stage(units=60, aging_seconds=aging_seconds, overlap=overlap)
     for i in range(3):
-        stage.told(f"idle{i}", 60, 1)
+        stage.committed(f"idle{i}", 60, 1)
     stage.open("d", priority=1000)
     stage.engine.turns.draft("d", count_from(1, 100))
     stage.step()
@@ -314,7 +314,7 @@ def test_a_draft_without_room_takes_nothing_from_others(units: int, idle: int) -
     """Known fault: its units were taken from idle sessions and from turns before it."""
     stage = Stage(units=units + idle * 5, max_running=8, token_budget=32)
     for i in range(idle):
-        stage.told(f"idle{i}", 16, 3)
+        stage.committed(f"idle{i}", 16, 3)
     turns = []
     for i in range(3):
         stage.open(f"d{i}")

@@ -58,7 +58,7 @@ def test_every_turn_continues_the_whole_history(mix, overlap: int) -> None:
 def test_a_turn_costs_only_its_new_tokens_however_long_the_history(mix, overlap: int) -> None:
     for tokens in (10, 150):
         stage = Stage(mix, overlap=overlap)
-        stage.told(tokens=tokens, output=1)
+        stage.committed(tokens=tokens, output=1)
         assert stage.cost(partial(stage.say, "s", [1, 2, 3], 1)) == 4  # the last of the history, and three new ones
 
 
@@ -87,7 +87,7 @@ def test_a_step_acquires_the_pages_of_all_its_turns_in_one_call_for_each_group(m
 def test_an_empty_input_continues_the_history(overlap: int) -> None:
     """Known fault: zero-token turns."""
     stage = Stage(overlap=overlap)
-    session = stage.told()
+    session = stage.committed()
     expected = continuation(session.history, 7)
     turn = stage.say("s", [], 7)
     assert stage.cost(lambda: None) <= 7 + overlap
@@ -108,7 +108,7 @@ def test_an_empty_session_has_nothing_to_continue() -> None:
 @every_mix
 def test_a_turn_that_requests_more_than_fits_gets_a_reduced_maximum(mix) -> None:
     stage = Stage(mix)
-    session = stage.told()
+    session = stage.committed()
     turn = stage.say("s", [1] * 100, 5000)
     assert turn.max_new_tokens == 200 - 136
     stage.play()
@@ -124,7 +124,7 @@ def test_a_turn_that_requests_more_than_fits_gets_a_reduced_maximum(mix) -> None
 @every_mix
 def test_without_a_limit_a_turn_may_fill_the_context(mix) -> None:
     stage = Stage(mix)
-    stage.told()
+    stage.committed()
     turn = stage.say("s", [1], None)
     stage.play()
     result = present(turn.result)
@@ -134,7 +134,7 @@ def test_without_a_limit_a_turn_may_fill_the_context(mix) -> None:
 def test_a_turn_longer_than_the_context_is_refused_before_it_queues_and_names_the_maximum() -> None:
     """Known fault: a turn longer than the context window."""
     stage = Stage()
-    session = stage.told()
+    session = stage.committed()
     before = (list(session.history), session.version, session.memory.computed, stage.engine.memory.touched)
     with pytest.raises(ContextExceeded, match="history and input have 200 tokens; allowed: 199 of a context of 200"):
         stage.say("s", [1] * 164)
@@ -149,7 +149,7 @@ def test_a_turn_longer_than_the_context_is_refused_before_it_queues_and_names_th
 
 def test_a_full_session_accepts_no_more_tokens_and_can_be_rewound() -> None:
     stage = Stage()
-    session = stage.told(tokens=190, output=10)
+    session = stage.committed(tokens=190, output=10)
     for operation in (stage.say, stage.append, stage.engine.turns.draft):
         with pytest.raises(ContextExceeded):
             operation("s", [1])
@@ -220,7 +220,7 @@ def test_a_session_that_was_never_opened_is_not_found() -> None:
 
 def test_a_stop_id_ends_the_turn_and_joins_the_history() -> None:
     stage = Stage()
-    session = stage.told()
+    session = stage.committed()
     said = continuation([*session.history, 1], 9)
     turn = stage.say("s", [1], 50, stop_ids=(said[4], said[7]))
     stage.play()
@@ -242,7 +242,7 @@ def test_the_models_end_token_ends_a_turn_unless_ignored(overlap: int) -> None:
 
 def test_usage_counts_exactly() -> None:
     stage = Stage()
-    stage.told()
+    stage.committed()
     turn = stage.say("s", [1, 2, 3], 5)
     stage.play()
     usage = present(turn.result).usage
@@ -308,7 +308,7 @@ def test_a_turn_does_not_yield_to_one_of_equal_priority() -> None:
 
 def test_a_broken_invariant_stops_the_engine_with_its_reason() -> None:
     stage = Stage()
-    stage.told()
+    stage.committed()
     stage.engine.memory.pools[0].counts[0] += 1
     with pytest.raises(InvariantError):
         stage.engine.step()
@@ -326,7 +326,7 @@ def test_a_broken_invariant_stops_the_engine_with_its_reason() -> None:
 @every_overlap
 def test_an_idle_engine_does_nothing(overlap: int) -> None:
     stage = Stage(overlap=overlap)
-    stage.told()
+    stage.committed()
     work = stage.engine.counted_work
     for _ in range(5):
         report = stage.engine.step()
@@ -349,7 +349,7 @@ def test_every_end_is_reported_once_by_the_next_step() -> None:
 
 def test_a_session_with_a_running_turn_cannot_be_dropped() -> None:
     stage = Stage()
-    stage.told("s")
+    stage.committed("s")
     turn = stage.say("s", [1, 2, 3])
     stage.step()
     with pytest.raises(SessionBusy, match="its turn is running"):
@@ -360,7 +360,7 @@ def test_a_session_with_a_running_turn_cannot_be_dropped() -> None:
 
 def test_a_broken_invariant_found_in_any_operation_stops_the_engine() -> None:
     stage = Stage()
-    session = stage.told("s")
+    session = stage.committed("s")
     unit = full_table(session).base.units[0]
     stage.engine.memory.pools[0].counts[unit] = 0
     with pytest.raises(InvariantError, match="nobody holds it"):

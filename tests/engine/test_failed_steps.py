@@ -303,7 +303,7 @@ def test_a_turn_is_not_blamed_for_a_failed_step_shared_with_turns_that_left() ->
 def test_a_suspect_without_room_keeps_its_memory_while_others_run() -> None:
     """Known fault: no other turn was allowed to run, so the suspect was preempted, as if nothing else could help."""
     stage = Stage(units=5, context_length=20, host_tier=10**6, failing=(3,))
-    stage.engine.pressure.drop(stage.told("parked", 6, 2))  # to host memory
+    stage.engine.pressure.drop(stage.committed("parked", 6, 2))  # to host memory
     stage.open("s")
     turn = stage.say("s", count_from(2, 12), 6)
     stage.until(lambda: stage.engine.suspects)
@@ -315,7 +315,7 @@ def test_a_suspect_without_room_keeps_its_memory_while_others_run() -> None:
 
 def test_a_suspect_that_has_room_runs_alone_while_another_one_lacks_it() -> None:
     stage = Stage(units=5, context_length=20, token_budget=24, host_tier=10**6, failing=(3,))
-    stage.engine.pressure.drop(stage.told("parked", 6, 2))
+    stage.engine.pressure.drop(stage.committed("parked", 6, 2))
     for name in ("small", "large"):
         stage.open(name)
     small = stage.say("small", [1, 2], 6)

@@ -191,7 +191,7 @@ def test_a_turn_continues_in_its_grammar_after_failed_steps(mix, overlap: int) -
 @pytest.mark.parametrize("state", STATES)
 def test_an_aborted_turn_leaves_no_grammar_behind(overlap: int, state: str) -> None:
     stage = Stage(overlap=overlap)
-    session = stage.told()
+    session = stage.committed()
     history = list(session.history)
     if state == "drafting":
         stage.engine.turns.draft("s", count_from(3, 20))
@@ -240,7 +240,7 @@ def test_a_regenerated_turn_has_a_grammar_of_its_own(overlap: int) -> None:
 @every_overlap
 def test_forks_of_one_prompt_follow_their_own_grammars(overlap: int) -> None:
     stage = Stage(overlap=overlap)
-    session = stage.told()
+    session = stage.committed()
     history, ladders = list(session.history), [Ladder(4, n, 5 + n) for n in range(3)]
     turns = []
     for n, ladder in enumerate(ladders):
@@ -265,7 +265,7 @@ def test_a_draft_becomes_a_turn_with_a_grammar(overlap: int) -> None:
 @every_overlap
 def test_a_turn_whose_grammar_fails_is_rolled_back_alone(overlap: int) -> None:
     stage = Stage(overlap=overlap)
-    session = stage.told()
+    session = stage.committed()
     stage.open("other")
     history = list(session.history)
     turn = climb(stage, [1, 2, 3], Ladder(5, 0, 12, broken=4))

@@ -15,7 +15,7 @@ from tests.present import present
 @every_overlap
 def test_regenerating_replaces_the_last_output_at_the_cost_of_that_output(mix, overlap: int) -> None:
     stage = Stage(mix, overlap=overlap)
-    session = stage.told(tokens=30, output=6)
+    session = stage.committed(tokens=30, output=6)
     first = list(session.history)
     turn = stage.engine.turns.regenerate("s", TurnParams(max_new_tokens=4))
     assert list(session.history) == first  # the old output stays until this turn commits
@@ -30,7 +30,7 @@ def test_regenerating_replaces_the_last_output_at_the_cost_of_that_output(mix, o
 @pytest.mark.parametrize("when", ["queued", "mid-decode", "preempted"])
 def test_an_aborted_regenerate_leaves_the_old_output(mix, overlap: int, when: str) -> None:
     stage = Stage(mix, overlap=overlap)
-    session = stage.told()
+    session = stage.committed()
     before, computed = list(session.history), session.memory.computed
     turn = stage.engine.turns.regenerate("s", TurnParams(max_new_tokens=50))
     if when != "queued":
@@ -46,7 +46,7 @@ def test_an_aborted_regenerate_leaves_the_old_output(mix, overlap: int, when: st
 @every_mix
 def test_a_barge_in_on_a_regenerate_keeps_the_new_output_instead_of_the_old(mix) -> None:
     stage = Stage(mix)
-    session = stage.told()
+    session = stage.committed()
     prompt = list(session.history[:30])
     turn = stage.engine.turns.regenerate("s", TurnParams(max_new_tokens=50))
     stage.until(lambda: len(turn.output) > 8)
@@ -71,7 +71,7 @@ def test_a_session_whose_last_turn_generated_nothing_cannot_regenerate(kind: str
 @every_overlap
 def test_a_prefill_only_turn_appends_its_input_and_generates_nothing(mix, overlap: int) -> None:
     stage = Stage(mix, overlap=overlap)
-    session = stage.told()
+    session = stage.committed()
     before = list(session.history)
     turn = stage.append("s", count_from(7, 25))
     stage.play()
@@ -103,7 +103,7 @@ def test_an_append_with_nothing_to_compute_commits_at_once(tokens: list[int]) ->
 @every_overlap
 def test_a_fork_is_free_and_continues_independently(mix, overlap: int) -> None:
     stage = Stage(mix, overlap=overlap)
-    parent = stage.told()
+    parent = stage.committed()
     free = stage.engine.memory.free().tolist()
     child = stage.engine.sessions.fork("s", child="c")
     assert stage.engine.memory.free().tolist() == free
@@ -121,7 +121,7 @@ def test_a_fork_is_free_and_continues_independently(mix, overlap: int) -> None:
 @pytest.mark.parametrize("state", STATES)
 def test_a_fork_of_a_session_with_an_open_turn_sees_its_last_commit(mix, overlap: int, state: str) -> None:
     stage = Stage(mix, overlap=overlap)
-    parent = stage.told()
+    parent = stage.committed()
     before = list(parent.history)
     turn = stage.reach(state)
     child = stage.engine.sessions.fork("s", child="c")
@@ -154,7 +154,7 @@ def test_many_samples_of_one_prompt_compute_it_once(mix) -> None:
 @every_overlap
 def test_a_rewind_to_a_turn_or_a_position_cuts_the_history_there(mix, overlap: int) -> None:
     stage = Stage(mix, overlap=overlap)
-    session = stage.told()
+    session = stage.committed()
     for i in range(3):
         stage.say("s", [i], 5)
         stage.play()
@@ -174,7 +174,7 @@ def test_a_rewind_to_a_turn_or_a_position_cuts_the_history_there(mix, overlap: i
 @every_mix
 def test_rewinding_a_turn_recomputes_no_more_than_its_tokens(mix) -> None:
     stage = Stage(mix)
-    session = stage.told(tokens=90)
+    session = stage.committed(tokens=90)
     for i in range(3):
         stage.say("s", [i], 5)
         stage.play()
@@ -185,7 +185,7 @@ def test_rewinding_a_turn_recomputes_no_more_than_its_tokens(mix) -> None:
 
 def test_on_full_attention_a_rewind_keeps_everything_below() -> None:
     stage = Stage((FULL,))
-    session = stage.told(tokens=90)
+    session = stage.committed(tokens=90)
     for position in (80, 41, 40, 3, 1, 0):
         stage.engine.sessions.rewind("s", position=position)
         assert session.memory.computed == max(0, position - 1)
@@ -195,7 +195,7 @@ def test_on_full_attention_a_rewind_keeps_everything_below() -> None:
 @every_mix
 def test_a_fork_at_a_turn_has_the_sessions_history_of_that_time(mix) -> None:
     stage = Stage(mix)
-    session = stage.told()
+    session = stage.committed()
     for i in range(3):
         stage.say("s", [i], 5)
         stage.play()
@@ -208,7 +208,7 @@ def test_a_fork_at_a_turn_has_the_sessions_history_of_that_time(mix) -> None:
 @pytest.mark.parametrize("state", STATES)
 def test_an_open_turn_blocks_all_other_changes_of_the_history(state: str) -> None:
     stage = Stage()
-    session = stage.told()
+    session = stage.committed()
     turn = stage.reach(state)
     operations = [lambda: stage.engine.sessions.rewind("s", turn=0), lambda: stage.engine.turns.regenerate("s")]
     if state != "drafting":
@@ -226,7 +226,7 @@ def test_an_open_turn_blocks_all_other_changes_of_the_history(state: str) -> Non
 
 def test_a_rewind_takes_either_a_number_of_turns_or_of_tokens() -> None:
     stage = Stage()
-    stage.told()
+    stage.committed()
     with pytest.raises(InvalidRequest, match="not both"):
         stage.engine.sessions.fork("s", turn=1, position=3)
     with pytest.raises(InvalidRequest, match="the number of turns or of tokens"):
@@ -238,7 +238,7 @@ def test_a_rewind_takes_either_a_number_of_turns_or_of_tokens() -> None:
 
 def test_a_refused_fork_opens_no_session() -> None:
     stage = Stage()
-    stage.told()
+    stage.committed()
     for position, turn in ((99, None), (None, -1)):
         with pytest.raises(InvalidRequest):
             stage.engine.sessions.fork("s", child="c", position=position, turn=turn)
@@ -248,7 +248,7 @@ def test_a_refused_fork_opens_no_session() -> None:
 @every_mix
 def test_a_session_outlives_its_parent(mix) -> None:
     stage = Stage(mix)
-    history = list(stage.told().history)
+    history = list(stage.committed().history)
     stage.engine.sessions.fork("s", child="c")
     stage.engine.sessions.close("s")
     turn = stage.say("c", [1], 5)

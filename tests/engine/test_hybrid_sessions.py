@@ -49,7 +49,7 @@ def test_a_rewind_into_a_long_input_replays_at_most_the_spacing(long: Stage) -> 
 
 def test_required_memory_is_reported_apart_from_memory_that_only_saves_work() -> None:
     stage = Stage((FULL, SLIDING, STATE), units=400, context_length=400)
-    session = stage.told("s", 150, SAID)
+    session = stage.committed("s", 150, SAID)
     needed = [len(units) for units in session.memory.kept()]
     info = session_info(stage.engine, session)
     assert list(info.memory.values()) == needed
@@ -69,7 +69,7 @@ def test_parked_sessions_hold_exactly_the_memory_of_the_spec() -> None:
     stage = Stage((FULL, SLIDING, STATE), units=400, context_length=400)
     memory, lengths = stage.engine.memory, [3, 16, 30, 77, 150]
     for i, tokens in enumerate(lengths):
-        stage.told(f"s{i}", tokens, SAID)
+        stage.committed(f"s{i}", tokens, SAID)
     cached = {unit for checkpoint in memory.cache for unit in checkpoint.units_of(2)}
     assert len(cached) == memory.pools[2].leased - len(lengths) > 0
     while memory.cache.evict():

@@ -69,7 +69,7 @@ def test_input_that_raises_while_it_is_read_is_refused_and_the_engine_continues(
 ) -> None:
     """Known fault: the error was mistaken for a bug of the engine, which stopped for all callers."""
     stage = Stage()
-    session = stage.told()
+    session = stage.committed()
     with pytest.raises(InvalidRequest, match=f"input tokens are not token ids: {said}"):
         call(stage, raising(error))
     assert (session.turn, session.version) == (None, 1)
@@ -86,7 +86,7 @@ def test_input_that_raises_while_it_is_read_is_refused_and_the_engine_continues(
 )
 def test_values_that_are_not_token_ids_are_refused(call, tokens: Iterable[int]) -> None:
     stage = Stage()
-    stage.told()
+    stage.committed()
     with pytest.raises(InvalidRequest, match="input tokens are not token ids: "):
         call(stage, tokens)
     assert stage.engine.fuse.broken is None
@@ -96,7 +96,7 @@ def test_values_that_are_not_token_ids_are_refused(call, tokens: Iterable[int]) 
 def test_no_more_tokens_are_read_than_could_ever_fit(call) -> None:
     """Known fault: an endless generator was read forever."""
     stage = Stage(context_length=200)
-    stage.told()
+    stage.committed()
     endless = count()
     with pytest.raises(ContextExceeded, match="input has more than 200 tokens; allowed: 200"):
         call(stage, endless)
@@ -112,7 +112,7 @@ def test_no_more_tokens_are_read_than_could_ever_fit(call) -> None:
 )
 def test_tokens_may_come_from_any_iterable(tokens: Iterable[int]) -> None:
     stage = Stage()
-    session = stage.told()
+    session = stage.committed()
     stage.engine.sessions.adopt("s", tokens, [])
     assert list(session.history[-3:]) == [5, 6, 7]
 
@@ -121,7 +121,7 @@ def test_tokens_may_come_from_any_iterable(tokens: Iterable[int]) -> None:
 def test_input_that_changes_the_session_while_it_is_read_is_checked_afterwards(call) -> None:
     """Known fault: the session was checked before its tokens were read."""
     stage = Stage()
-    session = stage.told()
+    session = stage.committed()
 
     def meddling() -> Iterator[int]:
         stage.say("s", [1], 3)
@@ -135,7 +135,7 @@ def test_input_that_changes_the_session_while_it_is_read_is_checked_afterwards(c
 
 def test_closing_the_session_while_its_input_is_read_does_no_harm() -> None:
     stage = Stage()
-    stage.told()
+    stage.committed()
 
     def closing() -> Iterator[int]:
         stage.engine.sessions.close("s")

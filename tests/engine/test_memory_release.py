@@ -34,8 +34,8 @@ def held(stage: Stage) -> int:
 @every_overlap
 def test_memory_is_released_until_it_is_resumed_and_every_session_continues(mix, overlap: int) -> None:
     stage = Stage(mix, overlap=overlap, prefix_cache=True, max_running=2)
-    idle, histories = stage.told("idle"), {}
-    stage.told("closed")
+    idle, histories = stage.committed("idle"), {}
+    stage.committed("closed")
     stage.engine.sessions.close("closed")
     for name in ("running", "drafting", "waiting"):
         stage.open(name)
@@ -95,10 +95,10 @@ def test_memory_is_released_only_while_nothing_runs() -> None:
 @pytest.mark.parametrize("tiers", [{}, {"host_tier": 2**20}], ids=["alone", "with a tier"])
 def test_state_computed_with_other_weights_is_never_reused(mix, overlap: int, tiers: dict[str, Any]) -> None:
     stage = Stage(mix, overlap=overlap, prefix_cache=True, **tiers)
-    history = list(stage.told("idle").history)
-    stage.told("parked")
+    history = list(stage.committed("idle").history)
+    stage.committed("parked")
     stage.engine.pressure.drop(stage.engine.registry.get("parked"))
-    stage.told("closed")
+    stage.committed("closed")
     stage.engine.sessions.close("closed")
     stage.open("running")
     turn = stage.say("running", count_from(1, 20), 12)
@@ -120,7 +120,7 @@ def test_state_computed_with_other_weights_is_never_reused(mix, overlap: int, ti
 
 def test_turns_may_finish_before_weights_are_replaced() -> None:
     stage = Stage()
-    history = list(stage.told().history)
+    history = list(stage.committed().history)
     turn = stage.say("s", [1, 2], 12)
     stage.until(lambda: len(turn.output) >= 4)
     stage.engine.turns.draft(stage.open("d").id, [1, 2])
@@ -134,7 +134,7 @@ def test_turns_may_finish_before_weights_are_replaced() -> None:
 
 def test_parked_memory_is_restored_after_a_release() -> None:
     stage = Stage(host_tier=2**20)
-    history = list(stage.told().history)
+    history = list(stage.committed().history)
     stage.engine.occupation.release(["kv_cache"])
     stage.engine.occupation.restore(["kv_cache"])
     assert stage.cost(lambda: stage.say("s", [7], 1)) == 2
@@ -143,7 +143,7 @@ def test_parked_memory_is_restored_after_a_release() -> None:
 
 def test_between_rollouts_memory_is_released_weights_are_replaced_and_turns_wait() -> None:
     stage = Stage()
-    history = list(stage.told().history)
+    history = list(stage.committed().history)
     turn = stage.say("s", [7], 9)
     stage.until(lambda: len(turn.output) >= 3)
     stage.engine.occupation.pause()
@@ -161,7 +161,7 @@ def test_between_rollouts_memory_is_released_weights_are_replaced_and_turns_wait
 
 def test_parked_memory_is_not_used_if_other_weights_are_resumed() -> None:
     stage = Stage(host_tier=2**20)
-    history = list(stage.told().history)
+    history = list(stage.committed().history)
     stage.engine.occupation.release(PARTS)
     weights = stage.executor.load("written in their place")
     stage.engine.occupation.restore(PARTS, weights, "another")

@@ -92,7 +92,7 @@ def test_released_units_are_free_exactly_when_the_steps_then_in_flight_have_sett
 
 def test_a_released_unit_stays_in_limbo_until_every_step_then_in_flight_has_settled() -> None:
     stage = Stage()
-    stage.told("s", 40, 1)
+    stage.committed("s", 40, 1)
     memory, pool = stage.engine.memory, stage.engine.memory.pools[0]
     free = pool.free
     memory.step_submitted()
@@ -109,6 +109,6 @@ def test_a_released_unit_stays_in_limbo_until_every_step_then_in_flight_has_sett
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_an_idle_engine_has_nothing_in_flight(overlap: int) -> None:
     stage = Stage(overlap=overlap)
-    stage.told()
+    stage.committed()
     assert not len(stage.engine._flights)
     assert not stage.step().worked

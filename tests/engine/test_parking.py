@@ -39,7 +39,7 @@ def crowd(stage: Stage, count: int = 8, tokens: int = 60) -> list[str]:
     """Makes more sessions than fit the device."""
     names = [f"{'abcdefghijkl'[i]}{'x' * i}" for i in range(count)]
     for name in names:
-        stage.told(name, tokens)
+        stage.committed(name, tokens)
         stage.engine.audit()
     return names
 
@@ -70,7 +70,7 @@ def test_sessions_that_yield_are_restored_with_their_state(mix, overlap: int) ->
 @every_mix
 def test_units_shared_by_two_sessions_are_kept_once_and_restored_once(mix) -> None:
     stage = make(mix, units=70)
-    parent = stage.told("parent", 80)
+    parent = stage.committed("parent", 80)
     stage.engine.sessions.fork("parent", child="child")
     held = [pool.leased for pool in stage.engine.memory.pools]
     for session in (parent, stage.engine.registry.get("child")):
@@ -203,8 +203,8 @@ def test_a_rewound_session_keeps_the_parked_memory_that_is_still_valid() -> None
 @every_mix
 def test_a_session_about_to_expire_is_parked_first_and_closed_later(mix) -> None:
     stage = make(mix)
-    stage.told("s", 50, ttl=100.0)
-    stage.told("busy", 50, ttl=100.0)
+    stage.committed("s", 50, ttl=100.0)
+    stage.committed("busy", 50, ttl=100.0)
     held = [pool.leased for pool in stage.engine.memory.pools]
     stage.clock.advance(49.0)
     stage.step()
@@ -224,7 +224,7 @@ def test_a_session_about_to_expire_is_parked_first_and_closed_later(mix) -> None
     assert not len(stage.engine.registry)
     assert parking(stage).tiers.copies.host_used == 0
     stage = make(mix, host_tier=0)
-    stage.told("s", 50, ttl=100.0)
+    stage.committed("s", 50, ttl=100.0)
     stage.clock.advance(99.0)
     stage.step()
     assert stage.engine.registry.get("s").memory.computed == 55  # there is no tier to park it in
@@ -262,5 +262,5 @@ def test_a_tier_is_not_used_where_recomputing_is_faster() -> None:
         rates.note("compute", 1, 1e9)
     crowd_of = [f"z{'y' * i}" for i in range(8)]
     for name in crowd_of:
-        stage.told(name, 60)
+        stage.committed(name, 60)
     assert parking(stage).parked > 0

@@ -33,7 +33,7 @@ def test_turns_wait_while_the_engine_is_paused_and_generate_the_same_output(mix,
 
 def test_sessions_can_be_changed_and_turns_aborted_during_a_pause() -> None:
     stage = Stage()
-    session = stage.told()
+    session = stage.committed()
     history = list(session.history)
     turn = stage.say("s", [1, 2], 9)
     stage.until(lambda: turn.state is TurnState.RUNNING)

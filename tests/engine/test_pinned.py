@@ -28,10 +28,10 @@ def small(mix: tuple[object, ...] = (FULL,), **config: object) -> Stage:
 @every_mix
 def test_a_pinned_session_keeps_its_memory_while_others_yield(mix: tuple[object, ...]) -> None:
     stage = small(mix)
-    pinned = stage.told("pinned", 40, 6, pinned=True)
+    pinned = stage.committed("pinned", 40, 6, pinned=True)
     before = pinned.memory.computed
     for number in range(6):
-        stage.told(f"other {number}", 40, 6)
+        stage.committed(f"other {number}", 40, 6)
         assert pinned.memory.computed == before > 0
     assert sum(session.memory.computed == 0 for session in stage.engine.registry) > 0 or FULL not in mix
     assert stage.cost(lambda: stage.say("pinned", [1, 2], 1)) == 3  # the turn's tokens, and the one before
@@ -39,7 +39,7 @@ def test_a_pinned_session_keeps_its_memory_while_others_yield(mix: tuple[object,
 
 def test_a_pinned_session_whose_turn_waits_or_lost_its_units_keeps_its_committed_memory() -> None:
     stage = small()
-    pinned = stage.told("pinned", 30, 6, pinned=True, priority=-5)
+    pinned = stage.committed("pinned", 30, 6, pinned=True, priority=-5)
     before = pinned.memory.computed
     turn = stage.say("pinned", count_from(3, 10), 8)
     stage.until(lambda: len(turn.output) > 2)
@@ -57,10 +57,12 @@ def test_a_pinned_session_whose_turn_waits_or_lost_its_units_keeps_its_committed
 @every_mix
 def test_pins_are_refused_unless_the_longest_turn_still_fits(mix: tuple[object, ...]) -> None:
     stage = small(mix)
-    pinned = [stage.told("a", 30, 6, pinned=True)]
+    pinned = [stage.committed("a", 30, 6, pinned=True)]
     stage.open("before")
     with pytest.raises(Overloaded, match="so that any turn fits beside them"):
-        pinned.extend(stage.told(f"b{number}", 20, 4, pinned=True, max_tokens=CONTEXT // 2) for number in range(100))
+        pinned.extend(
+            stage.committed(f"b{number}", 20, 4, pinned=True, max_tokens=CONTEXT // 2) for number in range(100)
+        )
     assert len(stage.engine.registry) == len(pinned) + 1  # the refused one left nothing
     stage.say("before", count_from(0, CONTEXT - 10), 10)
     stage.play()
@@ -75,9 +77,9 @@ def test_pins_are_refused_unless_the_longest_turn_still_fits(mix: tuple[object, 
 
 def test_no_session_yields_to_a_turn_that_cannot_fit_beside_pinned_memory() -> None:
     stage = small()
-    stage.told("pinned", 54, 6, pinned=True)
-    stage.told("also pinned", 24, 6, pinned=True, max_tokens=CONTEXT // 2)
-    idle = stage.told("idle", 3, 2)
+    stage.committed("pinned", 54, 6, pinned=True)
+    stage.committed("also pinned", 24, 6, pinned=True, max_tokens=CONTEXT // 2)
+    idle = stage.committed("idle", 3, 2)
     for name in ("first", "second"):
         stage.open(name)
     first = stage.say("first", count_from(0, 30), 30)
@@ -92,13 +94,13 @@ def test_no_session_yields_to_a_turn_that_cannot_fit_beside_pinned_memory() -> N
 
 def test_a_fork_of_a_pinned_session_is_not_pinned() -> None:
     stage = small()
-    stage.told("a", pinned=True)
+    stage.committed("a", pinned=True)
     assert not stage.engine.sessions.fork("a").policy.pinned
 
 
 def test_a_session_that_cannot_be_pinned_again_is_restored_unpinned() -> None:
     stage = small()
-    saved = stage.told("a", 30, 6, pinned=True).saved()
+    saved = stage.committed("a", 30, 6, pinned=True).saved()
     other = small()
     other.open("taken", pinned=True)
     restored = other.engine.sessions.restore(saved)
@@ -125,8 +127,8 @@ def test_a_tenant_may_pin_only_as_many_sessions_as_its_limits_allow() -> None:
 
 def test_an_idle_pinned_session_does_not_leave_for_its_tenants_other_sessions() -> None:
     stage = Stage((FULL,), units=500, context_length=CONTEXT)
-    stage.told("pinned", 30, 6, pinned=True)
-    stage.told("other", 30, 6)
+    stage.committed("pinned", 30, 6, pinned=True)
+    stage.committed("other", 30, 6)
     leaving, kept = stage.engine.registry.leaving("", 9 + 1, None)
     assert ([session.id for session in leaving], kept) == (["other"], 9)
     assert stage.engine.registry.leaving("", 9, None)[0] == []

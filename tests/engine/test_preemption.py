@@ -29,7 +29,7 @@ from tests.present import present
 @pytest.mark.parametrize("when", ["mid-prefill", "mid-decode"])
 def test_a_preempted_turn_generates_the_same_output_and_history_does_not_move(mix, overlap: int, when: str) -> None:
     stage = Stage(mix, overlap=overlap)
-    session = stage.told()
+    session = stage.committed()
     before, computed = list(session.history), session.memory.computed
     expected = continuation([*before, *count_from(600, 20)], 20)
     turn = stage.reach(when)
@@ -61,7 +61,7 @@ def test_many_turns_in_little_memory_all_generate_the_right_output(mix, overlap:
 @pytest.mark.parametrize("state", [None, "drafting", "queued", "preempted"])
 def test_a_session_dropped_to_its_tokens_recomputes_them(mix, state: str | None) -> None:
     stage = Stage(mix)
-    session = stage.told()
+    session = stage.committed()
     before = list(session.history)
     if state is not None:
         stage.reach(state)
@@ -78,7 +78,7 @@ def test_a_session_dropped_to_its_tokens_recomputes_them(mix, state: str | None)
 
 def test_a_running_turn_is_not_dropped() -> None:
     stage = Stage()
-    stage.told()
+    stage.committed()
     turn = stage.reach("mid-decode")
     assert stage.engine.sessions.drop() == 0
     assert turn.state is TurnState.RUNNING
@@ -103,7 +103,7 @@ def test_a_failed_step_is_repeated_and_its_turns_finish_the_same(mix, overlap: i
 @every_mix
 def test_a_failed_step_costs_the_sessions_nothing(mix) -> None:
     stage = Stage(mix)
-    session = stage.told()
+    session = stage.committed()
     stage.executor._fail = lambda: True
     turn = stage.say("s", [1], 5)
     for _ in range(2):
@@ -161,7 +161,7 @@ def test_right_guesses_save_steps(overlap: int) -> None:
 def test_a_turn_that_fails_every_step_ends_alone_and_its_neighbours_finish(mix, overlap: int) -> None:
     """Known fault: a step that always fails is retried forever, and none of its turns gets a token."""
     stage = Stage(mix, overlap=overlap)
-    poisoned, poison = stage.told("poisoned"), 666
+    poisoned, poison = stage.committed("poisoned"), 666
     stage.executor._fail = lambda: poison in stage.executor.collecting.tokens.tolist()
     before = (poisoned.version, poisoned.memory.computed)
     stage.open("well")
@@ -187,8 +187,8 @@ def test_a_reused_row_does_not_see_the_pages_of_its_previous_turn(monkeypatch: p
     B takes the row A has left while a step is in flight, and has to wait for pages in the plan with its entries.
     """
     stage = Stage(overlap=1, max_running=3)
-    stage.told("a", tokens=24)
-    stage.told("b", tokens=25)
+    stage.committed("a", tokens=24)
+    stage.committed("b", tokens=25)
     stage.open("x")
     stage.say("x", [7], 50)
     stage.step()
@@ -239,7 +239,7 @@ def test_cached_tokens_count_only_if_the_turn_computed_something_after_them() ->
     """Known fault: a turn lost its row before its first step, and its session's memory with it; its usage still
     reported most of the history as cached."""
     stage = Stage()
-    session = stage.told("s")
+    session = stage.committed("s")
     turn = stage.say("s", [1, 2], 3)
     stage.engine._admission.admit()
     stage.engine.pressure.preempt(turn)
@@ -252,7 +252,7 @@ def test_cached_tokens_count_only_if_the_turn_computed_something_after_them() ->
 @every_overlap
 def test_a_turn_that_does_not_fit_beside_its_sessions_memory_starts_over_even_alone(overlap: int) -> None:
     stage = Stage(units=4, page_size=8, overlap=overlap)
-    session = stage.told("s", 17, 2)
+    session = stage.committed("s", 17, 2)
     stage.engine.sessions.fork("s", child="fork")  # it copies the last page before it writes there
     history = list(session.history)
     turn = stage.say("fork", [1], 12)

@@ -71,7 +71,7 @@ def test_a_client_that_resends_its_history_computes_only_the_new_tokens() -> Non
 
 def test_a_session_starts_with_memory_of_another_open_session() -> None:
     stage = make()
-    stage.told("first", 60)
+    stage.committed("first", 60)
     stage.open("second")
     turn = stage.say("second", [*count_from(len("first"), 60), 9], 2)
     stage.play()
@@ -85,7 +85,7 @@ def test_a_session_starts_with_memory_of_another_open_session() -> None:
 
 def test_a_session_that_lost_its_memory_finds_it_in_another_session() -> None:
     stage = make()
-    stage.told("first", 60)
+    stage.committed("first", 60)
     stage.engine.sessions.fork("first", child="second")
     stage.engine.sessions.drop("first")
     turn = stage.say("first", [1], 2)
@@ -105,7 +105,7 @@ def test_tenants_share_nothing(mix) -> None:
 def test_an_aborted_turn_leaves_its_session_as_it_was(mix) -> None:
     stage = make(mix)
     once(stage, COMMON)
-    session = stage.told("s", 10)
+    session = stage.committed("s", 10)
     computed = session.memory.computed
     turn = stage.say("s", count_from(7, 30), 5)
     stage.step()
@@ -151,7 +151,7 @@ def test_closed_sessions_yield_first_least_recently_used_before_others() -> None
     for text in texts:
         once(stage, text)
     once(stage, texts[0])
-    idle = stage.told("idle", 20)
+    idle = stage.committed("idle", 20)
     once(stage, count_from(900, 60))
     assert idle.memory.computed
     assert cached(once(stage, texts[0])) > 0
@@ -164,7 +164,7 @@ def test_closed_forks_without_units_of_their_own_are_not_kept(mix) -> None:
     """Known fault: all were kept. They held no units of their own, so pressure never dropped them one by one, and
     finally dropped all of them in one step."""
     stage, tokens = make(mix), count_from(len("s"), 60)
-    session = stage.told("s", 60)
+    session = stage.committed("s", 60)
     for position in (None, 40, 61, None):
         for _ in range(10):
             stage.engine.sessions.close(stage.engine.sessions.fork("s", position=position).id)
@@ -178,7 +178,7 @@ def test_closed_forks_without_units_of_their_own_are_not_kept(mix) -> None:
 @every_mix
 def test_one_of_several_identical_closed_sessions_is_kept(mix) -> None:
     stage, tokens = make(mix), count_from(len("s"), 60)
-    stage.told("s", 60)
+    stage.committed("s", 60)
     for name in ("one", "other"):
         stage.engine.sessions.fork("s", child=name)
     for name in ("s", "one", "other"):
@@ -191,7 +191,7 @@ def test_one_of_several_identical_closed_sessions_is_kept(mix) -> None:
 @every_mix
 def test_a_closed_session_is_dropped_once_an_open_one_has_all_its_memory(mix) -> None:
     stage, tokens = make(mix), count_from(len("s"), 60)
-    stage.told("s", 60)
+    stage.committed("s", 60)
     stage.engine.sessions.close("s")
     stage.open("open")
     stage.say("open", [*tokens, *continuation(tokens, 6), 9], 3)
@@ -215,7 +215,7 @@ def test_a_closed_session_that_is_resumable_where_others_are_not_is_kept() -> No
 
 def test_a_closed_session_of_less_than_a_page_is_not_kept() -> None:
     stage = make()
-    stage.told("s", PAGE - 1, 1)
+    stage.committed("s", PAGE - 1, 1)
     stage.engine.sessions.close("s")
     assert not stage.engine.registry.prefixes
     assert stage.engine.memory.pools[0].free == 200
@@ -237,7 +237,7 @@ def test_closing_a_session_compares_it_with_a_few_of_those_with_the_same_beginni
 
 def test_a_lookup_looks_for_few_pages_of_a_long_prompt() -> None:
     stage = make(units=2000, context_length=5000, token_budget=1000)
-    known = list(stage.told("s", 400 * PAGE).history)
+    known = list(stage.committed("s", 400 * PAGE).history)
     index, session = stage.engine.prefixes, stage.open("other")
     for common in (*range(0, 400 * PAGE, 37 * PAGE + 1), len(known)):
         before = index.looked
@@ -259,8 +259,8 @@ def test_a_draft_is_computed_although_closed_sessions_have_filled_memory() -> No
 
 def test_closed_sessions_that_share_all_their_memory_yield_before_an_open_one() -> None:
     stage = make(units=60)
-    idle = stage.told("idle", 60)
-    stage.told("closed", 80)
+    idle = stage.committed("idle", 60)
+    stage.committed("closed", 80)
     stage.engine.sessions.fork("closed", child="too")  # neither frees anything alone
     stage.engine.sessions.close("closed")
     stage.engine.sessions.close("too")
@@ -272,7 +272,7 @@ def test_closed_sessions_that_share_all_their_memory_yield_before_an_open_one() 
 @pytest.mark.parametrize("mix", [(SLIDING,), (STATE,), (FULL, SLIDING, STATE)], ids=str)
 def test_units_a_closed_session_shares_with_an_open_one_are_not_reclaimable(mix) -> None:
     stage = make(mix)
-    stage.told("open", 60)
+    stage.committed("open", 60)
     before = stage.engine.pressure.reclaimable().tolist()
     stage.engine.sessions.fork("open", child="closed")
     stage.engine.sessions.close("closed")
@@ -318,7 +318,7 @@ def test_colliding_hashes_cost_only_cache_hits(mix, monkeypatch: pytest.MonkeyPa
 
 def test_output_after_a_rewind_is_found_by_its_own_hashes() -> None:
     stage = make()
-    session = stage.told("s", 60)
+    session = stage.committed("s", 60)
     stage.engine.sessions.rewind("s", position=10)
     stage.say("s", count_from(500, 60), 2)
     stage.play()
@@ -333,7 +333,7 @@ def test_nothing_remains_of_closed_sessions() -> None:
     stage = make()
     for i in range(20):
         name = f"s{i}"
-        stage.told(name, 20 + i)
+        stage.committed(name, 20 + i)
         stage.engine.sessions.rewind(name, position=10)
         stage.engine.sessions.close(name)
     stage.engine.sessions.drop()

@@ -285,7 +285,7 @@ def test_a_session_whose_restore_is_given_up_hides_no_prefix_from_others() -> No
 
 def test_a_session_whose_pages_are_in_two_files_is_restored_whole(tmp_path) -> None:
     stage = Stage(units=60, disk=UnitFiles(tmp_path, 10**7))
-    session = stage.told("s", 40)
+    session = stage.committed("s", 40)
     for _ in range(2):
         stage.engine.pressure.drop(session)
         turn = stage.say("s", [5, 6, 7, 8, 9], 3)

@@ -133,7 +133,7 @@ def test_an_aborted_turn_gives_up_free_slots_that_others_read(mix, added: list[i
     """The turn fills its session's last page in place, another turn starts with that page, and the first is aborted.
     Its session then writes elsewhere, so that the other can still return to its starting point."""
     stage = make(mix)
-    session = stage.told("s", 30, 4)  # its memory ends within a page
+    session = stage.committed("s", 30, 4)  # its memory ends within a page
     assert session.memory.computed % PAGE
     stage.say("s", added, 30)
     stage.until(lambda: session.turn is not None and session.turn.output)
@@ -155,7 +155,7 @@ def test_an_aborted_turn_gives_up_free_slots_that_others_read(mix, added: list[i
 
 def test_a_turn_that_starts_from_a_running_one_can_rewind_as_far_as_it() -> None:
     stage = make((STATE,), checkpoint_interval=8)
-    session = stage.told("s", 60, 4)
+    session = stage.committed("s", 60, 4)
     stage.say("s", COMMON, 30)
     stage.until(lambda: session.turn is not None and session.turn.output)
     other = stage.open("t")
@@ -226,7 +226,7 @@ def test_failed_lookups_are_counted_by_cause() -> None:
     ask(stage, 2, 5, input_logprobs=0)
     stage.play()
     assert outcomes(stage)["scored"] == 1
-    stage.told("kept", 20)
+    stage.committed("kept", 20)
     stage.say("kept", count_from(700, 20), 2)
     stage.play()
     assert outcomes(stage)["own checkpoint"] == 1

@@ -360,7 +360,7 @@ def test_each_input_token_is_scored_once_on_every_memory_kind_despite_recomputat
     mix: tuple[Kind, ...], overlap: int
 ) -> None:
     stage = Stage(mix, overlap=overlap)
-    history = list(stage.told().history)
+    history = list(stage.committed().history)
     given = [continuation(history, 1)[0], *count_from(50, 24)]
     turn = stage.say("s", given, 9, input_logprobs=1, logprobs=1)
     for enough in (lambda: turn.input_scores, lambda: len(turn.output) == 3):

@@ -210,7 +210,7 @@ def test_a_session_that_cannot_be_restored_is_refused_and_leaves_nothing() -> No
 @pytest.mark.parametrize(("down", "left"), [(0.0, 70.0), (20.0, 60.0), (1000.0, 60.0), (-50.0, 100.0)])
 def test_a_rebuilt_sessions_ttl_continues_but_leaves_at_least_a_minute(down: float, left: float) -> None:
     stage = Stage()
-    session = stage.told("s", 10, ttl=100.0)
+    session = stage.committed("s", 10, ttl=100.0)
     used = stage.clock.wall()
     stage.clock.advance(30.0)
     saved = replace(session.saved(), used=used)
@@ -235,7 +235,7 @@ def test_records_that_do_not_cover_the_tokens_are_refused(records: tuple[tuple[i
 
 def test_a_session_that_was_idle_for_most_of_its_ttl_before_a_restart_expires_in_time() -> None:
     stage = Stage()
-    session = stage.told("s", 10, ttl=1000.0)
+    session = stage.committed("s", 10, ttl=1000.0)
     later = Stage()
     later.clock.advance(900.0)
     later.engine.sessions.restore(replace(session.saved(), used=stage.clock.wall()))

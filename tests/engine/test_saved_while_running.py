@@ -50,9 +50,9 @@ def position(stage: Stage, name: str) -> int:
 def test_a_killed_engine_leaves_the_state_of_its_sessions(mix, overlap: int, tmp_path: Path) -> None:
     stage = running(tmp_path, mix, overlap=overlap)
     for name in ("a", "bb", "ccc"):
-        stage.told(name, 50)
+        stage.committed(name, 50)
     stage.engine.sessions.fork("a", child="fork")
-    stage.told("fleeting", 20, hidden=True)
+    stage.committed("fleeting", 20, hidden=True)
     steps(stage)
     saved = killed(stage)
     for again in range(3):
@@ -68,7 +68,7 @@ def test_a_killed_engine_leaves_the_state_of_its_sessions(mix, overlap: int, tmp
 @every_mix
 def test_a_kill_while_a_turn_runs_leaves_the_state_of_the_last_commit(mix, tmp_path: Path) -> None:
     stage = running(tmp_path, mix)
-    stage.told("a", 50)
+    stage.committed("a", 50)
     stage.say("a", count_from(3, 20), 30)
     for _ in range(12):
         stage.step()
@@ -86,7 +86,7 @@ def test_each_page_is_written_once_however_many_sessions_share_it(tmp_path: Path
             return super().write(units)
 
     stage = Stage((FULL,), units=300, disk=Counting(tmp_path, 10**7), checkpoint_rate=RATE)
-    stage.told("parent", 100)
+    stage.committed("parent", 100)
     steps(stage)
     for name in "abcdef":
         stage.engine.sessions.fork("parent", child=name)
@@ -102,7 +102,7 @@ def test_each_page_is_written_once_however_many_sessions_share_it(tmp_path: Path
 def test_long_histories_are_written_part_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tenuto.engine.snapshots.PART", 5 * 64)  # five pages
     stage = running(tmp_path)
-    stage.told("a", 150)
+    stage.committed("a", 150)
     seen = {position(stage, "a")}
     for _ in range(100):
         stage.engine.step()
@@ -117,7 +117,7 @@ def test_long_histories_are_written_part_by_part(tmp_path: Path, monkeypatch: py
 def test_a_kill_between_two_parts_leaves_what_can_be_resumed(mix, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("tenuto.engine.snapshots.PART", 5 * 64)
     stage = running(tmp_path, mix)
-    stage.told("a", 150, 1)
+    stage.committed("a", 150, 1)
     for _ in range(4):
         stage.engine.step()
     reached = position(stage, "a")
@@ -129,7 +129,7 @@ def test_a_kill_between_two_parts_leaves_what_can_be_resumed(mix, tmp_path: Path
 @every_mix
 def test_a_save_that_is_killed_before_its_index_leaves_the_earlier_state(mix, tmp_path: Path) -> None:
     stage = running(tmp_path, mix)
-    stage.told("a", 50)
+    stage.committed("a", 50)
     steps(stage)
     index = parking_in(stage.engine).tiers.disk.index  # type: ignore[union-attr]
 
@@ -149,7 +149,7 @@ def test_a_save_that_is_killed_before_its_index_leaves_the_earlier_state(mix, tm
 def test_a_rewound_session_is_not_restored_with_the_state_of_lost_tokens(mix, when: str, tmp_path: Path) -> None:
     copies = ByHand()
     stage = running(tmp_path, mix, carrier=copies)
-    stage.told("a", 50)
+    stage.committed("a", 50)
     if when == "after":
         steps(stage)
         copies.finish()
@@ -174,7 +174,7 @@ def test_a_rewound_session_is_not_restored_with_the_state_of_lost_tokens(mix, wh
 
 def test_a_closed_session_leaves_no_file(tmp_path: Path) -> None:
     stage = running(tmp_path)
-    stage.told("a", 50)
+    stage.committed("a", 50)
     steps(stage)
     assert list(tmp_path.glob(f"*{SUFFIX}"))
     stage.engine.sessions.close("a")
@@ -187,7 +187,7 @@ def test_a_closed_session_leaves_no_file(tmp_path: Path) -> None:
 def test_no_more_is_written_than_the_rate_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tenuto.engine.snapshots.PART", 64)
     stage = running(tmp_path, checkpoint_rate=100)
-    stage.told("a", 150)
+    stage.committed("a", 150)
     saves = parking_in(stage.engine).saves
     steps(stage)
     before = saves.saved_bytes
@@ -199,8 +199,8 @@ def test_no_more_is_written_than_the_rate_allows(tmp_path: Path, monkeypatch: py
 
 def test_sessions_that_expire_soon_are_not_written(tmp_path: Path) -> None:
     stage = running(tmp_path)
-    stage.told("soon", 50, ttl=59.0)
-    stage.told("later", 50, ttl=3600.0)
+    stage.committed("soon", 50, ttl=59.0)
+    stage.committed("later", 50, ttl=3600.0)
     steps(stage)
     assert (position(stage, "soon"), position(stage, "later")) == (0, 55)
 
@@ -211,7 +211,7 @@ def test_a_failing_disk_costs_only_the_save(mix, tmp_path: Path, monkeypatch: py
         raise OSError(30, "Read-only file system")
 
     stage = running(tmp_path, mix)
-    stage.told("a", 50)
+    stage.committed("a", 50)
     steps(stage)
     with monkeypatch.context() as failing:
         failing.setattr("tenuto.memory.tiers.unit_files.save_file", broken)
@@ -228,7 +228,7 @@ def test_a_failing_disk_costs_only_the_save(mix, tmp_path: Path, monkeypatch: py
 def test_a_full_disk_keeps_the_state_of_the_sessions_used_last(tmp_path: Path) -> None:
     stage = running(tmp_path, budget=60 * 64)
     for name in ("a", "bb", "ccc", "dddd", "eeeee"):
-        stage.told(name, 50)  # of 14 pages each
+        stage.committed(name, 50)  # of 14 pages each
         steps(stage)
     stage = begin_again(tmp_path, killed(stage))
     assert [goes_on(stage, name, 9) for name in ("eeeee", "dddd", "ccc")] == [55, 55, 55]
@@ -238,7 +238,7 @@ def test_a_full_disk_keeps_the_state_of_the_sessions_used_last(tmp_path: Path) -
 def test_pages_written_ahead_of_a_state_are_dropped_with_their_tokens(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("tenuto.engine.snapshots.PART", 5 * 64)
     stage = running(tmp_path, (FULL, STATE))
-    stage.told("a", 100, 1)
+    stage.committed("a", 100, 1)
     assert stage.engine.idle_memory.unsaved
     stage.engine.sessions.rewind("a", position=30)
     stage.say("a", count_from(9, 60), 4)
@@ -252,8 +252,8 @@ def test_pages_written_ahead_of_a_state_are_dropped_with_their_tokens(tmp_path: 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_index_does_not_list_a_closed_session(fails: bool, tmp_path: Path) -> None:
     stage = running(tmp_path)
-    stage.told("a", 50)
-    stage.told("bb", 50)
+    stage.committed("a", 50)
+    stage.committed("bb", 50)
     steps(stage)
     tiers = parking_in(stage.engine).tiers
     index = present(tiers.disk).index
@@ -277,7 +277,7 @@ def test_the_index_does_not_list_a_closed_session(fails: bool, tmp_path: Path) -
 @every_mix
 def test_a_saved_session_in_host_memory_comes_back_without_its_files(mix, tmp_path: Path) -> None:
     stage = running(tmp_path, mix, host_tier=10**6)
-    stage.told("a", 50)
+    stage.committed("a", 50)
     steps(stage)
     goes_on(stage, "a", 5)
     stage.engine.pressure.drop(stage.engine.registry.get("a"))  # the save of its last turn is under way

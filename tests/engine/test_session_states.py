@@ -62,7 +62,7 @@ def outcomes(stage: Stage) -> dict[str, int]:
 def test_an_imported_session_computes_only_new_tokens(mix, where: str, tmp_path: Path) -> None:
     disk = UnitFiles(tmp_path / "tier", 10**6) if where == "on disk" else None
     here = Stage(mix, host_tier=0 if disk is not None else 10**6, disk=disk)
-    here.told("s", 50)
+    here.committed("s", 50)
     if where == "tokens":
         here.engine.sessions.drop("s")
     elif where != "device":
@@ -107,7 +107,7 @@ def test_memory_parked_under_an_aborted_turn_can_be_imported(tmp_path: Path) -> 
 def test_an_imported_session_shares_its_memory_like_any_other(mix, tmp_path: Path) -> None:
     """Known fault: after a fork within one of its pages, audits reported the rest of that page as being written."""
     here = Stage(mix)
-    here.told("s", 50)
+    here.committed("s", 50)
     there = Stage(mix)
     imported(there, exported(here, "s", tmp_path / "file"))
     there.engine.sessions.fork("s", position=31, child="fork")
@@ -121,7 +121,7 @@ def test_idle_sessions_yield_to_an_imported_one(mix, tmp_path: Path) -> None:
     path = exported(told(mix), "s", tmp_path / "file")
     there = Stage(mix, units=60 if FULL in mix else 14)
     for number in range(12):
-        there.told("y" * (number + 1), 60)
+        there.committed("y" * (number + 1), 60)
     imported(there, path)
     assert goes_on(there, "s", 7) == 55
 
@@ -174,7 +174,7 @@ def test_a_session_with_an_open_turn_is_refused() -> None:
 
 def told(mix: Any) -> Stage:
     stage = Stage(mix)
-    stage.told("s", 50)
+    stage.committed("s", 50)
     return stage
 
 

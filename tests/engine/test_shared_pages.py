@@ -127,7 +127,7 @@ def test_an_audit_reports_a_page_writable_below_another_readers_end(mix) -> None
 
 def test_a_session_rewound_below_the_part_its_fork_reads_copies_the_page() -> None:
     stage = Stage(units=60)
-    session = stage.told("s", 16, 4)
+    session = stage.committed("s", 16, 4)
     stage.engine.sessions.fork("s", child="fork")
     stage.engine.sessions.rewind("s", position=19)  # in the last page, one slot below the fork's end
     history = list(session.history)

@@ -67,9 +67,9 @@ def goes_on(stage: Stage, name: str, *tokens: int) -> int:
 def test_sessions_are_restored_with_their_state(mix, overlap: int, tmp_path: Path) -> None:
     stage = begin(tmp_path, mix, overlap=overlap, units=60 if FULL in mix else 24)
     for number in range(8):  # more than fit: some are parked already
-        stage.told("x" * (number + 1), 60)
+        stage.committed("x" * (number + 1), 60)
     stage.engine.sessions.fork("x", child="fork", position=40)
-    stage.told("fleeting", 20, hidden=True)
+    stage.committed("fleeting", 20, hidden=True)
     stage.reach("mid-decode", "xx")  # rolled back
     stage.say("xxx", [5], 2)  # waits
     saved = end(stage)
@@ -86,7 +86,7 @@ def test_sessions_are_restored_with_their_state(mix, overlap: int, tmp_path: Pat
 
 def test_units_that_sessions_share_are_written_once(tmp_path: Path) -> None:
     stage = begin(tmp_path)
-    stage.told("parent", 160)
+    stage.committed("parent", 160)
     for name in "abcdef":
         stage.engine.sessions.fork("parent", child=name)
     held = stage.engine.memory.pools[0].leased
@@ -104,7 +104,7 @@ def test_units_that_sessions_share_are_written_once(tmp_path: Path) -> None:
 def test_a_history_that_grew_or_was_rewound_reuses_its_unchanged_part(mix, tmp_path: Path) -> None:
     stage = begin(tmp_path, mix)
     for name in ("on", "back", "other", "gone"):
-        stage.told(name, 50)
+        stage.committed(name, 50)
     saved = {each.session: each for each in end(stage)}
     later = Stage(mix)
     for each in saved.values():
@@ -192,8 +192,8 @@ def test_a_damaged_index_changes_no_token(at: int, tmp_path_factory: pytest.Temp
 
 def two_sessions(tier: Path, mix: tuple[Kind, ...] = (FULL,)) -> list[SavedSession]:
     stage = begin(tier, mix)
-    stage.told("a", 50)
-    stage.told("bb", 50)
+    stage.committed("a", 50)
+    stage.committed("bb", 50)
     return end(stage)
 
 
@@ -202,7 +202,7 @@ def test_a_killed_engine_leaves_nothing_misleading(tmp_path: Path) -> None:
     second = begin_again(tmp_path, saved)
     goes_on(second, "a", 1)
     second.engine.sessions.close("bb")
-    second.told("ccc", 90)
+    second.committed("ccc", 90)
     journaled = [session.saved() for session in second.engine.registry]
     second.engine.end(keep=True)  # as kill -9: nothing is written
     third = begin_again(tmp_path, [*journaled, saved[1]])
@@ -216,7 +216,7 @@ def test_a_killed_engine_leaves_nothing_misleading(tmp_path: Path) -> None:
 def test_a_snapshot_cut_short_by_its_time_limit_has_the_most_recently_used(tmp_path: Path) -> None:
     stage = begin(tmp_path, snapshot_seconds=2.0)
     for name in ("a", "bb", "ccc", "dddd"):
-        stage.told(name, 40)
+        stage.committed(name, 40)
         stage.clock.advance(1.0)
     disk = parking_in(stage.engine).tiers._disk
     assert isinstance(disk, UnitFiles)
@@ -236,7 +236,7 @@ def test_a_snapshot_cut_short_by_its_time_limit_has_the_most_recently_used(tmp_p
 @pytest.mark.parametrize("harm", ["full", "unwritten", "unreadable"])
 def test_a_disk_that_fails_a_snapshot_costs_only_time(harm: str, tmp_path: Path) -> None:
     stage = begin(tmp_path, budget=500 if harm == "full" else BUDGET)
-    stage.told("a", 60)
+    stage.committed("a", 60)
     if harm == "unwritten":
         (tmp_path / INDEX).mkdir()
     saved = end(stage)
@@ -255,7 +255,7 @@ def test_a_disk_that_fails_a_snapshot_costs_only_time(harm: str, tmp_path: Path)
 def test_state_is_restored_only_at_its_own_position(tmp_path: Path) -> None:
     """A fork at a position that is not resumable has no memory of its parent."""
     stage = begin(tmp_path, (STATE,))
-    stage.told("s", 40)
+    stage.committed("s", 40)
     saved = end(stage)
     stage = begin_again(tmp_path, saved, (STATE,))
     stage.engine.sessions.fork("s", position=20, child="part")
@@ -268,7 +268,7 @@ def test_state_is_restored_only_at_its_own_position(tmp_path: Path) -> None:
 def test_memory_computed_with_new_weights_has_a_new_identity(tmp_path: Path, identity: str, cached: int) -> None:
     first = begin(tmp_path)
     first.engine.occupation.update(first.executor.load(None), "another")
-    first.told("s")
+    first.committed("s")
     saved = end(first)
     second = begin_again(tmp_path, saved, identity=identity)
     assert goes_on(second, "s", 7) == cached

@@ -30,7 +30,7 @@ def stage_with(mix, slots: int, pages: int, share: float) -> Stage:
     return Stage(mix, units=units, recount=False, **config)
 
 
-def told(stage: Stage, session: str = "long") -> Stage:
+def session_with_turns(stage: Stage, session: str = "long") -> Stage:
     stage.open(session)
     for number in range(TURNS):
         stage.say(session, count_from(number, GIVEN), SAID)
@@ -43,10 +43,10 @@ def long(request: pytest.FixtureRequest) -> tuple[Stage, int]:
     """Makes a session of 300 turns and returns the room for its checkpoints: by the budget, by the pool's rest (all but
     the end, the turn's source, and two that it writes), or by the pages that windows take."""
     if request.param == "windows":  # of at most 4 pages; half of 2 * 40 pages are for checkpoints that save work
-        return told(stage_with((FULL, SLIDING, STATE), 700, 40, 0.5)), 40 // 4
+        return session_with_turns(stage_with((FULL, SLIDING, STATE), 700, 40, 0.5)), 40 // 4
     slots = {"a budget of 8": 80, "a budget of 32": 320, "a pool of 12": 12}[request.param]
     share = 1.0 if slots == 12 else 0.1
-    return told(stage_with((FULL, STATE), slots, 1600, share)), {80: 8, 320: 32, 12: 8}[slots]
+    return session_with_turns(stage_with((FULL, STATE), slots, 1600, share)), {80: 8, 320: 32, 12: 8}[slots]
 
 
 def test_a_rewind_by_any_number_of_turns_replays_tokens_in_proportion(long: tuple[Stage, int]) -> None:
@@ -123,7 +123,7 @@ def test_a_long_input_gets_checkpoints_though_older_ones_have_filled_the_pool(ov
         stage.play()
     slots = stage.engine.memory.pools[1]
     assert slots.free <= 3  # those of the ended turn
-    stage.told("new", tokens=10 * interval, output=1)
+    stage.committed("new", tokens=10 * interval, output=1)
     session = stage.engine.registry.get("new")
     gaps = [target - session.memory.resumable(target) for target in range(10 * interval)]
     assert max(gaps) < 2 * interval  # only the first may find no room
@@ -152,7 +152,7 @@ def test_a_session_keeps_checkpoints_from_all_over_beside_others_that_continue()
 
 
 def test_forks_of_an_old_turn_keep_their_checkpoint_while_they_need_it() -> None:
-    stage = told(stage_with((FULL, STATE), 80, 1600, 0.1))
+    stage = session_with_turns(stage_with((FULL, STATE), 80, 1600, 0.1))
     engine = stage.engine
     session = engine.registry.get("long")
     at = next(c.position for c in session.memory.checkpoints if c.position > 200)

@@ -44,7 +44,7 @@ def stage_with(mix, parked: int, history: int, overlap: int) -> Stage:
         stage.say(f"p{i}", count_from(i, 5), 1)
     stage.play()
     for i in range(4):
-        stage.told(f"r{i}", tokens=history, output=1)
+        stage.committed(f"r{i}", tokens=history, output=1)
     return stage
 
 
@@ -158,7 +158,7 @@ def test_a_step_with_a_waiting_draft_does_the_same_work_beside_any_number_of_clo
 
     def calls(closed: int) -> int:
         stage = Stage(units=3 * closed + 100, recount=False, prefix_cache=True, context_length=2000, token_budget=600)
-        stage.told("idle", 300)
+        stage.committed("idle", 300)
         for i in range(closed):
             stage.say(stage.open(f"p{i}").id, count_from(i + 20, 9), 1)
         stage.play()

@@ -23,7 +23,7 @@ def test_steps_continue_while_a_session_is_written_to_disk(mix, tmp_path: Path) 
     slow = Slow(mix, host_tier=0, disk=disk)
     tiers, history = slow.parking.tiers, list(slow.engine.registry.get("s").history)
     assert (len(tiers.writes), tiers.copies.disk_used, tiers.moved["disk"]) == (1, 0, 0)
-    slow.stage.told("other", 20)
+    slow.stage.committed("other", 20)
     slow.engine.audit()
     slow.parking.audit()
     assert tiers.copies.host_used > 0
@@ -72,7 +72,7 @@ def test_unfinished_writes_to_disk_stay_within_their_limit(tmp_path: Path, monke
     slow = Slow(host_tier=0, disk=UnitFiles(tmp_path, 10**7))
     tiers = slow.parking.tiers
     monkeypatch.setattr("tenuto.memory.tiers.writes.MAX_LEAVING", tiers.copies.host_used + 10)
-    slow.stage.told("other", 20)
+    slow.stage.committed("other", 20)
     assert len(tiers.writes) == 1
     slow.engine.pressure.drop(slow.engine.registry.get("other"))
     assert len(tiers.writes) == 1  # the first has been waited for

@@ -109,7 +109,7 @@ class Scribe:
         self.scripts.append(script)
         return script
 
-    def told(self, tokens: int) -> Script:
+    def committed(self, tokens: int) -> Script:
         """Makes a session with `tokens` tokens of history, all but the last computed."""
         script = self.session()
         self.compute(self.open(script), tokens - 1)

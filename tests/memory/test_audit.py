@@ -159,7 +159,7 @@ def test_surplus_unused_units_show_in_the_totals_of_every_step() -> None:
 @pytest.mark.parametrize("group", [0, 1, 2])
 def test_the_audit_skips_no_group(group: int) -> None:
     scribe = Scribe([FULL, SLIDING, STATE])
-    scribe.compute(scribe.open(scribe.told(9)), 3)
+    scribe.compute(scribe.open(scribe.committed(9)), 3)
     scribe.audit()
     pool = scribe.memory.pools[group]
     held = next(unit for unit in range(pool.capacity) if pool.counts[unit])
@@ -170,7 +170,7 @@ def test_the_audit_skips_no_group(group: int) -> None:
 
 def test_every_kind_of_holder_is_named() -> None:
     scribe = Scribe([FULL, STATE])
-    script = scribe.told(9)
+    script = scribe.committed(9)
     writing = scribe.open(script)
     scribe.compute(writing, 3)
     scribe.mark(writing)

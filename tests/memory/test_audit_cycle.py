@@ -37,7 +37,7 @@ def crowd(mix=(FULL, SLIDING, STATE), sessions: int = 3) -> Scribe:
     """Makes sessions with a history, forks of them, and an open turn."""
     scribe = Scribe(mix, units=400)
     for _ in range(sessions):
-        script = scribe.told(9)
+        script = scribe.committed(9)
         writing = scribe.open(script)
         scribe.compute(writing, 3)
         scribe.mark(writing)

@@ -23,7 +23,7 @@ class SequenceMachine(RuleBasedStateMachine):
     )
     def begin(self, mix, page_size: int, window: int, double: bool) -> None:
         self.scribe = Scribe(mix, units=200, page_size=page_size, window=window, double_buffered=double)
-        self.scribe.told(9)
+        self.scribe.committed(9)
 
     def _pick(self, data: st.DataObject, wanted) -> Script:
         return data.draw(st.sampled_from([s for s in self.scribe.scripts if wanted(s)]))
@@ -151,7 +151,7 @@ test_no_session_ever_loses_what_it_computed = SequenceMachine.TestCase
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: "+".join(kind.value for kind in mix))
 def test_a_fork_copies_nothing_until_it_writes(mix) -> None:
     scribe = Scribe(mix)
-    parent = scribe.told(11)
+    parent = scribe.committed(11)
     before = scribe.free()
     child = scribe.fork(parent)
     assert scribe.free() == before
@@ -162,7 +162,7 @@ def test_a_fork_copies_nothing_until_it_writes(mix) -> None:
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: "+".join(kind.value for kind in mix))
 def test_an_aborted_turn_releases_exactly_what_it_acquired(mix) -> None:
     scribe = Scribe(mix)
-    script = scribe.told(11)
+    script = scribe.committed(11)
     before = scribe.free()
     scribe.compute(scribe.open(script), 20)
     assert scribe.free() < before
@@ -173,7 +173,7 @@ def test_an_aborted_turn_releases_exactly_what_it_acquired(mix) -> None:
 
 def test_a_session_has_at_most_one_turn_in_memory() -> None:
     scribe = Scribe([FULL])
-    script = scribe.told(5)
+    script = scribe.committed(5)
     scribe.open(script)
     with pytest.raises(InvariantError, match="already has a turn"):
         scribe.open(script)
@@ -181,7 +181,7 @@ def test_a_session_has_at_most_one_turn_in_memory() -> None:
 
 def test_a_turn_that_removes_the_end_of_a_history_and_adds_nothing_leaves_its_session_cut() -> None:
     scribe = Scribe([FULL])
-    script = scribe.told(9)
+    script = scribe.committed(9)
     scribe.open(script, 4, target=3)
     scribe.commit(script, 4)
     assert script.memory.computed == 3
@@ -190,7 +190,7 @@ def test_a_turn_that_removes_the_end_of_a_history_and_adds_nothing_leaves_its_se
 
 def test_a_session_is_not_cut_under_its_open_turn() -> None:
     scribe = Scribe([FULL])
-    script = scribe.told(5)
+    script = scribe.committed(5)
     scribe.open(script)
     with pytest.raises(InvariantError, match="cut while its turn is open"):
         script.memory.truncate(2)

@@ -38,7 +38,7 @@ def test_a_turn_that_computes_nothing_needs_neither_a_row_nor_memory() -> None:
     """Known fault: an idle session was dropped for the first token of a history, although nothing of it is computed
     yet."""
     stage = Stage(units=10, context_length=40, max_running=1)
-    idle = stage.told("idle", tokens=20, output=3)
+    idle = stage.committed("idle", tokens=20, output=3)
     stage.open("running")
     running = stage.say("running", count_from(1, 14), 3)
     stage.step()
@@ -67,8 +67,8 @@ def test_a_small_turn_does_not_overtake_a_large_one_that_waits_for_room() -> Non
 def test_a_turn_that_did_not_fit_leaves_its_sessions_memory_alone(mix, overlap: int) -> None:
     """Known fault: a turn that did not fit the batch frees its session's state slot, which is freed again later."""
     stage = Stage(mix, max_running=1, overlap=overlap)
-    session = stage.told("s")
-    stage.told("other", output=1)
+    session = stage.committed("s")
+    stage.committed("other", output=1)
     stage.say("other", [1], 30)
     turn = stage.say("s", [1], 5)
     for _ in range(5):
@@ -118,7 +118,7 @@ def test_a_start_that_raises_returns_every_state_slot() -> None:
 @every_overlap
 def test_a_session_that_leaves_no_room_for_its_own_turn_is_dropped_and_the_turn_runs(mix, overlap: int) -> None:
     stage = Stage(mix, units=18, context_length=72, overlap=overlap, token_budget=8)
-    session = stage.told("s", tokens=50, output=1)
+    session = stage.committed("s", tokens=50, output=1)
     expected = continuation([*session.history, 1], 20)
     turn = stage.say("s", [1], 20)
     stage.play()
@@ -127,7 +127,7 @@ def test_a_session_that_leaves_no_room_for_its_own_turn_is_dropped_and_the_turn_
 
 def test_idle_sessions_make_room_for_a_turn() -> None:
     stage = Stage(units=20, context_length=64)
-    idle = stage.told("idle", tokens=40, output=1)
+    idle = stage.committed("idle", tokens=40, output=1)
     stage.open("s")
     turn = stage.say("s", count_from(1, 60), 2)
     stage.step()
@@ -136,7 +136,7 @@ def test_idle_sessions_make_room_for_a_turn() -> None:
 
 def test_nothing_yields_to_a_draft() -> None:
     stage = Stage(units=20, context_length=64)
-    idle = stage.told("idle", tokens=40, output=1)
+    idle = stage.committed("idle", tokens=40, output=1)
     stage.open("s")
     draft = stage.engine.turns.draft("s", count_from(1, 60))
     for _ in range(5):
@@ -199,7 +199,7 @@ def test_a_turn_is_pledged_the_pages_of_its_input_before_computing_them() -> Non
 def test_a_turn_that_may_fill_the_pool_recomputes_none_of_its_history(units, context_length, output) -> None:
     """Known fault: its worst case counted every token the pool could hold, so its own session was dropped."""
     stage = Stage(units=units, context_length=context_length, max_running=2)
-    stage.told("s", 30, 9)
+    stage.committed("s", 30, 9)
     turn = stage.say("s", [1, 2], output)
     stage.step()
     assert (turn.state, turn.cached) == (TurnState.RUNNING, 38)
@@ -261,7 +261,7 @@ def test_room_is_made_once_a_window_has_passed_though_no_row_is_freed() -> None:
     """An idle session yields only to a turn that can then start, and this is checked again while the other turn
     runs."""
     stage = Stage((SLIDING,), units=16, context_length=400)
-    stage.told("idle", 20, 2)
+    stage.committed("idle", 20, 2)
     stage.open("long")
     long = stage.say("long", count_from(1, 100), 80)
     stage.step()
@@ -279,7 +279,7 @@ def test_room_is_made_once_a_window_has_passed_though_no_row_is_freed() -> None:
 @every_overlap
 def test_a_preempted_turn_restarts_only_when_it_can_stay(overlap: int) -> None:
     stage = Stage(units=20, overlap=overlap)
-    stage.told("idle", 60)
+    stage.committed("idle", 60)
     for name, tokens, output in (("long", 4, 60), ("later", 20, 40)):
         stage.open(name)
         turn = stage.say(name, range(tokens), output)

@@ -175,7 +175,7 @@ def test_a_draft_gets_the_rest_of_the_budget() -> None:
 @every_mix
 def test_a_proposal_changes_nothing(mix) -> None:
     stage = Stage(mix)
-    stage.told()
+    stage.committed()
     stage.reach("mid-prefill")
     engine = stage.engine
     owners = (engine.memory.rows, *engine.memory.groups)
@@ -194,7 +194,7 @@ def test_a_proposal_changes_nothing(mix) -> None:
 
 def test_a_proposal_that_no_longer_fits_is_refused_before_any_pool_changes() -> None:
     stage = Stage((FULL, STATE))
-    stage.told()
+    stage.committed()
     stage.reach("mid-prefill")
     engine = stage.engine
     proposal = engine._planner.propose()

@@ -33,7 +33,7 @@ def crowd(mix=(FULL,)) -> Stage:
     """Makes two running turns, two waiting on sessions with memory, three idle sessions and a draft."""
     stage = Stage(mix, max_running=2)
     for name, priority in (("idle", 0), ("dear", 1), ("old", 0), ("waits", 0), ("also", 0), ("draft", 0)):
-        stage.told(name, tokens=20, output=1, priority=priority)
+        stage.committed(name, tokens=20, output=1, priority=priority)
     stage.engine.turns.draft("draft", count_from(9, 20))
     stage.play()
     for name in ("first", "second"):
@@ -130,7 +130,7 @@ def test_units_in_limbo_count_as_soon_free() -> None:
 @every_mix
 def test_a_session_spared_is_not_dropped(mix) -> None:
     stage = Stage(mix)
-    spared, other = stage.told("spared"), stage.told("other")
+    spared, other = stage.committed("spared"), stage.committed("other")
     turn = stage.say("spared", [1], 5)
     room = stage.engine.pressure.room_beside([turn])
     stage.engine.pressure.relieve(lambda: room, [turn], iter(()))
@@ -141,7 +141,7 @@ def test_a_session_spared_is_not_dropped(mix) -> None:
 @pytest.mark.parametrize("empty", ["new", "dropped", "closed"])
 def test_sessions_that_hold_nothing_have_nothing_to_yield(empty: str) -> None:
     stage = Stage()
-    stage.open() if empty == "new" else stage.told()
+    stage.open() if empty == "new" else stage.committed()
     if empty == "dropped":
         stage.engine.sessions.drop("s")
     if empty == "closed":
@@ -158,10 +158,10 @@ def dropped(stage: Stage) -> list[str]:
 def test_only_sessions_that_free_something_yield() -> None:
     """Known fault: forks that own nothing were dropped one after another, and their parent too, to free two pages."""
     stage = Stage(units=150, context_length=600, token_budget=64)
-    stage.told("p", tokens=400, output=1)
+    stage.committed("p", tokens=400, output=1)
     for i in range(20):
         stage.engine.sessions.fork("p", child=f"c{i}")
-    stage.told("z", tokens=100, output=1)
+    stage.committed("z", tokens=100, output=1)
     stage.open("n")
     turn = stage.say("n", count_from(77, 104), 5)
     stage.step()
@@ -171,12 +171,12 @@ def test_only_sessions_that_free_something_yield() -> None:
 
 def test_a_family_that_shares_the_needed_units_yields_together_and_alone() -> None:
     stage = Stage(units=150, context_length=600, token_budget=64)
-    stage.told("p", tokens=400, output=1)
+    stage.committed("p", tokens=400, output=1)
     for i in range(3):
         stage.engine.sessions.fork("p", child=f"c{i}")
     stage.open("n")
     turn = stage.say("n", count_from(77, 200), 5)
-    stage.told("small", tokens=4, output=1, priority=5)
+    stage.committed("small", tokens=4, output=1, priority=5)
     assert turn.state is TurnState.RUNNING or turn.result
     assert sorted(dropped(stage)) == ["c0", "c1", "c2", "p"]
     stage.play()
@@ -187,7 +187,7 @@ def test_of_a_family_only_the_holders_of_the_least_shared_units_yield() -> None:
     """Known fault: they yielded in order until a page was freed, so one that held none of those pages lost its memory
     for nothing."""
     stage = Stage(units=30)
-    stage.told("p", tokens=80, output=1)
+    stage.committed("p", tokens=80, output=1)
     short = stage.engine.sessions.fork("p", child="short", position=40)
     stage.engine.sessions.fork("p", child="whole")
     stage.open("n")
@@ -200,7 +200,7 @@ def test_of_a_family_only_the_holders_of_the_least_shared_units_yield() -> None:
 
 def test_a_family_with_a_running_member_keeps_its_shared_units() -> None:
     stage = Stage(units=150, context_length=600, token_budget=64)
-    stage.told("p", tokens=400, output=1)
+    stage.committed("p", tokens=400, output=1)
     stage.engine.sessions.fork("p", child="c")
     running = stage.say("c", [1], 60)
     stage.until(lambda: running.output)
@@ -236,8 +236,8 @@ def test_the_last_turn_in_order_waits_for_room_and_preempts_no_turn_before_it(un
 def test_units_shared_by_running_forks_are_counted_once() -> None:
     """Known fault: their common pages were counted for each, so a turn that fitted waited until they had ended."""
     stage = Stage(units=150, context_length=600, max_running=16, token_budget=128)
-    stage.told("p", tokens=200, output=1)
-    stage.told("z", tokens=240, output=1)
+    stage.committed("p", tokens=200, output=1)
+    stage.committed("z", tokens=240, output=1)
     forks = []
     for i in range(4):
         stage.engine.sessions.fork("p", child=f"c{i}")
@@ -255,9 +255,9 @@ def test_units_shared_by_running_forks_are_counted_once() -> None:
 
 def test_sessions_that_share_only_with_a_running_turn_are_passed_over() -> None:
     stage = Stage(units=16)
-    stage.told("parent", tokens=13, output=4)
+    stage.committed("parent", tokens=13, output=4)
     idle = stage.engine.sessions.fork("parent", child="idle")
-    stage.told("other", tokens=13, output=4)
+    stage.committed("other", tokens=13, output=4)
     stage.engine.sessions.fork("other", child="twin")
     turn = stage.say("parent", [1], 40)
     stage.until(lambda: stage.engine.registry.get("other").memory.computed == 0)
@@ -291,7 +291,7 @@ def test_when_many_sessions_must_yield_they_do_so_over_several_steps(monkeypatch
     monkeypatch.setattr(pressure, "MAX_YIELDS", 4)
     stage = Stage(units=60, token_budget=64, max_running=2)
     for i in range(20):
-        stage.told(f"s{i}", tokens=8, output=1)
+        stage.committed(f"s{i}", tokens=8, output=1)
     running = stage.say(stage.open("running").id, [1], 60)
     stage.until(lambda: running.output)
     turn, yielded = stage.say(stage.open("long").id, count_from(7, 150), 3), stage.engine.pressure.yielded
@@ -309,7 +309,7 @@ def test_when_many_sessions_must_yield_they_do_so_over_several_steps(monkeypatch
 def test_a_lone_running_turn_waits_while_sharers_of_a_page_yield_over_several_steps(monkeypatch) -> None:
     monkeypatch.setattr(pressure, "MAX_YIELDS", 1)
     stage = Stage(units=30)
-    stage.told("p", tokens=80, output=1)
+    stage.committed("p", tokens=80, output=1)
     for i in range(4):
         stage.engine.sessions.fork("p", child=f"c{i}")
     turn = stage.say(stage.open("n").id, count_from(7, 20), 40)
@@ -321,8 +321,8 @@ def test_a_lone_running_turn_waits_while_sharers_of_a_page_yield_over_several_st
 
 def test_of_two_families_that_share_their_pages_only_one_yields() -> None:
     stage = Stage(units=40)
-    stage.told("a", tokens=40, output=1)
-    stage.told("x", tokens=40, output=1)
+    stage.committed("a", tokens=40, output=1)
+    stage.committed("x", tokens=40, output=1)
     for parent in ("x", "a", "a"):
         stage.engine.sessions.fork(parent)
     stage.open("n")

@@ -39,7 +39,7 @@ class Journaled(Talk):
         return report
 
     def new_changes(self) -> list[Change]:
-        changes = self._changes + self.engine.news.take_changes()
+        changes = self._changes + self.engine.outcomes.take_changes()
         self._changes = []
         return changes
 

@@ -272,7 +272,7 @@ def test_sessions_that_expire_together_are_closed_a_few_at_a_time(monkeypatch: p
 
 def test_an_idle_session_is_listed_once_to_leave_the_device() -> None:
     stage = Stage()
-    session = stage.told("s", ttl=100.0)
+    session = stage.committed("s", ttl=100.0)
     stage.clock.advance(60.0)
     sessions = stage.engine.registry
     assert not sessions.expired()

@@ -29,7 +29,7 @@ def say(session: Session, given_tokens: list[int], output: Sequence[int] = (), *
     turn.commit(EndReason.STOP, 0.0)
 
 
-def told(*sizes: tuple[int, int]) -> Session:
+def session_with_turns(*sizes: tuple[int, int]) -> Session:
     """Makes a session with turns of (input, output) tokens; tokens are numbered."""
     session = make_session()
     for given_tokens, output in sizes:
@@ -50,7 +50,7 @@ def covers(session: Session) -> bool:
 
 @given(turns)
 def test_records_cover_the_history_and_an_empty_append_adds_none(sizes: list[tuple[int, int]]) -> None:
-    session = told(*sizes)
+    session = session_with_turns(*sizes)
     assert list(session.history) == list(range(sum(map(sum, sizes))))
     assert covers(session)
     assert len(session.records) == sum(1 for size in sizes if sum(size))
@@ -59,7 +59,7 @@ def test_records_cover_the_history_and_an_empty_append_adds_none(sizes: list[tup
 
 @given(turns, st.data())
 def test_a_rewind_keeps_the_first_tokens_and_cuts_the_turn_it_falls_in(sizes: list, data: st.DataObject) -> None:
-    session = told(*sizes)
+    session = session_with_turns(*sizes)
     before, version = list(session.records), session.version
     position = data.draw(st.integers(0, len(session.history)))
     session.rewind(position)
@@ -74,7 +74,7 @@ def test_a_rewind_keeps_the_first_tokens_and_cuts_the_turn_it_falls_in(sizes: li
 
 @given(turns, st.data())
 def test_a_fork_equals_a_rewind_and_leaves_its_parent_unchanged(sizes: list, data: st.DataObject) -> None:
-    session, child = told(*sizes), make_session()
+    session, child = session_with_turns(*sizes), make_session()
     before = (list(session.history), list(session.records), session.version)
     position = data.draw(st.integers(0, len(session.history)))
     session.fork(child, position)
@@ -86,7 +86,7 @@ def test_a_fork_equals_a_rewind_and_leaves_its_parent_unchanged(sizes: list, dat
 
 @given(turns)
 def test_the_boundary_after_all_turns_is_the_end_and_before_any_the_beginning(sizes: list[tuple[int, int]]) -> None:
-    session = told(*sizes)
+    session = session_with_turns(*sizes)
     assert session.turn_boundary(0) == 0
     assert session.turn_boundary(len(session.records)) == len(session.history)
 
@@ -94,12 +94,12 @@ def test_the_boundary_after_all_turns_is_the_end_and_before_any_the_beginning(si
 @pytest.mark.parametrize("turn", [-1, 3])
 def test_a_turn_that_does_not_exist_is_refused_with_the_number_of_turns(turn: int) -> None:
     with pytest.raises(InvalidRequest, match=f"turn of session s is {turn}; allowed: a whole number from 0 to 2"):
-        told((1, 1), (1, 1)).turn_boundary(turn)
+        session_with_turns((1, 1), (1, 1)).turn_boundary(turn)
 
 
 @pytest.mark.parametrize("position", [-1, 5])
 def test_a_position_that_does_not_exist_is_refused_with_the_number_of_tokens(position: int) -> None:
-    session = told((1, 1), (1, 1))
+    session = session_with_turns((1, 1), (1, 1))
     for operation in (session.rewind, lambda at: session.fork(make_session(), at)):
         with pytest.raises(
             InvalidRequest, match=f"position in session s is {position}; allowed: a whole number from 0 to 4"
@@ -109,7 +109,7 @@ def test_a_position_that_does_not_exist_is_refused_with_the_number_of_tokens(pos
 
 
 def test_a_regenerated_turn_replaces_the_output_and_keeps_its_input_and_boundary() -> None:
-    session = told((2, 2), (3, 4))
+    session = session_with_turns((2, 2), (3, 4))
     assert session.regenerated_turn() == TurnRecord(4, 7, 11)
     say(session, [], [50, 51], base=7)
     assert list(session.history) == [0, 1, 2, 3, 4, 5, 6, 50, 51]
@@ -119,12 +119,12 @@ def test_a_regenerated_turn_replaces_the_output_and_keeps_its_input_and_boundary
 @pytest.mark.parametrize("sizes", [[], [(3, 0)], [(2, 2), (1, 0)]], ids=str)
 def test_a_turn_that_generated_nothing_cannot_be_regenerated(sizes: list[tuple[int, int]]) -> None:
     with pytest.raises(IllegalTransition, match="its last turn generated nothing"):
-        told(*sizes).regenerated_turn()
+        session_with_turns(*sizes).regenerated_turn()
 
 
 @pytest.mark.parametrize("state", [state for state in TurnState if not state.ended])
 def test_an_open_turn_forbids_changes_of_the_history_under_it(state: TurnState) -> None:
-    session = told((2, 2))
+    session = session_with_turns((2, 2))
     session.turn = Turn(2, session, 4, TurnParams(), 0.0)
     session.turn.state = state
     for operation in (lambda: session.rewind(1), session.close, lambda: session.require_idle("regenerate in")):
@@ -135,7 +135,7 @@ def test_an_open_turn_forbids_changes_of_the_history_under_it(state: TurnState) 
 
 @pytest.mark.parametrize("state", [SessionState.CLOSING, SessionState.CLOSED])
 def test_a_session_that_is_not_open_accepts_nothing(state: SessionState) -> None:
-    session = told((2, 2))
+    session = session_with_turns((2, 2))
     session.state = state
     for operation in (session.require_open, lambda: session.rewind(1)):
         with pytest.raises(SessionClosed, match=f"session s is {state.value}"):

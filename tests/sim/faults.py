@@ -135,7 +135,7 @@ def a_preempted_turn_is_committed_as_history() -> Any:
 
     def make(original: Any) -> Any:
         def preempt(self: Turn) -> None:
-            self.session.take_in(self, self.output)
+            self.session.commit(self, self.output)
             self.go("preempt")
 
         return preempt

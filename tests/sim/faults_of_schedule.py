@@ -291,7 +291,7 @@ def a_dropped_draft_is_not_computed_again() -> Any:
 
 def _taking_in(meanwhile: Callable[[Session], int]) -> Any:
     def make(original: Any) -> Any:
-        def take_in(self: Session, turn: Turn, output: Any) -> None:
+        def commit(self: Session, turn: Turn, output: Any) -> None:
             if self.memory.turn is not None:
                 original(self, turn, output)
                 return
@@ -302,9 +302,9 @@ def _taking_in(meanwhile: Callable[[Session], int]) -> Any:
             finally:
                 del self.memory.truncate
 
-        return take_in
+        return commit
 
-    return replaced(Session, "take_in", make)
+    return replaced(Session, "commit", make)
 
 
 def barge_in_of_a_preempted_turn_drops_the_session() -> Any:

@@ -85,7 +85,7 @@ class NaiveSession:
         child.records = _cut(self.records, position)
         return child
 
-    def take_in(self, base: int, tokens: Sequence[int], output: Sequence[int], *, replaces: bool) -> None:
+    def commit(self, base: int, tokens: Sequence[int], output: Sequence[int], *, replaces: bool) -> None:
         """Commits a turn."""
         start = self.records.pop()[0] if replaces else base
         self.history.cut(base)
@@ -97,7 +97,7 @@ class NaiveSession:
         self.version += 1
 
     def adopt(self, tokens: Sequence[int], output: Sequence[int], now: float) -> None:
-        self.take_in(len(self.history), tokens, output, replaces=False)
+        self.commit(len(self.history), tokens, output, replaces=False)
         self.last_end = now
 
     def expires(self, now: float) -> bool:

@@ -104,7 +104,7 @@ class Scenario(MirroredWorld):
         assert sid is not None
         return sid
 
-    def told(self, tokens: int, most: int = 1) -> str:
+    def committed(self, tokens: int, most: int = 1) -> str:
         """Opens a session with a history in memory."""
         sid = self.opened()
         self.say(sid, self.text(tokens), most)

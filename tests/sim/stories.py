@@ -23,7 +23,7 @@ ISOLATED_WITHIN = 60
 def typing(world: Scenario) -> None:
     """A draft is extended while it is computed: no token is computed twice, and sending it computes nothing again."""
     rng, config = world.rng, world.config
-    sid = world.told(rng.randint(1, 40))
+    sid = world.committed(rng.randint(1, 40))
     had = world.session_of(sid).memory.computed
     text, edits = world.text(rng.randint(1, config.context // 3)), 0
     turn = world.draft(sid, text)

@@ -18,7 +18,7 @@ def outgrow(world: Scenario) -> None:
     """Turns decode until they outgrow memory; some yield, and the recomputed tokens stay within bounds."""
     rng, config = world.rng, world.config
     for _ in range(rng.choice((0, 0, 4))):
-        world.told(rng.randint(4, 30))
+        world.committed(rng.randint(4, 30))
     prompt, most = rng.randint(1, 30), config.context // 2
     turns = [world.say(world.opened(), world.text(prompt), most) for _ in range(config.running)]
     needed = len(turns) * (prompt + most - 1)
@@ -46,9 +46,9 @@ def outgrow(world: Scenario) -> None:
 def families(world: Scenario) -> None:  # noqa: C901 - one stretch of the story after the other
     """Many forks of one session live beside sessions that share nothing; then other turns need room."""
     rng, config = world.rng, world.config
-    parent = world.told(rng.randint(config.context // 4, config.context // 2))
+    parent = world.committed(rng.randint(config.context // 4, config.context // 2))
     for _ in range(rng.randint(0, 4)):
-        world.told(rng.randint(8, config.context // 3))
+        world.committed(rng.randint(8, config.context // 3))
     forks = []
     for _ in range(rng.randint(2, 12)):
         child = world.fork(parent)
@@ -56,7 +56,7 @@ def families(world: Scenario) -> None:  # noqa: C901 - one stretch of the story 
             forks.append(child)
     world.step()
     for _ in range(rng.randint(0, 3)):
-        world.told(rng.randint(8, config.context // 3))
+        world.committed(rng.randint(8, config.context // 3))
     for child in forks[: rng.randint(0, 4)]:
         if child in world.naive:
             world.say(child, world.text(rng.randint(1, 8)), rng.randint(4, 50))
@@ -76,11 +76,11 @@ def passed_over(world: Scenario) -> None:
     rng, config = world.rng, world.config
     size = config.page_size
     for _ in range(rng.randint(2, 6)):
-        parent = world.told(rng.randint(2 * size, config.context // 4), rng.choice((1, 5)))
+        parent = world.committed(rng.randint(2 * size, config.context // 4), rng.choice((1, 5)))
         for _ in range(rng.randint(1, 3)):
             world.fork(parent)
         for _ in range(rng.randint(1, 3)):
-            world.told(rng.randint(size, config.context // 6 + size))
+            world.committed(rng.randint(size, config.context // 6 + size))
         free = len(internals.reusable(world.engine, 0)) + rng.randint(0, 2)
         world.say(world.opened(), world.text(max(1, min(free * size, world.longest - 4))), rng.randint(1, 3))
         world.play()
@@ -133,7 +133,7 @@ def refused(world: Scenario) -> None:
     """A turn does not fit beside two running ones; one of them ends, and it fits once idle sessions yield."""
     rng, slots = world.rng, world.config.page_size * world.config.units[0]
     for _ in range(rng.randint(3, 6)):
-        world.told(max(1, slots // 20))
+        world.committed(max(1, slots // 20))
     big = world.say(world.opened(), world.text(slots * 4 // 10), rng.randint(3, 20), priority=1)
     for _ in range(rng.randint(1, 3)):
         world.step()
@@ -151,7 +151,7 @@ def exact(world: Scenario) -> None:
     is a copy."""
     rng, config = world.rng, world.config
     size = config.page_size
-    parent = world.told(size * rng.randint(1, 3) + rng.randint(1, size), 2)
+    parent = world.committed(size * rng.randint(1, 3) + rng.randint(1, size), 2)
     children = [child for _ in range(2) if (child := world.fork(parent)) is not None]
     for _ in range(config.running - 2):
         free = len(internals.reusable(world.engine, 0))
@@ -174,7 +174,7 @@ def unwanted(world: Scenario) -> None:
     """Sessions fill memory, and a draft arrives that nothing waits for: no session yields to it. After they close, a
     dropped draft is computed again."""
     rng, slots = world.rng, world.config.page_size * world.config.units[0]
-    told = [world.told(max(1, slots // 7)) for _ in range(rng.randint(4, 7))]
+    told = [world.committed(max(1, slots // 7)) for _ in range(rng.randint(4, 7))]
     sid = world.opened()
     world.draft(sid, world.text(min(world.longest, slots) * 3 // 4))
     for _ in range(rng.randint(2, 6)):

@@ -291,7 +291,7 @@ class World:
     def _journaled(self, saved: list[SavedSession]) -> list[SavedSession]:
         """Returns the sessions still in the journal, checked to be as they were saved. The journal must have reported
         the others as damaged."""
-        self.journal.note(self.engine.news.take_changes())
+        self.journal.note(self.engine.outcomes.take_changes())
         found, damage = self.journal.begin_again()
         if [each for each in saved if each in found] != found:
             self.found("journal", f"the journal returns {found} of {saved}")
@@ -324,7 +324,7 @@ class World:
             self._check_commit(turn, naive, result, asked)
             output = turn.output[: result.kept]
             if session.turn is naive:
-                session.take_in(naive.base, naive.input, output, replaces=naive.replaces)
+                session.commit(naive.base, naive.input, output, replaces=naive.replaces)
         elif reason is EndReason.DEADLINE:
             if turn.number not in due:
                 self.found("deadlines", f"{turn!r} ended at {self.clock.now()} although not due")

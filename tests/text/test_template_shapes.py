@@ -254,8 +254,8 @@ def test_whether_reasoning_can_be_switched_is_read_from_the_template(small: Toke
     assert load(SETTABLE, small).habits == ModelHabits(thinks="tags")
     habits = load(opened, small).habits
     assert habits.thinks == "opened"
-    assert habits.told({"enable_thinking": False}).thinks == "tags"
-    assert habits.told({"enable_thinking": True, "other": False}) == habits
+    assert habits.with_variables({"enable_thinking": False}).thinks == "tags"
+    assert habits.with_variables({"enable_thinking": True, "other": False}) == habits
 
 
 def test_a_variable_that_spells_a_control_token_is_text(small: Tokenizer) -> None:

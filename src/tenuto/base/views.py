@@ -177,7 +177,7 @@ class Ticket(View, frozen=True, kw_only=True):
     text: str | None = None
 
     @property
-    def told(self) -> dict[str, int]:
+    def counts(self) -> dict[str, int]:
         """The counts that answers to clients contain."""
         return {"prompt_tokens": self.prompt_tokens, "max_new_tokens": self.max_new_tokens}
 

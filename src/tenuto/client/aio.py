@@ -13,7 +13,7 @@ from typing import ClassVar, Generic, Self, TypeVar, Unpack
 
 from tenuto.base.errors import EngineStopped
 from tenuto.base.options import ChatOptions, Policy, SessionAdapter
-from tenuto.base.tools.answers import Said
+from tenuto.base.tools.answers import AnswerPart
 from tenuto.base.turns import Delta, Input, Keep, TurnKind, TurnResult
 from tenuto.base.views import AuditReport, SessionInfo
 from tenuto.client.core import SessionCore, TurnReader
@@ -148,7 +148,7 @@ class AsyncTurnStream(TurnStreamBase):
                 return self._reader.latest.text
         raise StopAsyncIteration
 
-    async def parts(self) -> AsyncIterator[Said]:
+    async def parts(self) -> AsyncIterator[AnswerPart]:
         """Iterates over the parsed answer as it arrives: text, reasoning and calls."""
         while await self._next() is not None:
             if self._reader.latest:

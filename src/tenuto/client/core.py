@@ -15,7 +15,7 @@ from tenuto.base.checks import MAX_COUNT, flag, items, shown, whole
 from tenuto.base.errors import InvalidRequest, TenutoError
 from tenuto.base.options import TOOL_OPTIONS, Policy, TurnOptions, turn_params
 from tenuto.base.plan import PARTS, MemoryPart
-from tenuto.base.tools.answers import AnswerReader, Said
+from tenuto.base.tools.answers import AnswerPart, AnswerReader
 from tenuto.base.tools.definitions import NO_TOOLS
 from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.turns import Delta, Input, Keep, Transcript, TurnKind, TurnResult, turn_input
@@ -37,7 +37,7 @@ class TurnReader(Transcript):
     def __init__(self, running: RunningTurn) -> None:
         super().__init__()
         self.running = running
-        self.said, self.latest = Said(), Said()
+        self.said, self.latest = AnswerPart(), AnswerPart()
         self._answer: AnswerReader | None = None
 
     def take(self, news: Delta | TenutoError) -> Delta:
@@ -46,7 +46,7 @@ class TurnReader(Transcript):
         if self._answer is None and self.running.reading is not None:
             self._answer = self.running.reading.reader(self.running.turn_id or "")
         ended, answer = passed.result is not None, self._answer
-        self.latest = answer.read(passed.text, ended=ended) if answer is not None else Said(passed.text)
+        self.latest = answer.read(passed.text, ended=ended) if answer is not None else AnswerPart(passed.text)
         self.said.add(self.latest)
         return passed
 
@@ -101,7 +101,7 @@ class EngineCore:
         others = self.transport.options.union(TOOL_OPTIONS)
         own = {name: value for name, value in options.items() if name not in others}
         params, use = turn_params(cast("TurnOptions", own)), ToolUse.among(options)
-        told = use.told if use is not None else NO_TOOLS
+        told = use.definitions if use is not None else NO_TOOLS
         request = messages.StartTurn(kind=kind, tenant="", session=session, input=parsed, params=params, tools=told)
         return TurnReader(self.transport.start(request, options, use, deliver))
 

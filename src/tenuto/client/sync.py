@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import ClassVar, Generic, Self, TypeVar, Unpack
 
 from tenuto.base.options import ChatOptions, Policy, SessionAdapter
-from tenuto.base.tools.answers import Said
+from tenuto.base.tools.answers import AnswerPart
 from tenuto.base.turns import Delta, Input, Keep, TurnKind, TurnResult
 from tenuto.base.views import AuditReport, SessionInfo
 from tenuto.client.core import TurnReader
@@ -147,7 +147,7 @@ class TurnStream(TurnStreamBase, Closing):
                 return self._reader.latest.text
         raise StopIteration
 
-    def parts(self) -> Iterator[Said]:
+    def parts(self) -> Iterator[AnswerPart]:
         """Iterates over the parsed answer as it arrives: text, reasoning and calls."""
         while self._next() is not None:
             if self._reader.latest:

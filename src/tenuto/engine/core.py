@@ -9,7 +9,7 @@ from tenuto.base.config import EngineConfig
 from tenuto.base.plan import Executor
 from tenuto.engine.counts import Counts
 from tenuto.engine.guard import Fuse
-from tenuto.engine.news import News
+from tenuto.engine.outcomes import Outcomes
 from tenuto.engine.parking import Parking
 from tenuto.memory.memory import Memory
 from tenuto.sched.batch import Batch
@@ -34,5 +34,5 @@ class Core:
     batch: Batch
     adapters: Adapters = field(default_factory=Adapters)
     counts: Counts = field(default_factory=Counts)
-    news: News = field(default_factory=News)
+    outcomes: Outcomes = field(default_factory=Outcomes)
     fuse: Fuse = field(default_factory=Fuse)

@@ -95,7 +95,12 @@ class Engine:
             batch=Batch(memory, Shares(dict(config.tenant_weights)), eos_ids, config.aging_seconds),
         )
         self.registry, self.batch, self.prefixes = core.registry, core.batch, core.prefixes
-        self.idle_memory, self.counts, self.news, self.fuse = core.idle_memory, core.counts, core.news, core.fuse
+        self.idle_memory, self.counts, self.outcomes, self.fuse = (
+            core.idle_memory,
+            core.counts,
+            core.outcomes,
+            core.fuse,
+        )
         self.snapshots = Snapshots(core.idle_memory, clock, config)
         self._lifecycle = lifecycle = Lifecycle(core)
         self.pressure, self.timers, self.sharing = lifecycle.pressure, lifecycle.timers, lifecycle.sharing
@@ -135,7 +140,7 @@ class Engine:
         report = StepReport(worked=len(self._flights) > 0 or self.pressure.unfinished or self.registry.more_expired)
         ahead = self.config.overlap if planned is not None else 0  # one stays in flight, so that the device never waits
         report.progressed = self._flights.land(ahead)
-        report.ended, report.changes = self.news.take_ended(), self.news.take_changes()
+        report.ended, report.changes = self.outcomes.take_ended(), self.outcomes.take_changes()
         self.memory.cache.trim()
         self.snapshots.step()
         self.steps += 1

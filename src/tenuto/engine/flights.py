@@ -189,7 +189,7 @@ class Flights:
             else:
                 self._lifecycle.retry(turn)
         for flight in void:
-            self._batch.return_news(flight.news)
+            self._batch.return_updates(flight.updates)
         for flight in self._flights:
             for masks in flight.plan.masks:
                 give_up(masks.allowed)

@@ -28,7 +28,7 @@ class Lifecycle:
         self._clock = core.clock
         self._batch = core.batch
         self._counts = core.counts
-        self._news = core.news
+        self._outcomes = core.outcomes
         self.timers = Timers(core.registry, core.config.draft_timeout)
         self.pressure = Pressure(core.memory, core.batch, self)
         self.sharing = Sharing(core, self.pressure)
@@ -49,7 +49,7 @@ class Lifecycle:
             self._idle_memory.forget(session)
         else:
             self._idle_memory.changed(session, kept)
-        self._news.changes.append(Change.of(kind, session, kept, turn, parent, self._clock.wall()))
+        self._outcomes.changes.append(Change.of(kind, session, kept, turn, parent, self._clock.wall()))
 
     def enqueue(self, turn: Turn, event: str) -> None:
         """Queues a submitted turn. `event` names the operation that submitted it."""
@@ -326,7 +326,7 @@ class Lifecycle:
     def _turn_ended(self, turn: Turn) -> None:
         session = turn.session
         self._queue.remove(turn)
-        self._news.ended.append(turn)
+        self._outcomes.ended.append(turn)
         self._sessions.note_length(session)
         committed = turn.result is not None and turn.result.committed
         self.sharing.index.changed(session, turn.prompt_length if committed else len(session.history))

@@ -344,9 +344,9 @@ class Parking:
             return []
         self.tiers.take_moved()
         done = [each for each in self._arriving.values() if not any(move in self.tiers.moves for move in each.moves)]
-        return [(each.turn, self._take_in(each)) for each in done]
+        return [(each.turn, self._arrived(each)) for each in done]
 
-    def _take_in(self, arrival: Arrival) -> bool:
+    def _arrived(self, arrival: Arrival) -> bool:
         session = arrival.turn.session
         failures = [move.failure for move in arrival.moves if not move.usable]
         if failures:

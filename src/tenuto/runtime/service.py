@@ -160,7 +160,7 @@ class Service:
             case Withdraw():
                 self._outbox.answer(request, self._intake.withdraw(request.name))
             case StartTurn() | Draft():
-                self._take_in(request)
+                self._admit(request)
             case OpenSession():
                 self._renderer.check_system(request.system, self._config.context_length)
                 self._execute(request, lambda _: self._dispatcher.execute(request))
@@ -235,7 +235,7 @@ class Service:
 
         self._loop.execute(work, reply, ends=isinstance(request, AbortTurn))
 
-    def _take_in(self, request: StartTurn | Draft) -> None:
+    def _admit(self, request: StartTurn | Draft) -> None:
         self._intake.put(
             Input(
                 command=request,

@@ -23,7 +23,7 @@ NO_STOP = -1
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class RowUpdates:
     """Page table entries and sampling options of rows taken since the last plan."""
 
     taken: list[Growth]
@@ -220,19 +220,19 @@ class Batch:
         self._left = {turn: None for turn in waiting if _unsettled_step(turn) > step}
         return [turn for turn in waiting if turn not in self._left]
 
-    def take_news(self) -> News:
+    def take_updates(self) -> RowUpdates:
         """Returns the changes not yet sent to the executor, for the plan being made."""
         rows = {growth.row for growth in self._taken} | set(self._sampling)
-        news = News(self._taken, self._sampling, {row: int(self.rows.run[row]) for row in rows})
+        updates = RowUpdates(self._taken, self._sampling, {row: int(self.rows.run[row]) for row in rows})
         self._taken, self._sampling = [], {}
-        return news
+        return updates
 
-    def return_news(self, news: News) -> None:
+    def return_updates(self, updates: RowUpdates) -> None:
         """Takes back the changes of a plan that is not submitted, so that the next plan sends them for rows still
         taken."""
-        same = {row for row, run in news.runs.items() if self.turns[row] is not None and self.rows.run[row] == run}
-        self._taken = [growth for growth in news.taken if growth.row in same] + self._taken
-        self._sampling = {row: sampling for row, sampling in news.sampling.items() if row in same} | self._sampling
+        same = {row for row, run in updates.runs.items() if self.turns[row] is not None and self.rows.run[row] == run}
+        self._taken = [growth for growth in updates.taken if growth.row in same] + self._taken
+        self._sampling = {row: sampling for row, sampling in updates.sampling.items() if row in same} | self._sampling
 
 
 def _unsettled_step(turn: Turn) -> int:

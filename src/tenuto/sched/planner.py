@@ -15,7 +15,7 @@ from tenuto.base.plan import PREVIOUS_SAMPLE, InputScores, InputVectors, Plan, T
 from tenuto.memory.kinds.group import Mask, MemoryChanges
 from tenuto.memory.memory import Memory
 from tenuto.memory.rows import Longs
-from tenuto.sched.batch import Batch, News
+from tenuto.sched.batch import Batch, RowUpdates
 from tenuto.sched.shares import divide
 from tenuto.sched.suspects import Suspects
 from tenuto.session.turn import Turn
@@ -82,7 +82,7 @@ class Flight:
     rows: Longs
     runs: Longs
     guesses: dict[int, list[int]]
-    news: News
+    updates: RowUpdates
     scored: tuple[InputPart, ...] = ()
     masked: tuple[int, ...] = ()
     pooled: tuple[InputPart, ...] = ()
@@ -252,8 +252,8 @@ class Planner:
         for index, guesses in proposal.guesses.items():
             samples[index] += len(guesses)
         tokens = self._tokens(proposal)
-        news = self._batch.take_news()
-        moves = self._move(proposal, ends, news)
+        updates = self._batch.take_updates()
+        moves = self._move(proposal, ends, updates)
         scores, scored = self._score_input(proposal) if self._batch.scoring else (None, ())
         vectors, pooled = self._pool_input(proposal) if self._batch.pooling else (None, ())
         masked = (self._batch.constrained[chosen] & (samples > 0)).nonzero()[0]
@@ -277,13 +277,13 @@ class Planner:
             tuple(moves.tables),
             tuple(moves.copies),
             tuple(moves.states),
-            tuple(news.sampling.items()),
+            tuple(updates.sampling.items()),
             scores,
             tuple(TokenMasks(place, Future()) for place in places),
             vectors,
             self._adapters(chosen),
         )
-        return Flight(plan, chosen, rows.run[chosen], proposal.guesses, news, scored, tuple(masked.tolist()), pooled)
+        return Flight(plan, chosen, rows.run[chosen], proposal.guesses, updates, scored, tuple(masked.tolist()), pooled)
 
     def _adapters(self, chosen: Longs) -> npt.NDArray[np.int32] | None:
         """Returns the slots of the rows' adapters, `Plan.adapters`."""
@@ -352,12 +352,12 @@ class Planner:
             tokens[at : at + count] = [*known_part, *guesses]
         return tokens
 
-    def _move(self, proposal: Proposal, ends: Longs, news: News) -> MemoryChanges:
+    def _move(self, proposal: Proposal, ends: Longs, updates: RowUpdates) -> MemoryChanges:
         """Acquires the units that the step needs, makes every group continue in the units that the step writes, and
         returns the changes for the executor."""
         turns, growing = self._batch.turns, np.flatnonzero(proposal.needs.any(axis=0)).tolist()
         grown = self._memory.grow([(turns[proposal.rows[i]].session.memory.tables, int(ends[i])) for i in growing])
-        moves = self._memory.advance(proposal.rows, proposal.starts, [*news.taken, *grown])
+        moves = self._memory.advance(proposal.rows, proposal.starts, [*updates.taken, *grown])
         for row in moves.left:
             turns[row].session.memory.turn.left_checkpoint()
         return moves

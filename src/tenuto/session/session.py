@@ -114,7 +114,7 @@ class Session:
                 f"cannot {operation} session {self.id}: its turn is {self.turn.state.value}; end or abort it first"
             )
 
-    def take_in(self, turn: Turn, output: array[int]) -> None:
+    def commit(self, turn: Turn, output: array[int]) -> None:
         """Commits `turn`: adds its input and `output` to the history, and its memory, except for the last token, to the
         session's memory."""
         replaced = self.records.pop() if turn.replaces else None

@@ -206,7 +206,7 @@ class Turn:
         """Makes input and the first `keep` (`None`: all) output tokens part of the history."""
         kept = self.output[: len(self.output) if keep is None else keep]
         self.go("commit")
-        self.session.take_in(self, kept)
+        self.session.commit(self, kept)
         return self._end(reason, now, committed=True, kept=len(kept))
 
     def abort(self, reason: EndReason, now: float) -> TurnResult:

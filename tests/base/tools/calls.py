@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from tenuto.base.tools.answers import AnswerReader, Said
+from tenuto.base.tools.answers import AnswerPart, AnswerReader
 from tenuto.base.tools.definitions import ModelHabits
 
 TAGS, JSON, LIST = ModelHabits("tags"), ModelHabits("json"), ModelHabits("list")
@@ -24,8 +24,8 @@ ROME = '{"name": "weather", "arguments": {"city": "Rome"}}'
 STOP = '{"name": "stop", "arguments": {}}'
 
 
-def read(habits: ModelHabits, pieces: Sequence[str], names: Sequence[str] = tuple(FUNCTIONS)) -> Said:
-    reader, whole = AnswerReader(habits, names), Said()
+def read(habits: ModelHabits, pieces: Sequence[str], names: Sequence[str] = tuple(FUNCTIONS)) -> AnswerPart:
+    reader, whole = AnswerReader(habits, names), AnswerPart()
     for said in [*map(reader.push, pieces), reader.finish()]:
         whole.text += said.text
         whole.reasoning += said.reasoning
@@ -33,7 +33,7 @@ def read(habits: ModelHabits, pieces: Sequence[str], names: Sequence[str] = tupl
     return whole
 
 
-def parts_of(said: Said) -> tuple[str, str, list[tuple[str, dict]]]:
+def parts_of(said: AnswerPart) -> tuple[str, str, list[tuple[str, dict]]]:
     return said.text, said.reasoning, [(call.name, json.loads(call.arguments)) for call in said.calls]
 
 

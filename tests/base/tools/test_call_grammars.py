@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.tools.answers import AnswerReader, Said
+from tenuto.base.tools.answers import AnswerPart, AnswerReader
 from tenuto.base.tools.call_grammars import calls_grammar, shape_of
 from tenuto.base.tools.definitions import CHANNELS, MARKS, THOUGHTS, ModelHabits, ToolFormat
 from tenuto.base.tools.definitions import TAGS as TAGGED_BY
@@ -160,7 +160,7 @@ def test_any_text_of_a_grammar_of_calls_is_read_as_the_same_calls_however_it_is_
         tokens = wander(grammar, random, thought, markup=habits.mark("<think>") is not None)
         text = MARKED.decode(tokens, special=True)
         assert habits.opens in text
-        reader, whole = use.reading(habits, grammar).reader("a"), Said()
+        reader, whole = use.reading(habits, grammar).reader("a"), AnswerPart()
         cuts = sorted(random.sample(range(len(text)), min(len(text), random.choice((0, 1, 5, 40)))))
         for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
             whole.add(reader.push(text[start:stop]))
@@ -224,7 +224,7 @@ def test_a_reasoning_model_reasons_before_it_follows_a_grammar(thinks: Any) -> N
         reader = use.reading(habits, grammar).reader()
         whole = reader.push(f"{opening}hm {{</think>\n\n{said}")
         rest = reader.finish()
-        assert parts_of(Said(whole.text + rest.text, whole.reasoning, whole.calls + rest.calls)) == expected
+        assert parts_of(AnswerPart(whole.text + rest.text, whole.reasoning, whole.calls + rest.calls)) == expected
 
 
 def test_a_grammar_without_room_for_reasoning_yields_none() -> None:

@@ -13,7 +13,7 @@ from tests.base.tools.calls import SCHEMA, TAGS
 
 def test_tools_are_rendered_whatever_the_choice() -> None:
     tools = [{"name": "weather", "parameters": SCHEMA}]
-    assert ToolUse.of(tools, "none").told == ToolUse.of(tools).told
+    assert ToolUse.of(tools, "none").definitions == ToolUse.of(tools).definitions
     assert ToolUse.of(tools, "none").reading(TAGS, None).names == ()
 
 
@@ -35,4 +35,4 @@ def test_invalid_tools_are_refused_by_their_field(options: dict[str, Any], param
 
 def test_extra_fields_of_a_function_are_not_rendered() -> None:
     wrapped = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}}
-    assert ToolUse.of([wrapped]).told == ToolUse.of([{"name": "weather", "parameters": SCHEMA}]).told
+    assert ToolUse.of([wrapped]).definitions == ToolUse.of([{"name": "weather", "parameters": SCHEMA}]).definitions

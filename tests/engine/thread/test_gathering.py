@@ -39,7 +39,7 @@ class Watched:
         self.note(NOW)
 
     def note(self, now: float) -> None:
-        self.gathering.note(self.stage.engine.news.take_changes(), now)
+        self.gathering.note(self.stage.engine.outcomes.take_changes(), now)
 
     def begin(self, session: Session, now: float) -> Turn:
         turn = self.stage.engine.turns.submit(session.id, [1, 2, 3], TurnParams(max_new_tokens=2))

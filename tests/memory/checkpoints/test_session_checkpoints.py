@@ -14,7 +14,7 @@ from tests.memory.scribe import FULL, SLIDING, STATE, Scribe, Script
 @pytest.mark.parametrize("mix", [[SLIDING], [STATE], [FULL, SLIDING, STATE]], ids=str)
 def test_the_checkpoint_at_a_sessions_end_is_never_evicted(mix) -> None:
     scribe = Scribe(mix)
-    script = scribe.told(9)
+    script = scribe.committed(9)
     scribe.compute(scribe.open(script), 20)
     scribe.commit(script, 30)
     while scribe.memory.cache.evict():
@@ -26,7 +26,7 @@ def test_the_checkpoint_at_a_sessions_end_is_never_evicted(mix) -> None:
 def test_the_source_of_a_running_turn_is_not_evicted() -> None:
     """Known fault: a source evicted between match and use."""
     scribe = Scribe([FULL, STATE])
-    script = scribe.told(9)
+    script = scribe.committed(9)
     scribe.compute(scribe.open(script), 20)
     scribe.commit(script, 30)
     writing = scribe.open(script, base=9)  # regenerates from the checkpoint at 8

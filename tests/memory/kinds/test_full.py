@@ -33,7 +33,7 @@ def test_pages_hold_their_tokens_and_one_page_fewer_would_not(tokens: int, page_
 
 def test_a_session_continues_in_its_own_last_page() -> None:
     scribe = Scribe([FULL])
-    script = scribe.told(7)
+    script = scribe.committed(7)
     pages = scribe.memory.pools[0].leased
     assert say(scribe, script, 2) == []
     assert scribe.memory.pools[0].leased == pages == 2
@@ -41,7 +41,7 @@ def test_a_session_continues_in_its_own_last_page() -> None:
 
 def test_a_fork_copies_the_used_slots_of_the_shared_page_once_and_its_parent_continues_in_place() -> None:
     scribe = Scribe([FULL])
-    parent = scribe.told(7)
+    parent = scribe.committed(7)
     child = scribe.fork(parent)
     assert say(scribe, parent, 1) == []
     assert say(scribe, child, 1) == [2]
@@ -51,7 +51,7 @@ def test_a_fork_copies_the_used_slots_of_the_shared_page_once_and_its_parent_con
 
 def test_a_fork_copies_even_if_its_parent_writes_later() -> None:
     scribe = Scribe([FULL])
-    parent = scribe.told(7)
+    parent = scribe.committed(7)
     child = scribe.fork(parent)
     assert say(scribe, child, 1) == [2]
     assert say(scribe, parent, 1) == []
@@ -59,7 +59,7 @@ def test_a_fork_copies_even_if_its_parent_writes_later() -> None:
 
 def test_none_of_many_forks_gets_the_tail() -> None:
     scribe = Scribe([FULL])
-    parent = scribe.told(7)
+    parent = scribe.committed(7)
     children = [scribe.fork(parent) for _ in range(3)] + [scribe.fork(scribe.fork(parent))]
     assert [say(scribe, child, 1) for child in children] == [[2]] * 4
     assert say(scribe, parent, 1) == []
@@ -67,7 +67,7 @@ def test_none_of_many_forks_gets_the_tail() -> None:
 
 def test_a_fork_that_is_the_sole_holder_takes_the_tail() -> None:
     scribe = Scribe([FULL])
-    parent = scribe.told(7)
+    parent = scribe.committed(7)
     child = scribe.fork(parent)
     parent.memory.drop()
     assert say(scribe, child, 1) == []
@@ -75,13 +75,13 @@ def test_a_fork_that_is_the_sole_holder_takes_the_tail() -> None:
 
 def test_a_fork_at_the_end_of_a_page_has_nothing_to_copy() -> None:
     scribe = Scribe([FULL])
-    child = scribe.fork(scribe.told(2 * PAGE + 1))
+    child = scribe.fork(scribe.committed(2 * PAGE + 1))
     assert say(scribe, child, 3) == []
 
 
 def test_a_session_cut_below_the_slots_its_fork_reads_copies_the_page() -> None:
     scribe = Scribe([FULL])
-    parent = scribe.told(8)
+    parent = scribe.committed(8)
     scribe.fork(parent)
     scribe.rewind(parent, 6)
     assert say(scribe, parent, 3) == [1]
@@ -89,7 +89,7 @@ def test_a_session_cut_below_the_slots_its_fork_reads_copies_the_page() -> None:
 
 def test_a_session_cut_no_lower_than_its_fork_reads_keeps_the_tail() -> None:
     scribe = Scribe([FULL])
-    parent = scribe.told(6)
+    parent = scribe.committed(6)
     scribe.fork(parent)
     assert say(scribe, parent, 2) == []
     scribe.rewind(parent, 7)
@@ -98,7 +98,7 @@ def test_a_session_cut_no_lower_than_its_fork_reads_keeps_the_tail() -> None:
 
 def test_a_session_that_continues_twice_below_its_fork_copies_only_once() -> None:
     scribe = Scribe([FULL])
-    parent = scribe.told(8)
+    parent = scribe.committed(8)
     child = scribe.fork(parent)
     scribe.rewind(parent, 6)
     assert say(scribe, parent, 1) == [1]
@@ -109,14 +109,14 @@ def test_a_session_that_continues_twice_below_its_fork_copies_only_once() -> Non
 
 def test_a_lone_session_that_was_cut_continues_in_place() -> None:
     scribe = Scribe([FULL])
-    script = scribe.told(8)
+    script = scribe.committed(8)
     scribe.rewind(script, 6)
     assert say(scribe, script, 2) == []
 
 
 def test_an_aborted_turn_that_filled_the_tail_leaves_it_to_the_next() -> None:
     scribe = Scribe([FULL])
-    parent = scribe.told(7)
+    parent = scribe.committed(7)
     child = scribe.fork(parent)
     scribe.compute(scribe.open(parent), 1)
     scribe.abort(parent)
@@ -128,7 +128,7 @@ def test_an_aborted_turn_that_filled_the_tail_leaves_it_to_the_next() -> None:
 
 def test_a_fork_made_while_its_parent_fills_the_page_reads_only_committed_slots() -> None:
     scribe = Scribe([FULL])
-    parent = scribe.told(6)
+    parent = scribe.committed(6)
     writing = scribe.open(parent)
     scribe.compute(writing, 1)
     child = scribe.fork(parent)
@@ -141,7 +141,7 @@ def test_a_fork_made_while_its_parent_fills_the_page_reads_only_committed_slots(
 def test_a_session_cut_inside_a_page_still_holds_it() -> None:
     """Known fault: a partly used page freed under committed tokens."""
     scribe = Scribe([FULL])
-    script = scribe.told(2 * PAGE + 1)
+    script = scribe.committed(2 * PAGE + 1)
     scribe.rewind(script, PAGE + 2)
     assert scribe.memory.pools[0].leased == 2
     scribe.audit()

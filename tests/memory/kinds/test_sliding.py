@@ -62,7 +62,7 @@ def test_a_long_turn_holds_at_most_a_window_and_its_last_chunk(chunk: int) -> No
 def test_the_sessions_window_is_kept_while_a_turn_moves_past_it() -> None:
     """Known fault: a source evicted between match and use."""
     scribe = Scribe([SLIDING])
-    script = scribe.told(12)
+    script = scribe.committed(12)
     scribe.compute(scribe.open(script), 30)
     scribe.audit()
     scribe.abort(script)
@@ -81,7 +81,7 @@ def test_a_turn_is_expected_to_grow_up_to_two_windows() -> None:
 
 def test_a_commit_keeps_the_last_window_and_frees_the_rest() -> None:
     scribe = Scribe([SLIDING])
-    script = scribe.told(12)
+    script = scribe.committed(12)
     scribe.compute(scribe.open(script), 30)
     scribe.commit(script, 42)
     (table,) = script.memory.tables
@@ -94,7 +94,7 @@ def test_a_commit_keeps_the_last_window_and_frees_the_rest() -> None:
 
 def test_a_position_is_resumable_while_its_window_is_held() -> None:
     scribe = Scribe([FULL, SLIDING])
-    script = scribe.told(31)  # 30 computed; its window is 25 .. 29 in pages 6 and 7
+    script = scribe.committed(31)  # 30 computed; its window is 25 .. 29 in pages 6 and 7
     assert script.memory.resumable(30) == 30
     assert script.memory.resumable(29) == 29  # attends to 24 .. 28
     assert script.memory.resumable(28) == 0  # would attend to 23, in a page that was freed
@@ -117,7 +117,7 @@ def test_a_rewind_to_an_older_checkpoint_resumes_there() -> None:
 
 def test_a_fork_copies_the_used_slots_of_the_windows_last_page_and_its_parent_continues_in_place() -> None:
     scribe = Scribe([SLIDING])
-    parent = scribe.told(12)
+    parent = scribe.committed(12)
     child = scribe.fork(parent)
     scribe.compute(scribe.open(parent), 1)
     assert scribe.copies == []
@@ -130,7 +130,7 @@ def test_a_fork_copies_the_used_slots_of_the_windows_last_page_and_its_parent_co
 
 def test_a_session_cut_below_the_slots_its_fork_reads_copies_the_page() -> None:
     scribe = Scribe([SLIDING])
-    parent = scribe.told(12)
+    parent = scribe.committed(12)
     scribe.fork(parent)
     scribe.rewind(parent, 11)
     assert parent.memory.computed == 10
@@ -141,7 +141,7 @@ def test_a_session_cut_below_the_slots_its_fork_reads_copies_the_page() -> None:
 
 def test_aborting_a_fork_leaves_the_window_pages_to_the_parent() -> None:
     scribe = Scribe([SLIDING])
-    parent = scribe.told(12)
+    parent = scribe.committed(12)
     free = scribe.free()
     child = scribe.fork(parent)
     scribe.compute(scribe.open(child), 9)

@@ -15,7 +15,7 @@ from tests.present import present
 
 def test_starting_a_turn_copies_nothing_and_reads_the_sessions_slot() -> None:
     scribe = Scribe([STATE])
-    script = scribe.told(9)
+    script = scribe.committed(9)
     kept = present(script.memory.checkpoints[-1].parts[0]).units[0]
     writing = scribe.open(script)
     row = writing.memory.row
@@ -28,7 +28,7 @@ def test_starting_a_turn_copies_nothing_and_reads_the_sessions_slot() -> None:
 def test_an_aborted_turn_leaves_the_session_its_own_slot() -> None:
     """Known faults: a turn that aborts frees or overwrites its session's state slot."""
     scribe = Scribe([FULL, STATE])
-    script = scribe.told(9)
+    script = scribe.committed(9)
     kept = present(script.memory.checkpoints[-1].parts[1]).units[0]
     for _ in range(3):
         scribe.compute(scribe.open(script), 5)
@@ -40,7 +40,7 @@ def test_an_aborted_turn_leaves_the_session_its_own_slot() -> None:
 def test_a_turn_that_never_ran_releases_only_its_own_slots() -> None:
     """Known fault: a turn that did not fit the batch frees its session's state slot, and it is freed again later."""
     scribe = Scribe([STATE])
-    script = scribe.told(9)
+    script = scribe.committed(9)
     free = scribe.free()
     scribe.open(script)
     scribe.abort(script)
@@ -51,7 +51,7 @@ def test_a_turn_that_never_ran_releases_only_its_own_slots() -> None:
 
 def test_a_commit_leaves_one_slot_and_a_checkpoint_before_it() -> None:
     scribe = Scribe([STATE])
-    script = scribe.told(9)
+    script = scribe.committed(9)
     scribe.compute(scribe.open(script), 5)
     scribe.commit(script, 14)
     assert [checkpoint.position for checkpoint in script.memory.checkpoints] == [8, 13]
@@ -65,7 +65,7 @@ def test_a_barge_in_on_a_turn_that_started_further_back_keeps_the_sessions_posit
     """Known fault: a regenerated turn that had lost its memory and just restarted took the session's position with
     it."""
     scribe = Scribe([FULL, STATE])
-    script = scribe.told(9)
+    script = scribe.committed(9)
     scribe.open(script, base=9, target=4)
     scribe.commit(script, 10)
     assert script.memory.computed == 8
@@ -112,7 +112,7 @@ def test_a_row_without_a_slot_besides_its_checkpoint_is_stopped_before_it_writes
 
 def test_with_two_buffers_the_state_before_the_last_step_is_kept() -> None:
     scribe = Scribe([STATE], double_buffered=True)
-    script = scribe.told(6)
+    script = scribe.committed(6)
     writing = scribe.open(script)
     scribe.compute(writing, 2)
     scribe.compute(writing, 1)
@@ -127,7 +127,7 @@ def test_with_two_buffers_the_state_before_the_last_step_is_kept() -> None:
 
 def test_a_fork_shares_the_state_slot_and_both_continue() -> None:
     scribe = Scribe([STATE])
-    parent = scribe.told(9)
+    parent = scribe.committed(9)
     child = scribe.fork(parent)
     assert scribe.memory.pools[0].leased == 1
     for script in (parent, child):

@@ -22,7 +22,7 @@ OPEN_THOUGHT, CLOSE_THOUGHT = THOUGHTS
 
 
 @dataclass(slots=True)
-class Said:
+class AnswerPart:
     """A part of an answer: its text, the thoughts before it, and calls."""
 
     text: str = ""
@@ -32,7 +32,7 @@ class Said:
     def __bool__(self) -> bool:
         return bool(self.text or self.reasoning or self.calls)
 
-    def add(self, other: Said) -> None:
+    def add(self, other: AnswerPart) -> None:
         """Appends a later part."""
         self.text += other.text
         self.reasoning += other.reasoning
@@ -95,29 +95,29 @@ class AnswerReader:
         if self._thinking:
             self._dropped = "\n"
 
-    def push(self, text: str) -> Said:
+    def push(self, text: str) -> AnswerPart:
         """Returns the part that `text` completes."""
         self._rest += text
         return self._parse(ended=False)
 
-    def finish(self) -> Said:
+    def finish(self) -> AnswerPart:
         """Returns the text held back, at the end of the answer."""
         return self._parse(ended=True)
 
-    def read(self, text: str, *, ended: bool) -> Said:
+    def read(self, text: str, *, ended: bool) -> AnswerPart:
         """Returns the part that `text` completes and, if the answer has `ended`, the text held back."""
         said = self.push(text)
         if ended:
             said.add(self.finish())
         return said
 
-    def _parse(self, *, ended: bool) -> Said:
-        said = Said()
+    def _parse(self, *, ended: bool) -> AnswerPart:
+        said = AnswerPart()
         while self._step(said, ended=ended):
             pass
         return said
 
-    def _step(self, said: Said, *, ended: bool) -> bool:
+    def _step(self, said: AnswerPart, *, ended: bool) -> bool:
         """Passes on some of the text that is not passed on yet. Returns False if no more can be until further text
         comes."""
         if self._dropped:
@@ -143,7 +143,7 @@ class AnswerReader:
             self._rest, self._dropped = begun.removeprefix(OPEN_THOUGHT), "\n"
         return True
 
-    def _think(self, said: Said, *, ended: bool) -> bool:
+    def _think(self, said: AnswerPart, *, ended: bool) -> bool:
         thought, closed, after = self._rest.partition(CLOSE_THOUGHT)
         if closed:
             said.reasoning += thought.removesuffix("\n")
@@ -155,7 +155,7 @@ class AnswerReader:
         self._rest = self._rest[until:]
         return False
 
-    def _tell(self, said: Said, until: int) -> bool:
+    def _tell(self, said: AnswerPart, until: int) -> bool:
         """Passes on `until` characters as text. Returns False, as `_step` does."""
         if until:
             said.text += self._mark
@@ -164,7 +164,7 @@ class AnswerReader:
         self._rest = self._rest[until:]
         return False
 
-    def _tags(self, said: Said, *, ended: bool) -> bool:
+    def _tags(self, said: AnswerPart, *, ended: bool) -> bool:
         if self._scan is None:
             before, opened, _ = self._rest.partition(self._opens)
             if not opened and ended:
@@ -190,7 +190,7 @@ class AnswerReader:
         self._rest, self._dropped = self._rest[end:], string.whitespace if calls else ""
         return closed is not None
 
-    def _functions(self, said: Said, *, ended: bool) -> bool:
+    def _functions(self, said: AnswerPart, *, ended: bool) -> bool:
         """Parses calls whose arguments are text between tags. The tags around a whole call may be missing."""
         if self._searched is None:
             found = [at for tag in (self._opens, OPEN_FUNCTION) if (at := self._rest.find(tag)) >= 0]
@@ -218,7 +218,7 @@ class AnswerReader:
         self._dropped = string.whitespace if calls else ""
         return bool(self._rest)
 
-    def _after_mark(self, said: Said, *, ended: bool) -> bool:
+    def _after_mark(self, said: AnswerPart, *, ended: bool) -> bool:
         """Parses calls in the formats in which they fill the answer, or all of it after a control token."""
         mark = self._habits.opens
         before, found, after = self._rest.partition(mark) if mark else (self._rest, "", "")
@@ -243,7 +243,7 @@ class AnswerReader:
         calls, self._called = self._made(objects_in(before)), called
         return not calls
 
-    def _json(self, said: Said, *, ended: bool) -> bool:
+    def _json(self, said: AnswerPart, *, ended: bool) -> bool:
         """Parses an answer that consists only of calls."""
         begun = self._rest.lstrip()
         if self._started or (begun and begun[0] not in "{["):
@@ -258,13 +258,13 @@ class AnswerReader:
             self._rest = self._mark = ""
         return self._tell(said, len(self._rest))
 
-    def _start(self, said: Said, *, ended: bool) -> bool:
+    def _start(self, said: AnswerPart, *, ended: bool) -> bool:
         """Passes on text that turned out not to be a call; a control token with a call may still follow."""
         again = not self._started and bool(self._habits.opens) and not ended
         self._started = True
         return True if again else self._tell(said, len(self._rest))
 
-    def _named(self, said: Said, *, ended: bool) -> bool:
+    def _named(self, said: AnswerPart, *, ended: bool) -> bool:
         """Parses calls at the start of the remaining text: a name, an optional nine-character id, then JSON
         arguments."""
         if self._scan is None:
@@ -302,7 +302,7 @@ class AnswerReader:
         held = max((overlap(head, mark) for mark, _ in self._habits.marks), default=0)
         return head[: len(head) - held]
 
-    def _channels(self, said: Said, *, ended: bool) -> bool:
+    def _channels(self, said: AnswerPart, *, ended: bool) -> bool:
         """Parses messages. The header of each marks it as a thought, as text or as a call."""
         if self._header is None:
             self._header, self._rest = header_of(self._rest, begun=self._started, ended=ended)

@@ -168,7 +168,7 @@ class ModelHabits:
             return self
         return replace(self, thinks=self.after_result, switches=())
 
-    def told(self, variables: Mapping[str, Any]) -> ModelHabits:
+    def with_variables(self, variables: Mapping[str, Any]) -> ModelHabits:
         """Returns the formats of an answer if the template is rendered with `variables`; see `switches`."""
         for name, value, thinks in self.switches:
             if variables.get(name) is value:

@@ -54,7 +54,7 @@ class ToolUse:
             raise InvalidRequest(
                 "tool_choice names a function that tools does not have; allowed: one of them", param="tool_choice"
             )
-        _ = self.told  # raises `InvalidRequest` for definitions that cannot be written
+        _ = self.definitions  # raises `InvalidRequest` for definitions that cannot be written
 
     @classmethod
     def of(cls, tools: object, choice: object = None, parallel: object = None) -> ToolUse:
@@ -93,7 +93,7 @@ class ToolUse:
         return tuple(each for each in self.functions if not names or each["name"] in names)
 
     @property
-    def told(self) -> Tools:
+    def definitions(self) -> Tools:
         """The functions in the prompt. They do not depend on `choice`, which may change in a later turn."""
         return Tools.of(list(self.functions))
 

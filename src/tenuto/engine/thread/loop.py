@@ -189,7 +189,7 @@ class EngineLoop:
         try:
             answer = command.run(self._engine)
         finally:
-            self._end(self._engine.news.take_ended(), self._engine.news.take_changes())
+            self._end(self._engine.outcomes.take_ended(), self._engine.outcomes.take_changes())
             opened, self._opened = self._opened, []
             if opened:
                 self._gathering.begin(opened, self._engine.now())

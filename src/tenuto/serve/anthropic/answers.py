@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tenuto.base.errors import TenutoError
-from tenuto.base.tools.answers import AnswerReader, Said
+from tenuto.base.tools.answers import AnswerPart, AnswerReader
 from tenuto.base.turns import Delta, EndReason, TurnResult, joined
 from tenuto.serve.anthropic.errors import FORM
 from tenuto.serve.shared.edge import Edge
@@ -87,7 +87,7 @@ class MessageAnswer(Answer):
     def failed(self, error: TenutoError) -> bytes:
         return event("error", FORM.body(Failure.of(error), self._request_id))
 
-    def _parts(self, said: Said) -> list[bytes]:
+    def _parts(self, said: AnswerPart) -> list[bytes]:
         """Returns the events for thoughts, then text, then calls."""
         parts: list[bytes] = []
         if said.reasoning:

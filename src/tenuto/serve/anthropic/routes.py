@@ -62,7 +62,7 @@ async def begin(
             turn = await edge.start(tenant, start)
             return MessageAnswer(edge, turn, reading.reader(turn.id), request_id, applied=applied)
         if thread is None:
-            thread = threads.new_thread(body.tool_use.told, kept)
+            thread = threads.new_thread(body.tool_use.definitions, kept)
         turn = await threads.start_turn(edge, tenant, thread, start)
     end = partial(threads.end_turn, edge, tenant, thread, turn)
     return MessageAnswer(edge, turn, reading.reader(turn.id), request_id, thread.next_id, end)
@@ -91,5 +91,5 @@ async def _edit(edge: Edge, tenant: Tenant, body: Conversation) -> list[dict[str
 async def _count(edge: Edge, tenant: Tenant, body: Conversation, messages: Sequence[NewMessage]) -> int:
     """Returns the number of tokens of the prompt, with these messages."""
     prompt = body.model_copy(update={"messages": messages})
-    given = Tokenize(tenant=tenant.name, input=prompt.rendered(edge.model.habits), tools=body.tool_use.told)
+    given = Tokenize(tenant=tenant.name, input=prompt.rendered(edge.model.habits), tools=body.tool_use.definitions)
     return len(array("i", await edge.link.call(given)))

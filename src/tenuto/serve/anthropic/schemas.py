@@ -44,7 +44,7 @@ class Tool(ForeignObject):
         given = {"name": function["name"], "description": function.get("description"), "type": None}
         return cls.model_construct(**given, input_schema=function["parameters"])
 
-    def told(self) -> dict[str, Any]:
+    def definition(self) -> dict[str, Any]:
         """Returns the function's definition for the model."""
         described = {"description": self.description} if self.description is not None else {}
         return {"name": self.name, **described, "parameters": self.input_schema}
@@ -102,7 +102,7 @@ class Conversation(ForeignObject, TurnRequest):
     @cached_property
     def tool_use(self) -> ToolUse:
         """The request's tools and rules in the engine's form. Raises `InvalidRequest`."""
-        told, choice = tuple(tool.told() for tool in self.tools or ()), self.tool_choice
+        told, choice = tuple(tool.definition() for tool in self.tools or ()), self.tool_choice
         if choice is None:
             return ToolUse(told)
         if (choice.type == "tool") != (choice.name is not None):

@@ -9,7 +9,7 @@ from fastapi import Response
 
 from tenuto.base.errors import TenutoError
 from tenuto.base.sampling import Candidate, TokenLogprob
-from tenuto.base.tools.answers import Said
+from tenuto.base.tools.answers import AnswerPart
 from tenuto.base.turns import Delta, joined
 from tenuto.base.views import SessionInfo, Ticket
 from tenuto.base.wire.bodies import body_of
@@ -38,7 +38,7 @@ def session_body(edge: Edge, tenant: Tenant, info: SessionInfo) -> Session:
 def turn_body(turn: LiveTurn) -> Turn:
     """Returns a turn in its current state."""
     reply, said = turn.reply(), turn.said()
-    known: dict[str, Any] = turn.ticket.told if turn.ticket is not None else {}
+    known: dict[str, Any] = turn.ticket.counts if turn.ticket is not None else {}
     if turn.result is not None:
         known = body_of(turn.result)
     of_input = [_logprob(entry) if entry is not None else None for entry in reply.input_logprobs]
@@ -112,14 +112,14 @@ def _started(turn: LiveTurn, ticket: Ticket) -> bytes:
         "turn_id": turn.id,
         "session_id": ticket.session,
         "version": ticket.version,
-        **ticket.told,
+        **ticket.counts,
     }
     if turn.reading is not None:
         body["reading"] = turn.reading
     return event("started", body)
 
 
-def _delta(delta: Delta, said: Said | None) -> dict[str, Any]:
+def _delta(delta: Delta, said: AnswerPart | None) -> dict[str, Any]:
     """Returns a delta's body. `said`: the parts that the delta adds to the message, if the answer is parsed."""
     body: dict[str, Any] = {"text": delta.text, "tokens": delta.tokens, "delivered": delta.delivered}
     if said:

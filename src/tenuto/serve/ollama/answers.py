@@ -8,7 +8,7 @@ from typing import Any
 
 from tenuto.base.errors import TenutoError
 from tenuto.base.sampling import Candidate, TokenLogprob
-from tenuto.base.tools.answers import AnswerReader, Said
+from tenuto.base.tools.answers import AnswerPart, AnswerReader
 from tenuto.base.turns import Delta, EndReason, TurnResult, joined
 from tenuto.serve.ollama.errors import FORM
 from tenuto.serve.shared.edge import Edge
@@ -56,16 +56,16 @@ class OllamaAnswer(Answer):
         part = line(self._part(said, delta.logprobs)) if shows else b""
         if delta.result is not None:
             check_end(self._edge, delta.result)
-            part += line({**self._part(Said(), ()), **self._end(delta.result)})
+            part += line({**self._part(AnswerPart(), ()), **self._end(delta.result)})
         return part
 
     def failed(self, error: TenutoError) -> bytes:
         return line(FORM.body(Failure.of(error), ""))
 
-    def _read(self, text: str, *, ended: bool) -> Said:
-        return self._reader.read(text, ended=ended) if self._reader is not None else Said(text)
+    def _read(self, text: str, *, ended: bool) -> AnswerPart:
+        return self._reader.read(text, ended=ended) if self._reader is not None else AnswerPart(text)
 
-    def _part(self, said: Said, scores: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def _part(self, said: AnswerPart, scores: Sequence[TokenLogprob]) -> dict[str, Any]:
         thought = {"thinking": said.reasoning} if said.reasoning else {}
         shown: dict[str, Any] = {"response": said.text, **thought}
         if self._chat:

@@ -34,7 +34,7 @@ async def chat(edge: EdgeOf, tenant: Caller, body: ChatBody, request: Request) -
     with body.naming(edge.model.context_length):
         many, usual = body.messages, edge.model.habits
         messages = await of_many(len(many), lambda: placed([one.rendered() for one in many], usual))
-        habits, variables = usual.told(body.variables().parsed()).after(last_role(messages)), body.variables()
+        habits, variables = usual.with_variables(body.variables().parsed()).after(last_role(messages)), body.variables()
         start = body.start(tenant, messages, habits, adapter=adapter_of(edge, body.model), variables=variables)
         reading = body.tool_use.reading(habits, start.params.grammar)
         turn = await while_connected(request, edge.start(tenant, start))
@@ -49,7 +49,7 @@ async def generate(edge: EdgeOf, tenant: Caller, body: GenerateBody, request: Re
     if not body.prompt and not body.context:
         return _loaded(body, {"response": ""})
     with body.naming(edge.model.context_length):
-        habits = edge.model.habits.told(body.variables().parsed())
+        habits = edge.model.habits.with_variables(body.variables().parsed())
         given = await _prompt(edge, tenant, body)
         more = {"adapter": adapter_of(edge, body.model), "variables": body.variables()}
         start = body.start(tenant, given, habits, markup=bool(body.raw), echo=not body.raw, **more)

@@ -81,7 +81,7 @@ class Tool(ForeignObject):
     type: Literal["function"] = "function"
     function: Function
 
-    def told(self) -> dict[str, Any]:
+    def definition(self) -> dict[str, Any]:
         """Returns the function's definition for the model."""
         return self.function.model_dump(exclude_none=True)
 
@@ -194,7 +194,7 @@ class ChatBody(Asked):
     @cached_property
     def tool_use(self) -> ToolUse:
         """The functions that the answer may call. Raises `InvalidRequest`."""
-        return ToolUse(tuple(tool.told() for tool in self.tools or ()))
+        return ToolUse(tuple(tool.definition() for tool in self.tools or ()))
 
 
 class GenerateBody(Asked):

@@ -8,7 +8,7 @@ from typing import Any
 
 from tenuto.base.options import TurnParams
 from tenuto.base.sampling import Candidate, TokenLogprob
-from tenuto.base.tools.answers import AnswerReader, Said
+from tenuto.base.tools.answers import AnswerPart, AnswerReader
 from tenuto.base.tools.definitions import ToolCall
 from tenuto.base.turns import Delta
 from tenuto.serve.openai.tools import input_of
@@ -61,11 +61,11 @@ class ChatWriter:
             message["tool_calls"] = [self._call(call) for call in said.calls]
         return {"message": message, "logprobs": self._logprobs_of(delta.logprobs)}
 
-    def _shown(self, said: Said) -> Said:
+    def _shown(self, said: AnswerPart) -> AnswerPart:
         """Returns the part of an answer that the request wants to see."""
         return said if self._reasoning else replace(said, reasoning="")
 
-    def _delta(self, said: Said) -> dict[str, Any]:
+    def _delta(self, said: AnswerPart) -> dict[str, Any]:
         delta: dict[str, Any] = {}
         if said.text:
             delta["content"] = said.text

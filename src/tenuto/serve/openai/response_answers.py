@@ -10,7 +10,7 @@ from typing import Any
 
 from tenuto.base.errors import TenutoError, TurnAborted
 from tenuto.base.sampling import TokenLogprob
-from tenuto.base.tools.answers import Reading, Said
+from tenuto.base.tools.answers import AnswerPart, Reading
 from tenuto.base.tools.definitions import ToolCall
 from tenuto.base.turns import Delta, EndReason, TurnResult, Usage
 from tenuto.serve.openai.chat import scored
@@ -165,7 +165,7 @@ class ResponseAnswer(Answer):
             self._scores += delta.logprobs
         return self._parts(self._reader.push(delta.text))
 
-    def _parts(self, said: Said) -> list[bytes]:
+    def _parts(self, said: AnswerPart) -> list[bytes]:
         parts: list[bytes] = []
         if said.reasoning:
             parts += self._write(THOUGHT, said.reasoning)

@@ -35,7 +35,7 @@ async def count(
     with body.naming(edge.model.context_length):
         earlier, habits, variables = _earlier(conversations, body), edge.model.habits, body.variables()
         if body.previous_response_id is None:
-            given, told = body.rendered(habits, earlier), body.tool_use.told
+            given, told = body.rendered(habits, earlier), body.tool_use.definitions
             prompt = Tokenize(tenant=tenant.name, input=given, tools=told, variables=variables)
             tokens = len(array("i", await edge.link.call(prompt)))
         else:

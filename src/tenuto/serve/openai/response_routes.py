@@ -47,7 +47,7 @@ async def create(
     adapter = edge.adapter(body.model)
     body.check()
     name, usual = f"resp_{secrets.token_hex(16)}", edge.model.habits
-    habits = usual.told(body.chat_template_kwargs or {}).after("tool" if body.answers_call else "")
+    habits = usual.with_variables(body.chat_template_kwargs or {}).after("tool" if body.answers_call else "")
     items = await _listed(body) if body.store is not False else b""
     with body.naming(edge.model.context_length):
         going_on = conversations.go_on(body.conversation_id, body.items)

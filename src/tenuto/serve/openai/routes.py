@@ -76,7 +76,7 @@ async def chat(
         given, usual = body.messages, edge.model.habits
         messages = await of_many(len(given), lambda: placed([message.rendered() for message in given], usual))
         asker = body.messages[-1].role if body.messages else ""
-        habits = edge.model.habits.told(body.chat_template_kwargs or {}).after(asker)
+        habits = edge.model.habits.with_variables(body.chat_template_kwargs or {}).after(asker)
         more = {
             "adapter": edge.adapter(body.model),
             "variables": body.variables(),

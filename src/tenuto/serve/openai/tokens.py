@@ -97,7 +97,7 @@ async def tokenize(edge: EdgeOf, tenant: Caller, body: TokenizeBody) -> Response
 
 async def tokens_of_messages(edge: Edge, tenant: Tenant, body: MessagesBody) -> array[int]:
     """Returns the tokens of messages that open a conversation."""
-    tools = Tools.of([tool.told() for tool in body.tools]) if body.tools else NO_TOOLS
+    tools = Tools.of([tool.definition() for tool in body.tools]) if body.tools else NO_TOOLS
     generate = body.add_generation_prompt is not False
     many = body.messages or []
     messages = await of_many(len(many), lambda: [one.rendered() for one in many])

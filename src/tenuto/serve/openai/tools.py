@@ -33,7 +33,7 @@ class Function(ForeignObject):
     parameters: dict[str, Any] | None = None
     strict: bool | None = Field(None, description="Arguments of forced calls always follow the schema.")
 
-    def told(self) -> dict[str, Any]:
+    def definition(self) -> dict[str, Any]:
         """Returns the function's definition for the model."""
         given = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {name: value for name, value in given.items() if value is not None}
@@ -73,7 +73,7 @@ class Custom(ForeignObject):
     description: str | None = None
     format: InputFormat | None = None
 
-    def told(self) -> dict[str, Any]:
+    def definition(self) -> dict[str, Any]:
         """Returns the definition for the model. A regular expression becomes part of the schema. Another grammar only
         describes the input."""
         grammar, lines = self.format.grammar if self.format is not None else None, [self.description or ""]
@@ -101,11 +101,11 @@ class Tool(ForeignObject):
     def _complete(self) -> Self:
         return _of_its_type(self)
 
-    def told(self) -> dict[str, Any]:
-        """See `Function.told`."""
+    def definition(self) -> dict[str, Any]:
+        """See `Function.definition`."""
         made = self.custom if self.type == "custom" else self.function
         assert made is not None
-        return made.told()
+        return made.definition()
 
 
 class FlatTool(Function):
@@ -116,10 +116,10 @@ class FlatTool(Function):
     type: Literal["function", "custom"]
     format: InputFormat | None = None
 
-    def told(self) -> dict[str, Any]:
+    def definition(self) -> dict[str, Any]:
         if self.type == "function":
-            return super().told()
-        return Custom(name=self.name, description=self.description, format=self.format).told()
+            return super().definition()
+        return Custom(name=self.name, description=self.description, format=self.format).definition()
 
     def echoed(self) -> dict[str, Any]:
         """Returns the tool in the form in which a response repeats it."""
@@ -255,7 +255,7 @@ class WithTools(ForeignObject, TurnRequest):
 
 def tool_use(tools: Sequence[Tool | FlatTool], choice: Choice | FlatChoice | None, parallel: bool | None) -> ToolUse:
     """Returns a request's tools and rules in the engine's form. Raises `InvalidRequest`."""
-    told, many = tuple(tool.told() for tool in tools), parallel is not False
+    told, many = tuple(tool.definition() for tool in tools), parallel is not False
     if isinstance(choice, AllowedChoice | FlatAllowedChoice):
         among = choice.allowed_tools if isinstance(choice, AllowedChoice) else choice
         names = tuple(tool.name for tool in among.tools)
@@ -283,7 +283,7 @@ def _of_its_type(given: T) -> T:
 
 def customs_of(tools: Sequence[Tool | FlatTool] | None) -> frozenset[str]:
     """Returns the names of the custom tools."""
-    return frozenset(tool.told()["name"] for tool in tools or () if tool.type == "custom")
+    return frozenset(tool.definition()["name"] for tool in tools or () if tool.type == "custom")
 
 
 def custom_call(name: str, given: str, call_id: str) -> ToolCall:

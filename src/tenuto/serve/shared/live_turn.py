@@ -11,7 +11,7 @@ import msgspec
 
 from tenuto.base.errors import TenutoError
 from tenuto.base.options import TurnParams
-from tenuto.base.tools.answers import Reading, Said
+from tenuto.base.tools.answers import AnswerPart, Reading
 from tenuto.base.tools.definitions import NO_TOOLS
 from tenuto.base.tools.variables import NO_VARIABLES
 from tenuto.base.turns import AbortGate, Delta, TurnResult, joined
@@ -139,7 +139,7 @@ class LiveTurn:
         """Returns all deltas so far, joined into one."""
         return joined(self.deltas)
 
-    def said(self) -> Said | None:
+    def said(self) -> AnswerPart | None:
         """Returns the reply so far in parsed form, or `None` if the turn's answer is not parsed."""
         if self.reading is None:
             return None

@@ -87,7 +87,7 @@ class TurnRequest(Object):
         """Returns the message that starts the turn with the input `given`. `more`: other fields of `StartTurn`. Raises
         `InvalidRequest`."""
         params, use = self.params(habits), self.tool_use
-        tools = use.told if use is not None else NO_TOOLS
+        tools = use.definitions if use is not None else NO_TOOLS
         start = {"kind": "turn", "tenant": tenant.name, "limits": tenant.limits, **more}
         return StartTurn(input=given, params=params, tools=tools, **start)
 

@@ -9,7 +9,7 @@ from tenuto.session.turn import Turn
 
 
 @dataclass(slots=True)
-class News:
+class Outcomes:
     """Turns that have `ended` and `changes` of sessions, in order. Written by the life cycle."""
 
     ended: list[Turn] = field(default_factory=list)
