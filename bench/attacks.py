@@ -200,6 +200,7 @@ DENSE: dict[str, tuple[str, Callable[[], str]]] = {
     "ids": ("/generate", lambda: '{"input_ids":[' + filled("1,") + "1]}"),
     "escapes": (CHAT, lambda: '{"model":"default","messages":[{"role":"user","content":"' + filled("\\u00e9") + '"}]}'),
     "text": (CHAT, lambda: '{"model":"default","messages":[{"role":"user","content":"' + filled("hello ") + '"}]}'),
+    "emoji": (CHAT, lambda: '{"model":"default","messages":[{"role":"user","content":"' + filled("hello ") + '😀"}]}'),
     "messages": (
         CHAT,
         lambda: json.dumps(
