@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from bench.clients.caller import write_caller
 from tests.serve.server import Server, serving
 
 PROMPT = "I believe the meaning of life is"
@@ -79,6 +81,45 @@ def test_biases_are_pairs_or_an_object(smollm2_server: Server) -> None:
 def test_refusals_name_the_field(smollm2_server: Server, asked: dict[str, Any], name: str) -> None:
     refused = complete(smollm2_server, **asked)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+
+
+@pytest.fixture(scope="module")
+def filler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of a model that has tokens for filling in, and ends every answer at once."""
+    model = write_caller(tmp_path_factory.mktemp("filler"), "unused", {})
+    file = model / "tokenizer.json"
+    text = file.read_text()
+    for number, name in enumerate(("fim_prefix", "fim_suffix", "fim_middle", "repo_name", "file_sep")):
+        text = text.replace(f'"\u0120unused{number}"', f'"<|{name}|>"')
+    file.write_text(text)
+    with serving("--model", str(model), "--context-length", "256", "--served-model-name", "filler") as server:
+        yield server
+        server.audit()
+
+
+def test_the_middle_of_a_text_is_filled_in(filler: Server) -> None:
+    with filler.client() as http:
+        asked: dict[str, Any] = {"input_prefix": "def f(", "prompt": "x", "input_suffix": "): pass"}
+        alone = http.post("/infill", json=asked).raise_for_status().json()
+        assert alone["prompt"] == "<|fim_prefix|>def f(x<|fim_suffix|>): pass<|fim_middle|>"
+        assert (alone["stop_type"], alone["content"]) == ("eos", "")
+        more = http.post("/infill", json={**asked, "input_extra": [{"filename": "a.py", "text": "A = 1\n"}]}).json()
+        files = "<|repo_name|>repository\n<|file_sep|>a.py\nA = 1\n<|file_sep|>this_file\n"
+        assert more["prompt"] == files + alone["prompt"]
+        for wrong in ({}, {"filename": "a"}, {"filename": 1, "text": "a"}):
+            assert http.post("/infill", json={**asked, "input_extra": [wrong]}).status_code == 400
+        by_ollama = {"model": "filler", "prompt": "def f(x", "suffix": "): pass", "stream": False}
+        answer = http.post("/api/generate", json=by_ollama).raise_for_status().json()
+        assert answer["prompt_eval_count"] == alone["tokens_evaluated"]
+        assert "insert" in http.post("/api/show", json={"model": "filler"}).json()["capabilities"]
+
+
+def test_a_model_without_tokens_for_filling_in_says_so(smollm2_server: Server) -> None:
+    with smollm2_server.client() as http:
+        refused = http.post("/infill", json={"input_prefix": "a", "input_suffix": "b"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported")
+        told = http.post("/api/generate", json={"model": "smollm2", "prompt": "a", "suffix": "b"})
+        assert (told.status_code, told.json()["error"]) == (400, refused.json()["error"]["message"])
 
 
 def test_slots_show_a_tenant_its_own_turns_alone(tmp_path: Path) -> None:

@@ -199,6 +199,7 @@ BODIES: dict[str, dict[str, object]] = {
     "/v1/messages": {"model": "witness", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]},
     "/v1/messages/count_tokens": {"model": "witness", "messages": [{"role": "user", "content": "a"}]},
     "/completion": {"prompt": "a"},
+    "/infill": {"input_prefix": "a", "input_suffix": "b"},
     "/api/chat": {"model": "witness", "messages": [{"role": "user", "content": "a"}]},
     "/api/generate": {"model": "witness", "prompt": "a"},
     "/api/embed": {"model": "witness", "input": "a"},

@@ -33,6 +33,7 @@ LEAST: dict[type[TurnRequest], dict[str, Any]] = {
     ResponseBody: {"model": "m", "input": "a"},
     SamplingParams: {},
     llama_cpp.CompletionBody: {"prompt": "a"},
+    llama_cpp.InfillBody: {"input_prefix": "a", "input_suffix": "b"},
     ollama.Options: {},
 }
 """The minimal fields of each request."""

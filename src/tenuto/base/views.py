@@ -11,6 +11,7 @@ import msgspec
 
 from tenuto.base.config import EngineConfig
 from tenuto.base.embedding import EmbeddingHabits
+from tenuto.base.fill import FillTokens
 from tenuto.base.tools.definitions import ModelHabits
 from tenuto.base.turns import Delta, TurnState
 from tenuto.base.wire.bodies import named
@@ -116,6 +117,7 @@ class ModelView(View, frozen=True, kw_only=True):
     adds_bos: bool
     bos_id: int | None
     eos_ids: list[int]
+    fill: FillTokens | None = None
     has_text: bool
     has_chat: bool
     habits: ModelHabits = ModelHabits()

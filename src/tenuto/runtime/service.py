@@ -395,6 +395,7 @@ def _description(model: Model, engine: Engine, adapters: list[AdapterView]) -> M
         adds_bos=tokenizer.adds_bos if tokenizer is not None else False,
         bos_id=tokenizer.bos_id if tokenizer is not None else None,
         eos_ids=list(model.eos_ids),
+        fill=tokenizer.fill if tokenizer is not None else None,
         has_text=tokenizer is not None,
         has_chat=model.chat is not None,
         habits=model.chat.habits if model.chat is not None else ModelHabits(),

@@ -15,6 +15,7 @@ from tokenizers import AddedToken, decoders, models, normalizers
 from tenuto.base.errors import ModelError
 from tenuto.formats.gguf_file import GgufFile
 from tenuto.text.blanks import Blanks
+from tenuto.text.fill import fill_tokens
 from tenuto.text.pre_tokenizers import PreTokenizer, pre_tokenizer
 from tenuto.text.sentencepiece import CONTROL, UNKNOWN, USER_DEFINED, sentencepiece, with_blanks
 from tenuto.text.tokenizer import Tokenizer
@@ -52,6 +53,7 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
         eos_ids=tuple(dict.fromkeys(i for i in ends if i is not None)),
         adds_bos=bool(meta.get("tokenizer.ggml.add_bos_token", opens)),
         end_id=ends[0] if meta.get("tokenizer.ggml.add_eos_token") else None,
+        fill=fill_tokens(backend.token_to_id, meta, len(tokens)),
         chat_template=meta.get("tokenizer.chat_template", meta.get("tokenizer.chat_template.tool_use")),
         tool_template=meta.get("tokenizer.chat_template.tool_use"),
         blanks=blanks,

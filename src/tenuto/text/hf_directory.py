@@ -12,6 +12,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from tenuto.base.errors import ModelError
+from tenuto.text.fill import fill_tokens
 from tenuto.text.tokenizer import Tokenizer
 
 
@@ -37,6 +38,7 @@ def tokenizer_from_directory(path: Path) -> Tokenizer:
         eos_ids=eos_ids,
         adds_bos=bos_id is not None and _adds_bos(backend, bos_id, config.get("add_bos_token")),
         end_id=_end_id(backend, config),
+        fill=fill_tokens(backend.token_to_id, {}, backend.get_vocab_size()),
         chat_template=usual,
         tool_template=with_tools,
     )

@@ -10,6 +10,7 @@ from functools import cached_property
 import tokenizers
 
 from tenuto.base.errors import InvalidRequest, ModelError
+from tenuto.base.fill import FillTokens
 from tenuto.text.alphabet import Alphabet, alphabet_of
 from tenuto.text.blanks import Before, Blanks, taken_from
 from tenuto.text.bounds import token_bound
@@ -33,6 +34,7 @@ class Tokenizer:
         eos_ids: tuple[int, ...] = (),
         adds_bos: bool = False,
         end_id: int | None = None,
+        fill: FillTokens | None = None,
         chat_template: str | None = None,
         tool_template: str | None = None,
         blanks: Blanks | None = None,
@@ -59,6 +61,8 @@ class Tokenizer:
         """Whether a prompt that is not rendered by a chat template must start with `bos_id`. `encode` never adds it."""
         self.end_id = end_id
         """The token that ends a text to be embedded, if the model expects one. `encode` never adds it."""
+        self.fill = fill
+        """The tokens for filling in the middle of a text, if the model has them."""
         self.chat_template = chat_template
         """The Jinja source of the model's chat template, if it has one."""
         self.tool_template = tool_template

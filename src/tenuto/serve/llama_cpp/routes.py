@@ -5,9 +5,10 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from tenuto.serve.llama_cpp.answers import Completions
-from tenuto.serve.llama_cpp.schemas import CompletionBody
+from tenuto.serve.llama_cpp.schemas import CompletionBody, InfillBody
 from tenuto.serve.shared.bodies import JsonRoute, of_many
 from tenuto.serve.shared.edge import Caller, EdgeOf
+from tenuto.serve.shared.filling import fill_prompt, stopping
 from tenuto.serve.shared.samples import start_all
 from tenuto.serve.shared.schemas import REFUSALS
 from tenuto.serve.shared.sse import respond, streamed, while_connected
@@ -30,3 +31,15 @@ async def complete(edge: EdgeOf, tenant: Caller, body: CompletionBody, request: 
     turns = [turn for one in samples for turn in one.turns]
     answer = Completions(edge, turns, body, starts[0].params, several=body.several)
     return await respond(request, answer, stream=body.stream)
+
+
+@router.post("/infill", response_model=None, responses=REFUSALS | STREAMED)
+async def infill(edge: EdgeOf, tenant: Caller, body: InfillBody, request: Request) -> Response:
+    """Writes the middle of a text, if the model has tokens for that."""
+    edge.require_engine()
+    with body.naming(edge.model.context_length):
+        others = [(snippet.filename, snippet.text) for snippet in body.input_extra or ()]
+        prompt = await fill_prompt(edge, tenant, body.input_prefix + body.prompt, body.input_suffix, others)
+        start = stopping(edge, body.start(tenant, prompt, edge.model.habits, echo=True))
+        turn = await while_connected(request, edge.start(tenant, start))
+    return await respond(request, Completions(edge, [turn], body, start.params, several=False), stream=body.stream)

@@ -14,7 +14,7 @@ from tenuto.base.tools.grammar import Grammar
 from tenuto.serve.shared.grammars import GrammarField, Schema, of_rules, only_one
 from tenuto.serve.shared.llama_fields import FINE_TUNING, LEFT, SAMPLERS
 from tenuto.serve.shared.objects import ForeignObject
-from tenuto.serve.shared.schemas import Items, Prompts, TokenId, field_of
+from tenuto.serve.shared.schemas import Items, Object, Prompts, TokenId, field_of
 from tenuto.serve.shared.turn_request import TurnRequest, options_but, with_options
 
 USUAL: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
@@ -83,6 +83,25 @@ class Completing(ForeignObject, TurnRequest):
         return only_one(
             ("grammar", of_rules, self.grammar or None), ("json_schema", Grammar.of_schema, self.json_schema)
         )
+
+
+class Snippet(Object):
+    """Another file, or a part of it."""
+
+    text: str
+    filename: str = Field("tmp", max_length=4096)
+
+
+class InfillBody(Completing):
+    """A text to fill in the middle: the model writes what comes between `input_prefix` with `prompt`, and
+    `input_suffix`."""
+
+    input_field = "input_prefix"
+
+    input_prefix: str
+    input_suffix: str
+    prompt: str = ""
+    input_extra: Items[Snippet] | None = None
 
 
 class CompletionBody(Completing):

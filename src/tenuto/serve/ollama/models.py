@@ -64,6 +64,7 @@ async def show(edge: EdgeOf, _: Caller, body: ShowBody) -> dict[str, Any]:
     adapter_of(edge, name)
     model = edge.model
     can = {"tools": model.has_chat, "thinking": model.habits.thinks != "no" or bool(model.habits.switches)}
+    can["insert"] = model.fill is not None
     return {
         "modelfile": "",
         "parameters": "",

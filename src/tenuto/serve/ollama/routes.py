@@ -16,6 +16,7 @@ from tenuto.serve.ollama.models import adapter_of
 from tenuto.serve.ollama.schemas import Asked, ChatBody, GenerateBody
 from tenuto.serve.shared.bodies import JsonRoute, of_many
 from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
+from tenuto.serve.shared.filling import fill_prompt, stopping
 from tenuto.serve.shared.placing import placed
 from tenuto.serve.shared.settings import Tenant
 from tenuto.serve.shared.sse import LINES, respond, streamed, while_connected
@@ -53,6 +54,8 @@ async def generate(edge: EdgeOf, tenant: Caller, body: GenerateBody, request: Re
         given = await _prompt(edge, tenant, body)
         more = {"adapter": adapter_of(edge, body.model), "variables": body.variables()}
         start = body.start(tenant, given, habits, markup=bool(body.raw), echo=not body.raw, **more)
+        if body.suffix:
+            start = stopping(edge, start)
         use = body.tool_use
         reading = use.reading(habits, start.params.grammar) if use is not None else None
         turn = await while_connected(request, edge.start(tenant, start))
@@ -63,6 +66,8 @@ async def generate(edge: EdgeOf, tenant: Caller, body: GenerateBody, request: Re
 
 async def _prompt(edge: Edge, tenant: Tenant, body: GenerateBody) -> TurnInput:
     """Returns the prompt: text, messages or, after a `context`, tokens."""
+    if body.suffix:
+        return await fill_prompt(edge, tenant, body.prompt or "", body.suffix)
     if body.raw:
         return body.prompt or ""
     messages = placed(body.messages(), edge.model.habits)

@@ -204,17 +204,17 @@ class GenerateBody(Asked):
     not_supported: ClassVar[dict[str, tuple[Any, ...]]] = {
         **Asked.not_supported,
         **PICTURES,
-        "suffix": (None, ""),
     }
 
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = Field(None, description="The prompt is continued as it is, without the chat template.")
+    suffix: str | None = Field(None, description="The text after the answer, for models that fill in the middle.")
     context: Items[TokenId] | None = Field(None, description="The tokens that the last answer came with.")
 
     @property
     def tool_use(self) -> ToolUse | None:
-        return None if self.raw else ToolUse()
+        return None if self.raw or self.suffix else ToolUse()
 
     def messages(self) -> list[Message]:
         """Returns the prompt as messages."""
