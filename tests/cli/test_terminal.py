@@ -32,6 +32,10 @@ def test_a_line_breaks_at_a_word_and_indentation_stays() -> None:
     assert wrapped(["one two thr", "ee\n    four"], 10) == "one two\nthree\n    four"
 
 
+def test_an_emoji_that_does_not_fit_begins_a_line_also_when_it_arrives_with_its_word() -> None:
+    assert wrapped(["aaa", "\U0001f600"], 4) == wrapped(["aaa\U0001f600"], 4) == "aaa\n\U0001f600"
+
+
 def test_a_word_wider_than_the_line_is_shown_as_it_arrives() -> None:
     wrap = WordWrap(8)
     assert wrap.feed("abcdefgh") == "abcdefgh"

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 from rich.cells import cell_len
 
-_PIECES = re.compile(r"\n|[^\S\n]+|[^\s\u1100-\uffff\U00020000-\U0003ffff]+|.")
-"""A line break, blanks, a part of a word, or a letter of a script that may be broken anywhere."""
+_PIECES = re.compile(r"\n|[^\S\n]+|[!-\u02ff]+|.")
+"""A line break, blanks, a part of a word in Latin letters, or one other character."""
 
 
 class WordWrap:
@@ -34,7 +34,7 @@ class WordWrap:
             elif piece.isspace():
                 shown += self.rest()
                 self._blanks += piece.expandtabs(4)
-            elif cell_len(piece[0]) > 1:
+            elif len(piece) == 1 and cell_len(piece) > 1:  # a character of a script that breaks anywhere
                 shown += self.rest()
                 self._word = piece
                 shown += self.rest()
