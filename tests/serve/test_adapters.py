@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tenuto.memory.tiers.unit_files import INDEX
+from tests.eventually import eventually
 from tests.serve.server import serving
 
 MESSAGES = [{"role": "user", "content": "What is tea, and who drinks it in the morning and in the evening?"}]
@@ -236,6 +240,51 @@ def test_a_journaled_session_waits_for_its_adapter(tmp_path: Path) -> None:
         load(client, "poet", "/poet")
         client.post("/v1/sessions/ode/rewind", json={"turn": 0})
         assert client.post("/v1/sessions/ode/turns", json=turn).json()["tokens"] == first["tokens"]
+
+
+def test_saved_state_of_a_killed_server_comes_back_under_its_own_adapter(tmp_path: Path) -> None:
+    """Then the index of the state is changed so that it names other sessions' state."""
+    tier = tmp_path / "tier"
+    kept = ("--journal", str(tmp_path / "journal"), "--disk-tier", str(tier))
+    adapters = {"plain": None, "ode": "poet", "ledger": "clerk"}
+    turn = {"input": [*range(1, 200)], "max_new_tokens": 3, "stream": False}
+
+    def continued(client: httpx.Client, **more: Any) -> dict[str, dict[str, Any]]:
+        return {name: client.post(f"/v1/sessions/{name}/turns", json={**turn, **more}).json() for name in adapters}
+
+    def modules(*names: str) -> list[str]:
+        return [word for name in names for word in ("--lora-modules", f"{name}=/{name}")]
+
+    with serving("--model", "witness", *kept, *modules("poet", "clerk")) as server, server.client() as client:
+        for name, adapter in adapters.items():
+            client.post("/v1/sessions", json={"id": name, "adapter": adapter}).raise_for_status()
+        first = continued(client)
+        assert len({str(answer["tokens"]) for answer in first.values()}) == 3
+        eventually(lambda: saved_sessions(tier) == 3)
+        server.kill_all()
+    with serving("--model", "witness", *kept, *modules("clerk", "poet")) as server, server.client() as client:
+        second = continued(client, input=[5])
+        assert [answer["usage"]["cached_tokens"] for answer in second.values()] == [201] * 3
+        for name in adapters:
+            client.post(f"/v1/sessions/{name}/rewind", json={"turn": 1}).raise_for_status()
+        eventually(lambda: saved_sessions(tier) == 3)
+        server.kill_all()
+    with sqlite3.connect(tier / INDEX) as index:
+        index.execute("UPDATE sessions SET name = name || '.'")
+        for name, other in zip(adapters, [*adapters][1:] + [*adapters][:1], strict=True):
+            index.execute("UPDATE sessions SET name = ? WHERE name = ?", (name, f"{other}."))
+    with serving("--model", "witness", *kept, *modules("poet", "clerk")) as server, server.client() as client:
+        third = continued(client, input=[5])
+        assert [answer["usage"]["cached_tokens"] for answer in third.values()] == [0] * 3
+        assert [answer["tokens"] for answer in third.values()] == [answer["tokens"] for answer in second.values()]
+        assert 'tenuto_snapshots_total{outcome="stale"} 3' in client.get("/metrics").text
+        server.audit()
+
+
+def saved_sessions(tier: Path) -> int:
+    """Returns the number of sessions whose state of 201 tokens, or more, is in the index."""
+    with closing(sqlite3.connect(tier / INDEX)) as index:
+        return index.execute("SELECT count(*) FROM sessions WHERE position >= 201").fetchone()[0]
 
 
 def test_an_adapter_that_cannot_be_read_ends_the_start() -> None:

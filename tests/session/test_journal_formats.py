@@ -1,4 +1,4 @@
-"""A journal of the previous format is rewritten, whatever happens meanwhile."""
+"""Journals of earlier formats are read, rewritten or raised to the newest format, whatever happens meanwhile."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tenuto.base.errors import ConfigError
+from tenuto.base.options import Policy, SessionAdapter
 from tenuto.session.journal import Journal
+from tenuto.session.journal_files import check, compact
 from tenuto.session.journal_rows import APPLICATION
 from tests.present import present
 from tests.session.journals import SESSIONS, began, left_open, written
+from tests.session.test_journal import Journaled
 
 FORMAT_2 = """
 CREATE TABLE model (fingerprint TEXT NOT NULL);
@@ -35,7 +39,7 @@ CREATE TABLE results (
 
 
 def as_format_2(path: Path, older: Path) -> None:
-    """Rewrites a journal as the previous release wrote it."""
+    """Rewrites a journal in format 2."""
     left_open.pop().close()
     db = sqlite3.connect(older)
     db.execute("PRAGMA journal_mode = WAL")
@@ -56,22 +60,27 @@ def as_format_2(path: Path, older: Path) -> None:
     db.close()
 
 
-def test_a_journal_of_the_previous_format_is_rewritten_with_checksums(path: Path, tmp_path: Path) -> None:
+def format_of(path: Path) -> int:
+    db = sqlite3.connect(path)
+    (found,) = db.execute("PRAGMA user_version").fetchone()
+    db.close()
+    return int(found)
+
+
+def test_a_journal_of_format_2_is_rewritten_with_checksums(path: Path, tmp_path: Path) -> None:
     saved = written(path)
     older = tmp_path / "older"
     as_format_2(path, older)
     assert began(older) == (saved, None)
+    assert format_of(older) == 4
     db = sqlite3.connect(older)
-    assert db.execute("PRAGMA user_version").fetchone() == (3,)
     assert db.execute("SELECT count(*) FROM pieces").fetchone() == (14,)  # forks share them as before
     db.close()
     assert began(older) == (saved, None)
     assert sorted(each.name for each in tmp_path.iterdir() if "older" in each.name and each.stat().st_size) == ["older"]
 
 
-def test_a_damaged_session_does_not_keep_a_journal_of_the_previous_format_from_opening(
-    path: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_session_does_not_keep_a_journal_of_format_2_from_opening(path: Path, tmp_path: Path) -> None:
     saved = written(path)
     older = tmp_path / "older"
     as_format_2(path, older)
@@ -105,3 +114,36 @@ def test_a_process_killed_while_it_rewrites_a_journal_loses_nothing(
         Journal(older, "tokens")
     monkeypatch.undo()
     assert began(older) == (saved, None)
+
+
+def test_a_journal_of_format_3_is_read_as_it_is_and_gets_the_newest_format_with_the_first_change(path: Path) -> None:
+    saved = written(path)
+    left_open.pop().close()
+    db = sqlite3.connect(path)
+    db.execute("PRAGMA user_version = 3")
+    db.close()
+    assert check(path).sound
+    assert began(path) == (saved, None)
+    compact(path)
+    assert (began(path), format_of(path)) == ((saved, None), 3)
+    talk, journal = Journaled(), Journal(path, "tokens")
+    talk.engine.sessions.open("new")
+    journal.write(talk.new_changes())
+    journal.close()
+    assert format_of(path) == 4
+    assert began(path) == ([*saved, *talk.saved()], None)
+
+
+def test_adapters_of_sessions_are_kept_and_versions_without_adapters_refuse_the_journal(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk, journal = Journaled(), Journal(path, "tokens")
+    policy = Policy(adapter=SessionAdapter("poet", "5eed"))
+    talk.engine.sessions.open("ode", policy)
+    journal.write(talk.new_changes())
+    journal.close()
+    assert began(path) == (talk.saved(), None)
+    assert [each.policy for each in talk.saved()] == [policy]
+    monkeypatch.setattr("tenuto.session.journal.FORMAT", 3)  # as before there were adapters
+    with pytest.raises(ConfigError, match="of format 4; supported: 1 to 3"):
+        Journal(path, "tokens")

@@ -35,7 +35,17 @@ from tenuto.session.journal_mending import (
     write_schema,
     written_anew,
 )
-from tenuto.session.journal_rows import APPLICATION, FORMAT, RECORD, UNSOUND, Header, SessionRows, checksum_of, insert
+from tenuto.session.journal_rows import (
+    APPLICATION,
+    CHECKED,
+    FORMAT,
+    RECORD,
+    UNSOUND,
+    Header,
+    SessionRows,
+    checksum_of,
+    insert,
+)
 from tenuto.session.records import SavedSession, TurnRecord
 from tenuto.session.session import Session
 
@@ -100,7 +110,7 @@ class Journal:
         except BaseException:
             self.close()
             raise
-        self._rows = SessionRows(self._source, self._fingerprint, FORMAT)
+        self._rows = SessionRows(self._source, self._fingerprint)
 
     def _set_up(self) -> None:
         found, application = (
@@ -118,15 +128,15 @@ class Journal:
             if fresh:
                 write_schema(self._db)
                 write_header(self._db, self._fingerprint, self._id, 0, 0)
-            elif found < FORMAT:
+            elif found < CHECKED:
                 self._require_own(self._db.execute("SELECT fingerprint FROM model").fetchone()[0])
-                for older in range(found, FORMAT - 1):
+                for older in range(found, CHECKED - 1):
                     execute(self._db, _MIGRATIONS[older])
         if fresh:  # written to the file itself, so that a journal that loses its log does not look new
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             if (gone := self._acknowledged.read(None)) > 0:
                 log.warning("%s is new; the journal that was there before, with %d changes, is gone", self.path, gone)
-        elif found < FORMAT:
+        elif found < CHECKED:
             self._migrate()
         self._read_header()
 
@@ -141,8 +151,8 @@ class Journal:
             )
 
     def _migrate(self) -> None:
-        """Rewrites a journal of format 2 with checksums."""
-        rows = SessionRows(self._db, self._fingerprint, FORMAT - 1)
+        """Rewrites a journal of format 2 in the newest format."""
+        rows = SessionRows(self._db, self._fingerprint, checked=False)
         for _ in rows.read():
             pass
         new = written_anew(self.path, self._db, rows, self._fingerprint, self._id)
@@ -157,7 +167,7 @@ class Journal:
     def _read_header(self) -> None:
         """Checks that the journal is this model's and has all acknowledged changes. If some are missing, or their
         number is damaged, looks for them in the part of the log that SQLite would drop."""
-        header = SessionRows(self._db, self._fingerprint, FORMAT).header()
+        header = SessionRows(self._db, self._fingerprint).header()
         self._owned = header is not None
         if header is not None:
             self._take_header(header)
@@ -176,7 +186,7 @@ class Journal:
         if self._found is None:
             return
         source = connected(self._found, _LOCK_SECONDS)
-        header = SessionRows(source, self._fingerprint, FORMAT).header()
+        header = SessionRows(source, self._fingerprint).header()
         if header is not None and header.changes > self._changes:
             self._source = source
             self._take_header(header)
@@ -214,7 +224,7 @@ class Journal:
 
     def sessions(self) -> Iterator[SavedSession]:
         """Yields all sound sessions, in the order in which they were opened. `mend` handles the others."""
-        self._rows = SessionRows(self._source, self._fingerprint, FORMAT)
+        self._rows = SessionRows(self._source, self._fingerprint)
         yield from self._rows.read()
 
     def mend(self) -> Damage | None:
@@ -243,7 +253,7 @@ class Journal:
             ) from error
         self._lost = 0
         self._read_header()
-        self._rows = SessionRows(self._db, self._fingerprint, FORMAT)
+        self._rows = SessionRows(self._db, self._fingerprint)
         return damage
 
     def _is_intact(self) -> bool:
@@ -263,6 +273,8 @@ class Journal:
         opened = sum((change.kind == "open") - (change.kind == "close") for change in lasting)
         total = self._changes + len(lasting), self._sessions + opened
         with self._transaction():
+            if self._count("user_version") < FORMAT:
+                self._db.execute(f"PRAGMA user_version = {FORMAT}")
             for change in lasting:
                 self._write(change)
             write_header(self._db, self._fingerprint, self._id, *total)

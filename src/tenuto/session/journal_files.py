@@ -11,7 +11,7 @@ from pathlib import Path
 from tenuto.base.errors import ConfigError
 from tenuto.session.acknowledged import Acknowledged
 from tenuto.session.journal_mending import connected
-from tenuto.session.journal_rows import APPLICATION, FORMAT, DamagedSession, Header, SessionRows
+from tenuto.session.journal_rows import APPLICATION, CHECKED, FORMAT, DamagedSession, Header, SessionRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,9 @@ def _reading(path: Path) -> Iterator[sqlite3.Connection]:
             )
             if application != APPLICATION:
                 raise ConfigError(f"{path} is no journal")
-            if format_ != FORMAT:
+            if not CHECKED <= format_ <= FORMAT:
                 raise ConfigError(
-                    f"the journal {path} is of format {format_}; supported: {FORMAT}, as servers write it"
+                    f"the journal {path} is of format {format_}; supported: {CHECKED} to {FORMAT}, as servers write it"
                 )
             yield db
             for each in beside:  # made empty by SQLite; nobody can write while this reads
@@ -90,8 +90,8 @@ def _reading(path: Path) -> Iterator[sqlite3.Connection]:
 def check(path: Path) -> Checked:
     """Reads every row of a journal and compares all checksums and counts. Raises `ConfigError`."""
     with _reading(path) as db:
-        header = SessionRows(db, "", FORMAT).header()
-        rows = SessionRows(db, header.fingerprint if header is not None else "", FORMAT)
+        header = SessionRows(db, "").header()
+        rows = SessionRows(db, header.fingerprint if header is not None else "")
         turns = tokens = 0
         for saved in rows.read() if header is not None else ():  # without the fingerprint no checksum can be right
             turns += len(saved.records)
@@ -122,7 +122,7 @@ def statistics(path: Path) -> Statistics:
     with _reading(path) as db:
         use = "count(*), ifnull(sum(turns), 0), ifnull(sum(length), 0), min(used), max(used) FROM sessions"
         log = Path(f"{path}-wal")
-        header: Header | None = SessionRows(db, "", FORMAT).header()
+        header: Header | None = SessionRows(db, "").header()
         return Statistics(
             Use("", *db.execute(f"SELECT {use}").fetchone()),
             db.execute("SELECT ifnull(sum(length(tokens)), 0) / 4 FROM pieces").fetchone()[0],

@@ -18,7 +18,11 @@ from tenuto.base.options import Policy
 from tenuto.base.wire.document import Conversation
 from tenuto.session.records import SavedSession, TurnRecord
 
-FORMAT = 3
+FORMAT = 4
+"""The format of new journals. Its rows are those of format 3, except that a policy may name an adapter, which versions
+that know only format 3 would ignore."""
+CHECKED = 3
+"""The first format with checksums and counts. A journal of it becomes one of `FORMAT` with the first change."""
 APPLICATION = 0x54454E55
 """The application id in the file's header (TENU), which distinguishes a journal from files of other programs."""
 UNSOUND = -1
@@ -123,13 +127,13 @@ class SessionRows:
     """Reads the sessions of a journal so that a damaged one affects no other: many at a time, and one by one where that
     fails.
 
-    Rows of format 2 have no checksums and no counts.
+    `checked`: whether the rows have checksums and counts.
     """
 
-    def __init__(self, db: sqlite3.Connection, fingerprint: str, format_: int) -> None:
+    def __init__(self, db: sqlite3.Connection, fingerprint: str, *, checked: bool = True) -> None:
         self._db = db
         self._fingerprint = fingerprint
-        self._checked = format_ >= 3  # the first with checksums
+        self._checked = checked
         self._conversations: dict[bytes, Conversation] = {}  # decoded; most are equal
         self._names: defaultdict[int, dict[tuple[str, str], None]] | None = None  # read once a session is damaged
         self.damaged: list[DamagedSession] = []
