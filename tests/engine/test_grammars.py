@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
-from collections.abc import Sequence
-from concurrent.futures import Future
 from random import Random
 
-import numpy as np
 import pytest
 
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.options import TurnParams
-from tenuto.base.plan import Words
-from tenuto.base.tools.grammar import Grammar
 from tenuto.base.turns import EndReason, TurnState
-from tenuto.base.views import Transition
-from tenuto.exec.witness_hashes import advance, history_hash, next_allowed
 from tenuto.session.turn import Turn
 from tenuto.text.constraint import Constraint
-from tenuto.text.masks import MaskRequest, MaskThreads, give_up
+from tenuto.text.masks import MaskThreads
+from tests.engine.ladder import ANY, WORDS, Ladder, climb, climbed
 from tests.engine.stage import (
     STATES,
     VOCABULARY,
@@ -32,63 +25,6 @@ from tests.engine.stage import (
     every_overlap,
 )
 from tests.present import present
-
-WORDS = -(-VOCABULARY // 32)
-ANY = Grammar("regex", ".*")
-"""The grammar that turns declare here; the one they follow is a `Ladder`."""
-
-
-class Ladder:
-    """A matcher: at rung i the tokens with remainder `i + offset` modulo `base` are allowed. Complete after `rungs`
-    tokens, broken at rung `broken`."""
-
-    def __init__(self, base: int, offset: int, rungs: int, broken: int = -1) -> None:
-        self.base, self.offset, self.rungs, self.broken = base, offset, rungs, broken
-        self.said: list[int] = []
-        self.failure = ""
-
-    @property
-    def complete(self) -> bool:
-        return len(self.said) >= self.rungs
-
-    def may(self, rung: int, token: int) -> bool:
-        return rung < self.rungs and token % self.base == (rung + self.offset) % self.base
-
-    def consume(self, token: int) -> bool:
-        if not self.may(len(self.said), token) or self.failure:
-            self.failure = f"{token} is not allowed at rung {len(self.said)}"
-            return False
-        self.said.append(token)
-        return True
-
-    def fill(self, words: Words) -> None:
-        if len(self.said) == self.broken:
-            self.failure = "too complex"
-        words[:] = allowed(self, len(self.said))
-
-    def copy(self) -> Ladder:
-        other = Ladder(self.base, self.offset, self.rungs, self.broken)
-        other.said, other.failure = self.said.copy(), self.failure
-        return other
-
-
-def allowed(ladder: Ladder, rung: int) -> Words:
-    bits = (np.arange(32 * WORDS) % ladder.base == (rung + ladder.offset) % ladder.base) & (rung < ladder.rungs)
-    return np.packbits(bits & (np.arange(32 * WORDS) < VOCABULARY), bitorder="little").view(np.uint32)
-
-
-def climbed(history: Sequence[int], ladder: Ladder, tokens: int) -> list[int]:
-    """Returns the expected output of a turn on the ladder after `history`."""
-    state, said = history_hash(history), []
-    for rung in range(min(tokens, ladder.rungs)):
-        said.append(next_allowed(state, VOCABULARY, (), allowed(ladder, rung)))
-        state = advance(state, said[-1])
-    return said
-
-
-def climb(stage: Stage, tokens: Sequence[int], ladder: Ladder, output: int = 12, session: str = "s") -> Turn:
-    params = TurnParams(max_new_tokens=output, grammar=ANY)
-    return stage.engine.turns.submit(session, tokens, params, None, Constraint(ladder, WORDS))
 
 
 @every_mix
@@ -293,94 +229,6 @@ def test_a_token_sampled_where_none_is_allowed_is_not_committed_even_if_it_is_a_
     assert (list(turn.output), present(turn.result).reason) == ([*said, stop], EndReason.GRAMMAR)
 
 
-def test_a_step_begins_to_compute_before_its_masks_are_ready() -> None:
-    """The executor receives the plan while the mask is still being computed."""
-    known, masks = threading.Event(), MaskThreads()
-
-    class Waiting(Ladder):
-        def fill(self, words: Words) -> None:
-            assert known.wait(20)
-            super().fill(words)
-
-    stage = Stage(masks=masks)
-    stage.open()
-    unknown: list[bool] = []
-    submit = stage.executor.submit
-
-    def submitting(plan) -> None:
-        submit(plan)
-        unknown.extend(not mask.allowed.done() for mask in plan.masks)
-        known.set()
-
-    stage.executor.submit = submitting  # type: ignore[method-assign]
-    turn = climb(stage, count_from(1, 10), Waiting(5, 0, 6))
-    stage.play()
-    masks.close()
-    assert unknown[0]
-    assert list(turn.output) == climbed(count_from(1, 10), Ladder(5, 0, 6), 12)
-
-
-def test_every_mask_is_computed_once_even_if_its_speed_is_reassessed_meanwhile() -> None:
-    class Changing(Constraint):
-        """Appears slow or fast in turn, at every look."""
-
-        looked = 0
-
-        @property
-        def slow(self) -> bool:
-            self.looked += 1
-            return self.looked % 2 == self.odd
-
-        @slow.setter
-        def slow(self, value: bool) -> None:
-            """Ignores what the threads measured."""
-
-        odd = 0
-
-    masks = MaskThreads()
-    requests = []
-    for odd in (0, 1, 0, 1):
-        constraint = Changing(Ladder(5, 0, 8), WORDS)
-        constraint.odd, constraint.looked = odd, 0
-        requests.append(MaskRequest(constraint, (), Future()))
-    masks.ask(requests)
-    assert all(request.answer.result(20) is not None for request in requests)
-    masks.close()
-
-
-@every_overlap
-def test_other_turns_continue_while_a_slow_mask_is_computed(overlap: int) -> None:
-    go, masks = threading.Event(), MaskThreads()
-
-    class Slow(Ladder):
-        def fill(self, words: Words) -> None:
-            if len(self.said) > 2:
-                assert go.wait(20)
-            super().fill(words)
-
-    stage = Stage(masks=masks, overlap=overlap)
-    for name in ("s", "other"):
-        stage.open(name)
-    constraint = Constraint(Slow(5, 0, 8), WORDS)
-    constraint.slow = True
-    params = TurnParams(max_new_tokens=12, grammar=ANY)
-    turn = stage.engine.turns.submit("s", count_from(1, 10), params, None, constraint)
-    other = stage.say("other", count_from(2, 10), 60)
-    constraint.slow = True
-    for _ in range(200):
-        constraint.slow = True  # time is not measured here
-        stage.step()
-        if len(other.output) >= 40:
-            break
-    assert len(turn.output) <= 4
-    assert len(other.output) >= 40
-    go.set()
-    stage.play()
-    masks.close()
-    assert list(turn.output) == climbed(count_from(1, 10), Ladder(5, 0, 8), 12)
-    assert list(other.output) == continuation(count_from(2, 10), 60)
-
-
 def test_an_engine_without_a_tokenizer_refuses_a_grammar() -> None:
     stage = Stage()
     stage.open()
@@ -426,41 +274,6 @@ def test_every_turn_follows_its_grammar_under_random_operations(mix, seed: int) 
     assert sum(present(turn.result).committed for turn, _ in turns) > 5
 
 
-@every_overlap
-def test_a_turn_with_slow_masks_ends_while_another_runs(overlap: int) -> None:
-    stage = Stage(overlap=overlap, context_length=400)
-    for name in ("s", "other"):
-        stage.open(name)
-
-    class Slow(Constraint):
-        slow = property(lambda self: True, lambda self, value: None)
-
-    ladder, params = Ladder(5, 0, 8), TurnParams(max_new_tokens=12, grammar=ANY)
-    turn = stage.engine.turns.submit("s", count_from(1, 10), params, None, Slow(ladder, WORDS, allowed(ladder, 0)))
-    other = stage.say("other", count_from(2, 10), 200)
-    stage.until(lambda: turn.result is not None)
-    assert other.result is None
-
-
-def test_a_turn_with_slow_masks_runs_if_the_others_do_not_fit_memory() -> None:
-    """Known fault: no turn could continue, so the one that lacked a page was preempted."""
-    stage = Stage(units=6, context_length=24, token_budget=32)
-    for name in ("s", "other"):
-        stage.open(name)
-
-    class Slow(Constraint):
-        slow = property(lambda self: True, lambda self, value: None)
-        ready = property(lambda self: not ladder.said)  # only the first mask is known in time
-
-    ladder, params = Ladder(5, 0, 3), TurnParams(max_new_tokens=8, grammar=ANY)
-    turn = stage.engine.turns.submit("s", count_from(1, 10), params, None, Slow(ladder, WORDS))
-    other = stage.say("other", count_from(2, 10), 12)
-    stage.play()
-    assert stage.engine.transitions[Transition("preempt")] == 0
-    assert list(turn.output) == climbed(count_from(1, 10), Ladder(5, 0, 3), 8)
-    assert list(other.output) == continuation(count_from(2, 10), 12)
-
-
 def test_a_guess_that_breaks_a_grammar_at_the_end_of_a_turn_ends_it_once() -> None:
     ladder, given = Ladder(7, 3, 20, broken=4), count_from(2, 10)
     said = climbed(given, Ladder(7, 3, 20), 20)
@@ -469,10 +282,3 @@ def test_a_guess_that_breaks_a_grammar_at_the_end_of_a_turn_ends_it_once() -> No
     turn = climb(stage, given, ladder, output=5)
     stage.play()
     assert present(turn.result).reason is EndReason.GRAMMAR
-
-
-def test_a_finished_mask_is_not_cancelled() -> None:
-    answer: Future[Words | None] = Future()
-    answer.set_result(None)
-    give_up(answer)
-    assert answer.result() is None
