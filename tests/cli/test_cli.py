@@ -80,10 +80,10 @@ class Terminal:
 
     def quit_by(self, key: str) -> int:
         """Types the key until the command ends, as `interrupt` does."""
-        for _ in range(12):
+        for _ in range(60):
             self.type(key)
             with suppress(subprocess.TimeoutExpired):
-                return self._process.wait(timeout=10)
+                return self._process.wait(timeout=2)
         pytest.fail(f"{key!r} does not end it: {self.shown!r}")
 
     def __enter__(self) -> Self:
@@ -136,6 +136,7 @@ def test_without_a_home_it_works_in_a_temporary_directory(home: str | None, smol
     elsewhere |= {"TMPDIR": str(tmp_path)} | ({"HOME": home} if home else {"XDG_CACHE_HOME": "/proc/self/nowhere"})
     done = subprocess.run([TENUTO, "pull"], capture_output=True, text=True, env=elsewhere, check=False)
     assert (done.returncode, done.stdout) == (0, f"smollm2 is ready: {private / 'models' / smollm2_path.name}\n")
+    assert done.stderr == f"{private} is temporary, without a home directory; set TENUTO_CACHE to another\n"
 
 
 def test_without_a_compiler_it_says_so_and_uses_pytorch(smollm2_path: Path, tmp_path: Path) -> None:
@@ -264,10 +265,10 @@ def test_ctrl_c_is_a_barge_in_and_quits_at_the_prompt(smollm2_path: Path) -> Non
 def test_one_ctrl_c_at_the_prompt_keeps_the_sessions() -> None:
     with Terminal([TENUTO, "chat", "--model", "witness", "--max-new-tokens", "8"]) as terminal:
         terminal.wait_for("1> ")
+        terminal.interrupt("Ctrl-C again leaves")
+        terminal.wait_for("1> ")
         terminal.type("hello\n")
         terminal.wait_for(r"\[length: kept 8 tokens")
-        terminal.wait_for("1> ")
-        terminal.interrupt("Ctrl-C again leaves")
         terminal.wait_for("1> ")
         terminal.type("/switch\n")
         terminal.wait_for(r"\* session 1: 1 turns")

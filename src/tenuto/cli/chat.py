@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from time import monotonic
 
 import typer
 from rich.console import Console
@@ -27,6 +29,9 @@ HELP = """\
 /quit          leave, as Ctrl-D does, and Ctrl-C twice at the prompt\
 """
 
+LATE_SECONDS = 1.0
+"""A Ctrl-C this soon after an answer was meant for it, and came too late."""
+
 
 def run_chat(engine: Engine, system: str | None, options: TurnOptions) -> None:
     """Runs the chat until the input ends. On a terminal, errors are shown and the chat continues; in a script, the
@@ -35,7 +40,7 @@ def run_chat(engine: Engine, system: str | None, options: TurnOptions) -> None:
     interactive = sys.stdin.isatty()
     if interactive:
         chat.say("/help lists the commands.")
-    for line in _lines(lambda: f"{chat.session.id}> ", prompted=interactive):
+    for line in read_lines(lambda: f"{chat.session.id}> ", prompted=interactive):
         try:
             if not chat.obey(line.strip()):
                 return
@@ -49,26 +54,33 @@ def run_chat(engine: Engine, system: str | None, options: TurnOptions) -> None:
             typer.echo()
 
 
-def _lines(prompt: Callable[[], str], *, prompted: bool) -> Iterator[str]:
+def read_lines(prompt: Callable[[], str], *, prompted: bool, clock: Callable[[], float] = monotonic) -> Iterator[str]:
+    """Yields the lines typed, until the input ends or Ctrl-C is typed twice in a row. `prompted`: whether the input is
+    a terminal."""
     if not prompted:
         yield from sys.stdin
         return
     with suppress(ImportError):  # some systems lack it; then there is no line editing
         import readline  # noqa: F401, PLC0415 - importing it changes `input`
-    leaving = False  # the last key was Ctrl-C
+    leaving, answered = False, -math.inf  # whether the last key was Ctrl-C, and when the last line was dealt with
     while True:
         try:
-            yield input(prompt())
-            leaving = False
+            line = input(prompt())
         except EOFError:
             typer.echo()
             return
         except KeyboardInterrupt:
             typer.echo()
+            if clock() - answered < LATE_SECONDS:
+                continue
             if leaving:
                 return
             leaving = True
             typer.echo("Ctrl-C again leaves the chat, as Ctrl-D does.", err=True)
+            continue
+        leaving = False
+        yield line
+        answered = clock()
 
 
 class Chat:

