@@ -33,6 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bench.server import Processes, server
 from bench.tiers import uncache
 from tenuto.base.config import WorkerSettings, engine_config
+from tenuto.base.interpreter import configure_interpreter
 from tenuto.base.options import TurnParams
 from tenuto.runtime.models import Model, build_engine, load_model
 
@@ -40,7 +41,7 @@ LENGTHS = (8192, 65_536, 112_640)
 CONTEXT = 131_072
 NEW_TOKENS = 16
 VOCABULARY = 258  # all bytes, the first and the last token
-SESSIONS, TURNS, INPUT, OUTPUT = 4, 8, 48, 32
+SESSIONS, TURNS, INPUT, OUTPUT = 4, 24, 48, 32
 ROUNDS = 4
 
 
@@ -143,6 +144,7 @@ def conversations(model: Model, rate: int, directory: str) -> tuple[float, float
     for each committed token."""
     given = {"context_length": 2048, "disk_tier": directory, "checkpoint_rate": rate, "snapshot_seconds": 0.0}
     engine = build_engine(model, engine_config(given, model.max_context), 1 << 30)  # type: ignore[arg-type]
+    engine.sessions.recover()
     draw, longest = random.Random(3), 0.0
     names = [engine.sessions.open(None).id for _ in range(SESSIONS)]
     began = time.perf_counter()
@@ -164,6 +166,7 @@ def conversations(model: Model, rate: int, directory: str) -> tuple[float, float
 
 def costs() -> None:
     """Prints the cost of saving."""
+    configure_interpreter()
     model = load_model(WorkerSettings(page_size=16))
     rates = {"not saved": 0, "saved": 2**28}
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in rates}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 
 def eventually(condition: Callable[[], bool]) -> None:
@@ -11,3 +12,8 @@ def eventually(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the condition never held"
         time.sleep(0.01)
+
+
+def files_become(directory: Path, suffix: str, number: int) -> None:
+    """Waits until the directory has this number of files with a suffix."""
+    eventually(lambda: len(list(directory.glob(f"*{suffix}"))) == number)

@@ -18,6 +18,7 @@ from tenuto.memory.tiers.rates import Rates
 from tenuto.memory.tiers.unit_files import INDEX, SUFFIX, UnitFiles
 from tests.carriers import ByHand
 from tests.engine.stage import FULL, PAGE, STATE, Stage, continuation, count_from, every_mix
+from tests.eventually import files_become
 from tests.present import present
 from tests.tiered import parking_in
 
@@ -268,7 +269,7 @@ def test_a_full_file_system_deletes_the_least_recently_used_memory(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as full:
-        full.setattr("tenuto.memory.tiers.unit_files.save_file", no_room)
+        full.setattr("tenuto.memory.tiers.unit_files.open_private", no_room)
         full.setattr(UnitFiles, "_lacks", lambda *_: True)
         park_all(stage, "d")
     assert parked(stage) == ["b", "c"]
@@ -313,7 +314,7 @@ def test_a_smaller_tier_keeps_the_most_recently_used_memory(tmp_path: Path) -> N
         stage.engine.sessions.restore(each).last_turn_end = used
     stage.engine.sessions.recover()
     assert parked(stage) == ["a", "c"]
-    assert len(list(tmp_path.glob(f"*{SUFFIX}"))) == 2
+    files_become(tmp_path, SUFFIX, 2)
     stage.engine.audit()
 
 

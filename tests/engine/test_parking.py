@@ -15,6 +15,7 @@ from tenuto.base.views import Transition
 from tenuto.engine.parking import Parking
 from tenuto.memory.tiers.unit_files import SUFFIX, UnitFiles
 from tests.engine.stage import FULL, PAGE, STATE, Stage, continuation, count_from, every_mix, every_overlap
+from tests.eventually import files_become
 from tests.present import present
 from tests.tiered import parking_in
 
@@ -119,7 +120,7 @@ def test_memory_beyond_the_hosts_goes_to_files(mix, part: float, disk: UnitFiles
     for name in names:
         stage.engine.sessions.close(name)
     assert len(tiers) == tiers.copies.host_used == tiers.copies.disk_used == 0
-    assert not list((tmp_path / "tier").glob(f"*{SUFFIX}"))
+    files_become(tmp_path / "tier", SUFFIX, 0)
 
 
 @every_mix

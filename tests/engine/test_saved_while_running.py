@@ -16,6 +16,7 @@ from tenuto.session.records import SavedSession
 from tests.carriers import ByHand
 from tests.engine.stage import FULL, STATE, Stage, count_from, every_mix, every_overlap
 from tests.engine.test_snapshots import begin, begin_again, goes_on, outcomes
+from tests.eventually import files_become
 from tests.present import present
 from tests.tiered import parking_in
 
@@ -161,6 +162,7 @@ def test_a_rewound_session_is_not_restored_with_the_state_of_lost_tokens(mix, wh
     for _ in range(3):
         copies.finish()
         stage.engine.step()
+    stage.engine.audit()
     assert position(stage, "a") <= 29
     stage.say("a", count_from(9, 30), 4)
     for _ in range(40):
@@ -179,7 +181,7 @@ def test_a_closed_session_leaves_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.glob(f"*{SUFFIX}"))
     stage.engine.sessions.close("a")
     steps(stage)
-    assert not list(tmp_path.glob(f"*{SUFFIX}"))
+    files_become(tmp_path, SUFFIX, 0)
     stage = begin_again(tmp_path, killed(stage))
     assert not outcomes(stage)
 
@@ -214,7 +216,7 @@ def test_a_failing_disk_costs_only_the_save(mix, tmp_path: Path, monkeypatch: py
     stage.committed("a", 50)
     steps(stage)
     with monkeypatch.context() as failing:
-        failing.setattr("tenuto.memory.tiers.unit_files.save_file", broken)
+        failing.setattr("tenuto.memory.tiers.unit_files.open_private", broken)
         assert goes_on(stage, "a", 1, 2) == 55
         steps(stage)
         assert parking_in(stage.engine).tiers.failures["write"] > 0

@@ -14,6 +14,7 @@ from tenuto.engine.snapshots import Snapshots
 from tenuto.memory.tiers.unit_files import INDEX, SUFFIX, UnitFiles
 from tenuto.session.records import SavedSession
 from tests.engine.stage import FULL, STATE, Stage, continuation, count_from, every_mix, every_overlap
+from tests.eventually import files_become
 from tests.present import present
 from tests.tiered import parking_in
 
@@ -126,7 +127,7 @@ def test_a_history_that_grew_or_was_rewound_reuses_its_unchanged_part(mix, tmp_p
     stage.engine.sessions.close("back")
     stage.engine.sessions.close("other")
     assert parking_in(stage.engine).tiers.copies.disk_used == 0
-    assert not list(tmp_path.glob(f"*{SUFFIX}"))
+    files_become(tmp_path, SUFFIX, 0)
 
 
 def spoil(path: Path, at: int) -> None:
@@ -177,7 +178,7 @@ def test_an_index_that_does_not_verify_costs_only_time(harm: str, outcome: str, 
     assert outcomes(stage)[outcome] > 0
     assert [goes_on(stage, each.session, 7) for each in saved] == [0, 0]
     assert parking_in(stage.engine).tiers.copies.disk_used == 0
-    assert not list(tmp_path.glob(f"*{SUFFIX}"))
+    files_become(tmp_path, SUFFIX, 0)
 
 
 @pytest.mark.parametrize("at", range(0, 16_384, 61))
@@ -210,7 +211,7 @@ def test_a_killed_engine_leaves_nothing_misleading(tmp_path: Path) -> None:
     assert goes_on(third, "ccc", 2) == 0
     assert goes_on(third, "bb", 2) == 0  # its file is gone
     assert outcomes(third) == {"restored": 1}
-    assert len(list(tmp_path.glob(f"*{SUFFIX}"))) == 2  # the whole pages, and the last
+    files_become(tmp_path, SUFFIX, 2)  # the whole pages, and the last
 
 
 def test_a_snapshot_cut_short_by_its_time_limit_has_the_most_recently_used(tmp_path: Path) -> None:
@@ -249,7 +250,7 @@ def test_a_disk_that_fails_a_snapshot_costs_only_time(harm: str, tmp_path: Path)
         assert outcomes(again) == {harm: 1}
     else:
         assert outcomes(stage) == {"not saved": 1}
-    assert not list(tmp_path.glob(f"*{SUFFIX}"))
+    files_become(tmp_path, SUFFIX, 0)
 
 
 def test_state_is_restored_only_at_its_own_position(tmp_path: Path) -> None:

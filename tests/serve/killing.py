@@ -53,7 +53,7 @@ MAX_TURNS = 12
 SLOW_DISK = str(Path(__file__).parent / "slow_disk")
 MOMENTS = ("any moment", "after an answer", "in a write", "in a save", "in a snapshot", "after a snapshot")
 """The moments at which a server is killed."""
-IDLE_SECONDS = 0.5
+IDLE_SECONDS = 1.5
 PAGE = 32
 SMALL = ("--context-length", "2048", "--memory", "80000")
 """Options of the witness: room for about a third of the sessions."""

@@ -69,8 +69,9 @@ class Parking:
         lasting = [not group.needs_checkpoints for group in memory.groups]
         self.saves = Saves(self.tiers, memory.page_size, lasting)
         self.keeps = config.checkpoint_rate > 0 and disk is not None  # whether state is saved while the engine runs
-        self.unsaved: dict[Session, None] = {}  # sessions whose saved state may lack something, in the order of changes
+        self.unsaved: dict[Session, float] = {}  # sessions whose saved state may lack something, since when, in order
         self._memory = memory
+        self._timer = timer
         self._sessions: dict[Session, Parked] = {}
         self._arriving: dict[Session, Arrival] = {}  # sessions whose open turns wait in their rows
         self._planned: tuple[Turn | None, int] = None, 0
@@ -219,7 +220,7 @@ class Parking:
 
     def _note_unsaved(self, session: Session) -> None:
         if self.keeps and session.policy.lasting:
-            self.unsaved.setdefault(session)
+            self.unsaved.setdefault(session, self._timer())
 
     def fork(self, parent: Session, child: Session) -> None:
         """Shares the parent's parked memory or saved state with a fork, whose history is the beginning of the parent's,

@@ -15,6 +15,9 @@ PART = 2**22
 """The most bytes that one step copies and writes, or those of a single page."""
 BURST_SECONDS = 0.25
 """The time whose bytes may be written at once after a pause."""
+DELAY = 0.5
+"""The number of seconds during which turns of a session that end one after another are written together, while the
+engine is busy."""
 EXPIRES_SOON = 60.0
 """The number of seconds before the end of its TTL from which a session is no longer written."""
 
@@ -46,12 +49,15 @@ class Snapshots:
         self._allowed: float = self._most  # bytes that may be written now
         self._refilled = clock.now()
 
-    def step(self) -> None:
-        """Begins to write the next part, if the disk is ready for it and the rate allows it."""
+    def step(self, *, busy: bool) -> None:
+        """Begins to write the next part, if the disk is ready for it and the rate allows it. `busy`: turns run, so it
+        begins later."""
         if not self._parking.tiers.has_disk:
             return
         now = self._clock.now()
         if not self._saves.advance(now) or not self._parking.unsaved:
+            return
+        if busy and now < next(iter(self._parking.unsaved.values())) + DELAY:
             return
         self._allowed = min(self._allowed + self._rate * (now - self._refilled), self._most)
         self._refilled = now

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +20,7 @@ from tenuto.memory.tiers.disk import Disk, DiskFailed, Listing, UnitCopy, UnitFi
 
 THREADS = 2
 """The number of moves that run at once."""
+WRITER_NICENESS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +192,7 @@ class CopyThreads:
 
     def __init__(self) -> None:
         self._movers = ThreadPoolExecutor(THREADS, "tenuto-copies")
-        self._writer = ThreadPoolExecutor(1, "tenuto-writes")  # separate, so that no turn waits for writes
+        self._writer = ThreadPoolExecutor(1, "tenuto-writes", _yield_to_others)  # separate: no turn waits for writes
         self._futures: dict[Job, Future[None]] = {}
 
     def carry(self, job: Job) -> None:
@@ -208,6 +211,12 @@ class CopyThreads:
     def close(self) -> None:
         self._movers.shutdown()
         self._writer.shutdown()
+
+
+def _yield_to_others() -> None:
+    """Lets other threads have the processor first, since those that compute steps would wait for this one."""
+    if sys.platform == "linux":  # elsewhere the priority is that of the process
+        os.nice(WRITER_NICENESS)
 
 
 J = TypeVar("J", bound=Job)

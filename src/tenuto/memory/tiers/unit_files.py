@@ -9,19 +9,19 @@ import secrets
 import shutil
 import threading
 import zlib
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
 from tenuto.base.errors import ConfigError
 from tenuto.base.plan import Bytes
-from tenuto.base.private import create_private, make_private_directory, open_regular
+from tenuto.base.private import make_private_directory, open_private, open_regular
 from tenuto.memory.tiers.contents import Content, NamedUnit
 from tenuto.memory.tiers.disk import DiskFailed, UnitFile
 from tenuto.memory.tiers.state_index import StateIndex
@@ -69,6 +69,7 @@ class UnitFiles:
             os.close(self._lock)
             raise ConfigError(f"the disk tier {directory} is in use by another process") from error
         self._readers = ThreadPoolExecutor(READERS, "tenuto-disk")
+        self._leaving: deque[Path] = deque()  # files to be removed, in any thread but the engine's
         self.index = StateIndex(directory / INDEX)
 
     def become(self, identity: str) -> None:
@@ -82,19 +83,18 @@ class UnitFiles:
             self._used += size
         path = self._directory / f"{secrets.token_hex(12)}{SUFFIX}"
         try:
+            self._remove_leaving()
             present = {_tensor(group): rows for group, rows in units.items() if rows}
-            tensors = {name: np.stack([row.data for row in rows]) for name, rows in present.items()}
-            names = {name: [row.content.name for row in rows] for name, rows in present.items()}
-            sums = {name: [_checksum(*row) for row in rows] for name, rows in present.items()}
-            metadata = {"format": FORMAT, "version": VERSION, "identity": self._identity}
-            create_private(path)  # not every version of safetensors does
-            save_file(tensors, path, {**metadata, "contents": json.dumps(names), "checksums": json.dumps(sums)})
-        except (OSError, SafetensorError, MemoryError) as error:
+            with open_private(path) as file:
+                file.write(_header_of(present, self._identity))
+                for row in chain(*present.values()):
+                    file.write(row.data.data)
+        except (OSError, MemoryError) as error:
             self._unlink(path)
             self._gave_back(size)
             cause = "full" if self._lacks(size) else "write"
             raise DiskFailed(cause, f"{path} could not be written: {error}") from error
-        return UnitFile(path.name, size, sum(map(len, tensors.values())))
+        return UnitFile(path.name, size, sum(map(len, present.values())))
 
     def _lacks(self, size: int) -> bool:
         """Whether the file system has no room for `size` bytes."""
@@ -152,7 +152,13 @@ class UnitFiles:
 
     def remove(self, file: UnitFile) -> None:
         self._gave_back(file.size)
-        self._unlink(self._directory / file.name)
+        self._leaving.append(self._directory / file.name)
+        self._readers.submit(self._remove_leaving)
+
+    def _remove_leaving(self) -> None:
+        with suppress(IndexError):
+            while True:
+                self._unlink(self._leaving.popleft())
 
     @staticmethod
     def _unlink(path: Path) -> None:
@@ -182,9 +188,9 @@ class UnitFiles:
 
     def close(self, *, keep: bool = False) -> None:
         self.index.close()
+        self._readers.shutdown()
         if not keep:
             self._remove(entry.name for entry in (*self._entries(), *self._entries(INDEX, "")))
-        self._readers.shutdown()
         os.close(self._lock)
 
 
@@ -195,6 +201,25 @@ def _tensor(group: int) -> str:
 def _checksum(content: Content, data: Bytes) -> int:
     """Returns a checksum over a unit and its content, which detects a change of either."""
     return zlib.crc32(data.data, zlib.crc32(content.before + content.tokens))
+
+
+def _header_of(units: Mapping[str, Sequence[NamedUnit]], identity: str) -> bytes:
+    """Returns the header of a safetensors file with these units, by tensor, which follow in this order. The library's
+    own writer takes whole tensors, into which all units would have to be copied."""
+    names = {name: [row.content.name for row in rows] for name, rows in units.items()}
+    sums = {name: [_checksum(*row) for row in rows] for name, rows in units.items()}
+    metadata = {"format": FORMAT, "version": VERSION, "identity": identity}
+    header: dict[str, Any] = {
+        "__metadata__": {**metadata, "contents": json.dumps(names), "checksums": json.dumps(sums)}
+    }
+    end = 0
+    for name, rows in units.items():
+        begin, size = end, rows[0].data.nbytes
+        end += len(rows) * size
+        header[name] = {"dtype": "U8", "shape": [len(rows), size], "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    return len(text).to_bytes(_LENGTH, "little") + text
 
 
 def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
