@@ -17,6 +17,7 @@ from tenuto.base.turns import Message
 from tenuto.text.bounds import _SHRINKS
 from tenuto.text.chat import ChatTemplate
 from tenuto.text.room import Room
+from tenuto.text.template import Template
 from tenuto.text.tokenizer import Tokenizer
 from tenuto.text.words import CHAT_TEMPLATE, witness_tokenizer
 
@@ -150,6 +151,17 @@ def test_user_text_is_kept_apart_from_markup_wherever_a_window_ends(text: str) -
         assert template.opening([Message("user", text)], room=room(len(whole.tokens))) == whole
         with pytest.raises(ContextExceeded):
             template.opening([Message("user", text)], room=room(least - 1))
+
+
+def test_texts_that_cannot_fit_are_refused_before_they_are_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate(CHAT_TEMPLATE, witness_tokenizer(1000))
+    opened = template.opening([Message("user", "x")], room=room(50))
+    monkeypatch.setattr(Template, "render", lambda *_, **__: pytest.fail("a text that cannot fit was rendered"))
+    for long in ([Message("user", "x" * 10_000)], [Message("user", "x" * 100)] * 100):
+        with pytest.raises(ContextExceeded):
+            template.opening(long, room=room(50))
+        with pytest.raises(ContextExceeded):
+            template.delta(opened.conversation, long, last_token=5, room=room(50))
 
 
 def test_text_that_a_template_trims_is_not_counted() -> None:

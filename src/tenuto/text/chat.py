@@ -201,6 +201,7 @@ class ChatTemplate:
             raise InvalidRequest("a conversation opens with no messages; allowed: at least one")
         if tools and self._with_tools is not None:
             return self._with_tools.opening(messages, generate, room, tools, variables)
+        self._require_room(messages, room)
         digest = tools.digest
         system = messages[0].role == "system"
         if system and self._system_refusal is not None:
@@ -238,6 +239,7 @@ class ChatTemplate:
             return self._with_tools.delta(
                 earlier, messages, last_token=last_token, generate=generate, room=room, variables=variables
             )
+        self._require_room(messages, room)
         answering = earlier.role == "assistant"
         ended = answering and last_token in self.stop_ids
         if not messages and (not generate or (answering and not ended)):
@@ -255,6 +257,16 @@ class ChatTemplate:
         if ended and closes and (closes == [last_token] or self._closers == {closes[0], last_token}):
             del tokens[: len(leading) + 1]  # the model wrote the closing token, perhaps without the blanks before it
         return Rendered(tokens, later)
+
+    def _require_room(self, messages: Sequence[Message], room: Room | None) -> None:
+        """Raises `ContextExceeded` if the texts of users and tools, which templates keep except for the blanks around
+        them, certainly do not fit into `room`. It is called before rendering: templates copy texts several times, while
+        no other thread runs Python."""
+        if room is None:
+            return
+        texts = (message.content.strip() for message in messages if message.role in ("user", "tool"))
+        least = (self._markup.tokenizer.least_tokens(text) for text in texts)
+        room.require(sum(max(0, tokens - 1) for tokens in least))  # a token may reach from one text into the next
 
     def _guard(
         self, messages: Sequence[Message], tools: Tools = NO_TOOLS, variables: Variables = NO_VARIABLES

@@ -55,6 +55,9 @@ class Guard:
 
     def protect(self, text: str) -> str:
         """Returns `text` with stand-ins, for the template."""
+        size = WINDOW + self._markup.reach - 1
+        if not any(self._markup.starts.search(text, at, at + size) for at in range(0, len(text), WINDOW)):
+            return text
         return "".join(self._protected(text, at) for at in range(0, len(text), WINDOW))
 
     def _protected(self, text: str, at: int) -> str:
