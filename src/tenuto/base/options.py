@@ -77,7 +77,10 @@ class TurnParams:
         0, "Nothing ends the turn before this many.", Bounds(0, MAX_NEW_TOKENS), names={"openai": "min_tokens"}
     )
     logprobs: int | None = option(
-        None, "Log-probabilities of output tokens, with this many of the likeliest.", Bounds(0, MAX_LOGPROBS)
+        None,
+        "Log-probabilities of output tokens, with this many of the likeliest.",
+        Bounds(0, MAX_LOGPROBS),
+        names={"llama.cpp": "n_probs"},
     )
     input_logprobs: int | None = option(None, "The same for input tokens.", Bounds(0, MAX_LOGPROBS))
     grammar: Grammar | None = option(None, "What the output must follow: an object with one field, the kind.")

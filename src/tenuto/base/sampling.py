@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -92,6 +93,11 @@ class TokenLogprob(msgspec.Struct, array_like=True, frozen=True, gc=False):
     logprob: float
     top: tuple[Candidate, ...] = ()
     raw: bytes = b""
+
+    def with_bytes(self, raw: Callable[[int], bytes]) -> TokenLogprob:
+        """Returns a copy with the bytes of its tokens, which `raw` returns."""
+        top = tuple(Candidate(other.token, other.logprob, raw(other.token)) for other in self.top)
+        return TokenLogprob(self.token, self.logprob, top, raw(self.token))
 
 
 def _check_bias(logit_bias: object) -> None:

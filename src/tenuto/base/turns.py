@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
@@ -167,6 +167,12 @@ class Delta(msgspec.Struct, array_like=True, frozen=True, gc=False):
     def scores(self) -> int:
         """The number of its log-probabilities."""
         return len(self.logprobs) + len(self.input_logprobs)
+
+    def with_bytes(self, raw: Callable[[int], bytes]) -> Delta:
+        """Returns a copy whose log-probabilities have the bytes of their tokens, which `raw` returns."""
+        outputs = tuple(entry.with_bytes(raw) for entry in self.logprobs)
+        inputs = tuple(entry.with_bytes(raw) if entry is not None else None for entry in self.input_logprobs)
+        return msgspec.structs.replace(self, logprobs=outputs, input_logprobs=inputs)
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:

@@ -8,7 +8,6 @@ from dataclasses import replace
 import msgspec
 
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.sampling import Candidate, TokenLogprob
 from tenuto.base.turns import Delta
 from tenuto.base.views import KeptTurn, RecordPage, Ticket
 from tenuto.text.tokenizer import Tokenizer
@@ -48,14 +47,6 @@ class Texts:
 
     def of_delta(self, delta: Delta) -> Delta:
         """Adds the bytes of the tokens in a delta's log-probabilities."""
-        tokenizer = self._tokenizer
-        if tokenizer is None or not delta.scores:
+        if self._tokenizer is None or not delta.scores:
             return delta
-        raw = tokenizer.written_bytes
-
-        def told(entry: TokenLogprob) -> TokenLogprob:
-            top = tuple(Candidate(other.token, other.logprob, raw(other.token)) for other in entry.top)
-            return TokenLogprob(entry.token, entry.logprob, top, raw(entry.token))
-
-        inputs = tuple(told(entry) if entry is not None else None for entry in delta.input_logprobs)
-        return msgspec.structs.replace(delta, logprobs=tuple(map(told, delta.logprobs)), input_logprobs=inputs)
+        return delta.with_bytes(self._tokenizer.written_bytes)

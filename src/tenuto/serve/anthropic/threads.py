@@ -14,11 +14,10 @@ import msgspec
 from pydantic import Field
 
 from tenuto.base.checks import shown
-from tenuto.base.errors import InvalidRequest, NotFound, SessionBusy, SessionClosed, TenutoError, VersionMismatch
-from tenuto.base.options import Policy, SessionAdapter
+from tenuto.base.errors import InvalidRequest, NotFound, SessionBusy, SessionClosed, VersionMismatch
 from tenuto.base.tools.definitions import NO_TOOLS, Tools
 from tenuto.base.views import SessionInfo
-from tenuto.base.wire.messages import GetSession, OpenSession, StartTurn
+from tenuto.base.wire.messages import GetSession, StartTurn
 from tenuto.serve.shared.edge import Edge, of_tenant
 from tenuto.serve.shared.errors import DetailedError
 from tenuto.serve.shared.kept import Kept
@@ -144,13 +143,8 @@ async def start_turn(edge: Edge, tenant: Tenant, thread: Thread, start: StartTur
     try:
         if thread.version == 0:
             told = ((TOOLS, thread.tools.digest),) if thread.tools else ()
-            policy = Policy(
-                ttl=edge.settings.ttl(None, named=False),
-                tenant=tenant.name,
-                metadata=told,
-                adapter=SessionAdapter.named(start.adapter),
-            )
-            await edge.link.call(OpenSession(session=thread.session, policy=policy, limits=tenant.limits))
+            ttl = edge.settings.ttl(None, named=False)
+            await edge.link.call(tenant.open_session(thread.session, ttl=ttl, adapter=start.adapter, metadata=told))
         with thread.naming():
             return await edge.start(tenant, start)
     except BaseException:
@@ -162,11 +156,4 @@ def end_turn(edge: Edge, tenant: Tenant, thread: Thread, turn: LiveTurn | None) 
     """Called at the end of an answer, or when its turn has not started. Closes the session of a new thread unless its
     first turn has committed, which also aborts the turn."""
     if thread.version == 0 and (turn is None or not turn.committed):
-        edge.spawn(_close(edge, tenant, thread))
-
-
-async def _close(edge: Edge, tenant: Tenant, thread: Thread) -> None:
-    try:
-        await edge.turns.close_session((tenant.name, thread.session))
-    except TenutoError:
-        return  # closed already, or never opened
+        edge.spawn(edge.turns.close_if_open((tenant.name, thread.session)))

@@ -7,13 +7,13 @@ from typing import Any
 
 from tenuto.base.errors import TenutoError
 from tenuto.base.options import TurnParams
-from tenuto.base.sampling import Candidate, TokenLogprob
 from tenuto.base.turns import Delta, EndReason, TurnResult, joined
 from tenuto.serve.llama_cpp.schemas import Completing
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.samples import check_end, committed
+from tenuto.serve.shared.scores import scored
 from tenuto.serve.shared.sse import Answer, data
 from tenuto.serve.shared.timings import shown_times
 
@@ -110,8 +110,7 @@ class Completions(Answer):
     def _scores(self, delta: Delta) -> dict[str, Any]:
         if not self._params.scores_output:
             return {}
-        shown = [{**_score(one), "top_logprobs": [_score(top) for top in one.top]} for one in delta.logprobs]
-        return {"completion_probabilities": shown}
+        return {"completion_probabilities": [scored(entry, ids=True) for entry in delta.logprobs]}
 
     def _chosen(self, answer: dict[str, Any]) -> dict[str, Any]:
         """Returns the fields that the request asks for, or all."""
@@ -125,7 +124,3 @@ class Completions(Answer):
             if value is not None:
                 chosen[name] = value
         return chosen
-
-
-def _score(of: TokenLogprob | Candidate) -> dict[str, Any]:
-    return {"id": of.token, "token": of.raw.decode(errors="replace"), "bytes": list(of.raw), "logprob": of.logprob}

@@ -14,11 +14,9 @@ from tenuto.base.tools.grammar import Grammar
 from tenuto.serve.shared.grammars import GrammarField, Schema, of_rules, only_one
 from tenuto.serve.shared.llama_fields import FINE_TUNING, LEFT, SAMPLERS
 from tenuto.serve.shared.objects import ForeignObject
-from tenuto.serve.shared.schemas import Items, Object, Prompts, TokenId, field_of
+from tenuto.serve.shared.schemas import Items, Object, Prompts, TokenId
 from tenuto.serve.shared.turn_request import TurnRequest, options_but, with_options
 
-USUAL: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
-"""llama.cpp's own values of options that a request does not give."""
 NEVER = -100.0
 """The bias of a token that must not come."""
 
@@ -37,12 +35,13 @@ def _pairs(given: Any) -> Any:
 Biases = Annotated[dict[Annotated[int, Field(ge=0, strict=False)], float], BeforeValidator(_pairs)]
 
 
-@with_options(*options_but("grammar", "input_logprobs", "logprobs", "logit_bias"), temperature="0.8 if not given.")
+@with_options(*options_but("grammar", "input_logprobs"), temperature="0.8 if not given.")
 class Completing(ForeignObject, TurnRequest):
     """The options of a completion."""
 
     apis = ("llama.cpp", "openai")
-    temperature_by_default = 0.8
+    usual: ClassVar[dict[str, Any]] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+    unset_below: ClassVar[dict[str, int]] = {"n_predict": 0, "n_probs": 1, "seed": 0}
     too_long = "the request exceeds the available context size, {limit} tokens"
     ignored = frozenset((*FINE_TUNING, "model", "n_indent", "t_max_prompt_ms"))
     undone = LEFT
@@ -60,24 +59,11 @@ class Completing(ForeignObject, TurnRequest):
     seed: int | None = Field(None, description="-1: chosen by the server.")
     top_k: int | None = Field(None, ge=-1, description="40 if not given; 0 keeps all.")
     logit_bias: Biases | None = Field(None, description="By token id, as an object or as pairs.")
-    n_probs: int | None = field_of("logprobs", "Show the likeliest tokens at every position, this many.")
     grammar: str | None = Field(None, description="A grammar as EBNF, which is enforced.")
     json_schema: Schema | None = Field(None, description="A JSON schema, which is enforced.")
     return_tokens: bool | None = Field(None, description="Show the token ids of the answer.")
     timings_per_token: bool | None = Field(None, description="Show times in every chunk of a stream.")
     response_fields: Items[str] | None = Field(None, description="The only fields of a whole answer; / goes deeper.")
-
-    def given(self) -> dict[str, Any]:
-        given = {**USUAL, **super().given()}
-        if given.get("max_new_tokens") == -1:
-            del given["max_new_tokens"]
-        if self.seed is not None and self.seed < 0:
-            del given["seed"]
-        if self.logit_bias is not None:
-            given["logit_bias"] = self.logit_bias
-        if self.n_probs:
-            given["logprobs"] = self.n_probs
-        return given
 
     def grammar_field(self) -> GrammarField | None:
         return only_one(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import Header, Path
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -132,7 +132,7 @@ class NamedFunction(Object):
 class WithTools(TurnRequest):
     """A request that may define functions for the model to call."""
 
-    temperature_by_default = 0.0
+    usual: ClassVar[dict[str, Any]] = {"temperature": 0.0}
     tools: Annotated[list[NewFunction], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = Field(
         None, description="Functions that answers may call. They become part of the prompt with the first messages."
     )

@@ -10,7 +10,6 @@ import msgspec
 from fastapi import APIRouter, Query, Response
 from fastapi import Request as HttpRequest
 
-from tenuto.base.options import Policy, SessionAdapter
 from tenuto.base.views import StateFilter
 from tenuto.base.wire.document import SessionDocument
 from tenuto.base.wire.messages import (
@@ -20,7 +19,6 @@ from tenuto.base.wire.messages import (
     ImportSession,
     ListSessions,
     ListTurns,
-    OpenSession,
     Rewind,
     Trim,
 )
@@ -51,16 +49,16 @@ IMPORT_STATE = "/v1/sessions/import/state"
 @router.post("", status_code=201, responses=REFUSALS)
 async def open_session(edge: EdgeOf, tenant: Caller, body: NewSession, response: Response) -> Session:
     """Opens a session."""
-    policy = Policy(
-        body.priority,
-        edge.settings.ttl(body.ttl, named=body.id is not None),
-        body.max_tokens,
-        tenant=tenant.name,
+    request = tenant.open_session(
+        body.id or new_session_id(),
+        ttl=edge.settings.ttl(body.ttl, named=body.id is not None),
+        adapter=body.adapter,
+        system=body.system,
+        priority=body.priority,
+        max_tokens=body.max_tokens,
         metadata=tuple(body.metadata.items()),
         pinned=body.pinned,
-        adapter=SessionAdapter.named(body.adapter),
     )
-    request = OpenSession(session=body.id or new_session_id(), policy=policy, system=body.system, limits=tenant.limits)
     response.headers["location"] = f"/v1/sessions/{request.session}"
     return await shown(edge, tenant, request, response)
 

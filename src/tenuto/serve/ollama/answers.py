@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from tenuto.base.errors import TenutoError
-from tenuto.base.sampling import Candidate, TokenLogprob
+from tenuto.base.sampling import TokenLogprob
 from tenuto.base.tools.answers import AnswerPart, AnswerReader
 from tenuto.base.turns import Delta, EndReason, TurnResult, joined
 from tenuto.serve.ollama.errors import FORM
@@ -15,6 +15,7 @@ from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.samples import check_end, committed
+from tenuto.serve.shared.scores import scored
 from tenuto.serve.shared.sse import LINES, Answer, line
 from tenuto.serve.shared.timings import Timings
 
@@ -81,7 +82,7 @@ class OllamaAnswer(Answer):
                 self._calls += len(calls)
                 shown["message"]["tool_calls"] = calls
         if scores:
-            shown["logprobs"] = [{**_score(one), "top_logprobs": [_score(top) for top in one.top]} for one in scores]
+            shown["logprobs"] = list(map(scored, scores))
         return {"model": self._model, "created_at": now(), **shown, "done": False}
 
     def _end(self, result: TurnResult) -> dict[str, Any]:
@@ -100,7 +101,3 @@ class OllamaAnswer(Answer):
             "eval_count": result.usage.generated,
             "eval_duration": round(timings.output * NANOSECONDS),
         }
-
-
-def _score(of: TokenLogprob | Candidate) -> dict[str, Any]:
-    return {"token": of.raw.decode(errors="replace"), "logprob": of.logprob, "bytes": list(of.raw)}

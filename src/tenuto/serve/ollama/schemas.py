@@ -24,8 +24,6 @@ from tenuto.serve.shared.undone import ToolList, leave_undone, of_type
 PICTURES = dict.fromkeys(("images",), NOTHING)
 LATEST = ":latest"
 """A tag that clients add to names without one."""
-USUAL: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
-"""Ollama's own values of options that a request does not give."""
 
 
 @with_options(
@@ -35,6 +33,8 @@ class Options(ForeignObject, TurnRequest):
     """Options of an answer. Those that tell Ollama how to load a model are ignored."""
 
     apis = ("ollama",)
+    usual: ClassVar[dict[str, Any]] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+    unset_below: ClassVar[dict[str, int]] = {"num_predict": 1, "seed": 0}
     ignored = frozenset(
         (
             *("num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_gqa", "numa", "low_vram", "f16_kv"),
@@ -53,14 +53,6 @@ class Options(ForeignObject, TurnRequest):
     num_predict: int | None = Field(None, description="Maximum number of output tokens; 0 and less: as many as fit.")
     seed: int | None = Field(None, description="-1: chosen by the server.")
     top_k: int | None = Field(None, ge=-1, description="40 if not given; 0 keeps all.")
-
-    def given(self) -> dict[str, Any]:
-        given = {**USUAL, **super().given()}
-        if given.get("max_new_tokens", 1) <= 0:
-            del given["max_new_tokens"]
-        if self.seed is not None and self.seed < 0:
-            del given["seed"]
-        return given
 
 
 class Function(ForeignObject):
@@ -131,6 +123,7 @@ class ChatMessage(ForeignObject):
 class Asked(ForeignObject, TurnRequest):
     """The fields that both kinds of request share."""
 
+    usual = Options.usual
     undone: ClassVar[dict[str, tuple[Any, ...]]] = {
         "keep_alive": (None, *("5m", 300, -1, "-1")),
         **dict.fromkeys(("shift", "truncate"), (None, True)),

@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from tenuto.base.options import TurnParams
-from tenuto.base.sampling import Candidate, TokenLogprob
+from tenuto.base.sampling import TokenLogprob
 from tenuto.base.tools.answers import AnswerPart, AnswerReader
 from tenuto.base.tools.definitions import ToolCall
 from tenuto.base.turns import Delta
 from tenuto.serve.openai.tools import input_of
+from tenuto.serve.shared.scores import scored
 
 
 class ChatWriter:
@@ -87,12 +88,3 @@ class ChatWriter:
         if call.name in self._customs:
             return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": input_of(call)}}
         return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-def scored(entry: TokenLogprob) -> dict[str, Any]:
-    """Returns a token with its log-probability and the likeliest tokens in its place."""
-    return {**_token(entry), "top_logprobs": [_token(other) for other in entry.top]}
-
-
-def _token(entry: TokenLogprob | Candidate) -> dict[str, Any]:
-    return {"token": entry.raw.decode(errors="replace"), "logprob": entry.logprob, "bytes": list(entry.raw)}

@@ -13,12 +13,12 @@ from tenuto.base.sampling import TokenLogprob
 from tenuto.base.tools.answers import AnswerPart, Reading
 from tenuto.base.tools.definitions import ToolCall
 from tenuto.base.turns import Delta, EndReason, TurnResult, Usage
-from tenuto.serve.openai.chat import scored
 from tenuto.serve.openai.tools import input_of
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.samples import check_end, committed
+from tenuto.serve.shared.scores import scored
 from tenuto.serve.shared.sse import Answer, event
 
 TEXT, THOUGHT = "output_text", "reasoning_text"

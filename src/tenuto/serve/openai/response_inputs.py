@@ -14,7 +14,7 @@ from tenuto.serve.openai.conversation_routes import ConversationsOf
 from tenuto.serve.openai.conversations import Conversations, entry_of
 from tenuto.serve.openai.response_answers import usage_of
 from tenuto.serve.openai.response_schemas import CompactBody, InputBody, Item, compacted
-from tenuto.serve.openai.response_sessions import close_response, start_response
+from tenuto.serve.openai.response_sessions import start_response
 from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.edge import Caller, EdgeOf
 from tenuto.serve.shared.samples import committed
@@ -43,7 +43,7 @@ async def count(
             try:
                 turn = await while_connected(request, start_response(edge, tenant, body, start, name, earlier))
             finally:
-                edge.spawn(close_response(edge, tenant, name))
+                edge.spawn(edge.turns.close_if_open((tenant.name, name)))
             assert turn.ticket is not None
             tokens = turn.ticket.prompt_tokens
     return {"object": "response.input_tokens", "input_tokens": tokens}
@@ -66,7 +66,7 @@ async def compact(
         result = await while_connected(request, committed(edge, turn))
     finally:
         edge.turns.abandon(turn)
-        edge.spawn(close_response(edge, tenant, name))
+        edge.spawn(edge.turns.close_if_open((tenant.name, name)))
     said = reading.reader(turn.id).read(turn.reply().text, ended=True)
     users = [entry_of(item) for item in earlier if item.type == "message" and item.role == "user"]
     summary = {

@@ -18,7 +18,7 @@ from tenuto.serve.openai.conversations import entry_of, page_of
 from tenuto.serve.openai.kept_responses import KeptResponses, Origin
 from tenuto.serve.openai.response_answers import Form, ResponseAnswer, head_of
 from tenuto.serve.openai.response_schemas import ResponseBody
-from tenuto.serve.openai.response_sessions import close_response, start_response
+from tenuto.serve.openai.response_sessions import start_response
 from tenuto.serve.openai.tools import customs_of
 from tenuto.serve.shared.bodies import JsonRoute, of_many
 from tenuto.serve.shared.edge import Caller, Edge, EdgeOf, of_tenant
@@ -74,7 +74,7 @@ async def create(
     def end() -> None:
         going_on.end()
         if turn.request.session is not None and (body.store is False or not turn.committed):
-            edge.spawn(close_response(edge, tenant, name))  # also aborts its turn
+            edge.spawn(edge.turns.close_if_open((tenant.name, name)))  # also aborts its turn
 
     head = head_of(edge.name_of(adapter), name, body.echoed())
     answer = ResponseAnswer(edge, turn, head, form, keep, end)

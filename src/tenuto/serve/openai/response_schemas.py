@@ -312,7 +312,7 @@ ASKED = (
 class CompactBody(InputBody):
     """A conversation to summarize."""
 
-    temperature_by_default = 0.0
+    usual: ClassVar[dict[str, Any]] = {"temperature": 0.0}
 
     def asking(self) -> CompactBody:
         """Returns a request for the summary, to follow the items of this one. It stores nothing."""

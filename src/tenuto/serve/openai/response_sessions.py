@@ -7,10 +7,9 @@ from hashlib import sha256
 
 import msgspec
 
-from tenuto.base.errors import NotFound, SessionBusy, TenutoError
-from tenuto.base.options import Policy, SessionAdapter
+from tenuto.base.errors import NotFound, SessionBusy
 from tenuto.base.views import SessionInfo
-from tenuto.base.wire.messages import Fork, GetSession, OpenSession, StartTurn
+from tenuto.base.wire.messages import Fork, GetSession, StartTurn
 from tenuto.serve.openai.response_schemas import Item, ResponseBody
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.live_turn import LiveTurn
@@ -39,17 +38,12 @@ async def start_response(
         )
         await edge.link.call(fork)
     else:
-        policy = Policy(
-            ttl=edge.settings.ttl(None, named=True),
-            tenant=tenant.name,
-            metadata=told,
-            adapter=SessionAdapter.named(start.adapter),
-        )
-        await edge.link.call(OpenSession(session=name, policy=policy, limits=tenant.limits))
+        ttl = edge.settings.ttl(None, named=True)
+        await edge.link.call(tenant.open_session(name, ttl=ttl, adapter=start.adapter, metadata=told))
     try:
         return await edge.start(tenant, start, continues=bool(body.background))
     except BaseException:
-        edge.spawn(close_response(edge, tenant, name))
+        edge.spawn(edge.turns.close_if_open((tenant.name, name)))
         raise
 
 
@@ -74,11 +68,3 @@ def _instructed(body: ResponseBody, state: SessionInfo) -> bool:
 
 def _digest(instructions: str) -> str:
     return sha256(instructions.encode(errors="surrogatepass")).hexdigest()[:32]
-
-
-async def close_response(edge: Edge, tenant: Tenant, name: str) -> None:
-    """Closes the session of a response, if it is open."""
-    try:
-        await edge.turns.close_session((tenant.name, name))
-    except TenutoError:
-        return  # closed already, or never opened

@@ -9,8 +9,7 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 
 from tenuto.base.errors import AlreadyExists, InvalidRequest, NotFound, SessionBusy, TenutoError
-from tenuto.base.options import Policy, SessionAdapter
-from tenuto.base.wire.messages import OpenSession, StartTurn
+from tenuto.base.wire.messages import StartTurn
 from tenuto.serve.openai.answers import Choices, Writer
 from tenuto.serve.openai.chat import ChatWriter
 from tenuto.serve.openai.completions import CompletionWriter, echo_of
@@ -118,9 +117,8 @@ async def _in_session(edge: Edge, tenant: Tenant, start: StartTurn, key: Request
         await samples.start(start)
     except NotFound:
         ttl, opened = edge.settings.ttl(None, named=True), False
-        policy = Policy(ttl=ttl, tenant=tenant.name, adapter=SessionAdapter.named(start.adapter))
         with suppress(AlreadyExists):  # another request opened it meanwhile
-            await edge.link.call(OpenSession(session=session, policy=policy, limits=tenant.limits))
+            await edge.link.call(tenant.open_session(session, ttl=ttl, adapter=start.adapter))
             opened = True
         try:
             await samples.start(start)
@@ -128,7 +126,6 @@ async def _in_session(edge: Edge, tenant: Tenant, start: StartTurn, key: Request
             raise
         except TenutoError:
             if opened and edge.turns.queues.open_turn((tenant.name, session)) is None:
-                with suppress(TenutoError):
-                    await edge.turns.close_session((tenant.name, session), version=0)
+                await edge.turns.close_if_open((tenant.name, session), version=0)
             raise
     return [samples]

@@ -151,7 +151,7 @@ class Generation(Structured):
         return {**super().given(), "input_logprobs": self.prompt_logprobs}
 
 
-@with_options(max_new_tokens="16 if not given.")
+@with_options("logprobs", max_new_tokens="16 if not given.")
 class CompletionBody(Generation):
     """A text to continue."""
 
@@ -161,6 +161,7 @@ class CompletionBody(Generation):
         "prompt_embeds": (None,),
     }
 
+    usual: ClassVar[dict[str, Any]] = {**Generation.usual, "max_new_tokens": 16}
     input_field = "prompt"
     prompt: str | Items[TokenId] | Prompts[str] | Prompts[Items[TokenId]] = Field(
         description="Text or token ids, or a list of either.", examples=["Once upon a time"]
@@ -192,7 +193,7 @@ class CompletionBody(Generation):
             )
 
     def given(self) -> dict[str, Any]:
-        given = {"max_new_tokens": 16, **super().given(), "logprobs": self.logprobs}
+        given = super().given()
         return {**given, "input_logprobs": self.logprobs} if self._echoes_logprobs else given
 
     @property

@@ -8,11 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
-from tenuto.base.errors import InvalidRequest, TenutoError
-from tenuto.base.options import Policy, SessionAdapter
+from tenuto.base.errors import InvalidRequest
 from tenuto.base.wire.messages import Fork, OpenSession
 from tenuto.serve.sglang.schemas import SessionParams
 from tenuto.serve.shared.edge import Edge
@@ -170,11 +168,10 @@ class Branches:
         self, child: str, parent: EndedRequest | None, position: int, adapter: str | None
     ) -> Fork | OpenSession:
         """Returns the message that opens a session with the first `position` tokens of `parent`."""
+        if parent is None:
+            return self._tenant.open_session(child, ttl=None, adapter=adapter, hidden=True)
         tenant, limits = self._tenant.name, self._tenant.limits
-        if parent is not None:
-            return Fork(tenant=tenant, session=parent.session.id, child=child, position=position, limits=limits)
-        policy = Policy(tenant=tenant, hidden=True, adapter=SessionAdapter.named(adapter))
-        return OpenSession(session=child, policy=policy, limits=limits)
+        return Fork(tenant=tenant, session=parent.session.id, child=child, position=position, limits=limits)
 
     # -- ends
 
@@ -204,8 +201,7 @@ class Branches:
             self._edge.spawn(self._close(session))
 
     async def _close(self, session: HiddenSession) -> None:
-        with suppress(TenutoError):  # never opened, or the engine has stopped
-            await self._edge.turns.close_session((self._tenant.name, session.id), finish=session.busy)
+        await self._edge.turns.close_if_open((self._tenant.name, session.id), finish=session.busy)
 
     # -- timeout
 

@@ -24,9 +24,8 @@ from tenuto.base.errors import (
     SessionBusy,
     SessionClosed,
 )
-from tenuto.base.options import Policy, SessionAdapter
 from tenuto.base.turns import Transcript
-from tenuto.base.wire.messages import GetSession, OpenSession, StartTurn
+from tenuto.base.wire.messages import GetSession, StartTurn
 from tenuto.serve.sglang.branches import Branches, RequestPlace
 from tenuto.serve.sglang.schemas import Item, OpenSessionRequest, SessionParams
 from tenuto.serve.sglang.scores import OutputScores
@@ -102,10 +101,9 @@ class Requests:
             self._add_branches(tenant, name, timeout)
             return name
         metadata = (("capacity_of_str_len", str(body.capacity_of_str_len)),)
-        adapter = SessionAdapter.named(body.lora_path)
-        policy = Policy(ttl=timeout, tenant=tenant.name, metadata=metadata, adapter=adapter)
+        opening = tenant.open_session(name, ttl=timeout, adapter=body.lora_path, metadata=metadata)
         try:
-            await self._edge.link.call(OpenSession(session=name, policy=policy, limits=tenant.limits))
+            await self._edge.link.call(opening)
         except AlreadyExists:
             raise taken from None
         return name

@@ -10,10 +10,10 @@ from dataclasses import replace
 import msgspec
 
 from tenuto.base.errors import DeadlinePassed, Draining, GrammarFailed, TurnAborted, TurnFailed
-from tenuto.base.options import OF_PREFILL, Policy, SessionAdapter, TurnParams
+from tenuto.base.options import OF_PREFILL, TurnParams
 from tenuto.base.sampling import MAX_SEED
 from tenuto.base.turns import EndReason, TurnResult
-from tenuto.base.wire.messages import CloseSession, Fork, OpenSession, StartTurn
+from tenuto.base.wire.messages import CloseSession, Fork, StartTurn
 from tenuto.serve.shared.edge import Edge, Start
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.settings import Tenant, hidden_session_id
@@ -81,15 +81,8 @@ class Samples:
 
     async def _open(self, root: str, request: StartTurn) -> None:
         """Opens a hidden session and commits the prompt to its history."""
-        tenant = self._tenant
         self._sessions.append(root)
-        opening = OpenSession(
-            session=root,
-            policy=Policy(
-                ttl=HIDDEN_TTL, tenant=tenant.name, hidden=True, adapter=SessionAdapter.named(request.adapter)
-            ),
-            limits=tenant.limits,
-        )
+        opening = self._tenant.open_session(root, ttl=HIDDEN_TTL, adapter=request.adapter, hidden=True)
         await self._edge.link.call(opening)
         params = TurnParams(**{name: getattr(request.params, name) for name in OF_PREFILL})
         append = msgspec.structs.replace(request, kind="append", session=root, params=params)

@@ -34,14 +34,16 @@ class TurnRequest(Object):
     """A request that starts turns.
 
     `apis`: the APIs whose names the fields have, in order of preference. `setting`: the fields that set each option, in
-    order of precedence; filled by `with_options`. `temperature_by_default`: the API's default. `input_field`: name of
-    the field with the input. `too_long`: text by which the API's clients recognize an input that exceeds the model's
-    context of `{limit}` tokens; empty if they do not.
+    order of precedence; filled by `with_options`. `usual`: the API's own values of options that are not given.
+    `unset_below`: fields in which numbers below these are the same as no value. `input_field`: name of the field with
+    the input. `too_long`: text by which the API's clients recognize an input that exceeds the model's context of
+    `{limit}` tokens; empty if they do not.
     """
 
     apis: ClassVar[tuple[str, ...]] = ()
     setting: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    temperature_by_default: ClassVar[float] = 1.0
+    usual: ClassVar[Mapping[str, Any]] = {"temperature": 1.0}
+    unset_below: ClassVar[Mapping[str, int]] = {}
     input_field: ClassVar[str] = "input"
     too_long: ClassVar[str] = ""
 
@@ -57,8 +59,12 @@ class TurnRequest(Object):
     def given(self) -> dict[str, Any]:
         """Returns the options that the request sets, under the engine's names and with its values. `top_k` -1 means 0
         in some APIs, and a seed may be any integer."""
-        chosen = {option: getattr(self, self._field_of(names)) for option, names in self.setting.items()}
-        given = {option: value for option, value in chosen.items() if value is not None}
+        given = {}
+        for option, names in self.setting.items():
+            name = self._field_of(names)
+            value = getattr(self, name)
+            if value is not None and (name not in self.unset_below or value >= self.unset_below[name]):
+                given[option] = value
         if "top_k" in given:
             given["top_k"] = max(0, given["top_k"])
         if "seed" in given:
@@ -68,7 +74,7 @@ class TurnRequest(Object):
     def options(self) -> TurnOptions:
         """Returns the given options and the API's defaults, under the engine's names, with a seed if the turn samples.
         Raises `InvalidRequest`."""
-        options = {"temperature": self.temperature_by_default, **self.given()}
+        options = {**self.usual, **self.given()}
         if options["temperature"]:
             options.setdefault("seed", secrets.randbelow(MAX_SEED + 1))
         if (asked := self.grammar_field()) is not None:

@@ -226,6 +226,11 @@ class Turns:
         with suppress(TenutoError):
             await self._link.call(Withdraw(name=name))
 
+    async def close_if_open(self, session: SessionKey, *, finish: bool = False, version: int | None = None) -> None:
+        """Calls `close_session` and ignores errors: the session may not be open, or the engine may have ended."""
+        with suppress(TenutoError):
+            await self.close_session(session, finish=finish, version=version)
+
     async def close_session(self, session: SessionKey, *, finish: bool = False, version: int | None = None) -> None:
         """Closes a session and refuses the turns that wait for it. Raises the engine's refusal."""
         tenant, session_id = session
