@@ -1,4 +1,4 @@
-"""The collaborators that the parts of an engine share."""
+"""The objects that all parts of an engine share."""
 
 from __future__ import annotations
 

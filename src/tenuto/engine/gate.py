@@ -15,7 +15,8 @@ from tenuto.text.constraint import Constraint
 from tenuto.text.stream import TextStream
 
 TextFactory = Callable[[tuple[str, ...], int, bool, tuple[str, ...], tuple[tuple[str, int], ...]], TextStream]
-"""Makes the text stream of a turn; its arguments are those of `TextStream` after the tokenizer."""
+"""Makes the text stream of a turn. The arguments are those of `TextStream` after the tokenizer: stop strings, the
+number of tokens without stops, whether the stop is kept, stop patterns, and marks."""
 
 
 class TurnGate:

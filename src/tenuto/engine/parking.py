@@ -160,7 +160,7 @@ class Parking:
         return parked.position if parked is not None else 0
 
     def _find(self, session: Session) -> Parked | None:
-        """Returns the session's parked memory; if there is none, that of its saved state."""
+        """Returns the session's parked memory, or without any its saved state."""
         parked = self._sessions.get(session)
         if parked is not None and parked in self.tiers:
             return parked

@@ -1,4 +1,5 @@
-"""Snapshots: the state of open sessions that is on disk while the engine runs, and that the next process takes over."""
+"""Snapshots: while the engine runs, the state of open sessions is written to disk, from which the next process takes it
+over."""
 
 from __future__ import annotations
 

@@ -108,7 +108,8 @@ class _Book:
 
 
 class _Audit:
-    """The common part of audits, which look at pools first, at holders next, and compare at the end."""
+    """The common part of audits: they read the counts of pools, then count the units of holders, and compare the
+    two."""
 
     def __init__(self, memory: Memory, in_flight: Iterable[tuple[int, Iterable[int]]]) -> None:
         self.books = {pool: _Book(pool) for pool in memory.pools}

@@ -292,7 +292,7 @@ class _Exchange:
 
     @property
     def texts(self) -> Sequence[tuple[int, int]]:
-        """Places of long texts in the body, as far as it has arrived."""
+        """The places of long texts in the part of the body that has arrived."""
         return self._structure.texts if self._structure is not None else ()
 
     def expect(self, length: int) -> None:

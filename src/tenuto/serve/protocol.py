@@ -24,7 +24,7 @@ MAX_HEADERS = 256
 SLICE_BYTES = 2**14
 """Bytes parsed before the limits are checked."""
 REST_SECONDS = 5.0
-"""Time a client may continue to send a body that was already answered."""
+"""Time for which a client may go on sending the body of a request that was already answered."""
 PROBE_SECONDS = (0.05, 0.2, 1.0, 5.0)
 """Times between probes of a client that has closed its half of the connection; the last is repeated."""
 LINGER_SECONDS = 1.0

@@ -23,7 +23,8 @@ PAGE_TOKENS = 2**16
 
 
 def first_page(found: Iterable[T], limit: int, most: int, weight: Callable[[T], int]) -> list[T]:
-    """Returns at most `limit` first items, of at most `most` weight in total, but at least one if there is one."""
+    """Returns the first items: at most `limit`, with a total weight of at most `most`, but at least one if there are
+    any."""
     page: list[T] = []
     total = 0
     for one in islice(found, limit):

@@ -17,8 +17,8 @@ class Checkpoint:
     attention. The parts do not change until the checkpoint ends and releases them. Any number of sequences may refer to
     a checkpoint; its lease on each unit serves all of them.
 
-    When a second sequence refers to it, it becomes `shared`, and the floors of its units protect it. Before that, the
-    only sequence that refers to it may be cut back and overwrite its units.
+    When a second sequence refers to it, it becomes `shared`, and the floors of its units (see `Pool`) keep them from
+    being overwritten. Before that, the only sequence that refers to it may be cut back and overwrite its units.
 
     Invariant: `references` counts the sequences that refer to it, and `pins` those that need it; it is in the cache if
     it has references and no pins. It ends with its last reference, or earlier when it is evicted; sequences that still

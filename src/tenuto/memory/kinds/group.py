@@ -172,7 +172,8 @@ class Table(ABC):
         return False
 
     def own_frees(self) -> bool:
-        """Whether a unit becomes free if the open turn gives up what it has acquired; may be wrongly true."""
+        """Whether a unit becomes free if the open turn gives up what it has acquired. May be True although none does,
+        because checkpoints may hold the units too."""
         return self.own is not None and len(self.own) > 0
 
     def kept(self, part: Lease | None) -> Lease:
@@ -230,8 +231,8 @@ class Table(ABC):
         bound for a turn that starts from nothing."""
 
     def counted(self, kept: Lease | None) -> int:
-        """Returns how many of the units that admission counted for the open turn it holds; `kept`: the part of the
-        checkpoint at the end of its input."""
+        """Returns the number of units that the open turn holds of those that admission counted for it; `kept`: the part
+        of the checkpoint at the end of its input."""
         return len(self.opened)
 
     # -- the open turn

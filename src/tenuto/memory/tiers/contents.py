@@ -32,7 +32,7 @@ class Content:
 
     @property
     def mark(self) -> bytes:
-        """A short digest of the tenant and the earlier tokens, which an index has for each unit."""
+        """A short digest of the scope and the earlier tokens, which an index has for each unit."""
         return self.before[:MARK]
 
     @property

@@ -76,8 +76,8 @@ class Index(Protocol):
     reads it, and the thread that writes files changes it."""
 
     def begin(self, identity: str) -> dict[SessionKey, Listed]:
-        """Returns what an earlier process has listed of units with this `identity`, and lists only such from now on.
-        Raises `IndexUnusable`; then the index is empty, if it can be written."""
+        """Returns the sessions that an earlier process has listed for units with this `identity`. From now on, only
+        sessions for such units are listed. Raises `IndexUnusable`; then the index is empty, if it can be written."""
 
     def runs(self, key: SessionKey) -> list[Run]:
         """Returns the runs of a session, by group and in order. Raises `DiskFailed`."""
@@ -136,7 +136,8 @@ class UnitCopy(NamedTuple):
 
     @property
     def place(self) -> tuple[int, UnitFile | None]:
-        """Equal for copies that can be read in one call: those of one group in the same file, or in host memory."""
+        """The place from which the copy is read. Copies with equal places, in the same file or in host memory, can be
+        read in one call."""
         return self.group, self.file
 
 

@@ -40,7 +40,7 @@ class Job:
     """
 
     def __init__(self, jobs: Jobs[Any]) -> None:
-        """`jobs`: those under way, with this one; told of its end in the thread that carries it."""
+        """`jobs`: the jobs under way, to which this one belongs. The thread that carries it reports its end to them."""
         self._jobs = jobs
         self.cancelled = False  # whether it should end early
         self.failure = ""

@@ -37,8 +37,8 @@ class Save:
 
 @dataclass(slots=True)
 class _Layout:
-    """The units of a save by file: those that never change, those of windows, and those of a single position, so that
-    a file is removed with its last unit and few bytes stay in it that nobody needs."""
+    """The units of a save by file: those that never change, those of windows, and those of a single position. A file is
+    removed once none of its units is needed, so units that are needed equally long go to the same file."""
 
     page: int
     batches: list[list[StoredUnit]] = field(default_factory=lambda: [[], [], []])

@@ -156,7 +156,7 @@ Edit = Annotated[ClearToolUses | ClearThinking, WrapValidator(_done_here)]
 
 
 class ContextManagement(ForeignObject):
-    """What to clear from older messages, in this order."""
+    """The edits that clear older messages, in the order in which they are made."""
 
     edits: Annotated[list[Edit | None], Field(fail_fast=True, max_length=MAX_EDITS)] | None = None
 

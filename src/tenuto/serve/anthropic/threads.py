@@ -89,7 +89,7 @@ class Thread:
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Makes errors raised inside the block those that Anthropic's clients expect of threads."""
+        """Replaces errors raised inside the block by those that Anthropic's clients expect of threads."""
         try:
             yield
         except (NotFound, SessionClosed):

@@ -1,1 +1,1 @@
-"""The interface of llama.cpp's server, as far as it is not OpenAI's."""
+"""llama.cpp's own interface: the routes and fields that its server has besides OpenAI's."""

@@ -18,7 +18,7 @@ from tenuto.serve.shared.schemas import Items, Object, Prompts, TokenId
 from tenuto.serve.shared.turn_request import TurnRequest, options_but, with_options
 
 NEVER = -100.0
-"""The bias of a token that must not come."""
+"""The bias that keeps a token from being sampled."""
 
 
 def _pairs(given: Any) -> Any:
@@ -79,8 +79,7 @@ class Snippet(Object):
 
 
 class InfillBody(Completing):
-    """A text to fill in the middle: the model writes what comes between `input_prefix` with `prompt`, and
-    `input_suffix`."""
+    """A text to fill in the middle: the model writes what follows `input_prefix` and `prompt`, up to `input_suffix`."""
 
     input_field = "input_prefix"
 
@@ -91,7 +90,7 @@ class InfillBody(Completing):
 
 
 class CompletionBody(Completing):
-    """Texts or tokens to continue. Control tokens spelled out in texts are such."""
+    """Texts or tokens to continue. The spelling of a control token in a text becomes that token."""
 
     input_field = "prompt"
 

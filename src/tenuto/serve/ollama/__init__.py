@@ -1,1 +1,1 @@
-"""Ollama's interface."""
+"""The Ollama-compatible interface: chats, completions, embeddings, and descriptions of models."""

@@ -31,7 +31,7 @@ EMBEDDINGS: dict[int | str, dict[str, Any]] = {
 Inputs = str | Texts | Items[TokenId] | TokenLists
 Encoding = Literal["float", "base64"]
 POOLINGS: dict[str, Pooling] = {"last": "last", "mean": "mean", "cls": "first", "first": "first"}
-"""The names that other servers have for what a vector is taken from."""
+"""The token whose vector is taken, or the average of all, by the names of other servers."""
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("messages", "chat_template", "chat_template_kwargs", "mm_processor_kwargs"), NOTHING),
     **dict.fromkeys(("truncate_prompt_tokens", "truncation_side"), (None,)),

@@ -11,8 +11,8 @@ from tenuto.serve.shared.kept import Kept
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """How a response came to be. `turn`: id of its turn. `form`: the form of its items. `ended`: set once a response in
-    the background has ended; `None` for other responses."""
+    """The turn that writes a response, and the form of its items. `turn`: the turn's id. `form`: the form of its items.
+    `ended`: set once a response in the background has ended; `None` for other responses."""
 
     turn: str
     form: Form

@@ -38,7 +38,7 @@ class Form:
 
 def head_of(model: str, name: str, echoed: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of a response that stay the same while it is written. `model`: its name in the answer.
-    `echoed`: those of the request."""
+    `echoed`: the fields that repeat the request."""
     return {
         "id": name,
         "object": "response",

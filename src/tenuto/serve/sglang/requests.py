@@ -1,4 +1,4 @@
-"""SGLang-compatible requests: open ones by id, and the sessions they continue."""
+"""SGLang-compatible requests that are open, by id, and the sessions that they continue."""
 
 from __future__ import annotations
 

@@ -78,8 +78,8 @@ class PauseRequest(SGLangObject):
 
 
 class MemoryRequest(SGLangObject):
-    """The memory to release or to allocate again: the state of sessions, the weights, or both. The memory
-    of CUDA graphs is not a part of its own, and their tag alone changes nothing."""
+    """The memory to release or to allocate again: the state of sessions, the weights, or both. There is no separate
+    memory for CUDA graphs, so their tag alone changes nothing."""
 
     tags: list[Literal["kv_cache", "weights", "cuda_graph"]] | None = Field(
         None, min_length=1, max_length=8, description="Both if not given. `cuda_graph` has no effect."

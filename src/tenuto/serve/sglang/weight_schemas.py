@@ -62,7 +62,7 @@ class PartialUpdateRequest(UpdateRequest):
 
     @property
     def bucket(self) -> bool:
-        """Whether all tensors come in one."""
+        """Whether all tensors are sent as one."""
         return self.load_format == "flattened_bucket"
 
 

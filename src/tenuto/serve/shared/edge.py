@@ -87,8 +87,8 @@ class Edge:
 
     @property
     def fingerprint(self) -> str:
-        """A name for what determines answers besides the request: the server's version, the model, its weights and the
-        code that computes."""
+        """A name that changes with everything besides the request that determines answers: the server's version, the
+        model, its weights and the code that computes."""
         facts = (version("tenuto"), self.model.path, self.model.compute, self.weights.version)
         return f"fp_{sha256(repr(facts).encode()).hexdigest()[:12]}"
 
@@ -111,7 +111,7 @@ class Edge:
         )
 
     def name_of(self, adapter: str | None) -> str:
-        """Returns the name, for answers, of an adapter, or of the model if there is none."""
+        """Returns the name that answers give to an adapter, or without one to the model."""
         return adapter or self.served_name
 
     def tenant(self, headers: Headers) -> Tenant:
@@ -126,8 +126,8 @@ class Edge:
         return tenant
 
     def part(self, kind: Callable[..., T], *arguments: Any, tenant: str | None = None) -> T:
-        """Returns the only object of this kind, or the tenant's. It is made of `arguments` when it is first needed, and
-        ends with the process."""
+        """Returns the object of this kind that the whole server shares, or that of one tenant. The first call makes it,
+        from `arguments`; it ends with the process."""
         if (kind, tenant) not in self._parts:
             self._parts[kind, tenant] = kind(*arguments)
         part: T = self._parts[kind, tenant]

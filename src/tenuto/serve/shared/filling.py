@@ -14,7 +14,7 @@ from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.settings import Tenant
 
 BETWEEN = "\n\n--- snippet ---\n\n"
-"""What llama.cpp puts before other files if the model has no tokens for their names."""
+"""The separator that llama.cpp writes before other files if the model has no tokens for file names."""
 REPOSITORY, THIS_FILE = "repository", "this_file"
 """Names, as requests have none."""
 

@@ -1,4 +1,4 @@
-"""Objects of tenants that the edge keeps, within limits."""
+"""Objects that the edge keeps in memory for a tenant, such as stored responses: the latest ones, within limits."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ FINE_TUNING = (
     *("dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers", "dynatemp_exponent"),
     *("min_keep", "mirostat_eta", "mirostat_tau", "n_discard", "n_keep", "xtc_threshold"),
 )
-"""Fields that only say how something works that is not there."""
+"""Fields that tune features which this server does not have."""
 LEFT: dict[str, tuple[Any, ...]] = {
     "cache_prompt": (None, True),
     "id_slot": (None, -1),

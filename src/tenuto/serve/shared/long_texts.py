@@ -1,5 +1,5 @@
-"""Parsing of large JSON bodies beside their long texts. The parser holds Python's lock while it runs, so each text is
-decoded in pieces, between which other threads can run, and the parser reads a mark in its place."""
+"""Parsing of large JSON bodies without their long texts. The parser holds Python's lock while it runs. So each long
+text is decoded in pieces, between which other threads can run, and the parser reads a mark in its place."""
 
 from __future__ import annotations
 

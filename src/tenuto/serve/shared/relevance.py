@@ -42,9 +42,9 @@ async def relevance(
     edge: Edge, tenant: Tenant, pairs: Sequence[Pair], task: str | None = None, adapter: str | None = None
 ) -> Relevance:
     """Scores pairs of a query and a document. An embedding model gives the cosine of their vectors, -1 to 1. Another
-    model with a chat template is asked, for `task`, whether the document is relevant; the score is the probability of
-    "yes" rather than "no". `adapter`: as in `StartTurn`. Raises `InvalidRequest`, `Unsupported` and the errors of
-    turns."""
+    model with a chat template judges, by the instruction `task`, whether the document is relevant; the score is the
+    probability of "yes" rather than "no". `adapter`: as in `StartTurn`. Raises `InvalidRequest`, `Unsupported` and the
+    errors of turns."""
     if not 1 <= len(pairs) <= MAX_INPUTS:
         raise InvalidRequest(f"there are {len(pairs)} documents; allowed: 1 to {MAX_INPUTS}", param="input")
     if edge.model.embedding.declared:

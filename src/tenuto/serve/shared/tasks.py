@@ -11,8 +11,8 @@ T = TypeVar("T")
 
 
 AT_ONCE = 32
-"""Tasks that begin in one round of the event loop. A request can ask for a thousand, and other requests' streams must
-advance in between."""
+"""Maximum number of tasks that begin in one round of the event loop. A request can ask for a thousand, and other
+requests' streams must advance meanwhile."""
 
 
 class Background:

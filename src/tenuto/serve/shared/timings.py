@@ -1,4 +1,4 @@
-"""How long the parts of a turn took, as the edge has seen it."""
+"""The time that the parts of a turn took, measured in the edge."""
 
 from __future__ import annotations
 
