@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -316,6 +317,38 @@ def test_a_smaller_tier_keeps_the_most_recently_used_memory(tmp_path: Path) -> N
     assert parked(stage) == ["a", "c"]
     files_become(tmp_path, SUFFIX, 2)
     stage.engine.audit()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux is asked to read ahead")
+def test_the_state_of_the_sessions_used_last_is_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = make(tmp_path)
+    park_all(stage, "a", "b", "c")
+    saved = []
+    for session, used in zip(stage.engine.registry, (3.0, 1.0, 2.0), strict=True):
+        session.last_turn_end = used
+        saved.append((session.saved(), used))
+    stage.engine.sessions.save()
+    records = {name: parking(stage).saves.record(("", name)) for name in "abc"}
+    files = {name: {unit.file for unit in present(record)} for name, record in records.items()}
+    stage.engine.end(keep=True)
+    asked: list[int] = []
+    advise = os.posix_fadvise
+
+    def noting(file: int, *arguments: int) -> None:
+        asked.append(os.fstat(file).st_ino)
+        advise(file, *arguments)
+
+    monkeypatch.setattr("os.posix_fadvise", noting)
+    recent = {present(file).name for name in "ac" for file in files[name]}
+    inodes = {(tmp_path / name).stat().st_ino for name in recent}
+    size = sum(present(file).size for name in "ac" for file in files[name])
+    monkeypatch.setattr("tenuto.memory.tiers.unit_files.READ_AHEAD", size)
+    stage = make(tmp_path)
+    for each, used in saved:
+        stage.engine.sessions.restore(each).last_turn_end = used
+    stage.engine.sessions.recover()
+    stage.engine.end(keep=True)
+    assert set(asked) == inodes
 
 
 # -- rates

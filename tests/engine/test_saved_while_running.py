@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tenuto.base.groups import Kind
+from tenuto.engine.snapshots import DELAY, PAUSE
 from tenuto.memory.tiers.contents import NamedUnit
 from tenuto.memory.tiers.disk import DiskFailed, Listing, UnitFile
 from tenuto.memory.tiers.unit_files import SUFFIX, UnitFiles
@@ -21,6 +22,12 @@ from tests.present import present
 from tests.tiered import parking_in
 
 RATE = 10**9
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets state be written without a pause after the commit; the clock of these tests stands still."""
+    monkeypatch.setattr("tenuto.engine.snapshots.PAUSE", 0.0)
 
 
 def running(tier: Path, mix: tuple[Kind, ...] = (FULL,), **options: Any) -> Stage:
@@ -76,6 +83,26 @@ def test_a_kill_while_a_turn_runs_leaves_the_state_of_the_last_commit(mix, tmp_p
     saved = killed(stage)
     stage = begin_again(tmp_path, saved, mix)
     assert goes_on(stage, "a", 9) == 55
+
+
+def test_a_session_that_has_its_next_turn_already_is_written_after_others_but_not_much_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tenuto.engine.snapshots.PAUSE", PAUSE)
+    stage = running(tmp_path)
+    stage.committed("busy", 50)
+    stage.committed("idle", 50)
+    assert (position(stage, "busy"), position(stage, "idle")) == (0, 0)
+    stage.say("busy", [5, 6], 200)
+    stage.clock.advance(PAUSE)
+    steps(stage, 5)
+    assert (position(stage, "busy"), position(stage, "idle")) == (0, 55)
+    stage.clock.advance(DELAY - 2 * PAUSE)
+    steps(stage, 5)
+    assert position(stage, "busy") == 0
+    stage.clock.advance(PAUSE)
+    steps(stage, 5)
+    assert position(stage, "busy") == 55
 
 
 def test_each_page_is_written_once_however_many_sessions_share_it(tmp_path: Path) -> None:

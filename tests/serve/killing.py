@@ -53,7 +53,7 @@ MAX_TURNS = 12
 SLOW_DISK = str(Path(__file__).parent / "slow_disk")
 MOMENTS = ("any moment", "after an answer", "in a write", "in a save", "in a snapshot", "after a snapshot")
 """The moments at which a server is killed."""
-IDLE_SECONDS = 1.5
+IDLE_SECONDS = 0.5
 PAGE = 32
 SMALL = ("--context-length", "2048", "--memory", "80000")
 """Options of the witness: room for about a third of the sessions."""
@@ -85,9 +85,8 @@ class Known:
     """The clients' knowledge: the turns of every acknowledged session, and the operations under way, by session.
     `found`: how many operations under way at a kill were there whole, and how many not at all; and of sessions that had
     been idle for `IDLE_SECONDS` at the kill, how many were asked, and how many had all their state but for a page.
-    `changed`: the times of the last answers. `compared`: the number
-    of output tokens computed again, and `behind`: the gaps to the highest logit of those that were not the
-    likeliest."""
+    `changed`: the times of the last answers since the start. `compared`: the number of output tokens computed again, and
+    `behind`: the gaps to the highest logit of those that were not the likeliest."""
 
     sessions: dict[str, Turns] = field(default_factory=dict)
     under_way: dict[str, Attempt] = field(default_factory=dict)
@@ -302,7 +301,7 @@ def check(server: Server, known: Known, behind: Behind) -> None:
         ):
             known.found[f"memory {labels}"] += int(float(count))
     known.said = {name: said for name, said in known.said.items() if name in found and name not in known.under_way}
-    known.sessions, known.under_way = found, {}
+    known.sessions, known.under_way, known.changed = found, {}, {}
 
 
 def check_state(http: httpx.Client, known: Known, idle: list[str]) -> None:
@@ -370,7 +369,7 @@ def kill_often(
     """Kills a server this many times; returns the clients' final knowledge."""
     rng, known, began, moments = Random(seed), Known(), time.monotonic(), Counter[str]()
     tier = journal.with_name("tier")
-    behind, seconds = (witness_behind, 0.6) if model.startswith("witness") else (model_behind, 4.0)
+    behind, seconds = (witness_behind, 2.0) if model.startswith("witness") else (model_behind, 4.0)
     for number in range(times + 1):
         slow = rng.random() < 0.5
         path = os.pathsep.join([*([SLOW_DISK] if slow else []), *sys.path])

@@ -34,8 +34,8 @@ Catcher = int | str
 """The seed of a world, or the id of a test."""
 
 WORLD_STEPS = 150
-CPU_SECONDS = 1
-"""Processor time allowed for a world or a story, three times what any needs, so that endless steps are found."""
+CPU_SECONDS = 5
+"""Processor time allowed for a world or a story, many times what any needs, so that endless steps are found."""
 SECONDS = 30
 """The wall-clock time allowed."""
 

@@ -142,7 +142,7 @@ class Engine:
         report.progressed = self._flights.land(ahead)
         report.ended, report.changes = self.outcomes.take_ended(), self.outcomes.take_changes()
         self.memory.cache.trim()
-        self.snapshots.step(busy=self.occupation.has_turns)
+        self.snapshots.step()
         self.steps += 1
         self.memory.check_totals()
         self.auditor.step(self._flights)

@@ -69,7 +69,7 @@ class Parking:
         lasting = [not group.needs_checkpoints for group in memory.groups]
         self.saves = Saves(self.tiers, memory.page_size, lasting)
         self.keeps = config.checkpoint_rate > 0 and disk is not None  # whether state is saved while the engine runs
-        self.unsaved: dict[Session, float] = {}  # sessions whose saved state may lack something, since when, in order
+        self.unsaved: dict[Session, float] = {}  # sessions whose saved state may lack something, since when
         self._memory = memory
         self._timer = timer
         self._sessions: dict[Session, Parked] = {}

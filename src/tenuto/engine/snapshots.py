@@ -16,9 +16,13 @@ PART = 2**22
 """The most bytes that one step copies and writes, or those of a single page."""
 BURST_SECONDS = 0.25
 """The time whose bytes may be written at once after a pause."""
-DELAY = 0.5
-"""The number of seconds during which turns of a session that end one after another are written together, while the
-engine is busy."""
+PAUSE = 0.1
+"""The number of seconds after a commit in which a session's next turn may begin before its state is written."""
+DELAY = 2.0
+"""The number of seconds for which the state of a session waits if its next turn has begun, so that turns that follow
+one right after another are written together."""
+LOOKED_AT = 8
+"""The number of waiting sessions that one step looks at."""
 EXPIRES_SOON = 60.0
 """The number of seconds before the end of its TTL from which a session is no longer written."""
 
@@ -50,26 +54,33 @@ class Snapshots:
         self._allowed: float = self._most  # bytes that may be written now
         self._refilled = clock.now()
 
-    def step(self, *, busy: bool) -> None:
-        """Begins to write the next part, if the disk is ready for it and the rate allows it. `busy`: turns run, so it
-        begins later."""
+    def step(self) -> None:
+        """Begins to write the next part, if the disk is ready for it and the rate allows it."""
         if not self._parking.tiers.has_disk:
             return
         now = self._clock.now()
         if not self._saves.advance(now) or not self._parking.unsaved:
             return
-        if busy and now < next(iter(self._parking.unsaved.values())) + DELAY:
-            return
         self._allowed = min(self._allowed + self._rate * (now - self._refilled), self._most)
         self._refilled = now
-        while self._parking.unsaved and self._allowed > 0:
-            session = next(iter(self._parking.unsaved))
+        while self._allowed > 0 and (session := self._next(now)) is not None:
             part = self._begin(session) if self._is_wanted(session, now) else None
             if part is None or part.last:
                 self._parking.unsaved.pop(session, None)
             if part is not None:
                 self._allowed -= part.size
                 return
+
+    def _next(self, now: float) -> Session | None:
+        """Returns the session to write, or `None`. Those that have to wait go to the end of the list."""
+        unsaved = self._parking.unsaved
+        for _ in range(min(LOOKED_AT, len(unsaved))):
+            session, since = next(iter(unsaved.items()))
+            if now >= since + (PAUSE if session.turn is None else DELAY):
+                return session
+            del unsaved[session]
+            unsaved[session] = since
+        return None
 
     def _is_wanted(self, session: Session, now: float) -> bool:
         ttl = session.policy.ttl

@@ -117,7 +117,8 @@ class Disk(Protocol):
         """Returns the names of all files of units."""
 
     def take_over(self, files: Iterable[UnitFile]) -> None:
-        """Keeps these files of those that another process has left, and removes all others."""
+        """Keeps these files of those that another process has left, and removes all others. The last of them may be
+        read soon."""
 
     def close(self, *, keep: bool = False) -> None:
         """Ends all use of the store, and removes all files unless `keep` is set."""

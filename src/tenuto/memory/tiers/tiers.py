@@ -346,7 +346,7 @@ class Tiers:
         if self._disk is None:
             return
         self._on_disk.update((record, None) for record in records)
-        files = {file for record in self._on_disk for file in record.unread}
+        files = dict.fromkeys(file for record in self._on_disk for file in record.unread)
         self.copies.disk_used = sum(file.size for file in files)
         self._disk.take_over(files)
         self.make_room(0)  # the budget may be smaller than it was
