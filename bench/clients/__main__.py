@@ -17,10 +17,10 @@ from pathlib import Path
 
 from bench.clients.agents import aider, claude_code, codex, opencode
 from bench.clients.fetching import Fetched
-from bench.clients.libraries import LIBRARIES, library
+from bench.clients.libraries import LIBRARIES, VERCEL, library
 
 AGENTS = {"claude-code": claude_code, "codex": codex, "opencode": opencode, "aider": aider}
-CLIENTS = (*AGENTS, *LIBRARIES)
+CLIENTS = (*AGENTS, *LIBRARIES, VERCEL)
 
 
 def main(given: list[str]) -> int:

@@ -36,13 +36,15 @@ class Fetched:
 
     directory: Path
 
-    def npm(self, package: str) -> tuple[Path, str]:
-        """Fetches the newest release of a package. Returns its directory of programs and its version."""
+    def npm(self, package: str, *more: str) -> tuple[Path, str]:
+        """Fetches the newest releases of a package and `more`. Returns their directory of programs and the first one's
+        version."""
         place = self.directory / package.replace("/", "-").strip("@")
         described = place / "node_modules" / package / "package.json"
         if not described.exists():
             place.mkdir(parents=True, exist_ok=True)
-            call(["npm", "install", "--prefix", str(place), f"{package}@latest"], place, seconds=FETCH_SECONDS)
+            wanted = [f"{each}@latest" for each in (package, *more)]
+            call(["npm", "install", "--prefix", str(place), *wanted], place, seconds=FETCH_SECONDS)
         return place / "node_modules" / ".bin", str(json.loads(described.read_text())["version"])
 
     def python(self, name: str, packages: tuple[str, ...]) -> tuple[Path, str]:
