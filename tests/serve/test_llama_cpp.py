@@ -52,6 +52,63 @@ def test_several_prompts_give_a_list(smollm2_server: Server) -> None:
     assert complete(smollm2_server, prompt=[PROMPT, PROMPT], stream=True).status_code == 400
 
 
+def test_a_prompt_may_be_an_object_or_texts_among_tokens(smollm2_server: Server) -> None:
+    usual = complete(smollm2_server).json()
+    tokens = httpx.post(f"{smollm2_server.url}/tokenize", json={"content": PROMPT}).json()["tokens"]
+    spelled = httpx.post(f"{smollm2_server.url}/detokenize", json={"tokens": tokens[2:]}).json()["content"]
+    for prompt in ({"prompt_string": PROMPT}, [*tokens[:2], spelled], [*tokens[:2], spelled, *tokens[:0]]):
+        assert complete(smollm2_server, prompt=prompt).json()["content"] == usual["content"]
+    listed = complete(smollm2_server, prompt=[PROMPT, {"prompt_string": PROMPT}, [*tokens[:2], spelled]]).json()
+    assert [each["content"] for each in listed] == [usual["content"]] * 3
+    both = complete(smollm2_server, prompt=[tokens[0], "<|im_end|>", tokens[1]]).json()
+    assert both["tokens_evaluated"] == 3
+    for wrong in (
+        {"prompt_string": "x", "multimodal_data": ["AAAA"]},
+        [1, "x"] * 257,
+        [1, None],
+        [1, [2]],
+        [],
+        {"prompt_string": 1},
+    ):
+        assert complete(smollm2_server, prompt=wrong).status_code == 400
+
+
+def test_the_biases_of_a_text_are_those_of_its_tokens(smollm2_server: Server) -> None:
+    text = complete(smollm2_server).json()["content"]
+    word = f" {text.split()[0]}"
+    for biases in ([[word, False]], {word: -100}):
+        assert not complete(smollm2_server, logit_bias=biases).json()["content"].startswith(word)
+
+
+def test_ignore_eos_forbids_the_end(smollm2_server: Server) -> None:
+    chat = "<|im_start|>user\nSay yes.<|im_end|>\n<|im_start|>assistant\n"
+    told = complete(smollm2_server, prompt=chat, n_predict=64, ignore_eos=True, return_tokens=True).json()
+    forbidden = {entry["token"] for entry in told["generation_settings"]["logit_bias"]}
+    assert (told["tokens_predicted"], told["stop_type"]) == (64, "limit")
+    assert forbidden
+    assert not forbidden & set(told["tokens"])
+    assert complete(smollm2_server).json()["generation_settings"]["logit_bias"] == []
+
+
+def test_an_answer_that_the_context_ends_is_truncated(filler: Server) -> None:
+    with filler.client() as http:
+        asked: dict[str, Any] = {"prompt": "x", "ignore_eos": True, "temperature": 0}
+        ended = http.post("/completion", json=asked).raise_for_status().json()
+        assert (ended["truncated"], ended["tokens_evaluated"] + ended["tokens_predicted"]) == (True, 256)
+        assert not http.post("/completions", json={**asked, "n_predict": 9}).raise_for_status().json()["truncated"]
+
+
+def test_openais_requests_take_n_predict(smollm2_server: Server) -> None:
+    with smollm2_server.client() as http:
+        for path, asked in (
+            ("/v1/completions", {"prompt": PROMPT}),
+            ("/chat/completions", {"messages": [{"role": "user", "content": "Tell a story."}]}),
+        ):
+            told = http.post(path, json={**asked, "n_predict": 5}).raise_for_status().json()
+            assert told["usage"]["completion_tokens"] == 5
+        assert http.post("/responses", json={"input": "Hi", "max_output_tokens": 2}).json()["object"] == "response"
+
+
 def test_probabilities_and_chosen_fields_are_shown(smollm2_server: Server) -> None:
     shown = complete(smollm2_server, n_probs=3).json()["completion_probabilities"]
     assert len(shown) == 8
@@ -71,7 +128,8 @@ def test_biases_are_pairs_or_an_object(smollm2_server: Server) -> None:
     [
         ({"post_sampling_probs": True}, "post_sampling_probs"),
         ({"mirostat": 2}, "mirostat"),
-        ({"logit_bias": [["word", -1]]}, "logit_bias"),
+        ({"logit_bias": [["word"]]}, "logit_bias"),
+        ({"logit_bias": {"9" * 10: 1}}, "logit_bias"),
         ({"prompt": "word " * 9999}, "prompt"),
         ({"grammar": "root ::= ("}, "grammar"),
         ({"n_predict": -2}, "n_predict"),

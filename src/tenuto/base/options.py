@@ -48,8 +48,8 @@ class TurnParams:
         "As many as fit if not given.",
         Bounds(0, MAX_NEW_TOKENS),
         names={
-            "openai": "max_tokens",
-            "chat": ("max_completion_tokens", "max_tokens"),
+            "openai": ("n_predict", "max_tokens"),
+            "chat": ("n_predict", "max_completion_tokens", "max_tokens"),
             "responses": "max_output_tokens",
             "anthropic": "max_tokens",
             "ollama": "num_predict",

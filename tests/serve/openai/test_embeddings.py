@@ -44,6 +44,18 @@ def test_the_official_client_gets_the_same_vectors_in_both_encodings(client: Ope
         assert client.embeddings.create(model="default", input=one).data[0].embedding == whole.data[0].embedding
 
 
+def test_llama_cpps_forms_of_texts_give_the_same_vectors(client: OpenAI) -> None:
+    tokens = TOKENIZER.encode("tea, black")
+    content = [{"type": "text", "text": "tea, "}, {"type": "text", "text": "black"}]
+    mixed = [*tokens[:-1], TOKENIZER.decode(tokens[-1:])]
+    given = ["tea, black", tokens, {"prompt_string": "tea, black"}, {"content": content}, mixed]
+    for body in ({"input": given}, {"content": given}):
+        path = "/v1/embeddings" if "input" in body else "/embedding"
+        answer = httpx.post(f"{str(client.base_url).removesuffix('/v1/')}{path}", json=body).raise_for_status().json()
+        vectors = [entry["embedding"] for entry in (answer["data"] if path == "/v1/embeddings" else answer)]
+        assert vectors == vectors[:1] * len(given)
+
+
 @pytest.mark.parametrize("pooling", ["last", "mean", "cls"])
 def test_vectors_are_pooled_cut_and_scaled_as_asked(client: OpenAI, pooling: str) -> None:
     text = "the cat sat on the mat " * 9
@@ -71,7 +83,8 @@ def test_hundreds_of_inputs_run_side_by_side_and_come_back_in_order(client: Open
         ({"input": [[1], []]}, "invalid_request", "input"),
         ({"input": ["a"] * 2049}, "invalid_request", "input"),
         ({"input": [[1] * 4000] * 76}, "invalid_request", "input"),
-        ({"input": [1, "a"]}, "invalid_request", "input"),
+        ({"input": [1, None]}, "invalid_request", "input"),
+        ({"input": {"content": [{"type": "image_url", "image_url": {"url": "x"}}]}}, "unsupported", "input.content"),
         ({"input": [10**6]}, "invalid_request", "input"),
         ({"input": [1] * 5000}, "context_length_exceeded", "input"),
         ({"input": "a", "dimensions": 5}, "invalid_request", "dimensions"),

@@ -51,6 +51,20 @@ def test_a_model_is_asked_and_its_yes_weighed_against_its_no(smollm2_server: Ser
     assert all(entry.keys() == {"index", "relevance_score"} for entry in bare["results"])
 
 
+def test_texts_give_a_list_as_in_text_embeddings_inference(smollm2_server: Server) -> None:
+    usual = post(smollm2_server, "/rerank", {"query": QUERY, "documents": DOCUMENTS})["results"]
+    given = {"query": QUERY, "texts": DOCUMENTS}
+    answer = post(smollm2_server, "/rerank", {**given, "return_text": True})
+    assert answer == [
+        {"index": each["index"], "score": pytest.approx(each["relevance_score"]), "text": DOCUMENTS[each["index"]]}
+        for each in usual
+    ]
+    assert [entry.keys() for entry in post(smollm2_server, "/rerank", {**given, "top_n": 1})] == [{"index", "score"}]
+    for body, name in (({"query": QUERY}, "documents"), ({**given, "documents": DOCUMENTS}, "texts")):
+        refused = httpx.post(f"{smollm2_server.url}/rerank", json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+
+
 def test_texts_are_scored_one_against_many_or_pair_by_pair(witness: Server) -> None:
     for first, second in (("a", "b"), ("a", ["b", "c"]), (["a", "b"], ["c", "d"])):
         data = post(witness, "/v1/score", {"text_1": first, "text_2": second})["data"]

@@ -8,7 +8,7 @@ from typing import Any
 from tenuto.base.errors import TenutoError
 from tenuto.base.options import TurnParams
 from tenuto.base.turns import Delta, EndReason, TurnResult, joined
-from tenuto.serve.llama_cpp.schemas import Completing
+from tenuto.serve.llama_cpp.schemas import NEVER, Completing
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure
 from tenuto.serve.shared.live_turn import LiveTurn
@@ -77,7 +77,7 @@ class Completions(Answer):
             "model": self._edge.name_of(turn.request.adapter),
             "prompt": ticket.text or "",
             "has_new_line": "\n" in text,
-            "truncated": False,
+            "truncated": kind == "limit" and usage.prompt + usage.generated >= self._edge.model.context_length,
             "tokens_predicted": usage.generated,
             "tokens_evaluated": usage.prompt,
             "tokens_cached": usage.prompt + usage.generated,
@@ -100,6 +100,9 @@ class Completions(Answer):
             "repeat_penalty": sampling.repetition_penalty,
             "presence_penalty": sampling.presence_penalty,
             "frequency_penalty": sampling.frequency_penalty,
+            "logit_bias": [
+                {"token": token, "bias": bias if bias > NEVER else None} for token, bias in sampling.logit_bias
+            ],
             "stop": params.stop,
             "ignore_eos": params.ignore_eos,
             "n_probs": params.logprobs or 0,

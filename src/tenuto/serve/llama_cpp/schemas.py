@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.options import MAX_NEW_TOKENS
-from tenuto.base.sampling import MAX_BIASES
+from tenuto.base.sampling import MAX_BIASES, MAX_TOKEN_ID
 from tenuto.base.tools.grammar import Grammar
 from tenuto.serve.shared.grammars import GrammarField, Schema, of_rules, only_one
 from tenuto.serve.shared.llama_fields import FINE_TUNING, LEFT, SAMPLERS
 from tenuto.serve.shared.objects import ForeignObject
-from tenuto.serve.shared.schemas import Items, Object, Prompts, TokenId
+from tenuto.serve.shared.prompt_forms import PromptField, several
+from tenuto.serve.shared.schemas import Items, Object
 from tenuto.serve.shared.turn_request import TurnRequest, options_but, with_options
 
 NEVER = -100.0
 """The bias that keeps a token from being sampled."""
 
 
-def _pairs(given: Any) -> Any:
-    """Returns pairs of a token and its bias as a mapping; the bias `false` forbids the token."""
-    if not isinstance(given, list):
+def _mapping(given: Any) -> Any:
+    """Returns an object, or pairs, of tokens or texts and their biases as a mapping; the bias `false` forbids."""
+    if not isinstance(given, list | dict):
         return given
     if len(given) > MAX_BIASES:
         raise ValueError(f"there are {len(given)} entries; allowed: at most {MAX_BIASES}")
-    if not all(isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int for pair in given):
-        raise ValueError("an entry is not a pair; allowed: a token id and a number, or false")
-    return {token: NEVER if bias is False else bias for token, bias in given}
+    if isinstance(given, list):
+        if not all(isinstance(pair, list) and len(pair) == 2 and type(pair[0]) in (int, str) for pair in given):
+            raise ValueError("an entry is not a pair; allowed: a token id or a text, and a number or false")
+        given = {key: NEVER if bias is False else bias for key, bias in given}
+    return {int(key) if TOKEN.fullmatch(str(key)) else key: bias for key, bias in given.items()}
 
 
-Biases = Annotated[dict[Annotated[int, Field(ge=0, strict=False)], float], BeforeValidator(_pairs)]
+TOKEN = re.compile(r"\d{1,10}", re.ASCII)
+"""Matches a token id as an object's key, where JSON allows only strings."""
+Biases = Annotated[dict[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)] | str, float], BeforeValidator(_mapping)]
 
 
 @with_options(*options_but("grammar", "input_logprobs"), temperature="0.8 if not given.")
@@ -58,7 +63,9 @@ class Completing(ForeignObject, TurnRequest):
     )
     seed: int | None = Field(None, description="-1: chosen by the server.")
     top_k: int | None = Field(None, ge=-1, description="40 if not given; 0 keeps all.")
-    logit_bias: Biases | None = Field(None, description="By token id, as an object or as pairs.")
+    logit_bias: Biases | None = Field(
+        None, description="By token id, or by a text, for each of its tokens; as an object or as pairs."
+    )
     grammar: str | None = Field(None, description="A grammar as EBNF, which is enforced.")
     json_schema: Schema | None = Field(None, description="A JSON schema, which is enforced.")
     return_tokens: bool | None = Field(None, description="Show the token ids of the answer.")
@@ -94,18 +101,12 @@ class CompletionBody(Completing):
 
     input_field = "prompt"
 
-    prompt: str | Items[TokenId] | Prompts[str | Items[TokenId]]
-
-    @property
-    def prompts(self) -> Sequence[str | list[int]]:
-        """The prompts, one or more."""
-        prompt: Any = self.prompt
-        return prompt if self.several else [prompt]
+    prompt: PromptField
 
     @property
     def several(self) -> bool:
         """Whether the request has a list of prompts, so that the answer is a list."""
-        return isinstance(self.prompt, list) and not isinstance(next(iter(self.prompt), 0), int)
+        return several(self.prompt)
 
     def check(self) -> None:
         """Raises `InvalidRequest` for fields that do not go together."""

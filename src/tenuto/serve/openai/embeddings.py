@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from base64 import b64encode
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -13,13 +13,13 @@ from pydantic import Field
 
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.options import Pooling
-from tenuto.base.turns import TurnInput
 from tenuto.serve.openai.schemas import Generation
 from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.edge import Caller, EdgeOf
-from tenuto.serve.shared.embeddings import Embedded, Texts, TokenLists, Vectors, embed
+from tenuto.serve.shared.embeddings import Embedded, Vectors, embed
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
-from tenuto.serve.shared.schemas import REFUSALS, Items, TokenId
+from tenuto.serve.shared.prompt_forms import Inputs, resolved
+from tenuto.serve.shared.schemas import REFUSALS
 from tenuto.serve.shared.sse import while_connected
 from tenuto.serve.shared.turn_request import TurnRequest
 
@@ -28,7 +28,6 @@ router = APIRouter(route_class=JsonRoute, tags=["openai"])
 EMBEDDINGS: dict[int | str, dict[str, Any]] = {
     200: {"description": "The embeddings", "content": {"application/json": {"schema": {}}}}
 }
-Inputs = str | Texts | Items[TokenId] | TokenLists
 Encoding = Literal["float", "base64"]
 POOLINGS: dict[str, Pooling] = {"last": "last", "mean": "mean", "cls": "first", "first": "first"}
 """The token whose vector is taken, or the average of all, by the names of other servers."""
@@ -85,7 +84,7 @@ async def embeddings(edge: EdgeOf, tenant: Caller, body: EmbeddingBody, request:
         work = embed(
             edge,
             tenant,
-            inputs_of(body.input),
+            await resolved(edge, tenant, body.input),
             dimensions=body.dimensions,
             normalize=body.normalize,
             pooling=POOLINGS[body.pooling] if body.pooling is not None else None,
@@ -106,20 +105,11 @@ async def old_embeddings(edge: EdgeOf, tenant: Caller, body: OldBody, request: R
     if (given := body.input if body.input is not None else body.content) is None:
         raise InvalidRequest("there is neither input nor content; allowed: one of them", param="content")
     with body.naming(edge.model.context_length):
-        work = embed(edge, tenant, inputs_of(given), normalize=body.embd_normalize != -1)
+        work = embed(edge, tenant, await resolved(edge, tenant, given), normalize=body.embd_normalize != -1)
         found = await while_connected(request, work)
     write = _base64 if body.encoding_format == "base64" else _floats
     data = await _written(found.vectors, b'{"index":%d,"embedding":[%b]}', write)
     return Response(data, media_type="application/json")
-
-
-def inputs_of(given: Inputs) -> list[TurnInput]:
-    """Returns the inputs of a request, which are one or several."""
-    if isinstance(given, str):
-        return [given]
-    if given and isinstance(given[0], int):
-        return [given]
-    return list(cast("list[str] | list[list[int]]", given))
 
 
 def _usage(found: Embedded) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.wire.messages import Detokenize
-from tenuto.serve.openai import routes
+from tenuto.serve.openai import response_routes, routes
 from tenuto.serve.openai.tokens import MessagesBody, tokens_of_messages
 from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.edge import Caller, EdgeOf
@@ -15,6 +15,7 @@ from tenuto.serve.shared.schemas import REFUSALS
 router = APIRouter(route_class=JsonRoute, tags=["llama.cpp"])
 
 router.post("/chat/completions", response_model=None, responses=REFUSALS | routes.STREAMED)(routes.chat)
+router.post("/responses", response_model=None, responses=REFUSALS | response_routes.STREAMED)(response_routes.create)
 
 
 @router.post("/apply-template", responses=REFUSALS)

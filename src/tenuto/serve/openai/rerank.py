@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Request
 from pydantic import Field
@@ -48,14 +48,31 @@ class Relevant(ForeignObject, TurnRequest):
 
 
 class RerankBody(Relevant):
-    """A query and the documents to put in order."""
+    """A query and the documents to put in order. With `texts`, the request and its answer have the form of Text
+    Embeddings Inference."""
 
-    input_field = "documents"
+    ignored = IGNORED | {"truncation_direction"}
+    not_supported: ClassVar[dict[str, tuple[Any, ...]]] = {**NOT_SUPPORTED, "raw_scores": NOTHING, "truncate": NOTHING}
 
     query: str
-    documents: Annotated[list[str | Document], Field(fail_fast=True, max_length=MAX_INPUTS)]
+    documents: Annotated[list[str | Document], Field(fail_fast=True, max_length=MAX_INPUTS)] | None = None
+    texts: Texts | None = Field(None, description="The documents.")
+    return_text: bool | None = Field(None, description="Repeat `texts` in the answer.")
     top_n: int | None = Field(None, ge=0, description="Answer with so many of the best; 0 means all.")
     return_documents: bool | None = Field(None, description="Repeat the documents in the answer; true if not given.")
+
+    @property
+    def given_texts(self) -> list[str]:
+        """The documents. Raises `InvalidRequest` unless they are given once."""
+        if (self.documents is None) == (self.texts is None):
+            given = "neither documents nor texts" if self.texts is None else "both documents and texts"
+            raise InvalidRequest(f"there are {given}; allowed: one of them", param="input")
+        documents = self.documents if self.documents is not None else self.texts or []
+        return [each if isinstance(each, str) else each.text for each in documents]
+
+    def field(self, option: str | None) -> str | None:
+        given = "texts" if self.texts is not None else "documents"
+        return given if option == "input" else super().field(option)
 
 
 class ScoreBody(Relevant):
@@ -72,14 +89,19 @@ class ScoreBody(Relevant):
 @router.post("/v2/rerank", responses=REFUSALS)
 @router.post("/reranking", responses=REFUSALS)
 @router.post("/v1/reranking", responses=REFUSALS)
-async def rerank(edge: EdgeOf, tenant: Caller, body: RerankBody, request: Request) -> dict[str, Any]:
+async def rerank(edge: EdgeOf, tenant: Caller, body: RerankBody, request: Request) -> dict[str, Any] | list[Any]:
     """Puts documents in the order of their relevance to a query."""
     adapter = edge.adapter(body.model)
-    texts = [each if isinstance(each, str) else each.text for each in body.documents]
     with body.naming(edge.model.context_length):
+        texts = body.given_texts
         work = relevance(edge, tenant, [(body.query, text) for text in texts], body.instruction, adapter)
         found = await while_connected(request, work)
     best = sorted(range(len(texts)), key=lambda index: -found.scores[index])[: body.top_n or None]
+    if body.texts is not None:
+        return [
+            {"index": index, "score": found.scores[index]} | ({"text": texts[index]} if body.return_text else {})
+            for index in best
+        ]
     results = [
         {"index": index, "relevance_score": found.scores[index]}
         | ({} if body.return_documents is False else {"document": {"text": texts[index]}})

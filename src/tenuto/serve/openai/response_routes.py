@@ -38,7 +38,10 @@ ResponseId = Annotated[str, Path(pattern=ID_PATTERN, max_length=ID_LENGTH, descr
 Kept = Annotated[KeptResponses, of_tenant(KeptResponses)]
 
 
-@router.post("", response_model=None, responses=REFUSALS | streamed("The response, or its events"))
+STREAMED = streamed("The response, or its events")
+
+
+@router.post("", response_model=None, responses=REFUSALS | STREAMED)
 async def create(
     edge: EdgeOf, tenant: Caller, body: ResponseBody, request: Request, kept: Kept, conversations: ConversationsOf
 ) -> Response:
