@@ -8,7 +8,7 @@ from llama_index.core.llms import ChatMessage
 from llama_index.llms.openai_like import OpenAILike
 
 ANSWER = "All of it is done."
-asked = []
+asked: list[str] = []
 model = OpenAILike(
     model="gpt-4o",
     api_base=f"{sys.argv[1]}/v1",
