@@ -85,8 +85,8 @@ class Known:
     """The clients' knowledge: the turns of every acknowledged session, and the operations under way, by session.
     `found`: how many operations under way at a kill were there whole, and how many not at all; and of sessions that had
     been idle for `IDLE_SECONDS` at the kill, how many were asked, and how many had all their state but for a page.
-    `changed`: the times of the last answers since the start. `compared`: the number of output tokens computed again, and
-    `behind`: the gaps to the highest logit of those that were not the likeliest."""
+    `changed`: the times of the last answers since the start. `compared`: the number of output tokens computed again,
+    and `behind`: the gaps to the highest logit of those that were not the likeliest."""
 
     sessions: dict[str, Turns] = field(default_factory=dict)
     under_way: dict[str, Attempt] = field(default_factory=dict)
