@@ -93,6 +93,7 @@ class Known:
     said: dict[str, Said] = field(default_factory=dict)  # the last acknowledged turn of each session
     changed: dict[str, float] = field(default_factory=dict)
     idle: list[str] = field(default_factory=list)  # sessions that were idle at the last kill
+    disk: str = ""  # the kind of disk of the server that was killed last
     operations: int = 0
     found: Counter[str] = field(default_factory=Counter)
     compared: int = 0
@@ -310,8 +311,8 @@ def check_state(http: httpx.Client, known: Known, idle: list[str]) -> None:
         child = http.post(f"/v1/sessions/{name}/fork", json={}).raise_for_status().json()
         answer = http.post(f"/v1/sessions/{child['id']}/append", json={"input": [1]}).raise_for_status().json()
         http.delete(f"/v1/sessions/{child['id']}").raise_for_status()
-        known.found["idle"] += 1
-        known.found["with state"] += answer["usage"]["cached_tokens"] >= child["tokens"] - PAGE
+        known.found[f"idle{known.disk}"] += 1
+        known.found[f"with state{known.disk}"] += answer["usage"]["cached_tokens"] >= child["tokens"] - PAGE
 
 
 def check_repeated(http: httpx.Client, said: dict[str, Said]) -> None:
@@ -381,7 +382,8 @@ def kill_often(
             if number < times:
                 killer = Killer(server, journal, tier, rng, seconds)
                 asyncio.run(load_until_killed(server, known, rng, killer))
-                moments[killer.moment + " on a slow disk" * slow] += 1
+                known.disk = " on a slow disk" * slow
+                moments[killer.moment + known.disk] += 1
             else:
                 for turns in known.sessions.values():
                     check_outputs(server, known, behind, turns)

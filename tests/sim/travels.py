@@ -108,7 +108,11 @@ class ParkedInOrder:
             and parked not in self._on_disk  # files on disk have an order of their own
             and keeping.parked_of(engine, session) is None
         ]
-        kept = [session for session in self._parked if keeping.stays_on_disk(engine, session)]
+        kept = [
+            session
+            for session, (parked, _, _) in self._parked.items()
+            if keeping.parked_of(engine, session) is parked and keeping.stays_on_disk(engine, session)
+        ]
         for session in lost:
             earlier = [other for other in kept if self._used[other] < self._used[session]]
             if earlier:
