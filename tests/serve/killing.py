@@ -2,9 +2,9 @@
 back with everything it acknowledged. An operation under way at the kill is there whole, or not at all.
 
 A server is killed at any moment, right after an answer, while the journal or sessions' state is being written, while it
-saves the rest of that after SIGTERM, or once that is done; half of the servers have slow writes, so that premature
-answers are lost. Memory is small, so that sessions also go to disk before that. Requests that were answered are
-repeated to the next server, which must give the same answers.
+saves the rest of that after SIGTERM, or once that is done. A third of the servers have slow writes, so that premature
+answers are lost, and a third a disk tier that is too small. Memory is small, so that sessions also go to disk before
+that. Requests that were answered are repeated to the next server, which must give the same answers.
 
 Acknowledged output is compared token for token. With `--model smollm2` all outputs, even those no client has seen, are
 compared with the model's logits for the same tokens, computed at once in a separate session: every token must be the
@@ -55,8 +55,11 @@ MOMENTS = ("any moment", "after an answer", "in a write", "in a save", "in a sna
 """The moments at which a server is killed."""
 IDLE_SECONDS = 0.5
 PAGE = 32
-SMALL = ("--context-length", "2048", "--memory", "80000")
-"""Options of the witness: room for about a third of the sessions."""
+SMALL = ("--context-length", "2048", "--memory", "80000", "--chunked-prefill-size", "16", "--max-running-requests", "8")
+"""Options of the witness: room for about a third of the sessions, whose tokens take longer to compute than to read."""
+DISKS = ("", " on a slow disk", " on a full disk")
+FULL = ("--disk-tier-size", "20000")
+"""Options with which the disk tier has no room for most sessions of the witness."""
 MOST_BEHIND = 0.02
 """The share of generated tokens that may be less likely than others when computed again. With AMX 123 of 24,000 were,
 one by 0.29, all others by less than 0.1."""
@@ -372,17 +375,18 @@ def kill_often(
     tier = journal.with_name("tier")
     behind, seconds = (witness_behind, 2.0) if model.startswith("witness") else (model_behind, 4.0)
     for number in range(times + 1):
-        slow = rng.random() < 0.5
-        path = os.pathsep.join([*([SLOW_DISK] if slow else []), *sys.path])
+        disk = rng.choice(DISKS)
+        path = os.pathsep.join([*([SLOW_DISK] if disk == DISKS[1] else []), *sys.path])
         kept = ("--journal", str(journal), "--disk-tier", str(tier), "--drain-seconds", "0.1")
         small = SMALL if model.startswith("witness") else ()
-        arguments = ("--model", model, "--kernels", kernels, *kept, *small, "--log-level", "warning")
+        full = FULL if disk == DISKS[2] else ()
+        arguments = ("--model", model, "--kernels", kernels, *kept, *small, *full, "--log-level", "warning")
         with serving(*arguments, env={"PYTHONPATH": path}) as server:
             check(server, known, behind)
             if number < times:
                 killer = Killer(server, journal, tier, rng, seconds)
                 asyncio.run(load_until_killed(server, known, rng, killer))
-                known.disk = " on a slow disk" * slow
+                known.disk = disk
                 moments[killer.moment + known.disk] += 1
             else:
                 for turns in known.sessions.values():
