@@ -96,7 +96,7 @@ class Known:
     said: dict[str, Said] = field(default_factory=dict)  # the last acknowledged turn of each session
     changed: dict[str, float] = field(default_factory=dict)
     idle: list[str] = field(default_factory=list)  # sessions that were idle at the last kill
-    disk: str = ""  # the kind of disk of the server that was killed last
+    disk: str = ""  # the worse of the disks of the server that was killed last and of the one after it
     operations: int = 0
     found: Counter[str] = field(default_factory=Counter)
     compared: int = 0
@@ -382,6 +382,7 @@ def kill_often(
         full = FULL if disk == DISKS[2] else ()
         arguments = ("--model", model, "--kernels", kernels, *kept, *small, *full, "--log-level", "warning")
         with serving(*arguments, env={"PYTHONPATH": path}) as server:
+            known.disk = disk if disk == DISKS[2] else known.disk  # it discards most of what the last one has left
             check(server, known, behind)
             if number < times:
                 killer = Killer(server, journal, tier, rng, seconds)
