@@ -8,7 +8,7 @@ import pytest
 
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.options import OPTIONS, TurnOptions, TurnParams, turn_params
-from tenuto.base.sampling import MAX_BIASES, Sampling
+from tenuto.base.sampling import MAX_BIASES, MAX_LISTED, Sampling
 from tenuto.base.tools.grammar import Grammar
 
 FULL: TurnOptions = {
@@ -33,11 +33,12 @@ FULL: TurnOptions = {
     "min_new_tokens": 9,
     "logprobs": 20,
     "input_logprobs": 0,
+    "logprob_ids": [5, 2],
 }
 
 
 def test_every_option_sets_its_own_field() -> None:
-    assert FULL.keys() | {"grammar"} == TurnOptions.__annotations__.keys() == OPTIONS.keys()
+    assert FULL.keys() | {"grammar", "allowed_ids"} == TurnOptions.__annotations__.keys() == OPTIONS.keys()
     assert turn_params(FULL) == TurnParams(
         max_new_tokens=9,
         sampling=Sampling(0.5, 4, 0.5, 3, 0.25, 1.5, -1, 2, ((7, -100), (8, 1.5))),
@@ -52,7 +53,9 @@ def test_every_option_sets_its_own_field() -> None:
         min_new_tokens=9,
         logprobs=20,
         input_logprobs=0,
+        logprob_ids=(5, 2),
     )
+    assert turn_params({"allowed_ids": [9, 4]}).sampling.allowed_ids == (9, 4)
     assert turn_params({}) == TurnParams()
     assert turn_params({"grammar": {"regex": "[0-9]+"}}) == TurnParams(grammar=Grammar("regex", "[0-9]+"))
 
@@ -60,6 +63,21 @@ def test_every_option_sets_its_own_field() -> None:
 def test_stop_ids_and_min_new_tokens_cannot_be_combined_with_a_grammar() -> None:
     with pytest.raises(InvalidRequest, match="stop id"):
         turn_params({"grammar": {"regex": "[0-9]+"}, "stop_ids": [7], "min_new_tokens": 1})
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"allowed_ids": [1], "min_new_tokens": 1}, "min_new_tokens"),
+        ({"allowed_ids": [1], "grammar": {"regex": "a"}}, "grammar"),
+        ({"allowed_ids": list(range(MAX_LISTED + 1))}, "at most 1024"),
+        ({"logprob_ids": [-1]}, "from 0"),
+    ],
+)
+def test_lists_of_token_ids_have_conditions(options: Any, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=problem) as refused:
+        turn_params(options)
+    assert refused.value.param in options
 
 
 def test_a_logit_bias_is_accepted_as_pairs_of_any_kind() -> None:

@@ -30,6 +30,8 @@ def said(model: LlamaForCausalLM, prompt: list[int], params: TurnParams) -> list
             list(params.stop_ids) if k < params.min_new_tokens else [], prompt, output,
         )  # fmt: skip
         edited = reference_logits(raw_logits(model, prompt + output)[-1], row)
+        if options.allowed_ids:
+            edited[~np.isin(np.arange(len(edited)), options.allowed_ids)] = -np.inf
         if options.greedy:
             output.append(int(edited.argmax()))
         else:
@@ -41,7 +43,9 @@ def said(model: LlamaForCausalLM, prompt: list[int], params: TurnParams) -> list
     return output
 
 
-def check_logprobs(got: Sequence[TokenLogprob], tokens: Sequence[int], logits: np.ndarray, most: int) -> None:
+def check_logprobs(
+    got: Sequence[TokenLogprob], tokens: Sequence[int], logits: np.ndarray, most: int, named: Sequence[int] = ()
+) -> None:
     """Compares `got` with the log-probabilities of `tokens`, each from the logits at the same index."""
     exact = torch.from_numpy(logits.astype(np.float64)).log_softmax(-1).numpy()
     assert [entry.token for entry in got] == list(tokens)
@@ -52,3 +56,5 @@ def check_logprobs(got: Sequence[TokenLogprob], tokens: Sequence[int], logits: n
         assert [expected[other.token] for other in entry.top] == pytest.approx(
             [other.logprob for other in entry.top], abs=5e-4
         )
+        assert [other.token for other in entry.named] == list(named)
+        assert [other.logprob for other in entry.named] == pytest.approx(expected[list(named)], abs=5e-4)

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 from tenuto.base.config import EngineConfig
 from tenuto.base.errors import InvalidRequest, StepFailed
 from tenuto.base.groups import Kind
-from tenuto.base.options import TurnParams
+from tenuto.base.options import TurnParams, turn_params
 from tenuto.base.plan import Plan, StepResult
 from tenuto.base.sampling import Candidate, Sampling, TokenLogprob
 from tenuto.base.turns import EndReason, TurnState
@@ -34,6 +34,8 @@ PLAIN = Sampling()
 REPEATING = Sampling(repetition_penalty=1.4, frequency_penalty=0.7)
 EVERYTHING = Sampling(1.3, 60, 0.97, 5, 0.013, 1.2, 0.6, -0.4, ((3, 4.5), (60, -100.0)))
 BIASED = Sampling(0.8, seed=9, logit_bias=((17, 8.0),))
+LIMITED = Sampling(0.9, seed=4, repetition_penalty=1.3, allowed_ids=(3, 17, 60, 61, 90, 100))
+NAMED = (100, 3, 3, 17)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +138,7 @@ def test_turns_with_different_options_share_steps_and_each_gets_its_own(
     model: LlamaForCausalLM, start: Start, overlap: int, budget: int
 ) -> None:
     engine = start(overlap=overlap, token_budget=budget)
-    asked = [PLAIN, REPEATING, EVERYTHING, BIASED]
+    asked = [PLAIN, REPEATING, EVERYTHING, BIASED, LIMITED]
     turns = []
     for i, sampling in enumerate(asked):
         engine.sessions.open(f"s{i}")
@@ -144,7 +146,8 @@ def test_turns_with_different_options_share_steps_and_each_gets_its_own(
     play(engine)
     for turn, sampling in zip(turns, asked, strict=True):
         assert outputs(turn) == said(model, turn.input.tolist(), TurnParams(max_new_tokens=12, sampling=sampling))
-    assert len({tuple(outputs(turn)) for turn in turns}) == 4
+    assert len({tuple(outputs(turn)) for turn in turns}) == 5
+    assert set(outputs(turns[4])) <= set(LIMITED.allowed_ids)
     assert outputs(turns[1]) != said(model, turns[1].input.tolist(), TurnParams(max_new_tokens=12))
 
 
@@ -195,7 +198,8 @@ def test_a_failed_step_leaves_no_trace_in_the_counts(model: LlamaForCausalLM, st
     turns = []
     for i, sampling in enumerate(asked):
         engine.sessions.open(f"s{i}")
-        params = TurnParams(max_new_tokens=10, sampling=sampling, logprobs=0, input_logprobs=1)
+        named: tuple[int, ...] = NAMED if i else ()
+        params = TurnParams(max_new_tokens=10, sampling=sampling, logprobs=0, input_logprobs=1, logprob_ids=named)
         turns.append(engine.turns.submit(f"s{i}", text(20, i), params))
     play(engine)
     assert engine.transitions[Transition("step failed")] in (2, 3)  # one may be in flight behind another that fails
@@ -203,8 +207,9 @@ def test_a_failed_step_leaves_no_trace_in_the_counts(model: LlamaForCausalLM, st
         prompt = turn.input.tolist()
         logits = raw_logits(model, prompt + outputs(turn))
         assert outputs(turn) == said(model, prompt, turn.params)
-        check_logprobs(turn.output_logprobs, outputs(turn), logits[19:-1], 0)
-        check_logprobs(turn.input_scores, prompt[1:], logits[:19], 1)
+        named = turn.params.logprob_ids
+        check_logprobs(turn.output_logprobs, outputs(turn), logits[19:-1], 0, named)
+        check_logprobs(turn.input_scores, prompt[1:], logits[:19], 1, named)
 
 
 @every_overlap
@@ -347,10 +352,20 @@ def test_scores_are_refused_if_the_input_was_computed_without_them(start: Start)
         engine.turns.regenerate("s", TurnParams(input_logprobs=0))
 
 
+@pytest.mark.parametrize("field", ["allowed_ids", "logprob_ids"])
+def test_token_ids_beyond_the_vocabulary_are_refused(start: Start, field: str) -> None:
+    engine = start()
+    engine.sessions.open("s")
+    given = turn_params({field: [3, VOCAB], "logprobs": 0})  # type: ignore[misc]
+    with pytest.raises(InvalidRequest, match=f"{field} has {VOCAB}; allowed: below {VOCAB}") as refused:
+        engine.turns.submit("s", text(3), given)
+    assert refused.value.param == field
+
+
 def test_a_bias_for_a_token_that_does_not_exist_is_refused(start: Start) -> None:
     engine = start()
     engine.sessions.open("s")
-    with pytest.raises(InvalidRequest, match="allowed: a whole number from 0 to 100"):
+    with pytest.raises(InvalidRequest, match="logit_bias has 101; allowed: below 101"):
         engine.turns.submit("s", text(3), TurnParams(sampling=Sampling(logit_bias=((VOCAB, 1.0),))))
 
 

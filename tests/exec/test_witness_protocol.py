@@ -198,9 +198,18 @@ def test_an_input_token_is_certain_if_the_witness_would_have_generated_it() -> N
     bench = Bench(FULL)
     likely = next_token(history_hash([5]), VOCABULARY)
     after = next_token(history_hash([5, likely]), VOCABULARY)
-    scores = InputScores(ints([0, 1]), ints([likely, (after + 1) % VOCABULARY]), 2)
+    scores = InputScores(ints([0, 1]), ints([likely, (after + 1) % VOCABULARY]), 2, ((), (after, 7)))
     bench.witness.submit(replace(bench.plan((0, 0, [5, likely, 9], 0)), scores=scores))
-    assert present(bench.witness.collect().scored).entries(0, scores.targets.tolist(), 1) == [
-        TokenLogprob(likely, 0.0, (Candidate(likely, 0.0),)),
-        TokenLogprob((after + 1) % VOCABULARY, LEAST_LOGPROB, (Candidate(after, 0.0),)),
+    found, targets = present(bench.witness.collect().scored), scores.targets.tolist()
+    assert found.entries(0, targets[:1], 1) == [TokenLogprob(likely, 0.0, (Candidate(likely, 0.0),))]
+    named = (Candidate(after, 0.0), Candidate(7, LEAST_LOGPROB))
+    assert found.entries(1, targets[1:], 1, (after, 7)) == [
+        TokenLogprob(targets[1], LEAST_LOGPROB, (Candidate(after, 0.0),), named=named)
     ]
+
+
+def test_a_witness_row_with_allowed_ids_generates_only_these() -> None:
+    bench = Bench(FULL)
+    plan = replace(bench.plan((0, 0, [5, 6], 1)), sampling=((0, RowSampling(Sampling(allowed_ids=(40, 70)))),))
+    bench.witness.submit(plan)
+    assert bench.witness.collect().tokens.tolist() == [(40, 70)[next_token(history_hash([5, 6]), 2)]]

@@ -49,6 +49,13 @@ def test_anthropics_coding_agent_is_answered(http: httpx.Client) -> None:
     assert "message_stop" in answer.text
 
 
+def test_unknown_fields_of_messages_and_of_their_parts_are_named(http: httpx.Client) -> None:
+    part = {"type": "text", "text": "hi", "source_lang_code": "en", "cache_control": {"type": "ephemeral"}}
+    body = {"messages": [{"role": "user", "content": [part], "mood": "good"}], "max_tokens": 2}
+    left = undone(post(http, "/v1/chat/completions", body))
+    assert sorted(left) == ["messages.content.source_lang_code", "messages.mood"]
+
+
 def test_a_field_that_requests_nothing_is_not_named(http: httpx.Client) -> None:
     assert undone(message(http, thinking={"type": "disabled"}, context_management={}, metadata={})) == []
 

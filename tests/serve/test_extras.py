@@ -244,12 +244,10 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "/v1/chat/completions": (
         CHAT,
         {
-            "allowed_token_ids": [5],
             "audio": {"voice": "a", "format": "wav"},
             "bad_words": ["x"],
             "cache_salt": "a",
             "chat_template": "{{ x }}",
-            "continue_final_message": True,
             "custom_params": {"a": 1},
             "data_parallel_rank": 1,
             "extra_key": "a",
@@ -264,7 +262,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "session_params": {"id": "a"},
             "structural_tag": "a",
             "thinking_token_budget": 7,
-            "truncate_prompt_tokens": 5,
             "use_beam_search": True,
         },
     ),
@@ -302,8 +299,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "image_data": "a",
             "input_embeds": [[0.5]],
             "return_hidden_states": True,
-            "token_ids_logprob": [5],
-            "custom_logit_processor": "a",
         },
     ),
 }

@@ -186,7 +186,7 @@ BODIES: dict[str, dict[str, object]] = {
         for path in ("/rerank", "/v1/rerank", "/v2/rerank", "/reranking", "/v1/reranking")
     },
     **{path: {"text_1": "a", "text_2": "b"} for path in ("/score", "/v1/score")},
-    "/v1/completions": {"model": "witness", "prompt": "a"},
+    **{path: {"model": "witness", "prompt": "a"} for path in ("/v1/completions", "/invocations")},
     "/v1/chat/completions": {"model": "witness", "messages": [{"role": "user", "content": "a"}]},
     "/chat/completions": {"model": "witness", "messages": [{"role": "user", "content": "a"}]},
     **{

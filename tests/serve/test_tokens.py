@@ -12,6 +12,7 @@ import pytest
 
 from tenuto.runtime.preparation import MAX_COUNTED
 from tenuto.serve.openai.tokens import PIECE
+from tests.serve.server import Server
 
 
 def post(http: httpx.Client, path: str, **body: Any) -> Any:
@@ -29,12 +30,32 @@ def test_a_text_becomes_tokens_and_tokens_become_the_text(http: httpx.Client) ->
     assert post(http, "/detokenize", tokens=several["tokens"])["text"] == ["a", "bc"]
 
 
+def test_tokens_are_shown_as_in_the_vocabulary_which_the_tokenizer_describes(smollm2_server: Server) -> None:
+    with httpx.Client(base_url=smollm2_server.url) as there:
+        assert post(there, "/tokenize", prompt="a b", return_token_strs=True)["token_strs"] == ["a", "\u0120b"]
+        assert post(there, "/tokenize", prompt="a b")["token_strs"] is None
+        told = there.get("/tokenizer_info").raise_for_status().json()
+    assert (told["eos_token"], told["vocab_size"], told["add_bos_token"]) == ("<|im_end|>", 49152, False)
+    assert "add_generation_prompt" in told["chat_template"]
+
+
+def test_the_load_is_the_number_of_open_turns(http: httpx.Client) -> None:
+    assert http.get("/load").raise_for_status().json() == {"server_load": 0}
+
+
 def test_messages_become_the_tokens_of_their_prompt(http: httpx.Client) -> None:
     messages = [{"role": "user", "content": "hi"}]
     body = {"model": "witness", "messages": messages, "max_tokens": 1}
     used = post(http, "/v1/chat/completions", **body)["usage"]["prompt_tokens"]
     assert post(http, "/tokenize", messages=messages)["count"] == used
-    assert post(http, "/tokenize", messages=messages, add_generation_prompt=False)["count"] < used
+    closed = post(http, "/tokenize", messages=messages, add_generation_prompt=False)
+    answer = {"role": "assistant", "content": "yes"}
+    begun = {"messages": [*messages, answer], "add_generation_prompt": False, "continue_final_message": True}
+    text = [post(http, "/detokenize", tokens=post(http, "/tokenize", **begun)["tokens"])["prompt"]]
+    text += [post(http, "/detokenize", tokens=closed["tokens"])["prompt"]]
+    assert text[0].endswith("yes")
+    assert closed["count"] < used
+    assert text[1].endswith("<|im_end|>\n")
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert post(http, "/tokenize", messages=messages, tools=tools)["count"] > used
 

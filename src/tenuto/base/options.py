@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 
 from tenuto.base.checks import MAX_COUNT, SECONDS, Bounds, check_options, items, option, whole, wrong
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.sampling import GREEDY, MAX_LOGPROBS, MAX_TOKEN_ID, Sampling
+from tenuto.base.sampling import GREEDY, MAX_LISTED, MAX_LOGPROBS, Sampling, listed
 from tenuto.base.tools.grammar import Grammar
 
 MAX_NEW_TOKENS = MAX_COUNT
@@ -31,7 +31,8 @@ class TurnParams:
 
     The first `min_new_tokens` output tokens are never stop ids, and their text is not searched for stops.
     `logprobs` n requests the log-probability of every output token and of the n likeliest in its place;
-    `input_logprobs` does so for every input token except the first of the sequence. See `base.sampling.TokenLogprob`.
+    `input_logprobs` does so for every input token except the first of the sequence. With either, `logprob_ids` are
+    further tokens whose log-probabilities are requested in each place. See `base.sampling.TokenLogprob`.
 
     `grammar`: the output is a sentence of the grammar, or the beginning of one if the turn ends early. The turn ends
     where no token can follow. The model's own end tokens are sampled only after a complete sentence.
@@ -83,6 +84,11 @@ class TurnParams:
         names={"llama.cpp": "n_probs"},
     )
     input_logprobs: int | None = option(None, "The same for input tokens.", Bounds(0, MAX_LOGPROBS))
+    logprob_ids: tuple[int, ...] = option(
+        (),
+        "With log-probabilities: token ids whose log-probabilities are shown in each place.",
+        names={"openai": "logprob_token_ids"},
+    )
     grammar: Grammar | None = option(None, "What the output must follow: an object with one field, the kind.")
     pooling: Pooling | None = None
     marks: tuple[tuple[str, int], ...] = ()
@@ -95,12 +101,11 @@ class TurnParams:
             raise InvalidRequest("pooling with max_new_tokens 0; allowed: at least 1", param="pooling")
         if self.max_new_tokens is not None:
             whole("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)
-        if len(self.stop_ids) > MAX_STOP_IDS:
-            raise InvalidRequest(
-                f"there are {len(self.stop_ids)} stop_ids; allowed: at most {MAX_STOP_IDS}", param="stop_ids"
-            )
-        stop_ids = tuple(whole("a stop id", token, 0, MAX_TOKEN_ID) for token in self.stop_ids)
-        object.__setattr__(self, "stop_ids", stop_ids)
+        object.__setattr__(self, "stop_ids", listed("stop_ids", self.stop_ids, MAX_STOP_IDS))
+        object.__setattr__(self, "logprob_ids", listed("logprob_ids", self.logprob_ids, MAX_LISTED))
+        for name, given in (("grammar", self.grammar), ("min_new_tokens", self.min_new_tokens)):
+            if self.sampling.allowed_ids and given:
+                raise InvalidRequest(f"allowed_ids with {name}; allowed: one of them", param="allowed_ids")
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise wrong("grammar", self.grammar, "a Grammar")
 
@@ -151,7 +156,7 @@ OPTIONS: dict[str, Field[Any]] = {
 }
 """Every option by its name."""
 OF_SAMPLING = frozenset(each.name for each in fields(Sampling))
-OF_PREFILL = ("priority", "queue_timeout", "timeout", "input_logprobs")
+OF_PREFILL = ("priority", "queue_timeout", "timeout", "input_logprobs", "logprob_ids")
 """Options that apply even if nothing is generated."""
 
 
@@ -219,17 +224,19 @@ class TurnOptions(TypedDict, total=False):
     """Options of a turn, all optional.
 
     `max_new_tokens`: as many as fit if not given. `temperature` 0 (the default) is greedy; `top_k` 0, `top_p` 1 and
-    `min_p` 0 keep every token; the penalties default to 1, 0 and 0, `logit_bias` (token id to number) to none. `seed`:
-    turns with the same seed draw the same random number at the same position. `base.sampling.Sampling` describes each.
+    `min_p` 0 keep every token; the penalties default to 1, 0 and 0, `logit_bias` (token id to number) to none.
+    `allowed_ids`: the only token ids that are sampled. `seed`: turns with the same seed draw the same random number at
+    the same position. `base.sampling.Sampling` describes each.
 
     `stop`: strings that end the turn, left out of its text unless `include_stop` is set. `stop_regex`: regular
     expressions that end it as soon as one matches, so `[0-9]+` ends it at the first digit. `stop_ids`: token ids that
     end it, besides the model's own unless `ignore_eos`. Nothing ends the turn before `min_new_tokens`.
 
     `logprobs` and `input_logprobs` n: log-probabilities of every output or input token, and of the n likeliest in its
-    place. `priority`: higher runs first; the session's if not given. `grammar`: the form of the output, a `Grammar` or
-    an object with one field: `json_schema`, `json_object` (`True`), `regex`, `choice` (strings), `ebnf` or `lark`.
-    `queue_timeout` and `timeout`: seconds within which the turn must have started, and ended.
+    place; `logprob_ids` are more tokens to show there. `priority`: higher runs first; the session's if not given.
+    `grammar`: the form of the output, a `Grammar` or an object with one field: `json_schema`, `json_object` (`True`),
+    `regex`, `choice` (strings), `ebnf` or `lark`. `queue_timeout` and `timeout`: seconds within which the turn must
+    have started, and ended.
     """
 
     max_new_tokens: int | None
@@ -242,6 +249,7 @@ class TurnOptions(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]]
+    allowed_ids: Sequence[int]
     stop: str | Sequence[str]
     stop_regex: str | Sequence[str]
     include_stop: bool
@@ -253,6 +261,7 @@ class TurnOptions(TypedDict, total=False):
     min_new_tokens: int
     logprobs: int | None
     input_logprobs: int | None
+    logprob_ids: Sequence[int]
     grammar: Grammar | Mapping[str, Any] | None
 
 
@@ -304,7 +313,7 @@ def turn_params(options: TurnOptions, marks: tuple[tuple[str, int], ...] = ()) -
             )
     return TurnParams(
         sampling=Sampling(**sampling),
-        stop_ids=items("stop_ids", rest.pop("stop_ids", ()), "a list of token ids"),
+        stop_ids=rest.pop("stop_ids", ()),
         stop=_texts("stop", rest.pop("stop", ())),
         stop_regex=_texts("stop_regex", rest.pop("stop_regex", ())),
         marks=marks,

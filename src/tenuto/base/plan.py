@@ -64,7 +64,8 @@ class RowSampling:
     Token ids for penalties, int32: `prompt`, the distinct ids of history and input in any order, if there is a
     repetition penalty; `output`, the turn's output so far, if there is any penalty; else `None`. At positions before
     `masked_before`, the ids in `masked` are not sampled. `top` n requests log-probabilities of sampled tokens and of
-    the n likeliest; `None` requests nothing. A row with a penalty samples at most one token per step.
+    the n likeliest, and of the ids in `named`; `None` requests nothing. A row with a penalty samples at most one token
+    per step.
     """
 
     sampling: Sampling
@@ -73,16 +74,18 @@ class RowSampling:
     masked: tuple[int, ...] = ()
     masked_before: int = 0
     top: int | None = None
+    named: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class InputScores:
-    """Input tokens to score: the log-probability of token `targets[i]` after the plan's input token `offsets[i]`, and
-    the `top` likeliest tokens there. Both int32 [scores]."""
+    """Input tokens to score: the log-probability of token `targets[i]` after the plan's input token `offsets[i]`, of
+    the `top` likeliest tokens there, and of the tokens `named[i]`. Both arrays are int32 [scores]."""
 
     offsets: Ints
     targets: Ints
     top: int
+    named: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,19 +145,24 @@ class Plan:
 class Logprobs:
     """Log-probabilities of n tokens, see `base.sampling.TokenLogprob`: `places` int32 [n], the indices of the tokens;
     `chosen` float32 [n]; the likeliest tokens `top_tokens` int32 [n, k] and their log-probabilities `top` float32
-    [n, k], in descending order. A row that requested fewer than k uses the first ones."""
+    [n, k], in descending order. A row that requested fewer than k uses the first ones. `named` float32 [n, m]: those
+    of the ids that the token's row names, of which there are at most m; later columns mean nothing."""
 
     places: Ints
     chosen: Singles
     top_tokens: Ints
     top: Singles
+    named: Singles
 
-    def entries(self, start: int, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
-        """Returns the log-probabilities of `tokens` from entry `start` on, each with the `count` likeliest."""
+    def entries(self, start: int, tokens: Sequence[int], count: int, named: Sequence[int] = ()) -> list[TokenLogprob]:
+        """Returns the log-probabilities of `tokens` from entry `start` on, each with the `count` likeliest and those of
+        the ids in `named`, which are the ones of the row."""
         part = slice(start, start + len(tokens))
         chosen, ids, top = self.chosen[part].tolist(), self.top_tokens[part, :count], self.top[part, :count]
         likeliest = [tuple(map(Candidate, *pair)) for pair in zip(ids.tolist(), top.tolist(), strict=True)]
-        return [TokenLogprob(*entry) for entry in zip(tokens, chosen, likeliest, strict=True)]
+        others = [tuple(map(Candidate, named, each)) for each in self.named[part, : len(named)].tolist()]
+        found = zip(tokens, chosen, likeliest, others, strict=True)
+        return [TokenLogprob(token, logprob, top, named=other) for token, logprob, top, other in found]
 
 
 @dataclass(frozen=True, slots=True)

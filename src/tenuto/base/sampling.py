@@ -13,6 +13,8 @@ from tenuto.base.errors import InvalidRequest
 MAX_TOKEN_ID = 2**31 - 1
 MAX_SEED = 2**63 - 1
 MAX_BIASES = 1024
+MAX_LISTED = 1024
+"""Maximum number of token ids in an option that lists some."""
 MAX_BIAS = 100
 MAX_LOGPROBS = 20
 """Maximum number of likeliest tokens per position whose log-probabilities a turn may request."""
@@ -37,6 +39,8 @@ class Sampling:
     6. `top_p` keeps the likeliest that together have this share of the probability left by top-k, 1.0 all.
     7. `min_p` keeps those at least `min_p` times as likely as the likeliest, 0 all.
 
+    If there are `allowed_ids`, the other tokens are left out after the penalties.
+
     The random draw of a token depends on `seed` and on the token's position in the sequence alone, so a turn that is
     preempted and resumed, or that shares a batch with others, draws the same numbers.
     """
@@ -52,9 +56,14 @@ class Sampling:
     presence_penalty: float = option(0.0, allowed=Bounds(-2.0, 2.0))
     frequency_penalty: float = option(0.0, allowed=Bounds(-2.0, 2.0))
     logit_bias: tuple[tuple[int, float], ...] = option((), "By token id.")
+    allowed_ids: tuple[int, ...] = option(
+        (), "The only token ids that are sampled; all if not given.", names={"openai": "allowed_token_ids"}
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.allowed_ids != ():
+            object.__setattr__(self, "allowed_ids", listed("allowed_ids", self.allowed_ids, MAX_LISTED))
         if self.logit_bias != ():
             try:
                 _check_bias(self.logit_bias)
@@ -85,19 +94,36 @@ class Candidate(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The natural logarithm of a token's probability given what precedes it, and the likeliest tokens in its place, in
-    descending order. Probabilities are the softmax of the model's own logits, before any sampling option, and their
-    logarithms at least `LEAST_LOGPROB`. `raw`: as in `Candidate`."""
+    """The natural logarithm of a token's probability given what precedes it, the likeliest tokens in its place, in
+    descending order, and those that the turn's `logprob_ids` name, in their order. Probabilities are the softmax of the
+    model's own logits, before any sampling option, and their logarithms at least `LEAST_LOGPROB`. `raw`: as in
+    `Candidate`."""
 
     token: int
     logprob: float
     top: tuple[Candidate, ...] = ()
     raw: bytes = b""
+    named: tuple[Candidate, ...] = ()
 
     def with_bytes(self, raw: Callable[[int], bytes]) -> TokenLogprob:
         """Returns a copy with the bytes of its tokens, which `raw` returns."""
-        top = tuple(Candidate(other.token, other.logprob, raw(other.token)) for other in self.top)
-        return TokenLogprob(self.token, self.logprob, top, raw(self.token))
+
+        def each(others: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+            return tuple(Candidate(other.token, other.logprob, raw(other.token)) for other in others)
+
+        return TokenLogprob(self.token, self.logprob, each(self.top), raw(self.token), each(self.named))
+
+
+def listed(name: str, ids: object, most: int) -> tuple[int, ...]:
+    """Returns a list of token ids. Raises `InvalidRequest` if there are more than `most`, or one is not a token id."""
+    given = items(name, ids, "a list of token ids")
+    if len(given) > most:
+        raise InvalidRequest(f"there are {len(given)} {name}; allowed: at most {most}", param=name)
+    try:
+        return tuple(whole(f"one of {name}", token, 0, MAX_TOKEN_ID) for token in given)
+    except InvalidRequest as error:
+        error.param = name
+        raise
 
 
 def _check_bias(logit_bias: object) -> None:

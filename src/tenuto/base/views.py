@@ -99,6 +99,16 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     """Base of the values that answer requests; HTTP responses are made from them."""
 
 
+class TokenizerView(View, frozen=True, kw_only=True):
+    """A tokenizer. `bos` and `eos`: the texts of the control tokens that begin and end texts. `chat_template`: its
+    source. Each is `None` if there is none."""
+
+    vocab_size: int
+    bos: str | None
+    eos: str | None
+    chat_template: str | None
+
+
 class ModelView(View, frozen=True, kw_only=True):
     """The model that is served, and the settings it runs with. `max_context`: the model's own limit; `context_length`:
     the engine's. `compute`: the code and device that compute, for people. `units`: pool sizes by name;

@@ -63,8 +63,13 @@ class TurnGate:
             raise InvalidRequest("a grammar needs a tokenizer, and this engine has none", param="grammar")
         for token in params.stop_ids:
             whole("a stop id", token, 0, self._vocab_size - 1)
-        for token, _ in params.sampling.logit_bias:
-            whole("a logit_bias id", token, 0, self._vocab_size - 1)
+        biased = tuple(token for token, _ in params.sampling.logit_bias)
+        limited, named = params.sampling.allowed_ids, params.logprob_ids
+        for name, ids in (("logit_bias", biased), ("allowed_ids", limited), ("logprob_ids", named)):
+            if ids and (highest := max(ids)) >= self._vocab_size:
+                raise InvalidRequest(
+                    f"{name} has {highest}; allowed: below {self._vocab_size}, the size of the vocabulary", param=name
+                )
         if self._queue.submitted >= self._max_queued:
             raise Overloaded(f"{self._max_queued} turns are waiting, the most allowed; try again later")
         if self._text is not None:

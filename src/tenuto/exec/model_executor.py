@@ -24,10 +24,13 @@ from tenuto.base.plan import (
     StepResult,
     TokenMasks,
     Weights,
+    Words,
 )
+from tenuto.base.sampling import LEAST_LOGPROB
 from tenuto.exec.device import trim
 from tenuto.exec.forward import Forward, Logits, Longs, Outputs, Singles
 from tenuto.exec.row_options import RowOptions
+from tenuto.kernels.ragged import ragged_arange
 from tenuto.kernels.sampling import Masks
 from tenuto.models.adapter import Adapter
 
@@ -239,7 +242,8 @@ class ModelExecutor:
         if plan.scores is not None:
             sampled_from = len(computed.logits) - len(plan.scores.offsets)
             targets = plan.scores.targets.astype(np.int64)  # target i is scored by the logits of output i
-            scored = _scored(np.arange(len(targets)), computed.logits[sampled_from:], targets, plan.scores.top)
+            outputs, top = computed.logits[sampled_from:], plan.scores.top
+            scored = _scored(np.arange(len(targets)), outputs, targets, top, plan.scores.named)
             best = computed.best[:sampled_from] if computed.best is not None else None
             computed = Outputs(computed.logits[:sampled_from], best)
         tokens, sampled = self._sample(samples, computed, plan.masks)
@@ -272,7 +276,7 @@ class ModelExecutor:
         if any row wants them. May change the logits."""
         options, sampled, logits = self._options, None, computed.logits
         rows, positions = samples.rows, samples.positions
-        masks = _masks(given) if given else None
+        masks = _masks(given, options.allowed(rows))
         if options.plain and masks is None:
             if computed.best is not None and not options.draws(rows):
                 return computed.best, None
@@ -283,7 +287,7 @@ class ModelExecutor:
         tokens = logits.sample(options.choice(rows, positions), masks)
         options.counts.add(rows, tokens)
         if len(wanted):
-            sampled = _scored(wanted, raw, tokens[wanted], most)
+            sampled = _scored(wanted, raw, tokens[wanted], most, options.named(rows[wanted]))
         return tokens.astype(np.int32), sampled
 
 
@@ -320,17 +324,35 @@ def _copied(copy: Callable[[], T]) -> T:
         raise CopyFailed(f"{type(error).__name__}: {error}") from error
 
 
-def _masks(given: Sequence[TokenMasks]) -> Masks | None:
-    """Waits until all masks are known and joins them. None if they allow every token for every sample."""
+def _masks(given: Sequence[TokenMasks], allowed: Sequence[tuple[int, Words]]) -> Masks | None:
+    """Waits until all masks are known and joins them with the allowed tokens of other samples. None if there is no
+    limit for any sample."""
     known = [(masks.place, words) for masks in given if (words := masks.allowed.result()) is not None]
+    known += [(place, words[None]) for place, words in allowed]
     if not known:
         return None
     rows = np.concatenate([place + np.arange(len(words)) for place, words in known])
-    return Masks(rows, np.concatenate([words for _, words in known]))
+    width = max(words.shape[1] for _, words in known)
+    return Masks(rows, np.concatenate([np.pad(words, ((0, 0), (0, width - words.shape[1]))) for _, words in known]))
 
 
-def _scored(places: Longs, logits: Logits, tokens: Longs, most: int) -> Logprobs:
-    """Returns the log-probabilities of `tokens`, int64, one for each of the logits, and of the `most` likeliest
-    tokens."""
+def _scored(places: Longs, logits: Logits, tokens: Longs, most: int, named: Sequence[tuple[int, ...]]) -> Logprobs:
+    """Returns the log-probabilities of `tokens`, int64, one for each of the logits, of the `most` likeliest tokens, and
+    of the tokens that are `named` for each of the logits, if any."""
     chosen, ids, top = logits.score(tokens, most)
-    return Logprobs(places.astype(np.int32), chosen, ids.astype(np.int32), top)
+    others = _of_named(logits, tokens, chosen, named)
+    return Logprobs(places.astype(np.int32), chosen, ids.astype(np.int32), top, others)
+
+
+def _of_named(logits: Logits, tokens: Longs, chosen: Singles, named: Sequence[tuple[int, ...]]) -> Singles:
+    """Returns the log-probabilities of `named` tokens, float32 [outputs, most of them], given those of `tokens`, which
+    are `chosen`: log-probabilities differ as logits do."""
+    counts = np.array([len(each) for each in named] or [0] * len(tokens))
+    found = np.full((len(tokens), counts.max(initial=0)), LEAST_LOGPROB, np.float32)
+    if found.size:
+        outputs = np.arange(len(tokens)).repeat(counts)
+        others = np.array([token for each in named for token in each])
+        apart = logits.at(outputs, others) - logits.at(outputs, tokens[outputs])
+        values = np.nan_to_num(chosen[outputs] + apart, nan=LEAST_LOGPROB)
+        found[outputs, ragged_arange(counts)] = values.clip(LEAST_LOGPROB, 0)
+    return found

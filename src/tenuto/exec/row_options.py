@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tenuto.base.plan import RowSampling
+from tenuto.base.plan import RowSampling, Words
 from tenuto.exec.forward import Logits, Longs
 from tenuto.exec.token_counts import TokenCounts
+from tenuto.exec.words import words_of
 from tenuto.kernels.sampling import Choice, uniforms
 
 NOT_ASKED = -1
@@ -37,8 +38,8 @@ class RowOptions:
     """Sampling options by row id, in host arrays [rows]. The thread that runs steps sets a row's options when a plan
     lists the row in `Plan.sampling`.
 
-    Invariant: `_asking` has the rows with biases, masked ids, penalties or log-probabilities. While it is empty, steps
-    skip these.
+    Invariant: `_asking` has the rows with biases, masked or allowed ids, penalties or log-probabilities. While it is
+    empty, steps skip these.
     """
 
     def __init__(self, rows: int, vocab: int) -> None:
@@ -47,6 +48,8 @@ class RowOptions:
         self._top = np.full(rows, NOT_ASKED)
         self._biased = np.zeros(rows, np.bool_)
         self._biases: dict[int, _Biases] = {}
+        self._allowed: dict[int, Words] = {}
+        self._named: dict[int, tuple[int, ...]] = {}
         self._asking: set[int] = set()
         self._vocab = vocab
         self.counts = TokenCounts()
@@ -56,7 +59,8 @@ class RowOptions:
         options = new.sampling
         self._temperature[row], self._top_k[row], self._top_p[row] = options.temperature, options.top_k, options.top_p
         self._min_p[row], self._seed[row] = options.min_p, options.seed
-        asks = options.penalised or options.logit_bias or new.masked or new.top is not None
+        limited = options.logit_bias or options.allowed_ids or new.masked
+        asks = options.penalised or limited or new.top is not None
         if not asks and row not in self._asking:
             return
         self._asking.add(row)  # first: if the rest fails, the next start of the row must reset it
@@ -64,6 +68,12 @@ class RowOptions:
         self._top[row] = NOT_ASKED if new.top is None else new.top
         self._biased[row] = bool(options.logit_bias or new.masked)
         self._biases.pop(row, None)
+        self._allowed.pop(row, None)
+        self._named.pop(row, None)
+        if options.allowed_ids:
+            self._allowed[row] = words_of(options.allowed_ids, self._vocab)
+        if new.named:
+            self._named[row] = new.named
         if self._biased[row]:
             self._biases[row] = self._biases_of(new)
         if not asks:
@@ -76,7 +86,7 @@ class RowOptions:
 
     @property
     def plain(self) -> bool:
-        """Whether no row has biases, masks, penalties or log-probabilities."""
+        """Whether no row has biases, masked or allowed ids, penalties or log-probabilities."""
         return not self._asking
 
     def draws(self, rows: Longs) -> bool:
@@ -103,6 +113,16 @@ class RowOptions:
         places = np.repeat(biased, [len(each.tokens) for each in added])
         tokens, values = (np.concatenate(parts) for parts in zip(*((a.tokens, a.values) for a in added), strict=True))
         logits.put(places, tokens, logits.at(places, tokens) + values)
+
+    def allowed(self, rows: Longs) -> list[tuple[int, Words]]:
+        """Returns the indices in `rows` of those with allowed ids, each with a bit for every allowed token."""
+        if not self._allowed:
+            return []
+        return [(i, self._allowed[row]) for i, row in enumerate(rows.tolist()) if row in self._allowed]
+
+    def named(self, rows: Longs) -> list[tuple[int, ...]]:
+        """Returns the ids whose log-probabilities each of `rows` names."""
+        return [self._named.get(row, ()) for row in rows.tolist()] if self._named else []
 
     def scored(self, rows: Longs) -> tuple[Longs, int]:
         """Returns the indices in `rows` of those that want log-probabilities, and the largest number of top tokens that

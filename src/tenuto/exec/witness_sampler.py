@@ -10,6 +10,7 @@ import numpy.typing as npt
 from tenuto.base.plan import InputScores, Logprobs, Plan, RowSampling, TokenMasks, Words
 from tenuto.base.sampling import LEAST_LOGPROB
 from tenuto.exec.witness_hashes import Hashes, Longs, next_allowed, next_unmasked, seeded
+from tenuto.exec.words import words_of
 from tenuto.kernels.ragged import ragged_arange
 
 
@@ -20,14 +21,14 @@ class WitnessSampler:
         self._vocab_size = vocab_size
         self.last = np.zeros(rows, np.int64)
         self._seeds = np.zeros(rows, np.uint64)  # of each row's turn, times `MULTIPLIER`
-        self._asking: dict[int, RowSampling] = {}  # rows with masked ids or log-probabilities
+        self._asking: dict[int, RowSampling] = {}  # rows with limited ids or log-probabilities
 
     def set_options(self, sampling: Iterable[tuple[int, RowSampling]]) -> None:
         """Sets the options of rows."""
         for row, new in sampling:
             self._seeds[row] = 0 if new.sampling.greedy else seeded(0, new.sampling.seed)
             self._asking.pop(row, None)
-            if new.masked or new.top is not None:
+            if new.masked or new.sampling.allowed_ids or new.top is not None:
                 self._asking[row] = new
 
     def lose(self, rows: list[int]) -> None:
@@ -67,6 +68,8 @@ class WitnessSampler:
         for i, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
             asked = self._asking.get(row)
             masked = asked.masked if asked is not None and position < asked.masked_before else ()
+            if asked is not None and asked.sampling.allowed_ids:
+                allowed[i] = words_of(asked.sampling.allowed_ids, self._vocab_size)
             if i in allowed:
                 tokens[i] = next_allowed(int(states[i]), self._vocab_size, masked, allowed[i])
             elif masked:
@@ -79,18 +82,25 @@ class WitnessSampler:
             return None
         width = min(1, max(n for n in most if n is not None))
         said = np.asarray(tokens[places], np.int32)
-        return _certain(places, said, said, width)
+        return _certain(places, said, said, width, [self._asking[row].named for row in rows[places].tolist()])
 
     def score(self, scores: InputScores, hashes: Hashes) -> Logprobs:
         """Scores input tokens, with seed 0."""
         said = np.asarray(self._next_tokens(hashes[scores.offsets]), np.int32)
-        return _certain(np.arange(len(said), dtype=np.int32), scores.targets, said, min(1, scores.top))
+        return _certain(np.arange(len(said), dtype=np.int32), scores.targets, said, min(1, scores.top), scores.named)
 
 
 def _certain(
-    places: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32], certain: npt.NDArray[np.int32], width: int
+    places: npt.NDArray[np.int32],
+    tokens: npt.NDArray[np.int32],
+    certain: npt.NDArray[np.int32],
+    width: int,
+    named: Sequence[tuple[int, ...]],
 ) -> Logprobs:
-    """Returns the log-probabilities of `tokens` where the tokens `certain` have probability 1, and with `width` 1 the
-    latter as the likeliest."""
+    """Returns the log-probabilities of `tokens`, and of the `named` ones, where the tokens `certain` have probability
+    1, and with `width` 1 the latter as the likeliest."""
     chosen = np.where(tokens == certain, 0, LEAST_LOGPROB).astype(np.float32)
-    return Logprobs(places, chosen, certain[:, None][:, :width], np.zeros((len(certain), width), np.float32))
+    others = np.full((len(certain), max(map(len, named), default=0)), LEAST_LOGPROB, np.float32)
+    for row, ids in enumerate(named):
+        others[row, [place for place, token in enumerate(ids) if token == certain[row]]] = 0
+    return Logprobs(places, chosen, certain[:, None][:, :width], np.zeros((len(certain), width), np.float32), others)

@@ -45,9 +45,9 @@ class Preparer:
             return 0
         return max(1, len(grammar.source))
 
-    def prepare(self, command: StartTurn | Draft, basis: Basis) -> Prepared:
-        """Returns the tokens that the command appends to `basis`, the state of its session, and its grammar. Raises the
-        errors of `Renderer.prepare` and `GrammarCompiler.constraint`."""
+    def prepare(self, command: StartTurn | Draft, basis: Basis, *, closed: bool = False) -> Prepared:
+        """Returns the tokens that the command appends to `basis`, the state of its session, and its grammar. `closed`:
+        as in `Tokenize`. Raises the errors of `Renderer.prepare` and `GrammarCompiler.constraint`."""
         if not isinstance(command, StartTurn):
             prompt = parse_input(command.input, self._tokenizer, basis.room(generate=False), basis.last_token)
             return self._renderer.prepare(basis, prompt, generate=False)
@@ -55,13 +55,24 @@ class Preparer:
         if command.kind == "regenerate":
             prepared = Prepared(basis, array("i"), None)
         else:
+            if command.most is not None:
+                self._require_countable(command)
+                basis = replace(basis, limit=MAX_COUNT)
             generate = _generates(command)
             prompt = self._prompt(command, basis, generate=generate)
             if command.params.pooling is not None:
                 prompt = self._with_end(prompt)
             prepared = self._renderer.prepare(
-                basis, prompt, generate=generate, tools=command.tools, variables=command.variables
+                basis,
+                prompt,
+                generate=generate and not command.continues,
+                tools=command.tools,
+                variables=command.variables,
+                closed=closed,
             )
+            if command.most is not None:
+                kept = prepared.tokens[-command.most :] if command.most > 0 else prepared.tokens[: -command.most]
+                prepared = prepared._replace(tokens=kept)
         grammar = command.params.grammar
         if grammar is None or self._grammars is None:
             return prepared
@@ -69,11 +80,7 @@ class Preparer:
 
     def tokens(self, request: Tokenize) -> array[int]:
         """Returns the tokens of a `Tokenize` request. Raises `ContextExceeded` and the errors of `Renderer.prepare`."""
-        size = size_of(request.input) + len(request.tools.source) + len(request.variables.source)
-        if size > self._counted:
-            raise ContextExceeded(
-                f"the input has {size} characters; allowed where it is only tokenized: {self._counted}"
-            )
+        self._require_countable(request)
         start = StartTurn(
             kind="turn",
             tenant="",
@@ -83,7 +90,15 @@ class Preparer:
             variables=request.variables,
             params=TurnParams() if request.generate else TurnParams().input_alone,
         )
-        return self.prepare(start, Basis.opening(MAX_COUNT)).tokens
+        return self.prepare(start, Basis.opening(MAX_COUNT), closed=request.closed).tokens
+
+    def _require_countable(self, request: StartTurn | Tokenize) -> None:
+        """Raises `ContextExceeded` if the input is too long to encode more of it than is computed."""
+        size = size_of(request.input) + len(request.tools.source) + len(request.variables.source)
+        if size > self._counted:
+            raise ContextExceeded(
+                f"the input has {size} characters; allowed where it is only tokenized: {self._counted}"
+            )
 
     def _prompt(self, command: StartTurn, basis: Basis, *, generate: bool) -> Prompt:
         tokenizer = self._tokenizer

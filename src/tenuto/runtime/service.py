@@ -27,6 +27,7 @@ from tenuto.base.wire.messages import (
     AnyReply,
     Audit,
     Describe,
+    DescribeTokenizer,
     Detokenize,
     Draft,
     DropMemory,
@@ -155,7 +156,7 @@ class Service:
                 self._ask(request)
             case _ if isinstance(request, OfTrainers):
                 self._trainers.take(request)
-            case Detokenize() | TokenTexts() | Tokenize():
+            case DescribeTokenizer() | Detokenize() | TokenTexts() | Tokenize():
                 self._convert(request)
             case Withdraw():
                 self._outbox.answer(request, self._intake.withdraw(request.name))
@@ -169,13 +170,16 @@ class Service:
             case _:
                 self._execute(request, lambda _: self._dispatcher.execute(request))
 
-    def _convert(self, request: Detokenize | TokenTexts | Tokenize) -> None:
-        """Answers with the text of tokens, or the tokens of a text."""
+    def _convert(self, request: DescribeTokenizer | Detokenize | TokenTexts | Tokenize) -> None:
+        """Answers with the text of tokens, the tokens of a text, or the tokenizer itself."""
         match request:
+            case DescribeTokenizer():
+                self._outbox.answer(request, self._texts.describe())
             case Detokenize(tokens=tokens):
                 self._later(request, len(tokens), lambda: self._texts.of(tokens, special=request.special))
             case TokenTexts(tokens=tokens):
-                self._later(request, len(tokens), lambda: [self._texts.of([token]) for token in tokens])
+                text_of = self._texts.entry if request.entries else lambda token: self._texts.of([token])
+                self._later(request, len(tokens), lambda: list(map(text_of, tokens)))
             case Tokenize():
                 self._later(request, size_of(request.input), lambda: self._preparer.tokens(request).tobytes())
 

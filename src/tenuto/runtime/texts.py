@@ -9,7 +9,7 @@ import msgspec
 
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.turns import Delta
-from tenuto.base.views import KeptTurn, RecordPage, Ticket
+from tenuto.base.views import KeptTurn, RecordPage, Ticket, TokenizerView
 from tenuto.text.tokenizer import Tokenizer
 
 
@@ -25,6 +25,24 @@ class Texts:
         if self._tokenizer is None:
             raise InvalidRequest("text needs a tokenizer, and this engine has none")
         return self._tokenizer.decode(tokens, special=special)
+
+    def entry(self, token: int) -> str:
+        """Returns a token's entry in the vocabulary, "" for unused ids. Raises `InvalidRequest` without a tokenizer."""
+        if self._tokenizer is None:
+            raise InvalidRequest("text needs a tokenizer, and this engine has none")
+        return self._tokenizer.entry(token)
+
+    def describe(self) -> TokenizerView:
+        """Describes the tokenizer. Raises `InvalidRequest` without one."""
+        if self._tokenizer is None:
+            raise InvalidRequest("this engine has no tokenizer")
+        known = self._tokenizer
+        return TokenizerView(
+            vocab_size=known.vocab_size,
+            bos=known.control_text(known.bos_id) or None,
+            eos=known.control_text(known.eos_ids[0] if known.eos_ids else None) or None,
+            chat_template=known.chat_template,
+        )
 
     def of_ticket(self, ticket: Ticket) -> Ticket:
         """Adds the text of a ticket's prompt."""

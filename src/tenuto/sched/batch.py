@@ -251,7 +251,8 @@ def row_sampling(turn: Turn, stops: tuple[int, ...]) -> RowSampling:
     if sampling.repetition_penalty != 1:
         prompt = np.unique(np.array(turn.tokens(0, turn.prompt_length), np.int32))
     masked = stops if len(turn.output) < params.min_new_tokens else ()
-    return RowSampling(sampling, prompt, output, masked, turn.prompt_length + params.min_new_tokens, params.logprobs)
+    masked_before = turn.prompt_length + params.min_new_tokens
+    return RowSampling(sampling, prompt, output, masked, masked_before, params.logprobs, params.logprob_ids)
 
 
 def continues_from(turn: Turn) -> int:

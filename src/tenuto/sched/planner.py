@@ -297,6 +297,7 @@ class Planner:
         batch, scored, top = self._batch, [], 0
         offsets: list[int] = []
         targets: list[int] = []
+        named: list[tuple[int, ...]] = []
         began = proposal.counts.cumsum() - proposal.counts
         for index, row in enumerate(proposal.rows.tolist()):
             if row not in batch.scoring:
@@ -309,11 +310,13 @@ class Planner:
                 first = int(began[index]) + start - after
                 offsets += range(first, first + stop - start)
                 targets += turn.tokens(start, stop)
+                named += [turn.params.logprob_ids] * (stop - start)
                 scored.append(InputPart(index, start, stop))
                 top = max(top, turn.params.input_logprobs or 0)
         if not scored:
             return None, ()
-        return InputScores(np.array(offsets, np.int32), np.array(targets, np.int32), top), tuple(scored)
+        scores = InputScores(np.array(offsets, np.int32), np.array(targets, np.int32), top, tuple(named))
+        return scores, tuple(scored)
 
     def _pool_input(self, proposal: Proposal) -> tuple[InputVectors | None, tuple[InputPart, ...]]:
         """Returns the sums of vectors that this step computes."""

@@ -166,7 +166,8 @@ class Settler:
         for entry, index in enumerate(owners.tolist()):
             turn: Turn | None = self._batch.turns[flight.rows[index]] if live[index] else None
             if turn is not None and len(turn.output_logprobs) < len(turn.output):
-                turn.output_logprobs += sampled.entries(entry, tokens[entry : entry + 1], turn.params.logprobs or 0)
+                said, params = tokens[entry : entry + 1], turn.params
+                turn.output_logprobs += sampled.entries(entry, said, params.logprobs or 0, params.logprob_ids)
 
     def _take_scores(self, flight: Flight, scores: Logprobs, live: Mask) -> None:
         """Records the log-probabilities of input tokens."""
@@ -180,7 +181,8 @@ class Settler:
                         f"{turn.name} gets scores from position {part.start}; expected: {turn.next_scored}"
                     )
                 tokens = turn.tokens(part.start, part.stop)
-                turn.input_scores += scores.entries(at, tokens, turn.params.input_logprobs or 0)
+                params = turn.params
+                turn.input_scores += scores.entries(at, tokens, params.input_logprobs or 0, params.logprob_ids)
                 if part.stop == turn.prompt_length:
                     self._batch.scoring.discard(row)
             at += part.stop - part.start

@@ -35,6 +35,7 @@ from tenuto.serve.ollama import models as ollama_models
 from tenuto.serve.ollama import routes as ollama
 from tenuto.serve.openai import conversation_routes as openai_conversations
 from tenuto.serve.openai import embeddings as openai_embeddings
+from tenuto.serve.openai import invocations as openai_invocations
 from tenuto.serve.openai import llama_cpp
 from tenuto.serve.openai import rerank as openai_rerank
 from tenuto.serve.openai import response_inputs as openai_inputs
@@ -87,6 +88,7 @@ def build_app(edge: Edge, metrics: Metrics) -> FastAPI:
         sglang_weights,
         sglang_encode,
         openai,
+        openai_invocations,
         openai_responses,
         openai_inputs,
         openai_conversations,

@@ -192,15 +192,18 @@ class ChatTemplate:
         room: Room | None = None,
         tools: Tools = NO_TOOLS,
         variables: Variables = NO_VARIABLES,
+        *,
+        closed: bool = False,
     ) -> Rendered:
         """Renders a session's first turn, with the definitions of `tools`. With `generate` the tokens end where the
-        assistant begins to speak, otherwise with the last content. Raises `InvalidRequest` if there are no messages or
+        assistant begins to speak, otherwise with the last content, or, if `closed`, with all that the template writes
+        after it. Raises `InvalidRequest` if there are no messages or
         the template refuses them. Raises `ContextExceeded`, without encoding, if they certainly do not fit into
         `room`."""
         if not messages:
             raise InvalidRequest("a conversation opens with no messages; allowed: at least one")
         if tools and self._with_tools is not None:
-            return self._with_tools.opening(messages, generate, room, tools, variables)
+            return self._with_tools.opening(messages, generate, room, tools, variables, closed=closed)
         self._require_room(messages, room)
         digest = tools.digest
         system = messages[0].role == "system"
@@ -216,7 +219,9 @@ class ChatTemplate:
         guard = self._guard(messages, tools, variables)
         told = protected(tools.parsed(), guard.protect)
         text = self._template.render(_protected(messages, guard), generate, told, _guarded(variables, guard))
-        return Rendered(guard.encode(text if generate else self._unclosed(text, later, variables), room), later)
+        if not (generate or closed):
+            text = self._unclosed(text, later, variables)
+        return Rendered(guard.encode(text, room), later)
 
     def delta(
         self,

@@ -138,6 +138,10 @@ class Tokenizer:
         raw = b"".join(map(self.written_bytes if special else self.token_bytes, ids))
         return raw.decode("utf-8", errors="replace")
 
+    def entry(self, token: int) -> str:
+        """Returns a token's entry in the vocabulary; "" for unused ids."""
+        return self._backend.id_to_token(token) or ""
+
     def token_bytes(self, token: int) -> bytes:
         """Returns the bytes of a token, possibly incomplete UTF-8; b"" for control tokens and unused ids."""
         return self._bytes.get(token, b"")

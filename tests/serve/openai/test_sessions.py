@@ -34,7 +34,7 @@ def test_a_session_gives_the_answers_of_a_resent_history_and_computes_less(
         resent = real.chat.completions.create(messages=history, **options)
         kept = real.chat.completions.create(messages=sent, extra_body={"session_id": "talk"}, **options)
         assert kept.choices == resent.choices
-        assert kept.model_extra == {"session_id": "talk", "version": number}
+        assert {"session_id": "talk", "version": number}.items() <= present(kept.model_extra).items()
         usage = usage_of(kept)
         assert usage.prompt_tokens == usage_of(resent).prompt_tokens
         assert present(present(usage.prompt_tokens_details).cached_tokens) >= before - 1
@@ -47,7 +47,7 @@ def test_a_session_streams_and_continues_raw_text(client: OpenAI, witness: Serve
     httpx.post(f"{witness.url}/v1/sessions", json={"id": "raw"}).raise_for_status()
     own: dict[str, Any] = {"extra_body": {"session_id": "raw"}, "max_tokens": 4, **GREEDY}
     first = client.completions.create(prompt=[5, 6], **own)
-    assert first.model_extra == {"session_id": "raw", "version": 1}
+    assert {"session_id": "raw", "version": 1}.items() <= present(first.model_extra).items()
     *_, last = client.completions.create(prompt="", stream=True, **own)
     assert last.model_extra == {"session_id": "raw", "version": 2}
     assert (

@@ -33,6 +33,24 @@ def test_logprobs_are_tuples_of_logprob_token_and_text(smollm2: httpx.Client) ->
     assert all(entry[0] <= 0 for entry in meta["input_token_logprobs"][1:])
 
 
+def test_logprobs_of_named_ids_are_shown_at_every_position(smollm2: httpx.Client) -> None:
+    asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1}
+    meta = generate(smollm2, "The capital of France is", token_ids_logprob=[260, 7], **asked)["meta_info"]
+    assert meta["input_token_ids_logprobs"][0] is None
+    assert len(meta["input_token_ids_logprobs"]) == meta["prompt_tokens"]
+    assert len(meta["output_token_ids_logprobs"]) == meta["completion_tokens"]
+    for places in (meta["input_token_ids_logprobs"][1:], meta["output_token_ids_logprobs"]):
+        assert [[one[1] for one in named] for named in places] == [[260, 7]] * len(places)
+    likeliest = [top[0][1] for top in meta["output_top_logprobs"]]
+    again = generate(smollm2, "The capital of France is", token_ids_logprob=likeliest, **asked)["meta_info"]
+    for place, named in enumerate(again["output_token_ids_logprobs"]):
+        assert named[place][0] == pytest.approx(again["output_top_logprobs"][place][0][0], abs=1e-4)
+    batch = {**asked, "text": ["a", "b"], "sampling_params": {"max_new_tokens": 1}}
+    first, second = smollm2.post("/generate", json={**batch, "token_ids_logprob": [[5], None]}).json()
+    assert [one[1] for one in first["meta_info"]["output_token_ids_logprobs"][0]] == [5]
+    assert "output_token_ids_logprobs" not in second["meta_info"]
+
+
 def test_logprobs_of_the_prompt_start_where_requested_and_by_default_nowhere(smollm2: httpx.Client) -> None:
     whole, late, default = (
         generate(smollm2, "The capital of France is", return_logprob=True, **more)["meta_info"]

@@ -28,7 +28,7 @@ def test_every_event_has_all_entries_and_each_is_serialized_once(monkeypatch: py
     reply, output = Transcript(), OutputScores()
     for event in range(1, 51):
         reply.take(Delta((event,), "a", event, logprobs=(scored(event),)))
-        told = {name: bytes(raw) for name, raw in output.lists(reply, top=True, text=True).items()}
+        told = {name: bytes(raw) for name, raw in output.lists(reply, top=True, named=False, text=True).items()}
         one = ",".join(f'[-0.5,{n},"a"]' for n in range(1, event + 1))
         assert told["output_token_logprobs"].decode() == f"[{one}]"
         several = ",".join(f'[[-0.5,{n},"a"],[-1.5,7,"\ufffd"]]' for n in range(1, event + 1))
@@ -38,6 +38,6 @@ def test_every_event_has_all_entries_and_each_is_serialized_once(monkeypatch: py
 
 def test_an_event_without_new_entries_repeats_the_old_ones() -> None:
     output = OutputScores()
-    assert {name: bytes(raw) for name, raw in output.lists(Transcript(), top=False, text=True).items()} == {
-        "output_token_logprobs": b"[]"
-    }
+    assert {
+        name: bytes(raw) for name, raw in output.lists(Transcript(), top=False, named=False, text=True).items()
+    } == {"output_token_logprobs": b"[]"}

@@ -63,6 +63,14 @@ class Reading:
         """Returns a parser. `answer`: an id of the answer; parsers with the same one give its calls the same ids."""
         return AnswerReader(self.habits, self.names, answer, self.types)
 
+    def thought_tokens(self, pieces: Iterable[tuple[str, int]]) -> int:
+        """Returns the number of tokens in thoughts. `pieces`: those of an answer, each its text and the number of its
+        tokens. A piece that ends a thought counts as a whole."""
+        if self.habits.thinks == "no" and self.habits.tools != "channels":
+            return 0
+        reader = self.reader("")
+        return sum(tokens for text, tokens in pieces if reader.push(text).reasoning or reader.thinking)
+
 
 class AnswerReader:
     """Parses an answer as it arrives. Text that may still become a tag or a call is held back. `names`: the functions
@@ -94,6 +102,11 @@ class AnswerReader:
         }.get(habits.tools, self._after_mark)
         if self._thinking:
             self._dropped = "\n"
+
+    @property
+    def thinking(self) -> bool:
+        """Whether the text so far ends within a thought."""
+        return bool(self._thinking)
 
     def push(self, text: str) -> AnswerPart:
         """Returns the part that `text` completes."""

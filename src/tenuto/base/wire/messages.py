@@ -31,6 +31,7 @@ from tenuto.base.views import (
     StateFilter,
     Stats,
     Ticket,
+    TokenizerView,
 )
 from tenuto.base.wire.document import SessionDocument
 
@@ -137,7 +138,9 @@ class StartTurn(Request[Ticket], frozen=True, kw_only=True):
     functions that the model may call, rendered with the first messages; later turns may repeat them. `variables`: those
     of the chat template in this turn. `once`: an idempotency key and a digest of the client's request; the committed
     turn is kept for `FindTurn`. `adapter`: the name of the adapter, and "" for none; a session that is given must have
-    the same. `None`: that of the session.
+    the same. `None`: that of the session. `continues`: the output continues the last message of the input, which is one
+    of the assistant. `most`: only so many of the prompt's tokens are used, of an ephemeral session: the last ones, or,
+    if it is negative, the first.
     """
 
     kind: TurnKind
@@ -155,6 +158,8 @@ class StartTurn(Request[Ticket], frozen=True, kw_only=True):
     variables: Variables = NO_VARIABLES
     once: tuple[str, bytes] | None = None
     adapter: str | None = None
+    continues: bool = False
+    most: int | None = None
 
     @property
     def key(self) -> SessionKey | None:
@@ -340,16 +345,23 @@ class Detokenize(Request[str], frozen=True, kw_only=True):
 
 
 class TokenTexts(Request[list[str]], frozen=True, kw_only=True):
-    """Return the text of each token, with control tokens written out. `tenant`: that of the caller."""
+    """Return the text of each token, with control tokens written out, or its entry in the vocabulary, which may write
+    blanks and other bytes differently. `tenant`: that of the caller."""
 
     tenant: str = ""
     tokens: list[int]
+    entries: bool = False
+
+
+class DescribeTokenizer(Request[TokenizerView], frozen=True, kw_only=True):
+    """Describe the model's tokenizer."""
 
 
 class Tokenize(Request[bytes], frozen=True, kw_only=True):
     """Return the tokens of an input that opens a session as the bytes of an `array("i")`, since there may be millions.
-    `markup`, `tools` and `variables`: as in `StartTurn`. `generate`: messages end where the assistant's answer begins.
-    `tenant`: that of the caller."""
+    `markup`, `tools` and `variables`: as in `StartTurn`. `generate`: messages end where the assistant's answer begins;
+    otherwise with the last content, or, if `closed`, after the end of the last message. `tenant`: that of the caller.
+    """
 
     tenant: str = ""
     input: TurnInput
@@ -357,6 +369,7 @@ class Tokenize(Request[bytes], frozen=True, kw_only=True):
     variables: Variables = NO_VARIABLES
     markup: bool = False
     generate: bool = True
+    closed: bool = False
 
 
 AnyRequest: Any = reduce(or_, {*Request.__subclasses__(), *OfSession.__subclasses__()} - {OfSession})

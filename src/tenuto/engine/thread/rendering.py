@@ -96,16 +96,20 @@ class Renderer:
         generate: bool,
         tools: Tools = NO_TOOLS,
         variables: Variables = NO_VARIABLES,
+        closed: bool = False,
     ) -> Prepared:
-        """Returns the tokens that append `prompt`. Raises `InvalidRequest`, `IllegalTransition` if messages cannot
-        follow the history, and `ContextExceeded` if the prompt certainly does not fit."""
-        prepared = self._prepare(basis, prompt, generate, tools, variables)
+        """Returns the tokens that append `prompt`. `closed`: as in `ChatTemplate.opening`. Raises `InvalidRequest`,
+        `IllegalTransition` if messages cannot follow the history, and `ContextExceeded` if the prompt certainly does
+        not fit."""
+        prepared = self._prepare(basis, prompt, generate, tools, variables, closed)
         basis.room(generate=generate).require(len(prepared.tokens))
         return prepared
 
-    def _prepare(self, basis: Basis, prompt: Prompt, generate: bool, tools: Tools, variables: Variables) -> Prepared:
+    def _prepare(
+        self, basis: Basis, prompt: Prompt, generate: bool, tools: Tools, variables: Variables, closed: bool
+    ) -> Prepared:
         if prompt.messages or (not prompt.tokens and not basis.empty and basis.conversation is not None):
-            rendered = self._render(basis, list(prompt.messages), generate, tools, variables)
+            rendered = self._render(basis, list(prompt.messages), generate, tools, variables, closed)
             return Prepared(basis, array("i", rendered.tokens), rendered.conversation)
         if tools:
             raise InvalidRequest("tools were given without messages; allowed: with chat messages", param="tools")
@@ -122,7 +126,7 @@ class Renderer:
         return prompt.tokens
 
     def _render(
-        self, basis: Basis, messages: list[Message], generate: bool, tools: Tools, variables: Variables
+        self, basis: Basis, messages: list[Message], generate: bool, tools: Tools, variables: Variables, closed: bool
     ) -> Rendered:
         if self._template is None:
             raise InvalidRequest("this model has no chat template; give text or token ids instead of messages")
@@ -130,7 +134,7 @@ class Renderer:
         if basis.last_token is None:
             if basis.system is not None and messages[0].role != "system":
                 messages.insert(0, Message("system", basis.system))
-            return self._template.opening(messages, generate, room, tools, variables)
+            return self._template.opening(messages, generate, room, tools, variables, closed=closed)
         if basis.conversation is None:
             raise IllegalTransition(
                 f"messages cannot follow in session {basis.session}: its last turn was raw text or tokens; allowed: "

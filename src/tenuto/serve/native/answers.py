@@ -132,7 +132,8 @@ def _delta(delta: Delta, said: AnswerPart | None) -> dict[str, Any]:
 
 def _logprob(entry: TokenLogprob) -> dict[str, Any]:
     """Returns a token's log-probability, with the likeliest tokens at its position."""
-    return {**_candidate(entry), "top": [_candidate(other) for other in entry.top]}
+    shown = {**_candidate(entry), "top": [_candidate(other) for other in entry.top]}
+    return {**shown, "named": [_candidate(other) for other in entry.named]} if entry.named else shown
 
 
 def _candidate(entry: TokenLogprob | Candidate) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from tenuto.base.errors import TenutoError
+from tenuto.base.tools.answers import Reading
 from tenuto.base.turns import Delta, EndReason, TurnResult, joined
 from tenuto.serve.openai.prompts import prompt_fields
 from tenuto.serve.openai.schemas import Generation
@@ -24,6 +25,10 @@ FINISH_REASONS = {
     EndReason.APPENDED: "length",
 }
 """OpenAI's finish reason for each reason of a committed turn. A barge-in is a stop."""
+
+
+UNUSED = {"service_tier": None, "kv_transfer_params": None}
+"""Fields of whole answers that other servers use; their clients read them."""
 
 
 class Writer(Protocol):
@@ -52,14 +57,22 @@ class Writer(Protocol):
 
 
 class Choices(Answer):
-    """The choices of one request, in the order of its prompts. `kind`: the `object` of a whole answer."""
+    """The choices of one request, in the order of its prompts. `kind`: the `object` of a whole answer. `reading`: how
+    they are parsed, if they are."""
 
     def __init__(
-        self, edge: Edge, kind: str, samples: Sequence[Samples], writers: Sequence[Writer], body: Generation
+        self,
+        edge: Edge,
+        kind: str,
+        samples: Sequence[Samples],
+        writers: Sequence[Writer],
+        body: Generation,
+        reading: Reading | None = None,
     ) -> None:
         super().__init__(edge, [turn for answers in samples for turn in answers.turns])
         self._samples = samples
         self._writers = writers
+        self._reading = reading
         self._usage_at_end = body.usage_at_end
         self._usage_always = body.usage_always
         self._body = body
@@ -83,10 +96,16 @@ class Choices(Answer):
         for index, (turn, writer) in enumerate(zip(self.turns, self._writers, strict=True)):
             result, reply = await committed(self._edge, turn), turn.reply()
             choice = self._choice(index, writer.whole(reply), result)
-            if self._shows_ids:
-                choice["token_ids"] = reply.tokens
+            choice["token_ids"] = reply.tokens if self._shows_ids else None
             choices.append(choice)
-        whole = {**self._head, "choices": choices, "usage": self._usage(), **self._session(), **self._times(0)}
+        whole = {
+            **self._head,
+            **UNUSED,
+            "choices": choices,
+            "usage": self._usage(),
+            **self._session(),
+            **self._times(0),
+        }
         for index, choice in enumerate(choices):
             self._tell_prompt(index, choice, whole)
         return whole
@@ -175,10 +194,14 @@ class Choices(Answer):
     def _usage(self) -> dict[str, Any]:
         prompt = sum(samples.prompt_tokens for samples in self._samples)
         completion = sum(samples.generated_tokens for samples in self._samples)
-        return {
+        usage: dict[str, Any] = {
             **_counts(prompt, completion),
             "prompt_tokens_details": {"cached_tokens": sum(samples.cached_tokens for samples in self._samples)},
         }
+        if self._reading is not None:
+            thoughts = sum(self._reading.thought_tokens(turn.pieces) for turn in self.turns)
+            usage["completion_tokens_details"] = {"reasoning_tokens": thoughts}
+        return usage
 
 
 def _counts(prompt: int, completion: int) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tenuto.base.options import TurnParams
@@ -15,19 +15,29 @@ from tenuto.serve.openai.tools import input_of
 from tenuto.serve.shared.scores import scored
 
 
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """How choices are shown: with their thoughts, with tokens as `ids` (see `scored`), after the text `echo`."""
+
+    reasoning: bool = True
+    ids: bool = False
+    echo: str = ""
+
+
+ANSWER = Shown()
+
+
 class ChatWriter:
-    """Writes one choice; see `answers.Writer`. `reader`: parses the answer. `customs`: names of custom tools.
-    `reasoning`: whether thoughts are shown."""
+    """Writes one choice; see `answers.Writer`. `reader`: parses the answer. `customs`: names of custom tools."""
 
     def __init__(
         self,
         reader: AnswerReader,
         params: TurnParams,
         customs: frozenset[str] = frozenset(),
-        *,
-        reasoning: bool = True,
+        form: Shown = ANSWER,
     ) -> None:
-        self._reasoning = reasoning
+        self._form = form
         self._reader = reader
         self._customs = customs
         self._logprobs = params.scores_output
@@ -39,7 +49,7 @@ class ChatWriter:
         return self._calls > 0
 
     def opening(self) -> dict[str, Any]:
-        return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+        return {"delta": {"role": "assistant", "content": self._form.echo}, "logprobs": None}
 
     def piece(self, delta: Delta) -> dict[str, Any] | None:
         said, logprobs = self._shown(self._reader.push(delta.text)), self._logprobs_of(delta.logprobs)
@@ -50,6 +60,7 @@ class ChatWriter:
 
     def whole(self, delta: Delta) -> dict[str, Any]:
         said = self._shown(self._reader.read(delta.text, ended=True))
+        said.text = self._form.echo + said.text
         self._calls = len(said.calls)
         message: dict[str, Any] = {
             "role": "assistant",
@@ -64,7 +75,7 @@ class ChatWriter:
 
     def _shown(self, said: AnswerPart) -> AnswerPart:
         """Returns the part of an answer that the request wants to see."""
-        return said if self._reasoning else replace(said, reasoning="")
+        return said if self._form.reasoning else replace(said, reasoning="")
 
     def _delta(self, said: AnswerPart) -> dict[str, Any]:
         delta: dict[str, Any] = {}
@@ -82,7 +93,7 @@ class ChatWriter:
     def _logprobs_of(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
-        return {"content": [scored(entry) for entry in entries], "refusal": None}
+        return {"content": [scored(entry, by_id=self._form.ids) for entry in entries], "refusal": None}
 
     def _call(self, call: ToolCall) -> dict[str, Any]:
         if call.name in self._customs:

@@ -8,20 +8,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from tenuto.base.options import TurnParams
-from tenuto.base.sampling import TokenLogprob
+from tenuto.base.sampling import Candidate, TokenLogprob
 from tenuto.base.turns import Delta
 from tenuto.base.wire.messages import Detokenize
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.samples import Samples
+from tenuto.serve.shared.scores import in_place_of, written_id
 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """The echo of a prompt. `first`: text of its first token, which has no logprob. `scores`: logprobs of its tokens,
-    unless they come with the answer."""
+    """The echo of a prompt. `first` and `first_id`: its first token, which has no logprob. `scores`: logprobs of its
+    tokens, unless they come with the answer."""
 
     text: str
     first: bytes = b""
+    first_id: int = 0
     scores: Sequence[TokenLogprob | None] = ()
 
 
@@ -34,13 +36,18 @@ async def echo_of(edge: Edge, prompt: str | list[int], samples: Samples, params:
     if params.logprobs is None or not ticket.prompt:
         return Echo(text)
     first = await edge.link.call(Detokenize(tokens=ticket.prompt[:1]))
-    return Echo(text, first.encode(), turn.reply().input_logprobs if samples.prompt is not None else ())
+    scores = turn.reply().input_logprobs if samples.prompt is not None else ()
+    return Echo(text, first.encode(), ticket.prompt[0], scores)
 
 
 class CompletionWriter:
-    """Writes one choice; see `answers.Writer`. `silent`: tokens without text in the output."""
+    """Writes one choice; see `answers.Writer`. `silent`: tokens without text in the output. `ids`: log-probabilities
+    name tokens by their ids."""
 
-    def __init__(self, params: TurnParams, echo: Echo | None = None, silent: Iterable[int] = ()) -> None:
+    def __init__(
+        self, params: TurnParams, echo: Echo | None = None, silent: Iterable[int] = (), *, ids: bool = False
+    ) -> None:
+        self._text = _id_of if ids else _text_of
         self._logprobs = params.scores_output
         self._echo = echo  # until it is written
         self._silent = frozenset(silent)
@@ -73,12 +80,26 @@ class CompletionWriter:
                 raw = entry.raw if entry is not None else echo.first
                 written = raw if text.startswith(raw, position) else b""
                 position += len(written)
-                _add(shown, raw, entry, self._characters.take(written))
+                first = Candidate(echo.first_id, 0.0, raw)
+                self._add(shown, first if entry is None else entry, entry, self._characters.take(written))
             self._characters = Characters(len(echo.text))
         for entry in delta.logprobs:
             written = b"" if entry.token in self._silent else entry.raw
-            _add(shown, entry.raw, entry, self._characters.take(written))
+            self._add(shown, entry, entry, self._characters.take(written))
         return shown
+
+    def _add(
+        self, shown: dict[str, list[Any]], said: TokenLogprob | Candidate, entry: TokenLogprob | None, offset: int
+    ) -> None:
+        """Adds the token `said`. `entry`: the token with its log-probability, if it is known."""
+        shown["tokens"].append(self._text(said))
+        shown["text_offset"].append(offset)
+        shown["token_logprobs"].append(entry.logprob if entry is not None else None)
+        likeliest: dict[str, float] | None = None
+        if entry is not None:  # the token itself comes first, as in vLLM's answers
+            likeliest = {self._text(said): entry.logprob}
+            likeliest |= {self._text(other): other.logprob for other in in_place_of(entry)}
+        shown["top_logprobs"].append(likeliest)
 
 
 class Characters:
@@ -95,14 +116,12 @@ class Characters:
         return before
 
 
-def _add(shown: dict[str, list[Any]], raw: bytes, entry: TokenLogprob | None, offset: int) -> None:
-    shown["tokens"].append(token_text(raw))
-    shown["text_offset"].append(offset)
-    shown["token_logprobs"].append(entry.logprob if entry is not None else None)
-    likeliest = {token_text(other.raw): other.logprob for other in entry.top} if entry is not None else None
-    if entry is not None and likeliest is not None:
-        likeliest.setdefault(token_text(raw), entry.logprob)
-    shown["top_logprobs"].append(likeliest)
+def _text_of(entry: TokenLogprob | Candidate) -> str:
+    return token_text(entry.raw)
+
+
+def _id_of(entry: TokenLogprob | Candidate) -> str:
+    return written_id(entry.token)
 
 
 def token_text(raw: bytes) -> str:

@@ -10,14 +10,15 @@ from tenuto.serve.shared.samples import Samples
 
 
 def prompt_fields(samples: Samples, body: Generation) -> dict[str, Any]:
-    """Returns what a request asks for about a prompt: its token ids, and log-probabilities, which are complete once its
-    turns have ended. Tokens of a session's history have none."""
+    """Returns what a request asks for about a prompt, or `None` where it does not: token ids, and log-probabilities,
+    which are complete once its turns have ended. Tokens of a session's history have none."""
     turn = samples.input_turn
     ticket = turn.ticket
     assert ticket is not None
-    fields: dict[str, Any] = {}
-    if body.return_token_ids:
-        fields["prompt_token_ids"] = ticket.prompt
+    fields: dict[str, Any] = {
+        "prompt_token_ids": ticket.prompt if body.return_token_ids else None,
+        "prompt_logprobs": None,
+    }
     if body.verbose:
         fields["__verbose"] = {"prompt": ticket.text}
     if body.prompt_logprobs is not None:

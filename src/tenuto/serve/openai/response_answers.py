@@ -50,13 +50,13 @@ def head_of(model: str, name: str, echoed: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def usage_of(usage: Usage) -> dict[str, Any]:
-    """Returns a turn's counts of tokens in the form of Responses."""
+def usage_of(usage: Usage, thoughts: int = 0) -> dict[str, Any]:
+    """Returns a turn's counts of tokens in the form of Responses. `thoughts`: output tokens that are thoughts."""
     return {
         "input_tokens": usage.prompt,
         "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
         "output_tokens": usage.generated,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": thoughts},
         "total_tokens": usage.prompt + usage.generated,
     }
 
@@ -78,6 +78,7 @@ class ResponseAnswer(Answer):
     ) -> None:
         super().__init__(edge, [turn])
         self._turn = turn
+        self._reading = form.reading
         self._reader = form.reading.reader(turn.id)
         self._customs = form.customs
         self._scores: list[TokenLogprob] | None = [] if form.scores else None  # of tokens whose text is to be written
@@ -138,7 +139,7 @@ class ResponseAnswer(Answer):
         response = self.view("completed" if whole else "incomplete")
         if not whole:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
-        response["usage"] = usage_of(result.usage)
+        response["usage"] = usage_of(result.usage, self._reading.thought_tokens(self._turn.pieces))
         self._keep(response)
         return response
 

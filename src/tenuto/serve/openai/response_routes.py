@@ -83,12 +83,11 @@ async def create(
     answer = ResponseAnswer(edge, turn, head, form, keep, end)
     if origin.ended is None:
         return await respond(request, answer, stream=body.stream)
-    begun = msgspec.json.encode(answer.view("in_progress"))
-    kept.begin(name, begun, origin, items)
+    kept.begin(name, msgspec.json.encode(answer.view("in_progress")), origin, items)
     edge.spawn(_write(answer, store, origin.ended))
     if body.stream:
         return EventStream(ResponseAnswer(edge, turn, head, form))
-    return Response(begun, media_type="application/json")
+    return Response(msgspec.json.encode(answer.view("queued")), media_type="application/json")
 
 
 async def _listed(body: ResponseBody) -> bytes:
@@ -134,7 +133,7 @@ def _found(kept: KeptResponses, name: str) -> tuple[bytes, Origin]:
     """Returns a stored response. Raises `NotFound`."""
     response, origin = kept.find(name), kept.origins.get(name)
     if response is None or origin is None:
-        raise NotFound(f"there is no response {name!r}; it was not stored, is too old, or is too large")
+        raise NotFound(f"Response with id {name!r} not found. It was not stored, is too old, or is too large")
     return response, origin
 
 
@@ -151,7 +150,7 @@ async def cancel(edge: EdgeOf, tenant: Caller, kept: Kept, response_id: Response
     """Ends a response in the background and returns it. One that has ended stays as it is."""
     response, origin = _found(kept, response_id)
     if origin.ended is None:
-        raise InvalidRequest(f"response {response_id} was not created with background; allowed: only those that were")
+        raise InvalidRequest("Cannot cancel a synchronous response. Allowed: those created with background")
     if not origin.ended.is_set():
         await edge.turns.abort(_turn(edge, tenant, response_id, origin))
         await origin.ended.wait()

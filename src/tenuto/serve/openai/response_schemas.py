@@ -217,7 +217,7 @@ class ResponseBody(Templated, TurnRequest):
     def check(self) -> None:
         """Raises `InvalidRequest` for conflicting fields."""
         if self.background and self.store is False:
-            raise InvalidRequest("background with store false; allowed: with store true", param="background")
+            raise InvalidRequest("background can only be used when `store` is true; store is false", param="background")
 
     @cached_property
     def items(self) -> list[Item]:

@@ -4,6 +4,7 @@ session."""
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
@@ -11,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from tenuto.base.errors import AlreadyExists, InvalidRequest, NotFound, SessionBusy, TenutoError
 from tenuto.base.wire.messages import StartTurn
 from tenuto.serve.openai.answers import Choices, Writer
-from tenuto.serve.openai.chat import ChatWriter
+from tenuto.serve.openai.chat import ChatWriter, Shown
 from tenuto.serve.openai.completions import CompletionWriter, echo_of
 from tenuto.serve.openai.schemas import ChatBody, CompletionBody, Generation
 from tenuto.serve.openai.tools import customs_of
@@ -47,6 +48,7 @@ async def complete(
             "session": body.session_id,
             "adapter": edge.adapter(body.model),
             "echo": bool(body.echo or body.return_token_ids or body.verbose),
+            "most": body.most(edge.model.context_length),
         }
         prompts, habits = body.prompts, edge.model.habits
         starts = await of_many(len(prompts), lambda: [body.start(tenant, prompt, habits, **more) for prompt in prompts])
@@ -55,7 +57,8 @@ async def complete(
         writers: list[Writer] = []
         for prompt, start, answers in zip(body.prompts, starts, samples, strict=True):
             echo = await echo_of(edge, prompt, answers, start.params) if body.echo else None
-            writers += [CompletionWriter(start.params, echo, edge.model.eos_ids) for _ in answers.turns]
+            ids, silent = bool(body.return_tokens_as_token_ids), edge.model.eos_ids
+            writers += [CompletionWriter(start.params, echo, silent, ids=ids) for _ in answers.turns]
     except BaseException:
         close_all(samples)
         raise
@@ -76,18 +79,23 @@ async def chat(
         messages = await of_many(len(given), lambda: placed([message.rendered() for message in given], usual))
         asker = body.messages[-1].role if body.messages else ""
         habits = edge.model.habits.with_variables(body.chat_template_kwargs or {}).after(asker)
+        if body.continue_final_message and habits.thinks == "opened":
+            habits = replace(habits, thinks="no")  # what continues an answer follows its thoughts
         more = {
             "adapter": edge.adapter(body.model),
             "variables": body.variables(),
             "echo": bool(body.return_token_ids or body.verbose),
+            "continues": bool(body.continue_final_message),
+            "most": body.most(edge.model.context_length),
         }
         start = body.start(tenant, messages, habits, session=body.session_id, **more)
         reading = body.tool_use.reading(habits, start.params.grammar)
         samples = await while_connected(request, _begin(edge, tenant, body, request, [start], idempotency_key))
     customs = customs_of(body.tools)
-    shown = body.include_reasoning is not False
-    writers = [ChatWriter(reading.reader(turn.id), start.params, customs, reasoning=shown) for turn in samples[0].turns]
-    return await respond(request, Choices(edge, "chat.completion", samples, writers, body), stream=body.stream)
+    shown = Shown(body.include_reasoning is not False, bool(body.return_tokens_as_token_ids), body.echoed)
+    writers = [ChatWriter(reading.reader(turn.id), start.params, customs, shown) for turn in samples[0].turns]
+    choices = Choices(edge, "chat.completion", samples, writers, body, reading)
+    return await respond(request, choices, stream=body.stream)
 
 
 # -- shared by both

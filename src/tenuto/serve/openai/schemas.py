@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from tenuto.base.checks import shown
+from tenuto.base.checks import MAX_COUNT, shown
 from tenuto.base.errors import InvalidRequest, Unsupported
 from tenuto.base.sampling import MAX_TOKEN_ID
 from tenuto.base.tools.variables import FIELD
@@ -53,22 +53,19 @@ UNDONE: dict[str, tuple[Any, ...]] = {
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "documents", "functions", "logits_processors", "moderation"), NOTHING),
     **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs", "chat_template_kwargs", "vllm_xargs"), NOTHING),
-    **dict.fromkeys(("allowed_token_ids", "bad_words", "custom_params", "session_params", "structural_tag"), NOTHING),
+    **dict.fromkeys(("bad_words", "custom_params", "session_params", "structural_tag"), NOTHING),
     **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room", "kv_transfer_params"), NOTHING),
-    **dict.fromkeys(("continue_final_message", "early_stopping", "no_stop_trim", "use_beam_search"), NOTHING),
+    **dict.fromkeys(("early_stopping", "no_stop_trim", "use_beam_search"), NOTHING),
     **dict.fromkeys(("repetition_detection", "return_cached_tokens_details", "return_hidden_states"), NOTHING),
     **dict.fromkeys(("return_meta_info", "return_routed_experts"), NOTHING),
-    **dict.fromkeys(("return_tokens_as_token_ids",), NOTHING),
     **dict.fromkeys(("data_parallel_rank", "disagg_prefill_dp_rank", "routed_dp_rank", "suffix"), (None,)),
-    **dict.fromkeys(("guided_whitespace_pattern", "truncate_prompt_tokens"), (None,)),
-    **dict.fromkeys(("thinking_token_budget",), (None,)),
+    **dict.fromkeys(("guided_whitespace_pattern", "thinking_token_budget"), (None,)),
     **dict.fromkeys(("cache_salt", "chat_template", "custom_logit_processor", "lora_path"), (None, "")),
-    **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), (None, True)),
+    "skip_special_tokens": (None, True),
     "extra_key": (None, "", []),
     "function_call": (None, "none"),
     "length_penalty": (None, 1),
     "modalities": (None, ["text"]),
-    "truncation_side": (None, "right"),
     **SAMPLERS,
 }
 """Known fields that are not supported, with the values that mean the same as their absence."""
@@ -111,6 +108,15 @@ class Generation(Structured):
         "input_logprobs", "Log-probabilities of the prompt's tokens, with this many of the likeliest; not for streams."
     )
     return_token_ids: bool | None = Field(None, description="Show the token ids of prompts and answers.")
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="In log-probabilities, write each token as `token_id:` and its id."
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=MAX_COUNT, description="Use only so many of the prompt's tokens; -1: as many as fit."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="The end of the prompt that `truncate_prompt_tokens` cuts off; `left` if not given."
+    )
     verbose: bool | None = Field(None, description="Show a whole answer's prompt, as llama.cpp's `__verbose`.")
     timings_per_token: bool | None = Field(None, description="Show times as llama.cpp does, also in chunks of streams.")
     session_id: Id | None = Field(
@@ -144,8 +150,23 @@ class Generation(Structured):
             )
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs with stream; allowed: without stream", param="prompt_logprobs")
+        if self.truncate_prompt_tokens is not None:
+            field, most = "truncate_prompt_tokens", self.truncate_prompt_tokens
+            if most == 0:
+                raise InvalidRequest(f"{field} is 0; allowed: -1, or at least 1", param=field)
+            if self.session_id is not None:
+                raise InvalidRequest(f"{field} with session_id; allowed: one of them", param=field)
         if self.session_id is not None and self.samples > 1:
             raise InvalidRequest(f"n is {self.n}; allowed with session_id: 1, or fork the session", param="n")
+
+    def most(self, context: int) -> int | None:
+        """Returns `StartTurn.most`, for a context of so many tokens: with -1, the prompt and `max_tokens`, or at least
+        one token, fit."""
+        if self.truncate_prompt_tokens is None:
+            return None
+        room = max(1, context - (self.given().get("max_new_tokens") or 1))
+        most = room if self.truncate_prompt_tokens < 0 else self.truncate_prompt_tokens
+        return -most if self.truncation_side == "right" else most
 
     def given(self) -> dict[str, Any]:
         return {**super().given(), "input_logprobs": self.prompt_logprobs}
@@ -201,9 +222,23 @@ class CompletionBody(Generation):
         return bool(self.echo) and self.logprobs is not None
 
 
-class ContentPart(ForeignObject):
+class InMessage(ForeignObject):
+    """A part of a conversation. Fields that it does not have are accepted, as by other servers, and are reported as
+    left undone unless they never have an effect. `place`: that of its fields in the report."""
+
+    place: ClassVar[str] = "messages"
+
+    @classmethod
+    def _ignores(cls, name: str, value: Any, left_out: Collection[str]) -> bool:
+        if not super()._ignores(name, value, left_out):
+            leave_undone(f"{cls.place}.{name}")
+        return True
+
+
+class ContentPart(InMessage):
     """A piece of a message's content."""
 
+    place = "messages.content"
     has_kinds = True
     ignored = frozenset({"cache_control", "prompt_cache_breakpoint"})
 
@@ -211,9 +246,8 @@ class ContentPart(ForeignObject):
     text: str
 
 
-class ChatMessage(ForeignObject):
-    """A message. Fields that it does not have are accepted, as by other servers, and are reported as left undone unless
-    they never have an effect."""
+class ChatMessage(InMessage):
+    """A message."""
 
     ignored = frozenset(
         (
@@ -233,12 +267,6 @@ class ChatMessage(ForeignObject):
     )
     tool_call_id: str | None = Field(None, max_length=256, description="In a tool's message, the call it answers.")
     reasoning_content: str | None = Field(None, description="An assistant's thoughts before its answer.")
-
-    @classmethod
-    def _ignores(cls, name: str, value: Any, left_out: Collection[str]) -> bool:
-        if not super()._ignores(name, value, left_out):
-            leave_undone(f"messages.{name}")
-        return True
 
     @field_validator("role")
     @classmethod
@@ -268,6 +296,16 @@ class ChatMessage(ForeignObject):
         return self
 
 
+def check_continuing(continues: bool | None, generate: bool | None, messages: Sequence[ChatMessage] | None) -> None:
+    """Raises `InvalidRequest` if an answer is to continue the last message, and cannot. `generate`: the field
+    `add_generation_prompt`."""
+    field = "continue_final_message"
+    if continues and generate is not False:
+        raise InvalidRequest(f"{field} without add_generation_prompt false; allowed: with it", param=field)
+    if continues and (not messages or messages[-1].role != "assistant" or messages[-1].tool_calls):
+        raise InvalidRequest(f"{field} where the last message is not an answer; allowed: after one", param=field)
+
+
 @with_options()
 class ChatBody(Generation, WithTools, Templated):
     """Messages to answer."""
@@ -276,7 +314,6 @@ class ChatBody(Generation, WithTools, Templated):
     not_supported: ClassVar[dict[str, tuple[Any, ...]]] = {
         **{name: harmless for name, harmless in NOT_SUPPORTED.items() if name != FIELD},
         "add_special_tokens": (None, False),
-        "echo": NOTHING,
     }
 
     input_field = "messages"
@@ -286,6 +323,11 @@ class ChatBody(Generation, WithTools, Templated):
     logprobs: bool | None = None
     top_logprobs: int | None = field_of("logprobs", "Number of likeliest tokens to show at every position.")
     include_reasoning: bool | None = Field(None, description="Show the answer's thoughts; true if not given.")
+    add_generation_prompt: bool | None = Field(None, description="False only with `continue_final_message`.")
+    continue_final_message: bool | None = Field(
+        None, description="The last message is the assistant's, and the answer continues it."
+    )
+    echo: bool | None = Field(None, description="Begin the answer with the message that it continues.")
 
     @model_validator(mode="before")
     @classmethod
@@ -304,12 +346,22 @@ class ChatBody(Generation, WithTools, Templated):
 
     def check(self) -> None:
         super().check()
+        check_continuing(self.continue_final_message, self.add_generation_prompt, self.messages)
+        if self.add_generation_prompt is False and not self.continue_final_message:
+            raise Unsupported(
+                "add_generation_prompt is false; allowed: with continue_final_message", param="add_generation_prompt"
+            )
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest(
                 "top_logprobs without logprobs; allowed: only with logprobs true", param="top_logprobs"
             )
         if not self.messages and self.session_id is None:
             raise InvalidRequest("there are no messages; allowed: at least one, or a session_id", param="messages")
+
+    @property
+    def echoed(self) -> str:
+        """The text with which the answer begins."""
+        return self.messages[-1].rendered().content if self.echo and self.continue_final_message else ""
 
     def given(self) -> dict[str, Any]:
         return {**super().given(), "logprobs": (self.top_logprobs or 0) if self.logprobs else None}

@@ -15,8 +15,8 @@ from pydantic import Field
 
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.tools.definitions import MAX_TOOLS, NO_TOOLS, Tools
-from tenuto.base.wire.messages import Detokenize, Tokenize, TokenTexts
-from tenuto.serve.openai.schemas import ChatMessage
+from tenuto.base.wire.messages import DescribeTokenizer, Detokenize, Tokenize, TokenTexts
+from tenuto.serve.openai.schemas import ChatMessage, check_continuing
 from tenuto.serve.openai.templates import Templated
 from tenuto.serve.openai.tools import Tool
 from tenuto.serve.shared.bodies import JsonRoute, of_many
@@ -38,7 +38,7 @@ TOKENS: dict[int | str, dict[str, Any]] = {
 class MessagesBody(Templated):
     """Messages to render."""
 
-    not_supported = dict.fromkeys(("chat_template", "continue_final_message", "mm_processor_kwargs"), NOTHING)
+    not_supported = dict.fromkeys(("chat_template", "mm_processor_kwargs"), NOTHING)
 
     model: str | None = Field(None, description="If given, a name listed by `/v1/models`, or `default`.")
     messages: Messages[ChatMessage] | None = None
@@ -46,6 +46,13 @@ class MessagesBody(Templated):
     add_generation_prompt: bool | None = Field(
         None, description="End messages where the assistant's answer begins; true if not given."
     )
+    continue_final_message: bool | None = Field(
+        None, description="With `add_generation_prompt` false: end messages with the last one's content."
+    )
+
+    def check(self) -> None:
+        """Raises `InvalidRequest` for conflicting fields."""
+        check_continuing(self.continue_final_message, self.add_generation_prompt, self.messages)
 
 
 class TokenizeBody(MessagesBody):
@@ -90,18 +97,26 @@ async def tokenize(edge: EdgeOf, tenant: Caller, body: TokenizeBody) -> Response
     written += await _list(lists, _numbers) if several else await _numbers(lists[0])
     counts: object = [len(each) for each in lists] if several else len(lists[0])
     written += b',"count":%b,"max_model_len":%d' % (msgspec.json.encode(counts), edge.model.context_length)
-    if body.return_token_strs and not several:
-        written += b',"token_strs":' + await _texts(edge, tenant, lists[0])
+    strings = await _texts(edge, tenant, lists[0]) if body.return_token_strs and not several else b"null"
+    written += b',"token_strs":' + strings
     return Response(bytes(written + b"}"), media_type="application/json")
 
 
 async def tokens_of_messages(edge: Edge, tenant: Tenant, body: MessagesBody) -> array[int]:
     """Returns the tokens of messages that open a conversation."""
     tools = Tools.of([tool.definition() for tool in body.tools]) if body.tools else NO_TOOLS
-    generate = body.add_generation_prompt is not False
+    generate, continues = body.add_generation_prompt is not False, bool(body.continue_final_message)
+    body.check()
     many = body.messages or []
     messages = await of_many(len(many), lambda: [one.rendered() for one in many])
-    given = Tokenize(tenant=tenant.name, input=messages, tools=tools, variables=body.variables(), generate=generate)
+    given = Tokenize(
+        tenant=tenant.name,
+        input=messages,
+        tools=tools,
+        variables=body.variables(),
+        generate=generate,
+        closed=not continues,
+    )
     return array("i", await edge.link.call(given))
 
 
@@ -146,10 +161,11 @@ async def _numbers(tokens: array[int]) -> bytes:
 
 
 async def _texts(edge: Edge, tenant: Tenant, tokens: array[int]) -> bytes:
-    """Writes a JSON list of the texts of tokens."""
+    """Writes a JSON list of the tokens' entries in the vocabulary."""
 
     async def write(piece: array[int]) -> bytes:
-        return msgspec.json.encode(await edge.link.call(TokenTexts(tenant=tenant.name, tokens=piece.tolist())))[1:-1]
+        asked = TokenTexts(tenant=tenant.name, tokens=piece.tolist(), entries=True)
+        return msgspec.json.encode(await edge.link.call(asked))[1:-1]
 
     return await _list(_pieces(tokens), write)
 
@@ -169,11 +185,34 @@ async def detokenize(edge: EdgeOf, tenant: Caller, body: DetokenizeBody) -> dict
     return {"prompt": told, "text": told, "content": told}
 
 
+@router.get("/tokenizer_info", responses=REFUSALS)
+async def tokenizer_info(edge: EdgeOf, _: Caller) -> dict[str, Any]:
+    """Returns the tokenizer's control tokens, chat template and limits, as in its files for `transformers`."""
+    told = await edge.link.call(DescribeTokenizer())
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": edge.model.adds_bos,
+        "bos_token": told.bos,
+        "eos_token": told.eos,
+        "pad_token": told.eos,
+        "chat_template": told.chat_template,
+        "model_max_length": edge.model.max_context,
+        "vocab_size": told.vocab_size,
+    }
+
+
 @router.get("/version", responses=REFUSALS)
 async def server_version(edge: EdgeOf, _: Caller) -> dict[str, str]:
     """Returns the server's version."""
     edge.require_engine()
     return {"version": version("tenuto")}
+
+
+@router.get("/load", responses=REFUSALS)
+async def load(edge: EdgeOf, _: Caller) -> dict[str, int]:
+    """Returns the number of open turns."""
+    edge.require_engine()
+    return {"server_load": len(edge.turns.open_turns())}
 
 
 @router.get("/ping", response_class=Response)

@@ -13,7 +13,7 @@ from tenuto.base.errors import TenutoError
 from tenuto.base.turns import Delta, EndReason, TurnResult, joined
 from tenuto.base.wire.messages import Detokenize
 from tenuto.serve.sglang.requests import Requests, Running
-from tenuto.serve.sglang.scores import entry, likeliest
+from tenuto.serve.sglang.scores import entries, entry
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure
 from tenuto.serve.shared.sse import DONE, Answer, Chunk, data
@@ -159,9 +159,12 @@ async def _logprobs(edge: Edge, running: Running) -> dict[str, Any]:
         return _known_scores(running, running.prompt_scores)
     output = running.item.output
     prompt = await _prompt_scores(edge, running) if output.logprob_start >= 0 else []
-    lists = {"input_token_logprobs": msgspec.Raw(msgspec.json.encode([entry for entry, _ in prompt]))}
+    shown: dict[str, list[Any]] = {"input_token_logprobs": [entry for entry, _, _ in prompt]}
     if running.item.params.logprobs:
-        lists["input_top_logprobs"] = msgspec.Raw(msgspec.json.encode([top for _, top in prompt]))
+        shown["input_top_logprobs"] = [top for _, top, _ in prompt]
+    if running.item.params.logprob_ids:
+        shown["input_token_ids_logprobs"] = [named for _, _, named in prompt]
+    lists = {name: msgspec.Raw(msgspec.json.encode(entries)) for name, entries in shown.items()}
     if running.reply.token_ids:  # the prompt's have come with the first of these
         running.prompt_scores = lists
     return _known_scores(running, lists)
@@ -169,14 +172,14 @@ async def _logprobs(edge: Edge, running: Running) -> dict[str, Any]:
 
 def _known_scores(running: Running, prompt: dict[str, msgspec.Raw]) -> dict[str, Any]:
     """Returns the lists of `_logprobs`, given those of the prompt."""
-    output = running.item.output
-    lists = running.output_scores.lists(running.reply, top=bool(running.item.params.logprobs), text=output.token_text)
-    return prompt | lists
+    item = running.item
+    top, named = bool(item.params.logprobs), bool(item.params.logprob_ids)
+    return prompt | running.output_scores.lists(running.reply, top=top, named=named, text=item.output.token_text)
 
 
-async def _prompt_scores(edge: Edge, running: Running) -> list[tuple[list[Any], list[Any] | None]]:
-    """Returns, for every prompt token from the first requested one on, its entry and those of the likeliest tokens at
-    its position."""
+async def _prompt_scores(edge: Edge, running: Running) -> list[tuple[list[Any], list[Any] | None, list[Any] | None]]:
+    """Returns, for every prompt token from the first requested one on, its entry and those of the likeliest and of the
+    named tokens at its position."""
     output = running.item.output
     source = running.prompt if running.prompt is not None else running.accepted
     logprobs = source.reply().input_logprobs if running.prompt is not None else running.reply.input_logprobs
@@ -184,11 +187,11 @@ async def _prompt_scores(edge: Edge, running: Running) -> list[tuple[list[Any], 
     if ticket is None or not logprobs or output.logprob_start >= ticket.history + len(logprobs):
         return []
     first = ticket.prompt[output.logprob_start]
-    text = None
-    if output.token_text:
+    text, texts = None, output.token_text
+    if texts:
         text = await edge.link.call(Detokenize(tenant=running.tenant, tokens=[first]))
     rest = [token for token in logprobs[output.logprob_start + 1 - ticket.history :] if token is not None]
     return [
-        ([None, first, text], None),
-        *((entry(token, text=output.token_text), likeliest(token, text=output.token_text)) for token in rest),
+        ([None, first, text], None, None),
+        *((entry(one, text=texts), entries(one.top, text=texts), entries(one.named, text=texts)) for one in rest),
     ]

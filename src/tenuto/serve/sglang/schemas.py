@@ -12,7 +12,7 @@ from tenuto.base.checks import MAX_COUNT
 from tenuto.base.errors import InvalidRequest, Unsupported
 from tenuto.base.options import TurnOptions, TurnParams, turn_params
 from tenuto.base.plan import MemoryPart
-from tenuto.base.sampling import MAX_LOGPROBS
+from tenuto.base.sampling import MAX_LISTED, MAX_LOGPROBS
 from tenuto.base.tools.grammar import Grammar
 from tenuto.serve.shared.grammars import GrammarField, of_regex, of_rules, only_one
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
@@ -35,6 +35,7 @@ Rid = Annotated[str, Field(min_length=1, max_length=256)]
 StartLength = Annotated[int, Field(ge=-1, le=MAX_COUNT)]
 AdapterName = Annotated[str, Field(max_length=128)]
 TopNumber = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+NamedIds = Annotated[TokenIds, Field(max_length=MAX_LISTED)]
 
 
 class SGLangObject(ForeignObject):
@@ -105,7 +106,10 @@ class SessionParams(SGLangObject):
     drop_previous_output: bool | None = None
 
 
-NOT_HERE = ("grammar", "include_stop", "input_logprobs", "logprobs", "priority", "queue_timeout", "timeout")
+NOT_HERE = (
+    *("grammar", "include_stop", "input_logprobs", "logprob_ids", "logprobs"),
+    *("priority", "queue_timeout", "timeout"),
+)
 """Options that are not sampling parameters in SGLang."""
 
 
@@ -182,6 +186,8 @@ _USUAL = SamplingParams.model_validate({})
 class GenerateRequest(SGLangObject, TurnRequest):
     """One prompt to continue, or a list of prompts. A value that is not a list applies to all of them."""
 
+    too_long = "The input is longer than the model's context length ({limit} tokens)"
+
     text: str | Prompts[str] | None = None
     input_ids: TokenIds | Prompts[TokenIds] | None = None
     sampling_params: SamplingParams | Prompts[SamplingParams] | None = None
@@ -192,6 +198,9 @@ class GenerateRequest(SGLangObject, TurnRequest):
     return_logprob: bool | Prompts[bool] | None = None
     logprob_start_len: StartLength | Prompts[StartLength] | None = None
     top_logprobs_num: TopNumber | Prompts[TopNumber] | None = None
+    token_ids_logprob: NamedIds | Prompts[NamedIds | None] | None = Field(
+        None, description="With `return_logprob`: token ids whose log-probabilities are shown at every position."
+    )
     return_text_in_logprobs: bool | None = None
     session_params: SessionParams | Prompts[SessionParams] | None = None
     model: str | None = Field(None, description="If given, a name listed by `/v1/models`, or `default`.")
@@ -246,6 +255,8 @@ class GenerateRequest(SGLangObject, TurnRequest):
         rids: list[str] = _each("rid", names, count)
         of_prompts = ("sampling_params", "session_params", "return_logprob", "logprob_start_len", "top_logprobs_num")
         lists = [_each(name, getattr(self, name), count) for name in of_prompts]
+        ids: Any = self.token_ids_logprob
+        lists.append(_each("token_ids_logprob", [ids] * count if ids and isinstance(ids[0], int) else ids, count))
         items = [
             self._item(number, rid, family, *parts)
             for number, (rid, *parts) in enumerate(zip(rids, inputs, *lists, strict=True))
@@ -264,6 +275,7 @@ class GenerateRequest(SGLangObject, TurnRequest):
         wanted: bool | None,
         start: int | None,
         top: int | None,
+        named: list[int] | None,
     ) -> Item:
         params = params or _USUAL
         start = start if wanted and start is not None else -1
@@ -274,6 +286,7 @@ class GenerateRequest(SGLangObject, TurnRequest):
                 options["logprobs"] = top or 0
                 if start >= 0:
                     options["input_logprobs"] = top or 0
+                options["logprob_ids"] = named or ()
             turn = turn_params(options)
         except InvalidRequest as error:
             error.param = self._place(number, params, error.param)

@@ -30,24 +30,28 @@ class GrowingList:
 
 
 class OutputScores:
-    """Log-probabilities of a request's output tokens so far, and of the likeliest tokens at their positions.
+    """Log-probabilities of a request's output tokens so far, and of the likeliest and the named tokens at their
+    positions.
 
     Invariant: the lists have the first `_written` entries of the transcript.
     """
 
     def __init__(self) -> None:
-        self._tokens, self._top = GrowingList(), GrowingList()
+        self._tokens, self._top, self._named = GrowingList(), GrowingList(), GrowingList()
         self._written = 0
 
-    def lists(self, reply: Transcript, *, top: bool, text: bool) -> dict[str, msgspec.Raw]:
+    def lists(self, reply: Transcript, *, top: bool, named: bool, text: bool) -> dict[str, msgspec.Raw]:
         """Returns the lists of log-probabilities for an answer. `text`: include the tokens' texts."""
         new = reply.logprobs[self._written :]
         self._written += len(new)
         self._tokens.extend(entry(token, text=text) for token in new)
         lists = {"output_token_logprobs": self._tokens.whole()}
         if top:
-            self._top.extend(likeliest(token, text=text) for token in new)
+            self._top.extend(entries(token.top, text=text) for token in new)
             lists["output_top_logprobs"] = self._top.whole()
+        if named:
+            self._named.extend(entries(token.named, text=text) for token in new)
+            lists["output_token_ids_logprobs"] = self._named.whole()
         return lists
 
 
@@ -56,6 +60,6 @@ def entry(token: TokenLogprob | Candidate, *, text: bool) -> list[Any]:
     return [token.logprob, token.token, token.raw.decode(errors="replace") if text else None]
 
 
-def likeliest(token: TokenLogprob, *, text: bool) -> list[Any]:
-    """Returns the entries of the likeliest tokens at a token's position."""
-    return [entry(candidate, text=text) for candidate in token.top]
+def entries(others: Iterable[Candidate], *, text: bool) -> list[Any]:
+    """Returns the entries of other tokens at a token's position."""
+    return [entry(candidate, text=text) for candidate in others]

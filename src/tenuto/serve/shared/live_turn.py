@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -138,6 +138,11 @@ class LiveTurn:
     def reply(self) -> Delta:
         """Returns all deltas so far, joined into one."""
         return joined(self.deltas)
+
+    @property
+    def pieces(self) -> Iterator[tuple[str, int]]:
+        """The text and the number of tokens of each delta so far."""
+        return ((delta.text, len(delta.tokens)) for delta in self.deltas)
 
     def said(self) -> AnswerPart | None:
         """Returns the reply so far in parsed form, or `None` if the turn's answer is not parsed."""

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from tenuto.base.checks import Bounds
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.options import MAX_STOP_IDS, OPTIONS, Policy
-from tenuto.base.sampling import MAX_BIASES, MAX_TOKEN_ID
+from tenuto.base.sampling import MAX_BIASES, MAX_LISTED, MAX_TOKEN_ID
 
 T = TypeVar("T")
 
@@ -55,13 +55,17 @@ TokenKey = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID, strict=False)]
 """A token id as an object's key, where JSON allows only strings."""
 
 _TYPES: dict[str, Any] = {
+    "allowed_ids": Items[TokenId],
     "grammar": Annotated[dict[str, Any], at_most(1)],
     "logit_bias": Annotated[dict[TokenKey, float], at_most(MAX_BIASES)],
+    "logprob_ids": Items[TokenId],
     "stop": str | Items[str],
     "stop_ids": Items[TokenId],
     "stop_regex": str | Items[str],
 }
 """The types of options that are not numbers or flags."""
+_MOST = {"stop_ids": MAX_STOP_IDS, "allowed_ids": MAX_LISTED, "logprob_ids": MAX_LISTED}
+"""The most token ids in options that list some."""
 
 
 class Object(BaseModel):
@@ -89,8 +93,8 @@ def field_of(name: str, description: str | None = None, *, default: Any = None, 
     limits: dict[str, Any] = {}
     if bounds is not None:
         limits = {"gt" if bounds.above else "ge": bounds.low, "le": bounds.high}
-    elif name == "stop_ids":
-        limits = {"max_length": MAX_STOP_IDS}
+    elif name in _MOST:
+        limits = {"max_length": _MOST[name]}
     return Field(default, description=description or given["description"] or None, **{**limits, **own})
 
 

@@ -220,7 +220,7 @@ async def respond(request: Request, answer: Answer, *, stream: bool | None) -> R
 
 def streamed(description: str, kind: str = EVENTS) -> dict[int | str, dict[str, Any]]:
     """Returns the documentation of a route's answer, whole or as a stream of this kind."""
-    content = {"application/json": {"schema": {}}, kind: {"schema": {"type": "string"}}}
+    content: dict[str, Any] = {media: {"schema": {}} for media in ("application/json", kind)}
     return {200: {"description": description, "content": content}}
 
 
