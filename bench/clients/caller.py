@@ -8,6 +8,8 @@ length.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +34,24 @@ TEMPLATE = (
     "{% if tools and not messages | selectattr('role', 'equalto', 'tool') | list %}<|call|>"
     "{% else %}<|answer|>{% endif %}{% endif %}"
 )
+OPEN_THOUGHT, CLOSE_THOUGHT = "<think>\n", "\n</think>\n\n"
+THINKS = "{# The model writes thoughts between <think> and </think>. #}"
+"""Tells readers of the template that the model writes thoughts."""
 
 
-def write_caller(directory: Path, function: str, arguments: dict[str, Any], answer: str = ANSWER) -> Path:
-    """Writes a model that calls `function`, or answers, to `directory`, and returns the directory."""
+def write_caller(
+    directory: Path, function: str, arguments: dict[str, Any], answer: str = ANSWER, thoughts: Sequence[str] = ()
+) -> Path:
+    """Writes a model that calls `function`, or answers, to `directory`, and returns the directory. `thoughts`: tokens
+    before an answer, all different."""
     directory.mkdir(parents=True, exist_ok=True)
     call = json.dumps({"name": function, "arguments": arguments}, ensure_ascii=False)
-    ids = _write_tokenizer(directory, [call, answer])
+    thought = [OPEN_THOUGHT, *thoughts, CLOSE_THOUGHT] if thoughts else []
+    ids = _write_tokenizer(directory, [call, *thought, answer], TEMPLATE + (THINKS if thoughts else ""))
     follows = np.full(VOCABULARY, ids["<|im_end|>"])
     follows[ids["<|call|>"]] = ids[call]
-    follows[ids["<|answer|>"]] = ids[answer]
+    for earlier, later in pairwise(["<|answer|>", *thought, answer]):
+        follows[ids[earlier]] = ids[later]
     _write_weights(directory / "model.safetensors", follows)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -65,7 +75,7 @@ def write_caller(directory: Path, function: str, arguments: dict[str, Any], answ
     return directory
 
 
-def _write_tokenizer(directory: Path, texts: list[str]) -> dict[str, int]:
+def _write_tokenizer(directory: Path, texts: list[str], template: str) -> dict[str, int]:
     """Writes a tokenizer whose tokens are the bytes and the given texts, which no input encodes to. Returns the ids of
     these texts and of the control tokens."""
     letters = sorted(ByteLevelSplit.alphabet())
@@ -77,7 +87,7 @@ def _write_tokenizer(directory: Path, texts: list[str]) -> dict[str, int]:
     backend.decoder = ByteLevel()
     backend.add_special_tokens(list(CONTROLS))
     backend.save(str(directory / "tokenizer.json"))
-    told = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
+    told = {"eos_token": "<|im_end|>", "chat_template": template, "tokenizer_class": "PreTrainedTokenizerFast"}
     (directory / "tokenizer_config.json").write_text(json.dumps(told))
     ids, ids_of = {text: len(letters) + number for number, text in enumerate(texts)}, backend.get_vocab()
     return ids | {text: ids_of[text] for text in CONTROLS}

@@ -2,7 +2,8 @@
 
 SGLang's kits come with its package, and llama.cpp's tests with the sources in a package; only they are unpacked. vLLM's
 tests are not in its package: `--source` is a checkout of https://github.com/vllm-project/vllm, or its unpacked source
-distribution. It may also be a checkout of https://github.com/ggml-org/llama.cpp. Nothing of these is installed.
+distribution. It may also be a checkout of https://github.com/ggml-org/llama.cpp, or SGLang's directory `sglang/test`.
+Nothing of these is installed.
 The table names each failure with its reason, from `suites.json`; the exit status is 1 if a failure has none.
 """
 
@@ -21,17 +22,24 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from bench.clients.caller import write_caller
 from bench.clients.fetching import FETCH_SECONDS, Fetched, call
 from bench.server import server
+from tenuto.base.config import cache_dir
+from tenuto.models.store import pull_default
+from tenuto.text.load import load_tokenizer
 
 INSIDE = Path(__file__).parent / "inside"
 KNOWN: dict[str, Any] = json.loads((Path(__file__).parent / "suites.json").read_text())
-"""For each suite its `runs`, each with flags of the server and names of tests, and `reasons` by patterns of names."""
+"""For each suite its `runs`, each with flags of the server and names of tests, and `reasons` by patterns of names. The
+model of a run that `thinks` is `_thinker`'s; otherwise it is the default one."""
 PACKAGES = (
     "pytest",
     "pytest-asyncio",
     "openai",
     "anthropic",
+    "transformers",
+    "jinja2",
     "requests",
     "aiohttp",
     "numpy",
@@ -59,22 +67,22 @@ def main(given: list[str]) -> int:
     """Runs a suite. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.clients.suites", description=__doc__)
     parser.add_argument("suite", choices=list(KNOWN))
-    parser.add_argument("--source", type=Path, help="a checkout of vLLM or llama.cpp")
+    parser.add_argument("--source", type=Path, help="where the suite's tests are")
     parser.add_argument("--packages", type=Path, help="a directory that keeps the packages for the next run")
     chosen = parser.parse_args(given)
     if chosen.source is None and chosen.suite == "vllm":
         parser.error("vllm needs --source")
-    if chosen.source is not None and chosen.suite == "sglang":
-        parser.error("sglang has no --source: its tests come with its package")
     with tempfile.TemporaryDirectory(prefix="tenuto-suites-") as made:
         fetched = Fetched((chosen.packages or Path(made)).resolve())
         python, _ = fetched.python("suites", PACKAGES)
         source = chosen.source.resolve() if chosen.source is not None else FETCH[chosen.suite](fetched)
         found: list[Outcome] = []
         for run in KNOWN[chosen.suite]["runs"]:
-            with server(MODEL, run["context"], "--any-model-name", *run["flags"]) as running:
+            thinker = _thinker(Path(made)) if run.get("thinks") else None
+            with server(str(thinker or MODEL), run["context"], "--any-model-name", *run["flags"]) as running:
                 command = COMMANDS[chosen.suite](python, running.url, source, run["tests"])
-                found += _outcomes(command, source, running.url)
+                tokenizer = write_tokenizer(thinker or pull_default(cache_dir()), Path(made) / "tokenizer")
+                found += _outcomes(command, source, {"TENUTO_URL": running.url, "TENUTO_TOKENIZER": str(tokenizer)})
     return report(found, KNOWN[chosen.suite]["reasons"])
 
 
@@ -86,10 +94,26 @@ def report(found: list[Outcome], reasons: dict[str, str]) -> int:
         reason = next((why for pattern, why in reasons.items() if fnmatchcase(each.test, pattern)), None)
         unknown += reason is None
         print(f"{each.test}\n    {reason or f'NO REASON: {each.detail.strip().splitlines()[-1:]}'}")
-    print(
-        f"passed {sum(each.outcome == 'passed' for each in found)} of {len(found)}; {unknown} failures without a reason"
-    )
+    passed = sum(each.outcome == "passed" for each in found)
+    told = f"{unknown} failures have no reason" if unknown else "every failure has its reason"
+    print(f"{passed} of {len(found)} passed, {told}")
     return int(unknown > 0 or not found)
+
+
+def _thinker(place: Path) -> Path:
+    """Writes a model that thinks before it answers. Returns its directory."""
+    return write_caller(place / "thinker", "get_current_weather", {"location": "Rome"}, thoughts=["It is", " asked."])
+
+
+def write_tokenizer(model: Path, place: Path) -> Path:
+    """Writes the tokenizer of a model as files for `transformers`. Returns their directory."""
+    place.mkdir(exist_ok=True)
+    tokenizer = load_tokenizer(model)
+    tokenizer._backend.save(str(place / "tokenizer.json"))  # noqa: SLF001 - other programs have no use for it
+    eos = tokenizer.control_text(tokenizer.eos_ids[0])
+    told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "chat_template": tokenizer.chat_template}
+    (place / "tokenizer_config.json").write_text(json.dumps(told))
+    return place
 
 
 def _kits(fetched: Fetched) -> Path:
@@ -144,11 +168,11 @@ COMMANDS = {"sglang": _sglang, "vllm": _vllm, "llamacpp": _llamacpp}
 """Functions that fetch the tests of a suite, and that return the command to run some of them."""
 
 
-def _outcomes(command: list[str], source: Path, url: str) -> Iterator[Outcome]:
-    """Runs tests, and returns the outcomes that they print as lines of JSON."""
-    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(INSIDE), "TENUTO_URL": url, "PYTHONDONTWRITEBYTECODE": "1"}
+def _outcomes(command: list[str], source: Path, told: dict[str, str]) -> Iterator[Outcome]:
+    """Runs tests, and returns the outcomes that they print as lines of JSON. `told`: further variables."""
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(INSIDE), "PYTHONDONTWRITEBYTECODE": "1", **told}
     done = subprocess.run(  # noqa: S603 - our own commands
-        command, cwd=source, env=env, capture_output=True, text=True, timeout=SECONDS, check=False
+        command, cwd=source, env=env, capture_output=True, text=True, errors="replace", timeout=SECONDS, check=False
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"test"')]
     if not lines:

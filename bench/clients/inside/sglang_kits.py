@@ -47,7 +47,8 @@ class Result(unittest.TestResult):
 def say(test: unittest.TestCase, outcome: str, detail: str) -> None:
     """Prints an outcome."""
     kit, name = type(test).__module__.rpartition(".")[2], test.id().rpartition(".")[2]
-    print(json.dumps({"test": f"{kit}::{name}", "outcome": outcome, "detail": detail[-1500:]}), flush=True)
+    line = {"test": f"{kit}::{name}", "outcome": outcome, "detail": detail[-1500:]}
+    print(f"\n{json.dumps(line)}", flush=True)  # kits print without ends of lines
 
 
 stand_in("sglang", "torch", "transformers")
