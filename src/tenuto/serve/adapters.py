@@ -15,7 +15,7 @@ from tenuto.serve.shared.edge import DEFAULT_MODEL, Admin, Edge, EdgeOf
 from tenuto.serve.shared.objects import ForeignObject
 from tenuto.serve.shared.schemas import REFUSALS
 
-router = APIRouter(route_class=JsonRoute, tags=["adapters"])
+router = APIRouter(route_class=JsonRoute, tags=["adapters"], responses=REFUSALS)
 
 
 class AdapterToLoad(ForeignObject):
@@ -40,14 +40,14 @@ class AdapterToUnload(ForeignObject):
 TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}}}
 
 
-@router.post("/v1/load_lora_adapter", response_model=None, responses=REFUSALS | TEXT)
+@router.post("/v1/load_lora_adapter", response_model=None, responses=TEXT)
 async def load(edge: EdgeOf, _: Admin, body: AdapterToLoad) -> PlainTextResponse:
     """Loads an adapter. Requests that name it as their model, and sessions opened with it, are computed with it."""
     await _load(edge, body)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@router.post("/v1/unload_lora_adapter", response_model=None, responses=REFUSALS | TEXT)
+@router.post("/v1/unload_lora_adapter", response_model=None, responses=TEXT)
 async def unload(edge: EdgeOf, _: Admin, body: AdapterToUnload) -> PlainTextResponse:
     """Unloads an adapter. Refused while turns with it are open. Its sessions are kept, and their next turns refused
     until it is loaded again."""
@@ -55,14 +55,14 @@ async def unload(edge: EdgeOf, _: Admin, body: AdapterToUnload) -> PlainTextResp
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
-@router.post("/load_lora_adapter", responses=REFUSALS, tags=["sglang"])
+@router.post("/load_lora_adapter", tags=["sglang"])
 async def load_for_sglang(edge: EdgeOf, _: Admin, body: AdapterToLoad) -> dict[str, Any]:
     """Loads an adapter; answers with all that are loaded."""
     await _load(edge, body)
     return _loaded(edge)
 
 
-@router.post("/unload_lora_adapter", responses=REFUSALS, tags=["sglang"])
+@router.post("/unload_lora_adapter", tags=["sglang"])
 async def unload_for_sglang(edge: EdgeOf, _: Admin, body: AdapterToUnload) -> dict[str, Any]:
     """Unloads an adapter, see `/v1/unload_lora_adapter`; answers with all that are still loaded."""
     await _unload(edge, body)

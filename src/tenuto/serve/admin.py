@@ -13,12 +13,11 @@ from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.edge import Admin, Caller, EdgeOf, Scraper
 from tenuto.serve.shared.schemas import REFUSALS
 
-router = APIRouter(route_class=JsonRoute, tags=["operations"])
-
 _REFUSALS: dict[int | str, dict[str, Any]] = {status: REFUSALS[status] for status in (400, 401, 403, 500, 503)}
 _METRICS: dict[int | str, dict[str, Any]] = {
     200: {"description": "In Prometheus's text format", "content": {"text/plain": {"schema": {"type": "string"}}}}
 }
+router = APIRouter(route_class=JsonRoute, tags=["operations"], responses=_REFUSALS)
 
 
 async def _metrics(request: Request) -> Metrics:
@@ -29,7 +28,7 @@ async def _metrics(request: Request) -> Metrics:
 MetricsOf = Annotated[Metrics, Depends(_metrics)]
 
 
-@router.get("/v1/engine", responses=_REFUSALS)
+@router.get("/v1/engine")
 async def engine(edge: EdgeOf, tenant: Caller) -> dict[str, Any]:
     """Returns the running model and its configuration. Only admins see the path of its files."""
     edge.require_engine()
@@ -38,14 +37,14 @@ async def engine(edge: EdgeOf, tenant: Caller) -> dict[str, Any]:
     return view
 
 
-@router.get("/audit", responses=_REFUSALS)
+@router.get("/audit")
 async def audit(edge: EdgeOf, _: Admin) -> dict[str, Any]:
     """Recounts every unit of memory from its holders."""
     report = await edge.link.call(Audit())
     return {"clean": True, "summary": str(report), **msgspec.to_builtins(report)}
 
 
-@router.get("/metrics", response_class=Response, responses=_REFUSALS | _METRICS)
+@router.get("/metrics", response_class=Response, responses=_METRICS)
 async def metrics(edge: EdgeOf, counted: MetricsOf, _: Scraper) -> Response:
     """Returns metrics for Prometheus. They name tenants, so a server with keys asks for an admin key unless it was
     started with `--public-metrics`."""

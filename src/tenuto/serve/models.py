@@ -13,13 +13,13 @@ from tenuto.serve.shared.pages import Cursor, Limit, page
 from tenuto.serve.shared.schemas import REFUSALS
 from tenuto.serve.shared.settings import Tenant
 
-router = APIRouter(prefix="/v1/models", tags=["models"])
+router = APIRouter(prefix="/v1/models", tags=["models"], responses=REFUSALS)
 
 UNKNOWN_TIME = "1970-01-01T00:00:00Z"
 """The time that Anthropic's interface gives for a model whose release date is unknown."""
 
 
-@router.get("", responses=REFUSALS)
+@router.get("")
 async def list_models(
     edge: EdgeOf,
     tenant: Caller,
@@ -36,7 +36,7 @@ async def list_models(
     return page([_info(edge, name) for name in names], after_id, before_id, limit)
 
 
-@router.get("/{model_id:path}", responses=REFUSALS)
+@router.get("/{model_id:path}")
 async def get_model(edge: EdgeOf, tenant: Caller, request: Request, model_id: str) -> dict[str, Any]:
     """Returns the model, by one of its names or as `default`, or an adapter."""
     edge.require_engine()

@@ -27,7 +27,7 @@ from tenuto.serve.shared.settings import Tenant
 
 log = structlog.get_logger("tenuto.batches")
 
-router = APIRouter(route_class=JsonRoute, prefix="/v1/messages/batches", tags=["anthropic"])
+router = APIRouter(route_class=JsonRoute, prefix="/v1/messages/batches", tags=["anthropic"], responses=REFUSALS)
 
 RETRY_SECONDS = 0.25
 """Time between attempts to start a turn for which there is no place."""
@@ -37,7 +37,7 @@ LINES: dict[int | str, dict[str, Any]] = {
 BatchesOf = Annotated[Batches, of_tenant(Batches)]
 
 
-@router.post("", responses=REFUSALS)
+@router.post("")
 async def create(
     edge: EdgeOf, tenant: Caller, body: BatchBody, request: Request, batches: BatchesOf, kept: ThreadTools
 ) -> dict[str, Any]:
@@ -49,7 +49,7 @@ async def create(
     return _view(batch, request)
 
 
-@router.get("", responses=REFUSALS)
+@router.get("")
 async def list_batches(
     batches: BatchesOf, request: Request, after_id: Cursor = None, before_id: Cursor = None, limit: Limit = 20
 ) -> dict[str, Any]:
@@ -57,13 +57,13 @@ async def list_batches(
     return page([_view(batch, request) for batch in batches.newest()], after_id, before_id, limit)
 
 
-@router.get("/{batch_id}", responses=REFUSALS)
+@router.get("/{batch_id}")
 async def read(batches: BatchesOf, request: Request, batch_id: str) -> dict[str, Any]:
     """Returns a batch without its results."""
     return _view(batches.find(batch_id), request)
 
 
-@router.post("/{batch_id}/cancel", responses=REFUSALS)
+@router.post("/{batch_id}/cancel")
 async def cancel(batches: BatchesOf, request: Request, batch_id: str) -> dict[str, Any]:
     """Cancels the requests of a batch that are not done."""
     batch = batches.find(batch_id)
@@ -71,14 +71,14 @@ async def cancel(batches: BatchesOf, request: Request, batch_id: str) -> dict[st
     return _view(batch, request)
 
 
-@router.delete("/{batch_id}", responses=REFUSALS)
+@router.delete("/{batch_id}")
 async def delete(batches: BatchesOf, batch_id: str) -> dict[str, Any]:
     """Deletes a batch that has ended, with its results."""
     batches.delete(batches.find(batch_id))
     return {"id": batch_id, "type": "message_batch_deleted"}
 
 
-@router.get("/{batch_id}/results", response_model=None, responses=REFUSALS | LINES)
+@router.get("/{batch_id}/results", response_model=None, responses=LINES)
 async def results(batches: BatchesOf, batch_id: str) -> Response:
     """Returns the results of a batch that has ended, in the order in which they were ready."""
     batch = batches.find(batch_id)

@@ -24,10 +24,10 @@ from tenuto.serve.shared.schemas import REFUSALS
 from tenuto.serve.shared.settings import Tenant
 from tenuto.serve.shared.sse import respond, streamed, while_connected
 
-router = APIRouter(route_class=JsonRoute, prefix="/v1/messages", tags=["anthropic"])
+router = APIRouter(route_class=JsonRoute, prefix="/v1/messages", tags=["anthropic"], responses=REFUSALS)
 
 
-@router.post("", response_model=None, responses=REFUSALS | streamed("The answer, or its events"))
+@router.post("", response_model=None, responses=streamed("The answer, or its events"))
 async def messages(edge: EdgeOf, tenant: Caller, body: MessagesBody, request: Request, kept: ThreadTools) -> Response:
     """Answers messages. With `thread`, the server keeps the conversation, and later requests send only new messages."""
     answer = await while_connected(request, begin(edge, tenant, body, kept, request.state.request_id))
@@ -68,7 +68,7 @@ async def begin(
     return MessageAnswer(edge, turn, reading.reader(turn.id), request_id, thread.next_id, end)
 
 
-@router.post("/count_tokens", responses=REFUSALS)
+@router.post("/count_tokens")
 async def count_tokens(edge: EdgeOf, tenant: Caller, body: Conversation) -> dict[str, Any]:
     """Returns the number of tokens of the messages as a prompt."""
     edge.adapter(body.model)

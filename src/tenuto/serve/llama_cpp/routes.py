@@ -19,13 +19,13 @@ from tenuto.serve.shared.sse import respond, streamed, while_connected
 
 C = TypeVar("C", bound=Completing)
 
-router = APIRouter(route_class=JsonRoute, tags=["llama.cpp"])
+router = APIRouter(route_class=JsonRoute, tags=["llama.cpp"], responses=REFUSALS)
 
 STREAMED = streamed("The completion, or its chunks; a list of completions for several prompts")
 
 
-@router.post("/completion", response_model=None, responses=REFUSALS | STREAMED)
-@router.post("/completions", response_model=None, responses=REFUSALS | STREAMED)
+@router.post("/completion", response_model=None, responses=STREAMED)
+@router.post("/completions", response_model=None, responses=STREAMED)
 async def complete(edge: EdgeOf, tenant: Caller, body: CompletionBody, request: Request) -> Response:
     """Continues texts or tokens."""
     body.check()
@@ -41,7 +41,7 @@ async def complete(edge: EdgeOf, tenant: Caller, body: CompletionBody, request: 
     return await respond(request, answer, stream=body.stream)
 
 
-@router.post("/infill", response_model=None, responses=REFUSALS | STREAMED)
+@router.post("/infill", response_model=None, responses=STREAMED)
 async def infill(edge: EdgeOf, tenant: Caller, body: InfillBody, request: Request) -> Response:
     """Writes the middle of a text, if the model has tokens for that."""
     edge.require_engine()

@@ -15,10 +15,10 @@ from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.schemas import REFUSALS
 from tenuto.serve.shared.settings import Tenant
 
-router = APIRouter(route_class=JsonRoute, tags=["llama.cpp"])
+router = APIRouter(route_class=JsonRoute, tags=["llama.cpp"], responses=REFUSALS)
 
 
-@router.get("/props", responses=REFUSALS)
+@router.get("/props")
 async def props(edge: EdgeOf, _: Caller) -> dict[str, Any]:
     """Returns the model's name, its context, and how many requests run at once."""
     edge.require_engine()
@@ -32,7 +32,7 @@ async def props(edge: EdgeOf, _: Caller) -> dict[str, Any]:
     }
 
 
-@router.get("/slots", responses=REFUSALS)
+@router.get("/slots")
 async def slots(
     edge: EdgeOf,
     tenant: Caller,

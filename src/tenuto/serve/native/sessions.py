@@ -42,11 +42,11 @@ from tenuto.serve.shared.edge import Caller, EdgeOf
 from tenuto.serve.shared.schemas import REFUSALS, Id
 from tenuto.serve.shared.settings import new_session_id
 
-router = APIRouter(route_class=JsonRoute, prefix="/v1/sessions", tags=["sessions"])
+router = APIRouter(route_class=JsonRoute, prefix="/v1/sessions", tags=["sessions"], responses=REFUSALS)
 IMPORT_STATE = "/v1/sessions/import/state"
 
 
-@router.post("", status_code=201, responses=REFUSALS)
+@router.post("", status_code=201)
 async def open_session(edge: EdgeOf, tenant: Caller, body: NewSession, response: Response) -> Session:
     """Opens a session."""
     request = tenant.open_session(
@@ -63,7 +63,7 @@ async def open_session(edge: EdgeOf, tenant: Caller, body: NewSession, response:
     return await shown(edge, tenant, request, response)
 
 
-@router.get("", responses=REFUSALS)
+@router.get("")
 async def list_sessions(
     edge: EdgeOf,
     tenant: Caller,
@@ -80,7 +80,7 @@ async def list_sessions(
     return SessionList(data=[session_body(edge, tenant, info) for info in page.sessions], next=next_id)
 
 
-@router.post("/import", status_code=201, responses=REFUSALS)
+@router.post("/import", status_code=201)
 async def import_session(
     edge: EdgeOf,
     tenant: Caller,
@@ -98,7 +98,7 @@ async def import_session(
     return await shown(edge, tenant, request, response)
 
 
-@router.post(IMPORT_STATE.removeprefix(router.prefix), status_code=201, responses=REFUSALS, openapi_extra=STATE_BODY)
+@router.post(IMPORT_STATE.removeprefix(router.prefix), status_code=201, openapi_extra=STATE_BODY)
 async def import_state(
     edge: EdgeOf,
     tenant: Caller,
@@ -118,7 +118,7 @@ async def import_state(
         return await shown(edge, tenant, opening, response)
 
 
-@router.get("/{session_id}/export/state", response_class=Response, responses=REFUSALS | STATE_ANSWER)
+@router.get("/{session_id}/export/state", response_class=Response, responses=STATE_ANSWER)
 async def export_state(edge: EdgeOf, tenant: Caller, session_id: SessionId) -> Response:
     """Returns the session as a safetensors file, with the part of its state that is in memory or a tier. Refused while
     a turn is open."""
@@ -127,20 +127,20 @@ async def export_state(edge: EdgeOf, tenant: Caller, session_id: SessionId) -> R
         return streamed(path)
 
 
-@router.get("/{session_id}/export", response_model=SessionFile, responses=REFUSALS)
+@router.get("/{session_id}/export", response_model=SessionFile)
 async def export_session(edge: EdgeOf, tenant: Caller, session_id: SessionId) -> Response:
     """Returns the session at its last commit as a file: the tokens of its turns, its system message and its policy."""
     document = await edge.link.call(ExportSession(tenant=tenant.name, session=session_id))
     return Response(msgspec.json.encode(document), media_type="application/json")
 
 
-@router.get("/{session_id}", responses=REFUSALS)
+@router.get("/{session_id}")
 async def get_session(edge: EdgeOf, tenant: Caller, session_id: SessionId, response: Response) -> Session:
     """Returns the current state of a session."""
     return await shown(edge, tenant, GetSession(tenant=tenant.name, session=session_id), response)
 
 
-@router.delete("/{session_id}", status_code=204, responses=REFUSALS)
+@router.delete("/{session_id}", status_code=204)
 async def close_session(
     edge: EdgeOf,
     tenant: Caller,
@@ -153,7 +153,7 @@ async def close_session(
     return Response(status_code=204)
 
 
-@router.get("/{session_id}/turns", responses=REFUSALS)
+@router.get("/{session_id}/turns")
 async def list_turns(
     edge: EdgeOf,
     tenant: Caller,
@@ -166,7 +166,7 @@ async def list_turns(
     return RecordList(data=page.records, next=first + len(page.records) if page.more else None)
 
 
-@router.post("/{session_id}/fork", status_code=201, responses=REFUSALS)
+@router.post("/{session_id}/fork", status_code=201)
 async def fork(
     edge: EdgeOf, tenant: Caller, session_id: SessionId, body: NewFork, response: Response, if_match: IfMatch = None
 ) -> Session:
@@ -183,7 +183,7 @@ async def fork(
     return await shown(edge, tenant, request, response)
 
 
-@router.post("/{session_id}/rewind", responses=REFUSALS)
+@router.post("/{session_id}/rewind")
 async def rewind(
     edge: EdgeOf, tenant: Caller, session_id: SessionId, body: Position, response: Response, if_match: IfMatch = None
 ) -> Session:
@@ -194,7 +194,7 @@ async def rewind(
     return await shown(edge, tenant, request, response)
 
 
-@router.post("/{session_id}/trim", status_code=201, responses=REFUSALS)
+@router.post("/{session_id}/trim", status_code=201)
 async def trim(
     edge: EdgeOf, tenant: Caller, session_id: SessionId, body: NewTrim, response: Response, if_match: IfMatch = None
 ) -> Session:

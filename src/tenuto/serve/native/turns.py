@@ -37,7 +37,7 @@ from tenuto.serve.shared.schemas import REFUSALS, IdempotencyKey
 from tenuto.serve.shared.settings import Tenant
 from tenuto.serve.shared.sse import EventStream, respond, while_connected
 
-router = APIRouter(route_class=JsonRoute, prefix="/v1/sessions/{session_id}", tags=["sessions"])
+router = APIRouter(route_class=JsonRoute, prefix="/v1/sessions/{session_id}", tags=["sessions"], responses=REFUSALS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +98,13 @@ async def _turn_call(
 CallOf = Annotated[TurnCall, Depends(_turn_call)]
 
 
-@router.post("/turns", response_model=None, responses=REFUSALS | STREAMED)
+@router.post("/turns", response_model=None, responses=STREAMED)
 async def start_turn(call: CallOf, body: NewTurn) -> Response:
     """Starts a turn: appends the input and generates. A draft of the session becomes this turn."""
     return await call.answer("turn", body, stream=body.stream)
 
 
-@router.post("/regenerate", response_model=None, responses=REFUSALS | STREAMED)
+@router.post("/regenerate", response_model=None, responses=STREAMED)
 async def regenerate(call: CallOf, body: NewTurn) -> Response:
     """Generates the last turn's output again. The old output stays until this turn commits."""
     if body.input:
@@ -112,13 +112,13 @@ async def regenerate(call: CallOf, body: NewTurn) -> Response:
     return await call.answer("regenerate", body, stream=body.stream)
 
 
-@router.post("/append", response_model=None, responses=REFUSALS | {200: {"model": Turn}})
+@router.post("/append", response_model=None, responses={200: {"model": Turn}})
 async def append(call: CallOf, body: NewAppend) -> Response:
     """Appends input without generating. The input is committed once it is computed."""
     return await call.answer("append", body)
 
 
-@router.put("/draft", responses=REFUSALS)
+@router.put("/draft")
 async def draft(
     edge: EdgeOf,
     tenant: Caller,
@@ -146,7 +146,7 @@ async def draft(
         raise
 
 
-@router.post("/abort", responses=REFUSALS)
+@router.post("/abort")
 async def abort(edge: EdgeOf, tenant: Caller, session_id: SessionId, body: Abort) -> Turn | None:
     """Ends the open turn. It is rolled back or, with `keep`, partly committed. The answer is `null` for a draft."""
     keep = check_keep(None if body.keep == "none" else body.keep)
@@ -164,13 +164,13 @@ async def abort(edge: EdgeOf, tenant: Caller, session_id: SessionId, body: Abort
     return turn_body(turn)
 
 
-@router.get("/turns/{turn_id}", responses=REFUSALS)
+@router.get("/turns/{turn_id}")
 async def get_turn(edge: EdgeOf, tenant: Caller, session_id: SessionId, turn_id: TurnId) -> Turn:
     """Returns a turn that is open or ended recently."""
     return turn_body(edge.turns.find(tenant.name, session_id, turn_id))
 
 
-@router.get("/turns/{turn_id}/events", response_class=Response, responses=REFUSALS | STREAMED)
+@router.get("/turns/{turn_id}/events", response_class=Response, responses=STREAMED)
 async def follow_turn(
     edge: EdgeOf,
     tenant: Caller,

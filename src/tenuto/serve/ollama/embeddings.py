@@ -23,7 +23,7 @@ from tenuto.serve.shared.settings import Tenant
 from tenuto.serve.shared.sse import while_connected
 from tenuto.serve.shared.turn_request import TurnRequest
 
-router = APIRouter(route_class=JsonRoute, prefix="/api", tags=["ollama"])
+router = APIRouter(route_class=JsonRoute, prefix="/api", tags=["ollama"], responses=REFUSALS)
 
 
 class Embedding(ForeignObject, TurnRequest):
@@ -50,7 +50,7 @@ class OldBody(Embedding):
     prompt: str
 
 
-@router.post("/embed", response_model=None, responses=REFUSALS)
+@router.post("/embed", response_model=None)
 async def embed_texts(edge: EdgeOf, tenant: Caller, body: EmbedBody, request: Request) -> Response:
     """Returns a vector of length 1 for each text."""
     began, texts = time.perf_counter(), [body.input] if isinstance(body.input, str) else body.input
@@ -69,7 +69,7 @@ async def embed_texts(edge: EdgeOf, tenant: Caller, body: EmbedBody, request: Re
     return Response(msgspec.json.encode(told), media_type="application/json")
 
 
-@router.post("/embeddings", responses=REFUSALS)
+@router.post("/embeddings")
 async def embed_text(edge: EdgeOf, tenant: Caller, body: OldBody, request: Request) -> dict[str, Any]:
     """Returns the vector of a text, of length 1; an older form of `/api/embed`."""
     found = await _embed(edge, tenant, body, [body.prompt], request)

@@ -16,7 +16,7 @@ from tenuto.serve.ollama.schemas import LATEST, ShowBody
 from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
 
-router = APIRouter(route_class=JsonRoute, prefix="/api", tags=["ollama"])
+router = APIRouter(route_class=JsonRoute, prefix="/api", tags=["ollama"], responses=REFUSALS)
 
 FOREVER = "2318-01-01T00:00:00Z"
 """Time until which the model stays loaded: as long as the server runs."""
@@ -32,21 +32,21 @@ def _names(edge: Edge) -> list[str]:
     return [*edge.served_names, *edge.adapters]
 
 
-@router.get("/version", responses=REFUSALS)
+@router.get("/version")
 async def server_version(edge: EdgeOf, _: Caller) -> dict[str, str]:
     """Returns the server's version."""
     edge.require_engine()
     return {"version": version("tenuto")}
 
 
-@router.get("/tags", responses=REFUSALS)
+@router.get("/tags")
 async def tags(edge: EdgeOf, _: Caller) -> dict[str, Any]:
     """Lists the served model under each of its names, and then the loaded adapters."""
     edge.require_engine()
     return {"models": [_model(edge, name) for name in _names(edge)]}
 
 
-@router.get("/ps", responses=REFUSALS)
+@router.get("/ps")
 async def running(edge: EdgeOf, _: Caller) -> dict[str, Any]:
     """Lists the served model and its adapters, which stay loaded."""
     edge.require_engine()
@@ -54,7 +54,7 @@ async def running(edge: EdgeOf, _: Caller) -> dict[str, Any]:
     return {"models": [{**_model(edge, name), **loaded} for name in _names(edge)]}
 
 
-@router.post("/show", responses=REFUSALS)
+@router.post("/show")
 async def show(edge: EdgeOf, _: Caller, body: ShowBody) -> dict[str, Any]:
     """Describes the model."""
     edge.require_engine()

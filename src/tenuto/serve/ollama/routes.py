@@ -21,12 +21,12 @@ from tenuto.serve.shared.placing import placed
 from tenuto.serve.shared.settings import Tenant
 from tenuto.serve.shared.sse import LINES, respond, streamed, while_connected
 
-router = APIRouter(route_class=JsonRoute, prefix="/api", tags=["ollama"])
+router = APIRouter(route_class=JsonRoute, prefix="/api", tags=["ollama"], responses=REFUSALS)
 
 STREAMED = streamed("The answer, or its parts as lines of JSON, of which the last has its counts and times", LINES)
 
 
-@router.post("/chat", response_model=None, responses=REFUSALS | STREAMED)
+@router.post("/chat", response_model=None, responses=STREAMED)
 async def chat(edge: EdgeOf, tenant: Caller, body: ChatBody, request: Request) -> Response:
     """Answers messages. Without messages, says that the model is loaded."""
     _check(edge, body)
@@ -43,7 +43,7 @@ async def chat(edge: EdgeOf, tenant: Caller, body: ChatBody, request: Request) -
     return await respond(request, answer, stream=body.stream is not False)
 
 
-@router.post("/generate", response_model=None, responses=REFUSALS | STREAMED)
+@router.post("/generate", response_model=None, responses=STREAMED)
 async def generate(edge: EdgeOf, tenant: Caller, body: GenerateBody, request: Request) -> Response:
     """Answers a text or, with `raw`, continues it. Without a text, says that the model is loaded."""
     _check(edge, body)

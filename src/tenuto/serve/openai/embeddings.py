@@ -23,7 +23,7 @@ from tenuto.serve.shared.schemas import REFUSALS
 from tenuto.serve.shared.sse import while_connected
 from tenuto.serve.shared.turn_request import TurnRequest
 
-router = APIRouter(route_class=JsonRoute, tags=["openai"])
+router = APIRouter(route_class=JsonRoute, tags=["openai"], responses=REFUSALS)
 
 EMBEDDINGS: dict[int | str, dict[str, Any]] = {
     200: {"description": "The embeddings", "content": {"application/json": {"schema": {}}}}
@@ -76,7 +76,7 @@ class OldBody(ForeignObject, TurnRequest):
     embd_normalize: Literal[-1, 2] | None = Field(None, description="-1: as computed; 2 (the default): of length 1.")
 
 
-@router.post("/v1/embeddings", response_model=None, responses=REFUSALS | EMBEDDINGS)
+@router.post("/v1/embeddings", response_model=None, responses=EMBEDDINGS)
 async def embeddings(edge: EdgeOf, tenant: Caller, body: EmbeddingBody, request: Request) -> Response:
     """Returns a vector for each text or list of tokens."""
     adapter = edge.adapter(body.model)
@@ -98,8 +98,8 @@ async def embeddings(edge: EdgeOf, tenant: Caller, body: EmbeddingBody, request:
     return Response(b'{"object":"list","data":' + data + b"," + rest[1:], media_type="application/json")
 
 
-@router.post("/embedding", response_model=None, responses=REFUSALS | EMBEDDINGS, tags=["llama.cpp"])
-@router.post("/embeddings", response_model=None, responses=REFUSALS | EMBEDDINGS, tags=["llama.cpp"])
+@router.post("/embedding", response_model=None, responses=EMBEDDINGS, tags=["llama.cpp"])
+@router.post("/embeddings", response_model=None, responses=EMBEDDINGS, tags=["llama.cpp"])
 async def old_embeddings(edge: EdgeOf, tenant: Caller, body: OldBody, request: Request) -> Response:
     """Returns a list with a list of one vector for each text or list of tokens."""
     if (given := body.input if body.input is not None else body.content) is None:

@@ -13,7 +13,7 @@ from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.edge import Caller, EdgeOf
 from tenuto.serve.shared.schemas import REFUSALS
 
-router = APIRouter(route_class=JsonRoute, tags=["openai"])
+router = APIRouter(route_class=JsonRoute, tags=["openai"], responses=REFUSALS)
 
 
 def _kind(given: Any) -> str:
@@ -23,7 +23,7 @@ def _kind(given: Any) -> str:
 Body = Annotated[Annotated[ChatBody, Tag("chat")] | Annotated[CompletionBody, Tag("completion")], Discriminator(_kind)]
 
 
-@router.post("/invocations", response_model=None, responses=REFUSALS | STREAMED)
+@router.post("/invocations", response_model=None, responses=STREAMED)
 async def invoke(edge: EdgeOf, tenant: Caller, body: Body, request: Request) -> Response:
     """Answers like `/v1/chat/completions`, or, if there is a `prompt`, like `/v1/completions`."""
     if isinstance(body, ChatBody):

@@ -12,13 +12,13 @@ from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.edge import Caller, EdgeOf
 from tenuto.serve.shared.schemas import REFUSALS
 
-router = APIRouter(route_class=JsonRoute, tags=["llama.cpp"])
+router = APIRouter(route_class=JsonRoute, tags=["llama.cpp"], responses=REFUSALS)
 
-router.post("/chat/completions", response_model=None, responses=REFUSALS | routes.STREAMED)(routes.chat)
-router.post("/responses", response_model=None, responses=REFUSALS | response_routes.STREAMED)(response_routes.create)
+router.post("/chat/completions", response_model=None, responses=routes.STREAMED)(routes.chat)
+router.post("/responses", response_model=None, responses=response_routes.STREAMED)(response_routes.create)
 
 
-@router.post("/apply-template", responses=REFUSALS)
+@router.post("/apply-template")
 async def apply_template(edge: EdgeOf, tenant: Caller, body: MessagesBody) -> dict[str, str]:
     """Returns the prompt that messages become, as text, without the token that begins every text."""
     edge.adapter(body.model)
@@ -30,8 +30,8 @@ async def apply_template(edge: EdgeOf, tenant: Caller, body: MessagesBody) -> di
     return {"prompt": await edge.link.call(Detokenize(tenant=tenant.name, tokens=tokens.tolist()))}
 
 
-@router.post("/chat/completions/input_tokens", responses=REFUSALS)
-@router.post("/v1/chat/completions/input_tokens", responses=REFUSALS)
+@router.post("/chat/completions/input_tokens")
+@router.post("/v1/chat/completions/input_tokens")
 async def count_tokens(edge: EdgeOf, tenant: Caller, body: MessagesBody) -> dict[str, int]:
     """Returns the number of tokens of the prompt that messages become."""
     edge.adapter(body.model)

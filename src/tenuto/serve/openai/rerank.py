@@ -20,7 +20,7 @@ from tenuto.serve.shared.schemas import REFUSALS
 from tenuto.serve.shared.sse import while_connected
 from tenuto.serve.shared.turn_request import TurnRequest
 
-router = APIRouter(route_class=JsonRoute, tags=["relevance"])
+router = APIRouter(route_class=JsonRoute, tags=["relevance"], responses=REFUSALS)
 
 IGNORED = frozenset({"user", "request_id", "max_chunks_per_doc", "use_activation"})
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -84,11 +84,11 @@ class ScoreBody(Relevant):
     text_2: str | Texts
 
 
-@router.post("/rerank", responses=REFUSALS)
-@router.post("/v1/rerank", responses=REFUSALS)
-@router.post("/v2/rerank", responses=REFUSALS)
-@router.post("/reranking", responses=REFUSALS)
-@router.post("/v1/reranking", responses=REFUSALS)
+@router.post("/rerank")
+@router.post("/v1/rerank")
+@router.post("/v2/rerank")
+@router.post("/reranking")
+@router.post("/v1/reranking")
 async def rerank(edge: EdgeOf, tenant: Caller, body: RerankBody, request: Request) -> dict[str, Any] | list[Any]:
     """Puts documents in the order of their relevance to a query."""
     adapter = edge.adapter(body.model)
@@ -111,8 +111,8 @@ async def rerank(edge: EdgeOf, tenant: Caller, body: RerankBody, request: Reques
     return {**named, "usage": _usage(found), "results": results}
 
 
-@router.post("/score", responses=REFUSALS)
-@router.post("/v1/score", responses=REFUSALS)
+@router.post("/score")
+@router.post("/v1/score")
 async def score(edge: EdgeOf, tenant: Caller, body: ScoreBody, request: Request) -> dict[str, Any]:
     """Scores pairs of texts, of a query and a document."""
     adapter = edge.adapter(body.model)

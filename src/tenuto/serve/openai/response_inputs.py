@@ -22,10 +22,10 @@ from tenuto.serve.shared.schemas import REFUSALS
 from tenuto.serve.shared.settings import hidden_session_id
 from tenuto.serve.shared.sse import while_connected
 
-router = APIRouter(route_class=JsonRoute, prefix="/v1/responses", tags=["openai"])
+router = APIRouter(route_class=JsonRoute, prefix="/v1/responses", tags=["openai"], responses=REFUSALS)
 
 
-@router.post("/input_tokens", responses=REFUSALS)
+@router.post("/input_tokens")
 async def count(
     edge: EdgeOf, tenant: Caller, body: InputBody, request: Request, conversations: ConversationsOf
 ) -> dict[str, Any]:
@@ -49,7 +49,7 @@ async def count(
     return {"object": "response.input_tokens", "input_tokens": tokens}
 
 
-@router.post("/compact", responses=REFUSALS)
+@router.post("/compact")
 async def compact(
     edge: EdgeOf, tenant: Caller, body: CompactBody, request: Request, conversations: ConversationsOf
 ) -> dict[str, Any]:

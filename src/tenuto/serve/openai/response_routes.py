@@ -27,7 +27,7 @@ from tenuto.serve.shared.schemas import ID_LENGTH, ID_PATTERN, REFUSALS
 from tenuto.serve.shared.settings import Tenant
 from tenuto.serve.shared.sse import EventStream, respond, streamed, while_connected
 
-router = APIRouter(route_class=JsonRoute, prefix="/v1/responses", tags=["openai"])
+router = APIRouter(route_class=JsonRoute, prefix="/v1/responses", tags=["openai"], responses=REFUSALS)
 
 READ: dict[int | str, dict[str, Any]] = {
     200: {"description": "The response", "content": {"application/json": {"schema": {"type": "object"}}}}
@@ -41,7 +41,7 @@ Kept = Annotated[KeptResponses, of_tenant(KeptResponses)]
 STREAMED = streamed("The response, or its events")
 
 
-@router.post("", response_model=None, responses=REFUSALS | STREAMED)
+@router.post("", response_model=None, responses=STREAMED)
 async def create(
     edge: EdgeOf, tenant: Caller, body: ResponseBody, request: Request, kept: Kept, conversations: ConversationsOf
 ) -> Response:
@@ -107,7 +107,7 @@ async def _write(answer: ResponseAnswer, store: Callable[[dict[str, Any]], None]
         ended.set()
 
 
-@router.get("/{response_id}", response_model=None, responses=REFUSALS | READ)
+@router.get("/{response_id}", response_model=None, responses=READ)
 async def read(
     edge: EdgeOf,
     tenant: Caller,
@@ -145,7 +145,7 @@ def _turn(edge: Edge, tenant: Tenant, name: str, origin: Origin) -> LiveTurn:
         raise NotFound(f"the events of response {name!r} are too old; allowed: to read it without stream") from None
 
 
-@router.post("/{response_id}/cancel", response_model=None, responses=REFUSALS | READ)
+@router.post("/{response_id}/cancel", response_model=None, responses=READ)
 async def cancel(edge: EdgeOf, tenant: Caller, kept: Kept, response_id: ResponseId) -> Response:
     """Ends a response in the background and returns it. One that has ended stays as it is."""
     response, origin = _found(kept, response_id)
@@ -157,7 +157,7 @@ async def cancel(edge: EdgeOf, tenant: Caller, kept: Kept, response_id: Response
     return Response(kept.find(response_id) or response, media_type="application/json")
 
 
-@router.get("/{response_id}/input_items", responses=REFUSALS)
+@router.get("/{response_id}/input_items")
 async def input_items(
     kept: Kept, response_id: ResponseId, after: After = None, limit: Limit = 20, order: Order = "desc"
 ) -> dict[str, Any]:
@@ -169,7 +169,7 @@ async def input_items(
     return page_of(msgspec.json.decode(items), after, limit, newest_first=order == "desc")
 
 
-@router.delete("/{response_id}", responses=REFUSALS)
+@router.delete("/{response_id}")
 async def delete(edge: EdgeOf, tenant: Caller, kept: Kept, response_id: ResponseId) -> dict[str, Any]:
     """Deletes a response and closes its session. Responses that continue it have their own sessions."""
     await edge.link.call(CloseSession(tenant=tenant.name, session=response_id))

@@ -25,7 +25,7 @@ from tenuto.serve.shared.schemas import REFUSALS, IdempotencyKey
 from tenuto.serve.shared.settings import Tenant
 from tenuto.serve.shared.sse import respond, streamed, while_connected
 
-router = APIRouter(route_class=JsonRoute, prefix="/v1", tags=["openai"])
+router = APIRouter(route_class=JsonRoute, prefix="/v1", tags=["openai"], responses=REFUSALS)
 
 MAX_CHOICES = 1024
 """Maximum number of answers to one request: prompts times `n`."""
@@ -37,7 +37,7 @@ MAX_CHOICES = 1024
 STREAMED = streamed("The completion, or its chunks, of which the last is `[DONE]`")
 
 
-@router.post("/completions", response_model=None, responses=REFUSALS | STREAMED)
+@router.post("/completions", response_model=None, responses=STREAMED)
 async def complete(
     edge: EdgeOf, tenant: Caller, body: CompletionBody, request: Request, idempotency_key: IdempotencyKey = None
 ) -> Response:
@@ -68,7 +68,7 @@ async def complete(
 # -- chat completions
 
 
-@router.post("/chat/completions", response_model=None, responses=REFUSALS | STREAMED)
+@router.post("/chat/completions", response_model=None, responses=STREAMED)
 async def chat(
     edge: EdgeOf, tenant: Caller, body: ChatBody, request: Request, idempotency_key: IdempotencyKey = None
 ) -> Response:

@@ -18,7 +18,7 @@ from tenuto.serve.shared.schemas import REFUSALS, Items, TokenId
 from tenuto.serve.shared.sse import while_connected
 from tenuto.serve.shared.turn_request import TurnRequest
 
-router = APIRouter(route_class=JsonRoute, tags=["sglang"])
+router = APIRouter(route_class=JsonRoute, tags=["sglang"], responses=REFUSALS)
 
 
 class EncodeRequest(ForeignObject, TurnRequest):
@@ -47,8 +47,8 @@ class EncodeRequest(ForeignObject, TurnRequest):
         return isinstance(self.text, list) or (bool(self.input_ids) and isinstance((self.input_ids or [0])[0], list))
 
 
-@router.post("/encode", response_model=None, responses=REFUSALS)
-@router.put("/encode", response_model=None, responses=REFUSALS)
+@router.post("/encode", response_model=None)
+@router.put("/encode", response_model=None)
 async def encode(edge: EdgeOf, tenant: Caller, body: EncodeRequest, request: Request) -> Any:
     """Returns the embedding of a text or list of tokens, or a list of them."""
     adapter = edge.adapter(body.model)

@@ -15,18 +15,18 @@ from tenuto.serve.shared.edge import Caller, EdgeOf
 from tenuto.serve.shared.schemas import REFUSALS
 from tenuto.serve.shared.sse import respond, streamed, while_connected
 
-router = APIRouter(route_class=JsonRoute, tags=["sglang"])
+router = APIRouter(route_class=JsonRoute, tags=["sglang"], responses=REFUSALS)
 
 STREAMED = streamed("The answer, a list of them for several prompts, or a stream of answers so far")
 
 
-@router.post("/open_session", responses=REFUSALS)
+@router.post("/open_session")
 async def open_session(requests: RequestsOf, tenant: Caller, body: OpenSessionRequest) -> str:
     """Opens a session and answers with its id."""
     return await requests.open(tenant, body)
 
 
-@router.post("/close_session", response_class=Response, responses=REFUSALS)
+@router.post("/close_session", response_class=Response)
 async def close_session(requests: RequestsOf, tenant: Caller, body: CloseSessionRequest) -> Response:
     """Closes a session, if it exists."""
     await requests.close(tenant, body.session_id)
@@ -36,8 +36,8 @@ async def close_session(requests: RequestsOf, tenant: Caller, body: CloseSession
 # -- requests
 
 
-@router.post("/generate", response_model=None, responses=REFUSALS | STREAMED)
-@router.put("/generate", response_model=None, responses=REFUSALS | STREAMED)
+@router.post("/generate", response_model=None, responses=STREAMED)
+@router.put("/generate", response_model=None, responses=STREAMED)
 async def generate(
     edge: EdgeOf, requests: RequestsOf, tenant: Caller, body: GenerateRequest, request: Request
 ) -> Response:
@@ -50,7 +50,7 @@ async def generate(
     return await respond(request, answers, stream=body.stream)
 
 
-@router.post("/abort_request", response_class=Response, responses=REFUSALS)
+@router.post("/abort_request", response_class=Response)
 async def abort_request(edge: EdgeOf, requests: RequestsOf, tenant: Caller, body: AbortRequest) -> Response:
     """Ends the requests with the given id, if any, or all of the caller's."""
     edge.require_engine()
