@@ -19,7 +19,7 @@ from tenuto.serve.shared.edge import Caller, EdgeOf
 from tenuto.serve.shared.embeddings import Embedded, Vectors, embed
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
 from tenuto.serve.shared.prompt_forms import Inputs, resolved
-from tenuto.serve.shared.schemas import REFUSALS
+from tenuto.serve.shared.schemas import REFUSALS, ModelName
 from tenuto.serve.shared.sse import while_connected
 from tenuto.serve.shared.turn_request import TurnRequest
 
@@ -51,7 +51,7 @@ class EmbeddingBody(ForeignObject, TurnRequest):
     ignored = frozenset({"user", "request_id", "rid"})
     not_supported = NOT_SUPPORTED
 
-    model: str | None = Field(None, description="If given, a name listed by `/v1/models`, or `default`.")
+    model: ModelName = None
     input: Inputs
     encoding_format: Encoding | None = Field(None, description="base64: little-endian float32 numbers.")
     dimensions: int | None = Field(

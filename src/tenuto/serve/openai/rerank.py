@@ -16,7 +16,7 @@ from tenuto.serve.shared.edge import Caller, EdgeOf
 from tenuto.serve.shared.embeddings import MAX_INPUTS, Texts
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
 from tenuto.serve.shared.relevance import Relevance, relevance
-from tenuto.serve.shared.schemas import REFUSALS
+from tenuto.serve.shared.schemas import REFUSALS, ModelName
 from tenuto.serve.shared.sse import while_connected
 from tenuto.serve.shared.turn_request import TurnRequest
 
@@ -43,7 +43,7 @@ class Relevant(ForeignObject, TurnRequest):
     ignored = IGNORED
     not_supported = NOT_SUPPORTED
 
-    model: str | None = Field(None, description="If given, a name listed by `/v1/models`, or `default`.")
+    model: ModelName = None
     instruction: str | None = Field(None, description="The task that a model is asked about, if it is asked.")
 
 

@@ -21,7 +21,7 @@ from tenuto.serve.openai.tools import KINDS, FlatChoice, FlatTool, custom_call, 
 from tenuto.serve.shared.grammars import GrammarField, only_one
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
 from tenuto.serve.shared.placing import placed
-from tenuto.serve.shared.schemas import Id, Messages, Prompts, field_of, unsupported
+from tenuto.serve.shared.schemas import Id, Messages, ModelName, Prompts, field_of, unsupported
 from tenuto.serve.shared.turn_request import TurnRequest, options_but, with_options
 from tenuto.serve.shared.undone import ToolList, leave_undone, of_type
 
@@ -167,7 +167,7 @@ class ResponseBody(Templated, TurnRequest):
         "skip_special_tokens": (None, True),
     }
 
-    model: str | None = Field(None, description="If given, a name listed by `/v1/models`, or `default`.")
+    model: ModelName = None
     input: str | Messages[Item] = Field(description="With `previous_response_id`, only the new items.")
     instructions: str | None = Field(None, description="A system message.")
     previous_response_id: Id | None = Field(None, description="The response to continue, on a fork of its session.")

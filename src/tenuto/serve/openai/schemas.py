@@ -23,6 +23,7 @@ from tenuto.serve.shared.schemas import (
     Id,
     Items,
     Messages,
+    ModelName,
     Prompts,
     TokenId,
     field_of,
@@ -96,7 +97,7 @@ class Generation(Structured):
     undone = UNDONE
     not_supported = NOT_SUPPORTED
 
-    model: str | None = Field(None, description="If given, a name listed by `/v1/models`, or `default`.")
+    model: ModelName = None
     n: int | None = Field(
         None, ge=1, le=MAX_SAMPLES, description="Number of answers to each prompt, which is computed once."
     )

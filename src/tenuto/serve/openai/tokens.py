@@ -22,7 +22,7 @@ from tenuto.serve.openai.tools import Tool
 from tenuto.serve.shared.bodies import JsonRoute, of_many
 from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
-from tenuto.serve.shared.schemas import REFUSALS, Items, Messages, Prompts, TokenId
+from tenuto.serve.shared.schemas import REFUSALS, Items, Messages, ModelName, Prompts, TokenId
 from tenuto.serve.shared.settings import Tenant
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class MessagesBody(Templated):
 
     not_supported = dict.fromkeys(("chat_template", "mm_processor_kwargs"), NOTHING)
 
-    model: str | None = Field(None, description="If given, a name listed by `/v1/models`, or `default`.")
+    model: ModelName = None
     messages: Messages[ChatMessage] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     add_generation_prompt: bool | None = Field(

@@ -17,7 +17,7 @@ from tenuto.base.tools.grammar import Grammar
 from tenuto.serve.shared.grammars import GrammarField, of_regex, of_rules, only_one
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
 from tenuto.serve.shared.samples import MAX_SAMPLES
-from tenuto.serve.shared.schemas import ID_LENGTH, MAX_PROMPTS, Id, Items, Prompts, TokenId, field_of
+from tenuto.serve.shared.schemas import ID_LENGTH, MAX_PROMPTS, Id, Items, ModelName, Prompts, TokenId, field_of
 from tenuto.serve.shared.turn_request import TurnRequest, options_but, with_options
 
 GREEDY_BELOW = 1e-6
@@ -203,7 +203,7 @@ class GenerateRequest(SGLangObject, TurnRequest):
     )
     return_text_in_logprobs: bool | None = None
     session_params: SessionParams | Prompts[SessionParams] | None = None
-    model: str | None = Field(None, description="If given, a name listed by `/v1/models`, or `default`.")
+    model: ModelName = None
     lora_path: AdapterName | Prompts[AdapterName] | None = Field(
         None, description="The name of a loaded adapter; goes before `model`."
     )

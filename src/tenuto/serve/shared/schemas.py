@@ -50,6 +50,8 @@ def at_most(entries: int) -> BeforeValidator:
 
 Id = Annotated[str, Field(pattern=ID_PATTERN, max_length=ID_LENGTH)]
 """Id of a session."""
+ModelName = Annotated[str | None, Field(description="If given, a name listed by `/v1/models`, or `default`.")]
+"""The model of a request: the served one by any of its names, or an adapter."""
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 TokenKey = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID, strict=False)]
 """A token id as an object's key, where JSON allows only strings."""

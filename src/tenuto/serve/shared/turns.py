@@ -198,10 +198,10 @@ class Turns:
         with suppress(TenutoError):
             await turn.finished()
 
-    async def abort_quietly(self, turn: LiveTurn, keep: Keep = None) -> None:
+    async def abort_quietly(self, turn: LiveTurn) -> None:
         """Calls `abort` and ignores errors: the turn, its session or the engine may have ended meanwhile."""
         with suppress(TenutoError):
-            await self.abort(turn, keep)
+            await self.abort(turn)
 
     def abandon(self, turn: LiveTurn) -> None:
         """Handles the departure of a reader. If it was the last, the turn is rolled back unless it continues without
