@@ -175,7 +175,7 @@ class SessionAdapter:
 
 
 class Scope(NamedTuple):
-    """What sessions must have in common to use each other's memory: the tenant, and the digest of the adapter's
+    """The properties that sessions must share to use each other's memory: the tenant, and the digest of the adapter's
     weights, which is empty without an adapter."""
 
     tenant: str

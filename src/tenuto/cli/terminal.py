@@ -1,4 +1,4 @@
-"""What a chat needs of a terminal: lines broken at words, and keys that do not show in the middle of an answer."""
+"""The terminal of a chat: lines broken at words, and keys that do not show in the middle of an answer."""
 
 from __future__ import annotations
 

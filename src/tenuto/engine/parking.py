@@ -261,8 +261,8 @@ class Parking:
     def _contents(
         session: Session, position: int, ranges: Sequence[tuple[int, int]] | None = None
     ) -> list[list[Content]]:
-        """Returns the contents of the units that are kept for a position, by group; with `ranges` those of units
-        [first, end) of each group, where `end` is that of all units, unless there are none."""
+        """Returns the contents of the units that are kept for a position, by group. `ranges`: the units [first, end) of
+        each group to name; `end` is the number of all units, or the range is empty."""
         tokens, scope, tables = session.history[:position].tobytes(), session.scope, session.memory.tables
         if ranges is None:
             return [contents(scope, tokens, table.kept_ranges(position)) for table in tables]

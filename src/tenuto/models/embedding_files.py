@@ -1,4 +1,4 @@
-"""What a model's files say about its embeddings: the files of sentence-transformers, or a GGUF file's metadata."""
+"""The description of embeddings in a model's files: the files of sentence-transformers, or a GGUF file's metadata."""
 
 from __future__ import annotations
 

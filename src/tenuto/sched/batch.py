@@ -236,8 +236,8 @@ class Batch:
 
 
 def _unsettled_step(turn: Turn) -> int:
-    """Returns the number of the step in flight that was computing for the turn when it left its row; 0 if there is
-    none."""
+    """Returns the number of the step in flight that was computing for the turn when it left its row, or 0 without
+    one."""
     memory = turn.session.memory.turn if turn.session.turn is turn else None
     return memory.unsettled.step if memory is not None and memory.unsettled is not None else 0
 

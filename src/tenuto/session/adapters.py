@@ -15,10 +15,10 @@ MAX_NAME_LENGTH = 128
 
 
 class Adapters:
-    """The adapters of an engine. What an adapter computes is identified by the digest of its weights; names may stand
-    for other weights later, and several for the same.
+    """The adapters of an engine. The digest of an adapter's weights identifies its results. A name may later stand for
+    other weights, and several names for the same weights.
 
-    Invariant: `_slots` has exactly the digests of the adapters in `_named`, each with a slot of its own, from 1 on.
+    Invariant: `_slots` has exactly the digests of the adapters in `_named`, each with a separate slot, counted from 1.
     """
 
     def __init__(self) -> None:

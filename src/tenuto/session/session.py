@@ -62,7 +62,7 @@ class Session:
 
     @property
     def scope(self) -> Scope:
-        """What it has in common with sessions whose memory it may use."""
+        """The properties that it shares with sessions whose memory it may use."""
         return self._scope
 
     @property

@@ -130,7 +130,7 @@ def _value(text: str, types: Sequence[str]) -> Any:
 
 
 def type_of(value: object) -> str:
-    """Returns the name of the JSON type of `value`; empty if it has none."""
+    """Returns the name of the JSON type of `value`, or an empty string for other values."""
     if value is None:
         return "null"
     if isinstance(value, bool):
