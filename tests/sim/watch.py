@@ -165,7 +165,8 @@ class Watch:
         last = max((i for i, e in enumerate(events) if e in victims), default=-1)
         if any(e.kind == "share" for e in events[last + 1 :]):
             return  # what yielded can be shared now, so the turn needs less than was asked for
-        swapped = [e.freed for e in events if e.kind == "share"]  # sessions that took others' memory gave up their own
+        # sessions gave up their own memory when they took others', or since their turns fit only without it
+        swapped = [e.freed for e in events if e.kind == "share" or (e.kind, e.why) == ("drop", "restart")]
         room = [n - len(starts) - growing for n in self._room.left()]  # the copy of a tail is counted at its worst case
         room = [n - sum(units) for n, *units in zip(room, *swapped, strict=True)]
         if any(any(e.freed) for e in victims) and all(
