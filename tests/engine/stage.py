@@ -132,6 +132,11 @@ class Stage:
         self.play()
         return session
 
+    def save_at_once(self) -> Stage:
+        """Lets the state of sessions be written without a pause: the clock stands still."""
+        self.engine.snapshots.pause = self.engine.snapshots.delay = 0.0
+        return self
+
     # -- turns
 
     def append(self, session_id: str, tokens: Iterable[int]) -> Turn:

@@ -24,12 +24,6 @@ from tests.tiered import parking_in
 RATE = 10**9
 
 
-@pytest.fixture(autouse=True)
-def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets state be written without a pause after the commit; the clock of these tests stands still."""
-    monkeypatch.setattr("tenuto.engine.snapshots.PAUSE", 0.0)
-
-
 def running(tier: Path, mix: tuple[Kind, ...] = (FULL,), **options: Any) -> Stage:
     return begin(tier, mix, **{"checkpoint_rate": RATE, **options})
 
@@ -85,11 +79,9 @@ def test_a_kill_while_a_turn_runs_leaves_the_state_of_the_last_commit(mix, tmp_p
     assert goes_on(stage, "a", 9) == 55
 
 
-def test_a_session_that_has_its_next_turn_already_is_written_after_others_but_not_much_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tenuto.engine.snapshots.PAUSE", PAUSE)
+def test_a_session_that_has_its_next_turn_already_is_written_later(tmp_path: Path) -> None:
     stage = running(tmp_path)
+    stage.engine.snapshots.pause, stage.engine.snapshots.delay = PAUSE, DELAY
     stage.committed("busy", 50)
     stage.committed("idle", 50)
     assert (position(stage, "busy"), position(stage, "idle")) == (0, 0)
@@ -113,7 +105,7 @@ def test_each_page_is_written_once_however_many_sessions_share_it(tmp_path: Path
             written.extend(unit.content.before + unit.content.tokens for group in units.values() for unit in group)
             return super().write(units)
 
-    stage = Stage((FULL,), units=300, disk=Counting(tmp_path, 10**7), checkpoint_rate=RATE)
+    stage = Stage((FULL,), units=300, disk=Counting(tmp_path, 10**7), checkpoint_rate=RATE).save_at_once()
     stage.committed("parent", 100)
     steps(stage)
     for name in "abcdef":

@@ -23,7 +23,8 @@ BUDGET = 10**7
 
 def begin(tier: Path, mix: tuple[Kind, ...] = (FULL,), *, identity: str = "a model", **options: Any) -> Stage:
     disk = UnitFiles(tier, options.pop("budget", BUDGET), identity)
-    return Stage(mix, **{"units": 300, "token_budget": 24, "disk": disk, "identity": identity, **options})
+    stage = Stage(mix, **{"units": 300, "token_budget": 24, "disk": disk, "identity": identity, **options})
+    return stage.save_at_once()
 
 
 def end(stage: Stage) -> list[SavedSession]:

@@ -314,7 +314,7 @@ def test_a_message_that_cannot_fit_is_refused_by_every_interface(http: httpx.Cli
         ("/v1/chat/completions", {**chat, "stream": True}, "context_length_exceeded"),
         ("/v1/chat/completions", {**chat, "session_id": "fresh"}, "context_length_exceeded"),
         ("/v1/completions", {"model": "witness", "prompt": text}, "context_length_exceeded"),
-        ("/generate", {"text": text}, "context_exceeded"),
+        ("/generate", {"text": text}, "context_length_exceeded"),
     ):
         assert refusal(http.post(path, json=body)) == (400, code), path
     assert refusal(http.put("/v1/sessions/whole/draft", json={"input": text})) == (400, "context_exceeded")

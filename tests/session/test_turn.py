@@ -162,7 +162,7 @@ def test_a_submitted_draft_arrives_when_it_is_submitted() -> None:
     ("wrong", "said"),
     [
         ({"max_new_tokens": -1}, "max_new_tokens is -1; allowed: a whole number from 0"),
-        ({"stop_ids": (1, -2)}, "a stop id is -2; allowed: a whole number from 0"),
+        ({"stop_ids": (1, -2)}, "one of stop_ids is -2; allowed: a whole number from 0"),
         ({"queue_timeout": 0.0}, "queue_timeout is 0.0; allowed: more than 0 and at most"),
         ({"timeout": float("nan")}, "timeout is nan; allowed: more than 0 and at most"),
     ],

@@ -68,7 +68,7 @@ SLIPS = (
     Slip("sched.batch", "        self.scoring.discard(row)\n", ""),
     Slip("sched.batch", "self._taken = [growth for growth in self._taken if growth.row != row]", "pass"),
     Slip("sched.batch", "if len(turn.output) < params.min_new_tokens", "if len(turn.output) <= params.min_new_tokens"),
-    Slip("sched.batch", "turn.prompt_length + params.min_new_tokens,", "turn.prompt_length + params.min_new_tokens - 1,"),
+    Slip("sched.batch", "turn.prompt_length + params.min_new_tokens\n", "turn.prompt_length + params.min_new_tokens - 1\n"),
     Slip("sched.batch", "spaced = (position // interval + 1) * interval", "spaced = (position // interval + 1) * interval + 1"),
     Slip("sched.batch", "memory.begin(turn.name, turn.resume_position, slots)", "memory.begin(turn.name, turn.prompt_length, slots)"),
     Slip("sched.settle", "stopped[index] = not stuck and", "stopped[index] ="),

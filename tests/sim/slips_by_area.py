@@ -96,7 +96,7 @@ SAVES = (
     Slip("engine.snapshots", "            if part is None or part.last:\n                self._parking.unsaved.pop", "            if True:\n                self._parking.unsaved.pop"),
     Slip("engine.snapshots", "                self._allowed -= part.size\n", ""),
     Slip("engine.snapshots", "            unsaved[session] = since\n", ""),
-    Slip("engine.snapshots", "(PAUSE if session.turn is None else DELAY)", "PAUSE"),
+    Slip("engine.snapshots", "(self.pause if session.turn is None else self.delay)", "self.pause"),
     Slip("engine.snapshots", " or session.last_turn_end + ttl > now + EXPIRES_SOON", " or True"),
 )  # fmt: skip
 """Slips of the state that is saved for the next process."""

@@ -40,6 +40,8 @@ class Snapshots:
     beside it writes, so no step and no commit waits for the disk. State that is found is verified: units must have the
     contents that a session's tokens demand. The rest is computed again.
 
+    A session waits for `pause` seconds after a commit, or `delay` if its next turn begins meanwhile.
+
     `counts`: sessions by outcome: "saved" and "not saved" (no room, a failure, or no time) when the process ends, those
     of `Saves.recover`, and of a whole index: "damaged", "foreign" and "unreadable".
     """
@@ -49,6 +51,7 @@ class Snapshots:
         self._saves = parking.saves
         self._clock = clock
         self._rate = config.checkpoint_rate
+        self.pause, self.delay = PAUSE, DELAY
         self.counts = parking.saves.outcomes
         self._most = max(PART, self._rate * BURST_SECONDS)
         self._allowed: float = self._most  # bytes that may be written now
@@ -76,7 +79,7 @@ class Snapshots:
         unsaved = self._parking.unsaved
         for _ in range(min(LOOKED_AT, len(unsaved))):
             session, since = next(iter(unsaved.items()))
-            if now >= since + (PAUSE if session.turn is None else DELAY):
+            if now >= since + (self.pause if session.turn is None else self.delay):
                 return session
             del unsaved[session]
             unsaved[session] = since

@@ -8,7 +8,7 @@ import secrets
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -17,7 +17,9 @@ from tenuto.base.config import WEIGHTS, Limits, user_path
 from tenuto.base.errors import ConfigError
 from tenuto.base.options import Policy, SessionAdapter
 from tenuto.base.parsing import MAX_BYTES, parse_path, parse_ttl
-from tenuto.base.wire.messages import OpenSession
+
+if TYPE_CHECKING:
+    from tenuto.base.wire.messages import OpenSession
 
 TENANT_PATTERN = r"[A-Za-z0-9_-]{1,32}"
 BODY_BYTES_A_SECOND = 1024
@@ -56,6 +58,8 @@ class Tenant:
     ) -> OpenSession:
         """Returns the message that opens a session for the tenant. `adapter`: its name. `policy`: other fields of
         `Policy`."""
+        from tenuto.base.wire.messages import OpenSession  # noqa: PLC0415 - the command line reads settings without NumPy
+
         options = Policy(ttl=ttl, tenant=self.name, adapter=SessionAdapter.named(adapter), **policy)
         return OpenSession(session=session, policy=options, system=system, limits=self.limits)
 
