@@ -15,6 +15,7 @@ from typing import Self
 import pytest
 
 import tenuto
+from tenuto.base.config import cache_dir
 
 pty = pytest.importorskip("pty", reason="pseudo-terminals are a thing of Unix")
 
@@ -29,7 +30,9 @@ ignores it; then becomes the command."""
 
 
 def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run([TENUTO, *arguments], input=stdin, capture_output=True, text=True, timeout=120, check=False)
+    named = {"TENUTO_CACHE": str(cache_dir()), **os.environ}  # so that users without a home directory get no hint
+    command = [TENUTO, *arguments]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120, check=False, env=named)
 
 
 class Terminal:
