@@ -99,8 +99,10 @@ class World:
             disk=self.disk,
             carrier=self.copies,
         )
-        if config.seed % 4:  # often there is no time for saves otherwise
-            self.engine.snapshots.pause = self.engine.snapshots.delay = 0.0
+        if config.seed % 4:
+            self.engine.snapshots.pause = self.engine.snapshots.delay = (
+                0.0  # often there is no time for saves otherwise
+            )
         for name, path in self.adapters.items():
             load(self.engine, name, path)
         self.engines += 1
@@ -151,11 +153,8 @@ class World:
 
     def step_fails(self, members: Mapping[int, int]) -> bool:
         """Returns whether a step fails that takes these turns to these positions."""
-        for number, end in members.items():
-            turn = self.turns.get(number)
-            if turn is not None and turn.poisoned_from is not None and end > turn.poisoned_from:
-                return True
-        return self.rng.random() < self.config.fail_rate
+        poisons = ((self.turns[number].poisoned_from, end) for number, end in members.items() if number in self.turns)
+        return any(at is not None and end > at for at, end in poisons) or self.rng.random() < self.config.fail_rate
 
     def landed(self, members: Collection[int], *, failed: bool) -> None:
         if failed:
