@@ -52,7 +52,7 @@ def test_the_default_model_reads_text_as_transformers_does(smollm2: Tokenizer, r
     assert smollm2.decode(smollm2.encode(text)) == text
 
 
-@given(text=st.text())
+@given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="<")))  # control tokens
 def test_the_default_model_reads_any_text_as_transformers_does(smollm2: Tokenizer, reference: Any, text: str) -> None:
     assert smollm2.encode(text) == reference.encode(text, add_special_tokens=False)
 
