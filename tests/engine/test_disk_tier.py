@@ -17,6 +17,7 @@ from tenuto.memory.tiers.contents import contents
 from tenuto.memory.tiers.lent import LentUnits
 from tenuto.memory.tiers.rates import Rates
 from tenuto.memory.tiers.unit_files import INDEX, SUFFIX, UnitFiles
+from tenuto.session.records import SavedSession
 from tests.carriers import ByHand
 from tests.engine.stage import FULL, PAGE, STATE, Stage, continuation, count_from, every_mix
 from tests.eventually import files_become
@@ -43,6 +44,23 @@ def park(stage: Stage, *names: str) -> None:
 
 def parked(stage: Stage) -> list[str]:
     return [session.id for session in stage.engine.registry if parking(stage).position(session)]
+
+
+def save_as_used(stage: Stage, *times: float) -> list[tuple[SavedSession, float]]:
+    """Saves the state of sessions whose last turns ended at these times."""
+    saved = []
+    for session, used in zip(stage.engine.registry, times, strict=True):
+        session.last_turn_end = used
+        saved.append((session.saved(), used))
+    stage.engine.sessions.save()
+    return saved
+
+
+def recover_as_used(stage: Stage, saved: list[tuple[SavedSession, float]]) -> None:
+    """Restores these sessions and recovers their state."""
+    for each, used in saved:
+        stage.engine.sessions.restore(each).last_turn_end = used
+    stage.engine.sessions.recover()
 
 
 def park_all(stage: Stage, *names: str, tokens: int = 30) -> None:
@@ -304,16 +322,10 @@ def test_a_snapshot_on_a_small_disk_keeps_the_most_recently_used_sessions(tmp_pa
 def test_a_smaller_tier_keeps_the_most_recently_used_memory(tmp_path: Path) -> None:
     stage = make(tmp_path)
     park_all(stage, "a", "b", "c")
-    saved = []
-    for session, used in zip(stage.engine.registry, (3.0, 1.0, 2.0), strict=True):
-        session.last_turn_end = used
-        saved.append((session.saved(), used))
-    stage.engine.sessions.save()
+    saved = save_as_used(stage, 3.0, 1.0, 2.0)
     stage.engine.end(keep=True)
     stage = make(tmp_path, budget=20 * UNIT)
-    for each, used in saved:
-        stage.engine.sessions.restore(each).last_turn_end = used
-    stage.engine.sessions.recover()
+    recover_as_used(stage, saved)
     assert parked(stage) == ["a", "c"]
     files_become(tmp_path, SUFFIX, 2)
     stage.engine.audit()
@@ -323,11 +335,7 @@ def test_a_smaller_tier_keeps_the_most_recently_used_memory(tmp_path: Path) -> N
 def test_the_state_of_the_sessions_used_last_is_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stage = make(tmp_path)
     park_all(stage, "a", "b", "c")
-    saved = []
-    for session, used in zip(stage.engine.registry, (3.0, 1.0, 2.0), strict=True):
-        session.last_turn_end = used
-        saved.append((session.saved(), used))
-    stage.engine.sessions.save()
+    saved = save_as_used(stage, 3.0, 1.0, 2.0)
     records = {name: parking(stage).saves.record(("", name)) for name in "abc"}
     files = {name: {unit.file for unit in present(record)} for name, record in records.items()}
     stage.engine.end(keep=True)
@@ -344,9 +352,7 @@ def test_the_state_of_the_sessions_used_last_is_read_ahead(tmp_path: Path, monke
     size = sum(present(file).size for name in "ac" for file in files[name])
     monkeypatch.setattr("tenuto.memory.tiers.unit_files.READ_AHEAD", size)
     stage = make(tmp_path)
-    for each, used in saved:
-        stage.engine.sessions.restore(each).last_turn_end = used
-    stage.engine.sessions.recover()
+    recover_as_used(stage, saved)
     stage.engine.end(keep=True)
     assert set(asked) == inodes
 

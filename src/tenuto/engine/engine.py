@@ -95,12 +95,8 @@ class Engine:
             batch=Batch(memory, Shares(dict(config.tenant_weights)), eos_ids, config.aging_seconds),
         )
         self.registry, self.batch, self.prefixes = core.registry, core.batch, core.prefixes
-        self.idle_memory, self.counts, self.outcomes, self.fuse = (
-            core.idle_memory,
-            core.counts,
-            core.outcomes,
-            core.fuse,
-        )
+        self.idle_memory, self.counts = core.idle_memory, core.counts
+        self.outcomes, self.fuse = core.outcomes, core.fuse
         self.snapshots = Snapshots(core.idle_memory, clock, config)
         self._lifecycle = lifecycle = Lifecycle(core)
         self.pressure, self.timers, self.sharing = lifecycle.pressure, lifecycle.timers, lifecycle.sharing

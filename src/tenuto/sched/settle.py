@@ -166,8 +166,9 @@ class Settler:
         for entry, index in enumerate(owners.tolist()):
             turn: Turn | None = self._batch.turns[flight.rows[index]] if live[index] else None
             if turn is not None and len(turn.output_logprobs) < len(turn.output):
-                said, params = tokens[entry : entry + 1], turn.params
-                turn.output_logprobs += sampled.entries(entry, said, params.logprobs or 0, params.logprob_ids)
+                params = turn.params
+                drawn = tokens[entry : entry + 1]
+                turn.output_logprobs += sampled.entries(entry, drawn, params.logprobs or 0, params.logprob_ids)
 
     def _take_scores(self, flight: Flight, scores: Logprobs, live: Mask) -> None:
         """Records the log-probabilities of input tokens."""

@@ -197,9 +197,8 @@ class ChatTemplate:
     ) -> Rendered:
         """Renders a session's first turn, with the definitions of `tools`. With `generate` the tokens end where the
         assistant begins to speak, otherwise with the last content, or, if `closed`, with all that the template writes
-        after it. Raises `InvalidRequest` if there are no messages or
-        the template refuses them. Raises `ContextExceeded`, without encoding, if they certainly do not fit into
-        `room`."""
+        after it. Raises `InvalidRequest` if there are no messages or the template refuses them. Raises
+        `ContextExceeded`, without encoding, if they certainly do not fit into `room`."""
         if not messages:
             raise InvalidRequest("a conversation opens with no messages; allowed: at least one")
         if tools and self._with_tools is not None:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -38,6 +38,8 @@ PIECE = 2**22
 """The number of bytes that a thread reads at once."""
 READ_AHEAD = 2**30
 """The most bytes that are read ahead at the start."""
+MOST_AHEAD = 4096
+"""The most files that are read ahead: to open each takes time."""
 MAX_HEADER = 100_000_000
 """The most bytes of a header that the format allows."""
 _LENGTH = 8
@@ -86,7 +88,7 @@ class UnitFiles:
             self._used += size
         path = self._directory / f"{secrets.token_hex(12)}{SUFFIX}"
         try:
-            self._remove_leaving()
+            self._remove_leaving()  # so that their room can be used
             present = {_tensor(group): rows for group, rows in units.items() if rows}
             with open_private(path) as file:
                 file.write(_header_of(present, self._identity))
@@ -186,12 +188,12 @@ class UnitFiles:
         self._remove({entry.name for entry in self._entries()} - taken.keys())
         self._readers.submit(self._read_ahead, taken)
 
-    def _read_ahead(self, sizes: Mapping[str, int]) -> None:
+    def _read_ahead(self, sizes: dict[str, int]) -> None:
         """Lets the system read the last of these files, those of the sessions used last, into its cache."""
         if sys.platform != "linux":
             return
         rest = READ_AHEAD
-        for name, size in reversed(list(sizes.items())):
+        for name, size in islice(reversed(sizes.items()), MOST_AHEAD):
             rest -= size
             if rest < 0:
                 return

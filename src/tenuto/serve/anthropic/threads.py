@@ -18,7 +18,7 @@ from tenuto.base.errors import InvalidRequest, NotFound, SessionBusy, SessionClo
 from tenuto.base.tools.definitions import NO_TOOLS, Tools
 from tenuto.base.views import SessionInfo
 from tenuto.base.wire.messages import GetSession, StartTurn
-from tenuto.serve.shared.edge import Edge, of_tenant
+from tenuto.serve.shared.edge import Edge, of_tenant, open_message
 from tenuto.serve.shared.errors import DetailedError
 from tenuto.serve.shared.kept import Kept
 from tenuto.serve.shared.live_turn import LiveTurn
@@ -144,7 +144,7 @@ async def start_turn(edge: Edge, tenant: Tenant, thread: Thread, start: StartTur
         if thread.version == 0:
             told = ((TOOLS, thread.tools.digest),) if thread.tools else ()
             ttl = edge.settings.ttl(None, named=False)
-            await edge.link.call(tenant.open_session(thread.session, ttl=ttl, adapter=start.adapter, metadata=told))
+            await edge.link.call(open_message(tenant, thread.session, ttl=ttl, adapter=start.adapter, metadata=told))
         with thread.naming():
             return await edge.start(tenant, start)
     except BaseException:

@@ -38,7 +38,7 @@ from tenuto.serve.native.schemas import (
 )
 from tenuto.serve.native.state_files import STATE_ANSWER, STATE_BODY, document_of, spool, spooled, streamed
 from tenuto.serve.shared.bodies import JsonRoute, in_parser
-from tenuto.serve.shared.edge import Caller, EdgeOf
+from tenuto.serve.shared.edge import Caller, EdgeOf, open_message
 from tenuto.serve.shared.schemas import REFUSALS, Id
 from tenuto.serve.shared.settings import new_session_id
 
@@ -49,7 +49,8 @@ IMPORT_STATE = "/v1/sessions/import/state"
 @router.post("", status_code=201)
 async def open_session(edge: EdgeOf, tenant: Caller, body: NewSession, response: Response) -> Session:
     """Opens a session."""
-    request = tenant.open_session(
+    request = open_message(
+        tenant,
         body.id or new_session_id(),
         ttl=edge.settings.ttl(body.ttl, named=body.id is not None),
         adapter=body.adapter,

@@ -11,7 +11,7 @@ from tenuto.base.errors import NotFound, SessionBusy
 from tenuto.base.views import SessionInfo
 from tenuto.base.wire.messages import Fork, GetSession, StartTurn
 from tenuto.serve.openai.response_schemas import Item, ResponseBody
-from tenuto.serve.shared.edge import Edge
+from tenuto.serve.shared.edge import Edge, open_message
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.settings import Tenant
 
@@ -39,7 +39,7 @@ async def start_response(
         await edge.link.call(fork)
     else:
         ttl = edge.settings.ttl(None, named=True)
-        await edge.link.call(tenant.open_session(name, ttl=ttl, adapter=start.adapter, metadata=told))
+        await edge.link.call(open_message(tenant, name, ttl=ttl, adapter=start.adapter, metadata=told))
     try:
         return await edge.start(tenant, start, continues=bool(body.background))
     except BaseException:

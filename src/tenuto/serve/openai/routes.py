@@ -17,7 +17,7 @@ from tenuto.serve.openai.completions import CompletionWriter, echo_of
 from tenuto.serve.openai.schemas import ChatBody, CompletionBody, Generation
 from tenuto.serve.openai.tools import customs_of
 from tenuto.serve.shared.bodies import JsonRoute, of_many
-from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
+from tenuto.serve.shared.edge import Caller, Edge, EdgeOf, open_message
 from tenuto.serve.shared.idempotency import RequestKey
 from tenuto.serve.shared.placing import placed
 from tenuto.serve.shared.samples import Samples, close_all, start_all
@@ -126,7 +126,7 @@ async def _in_session(edge: Edge, tenant: Tenant, start: StartTurn, key: Request
     except NotFound:
         ttl, opened = edge.settings.ttl(None, named=True), False
         with suppress(AlreadyExists):  # another request opened it meanwhile
-            await edge.link.call(tenant.open_session(session, ttl=ttl, adapter=start.adapter))
+            await edge.link.call(open_message(tenant, session, ttl=ttl, adapter=start.adapter))
             opened = True
         try:
             await samples.start(start)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.wire.messages import Fork, OpenSession
 from tenuto.serve.sglang.schemas import SessionParams
-from tenuto.serve.shared.edge import Edge
+from tenuto.serve.shared.edge import Edge, open_message
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.settings import Tenant, hidden_session_id
 
@@ -169,7 +169,7 @@ class Branches:
     ) -> Fork | OpenSession:
         """Returns the message that opens a session with the first `position` tokens of `parent`."""
         if parent is None:
-            return self._tenant.open_session(child, ttl=None, adapter=adapter, hidden=True)
+            return open_message(self._tenant, child, ttl=None, adapter=adapter, hidden=True)
         tenant, limits = self._tenant.name, self._tenant.limits
         return Fork(tenant=tenant, session=parent.session.id, child=child, position=position, limits=limits)
 

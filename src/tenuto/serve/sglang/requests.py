@@ -29,7 +29,7 @@ from tenuto.base.wire.messages import GetSession, StartTurn
 from tenuto.serve.sglang.branches import Branches, RequestPlace
 from tenuto.serve.sglang.schemas import Item, OpenSessionRequest, SessionParams
 from tenuto.serve.sglang.scores import OutputScores
-from tenuto.serve.shared.edge import Edge, EdgeOf, Start
+from tenuto.serve.shared.edge import Edge, EdgeOf, Start, open_message
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.samples import Samples
 from tenuto.serve.shared.schemas import ID_LENGTH, ID_PATTERN
@@ -101,7 +101,7 @@ class Requests:
             self._add_branches(tenant, name, timeout)
             return name
         metadata = (("capacity_of_str_len", str(body.capacity_of_str_len)),)
-        opening = tenant.open_session(name, ttl=timeout, adapter=body.lora_path, metadata=metadata)
+        opening = open_message(tenant, name, ttl=timeout, adapter=body.lora_path, metadata=metadata)
         try:
             await self._edge.link.call(opening)
         except AlreadyExists:

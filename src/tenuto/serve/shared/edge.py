@@ -17,9 +17,10 @@ from fastapi.security import HTTPBearer
 from starlette.datastructures import Headers
 
 from tenuto.base.errors import ConfigError, Draining, Forbidden, LimitReached, ModelNotFound, Overloaded, Unauthorized
+from tenuto.base.options import Policy, SessionAdapter
 from tenuto.base.views import ModelView
 from tenuto.base.wire.link import Link
-from tenuto.base.wire.messages import StartTurn
+from tenuto.base.wire.messages import OpenSession, StartTurn
 from tenuto.serve.shared.idempotency import RequestKey
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.settings import EVERYONE, ServeSettings, Tenant
@@ -258,3 +259,12 @@ EdgeOf = Annotated[Edge, Depends(_edge)]
 Caller = Annotated[Tenant, Depends(_caller)]
 Admin = Annotated[Tenant, Depends(_admin)]
 Scraper = Annotated[None, Depends(_scraper)]
+
+
+def open_message(
+    tenant: Tenant, session: str, *, ttl: float | None, adapter: str | None, system: str | None = None, **policy: Any
+) -> OpenSession:
+    """Returns the message that opens a session for the tenant. `adapter`: its name. `policy`: other fields of
+    `Policy`."""
+    options = Policy(ttl=ttl, tenant=tenant.name, adapter=SessionAdapter.named(adapter), **policy)
+    return OpenSession(session=session, policy=options, system=system, limits=tenant.limits)

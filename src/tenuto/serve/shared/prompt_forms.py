@@ -76,9 +76,7 @@ async def _resolved(edge: Edge, tenant: Tenant, prompt: Prompt | list[int | str]
     if isinstance(prompt, str) or all(isinstance(part, int) for part in prompt):
         return prompt  # type: ignore[return-value]
     if (texts := sum(isinstance(part, str) for part in prompt)) > MAX_TEXTS:
-        raise InvalidRequest(
-            f"a prompt has {texts} texts among its tokens; allowed: at most {MAX_TEXTS}", param="input"
-        )
+        raise InvalidRequest(f"a prompt has {texts} texts among its tokens; allowed: at most {MAX_TEXTS}")
     tokens: list[int] = []
     for part in prompt:
         tokens += [part] if isinstance(part, int) else await tokens_of(edge, tenant, part, first=not tokens)

@@ -14,7 +14,7 @@ from tenuto.base.options import OF_PREFILL, TurnParams
 from tenuto.base.sampling import MAX_SEED
 from tenuto.base.turns import EndReason, TurnResult
 from tenuto.base.wire.messages import CloseSession, Fork, StartTurn
-from tenuto.serve.shared.edge import Edge, Start
+from tenuto.serve.shared.edge import Edge, Start, open_message
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.settings import Tenant, hidden_session_id
 from tenuto.serve.shared.tasks import all_of
@@ -82,7 +82,7 @@ class Samples:
     async def _open(self, root: str, request: StartTurn) -> None:
         """Opens a hidden session and commits the prompt to its history."""
         self._sessions.append(root)
-        opening = self._tenant.open_session(root, ttl=HIDDEN_TTL, adapter=request.adapter, hidden=True)
+        opening = open_message(self._tenant, root, ttl=HIDDEN_TTL, adapter=request.adapter, hidden=True)
         await self._edge.link.call(opening)
         params = TurnParams(**{name: getattr(request.params, name) for name in OF_PREFILL})
         append = msgspec.structs.replace(request, kind="append", session=root, params=params)

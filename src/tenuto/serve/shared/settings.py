@@ -8,18 +8,13 @@ import secrets
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tenuto.base.checks import MAX_COUNT, MAX_SECONDS, Bounds, check_options, option, shown
 from tenuto.base.config import WEIGHTS, Limits, user_path
 from tenuto.base.errors import ConfigError
-from tenuto.base.options import Policy, SessionAdapter
 from tenuto.base.parsing import MAX_BYTES, parse_path, parse_ttl
-
-if TYPE_CHECKING:
-    from tenuto.base.wire.messages import OpenSession
 
 TENANT_PATTERN = r"[A-Za-z0-9_-]{1,32}"
 BODY_BYTES_A_SECOND = 1024
@@ -52,16 +47,6 @@ class Tenant:
     name: str
     admin: bool = False
     limits: Limits = field(default_factory=Limits)
-
-    def open_session(
-        self, session: str, *, ttl: float | None, adapter: str | None, system: str | None = None, **policy: Any
-    ) -> OpenSession:
-        """Returns the message that opens a session for the tenant. `adapter`: its name. `policy`: other fields of
-        `Policy`."""
-        from tenuto.base.wire.messages import OpenSession  # noqa: PLC0415 - the command line reads settings without NumPy
-
-        options = Policy(ttl=ttl, tenant=self.name, adapter=SessionAdapter.named(adapter), **policy)
-        return OpenSession(session=session, policy=options, system=system, limits=self.limits)
 
 
 EVERYONE = Tenant("default", admin=True)
