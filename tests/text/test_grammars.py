@@ -9,7 +9,11 @@ from random import Random
 
 import numpy as np
 import pytest
+import tokenizers
 from llguidance import LLParserLimits
+from tokenizers import decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 import tenuto
 from tenuto.base.errors import InvalidRequest
@@ -25,7 +29,8 @@ from tenuto.text.compiled import (
     Growth,
 )
 from tenuto.text.constraint import Constraint
-from tenuto.text.grammars import GrammarCompiler
+from tenuto.text.grammars import MAX_TOKEN_BYTES, GrammarCompiler
+from tenuto.text.tokenizer import Tokenizer
 from tenuto.text.words import witness_tokenizer
 from tests.engine import schemas
 
@@ -37,6 +42,17 @@ TOKENS = witness_tokenizer(SIZE)
 @cache
 def compiler() -> GrammarCompiler:
     return GrammarCompiler(TOKENS, SIZE, (END,))
+
+
+def spelling(*words: str) -> Tokenizer:
+    """Returns a tokenizer of the 256 bytes, these words, to which it encodes no text, and an end token."""
+    split = ByteLevel(add_prefix_space=False, use_regex=False)
+    texts = [*sorted(ByteLevel.alphabet()), *(split.pre_tokenize_str(word)[0][0] for word in words if len(word) > 1)]
+    backend = tokenizers.Tokenizer(BPE({text: number for number, text in enumerate(dict.fromkeys(texts))}, []))
+    backend.pre_tokenizer = split
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_end|>"])
+    return Tokenizer(backend, eos_ids=(len(set(texts)),))
 
 
 def allowed(constraint: Constraint) -> set[int]:
@@ -84,6 +100,48 @@ PERSON = {
 def test_only_texts_of_the_grammar_may_be_generated(grammar: Grammar, right: str, wrong: str) -> None:
     assert follows(grammar, right)
     assert not follows(grammar, wrong)
+
+
+SAID = '{"name": "read", "arguments": {"path": "a"}}'
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        (Grammar.of_choice([SAID]), SAID),
+        (Grammar.of_choice([SAID, SAID + "."]), SAID),
+        (Grammar("ebnf", f"root ::= {json.dumps(SAID)} [a-z]*"), SAID),
+        (Grammar("lark", f"start: {json.dumps(SAID[:30])} %json {{}} /}}/"), SAID),
+        (Grammar.of_schema({"const": json.loads(SAID)}), SAID),
+        (Grammar("json_object"), SAID),
+    ],
+    ids=str,
+)
+def test_a_mask_allows_every_token_with_which_the_text_can_go_on(grammar: Grammar, text: str) -> None:
+    rng = Random(1)
+    cuts = [sorted(rng.sample(range(len(text) + 1), 2)) for _ in range(60)]
+    tokens = spelling(text, *(text[start:stop] for start, stop in cuts))
+    end = tokens.eos_ids[0]
+    compiler = GrammarCompiler(tokens, end + 1, (end,))
+    for _ in range(5):
+        constraint, left = compiler.constraint(grammar), text
+        while left:
+            following = [i for i in range(end) if (raw := tokens.token_bytes(i)) and left.encode().startswith(raw)]
+            masks = constraint.masks(())
+            assert masks is not None
+            assert all(masks[0][token // 32] >> token % 32 & 1 for token in following)
+            token = rng.choice(following)
+            constraint.push(token)
+            left = left[len(tokens.token_bytes(token)) :]
+
+
+def test_tokens_too_long_for_the_library_are_never_allowed() -> None:
+    tokens = spelling("a" * MAX_TOKEN_BYTES, "a" * (MAX_TOKEN_BYTES + 1))
+    end = tokens.eos_ids[0]
+    masks = GrammarCompiler(tokens, end + 1, (end,)).constraint(Grammar("regex", "a*b")).masks(())
+    assert masks is not None
+    found = np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little")).tolist()
+    assert {len(tokens.token_bytes(token)) for token in found} == {1, MAX_TOKEN_BYTES}
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,12 @@ the engine's thread."""
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import thread_time
-from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -17,14 +17,18 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from tenuto.base.checks import parsed_json
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.plan import Words
-from tenuto.base.tools.grammar import WHITE_SPACE, Grammar
+from tenuto.base.tools.grammar import NOT_JSON, Grammar, json_rule
 from tenuto.text.compiled import CompiledGrammars, Growth
 from tenuto.text.constraint import Constraint
 from tenuto.text.tokenizer import Tokenizer
 
 SHOWN = 400
 """Maximum length, in characters, of the library's message about a bad grammar."""
-SCHEMA_OPTIONS: Any = {"whitespace_pattern": WHITE_SPACE}
+UNFORCED = '%llguidance {"no_forcing": true}\n'
+"""Lets masks allow every token with which the text can go on. By default, where only one text may follow, the library
+allows only the tokens to which it encodes that text."""
+MAX_TOKEN_BYTES = 1000
+"""Longer tokens, which the library does not support, are never allowed in text that follows a grammar."""
 
 
 class GrammarMatcher:
@@ -98,7 +102,7 @@ class GrammarCompiler:
                 self._tokens, control = self._make()
                 self._control = _mask_of(control, -(-self._tokens.vocab_size // 32))
         began = thread_time()
-        matcher = LLMatcher(self._tokens, _SOURCES[grammar.kind](grammar), log_level=0, limits=LIMITS)
+        matcher = LLMatcher(self._tokens, UNFORCED + _SOURCES[grammar.kind](grammar), log_level=0, limits=LIMITS)
         growth = Growth(thread_time() - began, self._compiled.trim)
         names_control = grammar.kind in ("lark", "ebnf") and _NAMED.search(grammar.source) is not None
         made = GrammarMatcher(matcher, growth, self._control if names_control else None)
@@ -131,23 +135,25 @@ _NAMES = {
 
 
 def _schema(grammar: Grammar) -> str:
-    schema = parsed_json("the JSON schema is not JSON", grammar.source, "grammar")
-    if schema is True:
-        schema = {}
-    if not isinstance(schema, dict):
-        raise InvalidRequest("the JSON schema is not an object; allowed: an object, or true", param="grammar")
-    return LLMatcher.grammar_from_json_schema(schema, overrides=SCHEMA_OPTIONS)
+    schema = parsed_json(NOT_JSON, grammar.source, "grammar")
+    return f"start: {json_rule({} if schema is True else schema)}"
 
 
 def _ebnf(grammar: Grammar) -> str:
     try:
-        return LLMatcher.grammar_from_lark(gbnf_to_lark(grammar.source))
+        return gbnf_to_lark(grammar.source)
     except Exception as error:  # noqa: BLE001 - the library raises plain Exception
         raise InvalidRequest(f"the EBNF grammar is refused: {_brief(str(error))}", param="grammar") from None
 
 
+def _regex(source: str) -> str:
+    """Returns a Lark grammar for a regular expression."""
+    made = json.loads(LLMatcher.grammar_from_regex(source))
+    return str(made["grammars"][0]["lark_grammar"])
+
+
 def _choice(grammar: Grammar) -> str:
-    return LLMatcher.grammar_from_regex("|".join(map(_literal, grammar.choices())))
+    return _regex("|".join(map(_literal, grammar.choices())))
 
 
 def _literal(text: str) -> str:
@@ -157,12 +163,13 @@ def _literal(text: str) -> str:
 
 _SOURCES: dict[str, Callable[[Grammar], str]] = {
     "json_schema": _schema,
-    "json_object": lambda _: LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=SCHEMA_OPTIONS),
-    "regex": lambda grammar: LLMatcher.grammar_from_regex(grammar.source),
+    "json_object": lambda _: f"start: {json_rule({'type': 'object'})}",
+    "regex": lambda grammar: _regex(grammar.source),
     "choice": _choice,
     "ebnf": _ebnf,
-    "lark": lambda grammar: LLMatcher.grammar_from_lark(grammar.source),
+    "lark": lambda grammar: grammar.source,
 }
+"""For each kind, a function that returns the grammar as Lark rules."""
 
 
 def _brief(error: str) -> str:
@@ -179,14 +186,15 @@ def _mask_of(tokens: Sequence[int], words: int) -> Words:
 
 
 class _Tokens(TokenizerWrapper):
-    """A tokenizer with llguidance's interface. Control tokens have no bytes, so text in a grammar never matches
-    them."""
+    """A tokenizer with llguidance's interface. Control tokens and tokens of more than `MAX_TOKEN_BYTES` have no bytes,
+    so text in a grammar never matches them."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end: int) -> None:
         self.is_tokenizer_wrapper = True  # required by the library
         self.bos_token_id = None
         self.eos_token_id = end
-        self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]
+        texts = map(tokenizer.token_bytes, range(vocab_size))
+        self.tokens = [raw if len(raw) <= MAX_TOKEN_BYTES else b"" for raw in texts]
         self.special_token_ids = [token for token, raw in enumerate(self.tokens) if not raw]
         self._tokenizer = tokenizer
 

@@ -12,7 +12,7 @@ from tenuto.base.tools.answers import CLOSE_THOUGHT, OPEN_THOUGHT
 from tenuto.base.tools.call_text import CLOSE_FUNCTION, CLOSE_PARAMETER, OPEN_FUNCTION, OPEN_PARAMETER, types_of
 from tenuto.base.tools.channels import CHANNEL, CONSTRAIN, END, MESSAGE, START
 from tenuto.base.tools.definitions import TAGS, ModelHabits
-from tenuto.base.tools.grammar import NOT_JSON, WHITE_SPACE, Grammar
+from tenuto.base.tools.grammar import NOT_JSON, Grammar, json_rule
 
 
 def shape_of(
@@ -116,7 +116,7 @@ def _call(habits: ModelHabits, name: str, arguments: str) -> str:
 def _arguments(habits: ModelHabits, name: str, schema: Mapping[str, Any], rule: str) -> list[str]:
     """Returns the rule of a function's arguments and the rules that it refers to."""
     if habits.tools != "functions":
-        return [f"{rule}: {_json(schema)}"]
+        return [f"{rule}: {json_rule(schema)}"]
     if unknown := sorted(_NOT_IN_TAGS & schema.keys()):
         raise InvalidRequest(
             f"the parameters of {name!r} have {', '.join(unknown)}, which this model's calls cannot be forced to "
@@ -146,7 +146,7 @@ def _value(rule: str, schema: Any, root: Mapping[str, Any]) -> tuple[str, list[s
     types = types_of(schema)
     if types and "string" not in types:
         shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        return f"{rule}_value {_quoted(closes)}", [f"{rule}_value: {_json({**schema, **shared})}"]
+        return f"{rule}_value {_quoted(closes)}", [f"{rule}_value: {json_rule({**schema, **shared})}"]
     given = schema if isinstance(schema, Mapping) else {}
     texts = given.get("enum") or ([given["const"]] if "const" in given else None)
     if texts:
@@ -179,15 +179,6 @@ def _of_object(name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**schema, "type": "object"}
 
 
-def _json(schema: Any) -> str:
-    """Returns a rule for JSON by a schema. Raises `InvalidRequest` unless the schema is an object."""
-    if not isinstance(schema, Mapping):
-        raise InvalidRequest("the JSON schema is not an object; allowed: an object, or true", param="grammar")
-    own = schema.get("x-guidance")
-    options = {"whitespace_pattern": WHITE_SPACE, **(own if isinstance(own, Mapping) else {})}
-    return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
-
-
 CALL_ID = "/[A-Za-z0-9]{9}/"
 """The pattern of a call's id, if the model writes it."""
 
@@ -206,10 +197,10 @@ def _mark(habits: ModelHabits, text: str) -> str:
 def _part(grammar: Grammar) -> str:
     """Returns a grammar as a part of a Lark rule. Raises `InvalidRequest` unless it is for JSON or choices."""
     if grammar.kind == "json_object":
-        return _json({"type": "object"})
+        return json_rule({"type": "object"})
     if grammar.kind == "json_schema":
         schema = parsed_json(NOT_JSON, grammar.source, "grammar")
-        return _json({} if schema is True else schema)
+        return json_rule({} if schema is True else schema)
     if grammar.kind == "choice":
         return " | ".join(map(_quoted, grammar.choices()))
     raise InvalidRequest(f"tools with a {grammar.kind}; allowed with tools: JSON, or choices", param="tools")

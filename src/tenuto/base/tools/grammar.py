@@ -102,3 +102,12 @@ class Grammar:
         if self.kind == "json_object":
             return {self.kind: True}
         return {self.kind: self.choices() if self.kind == "choice" else self.source}
+
+
+def json_rule(schema: object) -> str:
+    """Returns a Lark rule for JSON by a schema. Raises `InvalidRequest` unless the schema is an object."""
+    if not isinstance(schema, Mapping):
+        raise InvalidRequest("the JSON schema is not an object; allowed: an object, or true", param="grammar")
+    own = schema.get("x-guidance")
+    options = {"whitespace_pattern": WHITE_SPACE, **(own if isinstance(own, Mapping) else {})}
+    return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
