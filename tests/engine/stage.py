@@ -19,6 +19,7 @@ from tenuto.exec.witness_hashes import advance, history_hash, next_token
 from tenuto.memory.kinds.full import FullTable
 from tenuto.memory.tiers.disk import Disk
 from tenuto.memory.tiers.moves import Carrier
+from tenuto.sched.guesses import Guesses, Proposer
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 from tenuto.text.masks import Masks
@@ -81,6 +82,7 @@ class Stage:
         page_size: int = PAGE,
         failing: Sequence[int] = (),
         guess: Callable[[Turn, int], list[int]] | None = None,
+        proposer: Proposer | None = None,
         eos: tuple[int, ...] = (),
         recount: bool = True,
         masks: Masks | None = None,
@@ -112,7 +114,7 @@ class Stage:
             eos_ids=eos,
             clock=self.clock,
             random=Random(0),
-            proposer=_Guesser(guess) if guess is not None else None,
+            proposer=Guesser(guess) if guess is not None else proposer,
             masks=masks,
             disk=disk,
             carrier=carrier or AtOnce(),
@@ -195,9 +197,18 @@ class Stage:
         return self.computed_since(before)
 
 
-class _Guesser:
+class Guesser:
+    """A proposer whose guesses are certain."""
+
     def __init__(self, guess: Callable[[Turn, int], list[int]]) -> None:
-        self.propose = guess
+        self._guess = guess
+
+    def propose(self, turns: Sequence[Turn], limits: Sequence[int]) -> list[Guesses]:
+        found = [self._guess(turn, limit) for turn, limit in zip(turns, limits, strict=True)]
+        return [Guesses(tokens, [1.0] * len(tokens)) for tokens in found]
+
+    def committed(self, turn: Turn) -> None:
+        pass
 
 
 STATES = ("drafting", "queued", "mid-prefill", "mid-decode", "preempted")

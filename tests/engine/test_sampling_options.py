@@ -26,7 +26,7 @@ from tenuto.models.store import ModelFiles, resolve
 from tenuto.session.turn import Turn
 from tests.clock import ManualClock
 from tests.engine.by_definition import check_logprobs, raw_logits, said
-from tests.engine.stage import Stage, continuation, count_from, every_mix, every_overlap
+from tests.engine.stage import Guesser, Stage, continuation, count_from, every_mix, every_overlap
 from tests.models.tiny import save_hf, tiny_llama
 
 VOCAB = 101
@@ -287,7 +287,7 @@ class Oracle:
         self.asked: set[int] = set()
         self.output: list[int] = []
 
-    def propose(self, turn: Turn, limit: int) -> list[int]:
+    def guess(self, turn: Turn, limit: int) -> list[int]:
         self.asked.add(turn.number)
         return self.output[len(turn.output) :][:limit]
 
@@ -297,7 +297,7 @@ def test_guessed_tokens_have_logprobs_and_turns_with_penalties_get_no_guesses(
     model: LlamaForCausalLM, start: Start, overlap: int
 ) -> None:
     oracle, prompt = Oracle(), text(11)
-    engine = start(overlap=overlap, lookahead=3, proposer=oracle)
+    engine = start(overlap=overlap, lookahead=3, proposer=Guesser(oracle.guess))
     plain = TurnParams(max_new_tokens=10, logprobs=2)
     oracle.output = [*said(model, prompt, plain)[:7], 0, 0, 0]
     asked = [plain, TurnParams(max_new_tokens=10, sampling=REPEATING), TurnParams(max_new_tokens=10, min_new_tokens=3)]

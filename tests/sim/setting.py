@@ -56,6 +56,11 @@ class WorldConfig:
     overtaking: bool = False  # sessions start from memory that running turns compute, and are rewound into shared pages
 
     @property
+    def guesses(self) -> str:
+        """The kind of proposer; see `tests.sim.guesses`."""
+        return ("mixed", "right", "mixed", "hostile", "suffixes")[self.seed // 2 % 5] if self.lookahead else ""
+
+    @property
     def copy_fail_rate(self) -> float:
         """The probability that a copy between device and host fails."""
         return 0.05 if self.tiers else 0.0

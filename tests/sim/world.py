@@ -27,6 +27,7 @@ from tests.sim.copies import SlowCopies
 from tests.sim.disk import FaultyDisk
 from tests.sim.found import Found
 from tests.sim.grammars import LateMasks
+from tests.sim.guesses import proposer
 from tests.sim.journals import WorldJournal
 from tests.sim.letters import EOS, VOCAB
 from tests.sim.naive import Letters, NaiveSession, NaiveTurn
@@ -94,7 +95,7 @@ class World:
             clock=self.clock,
             random=Random(config.seed + 1_000_003 * self.engines),
             text=partial(TextStream, Letters()) if config.text else None,  # type: ignore[arg-type]
-            proposer=self if config.lookahead else None,
+            proposer=proposer(self, config.guesses),
             masks=self.masks if config.grammars else None,
             disk=self.disk,
             carrier=self.copies,
@@ -169,15 +170,17 @@ class World:
 
     def needed(self) -> Needed:
         """Returns the slots that a step may not write."""
+        for session in self.engine.registry:
+            if session.turn is not None and session.turn.number in self.turns:
+                self.followed(session.turn)
         return self._slots.needed(self._sizes, self.engine, self.naive, self.turns)
 
-    def propose(self, turn: Turn, limit: int) -> list[int]:
-        """Returns guesses for the planner: right, wrong, or right at first."""
+    def followed(self, turn: Turn) -> NaiveTurn:
+        """Returns the naive turn, which has checked the output so far and has the same."""
         naive = self.turns[turn.number]
         if (wrong := naive.check(turn.output)) is not None:
             self.found("output", f"{turn!r}: {wrong}")
-        guesses = naive.guess(self.rng.randint(0, limit))
-        return [g if self.rng.random() < 0.7 else self.rng.randrange(VOCAB) for g in guesses]
+        return naive
 
     # -- the loop
 
@@ -223,12 +226,10 @@ class World:
         return report
 
     def _progressed(self, turn: Turn) -> None:
-        naive = self.turns.get(turn.number)
-        if naive is None:
+        if turn.number not in self.turns:
             self.found("ends", f"{turn!r} progressed after its end")
             return
-        if (wrong := naive.check(turn.output)) is not None:
-            self.found("output", f"{turn!r}: {wrong}")
+        naive = self.followed(turn)
         if turn.text is not None:
             naive.pieces.append(turn.text.take_text())
 

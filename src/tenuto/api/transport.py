@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tenuto.base.config import WorkerSettings, engine_config
+from tenuto.base.config import WorkerSettings
 from tenuto.base.errors import EngineStopped
 from tenuto.base.tools.definitions import ModelHabits
 from tenuto.base.tools.tool_use import ToolUse
@@ -36,7 +36,7 @@ class LocalTransport(Calls):
         """Loads the model, which blocks. Raises `ModelError` or `ConfigError`."""
         super().__init__()
         model = load_model(settings)
-        config = engine_config(settings.config, model.max_context)
+        config = model.configured(settings.config)
         self.tokenizer = model.tokenizer
         self._habits = model.chat.habits if model.chat is not None else ModelHabits()
         self.context_length = config.context_length

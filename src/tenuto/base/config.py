@@ -81,9 +81,13 @@ class EngineConfig:
         names={"cli": "--mixed-chunk-size"},
     )
     overlap: int = option(0, "1: plan a step while the previous one is computed.", Bounds(0, 1))
-    lookahead: int = option(
-        0, "Most tokens a proposer may guess ahead of a turn.", _SIZE, internal="only code brings a proposer"
+    speculate: str = option(
+        "auto",
+        "Guess tokens that repeat what was said before, and compute them ahead: where that changes no token, always"
+        " (suffix), or never.",
+        ("auto", "suffix", "off"),
     )
+    lookahead: int = option(0, "Most tokens a proposer may guess ahead of a turn.", _SIZE, internal="speculate decides")
     aging_seconds: float = option(10.0, "A turn gains one priority for every such wait.", SECONDS)
     checkpoint_interval: int = option(512, "Tokens of a prefill per checkpoint, rounded up to whole pages.", _COUNT)
     checkpoint_share: float = option(0.8, "Share of each pool for checkpoints that only save work.", Bounds(0.0, 1.0))
@@ -140,6 +144,7 @@ class EngineOptions(TypedDict, total=False):
     token_budget: int
     mixed_budget: int
     overlap: int
+    speculate: str
     lookahead: int
     aging_seconds: float
     checkpoint_interval: int

@@ -234,6 +234,11 @@ class Executor(Copier, Protocol):
         """Name of the arithmetic that computes units and of their arrangement in bytes. Executors with the same model,
         memory groups and layout can use each other's units."""
 
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether the results of a token do not depend on how tokens are cut into steps, in any bit, so that guesses
+        change no output."""
+
     def prepare(self, units: tuple[int, ...], rows: int, overlap: int = 1) -> None:
         """Allocates memory for `units[g]` units of each group of `spec` and page tables for row ids 0 .. `rows` - 1.
         `overlap`: whether the caller does other work between `submit` and `collect`; with 0 `collect` may carry out the

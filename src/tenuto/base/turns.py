@@ -123,13 +123,15 @@ class EndReason(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Exact token counts of an ended turn. `prompt`: history and input; `cached`: tokens of these whose state was
-    already in memory; `generated`: sampled tokens; `computed`: tokens computed, including repeats after a
-    preemption."""
+    already in memory; `generated`: sampled tokens; `computed`: tokens computed, including wrong guesses and repeats
+    after a preemption; `accepted` and `rejected`: guessed tokens that became output, and those that did not."""
 
     prompt: int = field(metadata=named("prompt_tokens"))
     cached: int = field(metadata=named("cached_tokens"))
     generated: int = field(metadata=named("completion_tokens"))
     computed: int = field(metadata=named("computed_tokens"))
+    accepted: int = field(default=0, metadata=named("accepted_prediction_tokens"))
+    rejected: int = field(default=0, metadata=named("rejected_prediction_tokens"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from tenuto.engine.outcomes import Outcomes
 from tenuto.engine.parking import Parking
 from tenuto.memory.memory import Memory
 from tenuto.sched.batch import Batch
+from tenuto.sched.guesses import Proposer
 from tenuto.sched.queue import WaitingQueue
 from tenuto.session.adapters import Adapters
 from tenuto.session.prefixes import PrefixIndex
@@ -21,7 +22,7 @@ from tenuto.session.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """The memory, sessions and turns of one engine, and its clock, counters and fuse."""
+    """The memory, sessions and turns of one engine, its proposer, clock, counters and fuse."""
 
     config: EngineConfig
     executor: Executor
@@ -32,6 +33,7 @@ class Core:
     prefixes: PrefixIndex
     queue: WaitingQueue
     batch: Batch
+    proposer: Proposer | None = None
     adapters: Adapters = field(default_factory=Adapters)
     counts: Counts = field(default_factory=Counts)
     outcomes: Outcomes = field(default_factory=Outcomes)

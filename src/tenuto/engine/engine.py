@@ -30,7 +30,8 @@ from tenuto.memory.tiers.disk import Disk
 from tenuto.memory.tiers.moves import Carrier, CopyThreads
 from tenuto.sched.admission import Admission
 from tenuto.sched.batch import Batch
-from tenuto.sched.planner import Planner, Proposer
+from tenuto.sched.guesses import Proposer
+from tenuto.sched.planner import Planner
 from tenuto.sched.queue import WaitingQueue
 from tenuto.sched.settle import Settler
 from tenuto.sched.shares import Shares
@@ -93,6 +94,7 @@ class Engine:
             prefixes=PrefixIndex(memory.page_size if config.prefix_cache else NEVER_FULL),
             queue=WaitingQueue(config.aging_seconds),
             batch=Batch(memory, Shares(dict(config.tenant_weights)), eos_ids, config.aging_seconds),
+            proposer=proposer,
         )
         self.registry, self.batch, self.prefixes = core.registry, core.batch, core.prefixes
         self.idle_memory, self.counts = core.idle_memory, core.counts
@@ -127,7 +129,7 @@ class Engine:
         self.pressure.begin_step()
         self._lifecycle.expire()
         self._lifecycle.join()
-        planned = None
+        progressed, planned = self._flights.land_guesses(), None
         if not (self.occupation.paused or self.occupation.released):
             self._admission.admit()
             planned = self._flights.plan()
@@ -135,7 +137,7 @@ class Engine:
             self._flights.submit(planned)
         report = StepReport(worked=len(self._flights) > 0 or self.pressure.unfinished or self.registry.more_expired)
         ahead = self.config.overlap if planned is not None else 0  # one stays in flight, so that the device never waits
-        report.progressed = self._flights.land(ahead)
+        report.progressed = progressed + self._flights.land(ahead)
         report.ended, report.changes = self.outcomes.take_ended(), self.outcomes.take_changes()
         self.memory.cache.trim()
         self.snapshots.step()

@@ -107,6 +107,11 @@ class Flights:
                 self.retry(flight)
         return progressed
 
+    def land_guesses(self) -> list[Turn]:
+        """Collects the steps in flight if one of them computes guesses. A step that was planned before they are settled
+        would leave out their rows, and the others would run ahead in steps of their own."""
+        return self.land() if any(flight.guesses for flight in self._flights) else []
+
     def collect(self) -> tuple[Flight, StepResult | None]:
         """Waits for the oldest step. Its result is `None` if it failed."""
         flight, result = self._flights.popleft(), None
@@ -124,8 +129,10 @@ class Flights:
         return flight, result
 
     def _measure(self, flight: Flight) -> None:
-        """Records the time of a step that is mostly prefill, to compare computing tokens with restoring them."""
+        """Records the time of a step: to compare guesses with single tokens and, if it is mostly prefill, to compare
+        computing tokens with restoring them."""
         ended = self._clock.now()
+        self._planner.times.note(len(flight.rows), len(flight.plan.tokens), ended - self._began)
         if len(flight.plan.tokens) >= PREFILL_TOKENS * len(flight.rows):
             self._idle_memory.tiers.rates.note("compute", len(flight.plan.tokens), ended - self._began)
         self._began = ended

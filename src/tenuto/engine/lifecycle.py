@@ -29,6 +29,7 @@ class Lifecycle:
         self._batch = core.batch
         self._counts = core.counts
         self._outcomes = core.outcomes
+        self._proposer = core.proposer
         self.timers = Timers(core.registry, core.config.draft_timeout)
         self.pressure = Pressure(core.memory, core.batch, self)
         self.sharing = Sharing(core, self.pressure)
@@ -313,6 +314,8 @@ class Lifecycle:
         barge_in = reason is EndReason.ABORT
         self._counts.note("barge-in" if barge_in else "commit", turn.state if barge_in else None)
         turn.commit(reason, self._clock.now(), keep)
+        if self._proposer is not None:
+            self._proposer.committed(turn)
         self.note("commit", turn.session, kept=turn.base_length, turn=turn)
         self._turn_ended(turn)
 

@@ -75,6 +75,10 @@ class Forward(Protocol):
         """See `Executor.layout`."""
 
     @property
+    def batch_invariant(self) -> bool:
+        """See `Executor.batch_invariant`."""
+
+    @property
     def description(self) -> str:
         """A description, for people, of the code and device that compute."""
 

@@ -79,6 +79,7 @@ class ModelExecutor:
         """Without a `loader`, the weights cannot be read again; without an `adapter_reader`, there are no adapters."""
         self._forward: Forward | None = forward  # None while the weights are released
         self.spec, self.layout = forward.spec, forward.layout
+        self.batch_invariant = forward.batch_invariant
         self._loader = loader
         self._adapter_reader = adapter_reader
         self._pack = forward.packer

@@ -86,6 +86,7 @@ class NativeForward:
         self._library, self._model = library, model
         self.config, self.spec, self.wide = model.config, model.spec, model.wide
         self.weight_bytes = model.weight_bytes
+        self.batch_invariant = True
         self.threads = threads
         self._handle = library.open(byref(model.model), model.ops, len(model.ops), self.threads)
         if not self._handle:

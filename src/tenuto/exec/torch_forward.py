@@ -88,6 +88,7 @@ class TorchForward:
         self.config = model.config
         self.spec = memory_spec(self._groups, page_size)
         self.layout = f"torch {model.dtype}"
+        self.batch_invariant = False
         self.description = f"PyTorch in {element} on {model.device}"
         self._adapters: dict[int, Changes] = {}  # by slot
 

@@ -110,6 +110,7 @@ class WitnessExecutor:
     ) -> None:
         self.spec = MemorySpec(page_size, tuple(groups))
         self.layout = "witness"
+        self.batch_invariant = True
         self._vocab_size = vocab_size
         self._verify = verify
         self._fail = fail

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from tenuto.base.checks import real
 from tenuto.base.clock import SystemClock
-from tenuto.base.config import EngineConfig, WorkerSettings, cache_advice, cache_dir, engine_config
+from tenuto.base.config import EngineConfig, EngineOptions, WorkerSettings, cache_advice, cache_dir, engine_config
 from tenuto.base.embedding import EmbeddingHabits
 from tenuto.base.errors import ConfigError
 from tenuto.base.groups import GroupSpec, Kind
@@ -24,6 +24,7 @@ from tenuto.exec.witness import WitnessExecutor
 from tenuto.exec.witness_hashes import WIDTH as WITNESS_WIDTH
 from tenuto.memory.memory import session_bytes, units_for_budget
 from tenuto.memory.shape import Shape
+from tenuto.sched.suffix_proposer import SuffixProposer
 from tenuto.text.chat import ChatTemplate
 from tenuto.text.grammars import GrammarCompiler
 from tenuto.text.masks import Masks
@@ -37,6 +38,8 @@ WITNESS = "witness"
 """A model without weights, for tests: its next token is a function of a hash of the history. With `witness:0.01`, a
 step takes 10 milliseconds."""
 WITNESS_VOCABULARY = 1000
+LOOKAHEAD = 15
+"""The most tokens that are guessed ahead of a turn."""
 WITNESS_EMBEDDING = EmbeddingHabits(WITNESS_WIDTH, shorter=None)
 
 
@@ -96,6 +99,16 @@ class Model:
         return GrammarCompiler(
             self.tokenizer, self.vocab_size, (*self.eos_ids, *(self.chat.stop_ids if self.chat else ()))
         )
+
+    def configured(self, given: EngineOptions) -> EngineConfig:
+        """Resolves an engine's configuration for this model. Raises `ConfigError`."""
+        config = engine_config(given, self.max_context)
+        changes_nothing = self.executor.batch_invariant and all(group.paged for group in self.executor.spec.groups)
+        if config.speculate == "off" or self.embedding.only or (config.speculate == "auto" and not changes_nothing):
+            return config
+        if not self.executor.batch_invariant:
+            log.warning("guesses may change tokens: what these kernels compute depends on a step's other tokens")
+        return replace(config, lookahead=LOOKAHEAD)
 
     @property
     def fingerprint(self) -> str:
@@ -215,6 +228,7 @@ def build_engine(model: Model, config: EngineConfig, memory_bytes: int | None, m
         clock=SystemClock(),
         random=SystemRandom(),
         text=text,
+        proposer=SuffixProposer() if config.lookahead else None,
         masks=masks,
         identity=model.tier_identity(config),
         generates=not model.embedding.only,

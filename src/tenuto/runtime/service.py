@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from tenuto.base.config import EngineConfig, WorkerSettings, engine_config, user_path
+from tenuto.base.config import EngineConfig, WorkerSettings, user_path
 from tenuto.base.errors import ConfigError, TenutoError
 from tenuto.base.heap import give_back
 from tenuto.base.interpreter import without_collections
@@ -326,7 +326,7 @@ class Service:
 def open_service(settings: WorkerSettings, send: Callable[[AnyReply], None]) -> Service:
     """Loads a model and opens a service for it. Raises `ModelError` or `ConfigError`."""
     model = load_model(settings)
-    config = engine_config(settings.config, model.max_context)
+    config = model.configured(settings.config)
     memory = memory_bytes(settings)
     if memory is None:
         memory = server_budget(model, config)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +15,7 @@ from tenuto.memory.kinds.group import Mask, MemoryChanges
 from tenuto.memory.memory import Memory
 from tenuto.memory.rows import Longs
 from tenuto.sched.batch import Batch, RowUpdates
+from tenuto.sched.guesses import Proposer, StepTimes, chosen_counts
 from tenuto.sched.shares import divide
 from tenuto.sched.suspects import Suspects
 from tenuto.session.turn import Turn
@@ -23,13 +23,6 @@ from tenuto.session.turn import Turn
 MAX_SCORES = 256
 """Maximum number of input tokens scored in a step. Scoring one takes several times the memory of its logits for the
 whole vocabulary."""
-
-
-class Proposer(Protocol):
-    """Guesses a turn's next tokens; they are computed ahead and compared with the sampled ones."""
-
-    def propose(self, turn: Turn, limit: int) -> list[int]:
-        """Returns at most `limit` guesses, possibly an empty list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +95,7 @@ class Planner:
         self._mixed_budget = min(config.mixed_budget, config.token_budget)
         self._proposer = proposer
         self._lookahead = config.lookahead
+        self.times = StepTimes()
         self._steps = 0
         self.rows_considered = 0  # in total: a measure of work
 
@@ -216,29 +210,38 @@ class Planner:
         return None
 
     def _look_ahead(self, proposal: Proposal, proposer: Proposer) -> None:
-        """Adds guesses to decodes while the token budget and free units allow. If a row's next input token is still
-        being sampled, the guess of that token is left out, since the executor will have the token itself."""
+        """Adds guesses to decodes where they pay, while the token budget and free units allow. If a row's next input
+        token is still being sampled, the guess of that token is left out, since the executor will have the token
+        itself."""
         memory, rows, chosen = self._memory, self._memory.rows, proposal.rows
         ready = rows.samples[chosen] & (rows.expected[chosen] == proposal.starts + 1)
         ready &= (proposal.counts == 1) & ~self._batch.stepwise[chosen]
         for group in memory.groups:
             ready &= group.can_reject(chosen)
-        left = self._mixed_budget - int(proposal.counts.sum())
+        tokens = int(proposal.counts.sum())
+        most = np.minimum(rows.limit[chosen] - proposal.starts - 1, min(self._lookahead, self._mixed_budget - tokens))
+        places = (ready & (most > 0)).nonzero()[0]
+        if not len(places):
+            return
+        unknown = (proposal.starts + 1 - rows.known[chosen])[places].tolist()
+        limits = [limit + left_out for limit, left_out in zip(most[places].tolist(), unknown, strict=True)]
+        proposed = proposer.propose(self._batch.turns[chosen[places]].tolist(), limits)
+        guesses = [each.after(left_out) for each, left_out in zip(proposed, unknown, strict=True)]
+        sampled = int((rows.samples[chosen] & (proposal.starts + proposal.counts >= rows.expected[chosen])).sum())
+        counts = chosen_counts(self.times, len(chosen), tokens, sampled, guesses)
+        left = self._mixed_budget - tokens
         spare = (memory.free() - proposal.needs.sum(axis=1)).tolist()
-        for index in ready.nonzero()[0].tolist():
-            start, row = int(proposal.starts[index]), int(chosen[index])
-            limit = min(self._lookahead, left, int(rows.limit[row]) - start - 1)
-            unknown = start + 1 - int(rows.known[row])
-            turn = self._batch.turns[row]
-            guesses = proposer.propose(turn, limit + unknown)[unknown : limit + unknown] if limit > 0 else []
-            more = turn.session.memory.turn.lacking(start + 1 + len(guesses))
-            extra = [n - int(had) for n, had in zip(more, proposal.needs[:, index], strict=True)]
-            if guesses and all(n <= have for n, have in zip(extra, spare, strict=True)):
+        for index, each, count in zip(places.tolist(), guesses, counts, strict=True):
+            tokens_ahead = list(each.tokens[: min(count, left)])
+            turn = self._batch.turns[chosen[index]]
+            needs = turn.session.memory.turn.lacking(int(proposal.starts[index]) + 1 + len(tokens_ahead))
+            extra = [n - int(had) for n, had in zip(needs, proposal.needs[:, index], strict=True)]
+            if tokens_ahead and all(n <= have for n, have in zip(extra, spare, strict=True)):
                 spare = [have - n for n, have in zip(extra, spare, strict=True)]
-                left -= len(guesses)
-                proposal.counts[index] += len(guesses)
-                proposal.needs[:, index] = more
-                proposal.guesses[index] = guesses
+                left -= len(tokens_ahead)
+                proposal.counts[index] += len(tokens_ahead)
+                proposal.needs[:, index] = needs
+                proposal.guesses[index] = tokens_ahead
 
     def apply(self, proposal: Proposal) -> Flight:
         """Updates every pool and row for the proposal, and makes the plan."""

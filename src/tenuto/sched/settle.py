@@ -143,8 +143,10 @@ class Settler:
         rows.expected[row] = rows.known[row]
         rows.next_token[row] = sampled[accepted]
         settled.progressed.append(turn)
-        for token in sampled[: accepted + 1]:
+        turn.guessed += len(guesses)
+        for place, token in enumerate(sampled[: accepted + 1]):
             turn.output.append(token)
+            turn.accepted += place < accepted
             stopped = bool((batch.stop_ids[row] == token).any())
             if turn.text is not None and turn.text.push(token):
                 stopped = True

@@ -14,6 +14,7 @@ from tenuto.base.wire.document import Conversation
 from tenuto.memory.session_memory import SessionMemory
 from tenuto.session.records import SavedSession, TurnRecord, cut_records
 from tenuto.session.results import KeptTurns
+from tenuto.session.suffixes import SessionSuffixes
 
 if TYPE_CHECKING:  # a turn and its session refer to each other; the module of turns imports this one
     from tenuto.session.turn import Turn
@@ -56,6 +57,7 @@ class Session:
         self.counted_units = 0
         self.counted_bytes = 0
         self.results = KeptTurns()
+        self.suffixes: SessionSuffixes | None = None  # its index for guesses; written by the proposer
 
     def __repr__(self) -> str:
         return f"<session {self.id} {self.state.value}, {len(self.history)} tokens>"
@@ -211,6 +213,8 @@ class Session:
         del self.history[position:]
         self.records = cut_records(self.records, position)
         self.version += 1
+        if self.suffixes is not None:
+            self.suffixes.cut(position)
         self.memory.truncate(self._last())
 
     def fork(self, child: Session, position: int) -> None:
@@ -219,6 +223,8 @@ class Session:
         self.check_position(position)
         child.history = self.history[:position]
         child.records = cut_records(self.records, position)
+        if self.suffixes is not None:
+            child.suffixes = self.suffixes.fork(position)
         self.memory.fork(child.memory, max(0, position - 1))
 
     def regenerated_turn(self) -> TurnRecord:

@@ -64,6 +64,10 @@ class Turn:
         self.looked = ""  # the outcome of that lookup: one of `HITS` and `MISSES`
         self.cached = -1  # prompt tokens found in memory when it first ran; set by the engine, as is the next
         self.computed_before = 0  # tokens it had computed as a draft before that
+        self.prediction = array("i")  # what the caller expects its output to be; set when it is submitted
+        self.trail: object = None  # the proposer's notes, until it has ended
+        self.guessed = 0  # tokens computed ahead of it; written by the settler, as is the next
+        self.accepted = 0  # those of them that became output
         self.computed_tokens = 0  # includes dropped tokens; written by the batch when the turn leaves its row
         self.conversation: Conversation | None = None  # the conversation up to its input; set when it is submitted
         self.text: TextStream | None = None  # set when it is submitted, as is the next
@@ -216,9 +220,17 @@ class Turn:
         return self._end(reason, now, committed=False, kept=0)
 
     def _end(self, reason: EndReason, now: float, *, committed: bool, kept: int) -> TurnResult:
-        session, self.constraint = self.session, None  # the automaton may be large
+        session = self.session
+        self.constraint = self.trail = None  # the automaton may be large
         session.turn_ended(now)
-        usage = Usage(self.prompt_length, max(0, self.cached), len(self.output), self.computed_tokens)
+        usage = Usage(
+            self.prompt_length,
+            max(0, self.cached),
+            len(self.output),
+            self.computed_tokens,
+            self.accepted,
+            self.guessed - self.accepted,
+        )
         self.result = TurnResult(
             reason, committed, session.version, kept, usage, self.max_new_tokens, session.context_left, self.stop
         )

@@ -1,0 +1,132 @@
+"""Guessed tokens, and how many of them a step computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tenuto.session.turn import Turn
+
+
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """Tokens that may follow a turn's last token, and the chance that each is right if those before it are."""
+
+    tokens: Sequence[int] = ()
+    chances: Sequence[float] = ()
+
+    def after(self, count: int) -> Guesses:
+        """Returns what remains if the first `count` tokens are not guessed, although the others depend on them."""
+        if not count or len(self.tokens) <= count:
+            return self if not count else NO_GUESSES
+        first = np.prod(self.chances[: count + 1]).item()
+        return Guesses(self.tokens[count:], (first, *self.chances[count + 1 :]))
+
+
+NO_GUESSES = Guesses()
+
+
+class Proposer(Protocol):
+    """Guesses the next tokens of turns; they are computed ahead and compared with the sampled ones."""
+
+    def propose(self, turns: Sequence[Turn], limits: Sequence[int]) -> list[Guesses]:
+        """Returns at most `limits[i]` guesses for each turn, possibly none."""
+
+    def committed(self, turn: Turn) -> None:
+        """Takes note of the output of a turn that was committed."""
+
+
+KNOTS = np.array([*range(17), 20, 24, 32, 48, 64], np.float64)
+"""Numbers of tokens, besides one of each row, for which step times are kept; those of others are estimated."""
+PRIOR_SLOPE = 0.2
+"""What each further token adds to the time of a step with one row, as a part of it, as long as nothing is measured.
+Rows share it by the square root of their number."""
+LEARNT = 0.1
+"""The least part of a deviation by which the time of a number of tokens changes, relative to others. It is larger for
+the first measurements."""
+FOLLOWED = 0.25
+"""The part of a deviation by which the time of all steps with as many rows changes: contexts grow, and other programs
+take cores."""
+
+
+class _Factors:
+    """The times of steps with about as many rows at `KNOTS`, relative to no further tokens. `scale`: that time."""
+
+    def __init__(self, rows: int, scale: float) -> None:
+        self.scale = scale
+        self._slope = PRIOR_SLOPE / np.sqrt(rows)
+        self._factors = np.ones(len(KNOTS))
+        self._measured = np.zeros(len(KNOTS))  # how often
+        self._measured[0] = 1  # by definition
+
+    def at(self, further: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Returns factors for numbers of `further` tokens: between those that were measured by interpolation."""
+        known = self._measured > 0
+        knots = KNOTS[known]
+        beyond: npt.NDArray[np.float64] = np.maximum(further - knots[-1], 0) * self._slope
+        return beyond + np.interp(further, knots, self._factors[known])
+
+    def note(self, further: int, seconds: float) -> None:
+        deviation = seconds / (self.scale * self.at(np.array([further], np.float64))[0])
+        if not (knot := int(np.abs(KNOTS - further).argmin())):
+            self.scale *= min(4.0, max(0.25, deviation)) ** FOLLOWED
+            return
+        if not self._measured[knot]:
+            self._factors[knot] = self.at(KNOTS[knot : knot + 1])[0]
+        self._measured[knot] += 1
+        rate = max(LEARNT, 1 / self._measured[knot])
+        self._factors[knot] *= deviation**rate
+        self.scale *= min(4.0, max(0.25, deviation)) ** (FOLLOWED * (1 - rate))
+
+
+class StepTimes:
+    """Measured times of steps by the number of their rows and of further tokens, relative to steps without any.
+
+    Rows are grouped by powers of two. The time of a step is a scale, which follows recent steps quickly, times a factor
+    for its number of tokens, which is learned slowly. So factors stay comparable although each number of tokens is
+    measured at another moment. A number that was never measured is taken for cheap, and soon measured.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[int, _Factors] = {}
+
+    def factors(self, rows: int, further: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Returns the times of steps of `rows` rows and numbers of `further` tokens, relative to none, float64 [n]."""
+        group = self._groups.get(rows.bit_length())
+        return group.at(further) if group is not None else _Factors(rows, 1.0).at(further)
+
+    def note(self, rows: int, tokens: int, seconds: float) -> None:
+        """Takes note of a step of `tokens` tokens in total that took `seconds`."""
+        further = tokens - rows
+        if further > KNOTS[-1] or seconds <= 0:
+            return
+        group = self._groups.get(rows.bit_length())
+        if group is None:
+            group = _Factors(rows, 1.0)
+            group.scale = seconds / group.at(np.array([further], np.float64))[0]
+            self._groups[rows.bit_length()] = group
+        group.note(further, seconds)
+
+
+def chosen_counts(times: StepTimes, rows: int, tokens: int, sampled: int, guesses: Sequence[Guesses]) -> list[int]:
+    """Returns how many of each row's guesses a step computes so that it samples the most tokens per second.
+
+    The step has `rows` rows and `tokens` tokens without guesses, after which it samples `sampled` tokens. A guess adds
+    a token if it and those before it are right. The likeliest are taken first, up to the number with the highest rate.
+    """
+    chances = [list(accumulate(each.chances, mul)) for each in guesses]
+    likeliest = sorted(((-chance, row) for row, each in enumerate(chances) for chance in each))
+    if not likeliest:
+        return [0] * len(guesses)
+    expected = sampled + np.cumsum([0.0, *(-chance for chance, _ in likeliest)])
+    seconds = times.factors(rows, np.arange(tokens - rows, tokens - rows + len(expected), dtype=np.float64))
+    counts = [0] * len(guesses)
+    for _, row in likeliest[: int(np.argmax(expected / seconds))]:
+        counts[row] += 1
+    return counts

@@ -1,0 +1,289 @@
+"""Guesses from what was said before."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+from weakref import ref
+
+from tenuto.sched.guesses import NO_GUESSES, Guesses
+from tenuto.session.suffixes import ORDER, SessionSuffixes, Suffixes
+from tenuto.session.turn import Turn
+
+MOST_BYTES = 2**28
+"""The most memory for indexes of sessions. Those used longest ago are cleared, and made again when they are needed."""
+MOST_AT_ONCE = 8192
+"""The most tokens of a session that are added to its index in one step, so that no step waits long."""
+MOST_SAID = 2**15
+"""The number of tokens of a tenant's output, up to twice as many, that are remembered."""
+MOST_TENANTS = 64
+COMPARED = 32
+"""The most tokens before a position that are compared with a turn's last ones."""
+ENOUGH = 16
+"""With so many equal tokens no other occurrence is looked for."""
+LEAD = 8
+"""The number of input tokens that are remembered with an output."""
+BREAK = -1
+"""Stands between outputs; no token equals it."""
+PREDICTED = 16
+"""The number of equal tokens that the beginning of a prediction is taken for."""
+
+
+class Source(Protocol):
+    """Tokens among which those after a turn's last ones may be."""
+
+    kind: int
+
+    def tokens(self, start: int, stop: int) -> array[int]:
+        """Returns the tokens from `start` on and before `stop`, as far as there are any."""
+
+    def find(self, last: Sequence[int]) -> Iterable[int]:
+        """Returns positions before which `last` may have occurred."""
+
+
+class Own:
+    """The tokens of a turn and its session."""
+
+    kind = 0
+
+    def __init__(self, turn: Turn, suffixes: Suffixes) -> None:
+        self.tokens = turn.tokens
+        self._turn, self._suffixes = turn, suffixes
+
+    def find(self, last: Sequence[int]) -> Iterator[int]:
+        length = self._turn.length
+        return (position for position in self._suffixes.find(last) if position < length)
+
+
+class Text:
+    """Tokens that were said or predicted, to which others can be added."""
+
+    def __init__(self, kind: int) -> None:
+        self.kind = kind
+        self._tokens, self._suffixes = array("i"), Suffixes()
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def add(self, tokens: array[int]) -> None:
+        self._tokens.extend(tokens)
+        self._suffixes.add(tokens, len(self._tokens))
+
+    def tokens(self, start: int, stop: int) -> array[int]:
+        return self._tokens[start:stop]
+
+    def find(self, last: Sequence[int]) -> Iterable[int]:
+        return self._suffixes.find(last)
+
+
+class Said:
+    """The latest outputs of one tenant's sessions, in two parts, of which the older one is dropped when the newer one
+    is full."""
+
+    def __init__(self) -> None:
+        self.parts = (Text(kind=1), Text(kind=1))
+
+    def add(self, tokens: array[int]) -> None:
+        """Adds an output of at most `MOST_SAID` tokens."""
+        newer, _ = self.parts
+        if len(newer) + len(tokens) > MOST_SAID:
+            self.parts = (Text(kind=1), newer)
+        self.parts[0].add(tokens)
+
+
+@dataclass(slots=True)
+class Hits:
+    """How often guesses were right, by the binary logarithm of the number of equal tokens before them."""
+
+    right: list[float] = field(default_factory=lambda: [0.0] * 8)
+    tried: list[float] = field(default_factory=lambda: [0.0] * 8)
+
+    def note(self, matched: int, right: int, most: float) -> None:
+        """Counts a guess; `most`: the number of guesses from which earlier ones count less."""
+        group = _group(matched)
+        self.right[group] += right
+        self.tried[group] += 1
+        if self.tried[group] > most:
+            self.right[group] /= 2
+            self.tried[group] /= 2
+
+    def chance(self, matched: int, prior: float, weight: float) -> float:
+        """Returns the share of right guesses; `prior` counts as `weight` guesses."""
+        group = _group(matched)
+        return (self.right[group] + weight * prior) / (self.tried[group] + weight)
+
+
+def _group(matched: int) -> int:
+    return min(7, matched.bit_length())
+
+
+PRIORS = (0.0, 0.2, 0.4, 0.6, 0.75, 0.85, 0.9, 0.95)
+"""Assumed shares of right guesses, by group, before any was tried."""
+KINDS = 3
+"""Kinds of sources: the session, the tenant's other sessions, a prediction."""
+
+
+@dataclass(slots=True)
+class Trail:
+    """What a turn's output seems to repeat: the next token is that of `source` at `position`, before which `matched`
+    tokens are equal. `length`: that of the turn when this was found out. `own` and `prediction` are its sources;
+    `hits`: of the turn alone, by kind."""
+
+    length: int
+    own: Own
+    prediction: Text | None
+    source: Source | None = None
+    position: int = 0
+    matched: int = 0
+    hits: tuple[Hits, ...] = field(default_factory=lambda: tuple(Hits() for _ in range(KINDS)))
+
+
+class SuffixProposer:
+    """Guesses that the tokens after a turn's last ones are those that followed the same ones before: in the turn's
+    prediction, in its session, or in what other sessions of its tenant said.
+
+    Whether guesses would have been right is counted even if none was computed, so a turn whose output begins to repeat
+    itself is noticed.
+    """
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._said: OrderedDict[str, Said] = OrderedDict()  # by tenant, the one used last at the end
+        self._hits = tuple(Hits() for _ in range(KINDS))
+        self._sizes: OrderedDict[ref[Suffixes], int] = OrderedDict()  # of indexes of sessions; likewise
+        self.bytes = 0  # their sum
+
+    def propose(self, turns: Sequence[Turn], limits: Sequence[int]) -> list[Guesses]:
+        """See `Proposer`. Takes constant time a token."""
+        return [self._guess(turn, limit) for turn, limit in zip(turns, limits, strict=True)]
+
+    def committed(self, turn: Turn) -> None:
+        """Remembers the output for the tenant's other sessions."""
+        if turn.result is None or not turn.result.kept:
+            return
+        tenant, end = turn.session.policy.tenant, turn.prompt_length + turn.result.kept
+        said = self._said.setdefault(tenant, Said())
+        self._said.move_to_end(tenant)
+        start = max(0, turn.prompt_length - LEAD, end - MOST_SAID // 4)
+        said.add(array("i", [BREAK]) + turn.session.history[start:end])
+        if len(self._said) > MOST_TENANTS:
+            self._said.popitem(last=False)
+
+    def _guess(self, turn: Turn, limit: int) -> Guesses:
+        trail = turn.trail
+        if not isinstance(trail, Trail):
+            turn.trail = trail = self._begin(turn)
+        self._index(turn)
+        self._follow(turn, trail)
+        if trail.source is None:
+            self._find(turn, trail)
+        if trail.source is None:
+            return NO_GUESSES
+        tokens = trail.source.tokens(trail.position, trail.position + limit)
+        if trail.source is trail.own:
+            period = turn.length - trail.position
+            while len(tokens) < limit:
+                tokens.append(tokens[-period])
+        elif BREAK in tokens:
+            tokens = tokens[: tokens.index(BREAK)]
+        return Guesses(tokens, [self._chance(trail, trail.matched + i) for i in range(len(tokens))])
+
+    def _begin(self, turn: Turn) -> Trail:
+        session = turn.session
+        if session.suffixes is None:
+            session.suffixes = SessionSuffixes(Suffixes())
+        session.suffixes.cut(turn.base_length)
+        trail = Trail(turn.length, Own(turn, session.suffixes.suffixes), None)
+        if turn.prediction and not turn.output:
+            trail.prediction = Text(kind=2)
+            trail.prediction.add(turn.prediction)
+            trail.source, trail.matched = trail.prediction, PREDICTED
+        return trail
+
+    def _index(self, turn: Turn) -> None:
+        """Adds tokens of the turn to its session's index, except for the last one, so that the last ones are not found
+        where they are."""
+        indexed = turn.session.suffixes
+        assert indexed is not None  # set when the turn began
+        suffixes = indexed.suffixes
+        if indexed.clearings != suffixes.clearings:
+            indexed.length, indexed.clearings = 0, suffixes.clearings
+        start, end = indexed.length, min(turn.length - 1, indexed.length + MOST_AT_ONCE)
+        if end > start:
+            suffixes.add(turn.tokens(max(0, start - ORDER + 1), end), end)
+            indexed.length = end
+        self._use(suffixes)
+
+    def _use(self, suffixes: Suffixes) -> None:
+        """Takes note of the size of an index that is used, and clears others if there is too little room."""
+        key, size = ref(suffixes, self._forget), suffixes.bytes
+        self.bytes += size - self._sizes.get(key, 0)
+        self._sizes[key] = size
+        self._sizes.move_to_end(key)
+        while self.bytes > self._most_bytes and len(self._sizes) > 1:
+            oldest = next(iter(self._sizes))
+            self._forget(oldest)
+            if (cleared := oldest()) is not None:
+                cleared.clear()
+
+    def _forget(self, key: ref[Suffixes]) -> None:
+        self.bytes -= self._sizes.pop(key, 0)
+
+    def _follow(self, turn: Turn, trail: Trail) -> None:
+        """Compares the tokens that are new with those at the trail's position, and moves it on or gives it up."""
+        begin, trail.length = trail.length, turn.length
+        source, new = trail.source, turn.length - begin
+        if source is None or not new:
+            return
+        actual, expected = turn.tokens(begin, turn.length), source.tokens(trail.position, trail.position + new)
+        right = _common(actual, expected)
+        for i in range(min(right + 1, new)):
+            self._hits[source.kind].note(trail.matched + i, i < right, 512)
+            trail.hits[source.kind].note(trail.matched + i, i < right, 64)
+        if right == new:
+            trail.position += new
+            trail.matched += new
+        else:
+            trail.source = None
+
+    def _chance(self, trail: Trail, matched: int) -> float:
+        kind = trail.source.kind if trail.source is not None else 0
+        usual = self._hits[kind].chance(matched, PRIORS[_group(matched)], 8)
+        return trail.hits[kind].chance(matched, usual, 4)
+
+    def _find(self, turn: Turn, trail: Trail) -> None:
+        """Looks for the place with the most tokens equal to the turn's last ones, at least `ORDER`."""
+        last = turn.tokens(max(0, turn.length - COMPARED), turn.length)
+        if len(last) < ORDER:
+            return
+        last.reverse()
+        key = (last[2], last[1], last[0])
+        trail.matched = ORDER - 1
+        for source in self._sources(turn, trail):
+            for position in source.find(key):
+                before = source.tokens(max(0, position - COMPARED), position)
+                before.reverse()
+                if (matched := _common(last, before)) > trail.matched:
+                    trail.source, trail.position, trail.matched = source, position, matched
+            if trail.matched >= ENOUGH:
+                return
+
+    def _sources(self, turn: Turn, trail: Trail) -> Iterator[Source]:
+        if trail.prediction is not None:
+            yield trail.prediction
+        yield trail.own
+        if (said := self._said.get(turn.session.policy.tenant)) is not None:
+            yield from said.parts
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Returns the number of leading tokens that are equal."""
+    count = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
