@@ -34,6 +34,8 @@ FULL: TurnOptions = {
     "logprobs": 20,
     "input_logprobs": 0,
     "logprob_ids": [5, 2],
+    "prediction": "as before",
+    "speculate": False,
 }
 
 
@@ -54,6 +56,8 @@ def test_every_option_sets_its_own_field() -> None:
         logprobs=20,
         input_logprobs=0,
         logprob_ids=(5, 2),
+        prediction="as before",
+        speculate=False,
     )
     assert turn_params({"allowed_ids": [9, 4]}).sampling.allowed_ids == (9, 4)
     assert turn_params({}) == TurnParams()

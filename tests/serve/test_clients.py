@@ -125,7 +125,6 @@ def test_openais_coding_agent_is_answered(http: httpx.Client) -> None:
 def test_advisory_fields_of_chats_are_accepted_and_named(http: httpx.Client) -> None:
     advice = {
         "store": True,
-        "prediction": {"type": "content", "content": "x"},
         "reasoning_effort": "high",
         "verbosity": "low",
         "service_tier": "priority",

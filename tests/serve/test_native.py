@@ -142,7 +142,14 @@ def test_a_turn_streams_its_text_and_is_acknowledged_by_its_commit(http: httpx.C
     tokens = [token for name, _, data in told if name == "delta" for token in data["tokens"]]
     last = told[-1][2]
     assert (last["version"], last["reason"], last["kept"]) == (1, "length", 5)
-    assert last["usage"] == {"prompt_tokens": 5, "cached_tokens": 0, "completion_tokens": 5, "computed_tokens": 9}
+    assert last["usage"] == {
+        "prompt_tokens": 5,
+        "cached_tokens": 0,
+        "completion_tokens": 5,
+        "computed_tokens": 9,
+        "accepted_prediction_tokens": 0,
+        "rejected_prediction_tokens": 0,
+    }
     record = http.get(f"{session}/turns").json()["data"][0]
     assert (record["input_text"], record["output_tokens"]) == ("hello", tokens)
     assert http.get(session).headers["etag"] == '"1"'

@@ -39,8 +39,8 @@ LEAST: dict[type[TurnRequest], dict[str, Any]] = {
 """The minimal fields of each request."""
 INSIDE: dict[type[TurnRequest], str] = {SamplingParams: "sampling_params", ollama.Options: "options"}
 """The fields of other requests that have these."""
-VALUES = (5, 0.5, True, ["end"], [7], {"7": 1.0}, {"regex": "a"})
-"""Values to try; none equals the default of an option that allows it."""
+VALUES = (5, 0.5, True, False, ["end"], [7], {"7": 1.0}, {"regex": "a"}, "text")
+"""Values to try."""
 
 
 def requests(base: type[TurnRequest] = TurnRequest) -> Iterator[type[TurnRequest]]:
@@ -61,14 +61,16 @@ SETTINGS = [
 
 
 def value_of(option: str) -> tuple[Any, TurnParams]:
-    """Returns a value that the option allows, and the parameters of a turn with it."""
+    """Returns a value that the option allows, not its default, and the parameters of a turn with it."""
     allowed: Any = create_model("Allowed", __base__=Object, value=(type_of(option), ...))
     for value in VALUES:
         try:
             given: Any = {option: allowed(value=value).value}
-            return value, turn_params(given)
+            params = turn_params(given)
         except (ValidationError, InvalidRequest):
             continue
+        if params != TurnParams():
+            return value, params
     raise AssertionError(f"no value for {option}")
 
 

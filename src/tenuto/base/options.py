@@ -89,6 +89,12 @@ class TurnParams:
         "With log-probabilities: token ids whose log-probabilities are shown in each place.",
         names={"openai": "logprob_token_ids"},
     )
+    prediction: str = option(
+        "", "Text that the output will largely repeat, such as a file to edit; it changes nothing but time."
+    )
+    speculate: bool = option(
+        default=True, description="Tokens may be guessed and computed ahead, which changes none of them."
+    )
     grammar: Grammar | None = option(None, "What the output must follow: an object with one field, the kind.")
     pooling: Pooling | None = None
     marks: tuple[tuple[str, int], ...] = ()
@@ -106,6 +112,8 @@ class TurnParams:
         for name, given in (("grammar", self.grammar), ("min_new_tokens", self.min_new_tokens)):
             if self.sampling.allowed_ids and given:
                 raise InvalidRequest(f"allowed_ids with {name}; allowed: one of them", param="allowed_ids")
+        if not isinstance(self.prediction, str):
+            raise wrong("prediction", self.prediction, "text")
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise wrong("grammar", self.grammar, "a Grammar")
 
@@ -237,6 +245,9 @@ class TurnOptions(TypedDict, total=False):
     `grammar`: the form of the output, a `Grammar` or an object with one field: `json_schema`, `json_object` (`True`),
     `regex`, `choice` (strings), `ebnf` or `lark`. `queue_timeout` and `timeout`: seconds within which the turn must
     have started, and ended.
+
+    `prediction`: text that the output will largely repeat; where it does, several tokens are computed at once.
+    `speculate` `False`: none is guessed.
     """
 
     max_new_tokens: int | None
@@ -262,6 +273,8 @@ class TurnOptions(TypedDict, total=False):
     logprobs: int | None
     input_logprobs: int | None
     logprob_ids: Sequence[int]
+    prediction: str
+    speculate: bool
     grammar: Grammar | Mapping[str, Any] | None
 
 

@@ -245,6 +245,8 @@ class Stats(View, frozen=True, kw_only=True):
     cached_tokens: int
     generated_tokens: int
     computed_tokens: int
+    accepted_tokens: int
+    rejected_tokens: int
     recomputed: dict[str, int]
     replayed: dict[str, int]
     prefix_lookups: dict[str, int]

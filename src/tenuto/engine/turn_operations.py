@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from itertools import count
 
@@ -44,12 +45,13 @@ class TurnOperations:
         *,
         tenant: str = "",
         once: Once | None = None,
+        prediction: array[int] | None = None,
     ) -> Turn:
         """Opens a turn that appends `tokens` and generates, or with `max_new_tokens` 0 commits the tokens once they are
         computed. `conversation`: the conversation up to the end of `tokens`. `constraint`: the grammar of `params`,
-        compiled for this turn. `once`: its idempotency key. An open draft becomes this turn and keeps its computed
-        prefix of `tokens`. Raises `SessionBusy`, `ContextExceeded`, `InvalidRequest` or `Overloaded`, having changed
-        nothing."""
+        compiled for this turn. `once`: its idempotency key. `prediction`: tokens that the output may repeat. An open
+        draft becomes this turn and keeps its computed prefix of `tokens`. Raises `SessionBusy`, `ContextExceeded`,
+        `InvalidRequest` or `Overloaded`, having changed nothing."""
         checked, params = self._gate.read(tokens), params or TurnParams()
         self._occupation.require_memory()
         session = self._registry.get(session_id, tenant)
@@ -73,6 +75,7 @@ class TurnOperations:
             turn.pool = Pool(params.pooling, turn.base_length, turn.prompt_length)
         turn.conversation = conversation
         turn.max_new_tokens, turn.text, turn.constraint = allowed, text, constraint
+        turn.prediction = prediction or turn.prediction
         self._keep_output(turn, once)
         self._lifecycle.enqueue(turn, "submit draft" if draft is not None else "submit")
         return turn
@@ -86,9 +89,10 @@ class TurnOperations:
         *,
         tenant: str = "",
         once: Once | None = None,
+        prediction: array[int] | None = None,
     ) -> Turn:
         """Opens a turn that generates the last turn's output again. The old output stays until this turn commits.
-        `constraint`, `once`: see `submit`."""
+        `constraint`, `once`, `prediction`: see `submit`."""
         self._occupation.require_memory()
         session = self._registry.get(session_id, tenant)
         session.require_idle("regenerate in")
@@ -102,6 +106,7 @@ class TurnOperations:
         turn = Turn(next(self._numbers), session, record.input_end, params, self._clock.now(), adapter)
         turn.replaces, turn.conversation = True, record.conversation
         turn.max_new_tokens, turn.text, turn.constraint = allowed, text, constraint
+        turn.prediction = prediction or turn.prediction
         self._keep_output(turn, once)
         self._lifecycle.enqueue(turn, "regenerate")
         return turn

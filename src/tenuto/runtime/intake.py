@@ -51,6 +51,7 @@ class Input:
         self.size = size_of(self.command.input)
         if isinstance(self.command, StartTurn):
             self.size += len(self.command.tools.source) + len(self.command.variables.source)
+            self.size += len(self.command.params.prediction)
 
     @property
     def session(self) -> SessionKey | None:

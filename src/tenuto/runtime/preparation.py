@@ -36,6 +36,7 @@ class Preparer:
         self._renderer = renderer
         self._tokenizer = tokenizer
         self._grammars = grammars
+        self._context_length = context_length
         self._counted = max(MAX_COUNTED, CHARACTERS_A_TOKEN * context_length)
 
     def to_compile(self, command: StartTurn | Draft) -> int:
@@ -73,10 +74,17 @@ class Preparer:
             if command.most is not None:
                 kept = prepared.tokens[-command.most :] if command.most > 0 else prepared.tokens[: -command.most]
                 prepared = prepared._replace(tokens=kept)
+        if command.params.prediction and self._tokenizer is not None:
+            prepared = prepared._replace(prediction=self._prediction(command.params.prediction))
         grammar = command.params.grammar
         if grammar is None or self._grammars is None:
             return prepared
         return prepared._replace(constraint=self._grammars.constraint(grammar))
+
+    def _prediction(self, text: str) -> array[int]:
+        """Returns the tokens of a predicted text, as far as a context can be."""
+        assert self._tokenizer is not None  # checked by the caller
+        return array("i", self._tokenizer.encode(text[: CHARACTERS_A_TOKEN * self._context_length]))
 
     def tokens(self, request: Tokenize) -> array[int]:
         """Returns the tokens of a `Tokenize` request. Raises `ContextExceeded` and the errors of `Renderer.prepare`."""

@@ -265,7 +265,12 @@ class Dispatcher:
         params = self._with_stops(command.params, session.conversation)
         constraint = prepared.constraint if prepared is not None else None
         return self._engine.turns.regenerate(
-            command.session, params, constraint, tenant=command.tenant, once=_once(command)
+            command.session,
+            params,
+            constraint,
+            tenant=command.tenant,
+            once=_once(command),
+            prediction=prepared.prediction if prepared is not None else None,
         )
 
     def _only_turn(self, command: StartTurn, prepared: Prepared) -> Turn:
@@ -289,6 +294,7 @@ class Dispatcher:
             prepared.constraint,
             tenant=command.tenant,
             once=_once(command),
+            prediction=prepared.prediction,
         )
 
     @_execute.register

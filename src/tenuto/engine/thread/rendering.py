@@ -73,12 +73,13 @@ class Outdated(Exception):
 
 class Prepared(NamedTuple):
     """The input of a turn as tokens. `conversation`: the conversation after the turn; see `Basis`. `constraint`: its
-    compiled grammar."""
+    compiled grammar. `prediction`: tokens that its output may repeat."""
 
     basis: Basis
     tokens: array[int]
     conversation: Conversation | None
     constraint: Constraint | None = None
+    prediction: array[int] = array("i")
 
 
 class Renderer:

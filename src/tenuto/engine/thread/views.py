@@ -133,6 +133,8 @@ def stats(engine: Engine) -> Stats:
         cached_tokens=totals["cached"],
         generated_tokens=totals["generated"],
         computed_tokens=totals["computed"],
+        accepted_tokens=totals["accepted"],
+        rejected_tokens=totals["rejected"],
         recomputed=dict(counts.recomputed),
         replayed=dict(counts.replayed),
         prefix_lookups=dict(counts.prefix_lookups),

@@ -312,12 +312,15 @@ class RecordList(BaseModel):
 
 
 class Usage(BaseModel):
-    """Exact numbers of tokens. `cached_tokens`: prompt tokens that did not have to be computed."""
+    """Exact numbers of tokens. `cached_tokens`: prompt tokens that did not have to be computed. Guessed tokens are
+    accepted, and part of the output, or rejected."""
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
     computed_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
 
 
 class Turn(BaseModel):

@@ -198,10 +198,14 @@ class Choices(Answer):
             **_counts(prompt, completion),
             "prompt_tokens_details": {"cached_tokens": sum(samples.cached_tokens for samples in self._samples)},
         }
+        guessed = [samples.guessed_tokens for samples in self._samples]
+        details = {
+            "accepted_prediction_tokens": sum(accepted for accepted, _ in guessed),
+            "rejected_prediction_tokens": sum(rejected for _, rejected in guessed),
+        }
         if self._reading is not None:
-            thoughts = sum(self._reading.thought_tokens(turn.pieces) for turn in self.turns)
-            usage["completion_tokens_details"] = {"reasoning_tokens": thoughts}
-        return usage
+            details["reasoning_tokens"] = sum(self._reading.thought_tokens(turn.pieces) for turn in self.turns)
+        return {**usage, "completion_tokens_details": details}
 
 
 def _counts(prompt: int, completion: int) -> dict[str, int]:

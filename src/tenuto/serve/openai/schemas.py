@@ -44,7 +44,7 @@ IGNORED = frozenset(
 )
 """Fields that never change an answer here."""
 UNDONE: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("prediction", "store"), NOTHING),
+    "store": NOTHING,
     **dict.fromkeys(("verbosity", "web_search_options"), (None,)),
     "reasoning_effort": (None, "none"),
     "service_tier": (None, "auto", "default"),
@@ -307,6 +307,17 @@ def check_continuing(continues: bool | None, generate: bool | None, messages: Se
         raise InvalidRequest(f"{field} where the last message is not an answer; allowed: after one", param=field)
 
 
+class Prediction(ForeignObject):
+    """Text that the answer will largely repeat."""
+
+    type: Literal["content"]
+    content: str | Messages[ContentPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 @with_options()
 class ChatBody(Generation, WithTools, Templated):
     """Messages to answer."""
@@ -323,6 +334,7 @@ class ChatBody(Generation, WithTools, Templated):
     max_completion_tokens: int | None = field_of("max_new_tokens", "Newer name of `max_tokens`.", ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = field_of("logprobs", "Number of likeliest tokens to show at every position.")
+    prediction: Prediction | str | None = Field(None, description="Text that the answer will largely repeat.")
     include_reasoning: bool | None = Field(None, description="Show the answer's thoughts; true if not given.")
     add_generation_prompt: bool | None = Field(None, description="False only with `continue_final_message`.")
     continue_final_message: bool | None = Field(
@@ -365,4 +377,7 @@ class ChatBody(Generation, WithTools, Templated):
         return self.messages[-1].rendered().content if self.echo and self.continue_final_message else ""
 
     def given(self) -> dict[str, Any]:
-        return {**super().given(), "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
+        given = {**super().given(), "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
+        if isinstance(self.prediction, Prediction):
+            given["prediction"] = self.prediction.text
+        return given

@@ -60,6 +60,13 @@ class Samples:
         """Number of tokens of all answers. Valid once all turns have ended."""
         return sum(turn.result.usage.generated for turn in self.turns if turn.result is not None)
 
+    @property
+    def guessed_tokens(self) -> tuple[int, int]:
+        """Numbers of guessed tokens of all answers that were accepted, and of those that were rejected. Valid once all
+        turns have ended."""
+        usages = [turn.result.usage for turn in self.turns if turn.result is not None]
+        return sum(usage.accepted for usage in usages), sum(usage.rejected for usage in usages)
+
     async def start(self, request: StartTurn, n: int = 1) -> None:
         """Starts `n` turns and returns when the engine has accepted them. If `n` is more than 1, `request` must not
         name a session, and each sample's seed is one more than the previous one's."""

@@ -61,6 +61,7 @@ _TYPES: dict[str, Any] = {
     "grammar": Annotated[dict[str, Any], at_most(1)],
     "logit_bias": Annotated[dict[TokenKey, float], at_most(MAX_BIASES)],
     "logprob_ids": Items[TokenId],
+    "prediction": str,
     "stop": str | Items[str],
     "stop_ids": Items[TokenId],
     "stop_regex": str | Items[str],
