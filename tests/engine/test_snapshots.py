@@ -193,8 +193,10 @@ def test_a_damaged_index_changes_no_token(at: int, tmp_path_factory: pytest.Temp
 
 
 def two_sessions(tier: Path, mix: tuple[Kind, ...] = (FULL,)) -> list[SavedSession]:
+    """Leaves two sessions on disk, each in separate files."""
     stage = begin(tier, mix)
     stage.committed("a", 50)
+    stage.engine.snapshots.save([stage.engine.registry.get("a")], 1.0)
     stage.committed("bb", 50)
     return end(stage)
 
@@ -215,7 +217,10 @@ def test_a_killed_engine_leaves_nothing_misleading(tmp_path: Path) -> None:
     files_become(tmp_path, SUFFIX, 2)  # the whole pages, and the last
 
 
-def test_a_snapshot_cut_short_by_its_time_limit_has_the_most_recently_used(tmp_path: Path) -> None:
+def test_a_snapshot_cut_short_by_its_time_limit_has_the_most_recently_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tenuto.engine.snapshots.TOGETHER", 1)
     stage = begin(tmp_path, snapshot_seconds=2.0)
     for name in ("a", "bb", "ccc", "dddd"):
         stage.committed(name, 40)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection
+
 from tenuto.engine.engine import Engine
 from tenuto.memory.tiers.parked import Parked
 from tenuto.session.session import Session
@@ -33,6 +36,16 @@ def stays_on_disk(engine: Engine, session: Session) -> bool:
     parked = parked_of(engine, session)
     left = parked is not None and parked in engine.idle_memory.tiers._on_disk
     return parked is not None and left and parked.on_disk and not parked.pinned
+
+
+def freed_without(engine: Engine, sessions: Collection[Session]) -> int:
+    """Returns the size of the files that only these sessions' memory on disk needs, parked or saved."""
+    theirs = [parked_of(engine, session) for session in sessions]
+    theirs += [engine.idle_memory.saves.record(session.key) for session in sessions]
+    held = Counter(unit for parked in theirs if parked is not None and not parked.pinned for unit in parked)
+    uses = Counter(unit.file for unit, n in held.items() if n == unit.references)
+    uses.update(file for parked in theirs if parked is not None for file in parked.unread)
+    return sum(file.size for file, n in uses.items() if file is not None and n == file.wanted)
 
 
 def is_leaving(engine: Engine) -> bool:

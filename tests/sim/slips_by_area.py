@@ -82,9 +82,9 @@ PRESSURE = (
 )  # fmt: skip
 
 SAVES = (
-    Slip("memory.tiers.saves", "            self._save.void = True\n", "            pass\n"),
+    Slip("memory.tiers.saves", "            save.void = True\n", "            pass\n"),
     Slip("memory.tiers.saves", "        return min(whole, record.position // self._page_size) if all(self._lasting) else whole", "        return whole"),
-    Slip("memory.tiers.saves", "        reached += [self._covered(record, group) for group in self._lasting_groups]\n", ""),
+    Slip("memory.tiers.saves", "else 0, *reached])", "else 0])"),
     Slip("memory.tiers.saves", "short = max(0, min(map(len, places)) - 1)", "short = max(0, min(map(len, places)))"),
     Slip("memory.tiers.saves", "            units[stay:] = new\n            self._tiers.copies.release(old)\n", "            units[stay:] = new\n"),
     Slip("memory.tiers.saves", "                self._changes = {**changes, **self._changes}\n", ""),
@@ -93,11 +93,23 @@ SAVES = (
     Slip("memory.tiers.copies", "        if unit.file is not None and unit.data is not None and not unit.hosts and not unit.leaving:", "        if unit.file is not None and unit.data is not None:"),
     Slip("engine.parking", "        self._cut_saved(session, most)\n", ""),
     Slip("engine.parking", "        self._replace(session, None)\n        self.saves.forget(session.key)\n", "        self._replace(session, None)\n"),
-    Slip("engine.snapshots", "            if part is None or part.last:\n                self._parking.unsaved.pop", "            if True:\n                self._parking.unsaved.pop"),
-    Slip("engine.snapshots", "                self._allowed -= part.size\n", ""),
+    Slip("engine.snapshots", "            if after in (After.DONE, After.LATER):\n                del", "            if True:\n                del"),
+    Slip("engine.snapshots", "        self._allowed -= self._saves.begin()", "        self._saves.begin()"),
     Slip("engine.snapshots", "            unsaved[session] = since\n", ""),
     Slip("engine.snapshots", "(self.pause if session.turn is None else self.delay)", "self.pause"),
     Slip("engine.snapshots", " or session.last_turn_end + ttl > now + EXPIRES_SOON", " or True"),
+    Slip("engine.snapshots", "self._gather(now, min(self._busy, TOGETHER))", "self._gather(now, 1)"),
+    Slip("engine.snapshots", "        if sessions and (", "        if False and ("),
+    Slip("engine.snapshots", "        if any(unit.leaving for unit in chain(*units)):", "        if False:"),
+    Slip("engine.snapshots", "            if after is After.LATER:\n                unsaved[session] = since\n", "            if False:\n                pass\n"),
+    Slip("memory.tiers.saves", "fresh = self._gathered | dict.fromkeys(", "fresh = dict.fromkeys("),
+    Slip("memory.tiers.saves", "        record.pinned, pinned = True, record.pinned\n", "        pinned = record.pinned\n"),
+    Slip("memory.tiers.saves", "self._finish(save, failed=bool(write.failure))", "self._finish(save, failed=False)"),
+    Slip("memory.tiers.saves", "lambda files: [*changes, *(each.listing(files) for each in listings)]", "lambda files: [*(each.listing(files) for each in listings), *changes]"),
+    Slip("memory.tiers.victims", "and gone[unit] == unit.references)", ")"),
+    Slip("memory.tiers.victims", "for file in chain(last, record.unread):", "for file in last:"),
+    Slip("memory.tiers.victims", "return [each for each in chosen if not removed.isdisjoint(_files(each))]", "return chosen"),
+    Slip("memory.tiers.victims", "        if gone.total() > LOOKED_AT:\n            return chosen\n", ""),
 )  # fmt: skip
 """Slips of the state that is saved for the next process."""
 

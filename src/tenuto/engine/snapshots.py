@@ -3,8 +3,10 @@ over."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple
+from enum import Enum
+from itertools import chain, islice
 
 from tenuto.base.clock import Clock
 from tenuto.base.config import EngineConfig
@@ -13,7 +15,9 @@ from tenuto.memory.tiers.disk import IndexUnusable
 from tenuto.session.session import Session
 
 PART = 2**22
-"""The most bytes that one step copies and writes, or those of a single page."""
+"""The most bytes that one step copies and writes, or those of a single page, or the last ones of a single session."""
+TOGETHER = 16
+"""The most sessions in one write."""
 BURST_SECONDS = 0.25
 """The time whose bytes may be written at once after a pause."""
 PAUSE = 0.1
@@ -22,22 +26,27 @@ DELAY = 2.0
 """The number of seconds for which the state of a session waits if its next turn has begun, so that turns that follow
 one right after another are written together."""
 LOOKED_AT = 8
-"""The number of waiting sessions that one step looks at."""
+"""The number of waiting sessions that one step looks at, beside those that it writes."""
 EXPIRES_SOON = 60.0
 """The number of seconds before the end of its TTL from which a session is no longer written."""
 
 
-class Part(NamedTuple):
-    """A part of a session's state on its way to disk, of `size` bytes; `last`: nothing of the session follows."""
+class After(Enum):
+    """The state of a waiting session after a look at it. `DONE`: it waits no longer; `MORE`: it has a part in the next
+    write, and waits for the one after that; `LATER`: it waits until its memory is parked; `FULL`: the next write has no
+    room for it."""
 
-    size: int
-    last: bool
+    DONE = "done"
+    MORE = "more"
+    LATER = "later"
+    FULL = "full"
 
 
 class Snapshots:
     """Writes the state of sessions to disk after each commit, in the order of commits and at most `checkpoint_rate`
     bytes a second, and finds it at the start of the next process. Each step copies at most one part, and a thread
-    beside it writes, so no step and no commit waits for the disk. State that is found is verified: units must have the
+    beside it writes, so no step and no commit waits for the disk. Sessions that wait while the disk is busy are written
+    together: one for each step that has passed. State that is found is verified: units must have the
     contents that a session's tokens demand. The rest is computed again.
 
     A session waits for `pause` seconds after a commit, or `delay` if its next turn begins meanwhile.
@@ -56,56 +65,66 @@ class Snapshots:
         self._most = max(PART, self._rate * BURST_SECONDS)
         self._allowed: float = self._most  # bytes that may be written now
         self._refilled = clock.now()
+        self._busy = 0  # number of steps since the last write began
 
     def step(self) -> None:
         """Begins to write the next part, if the disk is ready for it and the rate allows it."""
         if not self._parking.tiers.has_disk:
             return
+        self._busy += 1
         now = self._clock.now()
-        if not self._saves.advance(now) or not self._parking.unsaved:
+        if not self._saves.advance(now):
             return
-        self._allowed = min(self._allowed + self._rate * (now - self._refilled), self._most)
-        self._refilled = now
-        while self._allowed > 0 and (session := self._next(now)) is not None:
-            part = self._begin(session) if self._is_wanted(session, now) else None
-            if part is None or part.last:
-                self._parking.unsaved.pop(session, None)
-            if part is not None:
-                self._allowed -= part.size
-                return
+        if self._parking.unsaved:
+            self._allowed = min(self._allowed + self._rate * (now - self._refilled), self._most)
+            self._refilled = now
+            if self._allowed > 0:
+                self._gather(now, min(self._busy, TOGETHER))
+        self._allowed -= self._saves.begin()
 
-    def _next(self, now: float) -> Session | None:
-        """Returns the session to write, or `None`. Those that have to wait go to the end of the list."""
+    def _gather(self, now: float, most: int) -> None:
+        """Adds up to `most` of the waiting sessions to the next write. Those that have to wait longer go to the end of
+        the list."""
         unsaved = self._parking.unsaved
-        for _ in range(min(LOOKED_AT, len(unsaved))):
-            session, since = next(iter(unsaved.items()))
-            if now >= since + (self.pause if session.turn is None else self.delay):
-                return session
-            del unsaved[session]
-            unsaved[session] = since
-        return None
+        for session, since in list(islice(unsaved.items(), LOOKED_AT + most)):
+            after = After.LATER
+            if not self._is_wanted(session, now):
+                after = After.DONE
+            elif now >= since + (self.pause if session.turn is None else self.delay):
+                after = self._add(session)
+            if after in (After.DONE, After.LATER):
+                del unsaved[session]
+            if after is After.LATER:
+                unsaved[session] = since
+            elif after is not After.DONE or self._saves.gathered[0] >= most:
+                return
 
     def _is_wanted(self, session: Session, now: float) -> bool:
         ttl = session.policy.ttl
         return ttl is None or session.turn is not None or session.last_turn_end + ttl > now + EXPIRES_SOON
 
-    def _begin(self, session: Session) -> Part | None:
-        """Begins to write the next part of a session's state. Returns `None` if there is nothing to write, or nothing
-        can be written now."""
+    def _add(self, session: Session) -> After:
+        """Adds the next part of a session's state to the next write, if there is one and it can be written."""
         position, record = self._parking.savable(session), self._parking.saved(session)
         counts = [table.kept_units(position) for table in session.memory.tables]
         if not position or (record is not None and record.position >= position):
-            return None
+            return After.DONE
         if not self._parking.tiers.worth_saving(counts, position):
-            return None
+            return After.DONE
         last, target, ranges = self._saves.next_part(record, counts, position, PART)
+        sessions, size = self._saves.gathered
+        if sessions and (
+            not last or size + self._parking.tiers.copies.bytes_of(end - first for first, end in ranges) > PART
+        ):
+            return After.FULL
         if (units := self._parking.copied(session, target, ranges)) is None:
-            return None
-        size = sum(unit.size for group in units for unit in group if unit.file is None)
+            return After.DONE
+        if any(unit.leaving for unit in chain(*units)):
+            self._parking.tiers.copies.release(chain(*units))
+            return After.LATER
         at = position if last else target if not self._parking.needs_whole else record.position if record else 0
-        if not self._saves.begin(session.key, at, [first for first, _ in ranges], units):
-            return None
-        return Part(size, last)
+        added = self._saves.add(session.key, at, [first for first, _ in ranges], units)
+        return After.MORE if added and not last else After.DONE
 
     def save(self, sessions: Iterable[Session], seconds: float) -> None:
         """Writes the state of sessions without open turns, most recently used first, for at most `seconds`. Does
@@ -115,19 +134,27 @@ class Snapshots:
         began = self._clock.now()
         self._parking.finish()
         self._saves.settle(began)
-        for session in sorted(sessions, key=lambda session: session.last_turn_end, reverse=True):
-            wanted = self._parking.savable(session)
-            while self._clock.now() <= began + seconds:
-                part = self._begin(session)
-                self._saves.settle(self._clock.now())
-                if part is None or part.last:
-                    break
+        waiting = deque(sorted(sessions, key=lambda session: session.last_turn_end, reverse=True))
+        while waiting:
+            together: list[tuple[Session, int]] = []  # with the tokens whose state is to be saved
+            after = After.DONE
+            while waiting and after is After.DONE and len(together) < TOGETHER:
+                wanted = self._parking.savable(waiting[0])
+                after = self._add(waiting[0]) if self._clock.now() <= began + seconds else After.DONE
+                if after in (After.DONE, After.LATER):  # nothing is being written for long now
+                    together.append((waiting.popleft(), wanted))
+            self._saves.settle(self._clock.now())
+            self._count(together)
+
+    def _count(self, written: Iterable[tuple[Session, int]]) -> None:
+        """Counts sessions as saved or not, by the number of tokens whose state should be, and pins their records, which
+        stay when sessions that were used less recently need room."""
+        for session, wanted in written:
             record = self._saves.record(session.key)
             if wanted:
                 self.counts["saved" if record is not None and record.position >= wanted else "not saved"] += 1
             if record is not None:
-                record.pinned = True  # it stays when sessions that were used less recently need room
-        self._saves.settle(self._clock.now())
+                record.pinned = True
 
     def recover(self, sessions: Iterable[Session]) -> None:
         """Gives sessions, which have no memory, their saved state. Removes all other saved state."""

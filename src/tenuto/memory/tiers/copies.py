@@ -50,6 +50,10 @@ class Copies:
         """Returns the size of a unit of `group` in bytes."""
         return self._copier.unit_bytes(group)
 
+    def bytes_of(self, counts: Iterable[int]) -> int:
+        """Returns the size of `counts` units of each group in bytes."""
+        return sum(self.unit_bytes(group) * count for group, count in enumerate(counts))
+
     # -- from the device
 
     def take(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 from tenuto.base.errors import InvariantError
 from tenuto.base.views import SessionKey
@@ -23,22 +24,22 @@ RETRY_SECONDS = 1.0
 
 @dataclass(eq=False, slots=True)
 class Save:
-    """Units on their way to disk. Once the index lists them, `record` stands at `position`: the first `stay` of its
-    units of each group stay, and `units` follow. `void`: the session was cut meanwhile, so the record stays as it is,
-    and the index is corrected."""
+    """Units of session `key` on their way to disk. Once the index lists them, `record` stands at `position`: the first
+    `stay` of its units of each group stay, and `units` follow. `void`: the session was cut meanwhile, so the record
+    stays as it is, and the index is corrected."""
 
+    key: SessionKey
     record: Parked
     position: int
     stay: Sequence[int]
     units: list[list[StoredUnit]]
-    write: Write
     void: bool = False
 
 
 @dataclass(slots=True)
 class _Layout:
-    """The units of a save by file: those that never change, those of windows, and those of a single position. A file is
-    removed once none of its units is needed, so units that are needed equally long go to the same file."""
+    """The units of a write by file: those that never change, those of windows, and those of a single position. A file
+    is removed once none of its units is needed, so units that are needed equally long go to the same file."""
 
     page: int
     batches: list[list[StoredUnit]] = field(default_factory=lambda: [[], [], []])
@@ -54,9 +55,12 @@ class _Layout:
 class Saves:
     """Records of sessions' state on disk, in an index for the next process.
 
+    A write has the units of one or several sessions, and the changes of the index since the last one. It succeeds or
+    fails as a whole.
+
     Invariants: every unit that the index lists is in a file that some record refers to, or of a record that was
     discarded and is in `_changes`. A record changes only after the index: until its new units are listed it keeps the
-    old ones, so at any instant a kill leaves one or the other. At most one change of the index is under way.
+    old ones, so at any instant a kill leaves one or the other. At most one write is under way.
     """
 
     def __init__(self, tiers: Tiers, page_size: int, lasting: Sequence[bool]) -> None:
@@ -66,9 +70,10 @@ class Saves:
         self._lasting = lasting
         self._lasting_groups = [group for group, keeps in enumerate(lasting) if keeps]
         self._records: dict[SessionKey, Parked] = {}
-        self._save: Save | None = None
+        self._saves: dict[Parked, Save] = {}  # of the write under way, or of the next one, by record
+        self._gathered: dict[StoredUnit, None] = {}  # the units of the next write that are in no file
         self._changes: dict[SessionKey, Listing] = {}  # of the index, to be made next
-        self._changing: tuple[Write, dict[SessionKey, Listing]] | None = None
+        self._write: tuple[Write, dict[SessionKey, Listing]] | None = None  # under way, with changes of other sessions
         self._retry_at = 0.0
         self._has_index = False  # whether the index has been begun; without `recover` at the first save
         self.saved_bytes = 0  # total number of bytes written for saves
@@ -88,10 +93,9 @@ class Saves:
         record = self.record(key)
         if record is None:
             return 0
-        under_way = self._save is not None and self._save.record is record
-        reached = [self._save.position] if self._save is not None and under_way else []
-        reached += [self._covered(record, group) for group in self._lasting_groups]
-        return max([record.position, *reached])
+        save = self._saves.get(record)
+        reached = [self._covered(record, group) for group in self._lasting_groups]
+        return max([record.position, save.position if save is not None else 0, *reached])
 
     def next_part(
         self, record: Parked | None, counts: Sequence[int], position: int, most: int
@@ -124,85 +128,80 @@ class Saves:
 
     # -- saving
 
-    def begin(self, key: SessionKey, position: int, stay: Sequence[int], units: list[list[StoredUnit]]) -> bool:
-        """Begins to write `units`, by group, to disk, as `Save` says; the caller's references to them pass on. Returns
-        False if that is not possible now. No save may be under way."""
+    @property
+    def gathered(self) -> tuple[int, int]:
+        """The number of sessions in the next write, and of the bytes that it writes."""
+        return len(self._saves), size_of(self._gathered)
+
+    def add(self, key: SessionKey, position: int, stay: Sequence[int], units: list[list[StoredUnit]]) -> bool:
+        """Adds `units` of a session, by group and none of them `leaving`, to the next write, as `Save` says; the
+        caller's references to them pass on. Returns False if the disk has no room for them. Nothing may be under
+        way, and the write must begin in the same step."""
         new = Parked(0, [[] for _ in units], key=key)
         record = self.record(key) or new
-        size = size_of(unit for unit in chain(*units) if unit.file is None)
+        fresh = self._gathered | dict.fromkeys(unit for unit in chain(*units) if unit.file is None)
         record.pinned, pinned = True, record.pinned
-        leaving = any(unit.leaving for unit in chain(*units))
-        if leaving or not self._tiers.make_room(size, record):
-            self._tiers.failures["full"] += not leaving
+        if not self._tiers.make_room(size_of(fresh), record):
+            self._tiers.failures["full"] += 1
             record.pinned = pinned
             self._tiers.copies.release(chain(*units))
             return False
-        if not self._has_index:
-            self._has_index = True
-            self._tiers.clear_index()
         if record is new:
             self._records[key] = record
             self._tiers.add(record)
-        write = self._write(key, position, stay, units)
-        self._save = Save(record, position, stay, units, write)
-        self.saved_bytes += size
-        self._tiers.take_written()
+        self._gathered = fresh
+        self._saves[record] = Save(key, record, position, stay, units)
         return True
 
-    def _write(self, key: SessionKey, position: int, stay: Sequence[int], units: list[list[StoredUnit]]) -> Write:
+    def advance(self, now: float) -> bool:
+        """Processes what has ended. Returns whether a write may begin."""
+        self._tiers.take_written()
+        self._note_discarded()
+        if self._write is not None and self._write[0] not in self._tiers.writes:
+            (write, changes), self._write = self._write, None
+            if write.failure and changes:
+                self._changes = {**changes, **self._changes}
+                self._retry_at = now + RETRY_SECONDS
+            saves, self._saves = self._saves, {}
+            for save in saves.values():
+                self._finish(save, failed=bool(write.failure))
+            self._note_discarded()
+        return self._write is None and (not self._changes or now >= self._retry_at)
+
+    def begin(self) -> int:
+        """Begins to write what was added, and to change the index accordingly. Returns the number of bytes of units."""
+        self._note_discarded()
+        if not self._saves and not self._changes:
+            return 0
+        if not self._has_index:
+            self._has_index = True
+            self._tiers.clear_index()
+        changes, self._changes = self._changes, {}
+        size, units, self._gathered = size_of(self._gathered), self._gathered, {}
+        self._write = self._begin(units, list(self._saves.values()), list(changes.values())), changes
+        self.saved_bytes += size
+        self._tiers.take_written()
+        return size
+
+    def _begin(self, units: Iterable[StoredUnit], saves: Sequence[Save], changes: Sequence[Listing]) -> Write:
+        """Begins to write `units`, and then to let the index list `changes` and the saves."""
         layout = _Layout(self._page_size)
-        for unit in chain(*units):
-            if unit.file is None:
-                layout.add(unit, lasting=self._lasting[unit.group])
+        for unit in units:
+            layout.add(unit, lasting=self._lasting[unit.group])
         batches = layout.written()
         rows = {
             unit: (number, row)
             for number, batch in enumerate(batches)
-            for group in range(len(units))
+            for group in range(len(self._lasting))
             for row, unit in enumerate(each for each in batch if each.group == group)
         }
-        places = [
-            (unit, unit.file.name if unit.file is not None else rows[unit][0], rows.get(unit, (0, unit.row))[1])
-            for unit in chain(*units)
-        ]
-        marks = {unit: unit.content.mark for unit in chain(*units)}
-        sizes = {unit.file.name: unit.file.size for unit in chain(*units) if unit.file is not None}
+        listings = [_Listed.of(save, rows) for save in saves]
+        return self._tiers.begin_write(batches, lambda files: [*changes, *(each.listing(files) for each in listings)])
 
-        def listed(files: Sequence[UnitFile]) -> list[Listing]:
-            found = (
-                (unit.group, files[at].name if isinstance(at, int) else at, row, marks[unit])
-                for unit, at, row in places
-            )
-            return [Listing(key, position, stay, _runs(found, stay), sizes | {file.name: file.size for file in files})]
-
-        return self._tiers.begin_write(batches, listed)
-
-    def advance(self, now: float) -> bool:
-        """Processes what has ended, and begins to write changes of the index. Returns whether a save may begin."""
-        self._tiers.take_written()
-        self._note_discarded()
-        if self._save is not None and self._save.write not in self._tiers.writes:
-            save, self._save = self._save, None
-            self._finish(save)
-            self._note_discarded()
-        if self._changing is not None and self._changing[0] not in self._tiers.writes:
-            (write, changes), self._changing = self._changing, None
-            if write.failure:
-                self._changes = {**changes, **self._changes}
-                self._retry_at = now + RETRY_SECONDS
-        if self._save is not None or self._changing is not None:
-            return False
-        if not self._changes:
-            return True
-        if now >= self._retry_at:
-            changes, self._changes = self._changes, {}
-            self._changing = self._tiers.begin_write([], lambda _: list(changes.values())), changes
-        return False
-
-    def _finish(self, save: Save) -> None:
+    def _finish(self, save: Save, *, failed: bool) -> None:
         record = save.record
         record.pinned = False
-        if save.write.failure or record not in self._tiers:
+        if failed or record not in self._tiers:
             self._tiers.copies.release(chain(*save.units))
             if record in self._tiers and not any(record.units):
                 self._tiers.forget(record)
@@ -239,7 +238,7 @@ class Saves:
 
     def settle(self, now: float) -> None:
         """Waits until nothing is under way, and all changes of the index have been tried once."""
-        while not self.advance(now) and (self._save is not None or self._changing is not None):
+        while (self.advance(now) and self.begin()) or self._write is not None:
             self._tiers.writes.wait()
 
     # -- changes of sessions
@@ -257,8 +256,9 @@ class Saves:
         record = self.record(key)
         if record is None:
             return
-        if self._save is not None and self._save.record is record and self._save.position > position:
-            self._save.void = True
+        save = self._saves.get(record)
+        if save is not None and save.position > position:
+            save.void = True
         if record.position <= position:
             return
         for units, kept in zip(record.units, stay, strict=True):
@@ -349,8 +349,8 @@ class Saves:
     # -- audit
 
     def units(self) -> Iterator[StoredUnit]:
-        """Yields the units of the save under way, once for each reference."""
-        return chain(*self._save.units) if self._save is not None else iter(())
+        """Yields the units of the saves under way, once for each reference."""
+        return chain.from_iterable(chain(*save.units) for save in self._saves.values())
 
     def audit(self) -> None:
         """Raises `InvariantError` if the records are inconsistent."""
@@ -359,6 +359,36 @@ class Saves:
                 raise InvariantError(f"the saved state of session {key} was discarded, but is still listed")
             if any(unit.file is None for unit in record):
                 raise InvariantError(f"the saved state of session {key} is not on disk")
+
+
+class _Listed(NamedTuple):
+    """A save's units for the index: the group, place and mark of each, and the sizes of the files that they are in. The
+    place is a file's name or the number of a file that is to be written, and a row."""
+
+    save: Save
+    places: Sequence[tuple[int, str | int, int, bytes]]
+    sizes: Mapping[str, int]
+
+    @classmethod
+    def of(cls, save: Save, rows: Mapping[StoredUnit, tuple[int, int]]) -> _Listed:
+        """Returns the units of a save; `rows`: the numbers of files and rows of those that are to be written."""
+        places: list[tuple[int, str | int, int, bytes]] = []
+        sizes: dict[str, int] = {}
+        for unit in chain(*save.units):
+            file, row = rows[unit] if unit.file is None else (unit.file.name, unit.row)
+            places.append((unit.group, file, row, unit.content.mark))
+            if unit.file is not None:
+                sizes[unit.file.name] = unit.file.size
+        return cls(save, places, sizes)
+
+    def listing(self, files: Sequence[UnitFile]) -> Listing:
+        """Returns the change of the index once these files have been written. Any thread may call this."""
+        found = [
+            (group, files[at].name if isinstance(at, int) else at, row, mark) for group, at, row, mark in self.places
+        ]
+        sizes = {**self.sizes, **{file.name: file.size for file in files}}
+        key, position, stay = self.save.key, self.save.position, self.save.stay
+        return Listing(key, position, stay, _runs(iter(found), stay), sizes)
 
 
 def _marked(run: Run) -> Iterator[tuple[int, bytes]]:

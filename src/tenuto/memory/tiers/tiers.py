@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, islice
+from itertools import chain
 
 from tenuto.base.errors import InvariantError
 from tenuto.base.plan import Bytes, Copier
@@ -16,10 +16,8 @@ from tenuto.memory.tiers.lent import LentUnits
 from tenuto.memory.tiers.moves import Carrier, Lister, Move, MovesUnderWay, Target, Write
 from tenuto.memory.tiers.parked import Parked, StoredUnit, recounted, size_of
 from tenuto.memory.tiers.rates import Rates
+from tenuto.memory.tiers.victims import victims
 from tenuto.memory.tiers.writes import WritesUnderWay, group_of
-
-VICTIMS = 8
-"""The number of least recently used records of which the one with the fewest tokens makes room first."""
 
 
 class Tiers:
@@ -84,7 +82,7 @@ class Tiers:
     def park(self, position: int, kept: Sequence[Sequence[int]], names: Contents) -> Parked | None:
         """Copies the units of each group that a session keeps for its first `position` tokens; `names` are their
         contents. Returns `None` if there is no room, copying failed, or computing the tokens again is faster."""
-        size = sum(self.copies.unit_bytes(group) * len(units) for group, units in enumerate(kept))
+        size = self.copies.bytes_of(map(len, kept))
         tier = "host" if size <= self._host_bytes else "disk"
         if tier == "disk" and self._disk is None:
             return None
@@ -152,21 +150,21 @@ class Tiers:
 
     def make_room(self, size: int, parked: Parked | None = None) -> bool:
         """Discards memory on disk until `size` more bytes, for `parked`, fit: what was used least recently, and of that
-        first what takes the fewest tokens to compute. Pinned memory and memory on its way to disk stay. Returns False
-        if there is not enough room."""
+        first what takes the fewest tokens to compute; see `victims`. Pinned memory and memory on its way to disk stay.
+        Returns False if there is not enough room."""
         budget = self._disk.budget if self._disk is not None else 0
-        while self.copies.disk_used + self.writes.size + size > budget:
-            victims = (
+        while (lacking := self.copies.disk_used + self.writes.size + size - budget) > 0:
+            spare = (
                 each
                 for each in self._on_disk
                 if each is not parked and not each.pinned and not any(unit.leaving for unit in each)
             )
-            oldest = islice(victims, VICTIMS if size <= budget else 0)
-            victim = min(oldest, key=lambda each: each.position, default=None)
-            if victim is None:
+            chosen = victims(spare, lacking) if size <= budget else []
+            if not chosen:
                 return False
-            self.moved["nowhere"] += sum(map(len, victim.units))
-            self.forget(victim)
+            for victim in chosen:
+                self.moved["nowhere"] += sum(map(len, victim.units))
+                self.forget(victim)
         return True
 
     def begin_write(self, batches: Sequence[Sequence[StoredUnit]], listed: Lister) -> Write:
@@ -331,8 +329,7 @@ class Tiers:
     def worth_saving(self, counts: Sequence[int], tokens: int) -> bool:
         """Whether bringing back `counts` units of each group from disk takes less time than computing `tokens`, or has
         to be measured again."""
-        size = sum(self.copies.unit_bytes(group) * count for group, count in enumerate(counts))
-        return self.rates.worth("disk", size, tokens) or self.rates.retry("disk")
+        return self.rates.worth("disk", self.copies.bytes_of(counts), tokens) or self.rates.retry("disk")
 
     @property
     def meaning(self) -> str:
