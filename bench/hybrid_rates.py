@@ -86,7 +86,7 @@ class Steps:
         """Runs a step in which `rows` rows compute `count` tokens from position `start` on and sample one. Returns its
         seconds."""
         ids = np.arange(rows, dtype=np.int32)
-        reads = ids if start else np.full(rows, NO_SLOT, np.int32)
+        reads, nothing = ids if start else np.full(rows, NO_SLOT, np.int32), np.zeros(rows, np.int32)
         paged = sum(group.paged for group in self.groups)
         plan = Plan(
             step=1,
@@ -97,7 +97,7 @@ class Steps:
             samples=np.ones(rows, np.int32),
             tables=(self._table,) * paged,
             copies=(PageCopies(NO_INTS, NO_INTS, NO_INTS),) * paged,
-            states=(StateMoves(reads, ids),) * (len(self.groups) - paged),
+            states=(StateMoves(reads, ids, nothing, nothing),) * (len(self.groups) - paged),
             sampling=self._sampling,
         )
         self._table, self._sampling = TableChanges(NO_INTS, NO_INTS, NO_INTS), ()

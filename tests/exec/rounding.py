@@ -64,8 +64,8 @@ class RoundedForward(TorchForward):
         super().__init__(decoder, page_size)
         self._keys, self._values = keys, values
 
-    def prepare(self, units: tuple[int, ...], rows: int) -> None:
-        super().prepare(units, rows)
+    def prepare(self, units: tuple[int, ...], rows: int, most_kept: int = 0) -> None:
+        super().prepare(units, rows, most_kept)
         for memory in self.memories.pages.values():
             memory.kv.write = partial(self._write, memory.kv)  # type: ignore[method-assign]
 

@@ -69,7 +69,7 @@ def memories(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Memories:
 
     monkeypatch.setattr(torch_memory, "copies_for", lambda device: CudaCopies(device, cuda, allocate))
     groups = [LayerGroup(PageShape(0, 1, 2, Element("float32")), (0, 1))]
-    memories = Memories(groups, (5,), 1, 4, CPU)
+    memories = Memories(groups, (5,), 1, 0, 4, CPU)
     memories.pages[0].kv.data.copy_(torch.arange(memories.pages[0].kv.data.numel()).view_as(memories.pages[0].kv.data))
     return memories
 

@@ -109,7 +109,7 @@ def test_if_units_cannot_be_allocated_nothing_changes(executor: ModelExecutor, m
     before = logits(executor)
     weights = executor.load(str(models["second"]))
 
-    def full(units: tuple[int, ...], rows: int) -> None:
+    def full(units: tuple[int, ...], rows: int, most_kept: int = 0) -> None:
         raise ConfigError("there is no memory")
 
     weights.forward.prepare = full  # type: ignore[method-assign]

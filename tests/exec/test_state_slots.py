@@ -1,6 +1,7 @@
 """State slots: the states that a step reads stay unchanged, whether the step finishes or not."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def executor(request: pytest.FixtureRequest, decoder: Decoder, directory: Path) 
         executor = load_executor(
             resolve(str(directory), directory), ExecutorOptions(16, kernels=request.param, cache=cache_dir())
         )
-    executor.prepare((6, 2), 2)
+    executor.prepare((6, 2), 2, lookahead=2)
     told = TableChanges(*columns([(0, 0, 0), (1, 0, 1)]))
     executor.submit(plan({0: [7, 8, 9, 10, 11]}, 0, [NO_SLOT], [0], told))
     executor.collect()
@@ -53,18 +54,27 @@ def executor(request: pytest.FixtureRequest, decoder: Decoder, directory: Path) 
 
 
 def plan(
-    work: dict[int, list[int]], start: int, reads: list[int], writes: list[int], told: TableChanges | None = None
+    work: dict[int, list[int]],
+    start: int,
+    reads: list[int],
+    writes: list[int],
+    told: TableChanges | None = None,
+    absorbs: list[int] | None = None,
+    keeps: list[int] | None = None,
 ) -> Plan:
+    nothing = [0] * len(work)
     return Plan(
         step=0,
         rows=ints(list(work)),
         starts=ints([start] * len(work)),
         counts=ints([len(tokens) for tokens in work.values()]),
         tokens=ints([token for tokens in work.values() for token in tokens]),
-        samples=ints([1] * len(work)),
+        samples=ints(
+            [len(tokens) if keep else 1 for tokens, keep in zip(work.values(), keeps or nothing, strict=True)]
+        ),
         tables=(told or TableChanges(*columns([])),),
         copies=(PageCopies(*columns([])),),
-        states=(StateMoves(ints(reads), ints(writes)),),
+        states=(StateMoves(*map(ints, (reads, writes, absorbs or nothing, keeps or nothing))),),
         sampling=(),
     )
 
@@ -148,6 +158,25 @@ def test_a_state_may_be_written_where_it_was_read(executor: ModelExecutor) -> No
     executor.submit(plan({0: [4, 5]}, 5, [0], [0]))
     assert executor.collect().tokens.tolist() == executor.collect().tokens.tolist()
     assert all(torch.equal(part[:, 0], part[:, 5]) for part in states(executor))
+
+
+@pytest.mark.parametrize("elsewhere", [True, False], ids=["elsewhere", "in place"])
+def test_states_and_logits_after_guesses_are_those_of_single_steps(executor: ModelExecutor, elsewhere: bool) -> None:
+    """Bit for bit in native kernels. A step with guesses writes the state before it; the next absorbs what was
+    accepted, here beside a row that absorbs nothing."""
+    singles = [logits_of(executor, plan({0: [token]}, 5 + i, [min(i, 1)], [1])) for i, token in enumerate([4, 5, 6, 7])]
+    before = states(executor)
+    same = torch.equal if isinstance(executor.forward, NativeForward) else partial(torch.allclose, rtol=1e-4, atol=1e-4)
+    slot, other = (2, 3) if elsewhere else (0, 0)
+    found = [logits_of(executor, plan({0: [4, 5, 9]}, 5, [0], [slot], keeps=[1]))[:2]]
+    assert all(torch.equal(now[:, slot], part[:, 0]) for now, part in zip(states(executor), before, strict=True))
+    found.append(logits_of(executor, plan({0: [6, 8]}, 7, [slot], [other], absorbs=[2], keeps=[1]))[:1])
+    assert changed(before, states(executor)) == {slot, other} or not elsewhere
+    told = TableChanges(*columns([(1, 0, 1)]))
+    last = plan({0: [7], 1: [4]}, 8, [other, NO_SLOT], [4, 5], told, absorbs=[1, 0])
+    found.append(logits_of(executor, last)[:1])
+    assert same(torch.cat(found), torch.cat(singles))
+    assert all(same(part[:, 4], part[:, 1]) for part in states(executor))
 
 
 def test_more_state_slots_than_the_device_can_hold_are_a_typed_error(executor: ModelExecutor) -> None:

@@ -178,6 +178,70 @@ def test_two_rows_that_write_one_state_slot_are_caught() -> None:
         bench.run((0, 0, [1], 0), (1, 0, [2], 0), writes=[5, 5])
 
 
+# -- kept inputs
+
+
+def guessed(*kinds: Kind) -> Bench:
+    """Returns a bench whose row 0 stands at 3 and has computed three more tokens, of which two were guesses."""
+    bench = Bench(*kinds)
+    bench.run((0, 0, [1, 2, 3], 1))
+    assert bench.run((0, 3, [4, 5, 6], 3), keeps=[1]) == [said(1, 2, 3, 4), said(1, 2, 3, 4, 5), said(1, 2, 3, 4, 5, 6)]
+    return bench
+
+
+mixed = pytest.mark.parametrize("kinds", [(STATE,), (FULL, STATE), (SLIDING, STATE, STATE)], ids=str)
+
+
+@mixed
+@pytest.mark.parametrize("accepted", [1, 2, 3])
+def test_a_row_goes_on_from_the_inputs_that_were_accepted(kinds, accepted: int) -> None:
+    bench, at = guessed(*kinds), 3 + accepted
+    history = [1, 2, 3, 4, 5, 6][:at]
+    assert bench.run((0, at, [7, 8], 2), absorbs=[accepted], keeps=[1])[0] == said(*history, 7)
+    assert bench.run((0, at + 1, [9], 1), absorbs=[1]) == [said(*history, 7, 9)]
+    assert bench.run((0, at + 2, [10], 1)) == [said(*history, 7, 9, 10)], "the state was written at its end"
+
+
+@pytest.mark.parametrize("absorbs", [0, 1, 3])
+def test_a_wrong_number_of_absorbed_inputs_is_caught(absorbs: int) -> None:
+    """Also one too many: that of a rejected guess."""
+    with pytest.raises(InvariantError, match=r"state slot 0 is at 3.*, but its row computes from 5"):
+        guessed(FULL, STATE).run((0, 5, [7], 1), absorbs=[absorbs])
+
+
+def test_inputs_absorbed_twice_are_caught() -> None:
+    bench = guessed(STATE)
+    bench.run((0, 5, [7], 1), absorbs=[2])
+    with pytest.raises(InvariantError, match="state slot 0 is at 6 and absorbs 2 inputs, but its row computes from 6"):
+        bench.run((0, 6, [8], 1), absorbs=[2])
+
+
+def test_inputs_that_a_later_step_replaced_are_caught() -> None:
+    bench = guessed(STATE)
+    bench.run((0, 4, [50, 60], 2), absorbs=[1], keeps=[1], writes=[7])
+    with pytest.raises(InvariantError, match="row 0 absorbs 2 inputs from position 3 on; kept: 2 from 4 on"):
+        bench.run((0, 5, [7], 1), absorbs=[2])
+
+
+def test_inputs_of_the_rows_former_sequence_are_caught() -> None:
+    bench = guessed(STATE)
+    bench.run((1, 0, [3, 2, 1], 0))
+    with pytest.raises(InvariantError, match="row 0 absorbs the input of another history at position 3"):
+        bench.run((0, 5, [7], 1), reads=[1], absorbs=[2])
+
+
+def test_inputs_of_a_rejected_guess_are_caught_by_the_pages() -> None:
+    bench = guessed(FULL, STATE)
+    bench.run((0, 4, [9], 1), absorbs=[1], writes=[7])  # 5 was rejected
+    with pytest.raises(InvariantError, match=r"memory groups disagree on the history of rows \[0\]"):
+        bench.run((0, 5, [7], 1), absorbs=[2])
+
+
+def test_a_state_from_which_inputs_were_kept_is_the_one_before_them() -> None:
+    with pytest.raises(InvariantError, match="state slot 0 is at 3, but its row computes from 6"):
+        guessed(STATE).run((0, 6, [7], 1))
+
+
 def test_a_wrong_token_or_hash_is_caught_by_the_next_token() -> None:
     """In a page with the right hash and the wrong token, or the reverse, the two do not match."""
     for which in (0, 1):

@@ -21,7 +21,7 @@ from tenuto.exec.witness import WitnessExecutor
 from tenuto.exec.witness_hashes import history_hash, next_token
 
 FULL, SLIDING, STATE = Kind.FULL, Kind.SLIDING, Kind.STATE
-PAGE, WINDOW, VOCABULARY, PAGES = 4, 6, 997, 40
+PAGE, WINDOW, VOCABULARY, PAGES, LOOKAHEAD = 4, 6, 997, 40, 3
 Work = tuple[int, int, list[int], int]
 """A row, start, tokens, and the number of last tokens after which to sample."""
 
@@ -42,17 +42,28 @@ class Bench:
         self.paged = [kind for kind in kinds if kind is not STATE]
         self.states = len(kinds) - len(self.paged)
         self.witness = WitnessExecutor(PAGE, groups, VOCABULARY, **options)
-        self.witness.prepare((PAGES,) * len(kinds), 4)
+        self.witness.prepare((PAGES,) * len(kinds), 4, lookahead=LOOKAHEAD)
         self.steps = 0
 
     def plan(
-        self, *work: Work, tables=((0, range(10)), (1, range(10, 20))), copies=(), reads=None, writes=None, sampling=()
+        self,
+        *work: Work,
+        tables=((0, range(10)), (1, range(10, 20))),
+        copies=(),
+        reads=None,
+        writes=None,
+        absorbs=None,
+        keeps=None,
+        sampling=(),
     ) -> Plan:
         """`tables`: rows and their pages; `copies`: (source, target, slots); `sampling`: rows and their options."""
         self.steps += 1
         slots = [NO_SLOT if start == 0 else row for row, start, _, _ in work]
         moves = StateMoves(
-            ints(slots if reads is None else reads), ints([w[0] for w in work] if writes is None else writes)
+            ints(slots if reads is None else reads),
+            ints([w[0] for w in work] if writes is None else writes),
+            ints(absorbs or [0] * len(work)),
+            ints(keeps or [0] * len(work)),
         )
         change = TableChanges(
             ints(row for row, pages in tables for _ in pages),

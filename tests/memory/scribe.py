@@ -47,7 +47,7 @@ def make_shape(**changes: Any) -> Shape:
         "max_running": 4,
         "max_step_tokens": 8,
         "overlap": False,
-        "double_buffered": False,
+        "lookahead": 0,
         "checkpoint_interval": 512,
         "checkpoint_share": 1.0,
     }
@@ -84,6 +84,9 @@ class Writing:
     tables: list[dict[int, int]]
     least: int = 0  # tokens of history and input, which a commit keeps
     begun_with: int = 0  # tokens that others started with, which it keeps until it ends
+    kept: list[int] = field(default_factory=list)  # tokens whose inputs an executor would keep for its row
+    kept_from: int = 0  # the position of the first
+    guessed: bool = False  # whether its last step had guesses
 
     @property
     def computed(self) -> int:
@@ -153,11 +156,13 @@ class Scribe:
     def attach(self, writing: Writing) -> None:
         row = self.memory.rows.take()
         writing.tables = [{} for _ in self.memory.paged]
+        writing.guessed = False
         for growth in writing.memory.attach(row):
             self._learn(writing, growth)
 
-    def compute(self, writing: Writing, tokens: int) -> None:
-        """Runs one step that settles at once: reads everything below, then writes `tokens` more."""
+    def compute(self, writing: Writing, tokens: int, accepted: int | None = None) -> None:
+        """Runs one step that settles at once: reads everything below, then writes `tokens` more. Unless `accepted` is
+        None, the step has guesses, and only so many of its tokens are accepted."""
         rows, row = self.memory.rows, writing.memory.row
         start = int(rows.scheduled[row])
         end = start + tokens
@@ -166,19 +171,30 @@ class Scribe:
         for growth in self.memory.grow([(writing.memory.session.tables, end)]):
             self._learn(writing, growth)
         self._read(writing, start)
-        moves = self.memory.advance(np.array([row]), np.array([start]), [])
+        uncertain = np.array([0 if accepted is None else tokens])
+        moves = self.memory.advance(np.array([row]), np.array([start]), uncertain, [])
         if moves.left:
             writing.memory.left_checkpoint()
         for group, move in zip(self.memory.states, moves.states, strict=True):
-            self._check_state(group, int(move.reads[0]), writing.tokens, start)
-            unit = int(move.writes[0])
+            absorbed = int(move.absorbs[0])
+            self._check_state(group, int(move.reads[0]), writing.tokens, start - absorbed)
+            if absorbed:
+                assert (writing.kept_from, writing.kept[:absorbed]) == (
+                    start - absorbed,
+                    writing.tokens[start - absorbed : start],
+                )
+            unit, at = int(move.writes[0]), start if move.keeps[0] else end
             self._slots[group] = {key: token for key, token in self._slots[group].items() if key[0] != unit}
-            self._slots[group][unit, end] = writing.tokens[end - 1]
+            self._slots[group][unit, at] = writing.tokens[at - 1] if at else 0
+        writing.kept, writing.kept_from, writing.guessed = writing.tokens[start:end], start, accepted is not None
         for i, group in enumerate(self.memory.paged):
             for position in range(start, end):
                 page = writing.tables[i][position // self.memory.page_size]
                 self._slots[group][page, position % self.memory.page_size] = writing.tokens[position]
         rows.scheduled[row] = rows.computed[row] = end
+        if accepted is not None and accepted < tokens:
+            self.memory.reject(row, start + accepted)
+            del writing.tokens[start + accepted :]
         if self.memory.needs_checkpoints:
             writing.memory.slide()
 
@@ -273,7 +289,8 @@ class Scribe:
         if unit == NO_SLOT:
             assert position == 0, f"the zero state at {position}"
         else:
-            assert self._slots[group].get((unit, position)) == tokens[position - 1], f"slot {unit} is not at {position}"
+            token = tokens[position - 1] if position else 0
+            assert self._slots[group].get((unit, position)) == token, f"slot {unit} is not at {position}"
 
 
 def reserved_all(reserved: Reservation) -> tuple[Lease, ...]:

@@ -14,6 +14,7 @@ from tenuto.memory.memory import (
     CHECKPOINTS,
     Memory,
     checkpoint_units,
+    kept_bytes,
     kept_checkpoints,
     session_bytes,
     session_units,
@@ -29,7 +30,12 @@ from tests.present import present
 def specs(draw: st.DrawFn) -> MemorySpec:
     kinds = draw(st.lists(st.sampled_from(Kind), min_size=1, max_size=4))
     groups = [
-        GroupSpec(kind, draw(st.integers(1, 5000)), draw(st.integers(2, 300)) if kind is SLIDING else 0)
+        GroupSpec(
+            kind,
+            draw(st.integers(1, 5000)),
+            draw(st.integers(2, 300)) if kind is SLIDING else 0,
+            draw(st.integers(1, 500)) if kind is Kind.STATE else 0,
+        )
         for kind in kinds
     ]
     return MemorySpec(draw(st.integers(1, 64)), tuple(groups))
@@ -37,13 +43,12 @@ def specs(draw: st.DrawFn) -> MemorySpec:
 
 @st.composite
 def shapes(draw: st.DrawFn) -> Shape:
-    overlap = draw(st.booleans())
     return make_shape(
         context_length=draw(st.integers(1, 2000)),
         max_running=draw(st.integers(1, 40)),
         max_step_tokens=draw(st.integers(1, 600)),
-        overlap=overlap,
-        double_buffered=overlap or draw(st.booleans()),
+        overlap=draw(st.booleans()),
+        lookahead=draw(st.integers(0, 20)),
     )
 
 
@@ -63,7 +68,7 @@ def test_the_units_fit_the_budget_and_at_least_one_worst_case_turn(
 ) -> None:
     budget = least_budget(spec, shape) + extra
     units = units_for_budget(spec, shape, budget, expected)
-    assert cost(spec, units) <= budget
+    assert cost(spec, units) + kept_bytes(spec, shape) <= budget
     for group, count in zip(spec.groups, units, strict=True):
         assert count >= turn_units(group, spec.page_size, shape, shape.context_length, generates=True)
     Memory(spec, units, shape)  # which refuses pools that are too small

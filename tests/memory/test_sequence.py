@@ -22,7 +22,7 @@ class SequenceMachine(RuleBasedStateMachine):
         mix=st.sampled_from(MIXES), page_size=st.sampled_from([1, 3, 5]), window=st.integers(2, 9), double=st.booleans()
     )
     def begin(self, mix, page_size: int, window: int, double: bool) -> None:
-        self.scribe = Scribe(mix, units=200, page_size=page_size, window=window, double_buffered=double)
+        self.scribe = Scribe(mix, units=200, page_size=page_size, window=window, overlap=double, lookahead=4)
         self.scribe.committed(9)
 
     def _pick(self, data: st.DataObject, wanted) -> Script:
@@ -61,6 +61,13 @@ class SequenceMachine(RuleBasedStateMachine):
                 self.scribe.mark(writing)
 
     @precondition(lambda self: self._any(SequenceMachine._busy))
+    @rule(data=st.data(), tokens=st.integers(2, 5))
+    def compute_guesses(self, data: st.DataObject, tokens: int) -> None:
+        writing = self._pick_writing(data)
+        if writing.computed < 40:
+            self.scribe.compute(writing, tokens, accepted=data.draw(st.integers(1, tokens)))
+
+    @precondition(lambda self: self._any(SequenceMachine._busy))
     @rule(data=st.data(), whole=st.booleans())
     def commit(self, data: st.DataObject, whole: bool) -> None:
         script = self._pick(data, SequenceMachine._busy)
@@ -91,8 +98,11 @@ class SequenceMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def rest_and_go_on(self, data: st.DataObject) -> None:
         writing = self._pick_writing(data)
-        writing.memory.detach()
-        self.scribe.attach(writing)
+        if writing.guessed:  # as a paused turn; drafts, which rest, have no guesses
+            self.scribe.redraft(writing, writing.computed)
+        else:
+            writing.memory.detach()
+            self.scribe.attach(writing)
 
     @precondition(lambda self: len(self.scribe.scripts) < MAX_SESSIONS)
     @rule(data=st.data(), whole=st.booleans())

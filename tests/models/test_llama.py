@@ -38,6 +38,16 @@ class Nothing:
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         raise NotImplementedError
 
+    def absorbed(self, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        raise NotImplementedError
+
+    @property
+    def keeping(self) -> torch.Tensor:
+        raise NotImplementedError
+
+    def keep(self, layer: int, inputs: torch.Tensor) -> None:
+        raise NotImplementedError
+
     def write(self, layer: int, convolution: torch.Tensor, recurrent: torch.Tensor) -> None:
         raise NotImplementedError
 

@@ -62,8 +62,8 @@ UNITS = {Kind.FULL: 90, Kind.SLIDING: 70, Kind.STATE: 34}
 class Spoiled(TorchForward):
     """A forward pass whose memory begins filled with garbage."""
 
-    def prepare(self, units: tuple[int, ...], rows: int) -> None:
-        super().prepare(units, rows)
+    def prepare(self, units: tuple[int, ...], rows: int, most_kept: int = 0) -> None:
+        super().prepare(units, rows, most_kept)
         for group, count in enumerate(units):
             spoil(self, group, range(count))
 
@@ -88,8 +88,8 @@ class SpoiledNative(NativeForward):
 
     failures = 0
 
-    def prepare(self, units: tuple[int, ...], rows: int) -> None:
-        super().prepare(units, rows)
+    def prepare(self, units: tuple[int, ...], rows: int, most_kept: int = 0) -> None:
+        super().prepare(units, rows, most_kept)
         self._rng = Random(1)
         for group, count in enumerate(units):
             spoil(self, group, range(count))

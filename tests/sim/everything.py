@@ -18,11 +18,10 @@ from tests.sim.mutants import find_mutants
 from tests.sim.planted import Catcher, Planted
 from tests.sim.slips import SLIPS
 from tests.sim.slips_by_area import BY_AREA
-from tests.sim.slips_of_kernels import INT8
+from tests.sim.slips_of_kernels import INT8, RECURRENT
 
 CATCHERS = Path(__file__).with_name("catchers.json")
 JUSTIFIED: dict[str, str] = {
-    "a_row_cut_back_keeps_its_alternate_position": "until its next step the row is cut back to exactly that position",
     "a_resting_draft_is_never_evictable": "it is listed since it got its row; the note only moves it to the end",
     "limbo_of_the_second_step_is_merged": "nothing is released between its submission and the end of the first step",
     "memory.pool: gone = self._limbo[-1] if": "as above: at each release one step is in flight",
@@ -49,7 +48,7 @@ def everything() -> dict[str, Planted]:
         planted[f"fault {fault.__name__}"] = fault
     for slip in chain(SLIPS, *BY_AREA.values()):
         planted[f"slip {slip}"] = slip
-    for native in INT8:
+    for native in (*INT8, *RECURRENT):
         planted[f"native {native}"] = native
     seen: dict[str, int] = {}
     for mutant in find_mutants():

@@ -287,7 +287,7 @@ def a_page_has_two_owners_while_totals_balance() -> Any:
 
 def a_wrong_guess_is_kept() -> Any:
     """Memory is not cut back when lookahead tokens are rejected."""
-    return replaced(Memory, "reject", lambda original: lambda self, row, start, position: None)
+    return replaced(Memory, "reject", lambda original: lambda self, row, position: None)
 
 
 def a_stale_result_is_accepted() -> Any:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from tenuto.base.plan import StateMoves
 from tenuto.memory.checkpoints.checkpoint import Checkpoint
 from tenuto.memory.kinds.sliding import SlidingTable
 from tenuto.memory.kinds.state import StateGroup
@@ -16,10 +16,10 @@ def rows_read_each_others_state_slots() -> Any:
     """A step reads state slots in a different order from its rows."""
 
     def make(original: Any) -> Any:
-        def advance(self: StateGroup, rows: Any, starts: Any, grown: Any, moves: Any) -> None:
-            original(self, rows, starts, grown, moves)
+        def advance(self: StateGroup, rows: Any, starts: Any, keeps: Any, grown: Any, moves: Any) -> None:
+            original(self, rows, starts, keeps, grown, moves)
             made = moves.states[-1]
-            moves.states[-1] = StateMoves(made.reads[::-1].copy(), made.writes)
+            moves.states[-1] = replace(made, reads=made.reads[::-1].copy())
 
         return advance
 

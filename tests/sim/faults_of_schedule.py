@@ -17,7 +17,6 @@ from tenuto.engine.session_operations import SessionOperations
 from tenuto.engine.timers import Timers
 from tenuto.memory.checkpoints.cache import CheckpointCache
 from tenuto.memory.kinds.paged import PagedTable, pages_for
-from tenuto.memory.kinds.state import StateGroup
 from tenuto.memory.pool import Pool
 from tenuto.memory.shape import Shape
 from tenuto.sched.admission import Admission
@@ -317,21 +316,6 @@ def regenerate_after_a_preemption_keeps_memory_past_its_base() -> Any:
     return _taking_in(lambda session: max(0, len(session.history) - 1))
 
 
-def a_row_cut_back_keeps_its_alternate_position() -> Any:
-    """After wrong guesses the engine assumes the wrong position for the alternate state slot."""
-
-    def make(original: Any) -> Any:
-        def reject(self: StateGroup, row: int, start: int, position: int) -> int:
-            kept = int(self.alternate_at[row])
-            stands_at: int = original(self, row, start, position)
-            self.alternate_at[row] = kept
-            return stands_at
-
-        return reject
-
-    return replaced(StateGroup, "reject", make)
-
-
 def admission_ignores_what_drafts_hold() -> Any:
     """A draft's admission treats units that others hold as free, and their holders yield to it."""
 
@@ -419,7 +403,6 @@ FAULTS_OF_SCHEDULE = (
     a_dropped_draft_is_not_computed_again,
     barge_in_of_a_preempted_turn_drops_the_session,
     regenerate_after_a_preemption_keeps_memory_past_its_base,
-    a_row_cut_back_keeps_its_alternate_position,
     admission_ignores_what_drafts_hold,
     the_audit_of_a_step_in_flight_looks_at_nothing,
 )

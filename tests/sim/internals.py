@@ -18,6 +18,7 @@ from tenuto.memory.kinds.paged import PagedTable
 from tenuto.memory.kinds.sliding import SlidingTable
 from tenuto.memory.kinds.state import StateGroup, StateTable
 from tenuto.memory.session_memory import SessionMemory
+from tenuto.memory.turn_memory import TurnMemory
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 from tenuto.text.constraint import Constraint
@@ -148,9 +149,9 @@ def needed_of_turn(memory: SessionMemory) -> tuple[list[Pages], list[Slot]]:
     for group, table in enumerate(memory.tables):
         if isinstance(table, StateTable):
             _of_checkpoints(own, group, table, pages, slots)
-            slot = _settled_slot(memory, group, computed)
+            slot, position = _settled_slot(memory, group, computed)
             if slot >= 0:
-                slots.append(Slot(group, slot, computed, fixed=False))
+                slots.append(Slot(group, slot, position, fixed=False))
             continue
         if isinstance(table, SlidingTable):
             _of_checkpoints(own, group, table, pages, slots)
@@ -167,20 +168,21 @@ def needed_of_turn(memory: SessionMemory) -> tuple[list[Pages], list[Slot]]:
     return pages, slots
 
 
-def _settled_slot(memory: SessionMemory, group: int, computed: int) -> int:
-    """Returns the state slot with the state after `computed` tokens; -1 if unknown."""
+def _settled_slot(memory: SessionMemory, group: int, computed: int) -> tuple[int, int]:
+    """Returns the state slot with the state after `computed` tokens, or before the last of these if their inputs are
+    kept, and its position; -1 if unknown."""
     turn, rows, registers = memory.turn, memory.memory.rows, memory.memory.groups[group]
     assert turn is not None
     assert isinstance(registers, StateGroup)
     if turn.row < 0:
         table = memory.tables[group]
         assert isinstance(table, StateTable)
-        return table.current
+        return table.current, computed
     if rows.scheduled[turn.row] == computed:
-        return int(registers.current[turn.row])
-    if registers.alternate_at[turn.row] == computed:
-        return int(registers.alternate[turn.row])
-    return -1
+        return int(registers.current[turn.row]), computed - int(rows.kept[turn.row])
+    if 0 <= (before := int(registers.alternate_at[turn.row])) <= computed:
+        return int(registers.alternate[turn.row]), before
+    return -1, computed
 
 
 def cached_units(engine: Engine) -> list[int]:
@@ -344,8 +346,17 @@ def check_tables(engine: Engine, lookahead: int) -> None:  # noqa: C901 - one in
                 guessed = max(reached + (lookahead + 1 if turn.row >= 0 else 0), turn.start)  # guesses leave pages
                 require(table.entries <= -(-guessed // size), f"{table.entries} entries for {reached}")
                 if isinstance(table, SlidingTable):
-                    needed = min(table.first_entry(turn.computed), table.entries)
+                    needed = min(table.first_entry(_lowest(turn)), table.entries)
                     require(table.first + table.released >= needed, "pages outside the window are held")
+
+
+def _lowest(turn: TurnMemory) -> int:
+    """Returns the lowest position at which the turn may go on, except at a checkpoint."""
+    row, memory = turn.row, turn.memory
+    if row < 0:
+        return turn.computed
+    before = [int(group.alternate_at[row]) for group in memory.groups if isinstance(group, StateGroup)]
+    return min(int(memory.rows.stands(row)), *(position for position in before if position >= 0), turn.computed)
 
 
 def spaced_checkpoints(session: Session) -> list[int]:

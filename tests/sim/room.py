@@ -75,12 +75,13 @@ class Room:
         for group in config.groups:
             pages = -(-length // config.page_size)
             if group.kind is Kind.STATE:
-                found.append(3 if config.overlap or config.lookahead else 2)
+                found.append(3 if config.overlap else 2)
             elif group.kind is Kind.FULL:
                 found.append(pages)
             else:
                 window = -(-(group.window - 1) // config.page_size) + 1
-                ahead = -(-config.budget * (1 + config.overlap) // config.page_size) + 1
+                kept = config.lookahead + 1 if config.lookahead else 0
+                ahead = -(-(config.budget * (1 + config.overlap) + kept) // config.page_size) + 1
                 found.append(min(pages, 2 * window + ahead))
         return found
 

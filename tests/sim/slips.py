@@ -79,7 +79,7 @@ SLIPS = (
     Slip("text.constraint", "            self._next = None\n", ""),
     Slip("text.constraint", "if not ahead.consume(guess) or ahead.complete:", "if ahead.complete:"),
     Slip("text.constraint", "ahead = self._matcher.copy()", "ahead = self._matcher"),
-    Slip("sched.settle", "start, start + 1 + accepted)", "start, start + 2 + accepted)"),
+    Slip("sched.settle", "flight.plan.starts[index]) + 1 + accepted)", "flight.plan.starts[index]) + 2 + accepted)"),
     Slip("sched.settle", "rows.next_token[row] = sampled[accepted]", "rows.next_token[row] = sampled[0]"),
     Slip("sched.settle", "full = rows.known[chosen] > rows", "full = rows.known[chosen] >= rows"),
     Slip("sched.settle", 'side="right"', 'side="left"'),

@@ -131,10 +131,28 @@ NATIVE_PAGES = (
     Slip("exec.native_forward", "            table.apply(changes)\n            if count", "            if count"),
     Slip("exec.native_forward", "if count := len(copies.sources):", "if (count := len(copies.sources)) > 1:"),
     Slip("exec.native_forward", "_address(copies.sources), _address(copies.targets)", "_address(copies.targets), _address(copies.sources)"),
-    Slip("exec.native_forward", "made.append(GroupStep(reads=_address(moves.reads), writes=_address(moves.writes)))", "made.append(GroupStep(reads=_address(moves.writes), writes=_address(moves.writes)))"),
+    Slip("exec.native_forward", "arrays = moves.reads, moves.writes,", "arrays = moves.writes, moves.writes,"),
     Slip("exec.native_forward", "for unit, copied in zip(units.tolist(), data, strict=True):", "for unit, copied in zip(sorted(units.tolist()), data, strict=True):"),
     Slip("exec.native_forward", "copied: Bytes = self.memory(group)[units]", "copied: Bytes = self.memory(group)[np.sort(units)]"),
 )  # fmt: skip
+
+GUESSES = (
+    Slip("memory.memory", "rows.kept[row] -= rows.scheduled[row] - position", "rows.kept[row] -= rows.scheduled[row] - position - 1"),
+    Slip("memory.memory", "            rows.kept[row] -= rows.scheduled[row] - position\n", "            pass\n"),
+    Slip("memory.memory", "self.rows.kept[rows] = uncertain", "self.rows.kept[rows] = np.maximum(uncertain, self.rows.kept[rows])"),
+    Slip("memory.kinds.state", "self.rows.scheduled[row] - self.rows.kept[row])", "self.rows.scheduled[row])"),
+    Slip("memory.kinds.state", "if self.frozen[row] or self.rows.uncertain[row]:", "if self.frozen[row]:"),
+    Slip("memory.kinds.state", "np.where(back, starts - kept, NOWHERE)", "np.where(back, starts, NOWHERE)"),
+    Slip("memory.turn_memory", "rows.kept[row] = self._settled, self._scheduled, 0", "rows.kept[row] = self._settled, self._scheduled, rows.kept[row]"),
+    Slip("memory.rows", "self.scheduled[rows] - self.kept[rows])", "self.scheduled[rows])"),
+    Slip("memory.kinds.sliding", "        self._group.first[row] = 0\n", ""),
+    Slip("sched.planner", "uncertain[index] = proposal.counts[index]", "uncertain[index] = proposal.counts[index] - 1"),
+    Slip("exec.torch_memory", "inputs[each.ids, : each.count]", "inputs[each.rows, : each.count]"),
+    Slip("exec.torch_memory", "self._inputs[group][place, ids, numbers] = inputs[tokens]", "self._inputs[group][place, ids, numbers] = inputs[numbers]"),
+    Slip("models.block", "        convolution[memory.keeping], state[memory.keeping] = before\n", ""),
+)  # fmt: skip
+"""An input of a rejected guess is absorbed, or one twice; a state is kept where it does not stand; a row absorbs the
+inputs of its former turn, or those of another row."""
 
 BY_AREA = {
     "holes": HOLES,
@@ -146,4 +164,5 @@ BY_AREA = {
     "moves": MOVES,
     "saves": SAVES,
     "native pages": NATIVE_PAGES,
+    "guesses": GUESSES,
 }

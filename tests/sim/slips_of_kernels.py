@@ -1,4 +1,4 @@
-"""Slips in the native kernels for 8-bit keys and values, which have to be compiled. See `slips`."""
+"""Slips in the native kernels, which have to be compiled. See `slips`."""
 
 from __future__ import annotations
 
@@ -57,3 +57,15 @@ INT8 = (
     NativeSlip("attention_int8.h", "queries.offsets[r][part])", "queries.offsets[r][0])"),
     NativeSlip("attention_int8.h", "most = max16(most, select(score > MASKED, load<f32x16>(value_scales + i * LANES), f32x16{}));", "most = max16(most, load<f32x16>(value_scales + i * LANES));"),
 )  # fmt: skip
+"""Slips in 8-bit keys and values."""
+
+RECURRENT = (
+    NativeSlip("recurrent.h", "stop = slots.keeps[row] ? 0 : count", "stop = count"),
+    NativeSlip("recurrent.h", "(int64_t)(kept + absorbed + i) * width", "(int64_t)(kept + i) * width"),
+    NativeSlip("recurrent.h", "if (i >= -absorbed)\n", "if (i > -absorbed)\n"),
+    NativeSlip("recurrent.h", "if (i == 0 && keeps)", "if (i == 1 && keeps)"),
+    NativeSlip("recurrent.h", "if (keeps && !absorbed && before != written)", "if (false)"),
+    NativeSlip("recurrent.h", "kept[0] = work.projected(first + i)", "kept[0] = work.projected(first)"),
+    NativeSlip("recurrent.h", "(int64_t)row_id * group_.layers + layer", "(int64_t)row_id + layer"),
+)  # fmt: skip
+"""Slips in what recurrent layers keep and absorb."""

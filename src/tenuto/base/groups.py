@@ -22,11 +22,14 @@ class GroupSpec:
 
     `bytes_per_unit` is the size of one page (`page_size` token slots, all layers of the group) or of one state slot.
     `window` is the number of tokens a sliding layer attends to, the token itself included; 0 for the other kinds.
+    `bytes_per_input` is what an executor keeps of a token that may be rejected, in all layers of a state group; see
+    `plan.StateMoves`.
     """
 
     kind: Kind
     bytes_per_unit: int
     window: int = 0
+    bytes_per_input: int = 0
 
     def __post_init__(self) -> None:
         if self.bytes_per_unit <= 0:

@@ -50,11 +50,19 @@ class PageCopies:
 
 @dataclass(frozen=True, slots=True)
 class StateMoves:
-    """For one state group and each scheduled row: the slot holding the state before the row's first token (`NO_SLOT`:
-    the zero state) and the slot that takes the state after its last. They may be equal. Both int32 [rows]."""
+    """For one state group and each scheduled row: the slot that is read (`NO_SLOT`: the zero state) and the slot that
+    is written, which may be the same, and whether the step keeps inputs. All int32 [rows].
+
+    The slot that is read holds the state before the row's first token, or an earlier one: then the first `absorbs[i]`
+    inputs that the row's last step kept lead from it to the row's first token. The slot that is written takes the state
+    after the row's last token. If `keeps[i]` is 1, it takes the state before the first instead, and the executor keeps
+    what recurrent layers compute from: the inputs of the row's tokens, at most lookahead + 1.
+    """
 
     reads: Ints
     writes: Ints
+    absorbs: Ints
+    keeps: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,10 +247,11 @@ class Executor(Copier, Protocol):
         """Whether the results of a token do not depend on how tokens are cut into steps, in any bit, so that guesses
         change no output."""
 
-    def prepare(self, units: tuple[int, ...], rows: int, overlap: int = 1) -> None:
-        """Allocates memory for `units[g]` units of each group of `spec` and page tables for row ids 0 .. `rows` - 1.
-        `overlap`: whether the caller does other work between `submit` and `collect`; with 0 `collect` may carry out the
-        step. Called once, before the first `submit`."""
+    def prepare(self, units: tuple[int, ...], rows: int, overlap: int = 1, lookahead: int = 0) -> None:
+        """Allocates memory for `units[g]` units of each group of `spec`, and page tables and kept inputs for row ids
+        0 .. `rows` - 1. `overlap`: whether the caller does other work between `submit` and `collect`; with 0 `collect`
+        may carry out the step. `lookahead`: the most guesses of a row in a step. Called once, before the first
+        `submit`."""
 
     def release(self, parts: Collection[MemoryPart]) -> None:
         """Returns memory to the system. The contents of units are lost, even if only the weights are released. No step

@@ -112,8 +112,8 @@ class TokenizerView(View, frozen=True, kw_only=True):
 class ModelView(View, frozen=True, kw_only=True):
     """The model that is served, and the settings it runs with. `max_context`: the model's own limit; `context_length`:
     the engine's. `compute`: the code and device that compute, for people. `units`: pool sizes by name;
-    `capacity_tokens`: token slots of the smallest paged pool, or 0 if no pool has pages. `adapters`: those loaded at
-    the start."""
+    `capacity_tokens`: token slots of the smallest paged pool, or 0 if no pool has pages. `guess_bytes`: memory for the
+    inputs of guessed tokens, which recurrent layers keep. `adapters`: those loaded at the start."""
 
     model: str
     path: str
@@ -124,6 +124,7 @@ class ModelView(View, frozen=True, kw_only=True):
     page_size: int
     capacity_tokens: int
     units: dict[str, int]
+    guess_bytes: int = 0
     adds_bos: bool
     bos_id: int | None
     eos_ids: list[int]

@@ -46,6 +46,8 @@ def _ready(settings: ServerSettings, model: ModelView, address: str) -> None:
     config = model.config
     mixed = min(config.mixed_budget, config.token_budget)
     units = ", ".join(f"{name} {count}" for name, count in model.units.items())
+    if model.guess_bytes:
+        units += f"; {model.guess_bytes / 2**20:.1f} MiB for guesses"
     fits = f"{model.capacity_tokens} tokens fit" if model.capacity_tokens else "all sessions take the same memory"
     lines = [
         f"model      {model.model}{f' ({model.path})' if model.path else ''}",

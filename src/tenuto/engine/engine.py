@@ -83,7 +83,7 @@ class Engine:
         self.config = config
         self.vocab_size = vocab_size
         self.memory = memory = Memory(executor.spec, units, Shape.of(config, executor.spec.page_size))
-        executor.prepare(units, config.max_running, config.overlap)
+        executor.prepare(units, config.max_running, config.overlap, config.lookahead)
         self.core = core = Core(
             config=config,
             executor=executor,

@@ -82,8 +82,9 @@ class Forward(Protocol):
     def description(self) -> str:
         """A description, for people, of the code and device that compute."""
 
-    def prepare(self, units: tuple[int, ...], rows: int) -> None:
-        """See `Executor.prepare`. Raises `ConfigError` if the device cannot hold so many units."""
+    def prepare(self, units: tuple[int, ...], rows: int, most_kept: int = 0) -> None:
+        """See `Executor.prepare`. `most_kept`: the number of tokens of a row whose inputs may be kept. Raises
+        `ConfigError` if the device cannot hold so many units."""
 
     def apply(self, plan: Plan) -> None:
         """Applies the plan's changes of page tables, then its copies of pages."""
@@ -114,9 +115,12 @@ class Forward(Protocol):
         """Releases weights, threads and memory."""
 
 
-def describe(units: Sequence[int], spec: MemorySpec) -> str:
-    """Describes, for people, the number and size of the units of each group."""
-    return ", ".join(
+def describe(units: Sequence[int], spec: MemorySpec, kept: int) -> str:
+    """Describes, for people, the number and size of the units of each group, and of `kept` tokens' inputs."""
+    parts = [
         f"{n} {'pages' if group.paged else 'state slots'} ({n * group.bytes_per_unit} bytes)"
         for n, group in zip(units, spec.groups, strict=True)
-    )
+    ]
+    if size := kept * sum(group.bytes_per_input for group in spec.groups):
+        parts.append(f"inputs of {kept} guessed tokens ({size} bytes)")
+    return ", ".join(parts)

@@ -98,10 +98,11 @@ class ModelExecutor:
             raise InvariantError("the weights are released and not yet restored")
         return self._forward
 
-    def prepare(self, units: tuple[int, ...], rows: int, overlap: int = 1) -> None:
+    def prepare(self, units: tuple[int, ...], rows: int, overlap: int = 1, lookahead: int = 0) -> None:
         """See `Executor.prepare`. Raises `ConfigError` if the device cannot hold so many units."""
-        self.forward.prepare(units, rows)
-        self._prepared = units, rows
+        prepared = units, rows, lookahead + 1 if lookahead else 0
+        self.forward.prepare(*prepared)
+        self._prepared = prepared
         self._overlap = overlap
         self._last_sampled = np.zeros(rows, np.int32)
         self._options = RowOptions(rows, self.forward.config.vocab)

@@ -119,10 +119,10 @@ class NativeForward:
         wide, layers = len(self.wide), sum(isinstance(mixer, Attention) for mixer in self.config.mixers)
         return words + (f", of 16 bits in {wide} of {layers} layers" if wide else "")
 
-    def prepare(self, units: tuple[int, ...], rows: int) -> None:
-        if self._library.prepare(self._handle, (c_int64 * len(units))(*units)):
-            self._library.prepare(self._handle, (c_int64 * len(units))())  # some groups may have been allocated
-            raise ConfigError(f"this machine cannot hold {describe(units, self.spec)}")
+    def prepare(self, units: tuple[int, ...], rows: int, most_kept: int = 0) -> None:
+        if self._library.prepare(self._handle, (c_int64 * len(units))(*units), rows, most_kept):
+            self._release(len(units))  # some groups may have been allocated
+            raise ConfigError(f"this machine cannot hold {describe(units, self.spec, rows * most_kept)}")
         self._units = units
         self._tables = {g: _Table(rows) for g, group in enumerate(self.spec.groups) if group.paged}
 
@@ -201,7 +201,8 @@ class NativeForward:
                 made.append(GroupStep(_address(table.pages), table.pages.shape[1]))
             else:
                 moves = next(states)
-                made.append(GroupStep(reads=_address(moves.reads), writes=_address(moves.writes)))
+                arrays = moves.reads, moves.writes, moves.absorbs, moves.keeps
+                made.append(GroupStep(None, 0, *map(_address, arrays)))
         return (GroupStep * len(made))(*made)
 
     def read_units(self, group: int, units: Ints) -> Bytes:
@@ -218,8 +219,11 @@ class NativeForward:
         return np.empty((outputs, self.config.vocab), np.float32), np.zeros(outputs, np.int32)
 
     def release_units(self) -> None:
-        self._library.prepare(self._handle, (c_int64 * len(self._units))())
+        self._release(len(self._units))
         self._units = (0,) * len(self._units)
+
+    def _release(self, groups: int) -> None:
+        self._library.prepare(self._handle, (c_int64 * groups)(), 0, 0)
 
     def close(self) -> None:
         """Ends the threads and releases the memory."""

@@ -92,11 +92,12 @@ class TorchForward:
         self.description = f"PyTorch in {element} on {model.device}"
         self._adapters: dict[int, Changes] = {}  # by slot
 
-    def prepare(self, units: tuple[int, ...], rows: int) -> None:
+    def prepare(self, units: tuple[int, ...], rows: int, most_kept: int = 0) -> None:
         try:
-            self.memories = Memories(self._groups, units, rows, self.spec.page_size, self._device)
+            self.memories = Memories(self._groups, units, rows, most_kept, self.spec.page_size, self._device)
         except RuntimeError as error:
-            raise ConfigError(f"{self._device} cannot hold {describe(units, self.spec)}: {error}") from error
+            held = describe(units, self.spec, rows * most_kept)
+            raise ConfigError(f"{self._device} cannot hold {held}: {error}") from error
 
     @torch.inference_mode()
     def apply(self, plan: Plan) -> None:

@@ -10,7 +10,8 @@ import torch
 from tenuto.base.plan import Bytes, Ints, PageCopies, Plan, TableChanges
 from tenuto.exec.host_copies import copies_for
 from tenuto.kernels.paged import PagedAttention, PagedKV
-from tenuto.kernels.recurrent import StateSlots, pieces
+from tenuto.kernels.ragged import ragged_arange
+from tenuto.kernels.recurrent import StateSlots, absorbing, pieces
 from tenuto.models.groups import LayerGroup, PageShape
 
 
@@ -56,18 +57,26 @@ class Memories:
     """The memory of all groups of a model."""
 
     def __init__(
-        self, groups: Sequence[LayerGroup], units: Sequence[int], rows: int, page_size: int, device: torch.device
+        self,
+        groups: Sequence[LayerGroup],
+        units: Sequence[int],
+        rows: int,
+        most_kept: int,
+        page_size: int,
+        device: torch.device,
     ) -> None:
         self._device = device
         self.copies = copies_for(device)
         self._places = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
         self.pages: dict[int, PageMemory] = {}  # by number of the group
         self.states: dict[int, StateSlots] = {}  # by number of the group
+        self.inputs: dict[int, torch.Tensor] = {}  # kept, of each state group: [layers, rows, most_kept, inputs]
         for g, (group, n) in enumerate(zip(groups, units, strict=True)):
             if isinstance(group.shape, PageShape):
                 self.pages[g] = PageMemory(group.shape, len(group.layers), n, rows, page_size, device)
             else:
                 self.states[g] = StateSlots(len(group.layers), n, group.shape.parts, device)
+                self.inputs[g] = torch.zeros((len(group.layers), rows, most_kept, group.shape.inputs), device=device)
 
     def apply(self, plan: Plan) -> None:
         """Applies the plan's changes of page tables, then its copies of pages."""
@@ -111,10 +120,18 @@ class MemoriesStep:
         """`places`: for every layer, its group and its number in that group."""
         self._places = places
         self._attentions = {g: memory.step(plan) for g, memory in memories.pages.items()}
-        self._slots = memories.states
+        self._slots, self._inputs = memories.states, memories.inputs
         moved = zip(memories.states, plan.states, strict=True)
         self._moves = {g: (indices(moves.reads, device), indices(moves.writes, device)) for g, moves in moved}
         self.pieces = pieces(plan.counts, device) if self._slots else ()
+        same = plan.states[0] if plan.states else None  # rows absorb and keep the same in all groups
+        self._absorbing = absorbing(plan.rows, same.absorbs, device) if same is not None else ()
+        self.keeping = None
+        if same is not None and (keeps := same.keeps > 0).any():
+            self.keeping = indices(np.flatnonzero(keeps), device)
+            counts = plan.counts[keeps]
+            kept = np.flatnonzero(np.repeat(keeps, plan.counts)), np.repeat(plan.rows[keeps], counts)
+            self._kept = [indices(values, device) for values in (*kept, ragged_arange(counts))]
 
     def attend(
         self,
@@ -135,6 +152,18 @@ class MemoriesStep:
         group, place = self._places[layer]
         convolution, recurrent = self._slots[group].read(place, self._moves[group][0])
         return convolution, recurrent
+
+    def absorbed(self, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """See `StepMemory.absorbed`."""
+        group, place = self._places[layer]
+        inputs = self._inputs[group][place] if self._absorbing else None
+        return [(each.rows, inputs[each.ids, : each.count]) for each in self._absorbing if inputs is not None]
+
+    def keep(self, layer: int, inputs: torch.Tensor) -> None:
+        """See `StepMemory.keep`."""
+        group, place = self._places[layer]
+        tokens, ids, numbers = self._kept
+        self._inputs[group][place, ids, numbers] = inputs[tokens].float()
 
     def write(self, layer: int, convolution: torch.Tensor, recurrent: torch.Tensor) -> None:
         """See `StepMemory.write`."""

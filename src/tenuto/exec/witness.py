@@ -3,7 +3,8 @@
 It stores in every token slot the token and a running hash of all tokens up to it, and in every state slot the hash and
 the position. Before it computes a row, it reads the row's whole memory through the page tables and checks that each
 hash follows from the previous one and that all groups agree. If the row's history is known, it also checks the tokens:
-a page that is consistent in itself may belong to another turn.
+a page that is consistent in itself may belong to another turn. Kept inputs have a hash as well, and have to lead from
+the state that absorbs them to the row's first token.
 
 The next token is a function of the hash and, for turns that are not greedy, of the seed, so that a repetition with
 another seed differs. A wrong page, stale slot or double use is detected at the step where it happens, or changes the
@@ -22,7 +23,6 @@ import numpy as np
 from tenuto.base.errors import InvariantError, ModelError, StepFailed
 from tenuto.base.groups import GroupSpec, Kind, MemorySpec
 from tenuto.base.plan import (
-    NO_SLOT,
     PREVIOUS_SAMPLE,
     AdapterWeights,
     Bytes,
@@ -45,6 +45,7 @@ from tenuto.exec.witness_hashes import (
     start_of,
     sums_of,
 )
+from tenuto.exec.witness_inputs import KeptInputs
 from tenuto.exec.witness_sampler import WitnessSampler
 from tenuto.kernels.ragged import ragged_arange
 
@@ -129,12 +130,13 @@ class WitnessExecutor:
         self._histories: Sequence[Ints] | None = None  # of the rows of the step being computed
         self.steps = 0
 
-    def prepare(self, units: tuple[int, ...], rows: int, overlap: int = 1) -> None:  # noqa: ARG002 - it never waits
+    def prepare(self, units: tuple[int, ...], rows: int, overlap: int = 1, lookahead: int = 0) -> None:  # noqa: ARG002 - it never waits
         self._units = units
         self._allocate(units)
         self._paged = [i for i, g in enumerate(self.spec.groups) if g.paged]
         self._states = [i for i, g in enumerate(self.spec.groups) if not g.paged]
         self._tables = [np.zeros((rows, 64), np.int64) for _ in self._paged]
+        self._kept = [KeptInputs(rows, lookahead + 1) for _ in self._states]
         self._sampler = WitnessSampler(self._vocab_size, rows)
 
     def _allocate(self, units: tuple[int, ...]) -> None:
@@ -258,6 +260,8 @@ class WitnessExecutor:
         lost = list(rows)
         for table in self._tables:
             table[lost] = LOST
+        for kept in self._kept:
+            kept.lose(lost)
         self._sampler.lose(lost)
 
     def _begin_writing(self, plan: Plan, before: Plan) -> None:
@@ -322,14 +326,15 @@ class WitnessExecutor:
         rows, tokens = plan.rows.astype(np.int64), plan.tokens.astype(np.int64)
         by_reference = tokens == PREVIOUS_SAMPLE
         tokens[by_reference] = self._sampler.last[np.repeat(rows, counts)[by_reference]]
-        states = self._read(plan, rows, starts, begins)
+        before = self._read(plan, rows, starts, begins)
+        states = before.copy()
         hashes = np.zeros(len(tokens), np.uint64)
         offsets = np.cumsum(counts) - counts
         for step in range(int(counts.max())):  # each row's step-th token
             live = counts > step
             states[live] = advance_all(states[live], tokens[offsets[live] + step])
             hashes[offsets[live] + step] = states[live]
-        self._write(plan, rows, starts, counts, tokens, hashes, states)
+        self._write(plan, rows, starts, counts, tokens, hashes, before)
         scored = self._sampler.score(plan.scores, hashes) if plan.scores is not None else None
         vectors = sums_of(plan.vectors, hashes) if plan.vectors is not None else None
         return StepResult(*self._sampler.sample(plan, rows, offsets + counts, hashes), scored, vectors)
@@ -360,14 +365,14 @@ class WitnessExecutor:
         """Returns the hash of each row's history before its first token in this step, read and verified in all
         groups."""
         found = [self._read_pages(i, self.spec.groups[g], rows, starts, begins) for i, g in enumerate(self._paged)]
-        for moves, group in zip(plan.states, self._states, strict=True):
-            found.append(self._read_states(group, moves.reads.astype(np.int64), starts, begins))
+        for moves, group, kept in zip(plan.states, self._states, self._kept, strict=True):
+            found.append(kept.read(self._slots[group], moves, rows, starts, begins, trusting=self._trusting))
         for other in found[1:]:
             if not self._trusting and (other != found[0]).any():
                 raise InvariantError(
                     f"memory groups disagree on the history of rows {rows[other != found[0]].tolist()}"
                 )
-        return found[0].copy()
+        return found[0]
 
     def _read_pages(self, index: int, group: GroupSpec, rows: Longs, starts: Longs, begins: Hashes) -> Hashes:
         """Reads the hashes like `_read`, in one group. Each row reads exactly the pages of its history or window."""
@@ -411,20 +416,11 @@ class WitnessExecutor:
         result[reading] = hashes[ends - 1, (starts - 1) % size]
         return result
 
-    def _read_states(self, group: int, reads: Longs, starts: Longs, begins: Hashes) -> Hashes:
-        hashes, positions = self._slots[group]
-        zero = reads == NO_SLOT
-        if (zero & (starts > 0)).any():
-            raise InvariantError("a row starts from the zero state in the middle of its history")
-        at = positions[np.maximum(reads, 0)]
-        if (~zero & (at != starts)).any() and not self._trusting:
-            row = int(np.flatnonzero(~zero & (at != starts))[0])
-            raise InvariantError(f"state slot {reads[row]} is at {at[row]}, but its row computes from {starts[row]}")
-        return np.where(zero, begins, hashes[np.maximum(reads, 0)])
-
     def _write(
-        self, plan: Plan, rows: Longs, starts: Longs, counts: Longs, tokens: Longs, hashes: Hashes, states: Hashes
+        self, plan: Plan, rows: Longs, starts: Longs, counts: Longs, tokens: Longs, hashes: Hashes, before: Hashes
     ) -> None:
+        """Writes tokens and `hashes` to pages, the hashes `before` the rows' tokens or after them to state slots, and
+        keeps inputs."""
         size = self.spec.page_size
         owner = np.repeat(np.arange(len(rows)), counts)
         positions = ragged_arange(counts) + starts[owner]
@@ -438,9 +434,13 @@ class WitnessExecutor:
             self._note(group, slots)
             stored_hashes, stored_tokens = self._slots[group]
             stored_hashes[slots], stored_tokens[slots] = hashes, tokens
-        for moves, group in zip(plan.states, self._states, strict=True):
+        after = hashes[counts.cumsum() - 1]
+        for moves, group, kept in zip(plan.states, self._states, self._kept, strict=True):
             if len(np.unique(moves.writes)) != len(moves.writes):
                 raise InvariantError("two rows write the same state slot in one step")
             self._note(group, moves.writes.astype(np.int64))
             stored_hashes, stored_positions = self._slots[group]
-            stored_hashes[moves.writes], stored_positions[moves.writes] = states, starts + counts
+            keeps = moves.keeps > 0
+            stored_hashes[moves.writes] = np.where(keeps, before, after)
+            stored_positions[moves.writes] = starts + np.where(keeps, 0, counts)
+            kept.keep(moves, rows, starts, counts, tokens, hashes)

@@ -37,6 +37,27 @@ def pieces(counts: Ints, device: torch.device) -> tuple[Piece, ...]:
     return tuple(found)
 
 
+@dataclass(frozen=True, slots=True)
+class Absorbing:
+    """Rows of a step that absorb the same number of inputs: `rows`, int64 [n], their indices among the step's rows,
+    `ids`, int64 [n], their row ids, and that number."""
+
+    rows: torch.Tensor
+    ids: torch.Tensor
+    count: int
+
+
+def absorbing(ids: Ints, counts: Ints, device: torch.device) -> tuple[Absorbing, ...]:
+    """Returns the rows of a step, with row ids `ids`, that absorb inputs; row `i` absorbs `counts[i]`; both int32
+    [rows]."""
+    found = []
+    for count in np.unique(counts[counts > 0]).tolist():
+        rows = np.flatnonzero(counts == count)
+        places = torch.from_numpy(rows), torch.from_numpy(ids[rows].astype(np.int64))
+        found.append(Absorbing(places[0].to(device), places[1].to(device), count))
+    return tuple(found)
+
+
 class StateSlots:
     """States of all layers of a group, [layers, slots, *shape] for each part. A slot is undefined until it is written,
     and always written completely."""

@@ -82,15 +82,20 @@ def _with_checkpoints(spec: MemorySpec, shape: Shape, tokens: int, units: Sequen
     return [n + kept * checkpoint_units(g, spec.page_size) for n, g in zip(units, spec.groups, strict=True)]
 
 
+def kept_bytes(spec: MemorySpec, shape: Shape) -> int:
+    """Returns the bytes of the inputs that an executor may keep; see `plan.StateMoves`."""
+    return shape.max_running * shape.most_kept * sum(group.bytes_per_input for group in spec.groups)
+
+
 def units_for_budget(spec: MemorySpec, shape: Shape, budget: int, expected: int) -> tuple[int, ...]:
-    """Returns the units of each group that `budget` bytes hold.
+    """Returns the units of each group that `budget` bytes hold, beside the inputs that are kept.
 
     One turn as long as the context gets its worst case. The rest is divided in the proportions in which sessions of
     `expected` tokens, their running turns and their older checkpoints would use it. Raises `ConfigError` if not even
     one turn fits.
     """
     context, minimum = shape.context_length, _least_units(spec, shape)
-    needed = _bytes(spec, minimum)
+    needed = _bytes(spec, minimum) + kept_bytes(spec, shape)
     if needed > budget:
         raise ConfigError(
             f"{budget:,} bytes of memory cannot hold one turn of {context:,} tokens; "
@@ -203,24 +208,29 @@ class Memory:
             for growth in group.grow([(tables[group.index], end) for tables, end in growing])
         ]
 
-    def advance(self, rows: Longs, starts: Longs, grown: Sequence[Growth]) -> MemoryChanges:
+    def advance(self, rows: Longs, starts: Longs, uncertain: Longs, grown: Sequence[Growth]) -> MemoryChanges:
         """Applies a plan in which `rows`, having `grown`, compute from `starts` on: every group moves on to the units
-        it writes. Returns the changes for the executor."""
-        moves = MemoryChanges()
+        it writes. `uncertain`, int64 [rows]: the number of tokens that a row with guesses computes, 0 for others.
+        Returns the changes for the executor."""
+        moves, keeps = MemoryChanges(), uncertain > 0
         for group in self.groups:
-            group.advance(rows, starts, [growth for growth in grown if growth.group == group.index], moves)
+            group.advance(rows, starts, keeps, [growth for growth in grown if growth.group == group.index], moves)
+        if self.states:
+            self.rows.kept[rows] = uncertain
         return moves
 
-    def reject(self, row: int, start: int, position: int) -> None:
-        """Accepts the row's last step, which began at `start`, only below `position`: cuts every group to the highest
-        resumable position at or below `position`."""
-        position = min(group.reject(row, start, position) for group in self.groups)
-        self.rows.computed[row] = self.rows.scheduled[row] = position
+    def reject(self, row: int, position: int) -> None:
+        """Accepts the row's last step, which had guesses, only below `position`. Nothing is computed again: recurrent
+        state stands where the step began, and the row's next step absorbs the inputs that were accepted."""
+        rows = self.rows
+        if self.states:
+            rows.kept[row] -= rows.scheduled[row] - position
+        rows.computed[row] = rows.scheduled[row] = position
 
-    def slide(self, rows: Longs, before: Longs) -> None:
-        """Gives back the units that rows no longer need, now that they have computed more than `before` tokens."""
+    def slide(self, rows: Longs) -> None:
+        """Gives back the units that rows no longer need, now that a step of theirs has settled."""
         for group in self.groups:
-            group.slide(rows, before)
+            group.slide(rows)
 
     def step_submitted(self) -> None:
         """Records that one more step is in flight: units released from now on wait in limbo until it has settled."""

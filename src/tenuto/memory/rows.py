@@ -25,11 +25,16 @@ class Rows:
     Invariant: computed <= scheduled <= limit, known <= expected, scheduled <= expected. `scheduled` and `expected` move
     when a plan is applied; `computed` and `known` when it settles. `mark` is the next position at which a checkpoint is
     wanted. The registers of a memory group are in that group.
+
+    Recurrent state stands `kept` tokens before `scheduled`: the executor keeps the inputs of these tokens, and the
+    row's next step absorbs those of them that were accepted. Invariant: `kept` > 0 only after a step with guesses, and
+    while the row is not given back; only tokens that are part of the sequence, or in flight, are counted.
     """
 
     def __init__(self, rows: int) -> None:
         self.computed = np.zeros(rows, np.int64)
         self.scheduled = np.zeros(rows, np.int64)
+        self.kept = np.zeros(rows, np.int64)  # written by `Memory.advance`, `Memory.reject` and `TurnMemory.attach`
         self.known = np.zeros(rows, np.int64)
         self.expected = np.zeros(rows, np.int64)
         self.limit = np.zeros(rows, np.int64)
@@ -40,6 +45,11 @@ class Rows:
         self.step = np.zeros(rows, np.int64)  # the last step the row was in
         self.run = np.zeros(rows, np.int64)  # raised at every release, to distinguish late results from live ones
         self._free = list(range(rows - 1, -1, -1))
+
+    def stands(self, rows: Longs | int) -> Longs:
+        """Returns the lowest positions where `rows` may go on once their last steps have settled, except at a
+        checkpoint."""
+        return np.minimum(self.computed[rows], self.scheduled[rows] - self.kept[rows])
 
     @property
     def free(self) -> int:

@@ -11,18 +11,23 @@ from tenuto.base.config import EngineConfig
 class Shape:
     """The settings, besides the model, on which the worst case of a turn's memory depends.
 
-    `max_step_tokens` is the most tokens one step computes for one turn. `double_buffered`: a step may be planned before
-    the outcome of the previous one is known (overlap) or compute tokens that are rejected (lookahead), so the state
-    before the step has to outlive it.
+    `max_step_tokens` is the most tokens one step computes for one turn. With `overlap`, a step may be planned before
+    the outcome of the previous one is known, so the state before the step has to outlive it. `lookahead`: the most
+    guesses of a turn in a step.
     """
 
     context_length: int
     max_running: int
     max_step_tokens: int
     overlap: bool
-    double_buffered: bool
+    lookahead: int
     checkpoint_interval: int
     checkpoint_share: float
+
+    @property
+    def most_kept(self) -> int:
+        """The most tokens of a row whose inputs an executor keeps; see `plan.StateMoves`."""
+        return self.lookahead + 1 if self.lookahead else 0
 
     @staticmethod
     def of(config: EngineConfig, page_size: int) -> Shape:
@@ -32,7 +37,7 @@ class Shape:
             max_running=config.max_running,
             max_step_tokens=config.token_budget,
             overlap=config.overlap > 0,
-            double_buffered=config.overlap > 0 or config.lookahead > 0,
+            lookahead=config.lookahead,
             checkpoint_interval=-(-config.checkpoint_interval // page_size) * page_size,
             checkpoint_share=config.checkpoint_share,
         )

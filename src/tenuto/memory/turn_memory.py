@@ -84,7 +84,7 @@ class TurnMemory:
         """Moves the registers into `row`. Returns the page table entries to send to the executor."""
         rows = self.memory.rows
         self.row = row
-        rows.computed[row], rows.scheduled[row] = self._settled, self._scheduled
+        rows.computed[row], rows.scheduled[row], rows.kept[row] = self._settled, self._scheduled, 0
         return [growth for table in self._tables if (growth := table.attach(row)) is not None]
 
     def detach(self) -> None:
@@ -125,9 +125,10 @@ class TurnMemory:
         return [table.lacking(end) for table in self._tables]
 
     def slide(self) -> None:
-        """Gives back own units that are needed by no position that can still be accepted."""
+        """Gives back own units that are needed by no position where the turn may still go on."""
+        position = int(self.memory.rows.stands(self.row)) if self.row >= 0 else self._settled
         for table in self._tables:
-            table.slide(self.computed)
+            table.slide(position)
 
     def add_slots(self, slots: tuple[Lease, ...]) -> None:
         """Adds units reserved for the turn, a draft that begins to generate."""

@@ -134,8 +134,20 @@ class StepMemory(Protocol):
         """Returns copies of the convolution's and the recurrent state of `layer` before the rows' first tokens, each
         [rows, ...] with the shapes of `groups.state_parts`."""
 
+    def absorbed(self, layer: int) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns the inputs that lead from the states of `read` to the rows' first tokens: rows of the step, int64
+        [n], that absorb equally many, and these inputs, float32 [n, count, inputs]. Other rows absorb none."""
+
+    @property
+    def keeping(self) -> torch.Tensor | None:
+        """The rows whose inputs are kept, int64 [n]; `None` if there are none."""
+
+    def keep(self, layer: int, inputs: torch.Tensor) -> None:
+        """Keeps the inputs of the tokens of the rows `keeping`; `inputs` are those of all tokens, [tokens, inputs]."""
+
     def write(self, layer: int, convolution: torch.Tensor, recurrent: torch.Tensor) -> None:
-        """Stores the states of `layer` after the rows' last tokens, for the next `read`."""
+        """Stores the states of `layer` after the rows' last tokens, or for the rows `keeping` before their first, for
+        the next `read`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,19 +205,32 @@ def recur(
     step: Step,
     layer: int,
     inputs: torch.Tensor,
+    others: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     scan: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
     found: torch.Tensor,
 ) -> None:
     """Computes the convolution and the recurrence of a recurrent layer, and stores the states after them. `inputs` are
-    those of the convolution, [tokens, channels].
+    those of the convolution, [tokens, channels], and `others` the scan's other ones, [tokens, n].
 
-    `scan(convolved, tokens, state)` is called for rows of equal length. It returns their outputs, which are copied to
+    `scan(convolved, others, state)` is called for rows of equal length. It returns their outputs, which are copied to
     `found`, [tokens, ...], and the state after them. `convolved` is the convolution's output after SiLU, [rows, length,
-    channels]; `tokens`, int64 [rows, length], are the tokens' indices; `state` is float32."""
-    convolution, state = step.memory.read(layer)
-    for piece in step.memory.pieces:
-        out, convolution[piece.rows] = convolve(inputs[piece.tokens], convolution[piece.rows], weight, bias)
-        found[piece.tokens], state[piece.rows] = scan(functional.silu(out), piece.tokens, state[piece.rows].float())
-    step.memory.write(layer, convolution, state)
+    channels]; `others` is [rows, length, n]; `state` is float32."""
+    memory = step.memory
+    convolution, state = memory.read(layer)
+
+    def advance(rows: torch.Tensor, inputs: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        out, convolution[rows] = convolve(inputs, convolution[rows], weight, bias)
+        given, state[rows] = scan(functional.silu(out), others, state[rows].float())
+        return given
+
+    for rows, kept in memory.absorbed(layer):
+        advance(rows, kept[..., : inputs.shape[1]].to(inputs.dtype), kept[..., inputs.shape[1] :].to(others.dtype))
+    before = (convolution[memory.keeping], state[memory.keeping]) if memory.keeping is not None else None
+    for piece in memory.pieces:
+        found[piece.tokens] = advance(piece.rows, inputs[piece.tokens], others[piece.tokens])
+    if before is not None:
+        convolution[memory.keeping], state[memory.keeping] = before
+        memory.keep(layer, torch.cat((inputs.float(), others.float()), dim=1))
+    memory.write(layer, convolution, state)

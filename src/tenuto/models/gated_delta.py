@@ -49,11 +49,12 @@ class GatedDeltaBlock:
         found = torch.empty(len(x), s.value_heads, s.value_dim, device=x.device)
 
         def scan(
-            convolved: torch.Tensor, tokens: torch.Tensor, state: torch.Tensor
+            convolved: torch.Tensor, others: torch.Tensor, state: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            return self._scan(*self._heads(convolved.float()), decay[tokens], beta[tokens], state)
+            decay, beta = others.chunk(2, dim=2)
+            return self._scan(*self._heads(convolved.float()), decay, beta, state)
 
-        recur(step, layer, inputs, self._conv, None, scan, found)
+        recur(step, layer, inputs, torch.cat((decay, beta), dim=1), self._conv, None, scan, found)
         gated = self._norm(found) * functional.silu(z.reshape(found.shape).float())
         return linear(gated.flatten(1).to(x.dtype), self._out)
 

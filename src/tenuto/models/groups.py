@@ -28,9 +28,16 @@ class PageShape:
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """Memory of a recurrent layer: the last inputs of its convolution, and its recurrent state."""
+    """Memory of a recurrent layer: the last inputs of its convolution, and its recurrent state. `inputs`: the numbers,
+    in float32, that are kept of a token that may be rejected; see `inputs_of`."""
 
     parts: tuple[StatePart, StatePart]
+    inputs: int
+
+    @property
+    def input_bytes(self) -> int:
+        """Size, in bytes, of what one layer keeps of a token that may be rejected."""
+        return self.inputs * Element.FLOAT32.size
 
     @property
     def unit_bytes(self) -> int:
@@ -49,7 +56,10 @@ class LayerGroup:
         """Returns the group's specification for the engine. A unit (a state slot, or a page with room for `slots`
         tokens) holds the memory of all layers of the group."""
         if isinstance(self.shape, StateShape):
-            return GroupSpec(Kind.STATE, len(self.layers) * self.shape.unit_bytes)
+            layers = len(self.layers)
+            return GroupSpec(
+                Kind.STATE, layers * self.shape.unit_bytes, bytes_per_input=layers * self.shape.input_bytes
+            )
         kind = Kind.SLIDING if self.shape.window else Kind.FULL
         return GroupSpec(kind, len(self.layers) * self.shape.unit_bytes(slots), self.shape.window)
 
@@ -72,7 +82,8 @@ def layer_groups(
                 own_type = KVCacheDtype.AUTO if i in wide else kv_type
                 shape: PageShape | StateShape = PageShape(a.window, a.kv_heads, a.head_dim, element, own_type)
             case recurrent:
-                shape = StateShape(state_parts(recurrent, convolutions or element, Element(config.state_dtype)))
+                parts = state_parts(recurrent, convolutions or element, Element(config.state_dtype))
+                shape = StateShape(parts, inputs_of(recurrent))
         found.setdefault(shape, []).append(i)
     return tuple(LayerGroup(shape, tuple(layers)) for shape, layers in found.items())
 
@@ -89,6 +100,18 @@ def state_parts(mixer: Recurrent, convolution: Element, state: Element) -> tuple
         case GatedDelta() as g:
             recurrent = (g.value_heads, g.key_dim, g.value_dim)
     return StatePart((mixer.convolved, mixer.kernel - 1), convolution), StatePart(recurrent, state)
+
+
+def inputs_of(mixer: Recurrent) -> int:
+    """Returns how many numbers a layer's recurrence reads of a token: the inputs of its convolution, each head's time
+    step (Mamba-2), or each head's decay and write strength (gated delta net)."""
+    match mixer:
+        case Mamba():
+            return mixer.convolved
+        case Mamba2():
+            return mixer.convolved + mixer.heads
+        case GatedDelta():
+            return mixer.convolved + 2 * mixer.value_heads
 
 
 def memory_spec(groups: tuple[LayerGroup, ...], page_size: int, slots: int | None = None) -> MemorySpec:

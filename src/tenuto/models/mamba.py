@@ -35,7 +35,7 @@ class MambaBlock:
         """`x` and the result are [tokens, hidden]."""
         inputs, gate = linear(x, self._in, self._in_bias).chunk(2, dim=1)
         found = torch.empty(len(x), self._shape.channels, device=x.device)
-        recur(step, layer, inputs, self._conv, self._conv_bias, self._scan, found)
+        recur(step, layer, inputs, inputs[:, :0], self._conv, self._conv_bias, self._scan, found)
         gated = found * functional.silu(gate.float())
         return linear(gated.to(x.dtype), self._out, self._out_bias)
 

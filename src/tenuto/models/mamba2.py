@@ -42,12 +42,7 @@ class Mamba2Block:
             inputs = inputs * self._input_scales
         found = torch.empty(len(x), s.channels, device=x.device)
 
-        def scan(
-            convolved: torch.Tensor, tokens: torch.Tensor, state: torch.Tensor
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            return self._scan(convolved.float(), steps[tokens], state)
-
-        recur(step, layer, inputs, self._conv, self._conv_bias, scan, found)
+        recur(step, layer, inputs, steps, self._conv, self._conv_bias, self._scan, found)
         return scaled(linear(self._gated(found, gate).to(x.dtype), self._out, self._out_bias), s.out_scale)
 
     def _gated(self, found: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -62,9 +57,9 @@ class Mamba2Block:
         self, convolved: torch.Tensor, steps: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the output for rows of equal length, float32 [rows, length, channels], and the state after them.
-        `convolved` is float32 [rows, length, channels of the convolution], `steps` [rows, length, heads]."""
+        `convolved` is [rows, length, channels of the convolution], `steps` [rows, length, heads]."""
         s = self._shape
-        parts = torch.split(convolved, list(s.convolved_parts), dim=2)
+        parts = torch.split(convolved.float(), list(s.convolved_parts), dim=2)
         heads = (s.heads, s.groups, s.groups)
         x, b, c = (part.reshape(*part.shape[:2], n, -1) for part, n in zip(parts, heads, strict=True))
         steps = functional.softplus(scaled(steps.float(), s.step_scale) + self._step_bias).clamp(

@@ -22,7 +22,7 @@ from tenuto.engine.engine import Engine
 from tenuto.exec.device import spare_bytes, total_bytes
 from tenuto.exec.witness import WitnessExecutor
 from tenuto.exec.witness_hashes import WIDTH as WITNESS_WIDTH
-from tenuto.memory.memory import session_bytes, units_for_budget
+from tenuto.memory.memory import kept_bytes, session_bytes, units_for_budget
 from tenuto.memory.shape import Shape
 from tenuto.sched.suffix_proposer import SuffixProposer
 from tenuto.text.chat import ChatTemplate
@@ -216,7 +216,7 @@ def build_engine(model: Model, config: EngineConfig, memory_bytes: int | None, m
     their turns and older checkpoints. Raises `ConfigError` if one turn does not fit."""
     spec = model.executor.spec
     shape = Shape.of(config, spec.page_size)
-    budget = memory_bytes if memory_bytes is not None else 2 * session_bytes(spec, shape)
+    budget = memory_bytes if memory_bytes is not None else 2 * session_bytes(spec, shape) + kept_bytes(spec, shape)
     units = units_for_budget(spec, shape, budget, expected=max(1, config.context_length // 4))
     text = partial(TextStream, model.tokenizer) if model.tokenizer is not None else None
     return Engine(
@@ -239,5 +239,7 @@ def server_budget(model: Model, config: EngineConfig) -> int:
     """Returns a server's default memory for model state. It is enough for as many sessions with full contexts as may
     run at once, with their turns and older checkpoints, limited by the device's spare memory, but enough for at least
     two."""
-    one = session_bytes(model.executor.spec, Shape.of(config, model.executor.spec.page_size))
-    return max(2 * one, min((config.max_running + 1) * one, model.spare_bytes))
+    spec = model.executor.spec
+    shape = Shape.of(config, spec.page_size)
+    one, kept = session_bytes(spec, shape), kept_bytes(spec, shape)
+    return kept + max(2 * one, min((config.max_running + 1) * one, model.spare_bytes - kept))

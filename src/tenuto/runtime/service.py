@@ -51,6 +51,7 @@ from tenuto.engine.thread.dispatcher import Dispatcher
 from tenuto.engine.thread.journaling import JournalWriter
 from tenuto.engine.thread.loop import EngineLoop
 from tenuto.engine.thread.rendering import Renderer
+from tenuto.memory.memory import kept_bytes
 from tenuto.runtime.intake import Input, Intake
 from tenuto.runtime.lanes import Lanes
 from tenuto.runtime.loaded_model import LoadedModel
@@ -396,6 +397,7 @@ def _description(model: Model, engine: Engine, adapters: list[AdapterView]) -> M
         page_size=page_size,
         capacity_tokens=min(paged) * page_size if paged else 0,
         units={pool.name: pool.capacity for pool in pools},
+        guess_bytes=kept_bytes(engine.memory.spec, engine.memory.shape),
         adds_bos=tokenizer.adds_bos if tokenizer is not None else False,
         bos_id=tokenizer.bos_id if tokenizer is not None else None,
         eos_ids=list(model.eos_ids),

@@ -216,8 +216,6 @@ class Planner:
         memory, rows, chosen = self._memory, self._memory.rows, proposal.rows
         ready = rows.samples[chosen] & (rows.expected[chosen] == proposal.starts + 1)
         ready &= (proposal.counts == 1) & ~self._batch.stepwise[chosen]
-        for group in memory.groups:
-            ready &= group.can_reject(chosen)
         tokens = int(proposal.counts.sum())
         most = np.minimum(rows.limit[chosen] - proposal.starts - 1, min(self._lookahead, self._mixed_budget - tokens))
         places = (ready & (most > 0)).nonzero()[0]
@@ -363,7 +361,10 @@ class Planner:
         returns the changes for the executor."""
         turns, growing = self._batch.turns, np.flatnonzero(proposal.needs.any(axis=0)).tolist()
         grown = self._memory.grow([(turns[proposal.rows[i]].session.memory.tables, int(ends[i])) for i in growing])
-        moves = self._memory.advance(proposal.rows, proposal.starts, [*updates.taken, *grown])
+        uncertain = np.zeros(len(proposal.rows), np.int64)
+        for index in proposal.guesses:
+            uncertain[index] = proposal.counts[index]
+        moves = self._memory.advance(proposal.rows, proposal.starts, uncertain, [*updates.taken, *grown])
         for row in moves.left:
             turns[row].session.memory.turn.left_checkpoint()
         return moves

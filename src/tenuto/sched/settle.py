@@ -41,7 +41,6 @@ class Settler:
         live = rows.run[flight.rows] == flight.runs
         chosen, samples = flight.rows, flight.plan.samples
         ends = flight.plan.starts.astype(np.int64) + flight.plan.counts
-        before = rows.computed[chosen]
         self.turns_settled += len(chosen)
         if live.all():
             rows.computed[chosen] = ends
@@ -57,7 +56,7 @@ class Settler:
             self._take_scores(flight, result.scored, live)
         if result.vectors is not None:
             self._take_vectors(flight, result.vectors, live)
-        self._memory.slide(chosen[live], before[live])
+        self._memory.slide(chosen[live])
         idle = live & ~rows.samples[chosen] & (ends >= rows.limit[chosen])
         settled.prefilled = batch.turns[chosen[idle]].tolist()
         for turn in batch.take_left(flight.plan.step):
@@ -134,10 +133,9 @@ class Settler:
         accepted = 0
         while accepted < len(guesses) and guesses[accepted] == sampled[accepted]:
             accepted += 1
-        start = int(flight.plan.starts[index])
         rows.uncertain[row] = False
         if accepted < len(guesses):
-            self._memory.reject(row, start, start + 1 + accepted)
+            self._memory.reject(row, int(flight.plan.starts[index]) + 1 + accepted)
         turn: Turn = batch.turns[row]
         rows.known[row] += accepted + 1
         rows.expected[row] = rows.known[row]

@@ -111,7 +111,7 @@ def test_a_row_without_a_slot_besides_its_checkpoint_is_stopped_before_it_writes
 
 
 def test_with_two_buffers_the_state_before_the_last_step_is_kept() -> None:
-    scribe = Scribe([STATE], double_buffered=True)
+    scribe = Scribe([STATE], overlap=True)
     script = scribe.committed(6)
     writing = scribe.open(script)
     scribe.compute(writing, 2)
@@ -123,6 +123,63 @@ def test_with_two_buffers_the_state_before_the_last_step_is_kept() -> None:
     scribe.compute(writing, 3)
     scribe.commit(script, 11)
     scribe.audit()
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in place", "overlapped"])
+def test_a_turn_with_guesses_needs_no_further_slot_and_stands_where_its_last_step_began(overlap: bool) -> None:
+    scribe = Scribe([FULL, STATE], overlap=overlap, lookahead=3)
+    script = scribe.committed(6)
+    writing = scribe.open(script)
+    scribe.compute(writing, 2)  # up to 7
+    free = scribe.free()
+    scribe.compute(writing, 4, accepted=2)
+    scribe.compute(writing, 4, accepted=4)
+    scribe.compute(writing, 3, accepted=1)
+    assert scribe.free()[1] == free[1]
+    assert writing.computed == 14
+    assert [writing.memory.cut_to(target) for target in (14, 13, 12)] == [13, 13, 9 if overlap else 5]
+    scribe.commit(script, 15)
+    assert script.memory.computed == 13
+    scribe.audit()
+
+
+def test_a_step_without_guesses_writes_the_state_at_its_end() -> None:
+    scribe = Scribe([STATE], lookahead=3)
+    script = scribe.committed(6)
+    writing = scribe.open(script)
+    scribe.compute(writing, 4, accepted=3)
+    scribe.compute(writing, 1)
+    assert writing.memory.cut_to(9) == 9
+    scribe.commit(script, 10)
+    assert script.memory.computed == 9
+    scribe.audit()
+
+
+def test_the_slot_of_a_checkpoint_is_not_written_by_a_step_with_guesses() -> None:
+    scribe = Scribe([FULL, STATE], lookahead=3)
+    script = scribe.session()
+    writing = scribe.open(script)
+    scribe.compute(writing, 5)
+    scribe.mark(writing)
+    scribe.compute(writing, 4, accepted=1)
+    scribe.compute(writing, 2, accepted=2)
+    assert [writing.memory.cut_to(target) for target in (8, 7, 6, 5)] == [6, 6, 6, 5]
+    scribe.redraft(writing, 5)
+    scribe.compute(writing, 3)
+    scribe.commit(script, 9)
+    scribe.audit()
+
+
+def test_a_state_that_a_step_with_guesses_is_still_to_write_cannot_be_kept() -> None:
+    scribe = Scribe([STATE], lookahead=3)
+    writing = scribe.open(scribe.committed(6))
+    scribe.compute(writing, 4, accepted=3)
+    rows, row = scribe.memory.rows, writing.memory.row
+    assert writing.memory.cut_to(8) == 5 == writing.memory.start
+    scribe.compute(writing, 4, accepted=3)
+    assert writing.memory.cut_to(11) == 8
+    rows.uncertain[row] = True  # as while the step is in flight, which may fail
+    assert writing.memory.cut_to(11) == 5
 
 
 def test_a_fork_shares_the_state_slot_and_both_continue() -> None:

@@ -14,7 +14,7 @@ namespace {
 struct GroupMemory {
   std::unique_ptr<Pages> pages;
   std::unique_ptr<States> states;
-  Memory memory;
+  Memory memory, inputs;
 
   int64_t unit_bytes() const { return pages ? pages->unit_bytes() : states->unit_bytes(); }
 };
@@ -36,15 +36,21 @@ public:
       }
   }
 
-  void prepare(const int64_t *units) {
+  void prepare(const int64_t *units, int rows, int most_kept) {
+    bool recurrent = false;
     for (int g = 0; g < (int)groups_.size(); g++) {
       GroupMemory &group = groups_[g];
       group.memory.resize(units[g] * group.unit_bytes());
       if (group.pages)
         group.pages->cache.data = group.memory.as<char>();
-      else
-        group.states->data = group.memory.as<float>();
+      else {
+        recurrent = true;
+        group.inputs.resize((int64_t)rows * most_kept * group.states->input_bytes());
+        group.states->data = group.memory.as<float>(), group.states->inputs = group.inputs.as<float>();
+        group.states->most_kept = most_kept;
+      }
     }
+    work_.reserve_absorbed(recurrent ? rows : 0, most_kept);
   }
 
   void copy(int group, int count, const int32_t *sources, const int32_t *targets) {
@@ -189,9 +195,10 @@ void *tenuto_open(const TenutoModel *model, const TenutoOp *ops, int count, int 
   return forward;
 }
 
-// Allocates `units[g]` units of each group. Returns 1 if there is not enough memory, or else 0.
-int tenuto_prepare(void *forward, const int64_t *units) {
-  return guarded([&] { ((Forward *)forward)->prepare(units); });
+// Allocates `units[g]` units of each group, and room to keep the inputs of `most_kept` tokens for each of `rows` row
+// ids. Returns 1 if there is not enough memory, or else 0.
+int tenuto_prepare(void *forward, const int64_t *units, int rows, int most_kept) {
+  return guarded([&] { ((Forward *)forward)->prepare(units, rows, most_kept); });
 }
 
 // Copies whole units of a group.

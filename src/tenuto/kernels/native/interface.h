@@ -44,9 +44,11 @@ struct TenutoRope {
 //   Pages have keys and values of the type `kv_type`, a `KvType`, of `kv_heads` heads of `head_dim` dimensions. A token
 //   attends to the last `window` tokens, or with 0 to all.
 //   State slots (`kv_heads` is 0) have for each layer the last inputs of the convolution, float [conv_tokens]
-//   [conv_channels], and the recurrent state, float [state_floats].
+//   [conv_channels], and the recurrent state, float [state_floats]. What is kept of a token that may be rejected is
+//   float [input_floats] a layer: the inputs of the convolution, then each head's time step or decay, and then (DELTA)
+//   each head's write strength.
 struct TenutoGroup {
-  int32_t layers, kv_heads, head_dim, window, kv_type, conv_tokens, conv_channels, state_floats;
+  int32_t layers, kv_heads, head_dim, window, kv_type, conv_tokens, conv_channels, state_floats, input_floats;
 };
 
 // An attention layer: layer number `layer` of its memory group. `rope` is -1 for a layer without positions. With
@@ -122,11 +124,12 @@ struct TenutoModel {
 };
 
 // A step's memory in one group. With pages: `table`, page tables by row id, `width` entries each. With state slots: the
-// slots that each row reads, negative for the zero state, and writes, int32 [rows].
+// slots that each row reads, negative for the zero state, and writes; how many of the inputs kept for its row id it
+// absorbs first; and whether it keeps the inputs of its tokens, and writes the state before them; int32 [rows].
 struct TenutoGroupStep {
   const int32_t *table;
   int64_t width;
-  const int32_t *reads, *writes;
+  const int32_t *reads, *writes, *absorbs, *keeps;
 };
 
 // A low-rank change of a matrix: its products grow by up (down (input)) times `scale`. Both are float, or `bfloat16`:

@@ -153,7 +153,7 @@ class Library:
         self.open = loaded.tenuto_open
         self.open.argtypes, self.open.restype = (POINTER(Model), POINTER(Op), c_int, c_int), c_void_p
         self.prepare = loaded.tenuto_prepare
-        self.prepare.argtypes = (c_void_p, POINTER(c_int64))
+        self.prepare.argtypes = (c_void_p, POINTER(c_int64), c_int, c_int)
         self.copy = loaded.tenuto_copy
         self.copy.argtypes, self.copy.restype = (c_void_p, c_int, c_int, c_void_p, c_void_p), None
         self.memory = loaded.tenuto_memory

@@ -1,5 +1,6 @@
 // Recurrent layers: Mamba-2 (Dao and Gu, arXiv:2405.21060) and gated delta nets (Yang et al., arXiv:2412.06464), token
-// by token, so that results do not depend on the steps in which tokens are computed.
+// by token, so that results do not depend on the steps in which tokens are computed. A row first absorbs inputs that
+// its last step kept, and computes them as that step would have done; what they output is already known.
 #pragma once
 
 #include "dense.h"
@@ -22,7 +23,14 @@ public:
     return state ? state + (int64_t)group_.conv_tokens * group_.conv_channels : nullptr;
   }
 
-  float *data = nullptr;
+  // Returns what is kept of a row's token, number `token` of the step that kept it, in a layer.
+  float *input(int row_id, int layer, int token) const {
+    return inputs + (((int64_t)row_id * group_.layers + layer) * most_kept + token) * group_.input_floats;
+  }
+  int64_t input_bytes() const { return (int64_t)group_.layers * group_.input_floats * 4; } // of a token
+
+  float *data = nullptr, *inputs = nullptr;
+  int most_kept = 0; // tokens of a row
 
 private:
   int64_t layer_floats() const { return (int64_t)group_.conv_tokens * group_.conv_channels + group_.state_floats; }
@@ -40,7 +48,8 @@ static void convolve(Workspace &work, const States &states, const TenutoOp &op, 
             blocks = (width + STRIPS * LANES - 1) / (STRIPS * LANES);
   for (int task; (task = work.team.take(member.number, work.step->rows * blocks)) >= 0;) {
     const int row = task / blocks, from = task % blocks * STRIPS * LANES, to = std::min(width, from + STRIPS * LANES);
-    const int first = work.batch.first(row), count = work.step->counts[row];
+    const int first = work.batch.first(row), count = work.step->counts[row], id = work.step->row_ids[row];
+    const int absorbed = slots.absorbs[row], stop = slots.keeps[row] ? 0 : count;
     const float *before = states.convolution(slots.reads[row], r.layer);
     float *after = states.convolution(slots.writes[row], r.layer);
     for (int channel = from; channel < to; channel += LANES) {
@@ -48,16 +57,20 @@ static void convolve(Workspace &work, const States &states, const TenutoOp &op, 
       auto input = [&](int i) __attribute__((always_inline)) {
         if (i >= 0)
           return load<f32x16>(work.projected(first + i) + r.conv_column + channel);
-        return before ? load<f32x16>(before + (int64_t)(kept + i) * width + channel) : f32x16{};
+        if (i >= -absorbed)
+          return load<f32x16>(states.input(id, r.layer, absorbed + i) + channel);
+        return before ? load<f32x16>(before + (int64_t)(kept + absorbed + i) * width + channel) : f32x16{};
       };
-      for (int i = 0; i < count; i++) {
+      for (int i = -absorbed; i < count; i++) {
         f32x16 sum = r.bias ? load<f32x16>(r.bias + channel) : f32x16{};
         for (int k = 0; k <= kept; k++)
           sum += input(i - kept + k) * load<f32x16>(r.weights + (int64_t)k * width + channel);
-        store(work.convolved(first + i) + channel, silu16(sum));
+        store((i < 0 ? work.absorbed(row, absorbed + i) : work.convolved(first + i)) + channel, silu16(sum));
       }
       for (int k = 0; k < kept; k++)
-        store(after + (int64_t)k * width + channel, input(count - kept + k));
+        store(after + (int64_t)k * width + channel, input(stop - kept + k));
+      for (int i = 0; i < count - stop; i++)
+        store(states.input(id, r.layer, i) + channel, input(i));
     }
   }
 }
@@ -91,33 +104,66 @@ template <class Use> INLINE void by_strips(int lanes, Use use) {
     use(lane, std::integral_constant<int, 1>());
 }
 
-// Calls `use(token, head, group, before, after)` for the tokens of each row, in order, and every head. The head's state
-// before and after the token, [state_size][head_dim], may be the same memory; `group` is the head's.
+// What a scan reads of a token, and where it stores the output of head `head`, which is of group `group`: the results
+// of the convolution, and for each head the time step or decay and (DELTA) the write strength.
+struct ScanToken {
+  int head, group;
+  const float *channels, *steps, *strengths;
+  float *output;
+};
+
+// Calls `use(token, before, after)` for the tokens of each row, in order, and every head. The head's state before and
+// after the token, [state_size][head_dim], may be the same memory.
 template <class Use>
-INLINE void each_token(Workspace &work, const States &states, const TenutoRecurrent &r, Member &member, Use use) {
+INLINE void each_token(Workspace &work, const States &states, const TenutoOp &op, Member &member, Use use) {
+  const TenutoRecurrent &r = *op.recurrent;
   const TenutoGroupStep &slots = work.group_step(r.group);
   const int64_t floats = (int64_t)r.state_size * r.head_dim;
+  const int width = states.conv_channels();
   for (int task; (task = work.team.take(member.number, work.step->rows * r.heads)) >= 0;) {
     const int row = task / r.heads, head = task % r.heads, first = work.batch.first(row);
-    float *const after = states.recurrent(slots.writes[row], r.layer) + head * floats;
+    const int count = work.step->counts[row], id = work.step->row_ids[row], absorbed = slots.absorbs[row];
+    const bool keeps = slots.keeps[row];
+    float *const written = states.recurrent(slots.writes[row], r.layer) + head * floats, *after = written;
     const float *before = states.recurrent(slots.reads[row], r.layer);
     if (before)
       before += head * floats;
     else
-      before = (const float *)memset(after, 0, sizeof(float) * floats);
-    for (int token = first; token < first + work.step->counts[row]; token++, before = after)
-      use(token, head, head / (r.heads / r.groups), before, after);
+      before = (const float *)memset(written, 0, sizeof(float) * floats);
+    if (keeps && !absorbed && before != written)
+      before = (const float *)memcpy(written, before, sizeof(float) * floats);
+    for (int i = -absorbed; i < count; i++, before = after) {
+      ScanToken token{head, head / (r.heads / r.groups)};
+      if (i < 0) {
+        token.channels = work.absorbed(row, absorbed + i), token.output = member.scan.data() + floats;
+        token.steps = states.input(id, r.layer, absorbed + i) + width, token.strengths = token.steps + r.heads;
+      } else {
+        const float *projected = work.projected(first + i);
+        token.channels = work.convolved(first + i), token.output = work.recurrent_output(first + i) + head * r.head_dim;
+        token.steps = projected + r.step_column, token.strengths = projected + r.write_column;
+      }
+      if (i == 0 && keeps)
+        after = member.scan.data();
+      use(token, before, after);
+    }
+    for (int i = 0; keeps && i < count; i++) {
+      float *const kept = states.input(id, r.layer, i) + width + head;
+      kept[0] = work.projected(first + i)[r.step_column + head];
+      if (op.kind == DELTA)
+        kept[r.heads] = work.projected(first + i)[r.write_column + head];
+    }
   }
 }
 
 // Mamba-2. The state h of a head becomes decay * h + step * B x^T and gives h C, where its group has B and C.
 static void scan(Workspace &work, const States &states, const TenutoOp &op, Member &member) {
   const TenutoRecurrent &r = *op.recurrent;
-  each_token(work, states, r, member, [&](int token, int head, int group, const float *before, float *after) {
-    const float *x = work.convolved(token) + head * r.head_dim;
-    const float *in = work.convolved(token) + r.heads * r.head_dim + group * r.state_size,
+  each_token(work, states, op, member, [&](const ScanToken &token, const float *before, float *after) {
+    const int head = token.head;
+    const float *x = token.channels + head * r.head_dim;
+    const float *in = token.channels + r.heads * r.head_dim + token.group * r.state_size,
                 *out = in + r.groups * r.state_size;
-    float step = softplus(work.projected(token)[r.step_column + head] * r.step_scale + r.step_bias[head]);
+    float step = softplus(token.steps[head] * r.step_scale + r.step_bias[head]);
     step = std::min(std::max(step, r.min_step), r.max_step);
     const float decay = expf(step * r.rates[head]);
     by_strips(r.head_dim, [&](int lane, auto width) {
@@ -127,8 +173,7 @@ static void scan(Workspace &work, const States &states, const TenutoOp &op, Memb
         entering[v] = load<f32x16>(x + lane + v * LANES) * step;
       scan_lanes<WIDTH>(before + lane, after + lane, r.head_dim, r.state_size, decay, in, out, entering, output);
       for (int v = 0; v < WIDTH; v++)
-        store(work.recurrent_output(token) + head * r.head_dim + lane + v * LANES,
-              output[v] + load<f32x16>(x + lane + v * LANES) * r.skip[head]);
+        store(token.output + lane + v * LANES, output[v] + load<f32x16>(x + lane + v * LANES) * r.skip[head]);
     });
   });
 }
@@ -148,13 +193,14 @@ INLINE void normalise(const float *from, int size, float length, float *to) {
 static void delta(Workspace &work, const States &states, const TenutoOp &op, Member &member) {
   const TenutoRecurrent &r = *op.recurrent;
   float *const query = member.row.data(), *const key = query + r.state_size;
-  each_token(work, states, r, member, [&](int token, int head, int group, const float *before, float *after) {
-    const float *channels = work.convolved(token), *projected = work.projected(token);
-    normalise(channels + group * r.state_size, r.state_size, 1.0f / sqrtf((float)r.state_size), query);
-    normalise(channels + (r.groups + group) * r.state_size, r.state_size, 1.0f, key);
+  each_token(work, states, op, member, [&](const ScanToken &token, const float *before, float *after) {
+    const int head = token.head;
+    const float *channels = token.channels;
+    normalise(channels + token.group * r.state_size, r.state_size, 1.0f / sqrtf((float)r.state_size), query);
+    normalise(channels + (r.groups + token.group) * r.state_size, r.state_size, 1.0f, key);
     const float *value = channels + 2 * r.groups * r.state_size + head * r.head_dim;
-    const float decay = expf(softplus(projected[r.step_column + head] + r.step_bias[head]) * r.rates[head]);
-    const float strength = 1.0f / (1.0f + expf(-projected[r.write_column + head]));
+    const float decay = expf(softplus(token.steps[head] + r.step_bias[head]) * r.rates[head]);
+    const float strength = 1.0f / (1.0f + expf(-token.strengths[head]));
     by_strips(r.head_dim, [&](int lane, auto width) {
       constexpr int WIDTH = decltype(width)::value;
       f32x16 recalled[WIDTH] = {}, update[WIDTH], output[WIDTH];
@@ -166,7 +212,7 @@ static void delta(Workspace &work, const States &states, const TenutoOp &op, Mem
         update[v] = (load<f32x16>(value + lane + v * LANES) - recalled[v] * decay) * strength;
       scan_lanes<WIDTH>(before + lane, after + lane, r.head_dim, r.state_size, decay, key, query, update, output);
       for (int v = 0; v < WIDTH; v++)
-        store(work.recurrent_output(token) + head * r.head_dim + lane + v * LANES, output[v]);
+        store(token.output + lane + v * LANES, output[v]);
     });
   });
 }

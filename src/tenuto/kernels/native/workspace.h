@@ -19,8 +19,9 @@ struct Best {
 struct Member {
   int number;
   Memory products, buffer;
-  OutlierBlocks outliers; // of the operation's input
-  std::vector<float> row; // as wide as any buffer
+  OutlierBlocks outliers;  // of the operation's input
+  std::vector<float> row;  // as wide as any buffer
+  std::vector<float> scan; // a head's state, and then its output
   std::vector<Best> best;
   std::unique_ptr<Sampler> sampler;
 };
@@ -51,6 +52,7 @@ struct Widths {
   int hidden = 0, input = 0, projected = 0, conv_channels = 0, recurrent_output = 0, attention_output = 0, queries = 0,
       rotation = 0;
   int head_dim = 0;   // of an attention layer
+  int head_state = 0; // of a recurrent layer, and its output
   bool apart = false; // whether an operation uses y
 };
 
@@ -71,9 +73,15 @@ public:
       member.number = i, member.sampler = std::make_unique<Sampler>(model.vocab);
       member.products.resize((int64_t)panels * ROWS_AT_ONCE * LANES * 4);
       member.buffer.resize(buffer_bytes(round_up(widths.input, BLOCK) / BLOCK));
-      member.row.resize(row);
+      member.row.resize(row), member.scan.resize(widths.head_state);
     }
     reserve(64);
+  }
+
+  // Reserves room for inputs that steps absorb: for each of `rows` rows, at most `most` tokens.
+  void reserve_absorbed(int rows, int most) {
+    most_absorbed_ = most;
+    absorbed_.resize((int64_t)rows * most * widths.conv_channels * 4);
   }
 
   void begin(const TenutoStep &step) {
@@ -103,6 +111,10 @@ public:
   float *target(const TenutoOp &op, int token) const { return op.apart ? y(token) : x(token); }
   float *projected(int token) const { return at(projected_, token, widths.projected); }
   float *convolved(int token) const { return at(convolved_, token, widths.conv_channels); }
+  // Returns the results of the convolution for token number `token` of those that a row absorbs.
+  float *absorbed(int row, int token) const {
+    return at(absorbed_, row * most_absorbed_ + token, widths.conv_channels);
+  }
   float *recurrent_output(int token) const { return at(recurrent_output_, token, widths.recurrent_output); }
   float *attention_output(int token) const { return at(attention_output_, token, widths.attention_output); }
   float *gates(int token) const { return at(gates_, token, widths.attention_output); }
@@ -188,6 +200,7 @@ private:
     if (const TenutoRecurrent *r = op.recurrent) {
       w.conv_channels = std::max(w.conv_channels, groups[r->group].conv_channels);
       w.recurrent_output = std::max(w.recurrent_output, r->heads * r->head_dim);
+      w.head_state = std::max(w.head_state, (r->state_size + 1) * r->head_dim);
     }
     if (const TenutoExperts *e = op.experts)
       w.input = std::max(w.input, e->down->inputs);
@@ -212,7 +225,7 @@ private:
   }
 
   std::vector<int> rotations_; // the index of each rope's first angle
-  int room_ = 0;
-  Memory x_, y_, queries_, attention_output_, gates_, projected_, convolved_, recurrent_output_, rotation_;
+  int room_ = 0, most_absorbed_ = 0;
+  Memory x_, y_, queries_, attention_output_, gates_, projected_, convolved_, absorbed_, recurrent_output_, rotation_;
   OwnInput a_, b_;
 };

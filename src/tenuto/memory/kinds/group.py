@@ -124,25 +124,16 @@ class Group(ABC):
         return [table.grown(count) for table, count in lacking]
 
     @abstractmethod
-    def advance(self, rows: Longs, starts: Longs, grown: Sequence[Growth], moves: MemoryChanges) -> None:
+    def advance(self, rows: Longs, starts: Longs, keeps: Mask, grown: Sequence[Growth], moves: MemoryChanges) -> None:
         """Applies a plan in which `rows`, having `grown`, compute from `starts` on: moves them to the units they write,
-        and adds to `moves` the changes for the executor."""
-
-    def can_reject(self, rows: Longs) -> Mask | bool:
-        """Returns which rows could go back to their present position if the next step were rejected."""
-        return True
-
-    def reject(self, row: int, start: int, position: int) -> int:
-        """Accepts the row's last step, which began at `start`, only below `position`. Returns the row's new position:
-        the highest resumable one at or below `position`."""
-        return position
+        and adds to `moves` the changes for the executor, which keeps the inputs of the rows in `keeps`, bool [rows]."""
 
     def write_elsewhere(self, row: int) -> None:
         """Keeps the row's next step from writing where the row stands, because a checkpoint was just made there."""
         return
 
-    def slide(self, rows: Longs, before: Longs) -> None:
-        """Gives back the units that rows no longer need, now that they have computed more than `before` tokens."""
+    def slide(self, rows: Longs) -> None:
+        """Gives back the units that rows no longer need, now that a step of theirs has settled."""
         return
 
 
@@ -284,8 +275,8 @@ class Table(ABC):
         """Records that the turn has just acquired `count` units; returns its new pages."""
         raise InvariantError(f"{self.pool.name}: turns acquire no units of this group as they grow")
 
-    def slide(self, computed: int) -> None:
-        """Gives back own units that no position from `computed` on needs."""
+    def slide(self, position: int) -> None:
+        """Gives back own units that no position from `position` on needs."""
         return
 
     @abstractmethod

@@ -11,7 +11,7 @@ import numpy as np
 from tenuto.base.errors import InvariantError
 from tenuto.base.groups import GroupSpec
 from tenuto.base.plan import PageCopies, TableChanges
-from tenuto.memory.kinds.group import Group, Growth, MemoryChanges, Table
+from tenuto.memory.kinds.group import Group, Growth, Mask, MemoryChanges, Table
 from tenuto.memory.pool import Holder, Lease, Pool
 from tenuto.memory.rows import Longs, Rows
 from tenuto.memory.shape import Shape
@@ -45,7 +45,7 @@ class PagedGroup(Group):
         lacking: Longs = -(-ends // self.page_size) - self.entries[rows]
         return np.maximum(lacking, 0, out=lacking)
 
-    def advance(self, rows: Longs, starts: Longs, grown: Sequence[Growth], moves: MemoryChanges) -> None:
+    def advance(self, rows: Longs, starts: Longs, keeps: Mask, grown: Sequence[Growth], moves: MemoryChanges) -> None:
         changes, copies = (_changes(grown), _copies(grown)) if grown else self._nothing
         moves.tables.append(changes)
         moves.copies.append(copies)

@@ -9,10 +9,10 @@ import numpy as np
 
 from tenuto.base.errors import InvariantError
 from tenuto.base.groups import GroupSpec
-from tenuto.memory.kinds.group import NOWHERE
+from tenuto.memory.kinds.group import NOWHERE, Growth
 from tenuto.memory.kinds.paged import NO_PAGE, PagedGroup, PagedTable, pages_for
-from tenuto.memory.pool import Holder, Lease
-from tenuto.memory.rows import Longs
+from tenuto.memory.pool import Holder, Lease, Pool
+from tenuto.memory.rows import Longs, Rows
 from tenuto.memory.shape import Shape
 
 
@@ -22,15 +22,21 @@ def window_pages(group: GroupSpec, page_size: int) -> int:
 
 
 class SlidingGroup(PagedGroup):
-    """A sliding attention group."""
+    """A sliding attention group. `first`, int64 [rows]: the first table entry that the row needed when a step of its
+    turn last settled."""
+
+    def __init__(self, index: int, spec: GroupSpec, pool: Pool, page_size: int, shape: Shape, rows: Rows) -> None:
+        super().__init__(index, spec, pool, page_size, shape, rows)
+        self.first = np.zeros(shape.max_running, np.int64)
 
     def table(self, holder: Holder) -> SlidingTable:
         return SlidingTable(self)
 
     @staticmethod
     def turn_units(spec: GroupSpec, page_size: int, shape: Shape, end: int, *, generates: bool) -> int:
-        """Returns the pages of two windows and of the tokens that the steps in flight compute."""
-        ahead = pages_for(shape.max_step_tokens * (2 if shape.overlap else 1), page_size) + 1
+        """Returns the pages of two windows and of the tokens that the steps in flight compute, or whose inputs are
+        kept."""
+        ahead = pages_for(shape.max_step_tokens * (2 if shape.overlap else 1) + shape.most_kept, page_size) + 1
         return min(pages_for(end, page_size), 2 * window_pages(spec, page_size) + ahead)
 
     @staticmethod
@@ -51,10 +57,12 @@ class SlidingGroup(PagedGroup):
             (np.minimum(-(-ends // self.page_size), limit) - np.minimum(-(-lengths // self.page_size), limit)).sum()
         )
 
-    def slide(self, rows: Longs, before: Longs) -> None:
-        first = (self.rows.computed[rows] - self.spec.window + 1) // self.page_size
-        for row in rows[first > (before - self.spec.window + 1) // self.page_size].tolist():
-            self.running[row].slide(int(self.rows.computed[row]))
+    def slide(self, rows: Longs) -> None:
+        stands = self.rows.stands(rows)
+        first = (stands - self.spec.window + 1) // self.page_size
+        for index in np.flatnonzero(first > self.first[rows]).tolist():
+            self.running[int(rows[index])].slide(int(stands[index]))
+        self.first[rows] = first
 
 
 class SlidingTable(PagedTable):
@@ -62,6 +70,8 @@ class SlidingTable(PagedTable):
 
     The token at position p attends to positions p - window + 1 .. p, so resuming at p needs p - window + 1 .. p - 1.
     """
+
+    _group: SlidingGroup
 
     def __init__(self, group: SlidingGroup) -> None:
         super().__init__(group)
@@ -94,8 +104,12 @@ class SlidingTable(PagedTable):
         begin = self._source_end - len(self._source)
         return begin, self._source.units[: self.first - begin] + self.opened.units
 
-    def slide(self, computed: int) -> None:
-        expired = self.first_entry(computed) - self.first - self.released
+    def attach(self, row: int) -> Growth:
+        self._group.first[row] = 0
+        return super().attach(row)
+
+    def slide(self, position: int) -> None:
+        expired = self.first_entry(position) - self.first - self.released
         if expired > 0:
             count = min(expired, len(self.opened))
             self.opened.drop_front(count)

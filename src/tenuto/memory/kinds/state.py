@@ -19,8 +19,13 @@ from tenuto.memory.shape import Shape
 class StateGroup(Group):
     """A group of state slots. Its arrays have one entry per row; those of slots are int32.
 
-    The `current` slot holds the state after the row's `scheduled` tokens; the `alternate` one, if `alternate_at` >= 0,
-    the state at position `alternate_at`. A `frozen` row's current slot belongs to a checkpoint and is not written.
+    The `current` slot holds the state after the row's `scheduled` tokens, except the last `Rows.kept` ones; the
+    `alternate` one, if `alternate_at` >= 0, the state at position `alternate_at`. A `frozen` row's current slot belongs
+    to a checkpoint and is not written.
+
+    Invariant: no slot ever holds a state to which a token in doubt contributed. A step with guesses writes the state
+    before its first token, and the executor keeps the inputs of its tokens. Once it is settled which of them belong to
+    the sequence, the row's next step absorbs exactly these. If the turn leaves its row before, they are computed again.
     """
 
     stands_at_step_ends = True
@@ -41,7 +46,7 @@ class StateGroup(Group):
         """Returns the number of working slots, plus one that stays at the end of the input while the turn generates."""
         if not generates:
             return 1
-        return 3 if shape.double_buffered else 2
+        return 3 if shape.overlap else 2
 
     @staticmethod
     def session_units(spec: GroupSpec, page_size: int, computed: int) -> int:
@@ -51,22 +56,23 @@ class StateGroup(Group):
     def units_at_start(self) -> int:
         return self.turn_units(self.spec, self.page_size, self.shape, 0, generates=True)
 
-    def advance(self, rows: Longs, starts: Longs, grown: Sequence[Growth], moves: MemoryChanges) -> None:
+    def advance(self, rows: Longs, starts: Longs, keeps: Mask, grown: Sequence[Growth], moves: MemoryChanges) -> None:
         """Each row reads its current slot and writes its alternate one, or the current one if it has no alternate."""
         frozen, reads, other = self.frozen[rows], self.current[rows], self.alternate[rows]
+        kept = self.rows.kept[rows]
         swapped = other != NO_SLOT
         if (frozen & ~swapped).any():
             raise InvariantError("a row would write a state slot that a checkpoint holds")
         writes = np.where(swapped, other, reads)
-        back = swapped & ~frozen & self.shape.double_buffered
+        back = swapped & ~frozen & self.shape.overlap
         self.current[rows] = writes
         self.alternate[rows] = np.where(back, reads, NO_SLOT)
-        self.alternate_at[rows] = np.where(back, starts, NOWHERE)
+        self.alternate_at[rows] = np.where(back, starts - kept, NOWHERE)
         self.frozen[rows] = False
-        moves.states.append(StateMoves(reads, writes))
+        moves.states.append(StateMoves(reads, writes, kept.astype(np.int32), keeps.astype(np.int32)))
         for row in rows[frozen].tolist():
             moves.left[row] = None
-            if self.shape.double_buffered:
+            if self.shape.overlap:
                 self._renew_alternate(row)
 
     def write_elsewhere(self, row: int) -> None:
@@ -77,15 +83,12 @@ class StateGroup(Group):
         if self.alternate[row] == NO_SLOT and self.spare[row]:
             self.alternate[row] = self.spare[row].pop()
 
-    def can_reject(self, rows: Longs) -> Mask:
-        ready: Mask = ~self.frozen[rows] & (self.alternate[rows] != NO_SLOT)
-        return ready
-
-    def reject(self, row: int, start: int, position: int) -> int:
-        """Goes back to `start`, whose state is in the alternate slot; no later position below the end has a slot."""
-        self.current[row], self.alternate[row] = self.alternate[row], self.current[row]
-        self.alternate_at[row] = NOWHERE
-        return start
+    def live(self, row: int) -> int:
+        """Returns the position of the row's current slot, where the turn can go on; `NOWHERE` if the slot is a
+        checkpoint's, or if a step with guesses, which may fail, is still to write it."""
+        if self.frozen[row] or self.rows.uncertain[row]:
+            return NOWHERE
+        return int(self.rows.scheduled[row] - self.rows.kept[row])
 
 
 class StateTable(Table):
@@ -132,7 +135,7 @@ class StateTable(Table):
     def attach(self, row: int) -> None:
         super().attach(row)
         group = self._group
-        if group.shape.double_buffered and self.alternate == NO_SLOT and self.spare:
+        if group.shape.overlap and self.alternate == NO_SLOT and self.spare:
             self.alternate = self.spare.pop()
         group.current[row], group.alternate[row], group.alternate_at[row] = self.current, self.alternate, NOWHERE
         group.spare[row] = self.spare
@@ -146,10 +149,8 @@ class StateTable(Table):
 
     def live_below(self, target: int, scheduled: int) -> int:
         group, row = self._group, self.row
-        if scheduled <= target and not (row >= 0 and group.frozen[row]):
-            return scheduled
-        before = int(group.alternate_at[row]) if row >= 0 else NOWHERE
-        return before if before <= target else NOWHERE
+        places = (group.live(row), int(group.alternate_at[row])) if row >= 0 else (scheduled,)
+        return max((position for position in places if position <= target), default=NOWHERE)
 
     def truncate_turn(self, position: int, part: Lease | None, *, again: bool) -> None:
         """Makes an own slot, a checkpoint's slot or the zero state current; all other own slots can be written."""
@@ -164,7 +165,11 @@ class StateTable(Table):
         group, row = self._group, self.row
         if row < 0:
             return self.current
-        return int((group.current if position == group.rows.scheduled[row] else group.alternate)[row])
+        if position == group.live(row):
+            return int(group.current[row])
+        if position == group.alternate_at[row]:
+            return int(group.alternate[row])
+        raise InvariantError(f"{self.pool.name}: no slot of row {row} holds the state at {position}")
 
     def abort(self) -> None:
         super().abort()

@@ -94,4 +94,10 @@ def group_of(group: LayerGroup) -> library.Group:
             kv_type=shape.kv_type.number,
         )
     (convolved, kept), recurrent = (part.shape for part in shape.parts)
-    return library.Group(layers=layers, conv_tokens=kept, conv_channels=convolved, state_floats=math.prod(recurrent))
+    return library.Group(
+        layers=layers,
+        conv_tokens=kept,
+        conv_channels=convolved,
+        state_floats=math.prod(recurrent),
+        input_floats=shape.inputs,
+    )
