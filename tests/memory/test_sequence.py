@@ -75,9 +75,10 @@ class SequenceMachine(RuleBasedStateMachine):
         least = writing.least
         reached = max(writing.computed + 1, least)
         length = reached if whole else data.draw(st.integers(least, reached))
-        can_keep = writing.memory.cut_to(max(0, length - 1))
+        last = max(0, length - 1)
+        can_keep = max(writing.memory.cut_to(last), script.memory.resumable(min(last, writing.base)))
         self.scribe.commit(script, length)
-        assert script.memory.computed == min(can_keep, max(0, length - 1))
+        assert script.memory.computed == min(can_keep, last)
 
     @precondition(lambda self: self._any(SequenceMachine._busy))
     @rule(data=st.data())
