@@ -10,7 +10,7 @@ from typing import Protocol
 from weakref import ref
 
 from tenuto.sched.guesses import NO_GUESSES, Guesses
-from tenuto.session.suffixes import ORDER, SessionSuffixes, Suffixes
+from tenuto.session.suffixes import ORDER, SessionSuffixes, Suffixes, hash_of
 from tenuto.session.turn import Turn
 
 MOST_BYTES = 2**28
@@ -40,8 +40,8 @@ class Source(Protocol):
     def tokens(self, start: int, stop: int) -> array[int]:
         """Returns the tokens from `start` on and before `stop`, as far as there are any."""
 
-    def find(self, last: Sequence[int]) -> Iterable[int]:
-        """Returns positions before which `last` may have occurred."""
+    def find(self, hashed: int) -> Iterable[int]:
+        """Returns positions before which tokens with this hash may have occurred; 0 stands for none."""
 
 
 class Own:
@@ -53,9 +53,9 @@ class Own:
         self.tokens = turn.tokens
         self._turn, self._suffixes = turn, suffixes
 
-    def find(self, last: Sequence[int]) -> Iterator[int]:
+    def find(self, hashed: int) -> Iterable[int]:
         length = self._turn.length
-        return (position for position in self._suffixes.find(last) if position < length)
+        return [position for position in self._suffixes.find(hashed) if position < length]
 
 
 class Text:
@@ -75,8 +75,8 @@ class Text:
     def tokens(self, start: int, stop: int) -> array[int]:
         return self._tokens[start:stop]
 
-    def find(self, last: Sequence[int]) -> Iterable[int]:
-        return self._suffixes.find(last)
+    def find(self, hashed: int) -> Iterable[int]:
+        return self._suffixes.find(hashed)
 
 
 class Said:
@@ -110,9 +110,8 @@ class Hits:
             self.right[group] /= 2
             self.tried[group] /= 2
 
-    def chance(self, matched: int, prior: float, weight: float) -> float:
-        """Returns the share of right guesses; `prior` counts as `weight` guesses."""
-        group = _group(matched)
+    def chance(self, group: int, prior: float, weight: float) -> float:
+        """Returns the share of right guesses in a group; `prior` counts as `weight` guesses."""
         return (self.right[group] + weight * prior) / (self.tried[group] + weight)
 
 
@@ -189,13 +188,14 @@ class SuffixProposer:
                 tokens.append(tokens[-period])
         elif BREAK in tokens:
             tokens = tokens[: tokens.index(BREAK)]
-        return Guesses(tokens, [self._chance(trail, trail.matched + i) for i in range(len(tokens))])
+        return Guesses(tokens, self._chances(trail, trail.source.kind, len(tokens)))
 
     def _begin(self, turn: Turn) -> Trail:
         session = turn.session
         if session.suffixes is None:
             session.suffixes = SessionSuffixes(Suffixes())
         session.suffixes.cut(turn.base_length)
+        self._use(session.suffixes.suffixes)
         trail = Trail(turn.length, Own(turn, session.suffixes.suffixes), None)
         if turn.prediction and not turn.output:
             trail.prediction = Text(kind=2)
@@ -213,9 +213,11 @@ class SuffixProposer:
             indexed.length, indexed.clearings = 0, suffixes.clearings
         start, end = indexed.length, min(turn.length - 1, indexed.length + MOST_AT_ONCE)
         if end > start:
+            before = suffixes.bytes
             suffixes.add(turn.tokens(max(0, start - ORDER + 1), end), end)
             indexed.length = end
-        self._use(suffixes)
+            if suffixes.bytes != before:
+                self._use(suffixes)
 
     def _use(self, suffixes: Suffixes) -> None:
         """Takes note of the size of an index that is used, and clears others if there is too little room."""
@@ -249,27 +251,36 @@ class SuffixProposer:
         else:
             trail.source = None
 
-    def _chance(self, trail: Trail, matched: int) -> float:
-        kind = trail.source.kind if trail.source is not None else 0
-        usual = self._hits[kind].chance(matched, PRIORS[_group(matched)], 8)
-        return trail.hits[kind].chance(matched, usual, 4)
+    def _chances(self, trail: Trail, kind: int, count: int) -> list[float]:
+        """Returns the chances of `count` guesses from a source of this kind."""
+        of_group: dict[int, float] = {}
+        chances = []
+        for matched in range(trail.matched, trail.matched + count):
+            group = _group(matched)
+            if group not in of_group:
+                usual = self._hits[kind].chance(group, PRIORS[group], 8)
+                of_group[group] = trail.hits[kind].chance(group, usual, 4)
+            chances.append(of_group[group])
+        return chances
 
     def _find(self, turn: Turn, trail: Trail) -> None:
         """Looks for the place with the most tokens equal to the turn's last ones, at least `ORDER`."""
-        last = turn.tokens(max(0, turn.length - COMPARED), turn.length)
-        if len(last) < ORDER:
+        length = turn.length
+        if length < ORDER:
             return
+        hashed = hash_of(turn.tokens(length - ORDER, length))
+        found = [(source, position) for source in self._sources(turn, trail) for position in source.find(hashed)]
+        if not any(position for _, position in found):
+            return
+        last = turn.tokens(max(0, length - COMPARED), length)
         last.reverse()
-        key = (last[2], last[1], last[0])
         trail.matched = ORDER - 1
-        for source in self._sources(turn, trail):
-            for position in source.find(key):
+        for source, position in found:
+            if trail.matched < ENOUGH:
                 before = source.tokens(max(0, position - COMPARED), position)
                 before.reverse()
                 if (matched := _common(last, before)) > trail.matched:
                     trail.source, trail.position, trail.matched = source, position, matched
-            if trail.matched >= ENOUGH:
-                return
 
     def _sources(self, turn: Turn, trail: Trail) -> Iterator[Source]:
         if trail.prediction is not None:

@@ -69,15 +69,14 @@ class Suffixes:
             return
         one, mask = self._one, self._mask
         for at in range(count):
-            hashed = _hash(part, at)
+            hashed = hash_of(part, at)
             bucket = 2 * (hashed & mask)
             one[bucket + 1] = one[bucket]
             one[bucket] = (hashed << 32) | (end - count + 1 + at)
 
-    def find(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """Returns up to two positions before which the last `ORDER` tokens of `tokens` may have occurred, the newer one
-        first; 0 stands for none."""
-        hashed = _hash(tokens, len(tokens) - ORDER)
+    def find(self, hashed: int) -> tuple[int, int]:
+        """Returns up to two positions before which tokens with this hash may have occurred, the newer one first; 0
+        stands for none."""
         bucket = 2 * (hashed & self._mask)
         first, second = self._one[bucket], self._one[bucket + 1]
         return first & _HALF if first >> 32 == hashed else 0, second & _HALF if second >> 32 == hashed else 0
@@ -103,7 +102,7 @@ class Suffixes:
         self._entries[2 * buckets[before] + 1] = entries[before]
 
 
-def _hash(tokens: Sequence[int], at: int) -> int:
+def hash_of(tokens: Sequence[int], at: int = 0) -> int:
     """Returns a hash, of 32 bits, of `ORDER` tokens from index `at` on."""
     first, second, third = FACTORS
     return ((tokens[at] * first + tokens[at + 1] * second + tokens[at + 2] * third) >> 16) & _HALF

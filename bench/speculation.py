@@ -1,0 +1,182 @@
+"""`python -m bench.speculation`: tokens per second with guessed tokens and without, in one run.
+
+Two engines, one of which guesses, take the same turns one after the other, in alternating order. Both must say the same
+tokens. Workloads:
+
+- edit: a source file is shown, and the beginning of its edited copy; the model goes on (one session).
+- trace: an agent's session, in which results of tools are shown and quoted back.
+- random: text drawn at temperature 1, which repeats nothing (one session, and sixteen).
+
+Figures are of the time from the first output token on; medians of pairs, with the least and the greatest in brackets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from random import Random, SystemRandom
+
+from bench.spread import Spread
+from tenuto.base.clock import SystemClock
+from tenuto.base.config import DEFAULT_MODEL, EngineConfig, WorkerSettings
+from tenuto.base.options import TurnParams, turn_params
+from tenuto.engine.engine import Engine
+from tenuto.runtime.models import LOOKAHEAD, Model, load_model
+from tenuto.sched.suffix_proposer import SuffixProposer
+from tenuto.session.turn import Turn
+from tenuto.text.stream import TextStream
+from tenuto.text.tokenizer import Tokenizer
+
+ROOT = Path(__file__).parents[1]
+SHOWN = (ROOT / "src/tenuto/base/clock.py", ROOT / "bench/spread.py", ROOT / "src/tenuto/kernels/ragged.py")
+"""The files that are edited."""
+CONTEXT, PAGE, SAID = 4096, 32, 192
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What sessions, beside each other, are asked one turn after the other: texts, and the options of all turns."""
+
+    sessions: tuple[tuple[str, ...], ...]
+    params: TurnParams
+
+
+@dataclass(slots=True)
+class Taken:
+    """Tokens said, the seconds after the first of each turn, and guesses that were right and wrong."""
+
+    outputs: list[list[int]]
+    tokens: int = 0
+    seconds: float = 0.0
+    accepted: int = 0
+    rejected: int = 0
+
+
+def greedy(most: int) -> TurnParams:
+    """Returns the options of turns that say exactly `most` tokens."""
+    return turn_params({"max_new_tokens": most, "ignore_eos": True})
+
+
+def edits(number: int) -> Round:
+    """Returns an edit; others have another file or begin elsewhere."""
+    text = SHOWN[number % len(SHOWN)].read_text(encoding="utf-8")[:3000]
+    lines = text.splitlines(keepends=True)
+    begun = "".join(lines[: 3 + number])
+    return Round(((f"The file:\n\n{text}\nThe file, with a small change:\n\n{begun}",),), greedy(SAID))
+
+
+def traces(number: int) -> Round:
+    """Returns a session of five turns, each of which shows lines and begins to quote one."""
+    rng, lines = Random(number), (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
+    turns = []
+    for step in range(5):
+        start = rng.randrange(len(lines) - 8)
+        shown = lines[start : start + 8]
+        quoted = rng.choice(shown[1:7])
+        turns.append(f"\n\nResult {step} of the tool:\n" + "\n".join(shown) + f"\n\nThe tool found:\n{quoted[:24]}")
+    return Round((tuple(turns),), greedy(48))
+
+
+def drawn(number: int, sessions: int) -> Round:
+    """Returns sessions that say whatever they draw."""
+    params = turn_params({"max_new_tokens": 64, "ignore_eos": True, "temperature": 1.0, "seed": number})
+    return Round(tuple((f"Once upon a time, number {number * sessions + i} said",) for i in range(sessions)), params)
+
+
+WORKLOADS: dict[str, Callable[[int], Round]] = {
+    "edit, 1 session": edits,
+    "trace, 1 session": traces,
+    "random, 1 session": partial(drawn, sessions=1),
+    "random, 16 sessions": partial(drawn, sessions=16),
+}
+
+
+class Side:
+    """An engine that guesses, or one that does not."""
+
+    def __init__(self, name: str, kernels: str, *, guesses: bool) -> None:
+        self.model: Model = load_model(WorkerSettings(model=name, kernels=kernels, page_size=PAGE))
+        assert self.model.tokenizer is not None
+        self._tokenizer: Tokenizer = self.model.tokenizer
+        context = min(CONTEXT, self.model.max_context)
+        config = EngineConfig(context_length=context, lookahead=LOOKAHEAD if guesses else 0, prefix_cache=False)
+        self._engine = Engine(
+            self.model.executor,
+            (max(40, 20 * context // PAGE),) * len(self.model.executor.spec.groups),
+            config,
+            vocab_size=self.model.vocab_size,
+            eos_ids=self.model.eos_ids,
+            clock=SystemClock(),
+            random=SystemRandom(),
+            text=partial(TextStream, self._tokenizer),
+            proposer=SuffixProposer() if guesses else None,
+        )
+
+    def take(self, given: Round) -> Taken:
+        """Takes the turns of a round."""
+        names = [self._engine.sessions.open(None).id for _ in given.sessions]
+        taken = Taken([])
+        for texts in zip(*given.sessions, strict=True):
+            turns = [
+                self._engine.turns.submit(name, self._tokenizer.encode(text), given.params)
+                for name, text in zip(names, texts, strict=True)
+            ]
+            taken.seconds += self._run(turns)
+            for turn in turns:
+                assert turn.result is not None
+                taken.outputs.append(turn.output.tolist())
+                taken.tokens += len(turn.output) - 1
+                taken.accepted += turn.result.usage.accepted
+                taken.rejected += turn.result.usage.rejected
+        for name in names:
+            self._engine.sessions.close(name)
+        return taken
+
+    def _run(self, turns: list[Turn]) -> float:
+        """Runs turns to their ends. Returns the seconds since all had their first token."""
+        began = 0.0
+        while not self._engine.idle:
+            self._engine.step()
+            if not began and all(turn.output for turn in turns):
+                began = time.perf_counter()
+        return time.perf_counter() - began
+
+
+def pairs(plain: Side, guessing: Side, workload: Callable[[int], Round], rounds: int) -> Iterator[tuple[Taken, Taken]]:
+    """Yields what both sides took for each round. The first does not count."""
+    for number in range(rounds + 1):
+        given = workload(number)
+        order = (plain, guessing) if number % 2 else (guessing, plain)
+        taken = {side: side.take(given) for side in order}
+        assert taken[plain].outputs == taken[guessing].outputs, "guesses changed tokens"
+        if number:
+            yield taken[plain], taken[guessing]
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(prog="python -m bench.speculation", description=__doc__)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--rounds", type=int, default=8)
+    arguments = parser.parse_args()
+    plain, guessing = (Side(arguments.model, arguments.kernels, guesses=guesses) for guesses in (False, True))
+    print(plain.model.compute)
+    for name, workload in WORKLOADS.items():
+        found = list(pairs(plain, guessing, workload, arguments.rounds))
+        ratios = Spread.of([(b.tokens / b.seconds) / (a.tokens / a.seconds) for a, b in found])
+        rates = [statistics.median(side.tokens / side.seconds for side in sides) for sides in zip(*found, strict=True)]
+        right, wrong = sum(b.accepted for _, b in found), sum(b.rejected for _, b in found)
+        print(
+            f"{name:20} {rates[0]:6.1f} tokens/s without, {rates[1]:6.1f} with guesses: {ratios.shown('.2f')} times; "
+            f"of {sum(b.tokens for _, b in found)} tokens {right} guessed, {wrong} guessed wrong"
+        )
+
+
+if __name__ == "__main__":
+    main()
