@@ -167,6 +167,9 @@ class NativeForward:
         )
         if plan.adapters is not None:
             given_adapters = self._adapt(step, plan.adapters)  # noqa: F841 - lives until the step is computed
+        if plan.samples.max(initial=0) > 1:
+            guesses = np.maximum(plan.samples - 1, 0, dtype=np.int32)
+            step.guesses = _address(guesses)
         if self._library.step(self._handle, byref(step)):
             raise MemoryError(f"there is no memory for a step of {len(tokens)} tokens")
         logits = NativeLogits(self._library, self._handle, self._logits[: len(outputs)])

@@ -234,7 +234,7 @@ private:
                             queries_per_kv(),
                             pages_.window(),
                             dim(),
-                            work_.step->counts[row] * queries_per_kv() >= 2 * LANES};
+                            work_.certain(row) * queries_per_kv() >= 2 * LANES};
     const Span own = span(task, a), then = next ? span(*next, a) : own;
     ::attend(own, rows, a.cap * LOG2_E, next ? &then : nullptr);
   }

@@ -153,7 +153,9 @@ struct TenutoAdapter {
 // [outputs] [vocab], and `best`, int32 [outputs], the first of the likeliest tokens. `vectors`, float [sums_count]
 // [hidden], are sums of the last norm's results: the first for `lengths[0]` tokens from index `firsts[0]` on, and so
 // on. The duration of operations is added to `op_seconds`, by kind. `adapter_of`, int32 [rows], is the index of each
-// row's adapter in `adapters`, or -1; it is not read if there are no adapters.
+// row's adapter in `adapters`, or -1; it is not read if there are no adapters. `guesses`, int32 [rows] or null, is how
+// many of each row's tokens are guesses. Where arithmetic depends on the number of tokens, these do not count, so that
+// guesses change no result.
 struct TenutoStep {
   int32_t rows, tokens_count, outputs_count, sums_count;
   const int32_t *row_ids, *starts, *counts, *tokens;
@@ -167,6 +169,7 @@ struct TenutoStep {
   int32_t adapters_count;
   const TenutoAdapter *adapters;
   const int32_t *adapter_of;
+  const int32_t *guesses;
 };
 
 // Samples `rows` tokens: `logits` float [rows][vocab], `options` [rows], `tokens` int32 [rows]. `masks`, [rows] or

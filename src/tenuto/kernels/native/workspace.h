@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <numeric>
 #include <vector>
 
 #include "adapters.h"
@@ -86,6 +87,7 @@ public:
 
   void begin(const TenutoStep &step) {
     this->step = &step;
+    guesses_ = step.guesses ? std::accumulate(step.guesses, step.guesses + step.rows, 0) : 0;
     reserve(std::max(step.tokens_count, step.outputs_count));
     batch.lay_out(step);
     adapters.begin(step);
@@ -98,12 +100,14 @@ public:
   const int32_t *pages(int group, int row) const {
     return step->groups[group].table + step->row_ids[row] * step->groups[group].width;
   }
+  // Returns the number of a row's tokens without guesses.
+  int certain(int row) const { return step->counts[row] - (step->guesses ? step->guesses[row] : 0); }
   // Returns the number format of the input rows of all tokens for products with a matrix of `format`.
-  InputType type(PanelFormat format) const { return input_type(format, step->tokens_count); }
+  InputType type(PanelFormat format) const { return type(format, step->tokens_count); }
   // The inputs of products, A and B.
   Input a(const Matrix &w) const { return a_.view(w.inputs, type(w.format)); }
   Input b(const Matrix &w) const { return b_.view(w.inputs, type(w.format)); }
-  Input a(int columns, int rows, PanelFormat consumer) const { return a_.view(columns, input_type(consumer, rows)); }
+  Input a(int columns, int rows, PanelFormat consumer) const { return a_.view(columns, type(consumer, rows)); }
   Input b(int columns, PanelFormat consumer) const { return b_.view(columns, type(consumer)); }
 
   float *x(int token) const { return at(x_, token, widths.hidden); }
@@ -177,6 +181,8 @@ public:
   const TenutoStep *step = nullptr;
 
 private:
+  // Likewise for `rows` rows, which those of guesses are among.
+  InputType type(PanelFormat format, int rows) const { return input_type(format, rows - guesses_); }
   static int tasks(const Matrix &w, int at_once) { return (w.panels + at_once - 1) / at_once; }
   static float *at(const Memory &memory, int token, int width) { return memory.as<float>() + (int64_t)token * width; }
 
@@ -225,7 +231,7 @@ private:
   }
 
   std::vector<int> rotations_; // the index of each rope's first angle
-  int room_ = 0, most_absorbed_ = 0;
+  int room_ = 0, most_absorbed_ = 0, guesses_ = 0;
   Memory x_, y_, queries_, attention_output_, gates_, projected_, convolved_, absorbed_, recurrent_output_, rotation_;
   OwnInput a_, b_;
 };
