@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tenuto.base.errors import InvariantError
 from tenuto.base.options import Scope
 from tenuto.engine.parking import Parking
-from tenuto.memory.tiers.contents import contents
+from tenuto.memory.tiers.contents import Content, Digests
 from tenuto.memory.tiers.lent import LentUnits
 from tenuto.memory.tiers.rates import Rates
 from tenuto.memory.tiers.unit_files import INDEX, SUFFIX, UnitFiles
@@ -183,22 +187,41 @@ def test_parked_memory_is_compared_with_the_tokens_of_the_session_that_gets_it(t
         stage.play()
 
 
+def named(scope: Scope, tokens: Sequence[int], *ranges: tuple[int, int]) -> list[Content]:
+    return Digests(scope).contents(array("i", tokens), ranges)
+
+
 def test_a_content_name_depends_on_tenant_adapter_position_and_tokens() -> None:
-    tokens = bytes(range(48))
-    (first, second) = contents(Scope("t"), tokens, [(0, 4), (4, 7)])
-    (shorter,) = contents(Scope("t"), tokens, [(4, 6)])
+    tokens = list(range(12))
+    (first, second) = named(Scope("t"), tokens, (0, 4), (4, 7))
+    (shorter,) = named(Scope("t"), tokens, (4, 6))
     assert second.covers(shorter)
     assert not shorter.covers(second)
-    for scope, given, at in (
+    for scope, others, at in (
         (Scope("u"), tokens, (4, 6)),
         (Scope("t", "a"), tokens, (4, 6)),
         (Scope("", "t"), tokens, (4, 6)),
-        (Scope("t"), tokens[4:] + tokens[:4], (4, 6)),
+        (Scope("t"), tokens[1:] + tokens[:1], (4, 6)),
         (Scope("t"), tokens, (8, 9)),
     ):
-        assert not second.covers(contents(scope, given, [at])[0])
+        assert not second.covers(named(scope, others, at)[0])
     assert not first.covers(second)
     assert type(first).named(first.name) == first
+
+
+@given(st.data())
+def test_digests_that_are_kept_name_contents_as_new_ones_do(data: st.DataObject) -> None:
+    scope, history, kept = Scope("t"), array("i"), Digests(Scope("t"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tenuto.memory.tiers.contents.SPACING", 4)
+        for _ in range(data.draw(st.integers(1, 8))):
+            history.extend(data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=12)))
+            cuts = sorted(data.draw(st.lists(st.integers(0, len(history)), min_size=2, max_size=6)))
+            ranges = list(pairwise(cuts))
+            assert kept.contents(history, ranges) == Digests(scope).contents(history, ranges)
+            length = data.draw(st.integers(0, len(history)))
+            del history[length:]
+            kept.cut(length)
 
 
 # -- files that are not unit files

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tenuto.base.groups import Kind
+from tenuto.base.options import TurnParams
 from tenuto.engine.snapshots import DELAY, PAUSE
 from tenuto.memory.tiers.contents import NamedUnit
 from tenuto.memory.tiers.disk import DiskFailed, Listing, UnitFile
@@ -191,6 +192,29 @@ def test_a_rewound_session_is_not_restored_with_the_state_of_lost_tokens(mix, wh
     steps(stage)
     stage = begin_again(tmp_path, killed(stage), mix)
     assert goes_on(stage, "a", 9) == 63
+
+
+@pytest.mark.parametrize("change", ["rewound", "regenerated"])
+def test_the_state_of_a_changed_history_is_named_by_its_new_tokens(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tenuto.memory.tiers.contents.SPACING", 8)
+    monkeypatch.setattr("tenuto.engine.snapshots.PART", 2 * 64)  # so that late pages are named without earlier ones
+    stage = running(tmp_path)
+    stage.committed("a", 20, 40)
+    steps(stage)
+    if change == "rewound":
+        stage.engine.sessions.rewind("a", position=30)
+    else:
+        stage.engine.turns.regenerate("a", TurnParams(max_new_tokens=2))
+        stage.play()
+    stage.say("a", count_from(9, 30), 4)
+    stage.play()
+    steps(stage)
+    length = len(stage.engine.registry.get("a").history)
+    stage = begin_again(tmp_path, killed(stage))
+    assert goes_on(stage, "a", 1) == length - 1
+    assert not parking_in(stage.engine).tiers.failures
 
 
 def test_a_closed_session_leaves_no_file(tmp_path: Path) -> None:

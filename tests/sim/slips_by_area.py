@@ -106,6 +106,7 @@ SAVES = (
     Slip("memory.tiers.saves", "        record.pinned, pinned = True, record.pinned\n", "        pinned = record.pinned\n"),
     Slip("memory.tiers.saves", "self._finish(save, failed=bool(write.failure))", "self._finish(save, failed=False)"),
     Slip("memory.tiers.saves", "lambda files: [*changes, *(each.listing(files) for each in listings)]", "lambda files: [*(each.listing(files) for each in listings), *changes]"),
+    Slip("memory.tiers.contents", "del self._kept[length // SPACING + 1 :]", "del self._kept[length // SPACING + 2 :]"),
     Slip("memory.tiers.victims", "and gone[unit] == unit.references)", ")"),
     Slip("memory.tiers.victims", "for file in chain(last, record.unread):", "for file in last:"),
     Slip("memory.tiers.victims", "return [each for each in chosen if not removed.isdisjoint(_files(each))]", "return chosen"),

@@ -19,7 +19,7 @@ from tenuto.base.wire.state_file import CopiedState
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import HolderKind, Lease
 from tenuto.memory.rows import Longs
-from tenuto.memory.tiers.contents import Content, contents
+from tenuto.memory.tiers.contents import Content
 from tenuto.memory.tiers.disk import Disk
 from tenuto.memory.tiers.lent import LentUnits
 from tenuto.memory.tiers.moves import Carrier, Move
@@ -263,11 +263,11 @@ class Parking:
     ) -> list[list[Content]]:
         """Returns the contents of the units that are kept for a position, by group. `ranges`: the units [first, end) of
         each group to name; `end` is the number of all units, or the range is empty."""
-        tokens, scope, tables = session.history[:position].tobytes(), session.scope, session.memory.tables
+        name, history, tables = session.digests.contents, session.history, session.memory.tables
         if ranges is None:
-            return [contents(scope, tokens, table.kept_ranges(position)) for table in tables]
+            return [name(history, table.kept_ranges(position)) for table in tables]
         return [
-            contents(scope, tokens, table.kept_ranges(position, first)) if first < end else []
+            name(history, table.kept_ranges(position, first)) if first < end else []
             for table, (first, end) in zip(tables, ranges, strict=True)
         ]
 

@@ -12,6 +12,7 @@ from tenuto.base.turns import TurnState
 from tenuto.base.views import SessionKey, SessionState
 from tenuto.base.wire.document import Conversation
 from tenuto.memory.session_memory import SessionMemory
+from tenuto.memory.tiers.contents import Digests
 from tenuto.session.records import SavedSession, TurnRecord, cut_records
 from tenuto.session.results import KeptTurns
 from tenuto.session.suffixes import SessionSuffixes
@@ -57,6 +58,7 @@ class Session:
         self.counted_units = 0
         self.counted_bytes = 0
         self.results = KeptTurns()
+        self.digests = Digests(self._scope)  # of its history, to name the contents of its units
         self.suffixes: SessionSuffixes | None = None  # its index for guesses; written by the proposer
 
     def __repr__(self) -> str:
@@ -152,6 +154,7 @@ class Session:
         cut: bool = False,
     ) -> None:
         """Adds `tokens` and `output` to the history, and the record of their turn, which begins at `start`."""
+        self.digests.cut(len(self.history))  # there may have been others
         self.history.extend(tokens)
         input_end = len(self.history)
         self.history.extend(output)

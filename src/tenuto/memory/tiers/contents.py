@@ -3,6 +3,7 @@ the name of the content it asked for."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -16,6 +17,8 @@ _TOKEN = 4
 """The size of a token in bytes."""
 MARK = 4
 """The size of a mark in bytes."""
+SPACING = 4096
+"""The number of tokens between two digests that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +68,52 @@ class NamedUnit(NamedTuple):
     data: Bytes
 
 
-def contents(scope: Scope, tokens: bytes, ranges: Iterable[tuple[int, int]]) -> list[Content]:
-    """Returns the contents of units that hold these `ranges`, in ascending order, of `tokens` (int32) in a scope."""
+class Digests:
+    """Digests of a scope and the first tokens of a history, kept every `SPACING` tokens, so that the content of a new
+    unit is named without reading all tokens before it.
+
+    Invariant: the kept digests are those of the history's present tokens, as far as it reaches. Whoever adds tokens
+    calls `cut` before, since earlier ones may have been removed.
+    """
+
+    __slots__ = ("_kept", "_scope")
+
+    def __init__(self, scope: Scope) -> None:
+        self._scope = scope
+        self._kept: list[blake2b] = []  # of the first 0, SPACING, 2 * SPACING, ... tokens, once they were needed
+
+    def cut(self, length: int) -> None:
+        """Records that all but the first `length` tokens may change."""
+        del self._kept[length // SPACING + 1 :]
+
+    def contents(self, history: array[int], ranges: Iterable[tuple[int, int]]) -> list[Content]:
+        """Returns the contents of units that hold these `ranges`, in ascending order, of a history of int32."""
+        found: list[Content] = []
+        with memoryview(history) as tokens:
+            digest, done = blake2b(), 0
+            for begin, end in ranges:
+                if not found:
+                    digest, done = self._before(tokens, begin)
+                digest.update(tokens[done:begin])
+                found.append(Content(digest.digest(), tokens[begin:end].tobytes()))
+                done = begin
+        return found
+
+    def _before(self, tokens: memoryview[int], position: int) -> tuple[blake2b, int]:
+        """Returns a digest of the first tokens up to `position`, or up to fewer than `SPACING` before it, and their
+        number."""
+        if not self._kept:
+            self._kept.append(_begun(self._scope))
+        while (done := len(self._kept) * SPACING) <= position:
+            digest = self._kept[-1].copy()
+            digest.update(tokens[done - SPACING : done])
+            self._kept.append(digest)
+        at = position // SPACING
+        return self._kept[at].copy(), at * SPACING
+
+
+def _begun(scope: Scope) -> blake2b:
     digest = blake2b(digest_size=_DIGEST)
     for part in (scope.tenant.encode(), scope.adapter.encode()):
         digest.update(len(part).to_bytes(8, "little") + part)
-    found, done = [], 0
-    for begin, end in ranges:
-        digest.update(tokens[_TOKEN * done : _TOKEN * begin])
-        found.append(Content(digest.digest(), tokens[_TOKEN * begin : _TOKEN * end]))
-        done = begin
-    return found
+    return digest
