@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from tenuto.base.errors import InvariantError
 from tenuto.base.options import Scope
 from tenuto.engine.parking import Parking
-from tenuto.memory.tiers.contents import Content, Digests
+from tenuto.memory.tiers.contents import Content, Digests, NamedUnit
 from tenuto.memory.tiers.lent import LentUnits
 from tenuto.memory.tiers.rates import Rates
 from tenuto.memory.tiers.unit_files import INDEX, SUFFIX, UnitFiles
@@ -185,6 +186,50 @@ def test_parked_memory_is_compared_with_the_tokens_of_the_session_that_gets_it(t
     stage.say("a", [7], 3)
     with pytest.raises(InvariantError, match="of other tokens"):
         stage.play()
+
+
+def test_a_history_of_the_same_length_has_names_of_its_own(tmp_path: Path) -> None:
+    stage = make(tmp_path, host_tier=10**6)
+    stage.committed("a", 50)
+    park(stage, "a")
+    stage.engine.sessions.rewind("a", position=0)
+    stage.say("a", count_from(9, 50), 6)
+    stage.play()
+    park(stage, "a")
+    stage.committed("bb", 20)
+    park(stage, "bb")
+    history = list(stage.engine.registry.get("a").history)
+    turn = stage.say("a", [7], 3)
+    stage.play()
+    assert list(turn.output) == continuation([*history, 7], 3)
+    assert present(turn.result).usage.cached == 55
+
+
+def test_files_hold_what_was_written_however_rows_are_chosen_and_writes_are_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def writes_a_little(file: int, parts: Sequence[memoryview]) -> int:
+        return os.write(file, b"".join(parts)[:37])
+
+    monkeypatch.setattr("tenuto.memory.tiers.unit_files.PARTS", 5)
+    monkeypatch.setattr("os.writev", writes_a_little)
+    draw = np.random.default_rng(0)
+    ranges = [(at, at + 1) for at in range(20)]
+    units = {
+        group: [
+            NamedUnit(content, draw.integers(0, 256, 30, np.uint8))
+            for content in named(Scope(str(group)), range(20), *ranges)
+        ]
+        for group in (0, 2)
+    }
+    disk = UnitFiles(tmp_path, 10**7)
+    file = disk.write(units)
+    for rows in ([3], [0, 1, 2, 19], [7, 5, 6, 7, 9, 2], list(range(20))):
+        found = disk.read(file, {0: rows, 2: rows})
+        for group, same in found.items():
+            assert [each.content for each in same] == [units[group][row].content for row in rows]
+            assert all((each.data == units[group][row].data).all() for each, row in zip(same, rows, strict=True))
+    disk.close()
 
 
 def named(scope: Scope, tokens: Sequence[int], *ranges: tuple[int, int]) -> list[Content]:

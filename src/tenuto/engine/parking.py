@@ -75,6 +75,8 @@ class Parking:
         self._sessions: dict[Session, Parked] = {}
         self._arriving: dict[Session, Arrival] = {}  # sessions whose open turns wait in their rows
         self._planned: tuple[Turn | None, int] = None, 0
+        # the contents named last, which a restore needs several times: of a session, at a version and position
+        self._named: tuple[tuple[Session, int, int], list[list[Content]]] | None = None
         self.parked = 0  # total number of sessions parked
         self.restored = 0
         self.recomputed: Counter[str] = Counter()  # parked sessions that are computed again, by cause
@@ -257,19 +259,21 @@ class Parking:
         """Returns the number of units of each group that are kept for a position."""
         return [table.kept_units(position) for table in session.memory.tables]
 
-    @staticmethod
     def _contents(
-        session: Session, position: int, ranges: Sequence[tuple[int, int]] | None = None
+        self, session: Session, position: int, ranges: Sequence[tuple[int, int]] | None = None
     ) -> list[list[Content]]:
         """Returns the contents of the units that are kept for a position, by group. `ranges`: the units [first, end) of
         each group to name; `end` is the number of all units, or the range is empty."""
         name, history, tables = session.digests.contents, session.history, session.memory.tables
-        if ranges is None:
-            return [name(history, table.kept_ranges(position)) for table in tables]
-        return [
-            name(history, table.kept_ranges(position, first)) if first < end else []
-            for table, (first, end) in zip(tables, ranges, strict=True)
-        ]
+        if ranges is not None:
+            return [
+                name(history, table.kept_ranges(position, first)) if first < end else []
+                for table, (first, end) in zip(tables, ranges, strict=True)
+            ]
+        wanted = session, session.version, position
+        if self._named is None or self._named[0] != wanted:
+            self._named = wanted, [name(history, table.kept_ranges(position)) for table in tables]
+        return self._named[1]
 
     # -- restoring
 
@@ -321,6 +325,7 @@ class Parking:
                 return
             leases.append(lease)
         arrival = Arrival(turn, self.tiers.bring_back(parked, leases, self._contents(session, position)))
+        self._named = None
         session.memory.drop()
         session.memory.receive(position, leases)
         if arrival.moves:

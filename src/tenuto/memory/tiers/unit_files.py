@@ -11,7 +11,7 @@ import sys
 import threading
 import zlib
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain, islice
@@ -42,6 +42,8 @@ MOST_AHEAD = 4096
 """The most files that are read ahead: to open each takes time."""
 MAX_HEADER = 100_000_000
 """The most bytes of a header that the format allows."""
+PARTS = 256
+"""The number of parts of a file that are written in one call; systems allow 1,024 or more."""
 _LENGTH = 8
 _UNREADABLE = (OSError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError, MemoryError, RuntimeError)
 """The exceptions that reading a file with arbitrary contents may raise."""
@@ -87,19 +89,18 @@ class UnitFiles:
                 raise DiskFailed("full", f"{size} bytes do not fit beside {self._used} of {self.budget}")
             self._used += size
         path = self._directory / f"{secrets.token_hex(12)}{SUFFIX}"
+        present = {_tensor(group): same for group, same in units.items() if same}
+        rows = list(chain(*present.values()))
         try:
             self._remove_leaving()  # so that their room can be used
-            present = {_tensor(group): rows for group, rows in units.items() if rows}
             with open_private(path) as file:
-                file.write(_header_of(present, self._identity))
-                for row in chain(*present.values()):
-                    file.write(row.data.data)
+                _write_all(file.fileno(), [_header_of(present, self._identity), *(row.data.data for row in rows)])
         except (OSError, MemoryError) as error:
             self._unlink(path)
             self._gave_back(size)
             cause = "full" if self._lacks(size) else "write"
             raise DiskFailed(cause, f"{path} could not be written: {error}") from error
-        return UnitFile(path.name, size, sum(map(len, present.values())))
+        return UnitFile(path.name, size, len(rows))
 
     def _lacks(self, size: int) -> bool:
         """Whether the file system has no room for `size` bytes."""
@@ -143,10 +144,10 @@ class UnitFiles:
         def take(first: int) -> bool:
             """Reads `PIECE` bytes of units from unit `first` on, but at least one unit. Returns False if a unit is
             damaged."""
-            piece = slice(first, first + step)
-            for unit, row in zip(units[piece], rows[piece], strict=True):
-                if os.preadv(file, [unit.data], start + row * size) < size:
-                    raise ValueError(f"it has no unit {row}")
+            piece = slice(first, min(first + step, len(rows)))
+            for begin, end in _consecutive(rows, piece.start, piece.stop):
+                if os.preadv(file, [units[begin:end].data], start + rows[begin] * size) < (end - begin) * size:
+                    raise ValueError(f"it has no unit {rows[end - 1]}")
             pairs = zip(units[piece], expected[piece], strict=True)
             return all(_checksum(content, unit) == checksum for unit, (content, checksum) in pairs)
 
@@ -214,6 +215,27 @@ class UnitFiles:
 
 def _tensor(group: int) -> str:
     return f"group {group}"
+
+
+def _write_all(file: int, parts: Sequence[bytes | memoryview]) -> None:
+    """Writes the parts in few calls: between two of them the thread waits for the engine's. Raises `OSError`."""
+    for first in range(0, len(parts), PARTS):
+        left = [memoryview(part).cast("B") for part in parts[first : first + PARTS]]
+        while left:
+            written = os.writev(file, left)
+            while left and written >= len(left[0]):
+                written -= len(left.pop(0))
+            if left:
+                left[0] = left[0][written:]
+
+
+def _consecutive(rows: Sequence[int], first: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yields the ranges [begin, stop) of [first, end) in which each row follows the one before."""
+    begin = first
+    for at in range(first + 1, end + 1):
+        if at == end or rows[at] != rows[at - 1] + 1:
+            yield begin, at
+            begin = at
 
 
 def _checksum(content: Content, data: Bytes) -> int:
