@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.options import OPTIONS, TurnOptions, TurnParams, turn_params
+from tenuto.base.options import MAX_BAD_WORDS, OPTIONS, TurnOptions, TurnParams, turn_params
 from tenuto.base.sampling import MAX_BIASES, MAX_LISTED, Sampling
 from tenuto.base.tools.grammar import Grammar
 
@@ -36,6 +36,7 @@ FULL: TurnOptions = {
     "logprob_ids": [5, 2],
     "prediction": "as before",
     "speculate": False,
+    "bad_words": ["x"],
 }
 
 
@@ -58,6 +59,7 @@ def test_every_option_sets_its_own_field() -> None:
         logprob_ids=(5, 2),
         prediction="as before",
         speculate=False,
+        bad_words=("x",),
     )
     assert turn_params({"allowed_ids": [9, 4]}).sampling.allowed_ids == (9, 4)
     assert turn_params({}) == TurnParams()
@@ -76,9 +78,15 @@ def test_stop_ids_and_min_new_tokens_cannot_be_combined_with_a_grammar() -> None
         ({"allowed_ids": [1], "grammar": {"regex": "a"}}, "grammar"),
         ({"allowed_ids": list(range(MAX_LISTED + 1))}, "at most 1024"),
         ({"logprob_ids": [-1]}, "from 0"),
+        ({"bad_words": ["a"], "allowed_ids": [1]}, "bad_words"),
+        ({"bad_words": ["a"] * (MAX_BAD_WORDS + 1)}, "at most 1024"),
+        ({"bad_words": "a"}, "list of strings"),
+        ({"bad_words": ["a", ""]}, "of 1 to 128"),
+        ({"bad_words": ["a" * 129]}, "of 1 to 128"),
+        ({"bad_words": ["\ud800"]}, "bad_words"),
     ],
 )
-def test_lists_of_token_ids_have_conditions(options: Any, problem: str) -> None:
+def test_lists_have_conditions(options: Any, problem: str) -> None:
     with pytest.raises(InvalidRequest, match=problem) as refused:
         turn_params(options)
     assert refused.value.param in options

@@ -41,7 +41,7 @@ VLLM: dict[str, list[Any]] = {
     "truncation_side": [None],
     "prompt_logprobs": [None],
     "allowed_token_ids": [None, []],
-    "bad_words": [None, []],
+    "bad_words": [None, [], ["x y"]],
     "structured_outputs": [None],
     "guided_json": [None],
     "guided_regex": [None],
@@ -245,7 +245,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         CHAT,
         {
             "audio": {"voice": "a", "format": "wav"},
-            "bad_words": ["x"],
             "cache_salt": "a",
             "chat_template": "{{ x }}",
             "custom_params": {"a": 1},

@@ -15,6 +15,7 @@ from tenuto.session.turn import Turn
 from tests.sim.adapters import unload_and_load
 from tests.sim.grammars import GRAMMARS
 from tests.sim.letters import VOCAB
+from tests.sim.limits import limited
 from tests.sim.mirror import MirroredWorld
 from tests.sim.naive import PREFILL
 from tests.sim.overtaking import overtaking
@@ -117,7 +118,7 @@ class RandomWorld(MirroredWorld):
         if self.config.text and rng.random() < 0.5:
             stop = tuple(rng.sample(("ab", "bb", "abca", "aé", "c", "bé", "ccc", "ca", "€"), rng.choice((1, 2, 3))))
         scored = None if draft or rng.random() < 0.65 else rng.choice((0, 2))
-        return TurnParams(
+        params = TurnParams(
             max_new_tokens=most,
             sampling=Sampling(temperature=1.0, seed=rng.choice((0, rng.getrandbits(40), rng.getrandbits(40)))),
             stop_ids=tuple(rng.sample(range(VOCAB), rng.choice((0, 0, 1, 3)))),
@@ -131,6 +132,7 @@ class RandomWorld(MirroredWorld):
             input_logprobs=scored,
             grammar=rng.choice(GRAMMARS) if self.config.grammars and rng.random() < 0.7 else None,
         )
+        return limited(self.limiting, params) if self.config.limits else params
 
     # -- operations
 

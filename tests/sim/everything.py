@@ -12,6 +12,7 @@ from tests.sim.faults_of_copies import FAULTS_OF_COPIES
 from tests.sim.faults_of_grammars import FAULTS_OF_GRAMMARS
 from tests.sim.faults_of_journals import FAULTS_OF_JOURNALS
 from tests.sim.faults_of_kinds import FAULTS_OF_KINDS
+from tests.sim.faults_of_limits import FAULTS_OF_LIMITS
 from tests.sim.faults_of_schedule import FAULTS_OF_SCHEDULE
 from tests.sim.faults_of_sharing import FAULTS_OF_SHARING
 from tests.sim.mutants import find_mutants
@@ -44,7 +45,7 @@ def everything() -> dict[str, Planted]:
     """Returns everything that can be planted, by name."""
     planted: dict[str, Planted] = {}
     kinds = (FAULTS, FAULTS_OF_COPIES, FAULTS_OF_GRAMMARS, FAULTS_OF_JOURNALS, FAULTS_OF_KINDS, FAULTS_OF_SCHEDULE)
-    for fault in chain(*kinds, FAULTS_OF_SHARING, FAULTS_OF_ADAPTERS):
+    for fault in chain(*kinds, FAULTS_OF_SHARING, FAULTS_OF_ADAPTERS, FAULTS_OF_LIMITS):
         planted[f"fault {fault.__name__}"] = fault
     for slip in chain(SLIPS, *BY_AREA.values()):
         planted[f"slip {slip}"] = slip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tenuto.base.tools.grammar import Grammar
@@ -19,8 +20,8 @@ def forks_and_samples_share_a_matcher() -> Any:
     shared: dict[Grammar, Constraint] = {}
 
     def make(original: Any) -> Any:
-        def constraint(self: GrammarCompiler, grammar: Grammar) -> Constraint:
-            made: Constraint = original(self, grammar)
+        def constraint(self: GrammarCompiler, grammar: Grammar, bad_words: Sequence[str] = ()) -> Constraint:
+            made: Constraint = original(self, grammar, bad_words)
             made._matcher = shared.setdefault(grammar, made)._matcher
             return made
 

@@ -66,55 +66,82 @@ def _compiler() -> GrammarCompiler:
 
 
 @cache
-def _beginning(grammar: Grammar) -> tuple[LLMatcher, int]:
-    """Returns a new matcher of the library, which the engine does not share, and the number of words in a mask."""
-    matcher, first = GrammarCompiler(_Tokens(), VOCAB, (EOS,))._compile(grammar)  # type: ignore[arg-type]
-    return matcher._matcher, len(first)
+def _beginning(grammar: Grammar) -> LLMatcher:
+    """Returns a new matcher of the library, which the engine does not share."""
+    matcher, _ = GrammarCompiler(_Tokens(), VOCAB, (EOS,))._compile(grammar)  # type: ignore[arg-type]
+    return matcher._matcher
 
 
 def constraint_of(params: TurnParams) -> Constraint | None:
     """Returns the constraint that the engine's intake would make."""
-    return _compiler().constraint(params.grammar) if params.grammar is not None else None
+    return _compiler().constraint(params.grammar, params.bad_words) if params.constrained else None
 
 
 class Follower:
-    """The position of one turn's output in its grammar. It never moves back."""
+    """The position of one turn's output in its grammar, and what else limits the next token. It never moves back."""
 
-    def __init__(self, grammar: Grammar) -> None:
-        self._grammar = grammar
-        matcher, self._words = _beginning(grammar)
-        self._matcher = matcher.deep_copy()
+    def __init__(self, params: TurnParams) -> None:
+        self._params = params
+        self._output: list[int] = []
+        self._matcher: LLMatcher | None = None
+        if params.grammar is not None:
+            self._matcher = _beginning(params.grammar).deep_copy()
+        self._bad = [
+            tuple(tokens)
+            for word in params.bad_words
+            for text in (word, f" {word}")
+            if (tokens := _Tokens.encode(text))
+        ]
 
     def copy(self) -> Follower:
-        other = Follower(self._grammar)
-        other._matcher = self._matcher.deep_copy()
+        other = Follower(self._params)
+        other._output = list(self._output)
+        other._matcher = self._matcher.deep_copy() if self._matcher is not None else None
         return other
 
     def allowed(self) -> Words:
         """Returns the tokens that may come next; none if the library cannot continue."""
-        words = np.zeros(self._words, np.uint32)
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        return words if not self._matcher.is_error() else np.zeros_like(words)
+        words = np.full(1, 2**VOCAB - 1, np.uint32)
+        if self._matcher is not None:
+            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            words[0] *= not self._matcher.is_error()
+        only = self._params.sampling.allowed_ids
+        left_out = [token for token in range(VOCAB) if self._is_bad(token) or (only and token not in only)]
+        words[0] &= ~np.uint32(sum(1 << token for token in left_out))
+        return words
+
+    def _is_bad(self, token: int) -> bool:
+        after = (*self._output, token)
+        return any(after[-len(bad) :] == bad for bad in self._bad)
 
     def take(self, token: int) -> bool:
         """Advances by a token; returns False if it is not allowed."""
-        return not self._matcher.is_error() and self._matcher.consume_token(token)
+        if self._is_bad(token):
+            return False
+        self._output.append(token)
+        return self._matcher is None or (not self._matcher.is_error() and self._matcher.consume_token(token))
 
     @property
     def complete(self) -> bool:
-        return self._matcher.is_stopped()
+        return self._matcher is not None and self._matcher.is_stopped()
 
     def legal(self, output: Sequence[int], *, whole: bool) -> bool:
-        """Returns whether a `whole` output is a text of the grammar, decided without the library. Of a partial output
-        only the characters are checked."""
+        """Returns whether the output has no bad words, and a `whole` one is a text of the grammar, decided without the
+        library. Of a partial output only the characters are checked."""
+        text = "".join(f"{token}," for token in output)
+        if any(f",{text}".find("," + "".join(f"{token}," for token in bad)) >= 0 for bad in self._bad):
+            return False
+        return self._params.grammar is None or self._follows(self._params.grammar, output, whole=whole)
+
+    def _follows(self, grammar: Grammar, output: Sequence[int], *, whole: bool) -> bool:
         ended = output[-1:] == [EOS]
         raw = b"".join(_Tokens.token_bytes(token) for token in output)
         if not (whole or ended):
             return raw.decode(errors="replace").rstrip("\ufffd").strip("abcd é€") == "" and EOS not in output
         text = raw.decode()
-        if self._grammar == NESTED:
+        if grammar == NESTED:
             return is_nested(text)
-        return _EXPRESSIONS[self._grammar].fullmatch(text) is not None
+        return _EXPRESSIONS[grammar].fullmatch(text) is not None
 
 
 def is_nested(text: str) -> bool:

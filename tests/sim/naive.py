@@ -134,7 +134,7 @@ class NaiveTurn:
         self.text: NaiveText | None = None
         self.follower: Follower | None = None
         self.complete = False  # its output is a text of its grammar, and nothing may follow
-        self.stuck = False  # its grammar does not allow its last token
+        self.stuck = False  # its grammar or its bad words do not allow its last token
         self.output: list[int] = []
         self.pieces: list[str] = []  # text delivered so far
         self.computed = 0  # its tokens in plans given to the executor
@@ -160,7 +160,7 @@ class NaiveTurn:
         self.priority = params.priority if params.priority is not None else self.session.policy.priority
         self.stops = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else {EOS})
         self.text = NaiveText(params.stop, params.min_new_tokens) if text else None
-        self.follower = Follower(params.grammar) if params.grammar is not None else None
+        self.follower = Follower(params) if params.constrained or params.sampling.allowed_ids else None
 
     @property
     def prompt(self) -> int:
@@ -241,7 +241,7 @@ class NaiveTurn:
         if self.params.logprobs is None:
             return []
         most = self.params.logprobs
-        return [TokenLogprob(token, 0.0, (Candidate(token, 0.0),) if most else ()) for token in self.output]
+        return [self._scored(token, token, most) for token in self.output]
 
     def input_logprobs(self) -> list[TokenLogprob | None]:
         """Returns one entry for each input token: the witness gives probability 1 to the token it would generate with
@@ -252,9 +252,17 @@ class NaiveTurn:
                 found.append(None)
                 continue
             said, token = next_token(self.sequence.hashes[position - 1 + 1], VOCAB), self.sequence.tokens[position]
-            top = (Candidate(said, 0.0),) if self.params.input_logprobs else ()
-            found.append(TokenLogprob(token, 0.0 if said == token else LEAST_LOGPROB, top))
+            found.append(self._scored(token, said, self.params.input_logprobs or 0))
         return found
+
+    def _scored(self, token: int, said: int, most: int) -> TokenLogprob:
+        """Returns the entry of a token where the witness gives probability 1 to `said`."""
+
+        def candidate(other: int) -> Candidate:
+            return Candidate(other, 0.0 if said == other else LEAST_LOGPROB)
+
+        named = tuple(candidate(other) for other in self.params.logprob_ids)
+        return TokenLogprob(token, candidate(token).logprob, (candidate(said),) if most else (), named=named)
 
     def vector(self) -> bytes:
         """Returns the vector of its input, if it asks for one: that after its last or first token, or the average."""

@@ -6,10 +6,11 @@ import logging
 import os
 import traceback
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from tests.sim.actions import RandomWorld
 from tests.sim.found import Found
@@ -32,6 +33,9 @@ PINNED = 4 * 10**6
 
 ADAPTED = 5 * 10**6
 """The first seed of worlds in which most sessions have adapters."""
+
+LIMITED = 6 * 10**6
+"""The first seed of worlds in which many turns limit or name tokens."""
 
 TRANSITIONS = (
     "open",
@@ -122,19 +126,41 @@ def any_world(seed: int) -> WorldConfig:
     has a prefix cache. From `OVERTAKING` on, sessions start from memory of running turns, all worlds have a prefix
     cache, and every third has tiers. From `PINNED` on, all have pinned sessions, every other one a prefix cache, every
     third tiers. From `ADAPTED` on, most sessions have adapters, all worlds have a prefix cache, every other one tiers,
-    and in every third sessions start from memory of running turns."""
-    if seed >= ADAPTED:
-        world = small_world(seed, overtaking=seed % 3 == 0)
-        return replace(world, adapters=True, prefixes=True, tiers=seed % 2 == 0)
-    if seed >= PINNED:
-        return replace(small_world(seed), pins=True, prefixes=seed % 2 == 0, tiers=seed % 3 == 0)
-    if seed >= OVERTAKING:
-        return replace(small_world(seed, overtaking=True), prefixes=True, tiers=seed % 3 == 0)
-    if seed >= GRAMMARS:
-        return replace(small_world(seed, grammars=True), prefixes=seed % 3 == 0, tiers=seed % 6 == 0)
-    if seed >= PREFIXED:
-        return replace(small_world(seed), prefixes=True, tiers=seed % 2 == 0)
+    and in every third sessions start from memory of running turns. From `LIMITED` on, many turns limit or name tokens;
+    every other world has grammars, every third a prefix cache, and every sixth tiers."""
+    return next(make(seed) for first, make in _KINDS if seed >= first)
+
+
+def _of_any_kind(seed: int) -> WorldConfig:
     return scenario_world(seed) if is_scenario(seed) else small_world(seed)
+
+
+def _kind(
+    prefixes: int = 1, tiers: int = 0, grammars: int = 0, overtaking: int = 0, **same: Any
+) -> Callable[[int], WorldConfig]:
+    """Returns a function that makes worlds of one kind. The numbers say in which worlds something occurs: with n in
+    every n-th, with 0 in none. `same`: fields that all have."""
+
+    def every(seed: int, number: int) -> bool:
+        return number > 0 and seed % number == 0
+
+    def make(seed: int) -> WorldConfig:
+        world = small_world(seed, grammars=every(seed, grammars), overtaking=every(seed, overtaking))
+        return replace(world, prefixes=every(seed, prefixes), tiers=every(seed, tiers), **same)
+
+    return make
+
+
+_KINDS = (
+    (LIMITED, _kind(prefixes=3, tiers=6, grammars=2, limits=True)),
+    (ADAPTED, _kind(tiers=2, overtaking=3, adapters=True)),
+    (PINNED, _kind(prefixes=2, tiers=3, pins=True)),
+    (OVERTAKING, _kind(tiers=3, overtaking=1)),
+    (GRAMMARS, _kind(prefixes=3, tiers=6, grammars=1)),
+    (PREFIXED, _kind(tiers=2)),
+    (0, _of_any_kind),
+)
+"""The first seeds of the kinds of worlds, the last first, with functions that make them."""
 
 
 def _run_seeds(seeds: list[int], steps: int, large: bool, ignored: Collection[str]) -> Summary:

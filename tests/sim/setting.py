@@ -50,6 +50,7 @@ class WorldConfig:
     weights: tuple[tuple[str, float], ...] = ()  # of tenants
     tiers: bool = False  # sessions that yield move to host memory and disk; copies, writes and reads fail
     grammars: bool = False  # most turns have one
+    limits: bool = False  # many turns limit the tokens of their output, or name tokens to be scored
     prefixes: bool = False  # memory of closed sessions is kept, and inputs share prefixes
     pins: bool = False  # some sessions are pinned
     adapters: bool = False  # most sessions have one of two adapters

@@ -24,7 +24,7 @@ GRAMMARS = (
     Slip("text.compiled", "self._kept.move_to_end(grammar)", "pass"),
     Slip("text.compiled", "popitem(last=False)", "popitem()"),
     Slip("text.grammars", "if not self._matcher.validate_tokens([token]):", "if self._matcher.validate_tokens([token]):"),
-    Slip("text.grammars", "return Constraint(matcher.copy(), len(first), first)", "return Constraint(matcher.copy(), len(first), np.full_like(first, 0xFFFFFFFF))"),
+    Slip("text.grammars", "return Constraint(matcher, len(first), first)", "return Constraint(matcher, len(first), np.full_like(first, 0xFFFFFFFF))"),
     Slip("text.masks", "if not answer.done() and answer.set_running_or_notify_cancel():", "if answer.set_running_or_notify_cancel():"),
     Slip("text.constraint", "self._stuck = bool(self._matcher.failure) or not masks[0].any()", "self._stuck = bool(self._matcher.failure)"),
     Slip("engine.flights", "self._with_room(at_worst=True)", "proposal"),

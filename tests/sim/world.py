@@ -52,6 +52,7 @@ class World:
         self._faults = Random(config.seed * 31 + 7)  # of copies and disks
         self.adapting = Random(config.seed * 29 + 11)  # choices of adapters
         self.adapters = dict(PATHS) if config.adapters else {}  # the weights of those loaded, by name
+        self.limiting = Random(config.seed * 23 + 5)  # limits of turns, and tokens that they name
         self._late = Random(config.seed * 17 + 3)  # of masks
         self.clock = ManualClock()
         self.naive: dict[str, NaiveSession] = {}

@@ -156,8 +156,8 @@ class TurnAborted(TenutoError, code="turn_aborted", status=410):
 
 
 class GrammarFailed(TenutoError, code="grammar_failed", status=400):
-    """A turn's grammar or JSON schema proved too complex, or no token of the model can satisfy it. The turn was rolled
-    back."""
+    """A turn's grammar or JSON schema proved too complex, or no token of the model can satisfy it and its
+    bad words. The turn was rolled back."""
 
 
 class TurnFailed(TenutoError, code="turn_failed", status=503):

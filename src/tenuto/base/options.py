@@ -6,18 +6,33 @@ from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields, replace
 from typing import Any, Literal, NamedTuple, TypedDict
 
-from tenuto.base.checks import MAX_COUNT, SECONDS, Bounds, check_options, items, option, whole, wrong
+from tenuto.base.checks import MAX_COUNT, SECONDS, Bounds, check_options, check_unicode, items, option, whole, wrong
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.sampling import GREEDY, MAX_LISTED, MAX_LOGPROBS, Sampling, listed
 from tenuto.base.tools.grammar import Grammar
 
 MAX_NEW_TOKENS = MAX_COUNT
 MAX_STOP_IDS = 64
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_LENGTH = 128
+"""In characters."""
 MAX_PRIORITY = 1000
 Pooling = Literal["last", "mean", "first"]
 """Which of a turn's input tokens its vector comes from: the last, the first, or all, of which it is the average."""
 POOLINGS: tuple[Pooling, ...] = ("last", "mean", "first")
 PRIORITIES = Bounds(-MAX_PRIORITY, MAX_PRIORITY)
+
+
+def _bad_words(given: object) -> tuple[str, ...]:
+    """Returns a list of words. Raises `InvalidRequest` if there are too many, or one is empty or too long."""
+    words = items("bad_words", given, "a list of strings")
+    if len(words) > MAX_BAD_WORDS:
+        raise InvalidRequest(f"there are {len(words)} bad_words; allowed: at most {MAX_BAD_WORDS}", param="bad_words")
+    for word in words:
+        if not isinstance(word, str) or not 0 < len(word) <= MAX_BAD_WORD_LENGTH:
+            raise wrong("one of bad_words", word, f"text of 1 to {MAX_BAD_WORD_LENGTH} characters", param="bad_words")
+        check_unicode("bad_words", word)
+    return words
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +51,9 @@ class TurnParams:
 
     `grammar`: the output is a sentence of the grammar, or the beginning of one if the turn ends early. The turn ends
     where no token can follow. The model's own end tokens are sampled only after a complete sentence.
+
+    No token completes one of `bad_words`, as these encode to tokens, each with and without a blank before it. Other
+    spellings of them are not found.
 
     `pooling` requests a vector: the output of the model's last norm after an input token, or the average of those
     after all of them. A turn with `pooling` generates at least one token. Embedding requests set it.
@@ -96,6 +114,7 @@ class TurnParams:
         default=True, description="Tokens may be guessed and computed ahead, which changes none of them."
     )
     grammar: Grammar | None = option(None, "What the output must follow: an object with one field, the kind.")
+    bad_words: tuple[str, ...] = option((), "Texts that the output must not contain, as they encode to tokens.")
     pooling: Pooling | None = None
     marks: tuple[tuple[str, int], ...] = ()
 
@@ -109,13 +128,19 @@ class TurnParams:
             whole("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)
         object.__setattr__(self, "stop_ids", listed("stop_ids", self.stop_ids, MAX_STOP_IDS))
         object.__setattr__(self, "logprob_ids", listed("logprob_ids", self.logprob_ids, MAX_LISTED))
-        for name, given in (("grammar", self.grammar), ("min_new_tokens", self.min_new_tokens)):
-            if self.sampling.allowed_ids and given:
+        object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
+        for name in ("grammar", "bad_words", "min_new_tokens"):
+            if self.sampling.allowed_ids and getattr(self, name):
                 raise InvalidRequest(f"allowed_ids with {name}; allowed: one of them", param="allowed_ids")
         if not isinstance(self.prediction, str):
             raise wrong("prediction", self.prediction, "text")
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise wrong("grammar", self.grammar, "a Grammar")
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a tokenizer is needed to know which tokens may come next."""
+        return self.grammar is not None or bool(self.bad_words)
 
     @property
     def scores_input(self) -> bool:
@@ -236,6 +261,8 @@ class TurnOptions(TypedDict, total=False):
     `allowed_ids`: the only token ids that are sampled. `seed`: turns with the same seed draw the same random number at
     the same position. `base.sampling.Sampling` describes each.
 
+    `bad_words`: texts that the output must not contain, as they encode to tokens, with or without a blank before.
+
     `stop`: strings that end the turn, left out of its text unless `include_stop` is set. `stop_regex`: regular
     expressions that end it as soon as one matches, so `[0-9]+` ends it at the first digit. `stop_ids`: token ids that
     end it, besides the model's own unless `ignore_eos`. Nothing ends the turn before `min_new_tokens`.
@@ -276,6 +303,7 @@ class TurnOptions(TypedDict, total=False):
     prediction: str
     speculate: bool
     grammar: Grammar | Mapping[str, Any] | None
+    bad_words: Sequence[str]
 
 
 class ChatOptions(TurnOptions, total=False):

@@ -55,12 +55,13 @@ class TurnGate:
         return self._adapters.slot(session.id, session.policy)
 
     def admit(self, params: TurnParams, constraint: Constraint | None = None) -> TextStream | None:
-        """Returns the turn's text stream, or `None` if the engine has no tokenizer. `constraint`: the turn's compiled
-        grammar. Raises `InvalidRequest`, `Unsupported`, and `Overloaded` if too many turns wait."""
+        """Returns the turn's text stream, or `None` if the engine has no tokenizer. `constraint`: that of the turn's
+        grammar and bad words. Raises `InvalidRequest`, `Unsupported`, and `Overloaded` if too many turns wait."""
         if not self._generates and (params.scores_input or (params.pooling is None and params.generates)):
             raise Unsupported("this model makes embeddings only; its files have no output matrix to generate with")
-        if params.grammar is not None and constraint is None:
-            raise InvalidRequest("a grammar needs a tokenizer, and this engine has none", param="grammar")
+        if params.constrained and constraint is None:
+            name = "grammar" if params.grammar is not None else "bad_words"
+            raise InvalidRequest(f"{name} needs a tokenizer, and this engine has none", param=name)
         for token in params.stop_ids:
             whole("a stop id", token, 0, self._vocab_size - 1)
         biased = tuple(token for token, _ in params.sampling.logit_bias)

@@ -48,10 +48,10 @@ class TurnOperations:
         prediction: array[int] | None = None,
     ) -> Turn:
         """Opens a turn that appends `tokens` and generates, or with `max_new_tokens` 0 commits the tokens once they are
-        computed. `conversation`: the conversation up to the end of `tokens`. `constraint`: the grammar of `params`,
-        compiled for this turn. `once`: its idempotency key. `prediction`: tokens that the output may repeat. An open
-        draft becomes this turn and keeps its computed prefix of `tokens`. Raises `SessionBusy`, `ContextExceeded`,
-        `InvalidRequest` or `Overloaded`, having changed nothing."""
+        computed. `conversation`: the conversation up to the end of `tokens`. `constraint`: that of the grammar and the
+        bad words of `params`, made for this turn. `once`: its idempotency key. `prediction`: tokens that the output may
+        repeat. An open draft becomes this turn and keeps its computed prefix of `tokens`. Raises `SessionBusy`,
+        `ContextExceeded`, `InvalidRequest` or `Overloaded`, having changed nothing."""
         checked, params = self._gate.read(tokens), params or TurnParams()
         self._occupation.require_memory()
         session = self._registry.get(session_id, tenant)

@@ -76,10 +76,10 @@ class Preparer:
                 prepared = prepared._replace(tokens=kept)
         if command.params.prediction and self._tokenizer is not None:
             prepared = prepared._replace(prediction=self._prediction(command.params.prediction))
-        grammar = command.params.grammar
-        if grammar is None or self._grammars is None:
+        if not command.params.constrained or self._grammars is None:
             return prepared
-        return prepared._replace(constraint=self._grammars.constraint(grammar))
+        constraint = self._grammars.constraint(command.params.grammar, command.params.bad_words)
+        return prepared._replace(constraint=constraint)
 
     def _prediction(self, text: str) -> array[int]:
         """Returns the tokens of a predicted text, as far as a context can be."""

@@ -18,6 +18,7 @@ from tenuto.base.checks import parsed_json
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.plan import Words
 from tenuto.base.tools.grammar import NOT_JSON, Grammar, json_rule
+from tenuto.text.bad_words import WithoutWords, spellings
 from tenuto.text.compiled import CompiledGrammars, Growth
 from tenuto.text.constraint import Constraint
 from tenuto.text.tokenizer import Tokenizer
@@ -80,6 +81,8 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int]) -> None:
         """`end_ids`: the control tokens that end an answer; they are allowed where the text is complete."""
+        self._tokenizer = tokenizer
+        self._every = _mask_of_all(vocab_size)
         self._make = partial(_tokens_of, tokenizer, vocab_size, end_ids)
         self._tokens: LLTokenizer | None = None  # made when first needed
         self._control = np.zeros(0, np.uint32)  # the mask of all control tokens
@@ -90,11 +93,17 @@ class GrammarCompiler:
         """Whether `grammar` is compiled already, so that `constraint` returns at once."""
         return grammar in self._compiled
 
-    def constraint(self, grammar: Grammar) -> Constraint:
-        """Returns a new constraint. Raises `InvalidRequest` if the grammar is malformed, unsupported, or matches only
-        the empty text."""
-        matcher, first = self._compiled.find(grammar) or self._compile(grammar)
-        return Constraint(matcher.copy(), len(first), first)
+    def constraint(self, grammar: Grammar | None, bad_words: Sequence[str] = ()) -> Constraint:
+        """Returns a new constraint, of which one part may be missing. Raises `InvalidRequest` if the grammar is
+        malformed, unsupported, or matches only the empty text."""
+        matcher, first = None, None
+        if grammar is not None:
+            compiled, first = self._compiled.find(grammar) or self._compile(grammar)
+            matcher = compiled.copy()
+            if not bad_words:
+                return Constraint(matcher, len(first), first)
+        without = WithoutWords(spellings(bad_words, self._tokenizer), self._every, matcher)
+        return Constraint(without, len(self._every))
 
     def _compile(self, grammar: Grammar) -> tuple[GrammarMatcher, Words]:
         with self._making:
@@ -182,6 +191,13 @@ def _mask_of(tokens: Sequence[int], words: int) -> Words:
     mask = np.zeros(words, np.uint32)
     for token in tokens:
         mask[token // 32] |= np.uint32(1 << token % 32)
+    return mask
+
+
+def _mask_of_all(tokens: int) -> Words:
+    """Returns the mask of the first `tokens` tokens."""
+    mask = np.full(-(-tokens // 32), 0xFFFFFFFF, np.uint32)
+    mask[-1] >>= -tokens % 32
     return mask
 
 

@@ -61,6 +61,23 @@ def test_only_allowed_tokens_are_sampled_and_named_ones_have_logprobs(client: Op
     assert refused.value.param == "allowed_token_ids"
 
 
+def test_bad_words_are_not_written(client: OpenAI) -> None:
+    def written(*words: str, choices: list[str]) -> set[str]:
+        body = {"guided_choice": choices, "bad_words": words}
+        done = client.completions.create(model="default", prompt=IDS, n=16, max_tokens=9, extra_body=body)
+        return {choice.text for choice in done.choices}
+
+    assert written(choices=["one two", "one six"]) == {"one two", "one six"}
+    assert written("t", choices=["one two", "one six"]) == {"one six"}
+    assert written("ne s", "x", choices=["one two", "one six", "two"]) == {"one two", "two"}
+    with pytest.raises(openai.BadRequestError, match="bad_words") as refused:
+        written("two", choices=["one two"])
+    assert refused.value.code == "grammar_failed"
+    with pytest.raises(openai.BadRequestError) as refused:
+        written("", choices=["one two"])
+    assert refused.value.param == "bad_words"
+
+
 def test_a_prompt_is_cut_to_the_tokens_asked_for(client: OpenAI, http: httpx.Client) -> None:
     body: dict[str, Any] = {"return_token_ids": True, "truncate_prompt_tokens": 2}
     asked: dict[str, Any] = {"prompt": [IDS, IDS[:1]], "n": 2, "max_tokens": 2, **GREEDY}

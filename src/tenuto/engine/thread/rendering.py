@@ -72,8 +72,8 @@ class Outdated(Exception):
 
 
 class Prepared(NamedTuple):
-    """The input of a turn as tokens. `conversation`: the conversation after the turn; see `Basis`. `constraint`: its
-    compiled grammar. `prediction`: tokens that its output may repeat."""
+    """The input of a turn as tokens. `conversation`: the conversation after the turn; see `Basis`. `constraint`: that
+    of its grammar and bad words. `prediction`: tokens that its output may repeat."""
 
     basis: Basis
     tokens: array[int]

@@ -54,7 +54,7 @@ UNDONE: dict[str, tuple[Any, ...]] = {
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "documents", "functions", "logits_processors", "moderation"), NOTHING),
     **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs", "chat_template_kwargs", "vllm_xargs"), NOTHING),
-    **dict.fromkeys(("bad_words", "custom_params", "session_params", "structural_tag"), NOTHING),
+    **dict.fromkeys(("custom_params", "session_params", "structural_tag"), NOTHING),
     **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room", "kv_transfer_params"), NOTHING),
     **dict.fromkeys(("early_stopping", "no_stop_trim", "use_beam_search"), NOTHING),
     **dict.fromkeys(("repetition_detection", "return_cached_tokens_details", "return_hidden_states"), NOTHING),

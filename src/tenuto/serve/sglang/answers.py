@@ -22,7 +22,7 @@ from tenuto.serve.shared.tasks import all_of
 ABORT_MESSAGES = {
     EndReason.ABORT: "the request was aborted",
     EndReason.DEADLINE: "the request did not start or end by its deadline",
-    EndReason.GRAMMAR: "the grammar is too complex to be followed further",
+    EndReason.GRAMMAR: "the grammar is too complex to be followed further, or bad_words leave no token",
     EndReason.FAILED: "the steps with the request failed; try again",
 }
 

@@ -150,7 +150,10 @@ def check_end(edge: Edge, result: TurnResult) -> None:
     if result.reason is EndReason.DEADLINE:
         raise DeadlinePassed("the turn did not start or end by its deadline, and was rolled back")
     if result.reason is EndReason.GRAMMAR:
-        raise GrammarFailed("the grammar is too complex to be followed further, and the turn was rolled back")
+        raise GrammarFailed(
+            "the grammar is too complex to be followed further, or bad_words leave no token that it allows; "
+            "the turn was rolled back"
+        )
     if result.reason is EndReason.FAILED:
         raise TurnFailed("the steps with the turn failed, and it was rolled back; try again")
     if edge.draining:

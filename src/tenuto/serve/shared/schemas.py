@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from tenuto.base.checks import Bounds
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.options import MAX_STOP_IDS, OPTIONS, Policy
+from tenuto.base.options import MAX_BAD_WORDS, MAX_STOP_IDS, OPTIONS, Policy
 from tenuto.base.sampling import MAX_BIASES, MAX_LISTED, MAX_TOKEN_ID
 
 T = TypeVar("T")
@@ -58,6 +58,7 @@ TokenKey = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID, strict=False)]
 
 _TYPES: dict[str, Any] = {
     "allowed_ids": Items[TokenId],
+    "bad_words": Items[str],
     "grammar": Annotated[dict[str, Any], at_most(1)],
     "logit_bias": Annotated[dict[TokenKey, float], at_most(MAX_BIASES)],
     "logprob_ids": Items[TokenId],
@@ -67,8 +68,8 @@ _TYPES: dict[str, Any] = {
     "stop_regex": str | Items[str],
 }
 """The types of options that are not numbers or flags."""
-_MOST = {"stop_ids": MAX_STOP_IDS, "allowed_ids": MAX_LISTED, "logprob_ids": MAX_LISTED}
-"""The most token ids in options that list some."""
+_MOST = {"stop_ids": MAX_STOP_IDS, "allowed_ids": MAX_LISTED, "logprob_ids": MAX_LISTED, "bad_words": MAX_BAD_WORDS}
+"""The most entries of options that are lists."""
 
 
 class Object(BaseModel):
