@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,32 +25,38 @@ HEAD = 16
 VOCABULARY = 272
 """A multiple of 16, for the native kernels; also the hidden size, so that every token has its own direction."""
 CONTEXT = 2**18
-CONTROLS = ("<|im_start|>", "<|im_end|>", "<|call|>", "<|answer|>")
+CONTROLS = ("<|im_start|>", "<|im_end|>", "<|call|>", "<|answer|>", "<|think_call|>", "<|think_answer|>")
 TEMPLATE = (
     "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if tools and not messages | selectattr('role', 'equalto', 'tool') | list %}<|call|>"
-    "{% else %}<|answer|>{% endif %}{% endif %}"
+    "{% if tools and not messages | selectattr('role', 'equalto', 'tool') | list %}<|CALL|>"
+    "{% else %}<|ANSWER|>{% endif %}{% endif %}"
 )
 OPEN_THOUGHT, CLOSE_THOUGHT = "<think>\n", "\n</think>\n\n"
-THINKS = "{# The model writes thoughts between <think> and </think>. #}"
-"""Tells readers of the template that the model writes thoughts."""
+THOUGHT_OF_CALL = f"{OPEN_THOUGHT}A function knows it.{CLOSE_THOUGHT}"
+THINKS = (
+    "{# The model writes thoughts between <think> and </think>. #}"
+    "{% set think = '' if enable_thinking is defined and not enable_thinking else 'think_' %}"
+)
 
 
 def write_caller(
     directory: Path, function: str, arguments: dict[str, Any], answer: str = ANSWER, thoughts: Sequence[str] = ()
 ) -> Path:
     """Writes a model that calls `function`, or answers, to `directory`, and returns the directory. `thoughts`: tokens
-    before an answer, all different."""
+    before an answer, all different; then it also thinks before a call, unless `enable_thinking` is false."""
     directory.mkdir(parents=True, exist_ok=True)
     call = json.dumps({"name": function, "arguments": arguments}, ensure_ascii=False)
     thought = [OPEN_THOUGHT, *thoughts, CLOSE_THOUGHT] if thoughts else []
-    ids = _write_tokenizer(directory, [call, *thought, answer], TEMPLATE + (THINKS if thoughts else ""))
+    texts = [call, *thought, answer, *([THOUGHT_OF_CALL] if thoughts else [])]
+    ids = _write_tokenizer(directory, texts, _template(thinks=bool(thoughts)))
     follows = np.full(VOCABULARY, ids["<|im_end|>"])
-    follows[ids["<|call|>"]] = ids[call]
-    for earlier, later in pairwise(["<|answer|>", *thought, answer]):
+    chains = [["<|call|>", call], ["<|answer|>", answer]]
+    if thoughts:
+        chains += [["<|think_call|>", THOUGHT_OF_CALL, call], ["<|think_answer|>", *thought, answer]]
+    for earlier, later in chain.from_iterable(map(pairwise, chains)):
         follows[ids[earlier]] = ids[later]
     _write_weights(directory / "model.safetensors", follows)
     config = {
@@ -73,6 +79,15 @@ def write_caller(
     }
     (directory / "config.json").write_text(json.dumps(config))
     return directory
+
+
+def _template(*, thinks: bool) -> str:
+    """Returns the chat template. Its last token chooses between a call and an answer, each with or without thoughts."""
+    chosen = TEMPLATE
+    for name in ("call", "answer"):
+        token = f"{{{{ '<|' + think + '{name}|>' }}}}" if thinks else f"<|{name}|>"
+        chosen = chosen.replace(f"<|{name.upper()}|>", token)
+    return THINKS + chosen if thinks else chosen
 
 
 def _write_tokenizer(directory: Path, texts: list[str], template: str) -> dict[str, int]:

@@ -12,8 +12,9 @@ from openai import OpenAI
 from tenuto.base.options import TurnParams
 from tenuto.base.tools.answers import AnswerReader, Reading
 from tenuto.base.tools.definitions import ModelHabits
-from tenuto.base.turns import Delta
+from tenuto.base.turns import Delta, Message
 from tenuto.serve.openai.chat import ChatWriter, Shown
+from tenuto.serve.openai.schemas import ChatMessage
 from tests.present import present
 from tests.serve.openai.calls import GREEDY, HI
 
@@ -125,6 +126,13 @@ def test_an_answer_continues_the_last_message(client: OpenAI, http: httpx.Client
         assert refused.value.param in wrong
 
 
+def test_thoughts_of_earlier_messages_may_have_either_name() -> None:
+    said = {"role": "assistant", "content": "two"}
+    for named in ({"reasoning_content": "one"}, {"reasoning": "one"}, {"reasoning": "one", "reasoning_content": "one"}):
+        assert ChatMessage.model_validate(said | named).rendered() == Message("assistant", "two", reasoning="one")
+    assert ChatMessage.model_validate(said | {"reasoning": {"text": "one"}}).rendered() == Message("assistant", "two")
+
+
 def test_one_route_takes_chats_and_completions(http: httpx.Client) -> None:
     given: dict[str, Any] = {"/v1/chat/completions": {"messages": HI}, "/v1/completions": {"prompt": "a"}}
     for path, body in given.items():
@@ -207,10 +215,12 @@ def test_thoughts_are_left_out_on_request(client: OpenAI, shown: bool) -> None:
     text = "<think>one</think>two"
     message = writer().whole(Delta(text=text))["message"]
     assert (message["content"], message.get("reasoning_content")) == ("two", "one" if shown else None)
+    assert message.get("reasoning") == message.get("reasoning_content")
     streaming = writer()
     pieces = [piece["delta"] for letter in text if (piece := streaming.piece(Delta(text=letter))) is not None]
     pieces.append(streaming.closing()["delta"])
     assert "".join(piece.get("content", "") for piece in pieces) == "two"
-    assert "".join(piece.get("reasoning_content", "") for piece in pieces) == ("one" if shown else "")
+    for name in ("reasoning_content", "reasoning"):
+        assert "".join(piece.get(name, "") for piece in pieces) == ("one" if shown else "")
     asked = {"include_reasoning": shown}
     assert client.chat.completions.create(messages=HI, max_tokens=2, extra_body=asked, **GREEDY).choices

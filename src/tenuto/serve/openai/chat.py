@@ -25,6 +25,8 @@ class Shown:
 
 
 ANSWER = Shown()
+REASONING = ("reasoning_content", "reasoning")
+"""The names of an answer's thoughts: DeepSeek's, and the one of vLLM and OpenRouter."""
 
 
 class ChatWriter:
@@ -68,7 +70,7 @@ class ChatWriter:
             "refusal": None,
         }
         if said.reasoning:
-            message["reasoning_content"] = said.reasoning
+            message |= dict.fromkeys(REASONING, said.reasoning)
         if said.calls:
             message["tool_calls"] = [self._call(call) for call in said.calls]
         return {"message": message, "logprobs": self._logprobs_of(delta.logprobs)}
@@ -82,7 +84,7 @@ class ChatWriter:
         if said.text:
             delta["content"] = said.text
         if said.reasoning:
-            delta["reasoning_content"] = said.reasoning
+            delta |= dict.fromkeys(REASONING, said.reasoning)
         if said.calls:
             delta["tool_calls"] = [
                 {"index": index, **self._call(call)} for index, call in enumerate(said.calls, self._calls)

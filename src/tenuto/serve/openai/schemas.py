@@ -253,7 +253,7 @@ class ChatMessage(InMessage):
     ignored = frozenset(
         (
             *("cache_control", "id", "metadata", "provider_specific_fields"),
-            *("reasoning", "reasoning_details", "thinking_blocks"),
+            *("reasoning_details", "thinking_blocks"),
         )
     )
     not_supported = NO_CALLS
@@ -268,6 +268,7 @@ class ChatMessage(InMessage):
     )
     tool_call_id: str | None = Field(None, max_length=256, description="In a tool's message, the call it answers.")
     reasoning_content: str | None = Field(None, description="An assistant's thoughts before its answer.")
+    reasoning: Any = Field(None, description="vLLM's name of `reasoning_content`.")
 
     @field_validator("role")
     @classmethod
@@ -285,7 +286,7 @@ class ChatMessage(InMessage):
             tuple(call.call() for call in self.tool_calls or ()),
             self.tool_call_id or "",
             self.name or "",
-            self.reasoning_content or "",
+            self.reasoning_content or (self.reasoning if isinstance(self.reasoning, str) else ""),
         )
 
     @model_validator(mode="after")
