@@ -6,11 +6,14 @@ invariant is an `InvariantError`, which stops the engine with a report.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, Self
+
 
 class TenutoError(Exception):
     """Base of the errors meant for the caller: what was wrong and what is allowed. The refused operation changed
     nothing. `param`: the field or option at fault, if it is a single one. `detail`: added in logs, but never sent to
-    clients of a server, since it may name sessions of others."""
+    clients of a server, since it may name sessions of others. `details`: values for programs, by names."""
 
     code = "error"
     status = 500
@@ -20,11 +23,19 @@ class TenutoError(Exception):
         super().__init_subclass__()
         cls.code, cls.status = code or cls.code, status or cls.status
 
-    def __init__(self, message: str = "", *, param: str | None = None, detail: str = "") -> None:
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        param: str | None = None,
+        detail: str = "",
+        details: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__(f"{message}: {detail}" if detail else message)
         self.message = message
         self.param = param
         self.detail = detail
+        self.details = details
 
 
 class InvalidRequest(TenutoError, code="invalid_request", status=400):
@@ -33,7 +44,18 @@ class InvalidRequest(TenutoError, code="invalid_request", status=400):
 
 class ContextExceeded(TenutoError, code="context_exceeded", status=400):
     """History and input leave no room in the context for one output token, or the input does not fit into memory even
-    when all of it is free."""
+    when all of it is free. Its details, if known: `prompt_tokens`, at least as many as history and input have, and
+    `context_length`."""
+
+    @classmethod
+    def of(cls, found: int, allowed: int, limit: int, *, exact: bool) -> Self:
+        """Returns the error of a history and input of `found` tokens, or of at least so many unless `exact`, of which
+        `allowed` would fit in a context of `limit`."""
+        least = "" if exact else "at least "
+        return cls(
+            f"history and input have {least}{found} tokens; allowed: {allowed} of a context of {limit}",
+            details={"prompt_tokens": found, "context_length": limit},
+        )
 
 
 class NotFound(TenutoError, code="not_found", status=404):

@@ -43,10 +43,8 @@ class TurnGate:
         if wanted != 0 and prompt == 0:
             raise InvalidRequest("there is nothing to continue: history and input are empty; give at least one token")
         if room < (0 if wanted == 0 else 1):
-            raise ContextExceeded(
-                f"history and input have {prompt} tokens; allowed: {session.limit - (0 if wanted == 0 else 1)} "
-                f"of a context of {session.limit}"
-            )
+            allowed = session.limit - (0 if wanted == 0 else 1)
+            raise ContextExceeded.of(prompt, allowed, session.limit, exact=True)
         return room if wanted is None else min(wanted, room)
 
     def adapter(self, session: Session) -> int:

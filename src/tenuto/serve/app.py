@@ -24,6 +24,7 @@ from tenuto.serve import adapters, admin, documents, models
 from tenuto.serve.anthropic import batch_routes as anthropic_batches
 from tenuto.serve.anthropic import errors as anthropic_errors
 from tenuto.serve.anthropic import routes as anthropic
+from tenuto.serve.llama_cpp import errors as llama_cpp_errors
 from tenuto.serve.llama_cpp import routes as llama_cpp_completions
 from tenuto.serve.llama_cpp import server as llama_cpp_server
 from tenuto.serve.metrics import Metrics
@@ -126,11 +127,19 @@ def build_app(edge: Edge, metrics: Metrics) -> FastAPI:
     return app
 
 
+_OF_LLAMA_CPP = frozenset(
+    getattr(route, "path", "") for part in (llama_cpp, llama_cpp_completions) for route in part.router.routes
+)
+"""Paths that only llama.cpp has."""
+
+
 def form_of(path: str) -> ErrorForm:
     """Returns the error form that clients of this path expect."""
     of_anthropic = path.startswith(f"{anthropic.router.prefix}/") or path == anthropic.router.prefix
     if path.startswith(f"{ollama.router.prefix}/"):
         return ollama_errors.FORM
+    if path in _OF_LLAMA_CPP:
+        return llama_cpp_errors.FORM
     return anthropic_errors.FORM if of_anthropic else OPENAI_FORM
 
 

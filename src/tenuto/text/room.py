@@ -20,6 +20,4 @@ class Room(NamedTuple):
         """Raises `ContextExceeded` if an input of at least `tokens` tokens cannot fit."""
         total = self.history + tokens - self.spare
         if total > self.limit:
-            raise ContextExceeded(
-                f"history and input have at least {total} tokens; allowed: {self.allowed} of a context of {self.limit}"
-            )
+            raise ContextExceeded.of(total, self.allowed, self.limit, exact=False)

@@ -21,6 +21,28 @@ def test_paths_without_prefix_are_the_same(witness: Server) -> None:
         assert client.chat.completions.create(messages=HI, max_tokens=4, **GREEDY).choices == plain.choices
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/chat/completions", {"messages": [{"role": "user", "content": "a" * 9000}]}),
+        ("/chat/completions", {"messages": [{"role": "user", "content": "a" * 9000}], "stream": True}),
+        ("/completion", {"prompt": "a" * 9000}),
+        ("/completion", {"prompt": [1] * 4096}),
+    ],
+)
+def test_errors_count_the_tokens_of_a_prompt_that_is_too_long(witness: Server, path: str, body: Any) -> None:
+    with witness.client() as http:
+        refused = http.post(path, json=body)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["type"], error["n_ctx"]) == (400, "exceed_context_size_error", 4096)
+        assert error["n_prompt_tokens"] >= 4096
+        if path == "/chat/completions":
+            there = http.post(f"/v1{path}", json=body).json()["error"]
+            assert there["type"] == "invalid_request_error"
+            assert there["details"] == {"prompt_tokens": error["n_prompt_tokens"], "context_length": 4096}
+            assert (there["code"], there["message"]) == (error["code"], error["message"])
+
+
 def test_a_template_is_applied_to_messages_as_in_a_chat(witness: Server) -> None:
     with witness.client() as http:
         prompt = http.post("/apply-template", json={"messages": HI}).raise_for_status().json()["prompt"]

@@ -391,6 +391,7 @@ class Refusal(WireMessage, frozen=True, kw_only=True):
     message: str
     param: str | None = None
     detail: str = ""
+    details: dict[str, Any] | None = None
 
 
 class Updates(WireMessage, frozen=True, kw_only=True):
@@ -433,10 +434,17 @@ _ERRORS = _by_code(TenutoError)
 
 def refusal_of(call: int, error: TenutoError) -> Refusal:
     """Returns the message for an error."""
-    return Refusal(call=call, code=error.code, message=error.message, param=error.param, detail=error.detail)
+    return Refusal(
+        call=call,
+        code=error.code,
+        message=error.message,
+        param=error.param,
+        detail=error.detail,
+        details=dict(error.details) if error.details is not None else None,
+    )
 
 
 def error_of(refusal: Refusal) -> TenutoError:
     """Returns the error of a refusal."""
     kind = _ERRORS.get(refusal.code, TenutoError)
-    return kind(refusal.message, param=refusal.param, detail=refusal.detail)
+    return kind(refusal.message, param=refusal.param, detail=refusal.detail, details=refusal.details)

@@ -14,12 +14,11 @@ import msgspec
 from pydantic import Field
 
 from tenuto.base.checks import shown
-from tenuto.base.errors import InvalidRequest, NotFound, SessionBusy, SessionClosed, VersionMismatch
+from tenuto.base.errors import InvalidRequest, NotFound, SessionBusy, SessionClosed, TenutoError, VersionMismatch
 from tenuto.base.tools.definitions import NO_TOOLS, Tools
 from tenuto.base.views import SessionInfo
 from tenuto.base.wire.messages import GetSession, StartTurn
 from tenuto.serve.shared.edge import Edge, of_tenant, open_message
-from tenuto.serve.shared.errors import DetailedError
 from tenuto.serve.shared.kept import Kept
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.objects import ForeignObject
@@ -31,12 +30,12 @@ _MESSAGE_ID = re.compile(r"(msg_[0-9a-f]{32})_([1-9][0-9]{0,8})")
 _AGAIN = 'send all messages with thread {"type": "create"}'
 
 
-class ThreadRefused(DetailedError, code="invalid_request", status=400):
+class ThreadRefused(TenutoError, code="invalid_request", status=400):
     """A thread cannot do what the request asks. `error_code` and `more`: details for Anthropic's clients, which then
     send all messages."""
 
     def __init__(self, error_code: str, message: str, **more: Any) -> None:
-        super().__init__(message, {"error_code": error_code, **more}, param="thread")
+        super().__init__(message, param="thread", details={"error_code": error_code, **more})
 
 
 class ThreadNotFound(ThreadRefused, code="not_found", status=404):

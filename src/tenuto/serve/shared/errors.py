@@ -25,17 +25,9 @@ _TYPES = {
 """OpenAI's types of errors, by status."""
 
 
-class DetailedError(TenutoError):
-    """An error with details for the clients of one interface. `details`: values by the interface's names."""
-
-    def __init__(self, message: str, details: Mapping[str, Any], *, param: str | None = None) -> None:
-        super().__init__(message, param=param)
-        self.details = details
-
-
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The content of an error answer, independent of any API's form. `details`: see `DetailedError`."""
+    """The content of an error answer, independent of any API's form. `details`: values for programs."""
 
     status: int
     code: str
@@ -47,8 +39,7 @@ class Failure:
     def of(error: TenutoError) -> Failure:
         """Returns the public content of an error: without its detail and, for internal errors, without its message."""
         message = BROKEN if error.status == 500 else error.message
-        details = error.details if isinstance(error, DetailedError) else None
-        return Failure(error.status, error.code, message, error.param, details)
+        return Failure(error.status, error.code, message, error.param, error.details)
 
     @property
     def body(self) -> dict[str, Any]:

@@ -122,7 +122,7 @@ class TurnRequest(Object):
                 error.param = self.field(error.param)
                 raise
             said = f"{self.too_long.format(limit=limit)}: {error.message}"
-            raise ContextLengthExceeded(said, param=self.field("input")) from None
+            raise ContextLengthExceeded(said, param=self.field("input"), details=error.details) from None
         except TenutoError as error:
             error.param = self.field(error.param)
             raise
