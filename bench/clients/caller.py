@@ -28,7 +28,8 @@ CONTEXT = 2**18
 CONTROLS = ("<|im_start|>", "<|im_end|>", "<|call|>", "<|answer|>", "<|think_call|>", "<|think_answer|>")
 TEMPLATE = (
     "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "<|THOUGHTS|>{{ m.content }}"
     "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if tools and not messages | selectattr('role', 'equalto', 'tool') | list %}<|CALL|>"
@@ -36,10 +37,8 @@ TEMPLATE = (
 )
 OPEN_THOUGHT, CLOSE_THOUGHT = "<think>\n", "\n</think>\n\n"
 THOUGHT_OF_CALL = f"{OPEN_THOUGHT}A function knows it.{CLOSE_THOUGHT}"
-THINKS = (
-    "{# The model writes thoughts between <think> and </think>. #}"
-    "{% set think = '' if enable_thinking is defined and not enable_thinking else 'think_' %}"
-)
+THOUGHTS = f"{{% if m.reasoning_content %}}{OPEN_THOUGHT}{{{{ m.reasoning_content }}}}{CLOSE_THOUGHT}{{% endif %}}"
+THINKS = "{% set think = '' if enable_thinking is defined and not enable_thinking else 'think_' %}"
 
 
 def write_caller(
@@ -87,7 +86,7 @@ def _template(*, thinks: bool) -> str:
     for name in ("call", "answer"):
         token = f"{{{{ '<|' + think + '{name}|>' }}}}" if thinks else f"<|{name}|>"
         chosen = chosen.replace(f"<|{name.upper()}|>", token)
-    return THINKS + chosen if thinks else chosen
+    return (THINKS if thinks else "") + chosen.replace("<|THOUGHTS|>", THOUGHTS if thinks else "")
 
 
 def _write_tokenizer(directory: Path, texts: list[str], template: str) -> dict[str, int]:

@@ -10,9 +10,10 @@ import httpx
 import pytest
 from anthropic import Anthropic
 
+from bench.clients.caller import write_caller
 from tenuto.serve.anthropic.content import NewMessage
 from tenuto.serve.anthropic.edits import ClearThinking
-from tests.serve.server import Server
+from tests.serve.server import Server, serving
 
 READ: Any = {"name": "read", "description": "Reads.", "input_schema": {"type": "object"}}
 GREP: Any = {**READ, "name": "grep"}
@@ -152,6 +153,30 @@ def test_thoughts_of_older_turns_are_cleared(client: Anthropic, keep: Any, clear
     assert [edit.cleared_thinking_turns for edit in edits] == ([cleared] if cleared else [])
     saved = sum(edit.cleared_input_tokens for edit in edits)
     assert prompt(answer) == counted(client, messages).input_tokens - saved
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Anthropic]:
+    """A client of a model whose template writes earlier thoughts."""
+    model = write_caller(tmp_path_factory.mktemp("thinker") / "model", "read", {}, thoughts=["It is", " done."])
+    with (
+        serving("--model", str(model), "--context-length", "8192", "--any-model-name") as server,
+        Anthropic(base_url=server.url, api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize(("kept", "left"), [(1, [0, 0, 1]), (2, [0, 1, 1]), (9, [1, 1, 1])])
+def test_cleared_thoughts_are_not_computed(thinker: Anthropic, kept: int, left: list[int]) -> None:
+    """Each thought takes as many tokens as there are bytes in it and the text around it."""
+    keep = {"type": "thinking_turns", "value": kept}
+    messages, edits = conversation(LONG[:3], thoughts=True), [{"type": "clear_thinking_20251015", "keep": keep}]
+    answer = ask(thinker, messages, {"edits": edits}, max_tokens=16)
+    tokens = [2 * len(f"<think>\nthought {number}\n</think>\n\n") for number in range(3)]
+    saved = sum(size for size, there in zip(tokens, left, strict=True) if not there)
+    assert prompt(answer) == counted(thinker, messages).input_tokens - saved
+    assert [edit.cleared_input_tokens for edit in answer.context_management.applied_edits] == ([saved] if saved else [])
+    assert [block.type for block in answer.content] == ["thinking", "text"]
 
 
 def test_cleared_thoughts_are_not_rendered_and_all_else_is() -> None:
