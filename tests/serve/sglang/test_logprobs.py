@@ -73,7 +73,8 @@ def test_logprobs_work_in_streams_batches_and_samples(smollm2: httpx.Client) -> 
     for answer in generate(smollm2, "Hello there", sampling_params={"n": 2}, **more):
         got = answer["meta_info"]["input_token_logprobs"]
         assert [entry[1] for entry in got] == [entry[1] for entry in whole["input_token_logprobs"]]
-    body = {"text": ["Hello", "there"], "return_logprob": [True, False]}
+    few = {"max_new_tokens": 4}
+    body = {"text": ["Hello", "there"], "return_logprob": [True, False], "sampling_params": few}
     first, second = smollm2.post("/generate", json=body).json()
     assert "output_token_logprobs" in first["meta_info"]
     assert "output_token_logprobs" not in second["meta_info"]
