@@ -27,7 +27,7 @@ NAME = re.compile(r"(?!\w+\.md)(?:[A-Z]\w*[a-z]\w*|[A-Z][A-Z_]{3,})(?:\.\w+)*")
 """Classes and constants, and what is in them."""
 DEFINITIONS = (r"\b(?:class|def|struct) (\w+)", r"^\s*(\w+)(?:: [^=\n]+)? = ", r"^\s+(\w+): ", r"self\.(\w+)")
 ABOUT_THE_CODE = [page for page in PRESENT if page.parent.name == "internals" or page.stem in CODE_PAGES]
-PLACES = {"ID": "{session_id}", "TURN": "{turn_id}", "RESPONSE": "{response_id}"}
+PLACES = {"ID": "{session_id}", "TURN": "{turn_id}", "RESPONSE": "{response_id}", "CHAT": "{completion_id}"}
 """The form in which pages write the parameters of routes."""
 
 

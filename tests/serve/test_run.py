@@ -164,6 +164,9 @@ def test_a_server_without_its_engine_answers_503_until_it_ends() -> None:
     known |= dict.fromkeys((f"get {one}", f"delete {one}", f"post {one}/cancel", f"get {one}/input_items"), 400)
     one = "/v1/conversations/{conversation_id}"
     known |= {"post /v1/conversations": 200, f"post {one}": 400, f"post {one}/items": 400}
+    chat = "/v1/chat/completions/{completion_id}"
+    stored = {f"get {chat}": 404, f"get {chat}/messages": 404, f"delete {chat}": 404}
+    known |= {"get /v1/chat/completions": 200, f"post {chat}": 400, **stored}
     known |= {f"{method} {one}": 404 for method in ("get", "delete")} | {f"get {one}/items": 404}
     known |= {f"{method} {one}/items/{{item_id}}": 404 for method in ("get", "delete")}
     one = "/v1/messages/batches/{batch_id}"

@@ -42,6 +42,7 @@ from tenuto.serve.openai import rerank as openai_rerank
 from tenuto.serve.openai import response_inputs as openai_inputs
 from tenuto.serve.openai import response_routes as openai_responses
 from tenuto.serve.openai import routes as openai
+from tenuto.serve.openai import stored_chat_routes as openai_stored_chats
 from tenuto.serve.openai import tokens as openai_tokens
 from tenuto.serve.sglang import encode as sglang_encode
 from tenuto.serve.sglang import routes as sglang
@@ -99,6 +100,7 @@ def build_app(edge: Edge, metrics: Metrics) -> FastAPI:
         anthropic_batches,
         openai_tokens,
         llama_cpp,
+        openai_stored_chats,  # after the paths of llama.cpp below the same one
         llama_cpp_completions,
         llama_cpp_server,
         ollama,

@@ -92,14 +92,21 @@ class Choices(Answer):
         }
 
     async def whole(self) -> dict[str, Any]:
+        for turn in self.turns:
+            await committed(self._edge, turn)
+        return self.written(self._writers)
+
+    def written(self, writers: Sequence[Writer]) -> dict[str, Any]:
+        """Returns the whole answer, written by new `writers`, once all turns have been committed."""
         choices = []
-        for index, (turn, writer) in enumerate(zip(self.turns, self._writers, strict=True)):
-            result, reply = await committed(self._edge, turn), turn.reply()
-            choice = self._choice(index, writer.whole(reply), result)
+        for index, (turn, writer) in enumerate(zip(self.turns, writers, strict=True)):
+            reply = turn.reply()
+            choice = self._choice(index, writer.whole(reply), turn.result)
             choice["token_ids"] = reply.tokens if self._shows_ids else None
             choices.append(choice)
         whole = {
             **self._head,
+            "object": self._kind,
             **UNUSED,
             "choices": choices,
             "usage": self._usage(),

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Discriminator, Tag
 
-from tenuto.serve.openai.routes import STREAMED, chat, complete
+from tenuto.serve.openai.routes import STREAMED, StoredOf, chat, complete
 from tenuto.serve.openai.schemas import ChatBody, CompletionBody
 from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.edge import Caller, EdgeOf
@@ -24,8 +24,8 @@ Body = Annotated[Annotated[ChatBody, Tag("chat")] | Annotated[CompletionBody, Ta
 
 
 @router.post("/invocations", response_model=None, responses=STREAMED)
-async def invoke(edge: EdgeOf, tenant: Caller, body: Body, request: Request) -> Response:
+async def invoke(edge: EdgeOf, tenant: Caller, body: Body, request: Request, stored: StoredOf) -> Response:
     """Answers like `/v1/chat/completions`, or, if there is a `prompt`, like `/v1/completions`."""
     if isinstance(body, ChatBody):
-        return await chat(edge, tenant, body, request)
+        return await chat(edge, tenant, body, request, stored)
     return await complete(edge, tenant, body, request)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Annotated
 
 from fastapi import APIRouter, Request, Response
 
@@ -15,9 +16,10 @@ from tenuto.serve.openai.answers import Choices, Writer
 from tenuto.serve.openai.chat import ChatWriter, Shown
 from tenuto.serve.openai.completions import CompletionWriter, echo_of
 from tenuto.serve.openai.schemas import ChatBody, CompletionBody, Generation
+from tenuto.serve.openai.stored_chats import StoredChats, StoredChoices, checked_metadata, listed_messages
 from tenuto.serve.openai.tools import customs_of
 from tenuto.serve.shared.bodies import JsonRoute, of_many
-from tenuto.serve.shared.edge import Caller, Edge, EdgeOf, open_message
+from tenuto.serve.shared.edge import Caller, Edge, EdgeOf, of_tenant, open_message
 from tenuto.serve.shared.idempotency import RequestKey
 from tenuto.serve.shared.placing import placed
 from tenuto.serve.shared.samples import Samples, close_all, start_all
@@ -27,6 +29,7 @@ from tenuto.serve.shared.sse import respond, streamed, while_connected
 
 router = APIRouter(route_class=JsonRoute, prefix="/v1", tags=["openai"], responses=REFUSALS)
 
+StoredOf = Annotated[StoredChats, of_tenant(StoredChats)]
 MAX_CHOICES = 1024
 """Maximum number of answers to one request: prompts times `n`."""
 
@@ -70,13 +73,20 @@ async def complete(
 
 @router.post("/chat/completions", response_model=None, responses=STREAMED)
 async def chat(
-    edge: EdgeOf, tenant: Caller, body: ChatBody, request: Request, idempotency_key: IdempotencyKey = None
+    edge: EdgeOf,
+    tenant: Caller,
+    body: ChatBody,
+    request: Request,
+    stored: StoredOf,
+    idempotency_key: IdempotencyKey = None,
 ) -> Response:
     """Answers messages. With `session_id`, send only the new messages: the session has the earlier ones."""
     _check(edge, body, 1)
+    metadata = checked_metadata(body.metadata) if body.store else {}
     with body.naming(edge.model.context_length):
         given, usual = body.messages, edge.model.habits
         messages = await of_many(len(given), lambda: placed([message.rendered() for message in given], usual))
+        kept = await of_many(len(given), lambda: listed_messages(given)) if body.store else b""
         asker = body.messages[-1].role if body.messages else ""
         habits = edge.model.habits.with_variables(body.chat_template_kwargs or {}).after(asker)
         if body.continue_final_message and habits.thinks == "opened":
@@ -93,9 +103,15 @@ async def chat(
         samples = await while_connected(request, _begin(edge, tenant, body, request, [start], idempotency_key))
     customs = customs_of(body.tools)
     shown = Shown(body.include_reasoning is not False, bool(body.return_tokens_as_token_ids), body.echoed)
-    writers = [ChatWriter(reading.reader(turn.id), start.params, customs, shown) for turn in samples[0].turns]
-    choices = Choices(edge, "chat.completion", samples, writers, body, reading)
-    return await respond(request, choices, stream=body.stream)
+
+    def writers() -> list[ChatWriter]:
+        return [ChatWriter(reading.reader(turn.id), start.params, customs, shown) for turn in samples[0].turns]
+
+    answer = (edge, "chat.completion", samples, writers(), body, reading)
+    if not body.store:
+        return await respond(request, Choices(*answer), stream=body.stream)
+    store = partial(stored.store, metadata=metadata, messages=kept)
+    return await respond(request, StoredChoices(store, writers(), *answer), stream=body.stream)
 
 
 # -- shared by both

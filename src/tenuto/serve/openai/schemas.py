@@ -335,6 +335,8 @@ class ChatBody(Generation, WithTools, Templated):
     max_completion_tokens: int | None = field_of("max_new_tokens", "Newer name of `max_tokens`.", ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = field_of("logprobs", "Number of likeliest tokens to show at every position.")
+    store: bool | None = Field(None, description="Keep the chat and its messages, to be read again.")
+    metadata: Any = Field(None, description="With `store`, kept with the chat.")
     prediction: Prediction | str | None = Field(None, description="Text that the answer will largely repeat.")
     include_reasoning: bool | None = Field(None, description="Show the answer's thoughts; true if not given.")
     add_generation_prompt: bool | None = Field(None, description="False only with `continue_final_message`.")
