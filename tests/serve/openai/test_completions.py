@@ -209,7 +209,8 @@ def test_a_chat_stream_starts_with_the_role_and_ends_with_the_reason(client: Ope
         assert deltas[0].delta.role == "assistant"
         assert "".join(delta.delta.content or "" for delta in deltas) == choice.message.content
         assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + [choice.finish_reason]
-    assert usage.usage == whole.usage
+    counts = [present(each.usage).model_dump(exclude={"completion_tokens_details"}) for each in (usage, whole)]
+    assert counts[0] == counts[1]  # how many tokens were guessed depends on what was said before
 
 
 def test_content_may_be_in_parts_and_answers_can_be_sent_back(client: OpenAI) -> None:
