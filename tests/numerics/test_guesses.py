@@ -27,7 +27,7 @@ from tenuto.session.turn import Turn
 from tenuto.text.grammars import GrammarCompiler
 from tenuto.text.stream import TextStream
 from tests.clock import ManualClock
-from tests.exec.kernels import HERE, every_variant
+from tests.exec.kernels import HERE, every_variant, needs_variant
 from tests.present import present
 
 LICENCE = Path(__file__).parents[2] / "LICENSE"
@@ -195,6 +195,15 @@ def test_guesses_change_no_token_text_or_log_probability(name: str, variant: str
     assert suffixes.accepted + suffixes.rejected > 5
     assert knowing.accepted > 5
     assert knowing.rejected > 5
+
+
+@needs_variant
+@pytest.mark.parametrize("name", [DEFAULT_MODEL, str(HYBRID)], ids=["default", "hybrid"])
+def test_where_guesses_change_nothing_they_are_made_unless_switched_off(name: str) -> None:
+    model = opened(name, "auto", "auto")
+    assert model.configured({}).lookahead == (LOOKAHEAD if model.executor.batch_invariant else 0)
+    assert model.configured({"speculate": "off"}).lookahead == 0
+    model.executor.close()
 
 
 def main() -> None:
