@@ -55,6 +55,9 @@ MOMENTS = ("any moment", "after an answer", "in a write", "in a save", "in a sna
 """The moments at which a server is killed."""
 IDLE_SECONDS = 0.5
 PAGE = 32
+LONG = 128
+"""The number of tokens from which the state of a model's session is counted: fewer take less time to compute than to
+read, so their state is not saved."""
 SMALL = ("--context-length", "2048", "--memory", "80000", "--chunked-prefill-size", "16", "--max-running-requests", "8")
 """Options of the witness: room for about a third of the sessions, whose tokens take longer to compute than to read."""
 DISKS = ("", " on a slow disk", " on a full disk")
@@ -88,8 +91,8 @@ class Known:
     """The clients' knowledge: the turns of every acknowledged session, and the operations under way, by session.
     `found`: how many operations under way at a kill were there whole, and how many not at all; and of sessions that had
     been idle for `IDLE_SECONDS` at the kill, how many were asked, and how many had all their state but for a page.
-    `changed`: the times of the last answers since the start. `compared`: the number of output tokens computed again,
-    and `behind`: the gaps to the highest logit of those that were not the likeliest."""
+    `changed`: the times of the last answers since the start of sessions that had a turn last. `compared`: the number of
+    output tokens computed again, and `behind`: the gaps to the highest logit of those that were not the likeliest."""
 
     sessions: dict[str, Turns] = field(default_factory=dict)
     under_way: dict[str, Attempt] = field(default_factory=dict)
@@ -106,7 +109,9 @@ class Known:
         """Notes that the operation on this session is done; `output` is that of its turn, if it was one."""
         turns, given, wanted = self.under_way.pop(session)
         self.said.pop(session, None)
-        self.changed[session] = time.monotonic()
+        self.changed.pop(session, None)
+        if given is not None:  # where a rewind or a fork ends, a hybrid need not have any state
+            self.changed[session] = time.monotonic()
         self.operations += 1
         if turns is None:
             del self.sessions[session]
@@ -299,7 +304,9 @@ def check(server: Server, known: Known, behind: Behind) -> None:
             assert found.get(name) == before, f"session {name} is {found.get(name)}; it was {before}"
             known.found["not there"] += attempt is not None
         check_repeated(http, {name: said for name, said in known.said.items() if name not in known.under_way})
-        check_state(http, known, [name for name in known.idle if found.get(name) and name not in known.under_way])
+        least = 1 if behind is witness_behind else LONG
+        idle = [name for name in known.idle if name not in known.under_way]
+        check_state(http, known, [name for name in idle if len(tokens_of(found.get(name, ()))) >= least])
         for labels, count in re.findall(
             r'^tenuto_snapshots_total\{outcome="(.*)"\} (\S+)', http.get("/metrics").text, re.MULTILINE
         ):
