@@ -112,3 +112,38 @@ def test_an_idle_engine_has_nothing_in_flight(overlap: int) -> None:
     stage.committed()
     assert not len(stage.engine._flights)
     assert not stage.step().worked
+
+
+@every_overlap
+def test_turns_without_guesses_do_not_run_ahead_of_those_with_guesses(overlap: int) -> None:
+    prompts = [count_from(1, 20), count_from(5, 20)]
+    right = continuation(prompts[0], 40)
+    stage = Stage(
+        overlap=overlap,
+        lookahead=3,
+        guess=lambda turn, limit: right[len(turn.output) :][:limit] if turn.session.id == "guessed" else [],
+    )
+    for name in ("guessed", "plain"):
+        stage.open(name)
+    turns = [stage.say(name, prompt, 40) for name, prompt in zip(("guessed", "plain"), prompts, strict=True)]
+    stage.until(lambda: turns[0].result is not None)
+    assert turns[0].accepted >= 27
+    assert len(turns[1].output) <= 15
+
+
+@every_overlap
+def test_as_many_guesses_are_computed_as_pay_by_the_time_that_steps_take(monkeypatch, overlap: int) -> None:
+    said = continuation(count_from(1, 20), 90)
+    stage = Stage(overlap=overlap, lookahead=7, guess=lambda turn, limit: said[len(turn.output) :][:limit])
+    collect, plans = stage.executor.collect, stage.executor.plans
+
+    def collecting():
+        stage.clock.advance(0.01 * len(plans[-1].tokens) ** 2)  # more than they save
+        return collect()
+
+    monkeypatch.setattr(stage.executor, "collect", collecting)
+    stage.open()
+    turn = stage.say("s", count_from(1, 20), 90)
+    stage.play()
+    assert turn.output.tolist() == said
+    assert sum(len(plan.tokens) > 1 for plan in plans[20:]) < 20

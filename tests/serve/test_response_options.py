@@ -71,7 +71,7 @@ def test_tokens_of_thoughts_have_no_logprobs() -> None:
     turn = LiveTurn(StartTurn(kind="turn", tenant=""))
     for token, piece in enumerate(("<think>", "hm", "</think>", "\n", "yes", "!")):
         turn.deltas.append(Delta((token,), piece, logprobs=(TokenLogprob(token, -1.0, raw=piece.encode()),)))
-    edge: Any = SimpleNamespace(served_name="x")
+    edge: Any = SimpleNamespace(served_name="x", model=SimpleNamespace(eos_ids=()))
     form = Form(Reading(ModelHabits(thinks="tags"), ()), scores=True)
     answer = ResponseAnswer(edge, turn, {"id": "resp_x"}, form)
     events = answer.news(0, turn.deltas).decode()

@@ -154,8 +154,14 @@ GUESSES = (
     Slip("exec.torch_memory", "inputs[each.ids, : each.count]", "inputs[each.rows, : each.count]"),
     Slip("exec.torch_memory", "self._inputs[group][place, ids, numbers] = inputs[tokens]", "self._inputs[group][place, ids, numbers] = inputs[numbers]"),
     Slip("models.block", "        convolution[memory.keeping], state[memory.keeping] = before\n", ""),
+    Slip("sched.settle", "while accepted < len(guesses) and guesses[accepted] == sampled[accepted]:", "while accepted < len(guesses):"),
+    Slip("sched.planner", "if tokens_ahead and all(n <= have", "if tokens_ahead or all(n <= have"),
+    Slip("sched.batch", "self.stepwise[row] = stepwise or not turn.params.speculate", "self.stepwise[row] = stepwise"),
+    Slip("engine.flights", "return self.land() if any(flight.guesses for flight in self._flights) else []", "return []"),
+    Slip("sched.suffix_proposer", "self._said.get(turn.session.policy.tenant)", "next(iter(self._said.values()), None)"),
 )  # fmt: skip
-"""An input of a rejected guess is absorbed, or one twice; a state is kept where it does not stand; a row absorbs the
+"""A rejected guess becomes output, or its page is not there; turns that want no guesses get some; rows run ahead of
+those with guesses; what a tenant's sessions said is guessed for another. An input of a rejected guess is absorbed, or one twice; a state is kept where it does not stand; a row absorbs the
 inputs of its former turn, or those of another row."""
 
 BY_AREA = {

@@ -161,10 +161,13 @@ class AsyncTurnStream(TurnStreamBase):
         self.close()
 
     async def tokens(self) -> AsyncIterator[int]:
-        """Iterates over output token ids as they arrive, instead of text."""
-        while (event := await self._next()) is not None:
-            for token in event.tokens:
-                yield token
+        """See `TurnStream.tokens`."""
+        while True:
+            while self._unread:
+                yield self._unread.popleft()
+            if (event := await self._next()) is None:
+                return
+            self._unread.extend(event.tokens)
 
     async def result(self) -> TurnResult:
         """Waits for the turn to end and returns its result."""
@@ -179,6 +182,7 @@ class AsyncTurnStream(TurnStreamBase):
         return await asyncio.shield(asyncio.wrap_future(self._reader.abort(keep)))
 
     async def _next(self) -> Delta | None:
+        self._unread.clear()
         if self._reader.ended:
             return None
         try:

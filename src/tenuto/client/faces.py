@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 from weakref import finalize
@@ -37,6 +38,7 @@ class TurnStreamBase:
     def __init__(self, engine: ClientBase, start: Callable[[Deliver], TurnReader], deliver: Deliver) -> None:
         self._engine = engine  # keeps the engine open while the turn is read
         self._reader = start(deliver)
+        self._unread: deque[int] = deque()  # token ids of the last delta, which the caller has not taken yet
         self._closer: finalize[[], Any] = finalize(self, self._reader.running.disconnect)
         self._closer.atexit = False  # the engine's finalizer takes care of it
 

@@ -154,9 +154,14 @@ class TurnStream(TurnStreamBase, Closing):
                 yield self._reader.latest
 
     def tokens(self) -> Iterator[int]:
-        """Iterates over output token ids as they arrive, instead of text."""
-        while (event := self._next()) is not None:
-            yield from event.tokens
+        """Iterates over output token ids as they arrive, instead of text. Like iteration over text, it can be stopped
+        and resumed."""
+        while True:
+            while self._unread:
+                yield self._unread.popleft()
+            if (event := self._next()) is None:
+                return
+            self._unread.extend(event.tokens)
 
     def result(self) -> TurnResult:
         """Waits for the turn to end and returns its result."""
@@ -174,6 +179,7 @@ class TurnStream(TurnStreamBase, Closing):
         return self._reader.abort(keep).result()
 
     def _next(self) -> Delta | None:
+        self._unread.clear()
         return None if self._reader.ended else self._reader.take(self._events.get())
 
 

@@ -82,6 +82,7 @@ class ResponseAnswer(Answer):
         self._reader = form.reading.reader(turn.id)
         self._customs = form.customs
         self._scores: list[TokenLogprob] | None = [] if form.scores else None  # of tokens whose text is to be written
+        self._ends = {*edge.model.eos_ids, *turn.request.params.stop_ids}  # tokens without text that end the turn
         self._keep = keep
         self._end = end
         self._after = after
@@ -163,7 +164,8 @@ class ResponseAnswer(Answer):
     def _read(self, delta: Delta) -> list[bytes]:
         """Reads deltas one at a time, so that the events are always the same."""
         if self._scores is not None:
-            self._scores += delta.logprobs
+            ends = delta.logprobs and delta.logprobs[-1].token in self._ends
+            self._scores += delta.logprobs[:-1] if ends else delta.logprobs
         return self._parts(self._reader.push(delta.text))
 
     def _parts(self, said: AnswerPart) -> list[bytes]:
