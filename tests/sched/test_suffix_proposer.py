@@ -12,7 +12,7 @@ from tenuto.base.options import Policy, TurnParams
 from tenuto.sched.suffix_proposer import MOST_AT_ONCE, MOST_SAID, MOST_TENANTS, SuffixProposer
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
-from tests.engine.stage import Stage, count_from, every_overlap
+from tests.engine.stage import Stage, continuation, count_from, every_overlap
 
 TEXT = [*range(11, 21)]
 
@@ -68,13 +68,32 @@ def test_chances_grow_with_hits_and_shrink_with_misses() -> None:
 
 
 def test_a_rewound_session_guesses_from_what_it_has_now() -> None:
+    proposer = SuffixProposer()
+    stage = Stage(lookahead=3, proposer=proposer)
+    session = stage.committed("s", 30, 6)
+    stage.say("s", [1, 2, 3], 2)
+    stage.play()
+    stage.engine.sessions.rewind("s", position=5)
+    assert session.suffixes is not None
+    assert session.suffixes.length <= 5
+
+
+def test_what_a_turn_said_before_it_was_rolled_back_does_not_hide_the_next_one() -> None:
     proposer, turn = SuffixProposer(), turn_of(TEXT, [11, 12, 13])
-    session = turn.session
-    assert guesses(proposer, turn)
-    del session.history[3:]
-    session.suffixes.cut(3)  # type: ignore[union-attr]
-    turn = turn_of([], [50, 51, 52, 53, 54, 50, 51, 52], session=session)
+    turn.output.extend(range(100, 140))
+    guesses(proposer, turn)  # and then it is rolled back
+    turn = turn_of([], [50, 51, 52, 53, 54, 50, 51, 52], session=turn.session)
     assert guesses(proposer, turn, 2) == [53, 54]
+
+
+def test_a_turn_that_wants_no_guesses_gets_none() -> None:
+    said = continuation(count_from(1, 20), 10)
+    stage = Stage(lookahead=3, guess=lambda turn, limit: said[len(turn.output) :][:limit])
+    for name, speculate in (("some", True), ("none", False)):
+        stage.open(name)
+        turn = stage.say(name, count_from(1, 20), 10, speculate=speculate)
+        stage.play()
+        assert (turn.guessed > 0) == speculate
 
 
 def test_a_long_history_is_indexed_a_part_at_a_time() -> None:
