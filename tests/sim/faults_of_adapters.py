@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from tenuto.base.options import Policy, Scope
-from tenuto.engine import parking
 from tenuto.engine.adapter_operations import AdapterOperations
 from tenuto.engine.session_operations import SessionOperations
+from tenuto.memory.tiers import contents
 from tenuto.sched.planner import Planner
 from tenuto.session import prefixes
 from tenuto.session.adapters import Adapters
@@ -45,12 +45,12 @@ def contents_of_tiers_ignore_the_adapter() -> Any:
     """A parked unit stands for its tokens under every adapter, and a session is given such a unit of another."""
 
     def make(original: Any) -> Any:
-        def contents(scope: Scope, *rest: Any) -> Any:
-            return original(Scope(scope.tenant), *rest)
+        def begun(scope: Scope) -> Any:
+            return original(Scope(scope.tenant))
 
-        return contents
+        return begun
 
-    return replaced(parking, "contents", make)
+    return replaced(contents, "_begun", make)
 
 
 def a_fork_loses_its_adapter() -> Any:
