@@ -40,7 +40,7 @@ CONTEXT, PAGE, SAID = 4096, 32, 192
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What sessions, beside each other, are asked one turn after the other: texts, and the options of all turns."""
+    """The inputs of sessions that run beside each other, each a text for every turn, and the options of all turns."""
 
     sessions: tuple[tuple[str, ...], ...]
     params: TurnParams

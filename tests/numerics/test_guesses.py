@@ -64,7 +64,7 @@ class Asked:
 
 @dataclass(slots=True)
 class Said:
-    """What turns said, in the order of their submission: tokens, reason and stop, and log-probabilities."""
+    """The output of turns, in the order of their submission: tokens, how they ended, and log-probabilities."""
 
     outputs: list[list[int]] = field(default_factory=list)
     ends: list[object] = field(default_factory=list)

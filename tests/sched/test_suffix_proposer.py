@@ -134,6 +134,19 @@ def test_a_prediction_is_followed_from_the_first_token_and_found_again_after_a_c
 
 
 @every_overlap
+def test_a_turn_with_a_right_prediction_takes_a_fraction_of_the_steps(overlap: int) -> None:
+    prompt = count_from(1, 20)
+    stage = Stage(overlap=overlap, lookahead=7, proposer=SuffixProposer())
+    stage.open()
+    prediction = array("i", continuation(prompt, 40))
+    turn = stage.engine.turns.submit("s", prompt, TurnParams(max_new_tokens=40), prediction=prediction)
+    stage.play()
+    assert turn.output == prediction
+    assert turn.accepted > 30
+    assert len(stage.executor.plans) < 16
+
+
+@every_overlap
 @pytest.mark.parametrize("tenant", ["one", "other"])
 def test_what_a_session_said_is_guessed_for_others_of_its_tenant_alone(overlap: int, tenant: str) -> None:
     stage = Stage(overlap=overlap, lookahead=7, proposer=SuffixProposer())

@@ -213,7 +213,7 @@ class Planner:
         """Adds guesses to decodes where they pay, while the token budget and free units allow. If a row's next input
         token is still being sampled, the guess of that token is left out, since the executor will have the token
         itself."""
-        memory, rows, chosen = self._memory, self._memory.rows, proposal.rows
+        rows, chosen = self._memory.rows, proposal.rows
         ready = rows.samples[chosen] & (rows.expected[chosen] == proposal.starts + 1)
         ready &= (proposal.counts == 1) & ~self._batch.stepwise[chosen]
         tokens = int(proposal.counts.sum())
@@ -227,19 +227,25 @@ class Planner:
         guesses = [each.after(left_out) for each, left_out in zip(proposed, unknown, strict=True)]
         sampled = int((rows.samples[chosen] & (proposal.starts + proposal.counts >= rows.expected[chosen])).sum())
         counts = chosen_counts(self.times, len(chosen), tokens, sampled, guesses)
-        left = self._mixed_budget - tokens
-        spare = (memory.free() - proposal.needs.sum(axis=1)).tolist()
-        for index, each, count in zip(places.tolist(), guesses, counts, strict=True):
-            tokens_ahead = list(each.tokens[: min(count, left)])
-            turn = self._batch.turns[chosen[index]]
-            needs = turn.session.memory.turn.lacking(int(proposal.starts[index]) + 1 + len(tokens_ahead))
+        chosen_guesses = zip(places.tolist(), guesses, counts, strict=True)
+        self._add_guesses(
+            proposal, {index: list(each.tokens[:count]) for index, each, count in chosen_guesses if count}
+        )
+
+    def _add_guesses(self, proposal: Proposal, guesses: dict[int, list[int]]) -> None:
+        """Adds guesses, by index in `proposal.rows`, as far as the token budget and free units allow."""
+        left = self._mixed_budget - int(proposal.counts.sum())
+        spare = (self._memory.free() - proposal.needs.sum(axis=1)).tolist()
+        for index, wanted in guesses.items():
+            tokens, turn = wanted[:left], self._batch.turns[proposal.rows[index]]
+            needs = turn.session.memory.turn.lacking(int(proposal.starts[index]) + 1 + len(tokens))
             extra = [n - int(had) for n, had in zip(needs, proposal.needs[:, index], strict=True)]
-            if tokens_ahead and all(n <= have for n, have in zip(extra, spare, strict=True)):
+            if tokens and all(n <= have for n, have in zip(extra, spare, strict=True)):
                 spare = [have - n for n, have in zip(extra, spare, strict=True)]
-                left -= len(tokens_ahead)
-                proposal.counts[index] += len(tokens_ahead)
+                left -= len(tokens)
+                proposal.counts[index] += len(tokens)
                 proposal.needs[:, index] = needs
-                proposal.guesses[index] = tokens_ahead
+                proposal.guesses[index] = tokens
 
     def apply(self, proposal: Proposal) -> Flight:
         """Updates every pool and row for the proposal, and makes the plan."""

@@ -29,7 +29,7 @@ LEAD = 8
 BREAK = -1
 """Stands between outputs; no token equals it."""
 PREDICTED = 16
-"""The number of equal tokens that the beginning of a prediction is taken for."""
+"""At the beginning of a prediction, so many tokens count as equal."""
 
 
 class Source(Protocol):
@@ -127,8 +127,8 @@ KINDS = 3
 
 @dataclass(slots=True)
 class Trail:
-    """What a turn's output seems to repeat: the next token is that of `source` at `position`, before which `matched`
-    tokens are equal. `length`: that of the turn when this was found out. `own` and `prediction` are its sources;
+    """The place that a turn's output seems to repeat: `position` in `source`, before which `matched` tokens equal the
+    turn's last ones. `length`: that of the turn when this was found out. `own` and `prediction` are its sources;
     `hits`: of the turn alone, by kind."""
 
     length: int
@@ -152,7 +152,7 @@ class SuffixProposer:
         self._most_bytes = most_bytes
         self._said: OrderedDict[str, Said] = OrderedDict()  # by tenant, the one used last at the end
         self._hits = tuple(Hits() for _ in range(KINDS))
-        self._sizes: OrderedDict[ref[Suffixes], int] = OrderedDict()  # of indexes of sessions; likewise
+        self._sizes: OrderedDict[ref[Suffixes], int] = OrderedDict()  # of sessions' indexes, in the same order
         self.bytes = 0  # their sum
 
     def propose(self, turns: Sequence[Turn], limits: Sequence[int]) -> list[Guesses]:
@@ -197,10 +197,11 @@ class SuffixProposer:
         session.suffixes.cut(turn.base_length)
         self._use(session.suffixes.suffixes)
         trail = Trail(turn.length, Own(turn, session.suffixes.suffixes), None)
-        if turn.prediction and not turn.output:
+        if turn.prediction:
             trail.prediction = Text(kind=2)
             trail.prediction.add(turn.prediction)
-            trail.source, trail.matched = trail.prediction, PREDICTED
+            if turn.prediction[: len(turn.output)] == turn.output:
+                trail.source, trail.position, trail.matched = trail.prediction, len(turn.output), PREDICTED
         return trail
 
     def _index(self, turn: Turn) -> None:

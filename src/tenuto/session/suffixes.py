@@ -1,7 +1,7 @@
 """An index of where a few tokens have occurred before, from which the tokens that follow are guessed.
 
-The index is a hint: it remembers positions, and whoever asks compares the tokens there. So forks share an index, and
-entries of tokens that were cut since do no harm.
+The index is a hint: it remembers positions, and its users compare the tokens there. So forks share an index, and
+entries of tokens that have been cut do no harm.
 """
 
 from __future__ import annotations
