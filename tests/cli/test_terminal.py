@@ -36,6 +36,10 @@ def test_an_emoji_that_does_not_fit_begins_a_line_also_when_it_arrives_with_its_
     assert wrapped(["aaa", "\U0001f600"], 4) == wrapped(["aaa\U0001f600"], 4) == "aaa\n\U0001f600"
 
 
+def test_a_word_that_fills_the_line_goes_on_there_however_it_arrives() -> None:
+    assert wrapped(["aaaa", "a"], 4) == wrapped(["aaaaa"], 4) == "aaaaa"
+
+
 def test_a_word_wider_than_the_line_is_shown_as_it_arrives() -> None:
     wrap = WordWrap(8)
     assert wrap.feed("abcdefgh") == "abcdefgh"

@@ -36,8 +36,8 @@ def saved_and_killed(tier: Path, mix: tuple[Kind, ...]) -> list[SavedSession]:
     for name, adapter in ADAPTERS.items():
         opened(stage, name, adapter)
         stage.append(name, count_from(1, 50))
-    stage.play()
-    steps(stage)
+        stage.play()
+        steps(stage)  # each session has files of its own
     return killed(stage)
 
 

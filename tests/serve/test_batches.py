@@ -54,7 +54,7 @@ def test_requests_of_a_batch_are_answered_each_with_its_own_result(client: Anthr
     still = {**PARAMS, "temperature": 0}
     tools = [{"name": "f", "input_schema": {"type": "object", "properties": {}, "additionalProperties": False}}]
     wrong = [{**PARAMS, "max_tokens": 0}, {**PARAMS, "model": "other"}, {**PARAMS, "stream": True}]
-    calling = {**PARAMS, "max_tokens": 200, "tools": tools, "tool_choice": {"type": "any"}}
+    calling = {**still, "max_tokens": 200, "tools": tools, "tool_choice": {"type": "any"}}
     begun = create(client, still, calling, *wrong)
     assert begun.request_counts.processing + begun.request_counts.succeeded + begun.request_counts.errored == 5
     done = ended(client, begun)

@@ -95,7 +95,6 @@ SAVES = (
     Slip("engine.parking", "        self._replace(session, None)\n        self.saves.forget(session.key)\n", "        self._replace(session, None)\n"),
     Slip("engine.snapshots", "            if after in (After.DONE, After.LATER):\n                del", "            if True:\n                del"),
     Slip("engine.snapshots", "        self._allowed -= self._saves.begin()", "        self._saves.begin()"),
-    Slip("engine.snapshots", "            unsaved[session] = since\n", ""),
     Slip("engine.snapshots", "(self.pause if session.turn is None else self.delay)", "self.pause"),
     Slip("engine.snapshots", " or session.last_turn_end + ttl > now + EXPIRES_SOON", " or True"),
     Slip("engine.snapshots", "self._gather(now, min(self._busy, TOGETHER))", "self._gather(now, 1)"),

@@ -23,18 +23,25 @@ class WordWrap:
         self._column = 0
         self._blanks = ""  # shown before the next word, unless that begins a line
         self._word = ""
+        self._open = False  # whether what was shown last is the beginning of a word wider than a line
 
     def feed(self, text: str) -> str:
         """Returns what can be shown now."""
         shown = ""
         for piece in _PIECES.findall(text):
+            wide = len(piece) == 1 and cell_len(piece) > 1  # a character of a script that breaks anywhere
+            if self._open and not (wide or piece.isspace()):
+                shown += piece
+                self._column += cell_len(piece)
+                continue
+            self._open = False
             if piece == "\n":
                 shown += self.rest() + piece
                 self._column, self._blanks = 0, ""
             elif piece.isspace():
                 shown += self.rest()
                 self._blanks += piece.expandtabs(4)
-            elif len(piece) == 1 and cell_len(piece) > 1:  # a character of a script that breaks anywhere
+            elif wide:
                 shown += self.rest()
                 self._word = piece
                 shown += self.rest()
@@ -42,6 +49,7 @@ class WordWrap:
                 self._word += piece
                 if cell_len(self._word) >= self._width:
                     shown += self.rest()
+                    self._open = True
         return shown
 
     def rest(self) -> str:
