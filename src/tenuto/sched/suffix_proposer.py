@@ -215,6 +215,7 @@ class SuffixProposer:
         start, end = indexed.length, min(turn.length - 1, indexed.length + MOST_AT_ONCE)
         if end > start:
             before = suffixes.bytes
+            suffixes.reserve(turn.length)
             suffixes.add(turn.tokens(max(0, start - ORDER + 1), end), end)
             indexed.length = end
             if suffixes.bytes != before:

@@ -53,14 +53,18 @@ class Suffixes:
         self._one = memoryview(self._entries)  # type: ignore[arg-type]  # faster for one entry at a time
         self._mask = entries // 2 - 1
 
+    def reserve(self, tokens: int) -> None:
+        """Makes room for a sequence of this many tokens, so that entries are not moved as it is added."""
+        if tokens > len(self._entries):
+            self._grow(tokens)
+
     def add(self, part: array[int], end: int) -> None:
         """Adds the positions behind all `ORDER` consecutive tokens of `part`, the tokens of a sequence before position
         `end`."""
         count = len(part) - ORDER + 1
         if count <= 0:
             return
-        if end > len(self._entries):
-            self._grow(end)
+        self.reserve(end)
         if count > ONE_BY_ONE:
             ids = np.frombuffer(part, np.int32).astype(np.uint64)
             hashes = sum((np.uint64(f) * ids[i : i + count] for i, f in enumerate(FACTORS)), np.uint64(0))
