@@ -55,6 +55,11 @@ FOLLOWED = 0.25
 take cores."""
 
 
+WORTH = 1.05
+"""Guesses are computed only if a step then samples so many times the tokens per second: chances and times are
+estimates."""
+
+
 class _Factors:
     """The times of steps with about as many rows at `KNOTS`, relative to no further tokens. `scale`: that time."""
 
@@ -73,10 +78,11 @@ class _Factors:
         return beyond + np.interp(further, knots, self._factors[known])
 
     def note(self, further: int, seconds: float) -> None:
-        deviation = seconds / (self.scale * self.at(np.array([further], np.float64))[0])
-        if not (knot := int(np.abs(KNOTS - further).argmin())):
-            self.scale *= min(4.0, max(0.25, deviation)) ** FOLLOWED
+        if not further:  # most steps; NumPy would take longer than the rest of this
+            self.scale *= min(4.0, max(0.25, seconds / self.scale)) ** FOLLOWED
             return
+        deviation = seconds / (self.scale * self.at(np.array([further], np.float64))[0])
+        knot = int(np.abs(KNOTS - further).argmin())
         if not self._measured[knot]:
             self._factors[knot] = self.at(KNOTS[knot : knot + 1])[0]
         self._measured[knot] += 1
@@ -125,8 +131,9 @@ def chosen_counts(times: StepTimes, rows: int, tokens: int, sampled: int, guesse
     if not likeliest:
         return [0] * len(guesses)
     expected = sampled + np.cumsum([0.0, *(-chance for chance, _ in likeliest)])
-    seconds = times.factors(rows, np.arange(tokens - rows, tokens - rows + len(expected), dtype=np.float64))
+    rates = expected / times.factors(rows, np.arange(tokens - rows, tokens - rows + len(expected), dtype=np.float64))
     counts = [0] * len(guesses)
-    for _, row in likeliest[: int(np.argmax(expected / seconds))]:
+    rates[0] *= WORTH
+    for _, row in likeliest[: int(np.argmax(rates))]:
         counts[row] += 1
     return counts

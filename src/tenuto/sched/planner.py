@@ -224,6 +224,8 @@ class Planner:
         unknown = (proposal.starts + 1 - rows.known[chosen])[places].tolist()
         limits = [limit + left_out for limit, left_out in zip(most[places].tolist(), unknown, strict=True)]
         proposed = proposer.propose(self._batch.turns[chosen[places]].tolist(), limits)
+        if not any(each.tokens for each in proposed):
+            return
         guesses = [each.after(left_out) for each, left_out in zip(proposed, unknown, strict=True)]
         sampled = int((rows.samples[chosen] & (proposal.starts + proposal.counts >= rows.expected[chosen])).sum())
         counts = chosen_counts(self.times, len(chosen), tokens, sampled, guesses)

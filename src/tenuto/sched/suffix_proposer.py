@@ -24,6 +24,8 @@ COMPARED = 32
 """The most tokens before a position that are compared with a turn's last ones."""
 ENOUGH = 16
 """With so many equal tokens no other occurrence is looked for."""
+PATIENCE, EVERY = 8, 4
+"""After so many tokens without a trail, one is looked for only at every fourth token."""
 LEAD = 8
 """The number of input tokens that are remembered with an output."""
 BREAK = -1
@@ -137,6 +139,7 @@ class Trail:
     source: Source | None = None
     position: int = 0
     matched: int = 0
+    misses: int = 0  # tokens after which no place was found, since the last one that was
     hits: tuple[Hits, ...] = field(default_factory=lambda: tuple(Hits() for _ in range(KINDS)))
 
 
@@ -175,12 +178,16 @@ class SuffixProposer:
         trail = turn.trail
         if not isinstance(trail, Trail):
             turn.trail = trail = self._begin(turn)
+        if trail.source is None and trail.misses >= PATIENCE and len(turn.output) % EVERY:
+            return NO_GUESSES
         self._index(turn)
         self._follow(turn, trail)
         if trail.source is None:
             self._find(turn, trail)
         if trail.source is None:
+            trail.misses += 1
             return NO_GUESSES
+        trail.misses = 0
         tokens = trail.source.tokens(trail.position, trail.position + limit)
         if trail.source is trail.own:
             period = turn.length - trail.position
