@@ -103,10 +103,10 @@ class Model:
     def configured(self, given: EngineOptions) -> EngineConfig:
         """Resolves an engine's configuration for this model. Raises `ConfigError`."""
         config = engine_config(given, self.max_context)
-        changes_nothing = self.executor.batch_invariant
-        if config.speculate == "off" or self.embedding.only or (config.speculate == "auto" and not changes_nothing):
+        exact = self.executor.batch_invariant
+        if config.speculate == "off" or self.embedding.only or (config.speculate == "auto" and not exact):
             return config
-        if not changes_nothing:
+        if not exact:
             log.warning("guesses may change tokens: what these kernels compute depends on a step's other tokens")
         return replace(config, lookahead=LOOKAHEAD)
 

@@ -23,8 +23,10 @@ class Guesses:
 
     def after(self, count: int) -> Guesses:
         """Returns what remains if the first `count` tokens are not guessed, although the others depend on them."""
-        if not count or len(self.tokens) <= count:
-            return self if not count else NO_GUESSES
+        if not count:
+            return self
+        if len(self.tokens) <= count:
+            return NO_GUESSES
         first = np.prod(self.chances[: count + 1]).item()
         return Guesses(self.tokens[count:], (first, *self.chances[count + 1 :]))
 

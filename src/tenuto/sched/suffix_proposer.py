@@ -6,6 +6,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Protocol
 from weakref import ref
 
@@ -34,10 +35,18 @@ PREDICTED = 16
 """At the beginning of a prediction, so many tokens count as equal."""
 
 
+class Kind(IntEnum):
+    """Where guesses come from: the turn's session, others of its tenant, or its prediction."""
+
+    SESSION = 0
+    TENANT = 1
+    PREDICTION = 2
+
+
 class Source(Protocol):
     """Tokens among which those after a turn's last ones may be."""
 
-    kind: int
+    kind: Kind
 
     def tokens(self, start: int, stop: int) -> array[int]:
         """Returns the tokens from `start` on and before `stop`, as far as there are any."""
@@ -49,7 +58,7 @@ class Source(Protocol):
 class Own:
     """The tokens of a turn and its session."""
 
-    kind = 0
+    kind = Kind.SESSION
 
     def __init__(self, turn: Turn, suffixes: Suffixes) -> None:
         self.tokens = turn.tokens
@@ -63,7 +72,7 @@ class Own:
 class Text:
     """Tokens that were said or predicted, to which others can be added."""
 
-    def __init__(self, kind: int) -> None:
+    def __init__(self, kind: Kind) -> None:
         self.kind = kind
         self._tokens, self._suffixes = array("i"), Suffixes()
 
@@ -86,13 +95,13 @@ class Said:
     is full."""
 
     def __init__(self) -> None:
-        self.parts = (Text(kind=1), Text(kind=1))
+        self.parts = (Text(Kind.TENANT), Text(Kind.TENANT))
 
     def add(self, tokens: array[int]) -> None:
         """Adds an output of at most `MOST_SAID` tokens."""
         newer, _ = self.parts
         if len(newer) + len(tokens) > MOST_SAID:
-            self.parts = (Text(kind=1), newer)
+            self.parts = (Text(Kind.TENANT), newer)
         self.parts[0].add(tokens)
 
 
@@ -123,8 +132,6 @@ def _group(matched: int) -> int:
 
 PRIORS = (0.0, 0.2, 0.4, 0.6, 0.75, 0.85, 0.9, 0.95)
 """Assumed shares of right guesses, by group, before any was tried."""
-KINDS = 3
-"""Kinds of sources: the session, the tenant's other sessions, a prediction."""
 
 
 @dataclass(slots=True)
@@ -140,7 +147,7 @@ class Trail:
     position: int = 0
     matched: int = 0
     misses: int = 0  # tokens after which no place was found, since the last one that was
-    hits: tuple[Hits, ...] = field(default_factory=lambda: tuple(Hits() for _ in range(KINDS)))
+    hits: tuple[Hits, ...] = field(default_factory=lambda: tuple(Hits() for _ in Kind))
 
 
 class SuffixProposer:
@@ -154,7 +161,7 @@ class SuffixProposer:
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
         self._said: OrderedDict[str, Said] = OrderedDict()  # by tenant, the one used last at the end
-        self._hits = tuple(Hits() for _ in range(KINDS))
+        self._hits = tuple(Hits() for _ in Kind)
         self._sizes: OrderedDict[ref[Suffixes], int] = OrderedDict()  # of sessions' indexes, in the same order
         self.bytes = 0  # their sum
 
@@ -205,7 +212,7 @@ class SuffixProposer:
         self._use(session.suffixes.suffixes)
         trail = Trail(turn.length, Own(turn, session.suffixes.suffixes), None)
         if turn.prediction:
-            trail.prediction = Text(kind=2)
+            trail.prediction = Text(Kind.PREDICTION)
             trail.prediction.add(turn.prediction)
             if turn.prediction[: len(turn.output)] == turn.output:
                 trail.source, trail.position, trail.matched = trail.prediction, len(turn.output), PREDICTED
@@ -260,7 +267,7 @@ class SuffixProposer:
         else:
             trail.source = None
 
-    def _chances(self, trail: Trail, kind: int, count: int) -> list[float]:
+    def _chances(self, trail: Trail, kind: Kind, count: int) -> list[float]:
         """Returns the chances of `count` guesses from a source of this kind."""
         of_group: dict[int, float] = {}
         chances = []

@@ -11,20 +11,18 @@ from fastapi import APIRouter, Query, Request, Response
 from tenuto.base.errors import InvalidRequest
 from tenuto.serve.openai.conversation_routes import After, Limit, Order
 from tenuto.serve.openai.conversations import MetadataBody, page_of
-from tenuto.serve.openai.stored_chats import StoredChats
+from tenuto.serve.openai.routes import StoredOf
 from tenuto.serve.shared.bodies import JsonRoute
-from tenuto.serve.shared.edge import of_tenant
 from tenuto.serve.shared.schemas import REFUSALS
 
 router = APIRouter(route_class=JsonRoute, prefix="/v1/chat/completions", tags=["openai"], responses=REFUSALS)
 
-Stored = Annotated[StoredChats, of_tenant(StoredChats)]
 _FILTER = re.compile(r"metadata\[(.{1,64})\]", re.DOTALL)
 
 
 @router.get("", response_model=None)
 async def list_chats(
-    chats: Stored,
+    chats: StoredOf,
     request: Request,
     model: Annotated[str, Query(max_length=256, description="List chats with this model.")] = "",
     after: After = None,
@@ -43,19 +41,19 @@ async def list_chats(
 
 
 @router.get("/{completion_id}", response_model=None)
-async def read(chats: Stored, completion_id: str) -> Response:
+async def read(chats: StoredOf, completion_id: str) -> Response:
     """Returns a stored chat."""
     return _json(msgspec.Raw(chats.chat(completion_id)))
 
 
 @router.post("/{completion_id}", response_model=None)
-async def update(chats: Stored, completion_id: str, body: MetadataBody) -> Response:
+async def update(chats: StoredOf, completion_id: str, body: MetadataBody) -> Response:
     """Replaces the metadata of a stored chat."""
     return _json(msgspec.Raw(chats.describe(completion_id, body.metadata)))
 
 
 @router.delete("/{completion_id}")
-async def delete(chats: Stored, completion_id: str) -> dict[str, Any]:
+async def delete(chats: StoredOf, completion_id: str) -> dict[str, Any]:
     """Deletes a stored chat."""
     chats.chat(completion_id)
     chats.forget(completion_id)
@@ -64,7 +62,7 @@ async def delete(chats: Stored, completion_id: str) -> dict[str, Any]:
 
 @router.get("/{completion_id}/messages")
 async def list_messages(
-    chats: Stored, completion_id: str, after: After = None, limit: Limit = 20, order: Order = "asc"
+    chats: StoredOf, completion_id: str, after: After = None, limit: Limit = 20, order: Order = "asc"
 ) -> dict[str, Any]:
     """Returns a page of the messages that a stored chat answers."""
     messages = chats.messages_of(completion_id)
