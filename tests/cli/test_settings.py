@@ -79,7 +79,11 @@ def test_every_field_is_a_flag_a_variable_and_a_key_or_has_a_reason_not_to_be(sh
 def test_every_option_is_read_from_its_variable(show: Show) -> None:
     defaults = {name: value for name, (value, _) in shown(show()).items() if value not in ("none", "[]", '""')}
     given = {SERVER[name].variable: value.strip('"') for name, value in defaults.items()}
-    given |= {"TENUTO_ALLOWED_ORIGINS": "https://a.example", "TENUTO_SERVED_MODEL_NAME": "a, b"}
+    given |= {
+        "TENUTO_ALLOWED_ORIGINS": "https://a.example",
+        "TENUTO_SERVED_MODEL_NAME": "a, b",
+        "TENUTO_VOLATILE_LINE": "x",
+    }
     given |= {"TENUTO_DISK_TIER": "tier", "TENUTO_JOURNAL": "kept", "TENUTO_LORA_MODULES": "a=adapter"}
     given |= {"TENUTO_DTYPE": "bfloat16", "TENUTO_MEMORY": "0.5", "TENUTO_API_KEY": "k", "TENUTO_ADMIN_API_KEY": "a"}
     found = shown(show(**given))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import structlog
 from fastapi import FastAPI, Request
@@ -48,6 +50,7 @@ from tenuto.serve.sglang import encode as sglang_encode
 from tenuto.serve.sglang import routes as sglang
 from tenuto.serve.sglang import server as sglang_server
 from tenuto.serve.sglang import weights as sglang_weights
+from tenuto.serve.shared.answer_headers import VOLATILE, telling
 from tenuto.serve.shared.bodies import LARGE, TEXTS, Structure
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import BROKEN, OPENAI_FORM, ErrorForm, Failure, is_anthropics, new_request_id
@@ -62,6 +65,7 @@ log = structlog.get_logger("tenuto.http")
 CLIENT_GONE = 499
 """Status in the log for a request whose client left before the answer."""
 UNREADABLE = "the body is not readable JSON: it is not UTF-8, or has a number with too many digits"
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 TRIM_SECONDS = 1.0
 """Delay between the end of a large request and the return of its memory to the system."""
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
@@ -215,8 +219,8 @@ class Envelope:
         request_id = _request_id(headers)
         scope.setdefault("state", {})["request_id"] = request_id
         told = [(name.encode(), request_id.encode()) for name in _form_for(scope).id_headers]
-        with noting() as undone:
-            exchange = _Exchange(receive, send, told, self._edge, undone, to_disk=to_disk)
+        with noting() as undone, telling() as own:
+            exchange = _Exchange(receive, send, told, self._edge, undone, own, to_disk=to_disk)
             await self._handle(scope, headers, exchange, started)
 
     async def _handle(self, scope: Scope, headers: Headers, exchange: _Exchange, started: float) -> None:
@@ -264,7 +268,9 @@ class Envelope:
 
     def _log(self, scope: Scope, exchange: _Exchange, seconds: float) -> None:
         status, method, state = exchange.status or CLIENT_GONE, scope["method"], scope.get("state", {})
-        told = {"left_undone": list(exchange.undone)} if exchange.undone else {}
+        told: dict[str, Any] = {"left_undone": list(exchange.undone)} if exchange.undone else {}
+        if VOLATILE in exchange.own:
+            told["volatile_lines"] = int(exchange.own[VOLATILE])
         path = scope["raw_path"].decode("ascii", "backslashreplace")  # without control characters
         ms = round(1000 * seconds, 1)
         log.info("request", method=method, path=path, status=status, ms=ms, tenant=state.get("tenant"), **told)
@@ -285,12 +291,14 @@ class _Exchange:
         headers: Sequence[tuple[bytes, bytes]],
         edge: Edge,
         undone: Collection[str] = (),
+        own: Mapping[str, str] = NO_HEADERS,
         *,
         to_disk: bool = False,
     ) -> None:
         """`headers`: added to the answer. `undone`: names of request fields that are not carried out; complete when the
-        answer begins. `to_disk`: the body is not kept in memory."""
+        answer begins, as is `own`: more headers. `to_disk`: the body is not kept in memory."""
         self.undone = undone
+        self.own = own
         self.status = 0
         self.excess: TenutoError | None = None
         self._receive = receive
@@ -370,6 +378,8 @@ class _Exchange:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             own = list(self._headers)
+            if self.status < 400:
+                own += [(name.encode(), value.encode()) for name, value in self.own.items()]
             if self.undone and self.status < 400:
                 own.append((LEFT_UNDONE.encode(), ", ".join(self.undone).encode()))
             message["headers"] = [*message["headers"], *own]

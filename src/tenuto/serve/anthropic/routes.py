@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from tenuto.base.turns import last_role
+from tenuto.base.turns import Message, last_role
 from tenuto.base.wire.messages import Tokenize
 from tenuto.serve.anthropic import threads
 from tenuto.serve.anthropic.answers import MessageAnswer
@@ -20,9 +20,12 @@ from tenuto.serve.anthropic.schemas import Conversation, MessagesBody
 from tenuto.serve.anthropic.threads import KeptTools, ThreadTools
 from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
+from tenuto.serve.shared.run_turns import start_in_run
+from tenuto.serve.shared.runs import run_names
 from tenuto.serve.shared.schemas import REFUSALS
 from tenuto.serve.shared.settings import Tenant
 from tenuto.serve.shared.sse import respond, streamed, while_connected
+from tenuto.serve.shared.volatile import VolatileLines
 
 router = APIRouter(route_class=JsonRoute, prefix="/v1/messages", tags=["anthropic"], responses=REFUSALS)
 
@@ -30,15 +33,22 @@ router = APIRouter(route_class=JsonRoute, prefix="/v1/messages", tags=["anthropi
 @router.post("", response_model=None, responses=streamed("The answer, or its events"))
 async def messages(edge: EdgeOf, tenant: Caller, body: MessagesBody, request: Request, kept: ThreadTools) -> Response:
     """Answers messages. With `thread`, the server keeps the conversation, and later requests send only new messages."""
-    answer = await while_connected(request, begin(edge, tenant, body, kept, request.state.request_id))
+    run = run_names(request.headers, body.run_name())
+    answer = await while_connected(request, begin(edge, tenant, body, kept, request.state.request_id, run=run))
     return await respond(request, answer, stream=body.stream)
 
 
 async def begin(
-    edge: Edge, tenant: Tenant, body: MessagesBody, kept: KeptTools, request_id: str, priority: int | None = None
+    edge: Edge,
+    tenant: Tenant,
+    body: MessagesBody,
+    kept: KeptTools,
+    request_id: str,
+    priority: int | None = None,
+    run: Sequence[bytes] = (),
 ) -> MessageAnswer:
     """Starts the turn that answers messages, and returns its answer once the engine has accepted it. `priority`: that
-    of the turn, if not the usual one."""
+    of the turn, if not the usual one. `run`: the names of its run."""
     adapter = edge.adapter(body.model)
     with body.naming(edge.model.context_length):
         if body.thread is not None and body.context_management is not None:
@@ -52,14 +62,14 @@ async def begin(
         thread = await threads.find(edge, tenant, continued, kept) if continued is not None else None
         if thread is not None:
             body.take(thread.tools)
-        given = body.rendered(edge.model.habits, begun=thread is not None)
+        given = _stable(edge, body.rendered(edge.model.habits, begun=thread is not None))
         habits = edge.model.habits.after(last_role(given))
         start = body.start(tenant, given, habits, adapter=adapter)
         if priority is not None:
             start = msgspec.structs.replace(start, params=replace(start.params, priority=priority))
         reading = body.tool_use.reading(habits, start.params.grammar)
         if body.thread is None:
-            turn = await edge.start(tenant, start)
+            turn = await start_in_run(edge, tenant, run, start, reading) or await edge.start(tenant, start)
             return MessageAnswer(edge, turn, reading.reader(turn.id), request_id, applied=applied)
         if thread is None:
             thread = threads.new_thread(body.tool_use.definitions, kept)
@@ -79,6 +89,10 @@ async def count_tokens(edge: EdgeOf, tenant: Caller, body: Conversation) -> dict
     return {"input_tokens": count, "context_management": {"original_input_tokens": original}}
 
 
+def _stable(edge: Edge, messages: list[Message]) -> list[Message]:
+    return edge.part(VolatileLines, edge.settings).removed(messages)
+
+
 async def _edit(edge: Edge, tenant: Tenant, body: Conversation) -> list[dict[str, Any]] | None:
     """Edits the messages as the request asks. Returns the reports on the edits, or `None` if it asks for none."""
     if body.context_management is None:
@@ -91,5 +105,7 @@ async def _edit(edge: Edge, tenant: Tenant, body: Conversation) -> list[dict[str
 async def _count(edge: Edge, tenant: Tenant, body: Conversation, messages: Sequence[NewMessage]) -> int:
     """Returns the number of tokens of the prompt, with these messages."""
     prompt = body.model_copy(update={"messages": messages})
-    given = Tokenize(tenant=tenant.name, input=prompt.rendered(edge.model.habits), tools=body.tool_use.definitions)
+    given = Tokenize(
+        tenant=tenant.name, input=_stable(edge, prompt.rendered(edge.model.habits)), tools=body.tool_use.definitions
+    )
     return len(array("i", await edge.link.call(given)))

@@ -22,7 +22,7 @@ from tenuto.serve.shared.grammars import GrammarField, only_one
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
 from tenuto.serve.shared.placing import placed
 from tenuto.serve.shared.schemas import Messages
-from tenuto.serve.shared.turn_request import TurnRequest, with_options
+from tenuto.serve.shared.turn_request import TurnRequest, text_in, with_options
 from tenuto.serve.shared.undone import ToolList, of_type
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$", examples=["get_weather"])]
@@ -79,7 +79,7 @@ class Conversation(ForeignObject, TurnRequest):
     apis = ("anthropic",)
     input_field = "messages"
     too_long = "prompt is too long"
-    ignored = frozenset({"betas", "cache_control", "diagnostics", "metadata", "user_profile_id", "workspace_id"})
+    ignored = frozenset({"betas", "cache_control", "diagnostics", "user_profile_id", "workspace_id"})
     undone: ClassVar[dict[str, tuple[Any, ...]]] = {
         **dict.fromkeys(("container", "fallbacks", "inference_geo", "mcp_servers"), NOTHING),
         "service_tier": (None, "auto", "standard_only"),
@@ -98,6 +98,10 @@ class Conversation(ForeignObject, TurnRequest):
     tool_choice: ToolChoice | None = Field(None, description="`any`, or a tool, is enforced.")
     output_config: OutputConfig | None = Field(None, description="A JSON schema, which is enforced.")
     context_management: ContextManagement | None = Field(None, description="What to clear from older messages.")
+    metadata: Any = Field(None, description="Its `user_id` helps to find the conversation's session.")
+
+    def run_name(self) -> str | None:
+        return text_in(self.metadata, "user_id")
 
     @cached_property
     def tool_use(self) -> ToolUse:

@@ -21,6 +21,7 @@ from tenuto.serve.shared.samples import committed
 from tenuto.serve.shared.schemas import REFUSALS
 from tenuto.serve.shared.settings import hidden_session_id
 from tenuto.serve.shared.sse import while_connected
+from tenuto.serve.shared.volatile import VolatileLines
 
 router = APIRouter(route_class=JsonRoute, prefix="/v1/responses", tags=["openai"], responses=REFUSALS)
 
@@ -35,7 +36,8 @@ async def count(
     with body.naming(edge.model.context_length):
         earlier, habits, variables = _earlier(conversations, body), edge.model.habits, body.variables()
         if body.previous_response_id is None:
-            given, told = body.rendered(habits, earlier), body.tool_use.definitions
+            lines, told = edge.part(VolatileLines, edge.settings), body.tool_use.definitions
+            given = lines.removed(body.rendered(habits, earlier))
             prompt = Tokenize(tenant=tenant.name, input=given, tools=told, variables=variables)
             tokens = len(array("i", await edge.link.call(prompt)))
         else:

@@ -23,6 +23,7 @@ from tenuto.serve.openai.tools import customs_of
 from tenuto.serve.shared.bodies import JsonRoute, of_many
 from tenuto.serve.shared.edge import Caller, Edge, EdgeOf, of_tenant
 from tenuto.serve.shared.live_turn import LiveTurn
+from tenuto.serve.shared.runs import run_names
 from tenuto.serve.shared.schemas import ID_LENGTH, ID_PATTERN, REFUSALS
 from tenuto.serve.shared.settings import Tenant
 from tenuto.serve.shared.sse import EventStream, respond, streamed, while_connected
@@ -57,7 +58,9 @@ async def create(
         try:
             start = body.start(tenant, (), habits, adapter=adapter, variables=body.variables())
             reading = body.tool_use.reading(habits, start.params.grammar)
-            turn = await while_connected(request, start_response(edge, tenant, body, start, name, going_on.earlier))
+            run, earlier = run_names(request.headers, body.run_name()), going_on.earlier
+            starting = start_response(edge, tenant, body, start, name, earlier, run, reading)
+            turn = await while_connected(request, starting)
         except BaseException:
             going_on.end()
             raise
@@ -76,7 +79,7 @@ async def create(
 
     def end() -> None:
         going_on.end()
-        if turn.request.session is not None and (body.store is False or not turn.committed):
+        if turn.request.session == name and (body.store is False or not turn.committed):
             edge.spawn(edge.turns.close_if_open((tenant.name, name)))  # also aborts its turn
 
     head = head_of(edge.name_of(adapter), name, body.echoed())

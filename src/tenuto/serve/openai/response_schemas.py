@@ -22,7 +22,7 @@ from tenuto.serve.shared.grammars import GrammarField, only_one
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
 from tenuto.serve.shared.placing import placed
 from tenuto.serve.shared.schemas import Id, Messages, ModelName, Prompts, field_of, unsupported
-from tenuto.serve.shared.turn_request import TurnRequest, options_but, with_options
+from tenuto.serve.shared.turn_request import RUN_FIELD, TurnRequest, options_but, with_options
 from tenuto.serve.shared.undone import ToolList, leave_undone, of_type
 
 Metadata = Annotated[
@@ -149,8 +149,8 @@ class ResponseBody(Templated, TurnRequest):
     too_long = "This model's maximum context length is {limit} tokens"
     ignored = frozenset(
         (
-            *("client_metadata", "max_tool_calls", "request_id", "safety_identifier", "stream_options", "user"),
-            *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+            *("client_metadata", "max_tool_calls", "request_id", "safety_identifier", "stream_options"),
+            *("prompt_cache_options", "prompt_cache_retention"),
         )
     )
     undone: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -189,6 +189,8 @@ class ResponseBody(Templated, TurnRequest):
         None, description=f"`{LOGPROBS}` shows the logprob of every token of the text."
     )
     metadata: Metadata | None = None
+    prompt_cache_key: Any = RUN_FIELD
+    user: Any = RUN_FIELD
     tools: ToolList[Annotated[FlatTool, of_type(*KINDS)]] | None = Field(
         None,
         description="Functions and custom tools. Tools of other types are left out, and a header of the answer names"
@@ -243,6 +245,10 @@ class ResponseBody(Templated, TurnRequest):
         """Returns `earlier` items and the input as messages in the engine's form. `instructed`: the session has these
         instructions already."""
         return placed(self._messages(earlier, instructed=instructed), habits)
+
+    def run_name(self) -> str | None:
+        given = (self.conversation_id, self.prompt_cache_key, self.user)
+        return next((name for name in given if isinstance(name, str)), None)
 
     def _messages(self, earlier: Sequence[Item], *, instructed: bool) -> list[Message]:
         messages = _rendered([*earlier, *self.items])

@@ -8,29 +8,46 @@ from hashlib import sha256
 import msgspec
 
 from tenuto.base.errors import NotFound, SessionBusy
+from tenuto.base.tools.answers import Reading
 from tenuto.base.views import SessionInfo
 from tenuto.base.wire.messages import Fork, GetSession, StartTurn
 from tenuto.serve.openai.response_schemas import Item, ResponseBody
 from tenuto.serve.shared.edge import Edge, open_message
 from tenuto.serve.shared.live_turn import LiveTurn
+from tenuto.serve.shared.run_turns import Named, start_in_run
 from tenuto.serve.shared.settings import Tenant
+from tenuto.serve.shared.volatile import VolatileLines
 
 INSTRUCTIONS = "instructions"
 """Key in the metadata of a response's session: a digest of its instructions."""
 
 
 async def start_response(
-    edge: Edge, tenant: Tenant, body: ResponseBody, start: StartTurn, name: str, earlier: Sequence[Item]
+    edge: Edge,
+    tenant: Tenant,
+    body: ResponseBody,
+    start: StartTurn,
+    name: str,
+    earlier: Sequence[Item],
+    run: Sequence[bytes] = (),
+    reading: Reading | None = None,
 ) -> LiveTurn:
     """Starts the turn and returns it once the engine has accepted it. It runs in the session `name`, or in an ephemeral
-    one if no state has to be kept. `start`: its options."""
+    one if no state has to be kept. `start`: its options. `run`: the names of its
+    run. `reading`: how the answer is parsed."""
     previous, stores = body.previous_response_id, body.store is not False
     state = await _state(edge, tenant, previous) if previous is not None else None
     given = body.rendered(edge.model.habits, earlier, instructed=state is not None and _instructed(body, state))
+    given = edge.part(VolatileLines, edge.settings).removed(given)
     start = msgspec.structs.replace(start, session=name if stores or previous is not None else None, input=given)
+    told = ((INSTRUCTIONS, _digest(body.instructions)),) if body.instructions else ()
+    if state is None and reading is not None:
+        named, continues = Named(name, told) if stores else None, bool(body.background)
+        turn = await start_in_run(edge, tenant, run, start, reading, named=named, continues=continues)
+        if turn is not None:
+            return turn
     if start.session is None:
         return await edge.start(tenant, start)
-    told = ((INSTRUCTIONS, _digest(body.instructions)),) if body.instructions else ()
     if state is not None:
         others = tuple((key, value) for key, value in state.metadata.items() if key != INSTRUCTIONS)
         fork = Fork(

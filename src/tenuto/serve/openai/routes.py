@@ -11,6 +11,7 @@ from typing import Annotated
 from fastapi import APIRouter, Request, Response
 
 from tenuto.base.errors import AlreadyExists, InvalidRequest, NotFound, SessionBusy, TenutoError
+from tenuto.base.tools.answers import Reading
 from tenuto.base.wire.messages import StartTurn
 from tenuto.serve.openai.answers import Choices, Writer
 from tenuto.serve.openai.chat import ChatWriter, Shown
@@ -22,10 +23,13 @@ from tenuto.serve.shared.bodies import JsonRoute, of_many
 from tenuto.serve.shared.edge import Caller, Edge, EdgeOf, of_tenant, open_message
 from tenuto.serve.shared.idempotency import RequestKey
 from tenuto.serve.shared.placing import placed
+from tenuto.serve.shared.run_turns import start_in_run
+from tenuto.serve.shared.runs import run_names
 from tenuto.serve.shared.samples import Samples, close_all, start_all
 from tenuto.serve.shared.schemas import REFUSALS, IdempotencyKey
 from tenuto.serve.shared.settings import Tenant
 from tenuto.serve.shared.sse import respond, streamed, while_connected
+from tenuto.serve.shared.volatile import VolatileLines
 
 router = APIRouter(route_class=JsonRoute, prefix="/v1", tags=["openai"], responses=REFUSALS)
 
@@ -85,7 +89,10 @@ async def chat(
     metadata = checked_metadata(body.metadata) if body.store else {}
     with body.naming(edge.model.context_length):
         given, usual = body.messages, edge.model.habits
-        messages = await of_many(len(given), lambda: placed([message.rendered() for message in given], usual))
+        lines = edge.part(VolatileLines, edge.settings)
+        messages = await of_many(
+            len(given), lambda: lines.removed(placed([message.rendered() for message in given], usual))
+        )
         kept = await of_many(len(given), lambda: listed_messages(given)) if body.store else b""
         asker = body.messages[-1].role if body.messages else ""
         habits = edge.model.habits.with_variables(body.chat_template_kwargs or {}).after(asker)
@@ -100,7 +107,8 @@ async def chat(
         }
         start = body.start(tenant, messages, habits, session=body.session_id, **more)
         reading = body.tool_use.reading(habits, start.params.grammar)
-        samples = await while_connected(request, _begin(edge, tenant, body, request, [start], idempotency_key))
+        beginning = _begin(edge, tenant, body, request, [start], idempotency_key, reading)
+        samples = await while_connected(request, beginning)
     customs = customs_of(body.tools)
     shown = Shown(body.include_reasoning is not False, bool(body.return_tokens_as_token_ids), body.echoed)
 
@@ -125,12 +133,27 @@ def _check(edge: Edge, body: Generation, prompts: int) -> None:
 
 
 async def _begin(
-    edge: Edge, tenant: Tenant, body: Generation, request: Request, starts: list[StartTurn], key: str | None
+    edge: Edge,
+    tenant: Tenant,
+    body: Generation,
+    request: Request,
+    starts: list[StartTurn],
+    key: str | None,
+    reading: Reading | None = None,
 ) -> list[Samples]:
-    """Starts the samples of every prompt. The caller closes them."""
+    """Starts the samples of every prompt. The caller closes them. `reading`: how the answer to messages is parsed."""
     if body.session_id is None:
+        if reading is not None and body.samples == 1 and _resendable(starts[0]):
+            names = run_names(request.headers, body.run_name())
+            if (turn := await start_in_run(edge, tenant, names, starts[0], reading)) is not None:
+                return [Samples.of(edge, tenant, turn)]
         return await start_all(edge, tenant, starts, body.samples)
     return await _in_session(edge, tenant, starts[0], await RequestKey.of(request, key))
+
+
+def _resendable(start: StartTurn) -> bool:
+    """Whether a session may have the beginning of the request: what it asks about must not be earlier messages."""
+    return not (start.echo or start.continues or start.params.scores_input) and start.most is None
 
 
 async def _in_session(edge: Edge, tenant: Tenant, start: StartTurn, key: RequestKey | None) -> list[Samples]:

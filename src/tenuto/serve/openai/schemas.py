@@ -30,7 +30,7 @@ from tenuto.serve.shared.schemas import (
     required,
     unsupported,
 )
-from tenuto.serve.shared.turn_request import options_but, with_options
+from tenuto.serve.shared.turn_request import RUN_FIELD, options_but, with_options
 from tenuto.serve.shared.undone import leave_undone
 
 IGNORED = frozenset(
@@ -337,6 +337,8 @@ class ChatBody(Generation, WithTools, Templated):
     top_logprobs: int | None = field_of("logprobs", "Number of likeliest tokens to show at every position.")
     store: bool | None = Field(None, description="Keep the chat and its messages, to be read again.")
     metadata: Any = Field(None, description="With `store`, kept with the chat.")
+    prompt_cache_key: Any = RUN_FIELD
+    user: Any = RUN_FIELD
     prediction: Prediction | str | None = Field(None, description="Text that the answer will largely repeat.")
     include_reasoning: bool | None = Field(None, description="Show the answer's thoughts; true if not given.")
     add_generation_prompt: bool | None = Field(None, description="False only with `continue_final_message`.")
@@ -373,6 +375,10 @@ class ChatBody(Generation, WithTools, Templated):
             )
         if not self.messages and self.session_id is None:
             raise InvalidRequest("there are no messages; allowed: at least one, or a session_id", param="messages")
+
+    def run_name(self) -> str | None:
+        given = (self.prompt_cache_key, self.user)
+        return next((name for name in given if isinstance(name, str)), None)
 
     @property
     def echoed(self) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 
@@ -38,6 +39,13 @@ class Samples:
         self._tenant = tenant
         self._start = start
         self._sessions: list[str] = []  # ids of hidden sessions that may be open
+
+    @classmethod
+    def of(cls, edge: Edge, tenant: Tenant, turn: LiveTurn) -> Samples:
+        """Returns a turn that has started as the only sample."""
+        samples = cls(edge, tenant, partial(edge.start, tenant))
+        samples.turns.append(turn)
+        return samples
 
     @property
     def input_turn(self) -> LiveTurn:

@@ -167,6 +167,16 @@ class ServeSettings:
         " client named it, else for a day. A fork or trim inherits the TTL of its source.",
         parse_ttl,
     )
+    find_runs: bool = option(
+        default=True,
+        description="Keep the session of a conversation whose client resends it and names itself, to find it again.",
+    )
+    keep_volatile_lines: bool = option(
+        default=False, description="Leave lines in system messages that clients are known to change by request."
+    )
+    volatile_line: tuple[str, ...] = option(
+        (), "Regular expression of more lines to leave out at either end of system messages. May be repeated."
+    )
     drain_seconds: float = option(5.0, "Seconds that turns may continue after SIGTERM.", Bounds(0.0, MAX_SECONDS))
     unread_seconds: float = option(
         30.0,
@@ -194,6 +204,11 @@ class ServeSettings:
                 raise ConfigError(
                     f"allowed_origins has {shown(origin)}; allowed: origins such as https://app.example, or *"
                 )
+        for rule in self.volatile_line:
+            try:
+                re.compile(rule)
+            except re.error as error:
+                raise ConfigError(f"volatile_line {rule!r} is not a regular expression: {error}") from None
         origins = tuple(map(str.lower, self.allowed_origins))  # as browsers send them
         object.__setattr__(self, "allowed_origins", origins)
         path = user_path(self.keys) if self.keys is not None else None

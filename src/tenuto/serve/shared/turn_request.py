@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar, cast
 
-from pydantic import create_model
+from pydantic import Field, create_model
 
 from tenuto.base.errors import ContextExceeded, TenutoError
 from tenuto.base.options import OPTIONS, TurnOptions, TurnParams, turn_params
@@ -20,6 +20,9 @@ from tenuto.base.wire.messages import StartTurn
 from tenuto.serve.shared.grammars import GrammarField
 from tenuto.serve.shared.schemas import Object, field_of, type_of
 from tenuto.serve.shared.settings import Tenant
+
+RUN_FIELD: Any = Field(None, description="Helps to find the session of a conversation that is sent again.")
+"""A field with a name of the client's conversation, or of the client."""
 
 R = TypeVar("R", bound="TurnRequest")
 
@@ -50,6 +53,10 @@ class TurnRequest(Object):
     @property
     def tool_use(self) -> ToolUse | None:
         """The functions that the answer may call, if the request mentions tools. Raises `InvalidRequest`."""
+        return None
+
+    def run_name(self) -> str | None:
+        """Returns the name that the client gives to its conversation or to itself, if any; see `Runs`."""
         return None
 
     def grammar_field(self) -> GrammarField | None:
@@ -160,3 +167,9 @@ def aliases_of(option: str, apis: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the option's names in the first of these APIs that has special names for it; empty if all use ours."""
     names: Mapping[str, tuple[str, ...]] = OPTIONS[option].metadata["names"]
     return next((names[api] for api in apis if api in names), ())
+
+
+def text_in(given: Any, name: str) -> str | None:
+    """Returns the text of this name in an object of a request; `None` if there is none."""
+    value = given.get(name) if isinstance(given, dict) else None
+    return value if isinstance(value, str) else None
