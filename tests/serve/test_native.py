@@ -149,10 +149,23 @@ def test_a_turn_streams_its_text_and_is_acknowledged_by_its_commit(http: httpx.C
         "computed_tokens": 9,
         "accepted_prediction_tokens": 0,
         "rejected_prediction_tokens": 0,
+        "recomputed_tokens": {},
     }
     record = http.get(f"{session}/turns").json()["data"][0]
     assert (record["input_text"], record["output_tokens"]) == ("hello", tokens)
     assert http.get(session).headers["etag"] == '"1"'
+
+
+def test_usage_says_how_many_tokens_were_computed_again_and_why(http: httpx.Client, session: str) -> None:
+    first = turn(http, session, input=[1] * 50)
+    assert first["usage"]["recomputed_tokens"] == {}
+    assert turn(http, session, input=[2] * 7)["usage"]["recomputed_tokens"] == {}
+    known = http.get(session).json()["tokens"]
+    assert http.post("/flush_cache").status_code == 200
+    usage = turn(http, session, input=[3])["usage"]
+    assert usage["cached_tokens"] == 0
+    assert list(usage["recomputed_tokens"].values()) == [known - 1]
+    assert turn(http, session, input=[4])["usage"]["recomputed_tokens"] == {}
 
 
 def test_a_second_turn_computes_only_its_new_tokens(http: httpx.Client, session: str) -> None:

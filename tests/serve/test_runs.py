@@ -203,3 +203,14 @@ def test_runs_can_be_switched_off() -> None:
         answer = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": [HI], "user": "a", "max_tokens": 1})
         assert answer.status_code == 200
         assert "x-tenuto-session" not in answer.headers
+
+
+def test_the_answer_says_why_a_sessions_state_was_lost(client: OpenAI, witness: Server) -> None:
+    name: Any = {"user": "lost"}
+    first, one = ask(client, [HI], **name)
+    with witness.client() as http:
+        assert http.post("/flush_cache").status_code == 200
+    headers, two = ask(client, [HI, said(one), MORE], **name)
+    assert headers["x-tenuto-session"] == first["x-tenuto-session"]
+    assert headers["x-tenuto-recomputed"]
+    assert int(headers["x-tenuto-cached"]) == cached(two) == 0

@@ -124,7 +124,8 @@ class EndReason(StrEnum):
 class Usage:
     """Exact token counts of an ended turn. `prompt`: history and input; `cached`: tokens of these whose state was
     already in memory; `generated`: sampled tokens; `computed`: tokens computed, including wrong guesses and repeats
-    after a preemption; `accepted` and `rejected`: guessed tokens that became output, and those that did not."""
+    after a preemption; `accepted` and `rejected`: guessed tokens that became output, and those that did not.
+    `recomputed`: tokens computed again whose state had been there before, by the reason why it was lost."""
 
     prompt: int = field(metadata=named("prompt_tokens"))
     cached: int = field(metadata=named("cached_tokens"))
@@ -132,6 +133,7 @@ class Usage:
     computed: int = field(metadata=named("computed_tokens"))
     accepted: int = field(default=0, metadata=named("accepted_prediction_tokens"))
     rejected: int = field(default=0, metadata=named("rejected_prediction_tokens"))
+    recomputed: dict[str, int] = field(default_factory=dict, hash=False, metadata=named("recomputed_tokens"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,4 +37,4 @@ class Counts:
 
     def add(self, usage: Usage) -> None:
         """Adds the tokens of a turn that has ended."""
-        self.totals.update(asdict(usage))
+        self.totals.update({name: count for name, count in asdict(usage).items() if name != "recomputed"})

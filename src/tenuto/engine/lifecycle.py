@@ -103,7 +103,12 @@ class Lifecycle:
         """Counts the tokens of the history that a starting turn has to compute again, by reason."""
         memory, wanted = turn.session.memory, min(turn.resume_position, max(0, turn.base_length - 1))
         if (missing := wanted - continues_from(turn)) > 0:
-            self._counts.recomputed["no checkpoint" if memory.computed >= wanted else memory.lost] += missing
+            self._recompute(turn, "no checkpoint" if memory.computed >= wanted else memory.lost, missing)
+
+    def _recompute(self, turn: Turn, why: str, tokens: int) -> None:
+        """Counts tokens that the turn has to compute again."""
+        self._counts.recomputed[why] += tokens
+        turn.recomputed[why] += tokens
 
     def _leave_row(self, turn: Turn) -> None:
         """Takes the turn out of the batch; called before its memory is detached. If it waits for memory to arrive,
@@ -121,7 +126,7 @@ class Lifecycle:
         """Releases the units that a turn has acquired; it is running, or a draft or waiting turn with memory."""
         memory = turn.session.memory.turn
         if memory is not None:
-            self._counts.recomputed[why] += memory.computed - memory.start
+            self._recompute(turn, why, memory.computed - memory.start)
         if turn.state is not TurnState.RUNNING:
             self.drop(turn.session)
             return
@@ -153,7 +158,7 @@ class Lifecycle:
         if position < memory.first_position:
             self.preempt(turn, why_preempted)
             return False
-        self._counts.recomputed[why] += memory.computed - position
+        self._recompute(turn, why, memory.computed - position)
         self._leave_row(turn)
         memory.truncate(position)
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from itertools import islice
@@ -64,6 +65,7 @@ class Turn:
         self.looked = ""  # the outcome of that lookup: one of `HITS` and `MISSES`
         self.cached = -1  # prompt tokens found in memory when it first ran; set by the engine, as is the next
         self.computed_before = 0  # tokens it had computed as a draft before that
+        self.recomputed = Counter[str]()  # tokens computed again, by reason; written by the engine
         self.prediction = array("i")  # what the caller expects its output to be; set when it is submitted
         self.trail: object = None  # the proposer's notes, until it has ended
         self.guessed = 0  # tokens computed ahead of it; written by the settler, as is the next
@@ -230,6 +232,7 @@ class Turn:
             self.computed_tokens,
             self.accepted,
             self.guessed - self.accepted,
+            dict(self.recomputed),
         )
         self.result = TurnResult(
             reason, committed, session.version, kept, usage, self.max_new_tokens, session.context_left, self.stop

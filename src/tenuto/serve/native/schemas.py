@@ -313,7 +313,8 @@ class RecordList(BaseModel):
 
 class Usage(BaseModel):
     """Exact numbers of tokens. `cached_tokens`: prompt tokens that did not have to be computed. Guessed tokens are
-    accepted, and part of the output, or rejected."""
+    accepted, and part of the output, or rejected. `recomputed_tokens`: those computed again, by the reason why their
+    state was lost."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -321,6 +322,7 @@ class Usage(BaseModel):
     computed_tokens: int
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
+    recomputed_tokens: dict[str, int]
 
 
 class Turn(BaseModel):

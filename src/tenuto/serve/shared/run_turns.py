@@ -166,7 +166,9 @@ def _follow(
         branch.ends.append(len(chain))
         branch.version = result.version
         branch.tokens = result.usage.prompt + result.usage.generated
-        headers[CACHED] = str(result.usage.cached)  # too late for a stream
+        headers[CACHED] = str(result.usage.cached)  # too late for a stream, like the next
+        if result.usage.recomputed:
+            headers.setdefault(RECOMPUTED, ", ".join(sorted(result.usage.recomputed)))
 
     turn.listeners.append(ended)
     ended()
