@@ -15,11 +15,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random, SystemRandom
+from typing import Protocol
 
 from bench.spread import Spread
 from tenuto.base.clock import SystemClock
@@ -147,15 +148,34 @@ class Side:
         return time.perf_counter() - began
 
 
-def pairs(plain: Side, guessing: Side, workload: Callable[[int], Round], rounds: int) -> Iterator[tuple[Taken, Taken]]:
+class Taker(Protocol):
+    """Takes the turns of rounds: an engine or a peer, which guesses or does not."""
+
+    def take(self, given: Round) -> Taken:
+        """Takes the turns of a round."""
+
+
+def pairs(
+    plain: Taker, guessing: Taker, workload: Callable[[int], Round], rounds: int
+) -> Iterator[tuple[Taken, Taken]]:
     """Yields what both sides took for each round. The first does not count."""
     for number in range(rounds + 1):
         given = workload(number)
         order = (plain, guessing) if number % 2 else (guessing, plain)
         taken = {side: side.take(given) for side in order}
-        assert taken[plain].outputs == taken[guessing].outputs, "guesses changed tokens"
         if number:
             yield taken[plain], taken[guessing]
+
+
+def compared(found: Sequence[tuple[Taken, Taken]]) -> str:
+    """Returns a line that compares what two sides took."""
+    ratios = Spread.of([(b.tokens / b.seconds) / (a.tokens / a.seconds) for a, b in found])
+    rates = [statistics.median(side.tokens / side.seconds for side in sides) for sides in zip(*found, strict=True)]
+    right, wrong = sum(b.accepted for _, b in found), sum(b.rejected for _, b in found)
+    return (
+        f"{rates[0]:6.1f} tokens/s without, {rates[1]:6.1f} with guesses: {ratios.shown('.2f')} times; "
+        f"of {sum(b.tokens for _, b in found)} tokens {right} guessed, {wrong} guessed wrong"
+    )
 
 
 def main() -> None:
@@ -169,13 +189,8 @@ def main() -> None:
     print(plain.model.compute)
     for name, workload in WORKLOADS.items():
         found = list(pairs(plain, guessing, workload, arguments.rounds))
-        ratios = Spread.of([(b.tokens / b.seconds) / (a.tokens / a.seconds) for a, b in found])
-        rates = [statistics.median(side.tokens / side.seconds for side in sides) for sides in zip(*found, strict=True)]
-        right, wrong = sum(b.accepted for _, b in found), sum(b.rejected for _, b in found)
-        print(
-            f"{name:20} {rates[0]:6.1f} tokens/s without, {rates[1]:6.1f} with guesses: {ratios.shown('.2f')} times; "
-            f"of {sum(b.tokens for _, b in found)} tokens {right} guessed, {wrong} guessed wrong"
-        )
+        assert all(plainly.outputs == guessed.outputs for plainly, guessed in found), "guesses changed tokens"
+        print(f"{name:20} {compared(found)}")
 
 
 if __name__ == "__main__":

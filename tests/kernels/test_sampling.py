@@ -17,6 +17,7 @@ from tenuto.base.plan import RowSampling
 from tenuto.base.sampling import LEAST_LOGPROB, Sampling
 from tenuto.exec.native_forward import NativeLogits
 from tenuto.exec.row_options import RowOptions
+from tenuto.exec.token_counts import NO_GUESS
 from tenuto.exec.torch_forward import TorchLogits
 from tenuto.kernels.native.build import VARIANTS, Machine, library
 from tenuto.kernels.native.library import Library, Model, Op, loaded
@@ -217,8 +218,8 @@ def edited_logits(logits: torch.Tensor, rows: list[Row]) -> torch.Tensor:
         prompt, output = (np.array(tokens, np.int32) for tokens in (row.prompt, row.output))
         options.start(i, RowSampling(asked, prompt, output, masked=tuple(row.masked), masked_before=1))
     edited, array = TorchLogits(logits.clone()), logits.numpy().copy()
-    options.edit(edited, np.arange(len(rows)), positions)
-    options.edit(NativeLogits(NOT_LOADED, 0, array), np.arange(len(rows)), positions)
+    options.edit(edited, np.arange(len(rows)), positions, np.full(len(rows), NO_GUESS))
+    options.edit(NativeLogits(NOT_LOADED, 0, array), np.arange(len(rows)), positions, np.full(len(rows), NO_GUESS))
     assert np.array_equal(edited.host(), array)
     return torch.from_numpy(array)
 

@@ -1,5 +1,5 @@
-"""`python openvino_pipeline.py GGUF THREADS CACHE_GB KV_TYPE`: runs workloads on OpenVINO GenAI. The package describes
-input and output."""
+"""`python openvino_pipeline.py GGUF THREADS CACHE_GB KV_TYPE [lookup]`: runs workloads on OpenVINO GenAI, with `lookup`
+with guesses from the prompt. The package describes input and output."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import os
 import sys
 import time
 from typing import Any
+
+GUESSES, NGRAM = 5, 3
+"""The most tokens guessed in a step, and the most last tokens looked for in the prompt: as in its documentation."""
 
 
 class Turn:
@@ -38,7 +41,7 @@ class Turn:
 class Pipeline:
     """A pipeline with prefix caching, as in a server."""
 
-    def __init__(self, model: str, threads: int, cache_gb: int, kept_as: str) -> None:
+    def __init__(self, model: str, threads: int, cache_gb: int, kept_as: str, *, lookup: bool = False) -> None:
         import openvino  # noqa: PLC0415 - prints, so standard output must be redirected first
         import openvino_genai  # noqa: PLC0415
 
@@ -47,6 +50,9 @@ class Pipeline:
         scheduler.cache_size = cache_gb
         scheduler.enable_prefix_caching = True
         properties = {"INFERENCE_NUM_THREADS": threads, "KV_CACHE_PRECISION": kept_as}
+        if lookup:
+            properties["prompt_lookup"] = True
+        self._lookup = lookup
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
         self._requests = 0
 
@@ -57,6 +63,8 @@ class Pipeline:
     def start(self, number: int, history: list[int], output: int) -> Turn:
         config = self._genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos, config.do_sample = output, True, False
+        if self._lookup:
+            config.num_assistant_tokens, config.max_ngram_size = GUESSES, NGRAM
         tensor = self._openvino.Tensor(self._array([history]))
         self._requests += 1
         return Turn(number, history, self._pipeline.add_request(self._requests, tensor, config))
@@ -96,7 +104,9 @@ def main() -> None:
     """Answers workloads until standard input ends."""
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)  # keep libraries' output out of the answers
-        pipeline = Pipeline(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+        pipeline = Pipeline(
+            sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], lookup=sys.argv[5:] == ["lookup"]
+        )
         print(pipeline.version, file=answers, flush=True)
         for line in sys.stdin:
             asked = json.loads(line)

@@ -72,8 +72,8 @@ class RowSampling:
     Token ids for penalties, int32: `prompt`, the distinct ids of history and input in any order, if there is a
     repetition penalty; `output`, the turn's output so far, if there is any penalty; else `None`. At positions before
     `masked_before`, the ids in `masked` are not sampled. `top` n requests log-probabilities of sampled tokens and of
-    the n likeliest, and of the ids in `named`; `None` requests nothing. A row with a penalty samples at most one token
-    per step.
+    the n likeliest, and of the ids in `named`; `None` requests nothing. Penalties of a sample also count the guesses
+    before it in its step.
     """
 
     sampling: Sampling

@@ -30,6 +30,7 @@ from tenuto.base.sampling import LEAST_LOGPROB
 from tenuto.exec.device import trim
 from tenuto.exec.forward import Forward, Logits, Longs, Outputs, Singles
 from tenuto.exec.row_options import RowOptions
+from tenuto.exec.token_counts import NO_GUESS
 from tenuto.kernels.ragged import ragged_arange
 from tenuto.kernels.sampling import Masks
 from tenuto.models.adapter import Adapter
@@ -285,9 +286,9 @@ class ModelExecutor:
             return logits.sample(options.choice(rows, positions)).astype(np.int32), None
         wanted, most = options.scored(rows)
         raw = logits.copy(wanted) if len(wanted) else logits
-        options.edit(logits, rows, positions)
+        options.edit(logits, rows, positions, samples.guesses)
         tokens = logits.sample(options.choice(rows, positions), masks)
-        options.counts.add(rows, tokens)
+        options.counts.add(rows, tokens, samples.guesses)
         if len(wanted):
             sampled = _scored(wanted, raw, tokens[wanted], most, options.named(rows[wanted]))
         return tokens.astype(np.int32), sampled
@@ -297,22 +298,25 @@ class ModelExecutor:
 class _Samples:
     """The samples of a plan, as arrays [samples], int64 unless noted. `outputs`: index, among the step's tokens, of the
     token before the sample. `positions`: position of the sampled token in its sequence. `last`, bool: whether it is its
-    row's last sample in this step."""
+    row's last sample in this step. `guesses`: the token before the sample if it is a guess, otherwise `NO_GUESS`."""
 
     rows: Longs
     outputs: Longs
     positions: Longs
     last: npt.NDArray[np.bool_]
+    guesses: Longs
 
 
 def _samples(plan: Plan) -> _Samples:
     of = np.arange(len(plan.rows)).repeat(plan.samples)  # indices of rows
     left = plan.samples.cumsum()[of] - np.arange(len(of))  # samples of the row from this one on
+    outputs = plan.counts.cumsum()[of] - left
     return _Samples(
         plan.rows[of].astype(np.int64),
-        plan.counts.cumsum()[of] - left,
+        outputs,
         (plan.starts + plan.counts)[of] - left + 1,
         left == 1,
+        np.where(left == plan.samples[of], NO_GUESS, plan.tokens[outputs]),
     )
 
 

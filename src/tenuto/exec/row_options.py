@@ -98,12 +98,12 @@ class RowOptions:
         uniform = uniforms(self._seed[rows], positions)
         return Choice(self._temperature[rows], self._top_k[rows], self._top_p[rows], self._min_p[rows], uniform)
 
-    def edit(self, logits: Logits, rows: Longs, positions: Longs) -> None:
-        """Applies biases, masks and penalties to the logits of `rows` in place."""
+    def edit(self, logits: Logits, rows: Longs, positions: Longs, guesses: Longs) -> None:
+        """Applies biases, masks and penalties to the logits of `rows` in place. `guesses`: see `TokenCounts`."""
         biased = np.flatnonzero(self._biased[rows])
         if len(biased):
             self._add_biases(logits, rows, positions, biased)
-        self.counts.penalise(logits, rows)
+        self.counts.penalise(logits, rows, guesses)
 
     def _add_biases(self, logits: Logits, rows: Longs, positions: Longs, biased: Longs) -> None:
         added = []

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from tenuto.base.errors import InvariantError
 from tenuto.base.plan import RowSampling
 from tenuto.base.sampling import Sampling
 from tenuto.exec.forward import Logits, Longs
 from tenuto.kernels.sampling import penalise
+
+NO_GUESS = -1
 
 
 class SeenTokens:
@@ -32,17 +33,24 @@ class SeenTokens:
         self._tokens[place] = token
         self._counts[place] += 1
 
-    @property
-    def tokens(self) -> Longs:
-        return self._tokens[: len(self._places)]
-
-    @property
-    def counts(self) -> Longs:
-        return self._counts[: len(self._places)]
+    def after(self, guesses: list[int]) -> tuple[Longs, Longs]:
+        """Returns the distinct tokens and their counts as they are after `guesses` were added."""
+        tokens, counts = self._tokens[: len(self._places)], self._counts[: len(self._places)]
+        if not guesses:
+            return tokens, counts
+        new = [token for token in dict.fromkeys(guesses) if token not in self._places]
+        places = self._places | {token: len(tokens) + i for i, token in enumerate(new)}
+        counts = np.concatenate((counts, np.zeros(len(new), np.int64)))
+        np.add.at(counts, [places[token] for token in guesses], 1)
+        return np.concatenate((tokens, np.array(new, np.int64))), counts
 
 
 class TokenCounts:
-    """Counts tokens for rows with penalties. Only the thread that runs steps uses it."""
+    """Counts tokens for rows with penalties. Only the thread that runs steps uses it.
+
+    A row may sample several tokens in a step: the first one, and one after each guess. `guesses`, int64 [outputs], are
+    the guesses before the outputs of a step, or `NO_GUESS` for the first output of a row.
+    """
 
     def __init__(self) -> None:
         self._rows: dict[int, SeenTokens] = {}
@@ -57,28 +65,32 @@ class TokenCounts:
         if new.sampling.penalised:
             self._rows[row] = SeenTokens(new)
 
-    def penalise(self, logits: Logits, rows: Longs) -> None:
-        """Applies the penalties of `rows`, int64 [outputs], to their logits. Raises `InvariantError` if a row with
-        penalties occurs twice."""
-        found = [(place, self._rows[row]) for place, row in enumerate(rows.tolist()) if row in self._rows]
+    def penalise(self, logits: Logits, rows: Longs, guesses: Longs) -> None:
+        """Applies the penalties of `rows`, int64 [outputs], to their logits. Guesses before an output count."""
+        found: list[tuple[int, Sampling]] = []
+        seen: list[tuple[Longs, Longs]] = []
+        before: list[int] = []
+        for place, (row, guess) in enumerate(zip(rows.tolist(), guesses.tolist(), strict=True)):
+            before = [] if guess == NO_GUESS else [*before, guess]
+            if (of_row := self._rows.get(row)) is not None:
+                found.append((place, of_row.options))
+                seen.append(of_row.after(before))
         if not found:
             return
-        if len({id(seen) for _, seen in found}) < len(found):
-            raise InvariantError("a row with penalties samples more than one token in a step")
-        tokens, counts = (
-            np.concatenate(parts) for parts in zip(*((s.tokens, s.counts) for _, s in found), strict=True)
-        )
-        sizes = [len(seen.tokens) for _, seen in found]
+        tokens, counts = (np.concatenate(parts) for parts in zip(*seen, strict=True))
+        sizes = [len(ids) for ids, _ in seen]
         places = np.repeat([place for place, _ in found], sizes)
-        each = [
-            (s.options.repetition_penalty, s.options.presence_penalty, s.options.frequency_penalty) for _, s in found
-        ]
+        each = [(o.repetition_penalty, o.presence_penalty, o.frequency_penalty) for _, o in found]
         penalties = np.repeat(np.array(each, np.float32), sizes, axis=0).T
         logits.put(places, tokens, penalise(logits.at(places, tokens), counts, *penalties))
 
-    def add(self, rows: Longs, tokens: Longs) -> None:
-        """Records that row `rows[i]` has sampled `tokens[i]`."""
-        if self._rows:
-            for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
-                if row in self._rows:
-                    self._rows[row].add(token)
+    def add(self, rows: Longs, tokens: Longs, guesses: Longs) -> None:
+        """Records that row `rows[i]` has sampled `tokens[i]`, unless a guess before it was wrong."""
+        if not self._rows:
+            return
+        right, last = True, NO_GUESS
+        for row, token, guess in zip(rows.tolist(), tokens.tolist(), guesses.tolist(), strict=True):
+            right = guess == NO_GUESS or (right and guess == last)
+            last = token
+            if right and row in self._rows:
+                self._rows[row].add(token)
