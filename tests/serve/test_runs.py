@@ -162,6 +162,13 @@ def test_responses_that_resend_their_items_reuse_the_state(client: OpenAI, store
         client.responses.create(model="witness", input="and?", previous_response_id=answer.id, max_output_tokens=4)
 
 
+def test_a_refused_response_that_would_be_stored_is_refused_for_its_own_reason(client: OpenAI) -> None:
+    name: Any = {"model": "witness", "prompt_cache_key": "too long", "max_output_tokens": 4}
+    client.responses.create(input="hello", **name)
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        client.responses.create(input="x" * 100_000, **name)
+
+
 def test_claude_codes_headers_and_its_changing_first_line_keep_the_session(witness: Server) -> None:
     with Anthropic(base_url=witness.url, api_key="none", max_retries=0) as client:
         messages: list[Any] = [HI]

@@ -33,13 +33,11 @@ def test_unsupported_fields_are_refused_by_name(client: OpenAI, options: dict[st
 def test_fields_without_effect_are_accepted(client: OpenAI) -> None:
     assert texts(
         client,
-        user="me",
         metadata={"a": "b"},
         store=False,
         service_tier="auto",
         safety_identifier="x",
         parallel_tool_calls=True,
-        prompt_cache_key="k",
         tool_choice="none",
         tools=[],
         response_format={"type": "text"},

@@ -72,7 +72,13 @@ async def start_in_run(
             turn = await edge.start(tenant, going, queue=True, continues=continues)
         except BaseException as error:
             lost = isinstance(error, NotFound | SessionClosed | VersionMismatch)
-            _give_back(edge, tenant, runs, branch, place, lost=lost)
+            _give_back(runs, branch, place, lost=lost)
+            if branch is not place.branch:
+                closing = edge.turns.close_if_open((tenant.name, branch.session))
+                if not isinstance(error, TenutoError):
+                    edge.spawn(closing)
+                    raise
+                await closing  # its name may be used again
             if lost:
                 reason = "the session was closed or changed"
                 continue
@@ -125,12 +131,11 @@ async def _open(
     await edge.link.call(opening)
 
 
-def _give_back(edge: Edge, tenant: Tenant, runs: Runs, branch: Branch, place: Place, *, lost: bool) -> None:
+def _give_back(runs: Runs, branch: Branch, place: Place, *, lost: bool) -> None:
     """Handles a turn that has not started. `lost`: the session of the place is not what the run took it for."""
     branch.busy = False
     if branch is not place.branch:
         runs.forget(branch)
-        edge.spawn(edge.turns.close_if_open((tenant.name, branch.session)))
     if lost and place.branch is not None:
         runs.forget(place.branch)
 
