@@ -18,6 +18,7 @@ from bench.peers.picture import draw
 from bench.peers.report import Results, document, machine
 from bench.peers.rounds import Rounds
 from bench.peers.workload import SHAPES, Shape, word_tokens
+from tenuto.kernels.native.build import Machine
 
 
 def parse(given: list[str]) -> argparse.Namespace:
@@ -55,11 +56,12 @@ def _at_least_one(text: str) -> int:
 def run(chosen: argparse.Namespace, command: str) -> Results:
     """Measures the chosen peers and shapes."""
     setting = Setting.of_this_machine()
-    versions = {peer: peer.version(setting) for peer in chosen.peers}
-    absent = [peer for peer, version in versions.items() if version is None]
-    for peer in absent:
-        print(f"{peer.title} is not installed: bench/install/{peer.home}.sh", file=sys.stderr)
-    peers = tuple(peer for peer in chosen.peers if peer not in absent)
+    this = Machine.this()
+    absences = {peer: peer.absence(setting, this) for peer in chosen.peers}
+    peers = tuple(peer for peer, reason in absences.items() if not reason)
+    absent = tuple(filter(None, absences.values()))
+    for reason in absent:
+        print(reason, file=sys.stderr)
     rounds = Rounds(setting, word_tokens(), lambda line: print(line, file=sys.stderr, flush=True))
     return Results(
         machine=machine(setting.threads),
@@ -69,8 +71,8 @@ def run(chosen: argparse.Namespace, command: str) -> Results:
         shapes=chosen.shapes,
         limits=None if chosen.no_limits else limits(setting),
         samples=tuple(rounds.run(peers, chosen.shapes, chosen.rounds)),
-        versions={peer.name: version for peer, version in versions.items() if version is not None},
-        absent=tuple(absent),
+        versions={peer.name: version for peer in peers if (version := peer.version(setting)) is not None},
+        absent=absent,
     )
 
 

@@ -14,6 +14,7 @@ from bench.peers.workload import Shape
 from tenuto.base.config import DEFAULT_MODEL, cache_dir
 from tenuto.cli.bench_apis import BenchConversation, TenutoConversation
 from tenuto.exec.device import usable_cores
+from tenuto.kernels.native.build import Machine
 from tenuto.models.store import resolve
 
 CACHE_GIB = 1
@@ -60,7 +61,8 @@ class Server:
 class Peer:
     """One row of the tables. `home`: the directory, below the installed peers, that `bench/install/HOME.sh` fills.
     Without `server`, the command is a program of `bench.peers.inside`. `once`: start it once for all shapes. `single`:
-    measure it in the first round only, to save time."""
+    measure it in the first round only, to save time. `feature`: one of the CPU, by Linux's name, without which it
+    fails."""
 
     name: str
     title: str
@@ -70,6 +72,15 @@ class Peer:
     environment: Callable[[Setting], Mapping[str, str]] = field(default=lambda _: {})
     once: bool = False
     single: bool = False
+    feature: str = ""
+
+    def absence(self, setting: Setting, machine: Machine) -> str:
+        """Returns why the peer cannot be measured; empty if it can."""
+        if self.feature and self.feature not in machine.features:
+            return f"Not on this CPU, which lacks {self.feature}: {self.title}."
+        if self.version(setting) is None:
+            return f"Not installed here: {self.title} (`bench/install/{self.home}.sh`)."
+        return ""
 
     def version(self, setting: Setting) -> str | None:
         """Returns the peer's version, which its installation script writes at its end; None if it is not installed."""
@@ -183,6 +194,7 @@ PEERS = (
         "OpenVINO GenAI, in process, 16-bit KV",
         _openvino("bf16"),
         home="openvino",
+        feature="avx512_bf16",
     ),
     Peer(
         "openvino-inside-8",

@@ -18,8 +18,8 @@ COLUMNS = ("", "tokens/s", "TTFT, ms", "ITL, ms", "last TTFT", "computed", "memo
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The results of a run. `peers` are installed, and `versions` has their versions by name; `absent` are not
-    installed."""
+    """The results of a run. `versions`: those of `peers`, by name. `absent`: why each of the others was not
+    measured."""
 
     machine: str
     command: str
@@ -28,7 +28,7 @@ class Results:
     shapes: tuple[Shape, ...]
     samples: tuple[Sample, ...]
     versions: dict[str, str]
-    absent: tuple[Peer, ...]
+    absent: tuple[str, ...]
     limits: Limits | None
 
     def of(self, peer: Peer, shape: Shape) -> list[Sample]:
@@ -100,8 +100,7 @@ def _versions(results: Results) -> str:
     for peer in results.peers:
         there.setdefault(peer.title.partition(",")[0], results.versions[peer.name])
     lines = ["**Versions.** " + ", ".join(f"{title} {said}" for title, said in there.items()) + "."]
-    lines += [f"Not installed here: {peer.title} (`bench/install/{peer.home}.sh`)." for peer in results.absent]
-    return "\n".join(lines)
+    return "\n".join([*lines, *results.absent])
 
 
 def _shape_section(results: Results, shape: Shape) -> str:

@@ -25,6 +25,7 @@ from bench.peers.workload import Outcome, Shape, figures, workload
 from bench.spread import Spread, repeated
 from tenuto.cli.bench import Timed, measure
 from tenuto.cli.bench_apis import BenchConversation, Counts
+from tenuto.kernels.native.build import Machine
 
 WORDS = tuple(range(200, 300))
 SHAPE = Shape(2, 3)
@@ -46,7 +47,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     peers = (*OURS, Peer("broken", "Broken", fails))
     samples = tuple(Rounds(here, WORDS, lambda _: None).run(peers, [SHAPE], 1))
     versions = {peer.name: peer.version(here) or "" for peer in peers}
-    absent = tuple(peer for peer in PEERS if peer.version(here) is None)
+    without = Machine(frozenset(), None)
+    absent = tuple(filter(None, (peer.absence(here, without) for peer in PEERS)))
     return Results("a machine", "a command", 1, peers, (SHAPE,), samples, versions, absent, None)
 
 
@@ -79,6 +81,7 @@ def test_the_document_lists_failed_and_missing_peers(results: Results) -> None:
     assert "Broken: 1 of 1 runs failed: it ended (status" in text
     assert "| Broken | failed |" in text
     assert "Not installed here: vLLM, bfloat16 (`bench/install/vllm.sh`)." in text
+    assert "Not on this CPU, which lacks avx512_bf16: OpenVINO GenAI, in process, 16-bit KV." in text
     assert "## 2 sessions at once, 3 turns each: up to 240 tokens" in text
     row = next(line for line in text.splitlines() if line.startswith("| Tenuto, sessions |"))
     assert row.split(" | ")[5] == "49"
