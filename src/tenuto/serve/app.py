@@ -43,6 +43,7 @@ from tenuto.serve.openai import llama_cpp
 from tenuto.serve.openai import rerank as openai_rerank
 from tenuto.serve.openai import response_inputs as openai_inputs
 from tenuto.serve.openai import response_routes as openai_responses
+from tenuto.serve.openai import response_socket as openai_sockets
 from tenuto.serve.openai import routes as openai
 from tenuto.serve.openai import stored_chat_routes as openai_stored_chats
 from tenuto.serve.openai import tokens as openai_tokens
@@ -95,6 +96,7 @@ def build_app(edge: Edge, metrics: Metrics) -> FastAPI:
         sglang_encode,
         openai,
         openai_invocations,
+        openai_sockets,
         openai_responses,
         openai_inputs,
         openai_conversations,

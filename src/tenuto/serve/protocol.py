@@ -10,11 +10,12 @@ from typing import Any
 import msgspec
 import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from tenuto.base.errors import HeadersTooLarge, InvalidRequest, RequestTimeout, ServerFull, TenutoError
 from tenuto.serve.shared.client import EXTENSION, Client, answer_unframed
 from tenuto.serve.shared.errors import ErrorForm, Failure, new_request_id
-from tenuto.serve.unread import WatchedConnection
+from tenuto.serve.unread import WRITE_BUFFER_BYTES, WatchedConnection
 
 log = structlog.get_logger("tenuto.http")
 
@@ -38,6 +39,15 @@ class ConnectionLimits:
 
     connections: int
     header_seconds: float
+
+
+class BoundedSocket(WebSocketsSansIOProtocol):
+    """uvicorn's WebSockets, with a small buffer. A client that does not read does not answer pings either, and is
+    disconnected."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
 
 
 class BoundedProtocol(WatchedConnection):
@@ -115,7 +125,7 @@ class BoundedProtocol(WatchedConnection):
 
     def data_received(self, data: bytes) -> None:
         for at in range(0, len(data), SLICE_BYTES):
-            if self._ended or self.transport.is_closing():
+            if self._ended or self.transport.is_closing() or self.transport.get_protocol() is not self:
                 return
             if not self._in_body and not self._answering:
                 self._await_headers()
@@ -142,7 +152,10 @@ class BoundedProtocol(WatchedConnection):
     def on_headers_complete(self) -> None:
         self._stop_timer()
         self._in_body, self._around = True, 0
+        before = self.cycle
         super().on_headers_complete()
+        if self.cycle is before:  # the connection becomes a WebSocket
+            return
         self._client = Client(self.cycle)
         self.cycle.scope["extensions"] = {EXTENSION: self._client}  # type: ignore[dict-item] # see `Client`
         if self.cycle.scope["http_version"] == "1.0":

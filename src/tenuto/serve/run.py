@@ -21,7 +21,7 @@ from tenuto.serve.app import build_app, form_of
 from tenuto.serve.engine_process import EngineProcess
 from tenuto.serve.metrics import Metrics
 from tenuto.serve.process import ProcessLink
-from tenuto.serve.protocol import BoundedProtocol, ConnectionLimits
+from tenuto.serve.protocol import BoundedProtocol, BoundedSocket, ConnectionLimits
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.settings import ServeSettings
 from tenuto.serve.unread import SEND_BUFFER_BYTES, UnreadConnections
@@ -95,7 +95,9 @@ async def _serve(
     config = uvicorn.Config(
         build_app(edge, metrics),
         http=cast("type[asyncio.Protocol]", protocol),
-        ws="none",
+        ws=BoundedSocket,
+        ws_max_size=settings.max_body_bytes,
+        ws_per_message_deflate=False,
         timeout_keep_alive=settings.keep_alive_seconds,
         log_config=None,
         access_log=False,

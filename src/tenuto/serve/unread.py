@@ -87,8 +87,10 @@ class UnreadConnections:
                 connection.transport.abort()
 
 
-def _may_be_unread(connection: WatchedConnection) -> bool:
-    """Whether nothing is written until the client reads."""
+def _may_be_unread(connection: asyncio.Protocol) -> bool:
+    """Whether nothing is written until the client reads. WebSockets have timeouts of their own."""
+    if not isinstance(connection, WatchedConnection):
+        return False
     return connection.flow.write_paused or connection.transport.is_closing()
 
 

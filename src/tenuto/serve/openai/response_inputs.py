@@ -43,7 +43,9 @@ async def count(
         else:
             name, start = hidden_session_id(), body.start(tenant, (), habits, variables=variables)
             try:
-                turn = await while_connected(request, start_response(edge, tenant, body, start, name, earlier))
+                turn = await while_connected(
+                    request, start_response(edge, tenant, body, start, name, earlier, stores=True)
+                )
             finally:
                 edge.spawn(edge.turns.close_if_open((tenant.name, name)))
             assert turn.ticket is not None
@@ -63,7 +65,7 @@ async def compact(
         earlier = [*_earlier(conversations, body), *body.items]
         start = asking.start(tenant, (), habits, variables=body.variables())
         reading = asking.tool_use.reading(habits, start.params.grammar)
-        turn = await while_connected(request, start_response(edge, tenant, asking, start, name, earlier))
+        turn = await while_connected(request, start_response(edge, tenant, asking, start, name, earlier, stores=True))
     try:
         result = await while_connected(request, committed(edge, turn))
     finally:

@@ -37,6 +37,9 @@ ResponseId = Annotated[str, Path(pattern=ID_PATTERN, max_length=ID_LENGTH, descr
 
 
 Kept = Annotated[KeptResponses, of_tenant(KeptResponses)]
+KEEPS = "keeps_responses"
+"""In the state of a request: its response can be continued although the body says `store: false`. Its maker closes the
+response's session."""
 
 
 STREAMED = streamed("The response, or its events")
@@ -52,14 +55,15 @@ async def create(
     body.check()
     name, usual = f"resp_{secrets.token_hex(16)}", edge.model.habits
     habits = usual.with_variables(body.chat_template_kwargs or {}).after("tool" if body.answers_call else "")
-    items = await _listed(body) if body.store is not False else b""
+    stores = body.store is not False or request.scope["state"].get(KEEPS, False)
+    items = await _listed(body) if stores else b""
     with body.naming(edge.model.context_length):
         going_on = conversations.go_on(body.conversation_id, body.items)
         try:
             start = body.start(tenant, (), habits, adapter=adapter, variables=body.variables())
             reading = body.tool_use.reading(habits, start.params.grammar)
             run, earlier = run_names(request.headers, body.run_name()), going_on.earlier
-            starting = start_response(edge, tenant, body, start, name, earlier, run, reading)
+            starting = start_response(edge, tenant, body, start, name, earlier, run, reading, stores=stores)
             turn = await while_connected(request, starting)
         except BaseException:
             going_on.end()
@@ -70,7 +74,7 @@ async def create(
     def store(response: dict[str, Any]) -> None:
         if body.background:
             kept.end(name, msgspec.json.encode(response))
-        elif body.store is not False:
+        elif stores:
             kept.begin(name, msgspec.json.encode(response), origin, items)
 
     def keep(response: dict[str, Any]) -> None:
@@ -79,7 +83,7 @@ async def create(
 
     def end() -> None:
         going_on.end()
-        if turn.request.session == name and (body.store is False or not turn.committed):
+        if turn.request.session == name and (not stores or not turn.committed):
             edge.spawn(edge.turns.close_if_open((tenant.name, name)))  # also aborts its turn
 
     head = head_of(edge.name_of(adapter), name, body.echoed())

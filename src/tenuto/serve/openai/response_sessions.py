@@ -31,11 +31,13 @@ async def start_response(
     earlier: Sequence[Item],
     run: Sequence[bytes] = (),
     reading: Reading | None = None,
+    *,
+    stores: bool,
 ) -> LiveTurn:
     """Starts the turn and returns it once the engine has accepted it. It runs in the session `name`, or in an ephemeral
-    one if no state has to be kept. `start`: its options. `run`: the names of its
-    run. `reading`: how the answer is parsed."""
-    previous, stores = body.previous_response_id, body.store is not False
+    one if no state has to be kept. `start`: its options. `run`: the names of its run. `reading`: how the answer is
+    parsed. `stores`: whether later requests may continue the response."""
+    previous = body.previous_response_id
     state = await _state(edge, tenant, previous) if previous is not None else None
     given = body.rendered(edge.model.habits, earlier, instructed=state is not None and _instructed(body, state))
     given = edge.part(VolatileLines, edge.settings).removed(given)
