@@ -7,15 +7,6 @@
 #include "attention_amx.h"
 #endif
 
-// Computes attention of ROWS query rows with the kernel for the cache's type.
-template <class Kv, int ROWS>
-INLINE void attend_rows(const Blocks &blocks, const QueryRows &rows, int row, int from, int to, float cap) {
-  if constexpr (std::is_same_v<Kv, KvInt8>)
-    attend_int8<ROWS>(blocks, rows, row, from, to, cap);
-  else
-    attend_pairs<Kv, ROWS>(blocks, rows, row, from, to, cap);
-}
-
 // Calls `use` with the constant `count`, from 1 to MOST, so that `use` is compiled for each.
 template <int MOST, class Use> INLINE void with_count(int count, Use use) {
   if constexpr (MOST > 1)
@@ -24,7 +15,25 @@ template <int MOST, class Use> INLINE void with_count(int count, Use use) {
   use(std::integral_constant<int, MOST>());
 }
 
-constexpr int STRIP = 2 * CHUNK; // blocks that all rows attend to before the next are read
+// Computes attention of query rows to a span, a chunk at a time, so that it stays in the first cache while all rows use
+// it: by MOST rows while there are as many, and then by up to `FEW_ROWS`. `attend_rows(row, count, from, to)` attends
+// to blocks, with a constant count.
+template <int MOST, class Use> INLINE void attend_by_chunks(const Span &span, const QueryRows &rows, Use attend_rows) {
+  for (int start = span.from, end; start < span.to; start = end) {
+    end = Blocks::chunk_end(start, span.to);
+    for (int r = 0, now; r < rows.count; r += now) {
+      const int left = rows.count - r;
+      now = left >= MOST ? MOST : std::min(left, FEW_ROWS);
+      const int seen = std::min(end, span.blocks.cache.block_of(rows.end(r + now - 1) - 1) + 1);
+      if (seen <= start)
+        continue;
+      if (now == MOST)
+        attend_rows(r, std::integral_constant<int, MOST>(), start, seen);
+      else
+        with_count<std::min(FEW_ROWS, MOST)>(now, [&](auto count) { attend_rows(r, count, start, seen); });
+    }
+  }
+}
 
 // Computes attention of query rows to a span. `next`, unless it is null, is the span that this thread most likely
 // attends to afterwards; tiles prefetch it.
@@ -39,17 +48,15 @@ static void attend(const Span &span, const QueryRows &rows, float cap, const Spa
     *rows.result(r) = {-INFINITY, 0.0f};
     memset(weighted_values(rows.result(r)), 0, sizeof(float) * rows.head_dim);
   }
-  for (int start = span.from, end; start < span.to; start = end) {
-    end = std::min(span.to, start / STRIP * STRIP + STRIP);
-    for (int r = 0, now, seen; r < rows.count; r += now) {
-      auto attend_now = [&](auto so_many) {
-        constexpr int ROWS = decltype(so_many)::value;
-        with_kv_type(type, [&](auto kv) { attend_rows<decltype(kv), ROWS>(span.blocks, rows, r, start, seen, cap); });
-      };
-      now = std::min(rows.count - r, ATTENTION_ROWS);
-      seen = std::min(end, span.blocks.cache.block_of(rows.end(r + now - 1) - 1) + 1);
-      with_count<ATTENTION_ROWS>(now, attend_now);
-    }
+  if (type == KvType::INT8) {
+    const QuantizedQueries queries(rows);
+    attend_by_chunks<INT8_ATTENTION_ROWS>(span, rows, [&](int row, auto count, int from, int to) {
+      attend_int8<decltype(count)::value>(span.blocks, rows, queries, row, from, to, cap);
+    });
+  } else {
+    attend_by_chunks<ATTENTION_ROWS>(span, rows, [&](int row, auto count, int from, int to) {
+      attend_pairs<KvBf16, decltype(count)::value>(span.blocks, rows, row, from, to, cap);
+    });
   }
 }
 

@@ -1,6 +1,8 @@
 // Parts of attention that all kernels share: query rows, their running results, and blocks of the KV cache.
 #pragma once
 
+#include <type_traits>
+
 #include "kv_cache.h"
 
 // The running result of a query row (online softmax). Scores are multiplied by log2(e), so that weights are powers of
@@ -90,6 +92,33 @@ struct Chunk {
     return row_first > before ? select(lane_numbers() < row_first - before, splat(MASKED), scores) : scores;
   }
 };
+
+// The tokens that each of ROWS query rows, from `row` on, attends to.
+template <int ROWS> struct RowEnds {
+  int first[ROWS], end[ROWS];
+
+  RowEnds(const QueryRows &rows, int row) {
+    for (int r = 0; r < ROWS; r++)
+      first[r] = rows.first(row + r), end[r] = rows.end(row + r);
+  }
+  // Masks the scores of row r with a chunk, [CHUNK * LANES], for tokens that it does not attend to.
+  void mask(const Chunk &chunk, int r, float *scores) const {
+    if (chunk.whole && first[r] <= chunk.first[0] && end[r] >= chunk.end[chunk.count - 1])
+      return;
+    for (int i = 0; i < chunk.count; i++)
+      store(scores + i * LANES, chunk.masked(load<f32x16>(scores + i * LANES), i, first[r], end[r]));
+  }
+};
+
+// Calls `use(at, size)` for consecutive parts of `count`, with the constant sizes MOST, MOST / 2, ..., 1: as many parts
+// of each size as there is room for.
+template <int MOST, class Use> INLINE void for_parts(int count, Use use, int at = 0) {
+  for (; at + MOST <= count; at += MOST)
+    use(at, std::integral_constant<int, MOST>());
+  if constexpr (MOST > 1)
+    if (at < count)
+      for_parts<MOST / 2>(count, use, at);
+}
 
 // The blocks of one KV head of one sequence.
 struct Blocks {

@@ -19,15 +19,17 @@ INLINE f32x16 combined(i32x16 coarse, i32x16 fine, uint32_t offset = 0) {
   return to_float(as<i32x16>((as<u32x16>(coarse) << 7) + as<u32x16>(fine) - offset));
 }
 
-// Query rows as quants, and for each part of 32 dimensions the offset to subtract from its products with keys.
-template <int ROWS> struct QuantizedQueries {
-  alignas(64) int8_t coarse[ROWS][1024], fine[ROWS][1024];
-  float scales[ROWS];
-  uint32_t offsets[ROWS][1024 / BLOCK];
+// Query rows as quants, [rows][head_dim], and for each part of 32 dimensions the offset to subtract from its products
+// with keys.
+struct QuantizedQueries {
+  alignas(64) int8_t coarse[MAX_GROUPS * LANES * 1024], fine[MAX_GROUPS * LANES * 1024];
+  float scales[MAX_GROUPS * LANES];
+  uint32_t offsets[MAX_GROUPS * LANES][1024 / BLOCK];
 
-  QuantizedQueries(const QueryRows &rows, int row, int dim) {
-    for (int r = 0; r < ROWS; r++) {
-      const PairElement *query = rows.query(row + r);
+  explicit QuantizedQueries(const QueryRows &rows) {
+    const int dim = rows.head_dim;
+    for (int r = 0; r < rows.count; r++) {
+      const PairElement *query = rows.query(r);
       f32x16 most = {};
       for (int d = 0; d < dim; d += LANES)
         most = max16(most, max16(load_elements(query + d), -load_elements(query + d)));
@@ -36,8 +38,8 @@ template <int ROWS> struct QuantizedQueries {
         i32x16 sum = {};
         for (int d = part * BLOCK; d < std::min(dim, (part + 1) * BLOCK); d += LANES) {
           const i32x16 quants = nearest(load_elements(query + d) * inverse), high = (quants + 64) >> 7;
-          store(coarse[r] + d, to_bytes(high));
-          store(fine[r] + d, to_bytes(quants - (high << 7)));
+          store(coarse + r * dim + d, to_bytes(high));
+          store(fine + r * dim + d, to_bytes(quants - (high << 7)));
           sum += quants;
         }
         offsets[r][part] = (uint32_t)KEY_OFFSET * (uint32_t)(int32_t)sum16(to_float(sum));
@@ -91,81 +93,113 @@ static __attribute__((noinline)) ChunkWeights softmax_chunk_int8(const float *sc
   return {correction, kept * scale};
 }
 
+// Does what `score_pairs` does, for an INT8 cache.
+template <int ROWS, int BLOCKS>
+INLINE void score_int8(const Cache &cache, const Chunk &chunk, int first, const QuantizedQueries &queries, int row,
+                       const char *const *next, bool prefetch, float (*scores)[CHUNK * LANES]) {
+  const int dim = cache.head_dim;
+  f32x16 sums[ROWS][BLOCKS] = {};
+  for (int b = 0; b < BLOCKS && prefetch; b++)
+    __builtin_prefetch(KvInt8::scales(cache, next[first + b], 0));
+  for (int part = 0; part < KvInt8::parts(cache); part++) {
+    Dot coarse[ROWS][BLOCKS], fine[ROWS][BLOCKS];
+    for (int d = part * BLOCK; d < std::min(dim, (part + 1) * BLOCK); d += 4) {
+      if (prefetch)
+#pragma GCC unroll 8
+        for (int b = 0; b < BLOCKS; b++) {
+          __builtin_prefetch(next[first + b] + d * LANES);
+          __builtin_prefetch(chunk.values(first + b) + d * LANES);
+        }
+      u32x16 keys[BLOCKS];
+#pragma GCC unroll 8
+      for (int b = 0; b < BLOCKS; b++)
+        keys[b] = load<u32x16>(chunk.at[first + b] + d * LANES);
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; r++) {
+        const int at = (row + r) * dim + d;
+#pragma GCC unroll 8
+        for (int b = 0; b < BLOCKS; b++) {
+          coarse[r][b].template add<8>(keys[b], queries.coarse + at);
+          fine[r][b].template add<8>(keys[b], queries.fine + at);
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int b = 0; b < BLOCKS; b++) {
+      const f32x16 key_scales = bf16_to_float(KvInt8::scales(cache, chunk.at[first + b], part));
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; r++)
+        sums[r][b] = fused(
+            combined(coarse[r][b].template total<8>(), fine[r][b].template total<8>(), queries.offsets[row + r][part]),
+            key_scales, sums[r][b]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+    for (int b = 0; b < BLOCKS; b++)
+      store(&scores[r][(first + b) * LANES], sums[r][b] * queries.scales[row + r]);
+}
+
+// Does what `add_value_pairs` does, for an INT8 cache.
+template <int ROWS, int WIDTH>
+INLINE void add_values_int8(const Chunk &chunk, const QueryRows &rows, int row, int d,
+                            const uint8_t (*coarse_weights)[CHUNK * LANES],
+                            const uint8_t (*fine_weights)[CHUNK * LANES], const ChunkWeights *chunk_weights) {
+  UnsignedDot coarse[ROWS][WIDTH], fine[ROWS][WIDTH];
+  for (int i = 0; i < chunk.count; i++) {
+    const char *values = chunk.values(i) + 4 * d;
+    for (int slot = i * LANES; slot < (i + 1) * LANES; slot += 4, values += 4 * rows.head_dim) {
+      u32x16 four[WIDTH];
+#pragma GCC unroll 4
+      for (int v = 0; v < WIDTH; v++)
+        four[v] = load<u32x16>(values + v * 4 * LANES);
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < WIDTH; v++) {
+          coarse[r][v].add(four[v], &coarse_weights[r][slot]);
+          fine[r][v].add(four[v], &fine_weights[r][slot]);
+        }
+    }
+  }
+  for (int r = 0; r < ROWS; r++)
+    for (int v = 0; v < WIDTH; v++)
+      chunk_weights[r].add(weighted_values(rows.result(row + r)) + d + v * LANES, coarse[r][v].total(),
+                           fine[r][v].total());
+}
+
 // Does what `attend_pairs` does, for an INT8 cache.
 template <int ROWS>
-static void attend_int8(const Blocks &blocks, const QueryRows &rows, int row, int from, int to, float cap) {
+static __attribute__((noinline)) void attend_int8(const Blocks &blocks, const QueryRows &rows,
+                                                  const QuantizedQueries &queries, int row, int from, int to,
+                                                  float cap) {
   const Cache &cache = blocks.cache;
-  const int dim = cache.head_dim;
-  const QuantizedQueries<ROWS> queries(rows, row, dim);
   alignas(64) float scores[ROWS][CHUNK * LANES], value_scales[CHUNK * LANES];
   alignas(64) uint8_t coarse_weights[ROWS][CHUNK * LANES], fine_weights[ROWS][CHUNK * LANES];
+  const RowEnds<ROWS> ends(rows, row);
   ChunkWeights chunk_weights[ROWS];
   for (int start = from, count; start < to; start += count) {
     const Chunk chunk = blocks.chunk(start, to);
     count = chunk.count;
+    const char *next[CHUNK];
     for (int i = 0; i < count; i++) {
-      const char *keys = chunk.at[i], *values = keys + LANES * dim;
-      const char *next = blocks.at(std::min(start + i + PREFETCH_BLOCKS, blocks.count - 1));
-      f32x16 sums[ROWS] = {};
-      __builtin_prefetch(KvInt8::scales(cache, next, 0));
-      for (int part = 0; part < KvInt8::parts(cache); part++) {
-        Dot coarse[ROWS], fine[ROWS];
-        for (int d = part * BLOCK; d < std::min(dim, (part + 1) * BLOCK); d += 4) {
-          __builtin_prefetch(next + d * LANES);
-          __builtin_prefetch(values + d * LANES);
-          const u32x16 key = load<u32x16>(keys + d * LANES);
-#pragma GCC unroll 8
-          for (int r = 0; r < ROWS; r++) {
-            coarse[r].template add<8>(key, queries.coarse[r] + d);
-            fine[r].template add<8>(key, queries.fine[r] + d);
-          }
-        }
-        const f32x16 key_scales = bf16_to_float(KvInt8::scales(cache, keys, part));
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; r++)
-          sums[r] =
-              fused(combined(coarse[r].template total<8>(), fine[r].template total<8>(), queries.offsets[r][part]),
-                    key_scales, sums[r]);
-      }
-      store(value_scales + i * LANES, bf16_to_float(KvInt8::scales(cache, keys, KvInt8::parts(cache))));
-#pragma GCC unroll 8
-      for (int r = 0; r < ROWS; r++)
-        store(&scores[r][i * LANES],
-              chunk.masked(sums[r] * queries.scales[r], i, rows.first(row + r), rows.end(row + r)));
+      next[i] = blocks.at(std::min(start + i + PREFETCH_BLOCKS, blocks.count - 1));
+      store(value_scales + i * LANES, bf16_to_float(KvInt8::scales(cache, chunk.at[i], KvInt8::parts(cache))));
     }
+    for_parts<blocks_at_once(2 * ROWS)>(count, [&](int i, auto so_many) {
+      score_int8<ROWS, decltype(so_many)::value>(cache, chunk, i, queries, row, next, row == 0, scores);
+    });
     for (int r = 0; r < ROWS; r++) {
+      ends.mask(chunk, r, scores[r]);
       if (cap != 0.0f)
         soft_cap(cap, scores[r], count, 1);
       chunk_weights[r] =
           softmax_chunk_int8(scores[r], value_scales, coarse_weights[r], fine_weights[r], count, *rows.result(row + r));
     }
-    auto add_values = [&](int d, auto width) {
-      constexpr int WIDTH = decltype(width)::value;
-      UnsignedDot coarse[ROWS][WIDTH], fine[ROWS][WIDTH];
-      for (int i = 0; i < count; i++) {
-        const char *values = chunk.at[i] + LANES * dim + 4 * d;
-        for (int slot = i * LANES; slot < (i + 1) * LANES; slot += 4, values += 4 * dim) {
-          u32x16 four[WIDTH];
-          for (int v = 0; v < WIDTH; v++)
-            four[v] = load<u32x16>(values + v * 4 * LANES);
-#pragma GCC unroll 8
-          for (int r = 0; r < ROWS; r++)
-            for (int v = 0; v < WIDTH; v++) {
-              coarse[r][v].add(four[v], &coarse_weights[r][slot]);
-              fine[r][v].add(four[v], &fine_weights[r][slot]);
-            }
-        }
-      }
-      for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < WIDTH; v++)
-          chunk_weights[r].add(weighted_values(rows.result(row + r)) + d + v * LANES, coarse[r][v].total(),
-                               fine[r][v].total());
-    };
-    constexpr int WIDTH = VALUE_VECTORS < 4 ? 1 : ROWS <= 3 ? 4 : 2; // twice as many sums have to fit into registers
-    int d = 0;
-    for (; d + WIDTH * LANES <= dim; d += WIDTH * LANES)
-      add_values(d, std::integral_constant<int, WIDTH>());
-    for (; d < dim; d += LANES)
-      add_values(d, std::integral_constant<int, 1>());
+    for_parts<values_at_once(2 * ROWS)>(rows.head_dim / LANES, [&](int vector, auto so_many) {
+      add_values_int8<ROWS, decltype(so_many)::value>(chunk, rows, row, vector * LANES, coarse_weights, fine_weights,
+                                                      chunk_weights);
+    });
   }
 }

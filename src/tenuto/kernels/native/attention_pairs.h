@@ -5,75 +5,96 @@
 
 #include "attention_blocks.h"
 
+// Computes the scores of ROWS query rows, [ROWS][CHUNK * LANES], with blocks `first` to `first + BLOCKS` of a chunk. A
+// score is one sum over the dimensions in their order, so it does not depend on ROWS and BLOCKS. `next`: of each block,
+// the block to prefetch; `prefetch`: whether to do that.
+template <class Kv, int ROWS, int BLOCKS>
+INLINE void score_pairs(const Chunk &chunk, int first, const QueryRows &rows, int row, const char *const *next,
+                        bool prefetch, float (*scores)[CHUNK * LANES]) {
+  using Element = typename Kv::Element;
+  f32x16 sums[ROWS][BLOCKS] = {};
+  for (int d = 0; d < rows.head_dim; d += 2) {
+    if (prefetch)
+#pragma GCC unroll 8
+      for (int b = 0; b < BLOCKS; b++) {
+        __builtin_prefetch((const Element *)next[first + b] + d * LANES);
+        __builtin_prefetch((const Element *)chunk.values(first + b) + d * LANES);
+      }
+    Pairs keys[BLOCKS];
+#pragma GCC unroll 8
+    for (int b = 0; b < BLOCKS; b++)
+      keys[b] = Kv::pairs((const Element *)chunk.at[first + b] + d * LANES);
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; r++) {
+      const Pair query = pair_at(rows.query(row + r) + d);
+#pragma GCC unroll 8
+      for (int b = 0; b < BLOCKS; b++)
+        sums[r][b] = dot_pair(sums[r][b], keys[b], query);
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+    for (int b = 0; b < BLOCKS; b++)
+      store(&scores[r][(first + b) * LANES], sums[r][b]);
+}
+
+// Adds the values of a chunk, times softmax weights, to dimensions `d` to `d + 16 WIDTH` of the results of ROWS rows.
+template <class Kv, int ROWS, int WIDTH>
+INLINE void add_value_pairs(const Chunk &chunk, const QueryRows &rows, int row, int d,
+                            const PairElement (*weights)[CHUNK * LANES], const float *correction) {
+  f32x16 acc[ROWS][WIDTH] = {};
+  for (int i = 0; i < chunk.count; i++) {
+    const auto *values = (const typename Kv::Element *)chunk.values(i) + 2 * d;
+    for (int slot = i * LANES; slot < (i + 1) * LANES; slot += 2, values += 2 * rows.head_dim) {
+      Pairs both[WIDTH];
+#pragma GCC unroll 4
+      for (int v = 0; v < WIDTH; v++)
+        both[v] = Kv::pairs(values + v * 2 * LANES);
+#pragma GCC unroll 12
+      for (int r = 0; r < ROWS; r++) {
+        const Pair weight = pair_at(&weights[r][slot]);
+#pragma GCC unroll 4
+        for (int v = 0; v < WIDTH; v++)
+          acc[r][v] = dot_pair(acc[r][v], both[v], weight);
+      }
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < WIDTH; v++) {
+      float *to = weighted_values(rows.result(row + r)) + d + v * LANES;
+      store(to, fused(load<f32x16>(to), splat(correction[r]), acc[r][v]));
+    }
+}
+
 // Computes attention of ROWS query rows, from `row` on, to blocks `from` to `to`. Scores are limited to `cap`, unless
 // that is 0. `Kv` unpacks pairs of dimensions of 16 keys, and pairs of values of 16 dimensions.
 template <class Kv, int ROWS>
 static __attribute__((noinline)) void attend_pairs(const Blocks &blocks, const QueryRows &rows, int row, int from,
                                                    int to, float cap) {
-  using Element = typename Kv::Element;
-  const int dim = blocks.cache.head_dim;
   alignas(64) float scores[ROWS][CHUNK * LANES];
   alignas(64) PairElement weights[ROWS][CHUNK * LANES];
+  const RowEnds<ROWS> ends(rows, row);
   for (int start = from, count; start < to; start += count) {
     const Chunk chunk = blocks.chunk(start, to);
     count = chunk.count;
-    for (int i = 0; i < count; i++) {
-      const Element *block = (const Element *)chunk.at[i], *values = (const Element *)chunk.values(i);
-      const Element *next = (const Element *)blocks.at(std::min(start + i + PREFETCH_BLOCKS, blocks.count - 1));
-      f32x16 even[ROWS] = {}, odd[ROWS] = {};
-      for (int j = 0; j < dim / 2; j += 2) {
-        for (int k = j * 2 * LANES; k < (j + 2) * 2 * LANES; k += 2 * LANES) {
-          __builtin_prefetch(next + k);
-          __builtin_prefetch(values + k);
-        }
-        const Pairs a = Kv::pairs(block + j * 2 * LANES), b = Kv::pairs(block + (j + 1) * 2 * LANES);
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; r++) {
-          even[r] = dot_pair(even[r], a, pair_at(rows.query(row + r) + 2 * j));
-          odd[r] = dot_pair(odd[r], b, pair_at(rows.query(row + r) + 2 * j + 2));
-        }
-      }
-#pragma GCC unroll 8
-      for (int r = 0; r < ROWS; r++)
-        store(&scores[r][i * LANES], chunk.masked(even[r] + odd[r], i, rows.first(row + r), rows.end(row + r)));
-    }
-    for (int r = 0; r < ROWS && cap != 0.0f; r++)
-      soft_cap(cap, scores[r], count, 1);
+    const char *next[CHUNK];
+    for (int i = 0; i < count; i++)
+      next[i] = blocks.at(std::min(start + i + PREFETCH_BLOCKS, blocks.count - 1));
+    for_parts<blocks_at_once(ROWS)>(count, [&](int i, auto so_many) {
+      score_pairs<Kv, ROWS, decltype(so_many)::value>(chunk, i, rows, row, next, row == 0, scores);
+    });
     float correction[ROWS];
-    for (int r = 0; r < ROWS; r++)
+    for (int r = 0; r < ROWS; r++) {
+      ends.mask(chunk, r, scores[r]);
+      if (cap != 0.0f)
+        soft_cap(cap, scores[r], count, 1);
       correction[r] = softmax_chunk(scores[r], weights[r], count, 1, *rows.result(row + r));
-    for (int d = 0; d < dim; d += VALUE_VECTORS * LANES) {
-      const int vectors = std::min(VALUE_VECTORS, (dim - d) / LANES);
-      auto add_values = [&](auto width) {
-        constexpr int WIDTH = decltype(width)::value;
-        f32x16 acc[ROWS][WIDTH] = {};
-        for (int i = 0; i < count; i++) {
-          const Element *values = (const Element *)chunk.values(i) + 2 * d;
-          for (int pair = 0; pair < LANES / 2; pair++, values += 2 * dim) {
-            Pairs both[WIDTH];
-            for (int v = 0; v < WIDTH; v++)
-              both[v] = Kv::pairs(values + v * 2 * LANES);
-#pragma GCC unroll 8
-            for (int r = 0; r < ROWS; r++) {
-              const Pair weight = pair_at(&weights[r][i * LANES + 2 * pair]);
-              for (int v = 0; v < WIDTH; v++)
-                acc[r][v] = dot_pair(acc[r][v], both[v], weight);
-            }
-          }
-        }
-        for (int r = 0; r < ROWS; r++)
-          for (int v = 0; v < WIDTH; v++) {
-            float *to_row = weighted_values(rows.result(row + r)) + d + v * LANES;
-            store(to_row, load<f32x16>(to_row) * correction[r] + acc[r][v]);
-          }
-      };
-      if (vectors == 4 && VALUE_VECTORS >= 4)
-        add_values(std::integral_constant<int, 4>());
-      else if (vectors == 2)
-        add_values(std::integral_constant<int, 2>());
-      else
-        for (int left = vectors; left > 0; left--, d += LANES)
-          add_values(std::integral_constant<int, 1>());
     }
+    for_parts<values_at_once(ROWS)>(rows.head_dim / LANES, [&](int vector, auto so_many) {
+      add_value_pairs<Kv, ROWS, decltype(so_many)::value>(chunk, rows, row, vector * LANES, weights, correction);
+    });
   }
 }

@@ -176,5 +176,7 @@ struct UnsignedDot {
   i32x16 total() const { return {(i32x8)low, (i32x8)high}; }
 };
 
-// The numbers of input rows, query rows and vectors of values that fit into the registers.
-constexpr int MATMUL_ROWS = 4, ATTENTION_ROWS = 2, VALUE_VECTORS = 2;
+// As in `vectors_avx512.h`.
+constexpr int MATMUL_ROWS = 4, ATTENTION_ROWS = 6, INT8_ATTENTION_ROWS = 2, FEW_ROWS = 5;
+constexpr int blocks_at_once(int rows) { return rows > 3 ? 1 : rows > 1 ? 2 : 4; }
+constexpr int values_at_once(int rows) { return rows > 3 ? 1 : 2; }

@@ -67,5 +67,10 @@ struct UnsignedDot {
 };
 constexpr int OFFSET = 0; // subtracted from 8-bit weights by `Dot::add`
 
-// The numbers of input rows, query rows and vectors of values that fit into the registers.
-constexpr int MATMUL_ROWS = 8, ATTENTION_ROWS = 6, VALUE_VECTORS = 4;
+// The numbers of input rows, and of query rows, whose sums fit into the registers; `FEW_ROWS` query rows where there
+// are not as many.
+constexpr int MATMUL_ROWS = 8, ATTENTION_ROWS = 12, INT8_ATTENTION_ROWS = 6, FEW_ROWS = 6;
+// The numbers of blocks of keys, and of vectors of values, that a number of query rows takes at once: enough that an
+// addition need not wait for the one before.
+constexpr int blocks_at_once(int rows) { return rows > 6 ? 2 : rows > 2 ? 4 : 8; }
+constexpr int values_at_once(int rows) { return rows > 6 ? 2 : 4; }
