@@ -10,6 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import msgspec
+import re2
 
 from tenuto.base.checks import MAX_COUNT, MAX_SECONDS, Bounds, check_options, option, shown
 from tenuto.base.config import WEIGHTS, Limits, user_path
@@ -22,6 +23,13 @@ BODY_BYTES_A_SECOND = 1024
 DAY = 86_400.0
 """The default TTL in seconds, longer than most breaks in a conversation. Idle sessions cost little, since their memory
 is reclaimed first."""
+
+
+def line_rule(expression: str) -> re2._Regexp:
+    """Compiles an expression of `volatile_line`, which matches in linear time. Raises `re2.error`."""
+    options = re2.Options()
+    options.log_errors = False
+    return re2.compile(expression, options)
 
 
 class KeySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -206,9 +214,11 @@ class ServeSettings:
                 )
         for rule in self.volatile_line:
             try:
-                re.compile(rule)
-            except re.error as error:
-                raise ConfigError(f"volatile_line {rule!r} is not a regular expression: {error}") from None
+                line_rule(rule)
+            except re2.error as error:
+                raise ConfigError(
+                    f"volatile_line {rule!r} is no regular expression of RE2: {error.args[0].decode()}"
+                ) from None
         origins = tuple(map(str.lower, self.allowed_origins))  # as browsers send them
         object.__setattr__(self, "allowed_origins", origins)
         path = user_path(self.keys) if self.keys is not None else None

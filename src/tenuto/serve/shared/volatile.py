@@ -3,13 +3,12 @@ earlier one. They are left out, and a header of the answer counts them."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 from tenuto.base.turns import Message
 from tenuto.serve.shared.answer_headers import VOLATILE, answer_headers
-from tenuto.serve.shared.settings import ServeSettings
+from tenuto.serve.shared.settings import ServeSettings, line_rule
 
 KNOWN = (r"x-anthropic-billing-header:.*",)
 """Regular expressions of known lines. Claude Code's first line names its version and a checksum of the request."""
@@ -20,7 +19,7 @@ class VolatileLines:
 
     def __init__(self, settings: ServeSettings) -> None:
         known = () if settings.keep_volatile_lines else KNOWN
-        self._rules = [re.compile(rule) for rule in (*known, *settings.volatile_line)]
+        self._rules = [line_rule(rule) for rule in (*known, *settings.volatile_line)]
 
     def removed(self, messages: Sequence[Message]) -> list[Message]:
         """Returns messages without such lines at the beginning and the end of system messages. Lines between others
