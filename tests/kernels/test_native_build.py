@@ -7,7 +7,7 @@ import pytest
 
 from tenuto.base.errors import ConfigError
 from tenuto.kernels.native import build as native_build
-from tenuto.kernels.native.build import VARIANTS, Machine, Unavailable, library
+from tenuto.kernels.native.build import Machine, Unavailable, library
 from tenuto.kernels.native.library import Library
 
 HERE = Machine.this()
@@ -44,7 +44,10 @@ def test_the_best_variant_for_the_cpu_comes_first() -> None:
     ice_lake = AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}
     assert Machine(ice_lake, None).variants() == ["avx512", "avx2"]
     sapphire_rapids = ice_lake | {"avx512_bf16", "avx512vbmi", "amx_tile", "amx_int8", "amx_bf16"}
-    assert Machine(sapphire_rapids, None).variants() == list(VARIANTS)
+    assert Machine(sapphire_rapids, None).variants() == ["amx", "avx512_bf16", "avx512", "avx2"]
+    graviton2 = frozenset({"asimd", "asimddp"})
+    assert Machine(graviton2, None).variants() == ["neon_dot", "neon"]
+    assert Machine(graviton2 | {"i8mm", "bf16"}, None).variants() == ["neon_bf16", "neon_dot", "neon"]
 
 
 def test_unavailable_kernels_are_refused_with_the_reason(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def _native(config: ModelConfig, cache: Path, options: ExecutorOptions) -> Libra
     if reason is not None:
         raise Unavailable(f"the native kernels cannot run this model: {reason}")
     machine, kernels = options.machine, options.kernels
-    failed = Unavailable("this CPU lacks AVX2")
+    failed = Unavailable("this CPU has neither AVX2 nor NEON")
     for variant in machine.variants() if kernels == "auto" else [kernels]:
         try:
             return loaded(library(cache, machine, variant, options.say))

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,19 +16,28 @@ from tenuto.base.errors import ConfigError
 
 SOURCES = Path(__file__).parent
 _COMPILERS = ("c++", "g++", "clang++")
-_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fno-trapping-math", "-w")
+_FLAGS = (
+    *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-w"),
+    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
+)
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni")
 _AVX512_BF16 = (*_AVX512, "avx512bf16")
+_NEON_DOT = ("simd", "dotprod")
 VARIANTS = {
     "amx": (*_AVX512_BF16, "avx512vbmi", "amx-tile", "amx-int8", "amx-bf16"),
     "avx512_bf16": _AVX512_BF16,
     "avx512": _AVX512,
     "avx2": _AVX2,
+    "neon_bf16": (*_NEON_DOT, "i8mm", "bf16"),
+    "neon_dot": _NEON_DOT,
+    "neon": ("simd",),
 }
 """The CPU features that each variant of the library needs, by their names in compiler flags; the best variant first."""
-_KERNEL_NAMES = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16"}
+_KERNEL_NAMES = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16", "simd": "asimd", "dotprod": "asimddp"}
 """Names of features in `/proc/cpuinfo`, where they differ from those in compiler flags by more than `_` for `-`."""
+_MACOS_NAMES = {"asimd": "AdvSIMD", "asimddp": "arm.FEAT_DotProd", "i8mm": "arm.FEAT_I8MM", "bf16": "arm.FEAT_BF16"}
+"""Names of features in macOS's `hw.optional`, by those of Linux."""
 
 
 class Unavailable(Exception):
@@ -36,7 +46,8 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The CPU's features, by Linux's names, and the compiler, if any. They determine which kernels can be compiled."""
+    """The CPU's features, by Linux's names on any system, and the compiler, if any. They determine which kernels can be
+    compiled."""
 
     features: frozenset[str]
     compiler: str | None
@@ -55,11 +66,33 @@ def _kernel_name(feature: str) -> str:
 
 
 def _features() -> frozenset[str]:
+    """Returns the features that Linux or macOS names, or none on other systems."""
+    if sys.platform == "darwin":
+        return frozenset(name for name, theirs in _MACOS_NAMES.items() if _macos_has(theirs))
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return frozenset()
-    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), []))
+    listed = (line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features")))
+    return frozenset(next(listed, []))
+
+
+def _macos_has(feature: str) -> bool:
+    command = ["/usr/sbin/sysctl", "-n", f"hw.optional.{feature}"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - fixed arguments
+    except OSError:
+        return False
+    return found.stdout.strip() == "1"
+
+
+def variant_flags(variant: str) -> list[str]:
+    """Returns the compiler flags for the features of a variant."""
+    features = VARIANTS[variant]
+    if "simd" in features:
+        return [f"-march=armv8{'.2' if 'dotprod' in features else ''}-a+{'+'.join(features)}"]
+    wide = ["-mprefer-vector-width=512"] if "avx512f" in features else []
+    return [*(f"-m{feature}" for feature in features), *wide]
 
 
 def library(cache: Path, machine: Machine, variant: str, say: Callable[[str], None]) -> Path:
@@ -71,9 +104,7 @@ def library(cache: Path, machine: Machine, variant: str, say: Callable[[str], No
     possible = machine.variants()
     if variant not in possible:
         raise ConfigError(f"kernels are {variant!r}; allowed on this CPU: {', '.join(['auto', *possible, 'torch'])}")
-    flags = [*_FLAGS, f'-DTENUTO_VARIANT="{variant}"', *(f"-m{feature}" for feature in VARIANTS[variant])]
-    if "avx512f" in VARIANTS[variant]:
-        flags.append("-mprefer-vector-width=512")
+    flags = [*_FLAGS, f'-DTENUTO_VARIANT="{variant}"', *variant_flags(variant)]
     path = cache / "kernels" / f"{variant}-{_key(flags)}.so"
     try:
         if path.exists():

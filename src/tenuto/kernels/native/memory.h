@@ -25,7 +25,9 @@ public:
     void *got = mmap(nullptr, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (got == MAP_FAILED)
       throw std::bad_alloc();
+#if defined(MADV_HUGEPAGE)
     madvise(got, (size_t)bytes, MADV_HUGEPAGE);
+#endif
     data_ = got, bytes_ = bytes;
   }
   template <class T> T *as() const { return (T *)data_; }

@@ -1,9 +1,11 @@
-// Vectors of 16 lanes on any x86-64 with AVX2: bfloat16, and functions of floats.
+// Vectors of 16 lanes on x86-64 with AVX2, and on 64-bit Arm: bfloat16, and functions of floats.
 #pragma once
 
 #include "target.h"
 #if TENUTO_AVX512
 #include "vectors_avx512.h"
+#elif TENUTO_NEON
+#include "vectors_neon.h"
 #else
 #include "vectors_avx2.h"
 #endif
@@ -22,7 +24,7 @@ INLINE u32x16 to_bf16_bits(f32x16 v) {
 }
 INLINE u16x16 to_bf16(f32x16 v) {
 #if TENUTO_BF16
-  return (u16x16)_mm512_cvtneps_pbh((__m512)v);
+  return rounded_to_bf16(v);
 #else
   return to_words(to_bf16_bits(v));
 #endif
@@ -50,9 +52,7 @@ typedef uint32_t Pair;
 INLINE void store_elements(PairElement *to, f32x16 v) { store(to, to_bf16(v)); }
 INLINE f32x16 load_elements(const PairElement *p) { return bf16_to_float(p); }
 INLINE Pairs load_pairs(const void *p) { return load<u32x16>(p); }
-INLINE f32x16 dot_pair(f32x16 acc, Pairs a, Pair b) {
-  return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)_mm512_set1_epi32((int)b));
-}
+INLINE f32x16 dot_pair(f32x16 acc, Pairs a, Pair b) { return dot_bf16(acc, a, b); }
 #else
 typedef float PairElement;
 struct Pairs {

@@ -5,15 +5,52 @@
 #include <atomic>
 #include <climits>
 #include <functional>
-#include <linux/futex.h>
 #include <sched.h>
-#include <sys/syscall.h>
 #include <thread>
 #include <time.h>
 #include <unistd.h>
 #include <vector>
 
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#else
+#include <condition_variable>
+#include <mutex>
+#endif
+
 #include "simd.h"
+
+// Lets threads sleep until a number changes.
+class Sleep {
+public:
+  // Returns when `number` may differ from `seen`.
+  void until_changed(std::atomic<int> &number, int seen) {
+#if defined(__linux__)
+    syscall(SYS_futex, (int *)&number, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+#else
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return number.load(std::memory_order_seq_cst) != seen; });
+#endif
+  }
+  // Wakes all threads that sleep until `number` changes, after it has.
+  void wake_all(std::atomic<int> &number) {
+#if defined(__linux__)
+    syscall(SYS_futex, (int *)&number, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+#else
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+    } // none is between its check and its sleep
+    changed_.notify_all();
+#endif
+  }
+
+private:
+#if !defined(__linux__)
+  std::mutex mutex_;
+  std::condition_variable changed_;
+#endif
+};
 
 class Team {
 public:
@@ -78,7 +115,7 @@ public:
       return;
     }
     for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) {
-      _mm_pause();
+      pause_spinning();
       if (spins > 300)
         sched_yield(); // the last member may be waiting for a core
     }
@@ -101,7 +138,7 @@ private:
   void wake() {
     generation_.fetch_add(1, std::memory_order_seq_cst);
     if (sleeping_.load(std::memory_order_seq_cst) > 0)
-      syscall(SYS_futex, (int *)&generation_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+      sleep_.wake_all(generation_);
   }
 
   void serve(int member) {
@@ -120,11 +157,11 @@ private:
   void await(int seen) {
     const double until = seconds() + SPIN_SECONDS;
     for (int spins = 0; generation_.load(std::memory_order_acquire) == seen; spins++) {
-      _mm_pause();
+      pause_spinning();
       if (spins % 64 == 63 && seconds() > until) {
         sleeping_.fetch_add(1, std::memory_order_seq_cst);
         while (generation_.load(std::memory_order_seq_cst) == seen)
-          syscall(SYS_futex, (int *)&generation_, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+          sleep_.until_changed(generation_, seen);
         sleeping_.fetch_sub(1, std::memory_order_seq_cst);
       }
     }
@@ -135,6 +172,7 @@ private:
   std::vector<std::thread> members_;
   const std::function<void(int)> *work_ = nullptr;
   std::atomic<bool> stop_{false};
+  Sleep sleep_;
   alignas(64) std::atomic<int> generation_{0};
   alignas(64) std::atomic<int> sleeping_{0};
   alignas(64) std::atomic<int> arrived_{0};

@@ -41,6 +41,15 @@ INLINE void store_bytes(uint8_t *to, int index, u32x16 v) {
   _mm512_mask_storeu_epi8(to, 0x1111111111111111u << index, (__m512i)(v << (8 * index)));
 }
 
+#if TENUTO_BF16
+// Rounds to bfloat16, as `to_bf16_bits` does.
+INLINE u16x16 rounded_to_bf16(f32x16 v) { return (u16x16)_mm512_cvtneps_pbh((__m512)v); }
+// Adds to each lane of `acc` the dot product of a pair of bfloat16 in `a` and the pair `b`.
+INLINE f32x16 dot_bf16(f32x16 acc, u32x16 a, uint32_t b) {
+  return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)_mm512_set1_epi32((int)b));
+}
+#endif
+
 // The dot products of a block of unsigned weights with signed inputs. A vector has 4 weights, of neighbouring inputs,
 // for each of 16 outputs.
 struct Dot {

@@ -1,0 +1,204 @@
+// Vectors of 16 lanes, each in four registers of 16 bytes (Arm's NEON).
+#pragma once
+
+#include <type_traits>
+#include <utility>
+
+#include "target.h"
+
+typedef int8_t i8x16 __attribute__((vector_size(16)));
+
+template <class V> struct Four {
+  V a, b, c, d;
+
+  Four &operator+=(Four o) { return a += o.a, b += o.b, c += o.c, d += o.d, *this; }
+};
+
+template <class V> using Lane = std::remove_reference_t<decltype(std::declval<V &>()[0])>;
+
+#define TENUTO_OPERATOR(op)                                                                                            \
+  template <class V> INLINE auto operator op(Four<V> x, Four<V> y)->Four<decltype(x.a op y.a)> {                       \
+    return {x.a op y.a, x.b op y.b, x.c op y.c, x.d op y.d};                                                           \
+  }                                                                                                                    \
+  template <class V> INLINE auto operator op(Four<V> x, Lane<V> y)->Four<decltype(x.a op y)> {                         \
+    return {x.a op y, x.b op y, x.c op y, x.d op y};                                                                   \
+  }
+TENUTO_OPERATOR(+)
+TENUTO_OPERATOR(-)
+TENUTO_OPERATOR(*)
+TENUTO_OPERATOR(/)
+TENUTO_OPERATOR(&)
+TENUTO_OPERATOR(|)
+TENUTO_OPERATOR(^)
+TENUTO_OPERATOR(<<)
+TENUTO_OPERATOR(>>)
+TENUTO_OPERATOR(<)
+TENUTO_OPERATOR(>)
+TENUTO_OPERATOR(<=)
+TENUTO_OPERATOR(!=)
+#undef TENUTO_OPERATOR
+template <class V> INLINE Four<V> operator-(Four<V> x) { return {-x.a, -x.b, -x.c, -x.d}; }
+template <class V> INLINE Four<V> operator+(Lane<V> x, Four<V> y) { return {x + y.a, x + y.b, x + y.c, x + y.d}; }
+template <class V> INLINE Four<V> operator-(Lane<V> x, Four<V> y) { return {x - y.a, x - y.b, x - y.c, x - y.d}; }
+
+typedef float f32x4 __attribute__((vector_size(16)));
+typedef int32_t i32x4 __attribute__((vector_size(16)));
+typedef uint32_t u32x4 __attribute__((vector_size(16)));
+typedef uint16_t u16x8 __attribute__((vector_size(16)));
+typedef Four<f32x4> f32x16;
+typedef Four<i32x4> i32x16;
+typedef Four<u32x4> u32x16;
+struct u16x16 {
+  u16x8 low, high;
+};
+
+template <class V> INLINE V load(const void *p) {
+  V v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+template <class V> INLINE void store(void *p, V v) { memcpy(p, &v, sizeof v); }
+
+// Applies `use` to each quarter.
+template <class To, class V, class Use> INLINE Four<To> each(Four<V> v, Use use) {
+  return {(To)use(v.a), (To)use(v.b), (To)use(v.c), (To)use(v.d)};
+}
+
+template <class To, class V> INLINE To as(Four<V> v) { // reinterprets the bits
+  return {(decltype(To::a))v.a, (decltype(To::a))v.b, (decltype(To::a))v.c, (decltype(To::a))v.d};
+}
+template <class M, class V> INLINE V select4(M mask, V yes, V no) {
+  return (V)vbslq_u32((uint32x4_t)mask, (uint32x4_t)yes, (uint32x4_t)no);
+}
+template <class M, class V> INLINE Four<V> select(Four<M> mask, Four<V> yes, Four<V> no) {
+  return {select4(mask.a, yes.a, no.a), select4(mask.b, yes.b, no.b), select4(mask.c, yes.c, no.c),
+          select4(mask.d, yes.d, no.d)};
+}
+INLINE i32x16 lane_numbers() {
+  return {i32x4{0, 1, 2, 3}, i32x4{4, 5, 6, 7}, i32x4{8, 9, 10, 11}, i32x4{12, 13, 14, 15}};
+}
+INLINE f32x16 to_float(i32x16 v) {
+  return each<f32x4>(v, [](i32x4 q) { return vcvtq_f32_s32((int32x4_t)q); });
+}
+// Returns the second of two lanes if one of them is NaN, as x86 does.
+INLINE f32x16 max16(f32x16 a, f32x16 b) { return select(a > b, a, b); }
+INLINE f32x4 fused4(f32x4 a, f32x4 b, f32x4 c) {
+  return (f32x4)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+}
+INLINE f32x16 fused(f32x16 a, f32x16 b, f32x16 c) {
+  return {fused4(a.a, b.a, c.a), fused4(a.b, b.b, c.b), fused4(a.c, b.c, c.c), fused4(a.d, b.d, c.d)};
+}
+INLINE i32x16 nearest(f32x16 x) {
+  return each<i32x4>(x, [](f32x4 q) { return vcvtnq_s32_f32((float32x4_t)q); });
+}
+INLINE f32x4 float16_to_float4(const void *p) { return (f32x4)vcvt_f32_f16(vreinterpret_f16_u16(load<uint16x4_t>(p))); }
+INLINE f32x16 float16_to_float(const void *p) { // 16 float16
+  const char *at = (const char *)p;
+  return {float16_to_float4(at), float16_to_float4(at + 8), float16_to_float4(at + 16), float16_to_float4(at + 24)};
+}
+INLINE float sum16(f32x16 v) { return vaddvq_f32((float32x4_t)((v.a + v.b) + (v.c + v.d))); }
+INLINE float highest16(f32x16 v) {
+  const float32x4_t first = vmaxq_f32((float32x4_t)v.a, (float32x4_t)v.b);
+  return vmaxvq_f32(vmaxq_f32(first, vmaxq_f32((float32x4_t)v.c, (float32x4_t)v.d)));
+}
+INLINE u16x8 to_words(u32x4 low, u32x4 high) { return (u16x8)vuzp1q_u16((uint16x8_t)low, (uint16x8_t)high); }
+INLINE u16x16 to_words(u32x16 v) { return {to_words(v.a, v.b), to_words(v.c, v.d)}; } // the low words
+INLINE i8x16 to_bytes(i32x16 v) {                                                     // the low bytes
+  const u16x16 words = to_words(as<u32x16>(v));
+  return (i8x16)vuzp1q_u8((uint8x16_t)words.low, (uint8x16_t)words.high);
+}
+INLINE u32x16 widened(u16x16 v) {
+  const uint16x8_t low = (uint16x8_t)v.low, high = (uint16x8_t)v.high;
+  return {(u32x4)vmovl_u16(vget_low_u16(low)), (u32x4)vmovl_high_u16(low), (u32x4)vmovl_u16(vget_low_u16(high)),
+          (u32x4)vmovl_high_u16(high)};
+}
+// Stores the low word of each lane as word `index` of the lane's pair at `to`, or the low byte as byte `index` of its
+// four. The other words and bytes are not written: another thread may be writing them.
+INLINE void store_words(uint16_t *to, int index, u32x16 v) {
+  uint32_t lanes[16];
+  store(lanes, v);
+  for (int i = 0; i < 16; i++)
+    to[2 * i + index] = (uint16_t)lanes[i];
+}
+INLINE void store_bytes(uint8_t *to, int index, u32x16 v) {
+  uint32_t lanes[16];
+  store(lanes, v);
+  for (int i = 0; i < 16; i++)
+    to[4 * i + index] = (uint8_t)lanes[i];
+}
+
+#if TENUTO_BF16
+// Rounds to bfloat16, as `to_bf16_bits` does.
+INLINE u16x16 rounded_to_bf16(f32x16 v) {
+  auto both = [](f32x4 low, f32x4 high) {
+    return (u16x8)vcvtq_high_bf16_f32(vcvtq_low_bf16_f32((float32x4_t)low), (float32x4_t)high);
+  };
+  return {both(v.a, v.b), both(v.c, v.d)};
+}
+// Adds to each lane of `acc` the dot product of a pair of bfloat16 in `a` and the pair `b`.
+INLINE f32x16 dot_bf16(f32x16 acc, u32x16 a, uint32_t b) {
+  const bfloat16x8_t pair = vreinterpretq_bf16_u32(vdupq_n_u32(b));
+  auto dot = [&](f32x4 sum, u32x4 of) {
+    return (f32x4)vbfdotq_f32((float32x4_t)sum, vreinterpretq_bf16_u32((uint32x4_t)of), pair);
+  };
+  return {dot(acc.a, a.a), dot(acc.b, a.b), dot(acc.c, a.c), dot(acc.d, a.d)};
+}
+#endif
+
+// Adds the products of four signed bytes in each lane. Without an instruction for that, the sum of two products must
+// fit 16 bits.
+INLINE i32x4 dot4(i32x4 sum, int8x16_t w, int8x16_t x) {
+#if TENUTO_DOT
+  return (i32x4)vdotq_s32((int32x4_t)sum, w, x);
+#else
+  const int16x8_t low = vmull_s8(vget_low_s8(w), vget_low_s8(x)), high = vmull_high_s8(w, x);
+  return (i32x4)vpadalq_s16((int32x4_t)sum, vpaddq_s16(low, high));
+#endif
+}
+INLINE int8x16_t four_bytes(const void *p) {
+  int32_t quad;
+  memcpy(&quad, p, 4);
+  return vreinterpretq_s8_s32(vdupq_n_s32(quad));
+}
+
+// The dot products of a block of unsigned weights of `BITS` bits with signed inputs above -128. A vector has 4 weights,
+// of neighbouring inputs, for each of 16 outputs. Products are of signed bytes, so weights of 8 bits become signed,
+// unless there is an instruction for unsigned ones.
+struct Dot {
+  i32x16 sum = {};
+
+  // Adds to lane n the dot product of the four bytes w[4 n ...] and the four bytes at `x`.
+  template <int BITS> void add(u32x16 w, const int8_t *x) {
+    const int8x16_t inputs = four_bytes(x);
+    sum = {with<BITS>(sum.a, w.a, inputs), with<BITS>(sum.b, w.b, inputs), with<BITS>(sum.c, w.c, inputs),
+           with<BITS>(sum.d, w.d, inputs)};
+  }
+  template <int BITS> i32x16 total() const { return sum; }
+
+private:
+  template <int BITS> static i32x4 with(i32x4 sum, u32x4 w, int8x16_t x) {
+#if TENUTO_I8MM
+    if (BITS == 8)
+      return (i32x4)vusdotq_s32((int32x4_t)sum, (uint8x16_t)w, x);
+#endif
+    return dot4(sum, (int8x16_t)(BITS == 8 ? w ^ 0x80808080u : w), x);
+  }
+};
+constexpr int OFFSET = TENUTO_I8MM ? 0 : 128; // subtracted from 8-bit weights by `Dot::add`
+
+// The dot products of signed bytes, four for each of 16 lanes, with the four unsigned bytes below 128 at `x`.
+struct UnsignedDot {
+  i32x16 sum = {};
+
+  void add(u32x16 w, const uint8_t *x) {
+    const int8x16_t inputs = four_bytes(x);
+    sum = {dot4(sum.a, (int8x16_t)w.a, inputs), dot4(sum.b, (int8x16_t)w.b, inputs),
+           dot4(sum.c, (int8x16_t)w.c, inputs), dot4(sum.d, (int8x16_t)w.d, inputs)};
+  }
+  i32x16 total() const { return sum; }
+};
+
+// As in `vectors_avx512.h`.
+constexpr int MATMUL_ROWS = 4, ATTENTION_ROWS = 6, INT8_ATTENTION_ROWS = 2, FEW_ROWS = 5;
+constexpr int blocks_at_once(int rows) { return rows > 3 ? 1 : rows > 1 ? 2 : 4; }
+constexpr int values_at_once(int rows) { return rows > 3 ? 1 : 2; }
