@@ -203,7 +203,7 @@ def test_what_cannot_be_loaded_or_unloaded_is_refused(adapted: httpx.Client) -> 
 def test_an_adapter_with_an_open_turn_is_not_unloaded() -> None:
     with serving("--model", "witness:0.02", "--context-length", "2048") as server, server.client() as client:
         load(client, "slow", "/slow")
-        body = {"model": "slow", "prompt": "a", "max_tokens": 2000, "stream": True}
+        body = {"model": "slow", "prompt": "a", "max_tokens": 2000, "stream": True, "ignore_eos": True}
         with client.stream("POST", "/v1/completions", json=body) as stream:
             next(stream.iter_lines())
             refused = unload(client, "slow")

@@ -54,7 +54,7 @@ INT8 = (
     NativeSlip("kv_cache.h", "scales(cache, block, d / BLOCK) + lane", "scales(cache, block, 0) + lane"),
     NativeSlip("kv_cache.h", "set_scale(scales(cache, block, parts(cache)) + lane, value", "set_scale(scales(cache, block, 0) + lane, value"),
     NativeSlip("kv_cache.h", "(parts(cache) + 2) / 2 * 64", "(parts(cache) + 1) / 2 * 64"),
-    NativeSlip("attention_int8.h", "queries.offsets[r][part])", "queries.offsets[r][0])"),
+    NativeSlip("attention_int8.h", "queries.offsets[row + r][part])", "queries.offsets[row + r][0])"),
     NativeSlip("attention_int8.h", "most = max16(most, select(score > MASKED, load<f32x16>(value_scales + i * LANES), f32x16{}));", "most = max16(most, load<f32x16>(value_scales + i * LANES));"),
 )  # fmt: skip
 """Slips in 8-bit keys and values."""
