@@ -135,7 +135,8 @@ def test_an_invalid_session_ttl_is_refused_before_the_server_starts(text: str) -
 
 
 def test_a_turn_streams_its_text_and_is_acknowledged_by_its_commit(http: httpx.Client, session: str) -> None:
-    with http.stream("POST", f"{session}/turns", json={"input": "hello", "max_new_tokens": 5}) as response:
+    asked = {"input": "hello", "max_new_tokens": 5, "speculate": False}
+    with http.stream("POST", f"{session}/turns", json=asked) as response:
         told = list(events(response))
     assert [name for name, _, _ in told] == ["started"] + ["delta"] * 5 + ["committed"]
     assert [number for _, number, _ in told] == [None, 1, 2, 3, 4, 5, 6]
