@@ -6,8 +6,8 @@ import pytest
 
 from tenuto.base.tools.definitions import ModelHabits
 from tenuto.base.turns import Message
+from tenuto.serve.shared.answer_headers import LEFT_UNDONE, telling
 from tenuto.serve.shared.placing import placed
-from tenuto.serve.shared.undone import noting
 
 
 def conversation(text: str) -> list[Message]:
@@ -38,7 +38,7 @@ def test_a_late_system_message_joins_the_users_where_the_template_has_no_place_f
 
 
 def test_only_a_message_whose_role_changed_is_named() -> None:
-    for given, names in (("s:1 s:2 u:3", []), ("u:1 s:2", ["messages.role.system"])):
-        with noting() as notes:
+    for given, names in (("s:1 s:2 u:3", None), ("u:1 s:2", "messages.role.system")):
+        with telling() as headers:
             placed(conversation(given), ModelHabits(late_system=False))
-        assert list(notes) == names
+        assert headers.get(LEFT_UNDONE) == names

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 from websockets.sync.connection import Connection
 
+from tests.eventually import eventually
 from tests.serve.server import Server, serving
 
 ENDS = ("response.completed", "response.incomplete", "response.failed", "error")
@@ -32,6 +32,10 @@ def opened(server: Server, **options: Any) -> Connection:
 def send(socket: Connection, given: str = "hi", **fields: Any) -> None:
     event = {"type": "response.create", "model": "witness", "input": given, "max_output_tokens": 8, "temperature": 0}
     socket.send(json.dumps({**event, **fields}))
+
+
+def status(server: Server, session: str) -> int:
+    return httpx.get(f"{server.url}/v1/sessions/{session}").status_code
 
 
 def answer(socket: Connection) -> list[dict[str, Any]]:
@@ -106,23 +110,15 @@ def test_only_the_latest_answer_that_is_not_stored_can_be_continued(witness: Ser
         send(socket, previous_response_id=first["id"])
         assert answer(socket)[-1]["status"] == 404
         assert response(socket, previous_response_id=latest["id"])["store"] is True
-    for _ in range(100):
-        if httpx.get(f"{witness.url}/v1/sessions/{latest['id']}").status_code == 404:
-            return
-        time.sleep(0.05)
-    pytest.fail("the session of an answer that is not stored outlived its socket")
+    eventually(lambda: status(witness, latest["id"]) == 404)
 
 
 def test_a_client_that_leaves_rolls_its_turn_back(witness: Server) -> None:
     with opened(witness) as socket:
         send(socket, max_output_tokens=100_000, store=False)
         name = json.loads(socket.recv(timeout=20))["response"]["id"]
-        assert httpx.get(f"{witness.url}/v1/sessions/{name}").status_code == 200
-    for _ in range(100):
-        if httpx.get(f"{witness.url}/v1/sessions/{name}").status_code == 404:
-            return
-        time.sleep(0.05)
-    pytest.fail("a turn went on without its client")
+        assert status(witness, name) == 200
+    eventually(lambda: status(witness, name) == 404)
 
 
 def test_a_client_that_sends_too_far_ahead_is_disconnected(witness: Server) -> None:

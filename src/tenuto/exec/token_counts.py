@@ -39,9 +39,9 @@ class SeenTokens:
         if not guesses:
             return tokens, counts
         new = [token for token in dict.fromkeys(guesses) if token not in self._places]
-        places = self._places | {token: len(tokens) + i for i, token in enumerate(new)}
+        places = {token: len(tokens) + i for i, token in enumerate(new)}
         counts = np.concatenate((counts, np.zeros(len(new), np.int64)))
-        np.add.at(counts, [places[token] for token in guesses], 1)
+        np.add.at(counts, [places[token] if token in places else self._places[token] for token in guesses], 1)
         return np.concatenate((tokens, np.array(new, np.int64))), counts
 
 

@@ -45,7 +45,7 @@ class Batch:
         self.turns: npt.NDArray[np.object_] = np.full(rows, None, object)
         self.stop_ids = np.full((rows, max(1, len(eos_ids))), NO_STOP, np.int32)
         self.has_text = np.zeros(rows, np.bool_)
-        self.stepwise = np.zeros(rows, np.bool_)  # no lookahead, as the turn asks for
+        self.speculates = np.zeros(rows, np.bool_)  # may get guesses
         self.constrained = np.zeros(rows, np.bool_)  # generates with a grammar
         self.adapters = np.zeros(rows, np.int32)  # slots; 0 without an adapter
         self.adapted = 0  # rows with an adapter
@@ -144,7 +144,7 @@ class Batch:
         self.stop_ids[row, : len(stops)] = stops
         self.adapters[row] = turn.adapter
         self.adapted += turn.adapter > 0
-        self.stepwise[row] = not turn.params.speculate
+        self.speculates[row] = turn.params.speculate
         if turn.params.scores_input and turn.next_scored < turn.prompt_length:
             self.scoring.add(row)
         if turn.pool is not None and not turn.pool.complete:

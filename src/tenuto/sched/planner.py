@@ -215,7 +215,7 @@ class Planner:
         itself."""
         rows, chosen = self._memory.rows, proposal.rows
         ready = rows.samples[chosen] & (rows.expected[chosen] == proposal.starts + 1)
-        ready &= (proposal.counts == 1) & ~self._batch.stepwise[chosen]
+        ready &= (proposal.counts == 1) & self._batch.speculates[chosen]
         tokens = int(proposal.counts.sum())
         most = np.minimum(rows.limit[chosen] - proposal.starts - 1, min(self._lookahead, self._mixed_budget - tokens))
         places = (ready & (most > 0)).nonzero()[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -51,15 +51,13 @@ from tenuto.serve.sglang import encode as sglang_encode
 from tenuto.serve.sglang import routes as sglang
 from tenuto.serve.sglang import server as sglang_server
 from tenuto.serve.sglang import weights as sglang_weights
-from tenuto.serve.shared.answer_headers import VOLATILE, telling
+from tenuto.serve.shared.answer_headers import LEFT_UNDONE, VOLATILE, telling
 from tenuto.serve.shared.bodies import LARGE, TEXTS, Structure
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import BROKEN, OPENAI_FORM, ErrorForm, Failure, is_anthropics, new_request_id
 from tenuto.serve.shared.invalid import refusal_of
 from tenuto.serve.shared.schemas import REFUSALS
 from tenuto.serve.shared.settings import BODY_BYTES_A_SECOND
-from tenuto.serve.shared.undone import HEADER as LEFT_UNDONE
-from tenuto.serve.shared.undone import noting
 
 log = structlog.get_logger("tenuto.http")
 
@@ -221,8 +219,8 @@ class Envelope:
         request_id = _request_id(headers)
         scope.setdefault("state", {})["request_id"] = request_id
         told = [(name.encode(), request_id.encode()) for name in _form_for(scope).id_headers]
-        with noting() as undone, telling() as own:
-            exchange = _Exchange(receive, send, told, self._edge, undone, own, to_disk=to_disk)
+        with telling() as own:
+            exchange = _Exchange(receive, send, told, self._edge, own, to_disk=to_disk)
             await self._handle(scope, headers, exchange, started)
 
     async def _handle(self, scope: Scope, headers: Headers, exchange: _Exchange, started: float) -> None:
@@ -270,7 +268,9 @@ class Envelope:
 
     def _log(self, scope: Scope, exchange: _Exchange, seconds: float) -> None:
         status, method, state = exchange.status or CLIENT_GONE, scope["method"], scope.get("state", {})
-        told: dict[str, Any] = {"left_undone": list(exchange.undone)} if exchange.undone else {}
+        told: dict[str, Any] = {}
+        if LEFT_UNDONE in exchange.own:
+            told["left_undone"] = exchange.own[LEFT_UNDONE].split(", ")
         if VOLATILE in exchange.own:
             told["volatile_lines"] = int(exchange.own[VOLATILE])
         path = scope["raw_path"].decode("ascii", "backslashreplace")  # without control characters
@@ -292,14 +292,12 @@ class _Exchange:
         send: Send,
         headers: Sequence[tuple[bytes, bytes]],
         edge: Edge,
-        undone: Collection[str] = (),
         own: Mapping[str, str] = NO_HEADERS,
         *,
         to_disk: bool = False,
     ) -> None:
-        """`headers`: added to the answer. `undone`: names of request fields that are not carried out; complete when the
-        answer begins, as is `own`: more headers. `to_disk`: the body is not kept in memory."""
-        self.undone = undone
+        """`headers`: added to the answer. `own`: added to answers that are no errors; complete when the answer begins.
+        `to_disk`: the body is not kept in memory."""
         self.own = own
         self.status = 0
         self.excess: TenutoError | None = None
@@ -382,8 +380,6 @@ class _Exchange:
             own = list(self._headers)
             if self.status < 400:
                 own += [(name.encode(), value.encode()) for name, value in self.own.items()]
-            if self.undone and self.status < 400:
-                own.append((LEFT_UNDONE.encode(), ", ".join(self.undone).encode()))
             message["headers"] = [*message["headers"], *own]
         await self._send(message)
 

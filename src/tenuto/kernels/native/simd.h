@@ -10,6 +10,23 @@
 #include "vectors_avx2.h"
 #endif
 
+#if !TENUTO_AVX512
+// Stores the low word of each lane as word `index` of the lane's pair at `to`, or the low byte as byte `index` of its
+// four. The other words and bytes are not written: another thread may be writing them.
+INLINE void store_words(uint16_t *to, int index, u32x16 v) {
+  uint32_t lanes[16];
+  store(lanes, v);
+  for (int i = 0; i < 16; i++)
+    to[2 * i + index] = (uint16_t)lanes[i];
+}
+INLINE void store_bytes(uint8_t *to, int index, u32x16 v) {
+  uint32_t lanes[16];
+  store(lanes, v);
+  for (int i = 0; i < 16; i++)
+    to[4 * i + index] = (uint8_t)lanes[i];
+}
+#endif
+
 INLINE f32x16 splat(float x) { return f32x16{} + x; }
 INLINE float lane_of(f32x16 v, int lane) {
   float lanes[16];

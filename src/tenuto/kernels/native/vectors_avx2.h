@@ -108,20 +108,6 @@ INLINE u32x16 widened(u16x16 v) {
   return {(u32x8)_mm256_cvtepu16_epi32(_mm256_castsi256_si128(all)),
           (u32x8)_mm256_cvtepu16_epi32(_mm256_extracti128_si256(all, 1))};
 }
-// Stores the low word of each lane as word `index` of the lane's pair at `to`, or the low byte as byte `index` of its
-// four. The other words and bytes are not written: another thread may be writing them.
-INLINE void store_words(uint16_t *to, int index, u32x16 v) {
-  uint32_t lanes[16];
-  store(lanes, v);
-  for (int i = 0; i < 16; i++)
-    to[2 * i + index] = (uint16_t)lanes[i];
-}
-INLINE void store_bytes(uint8_t *to, int index, u32x16 v) {
-  uint32_t lanes[16];
-  store(lanes, v);
-  for (int i = 0; i < 16; i++)
-    to[4 * i + index] = (uint8_t)lanes[i];
-}
 INLINE i8x16 to_bytes(i32x16 v) { // lanes must fit 8 bits
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)v.low, (__m256i)v.high), 0xD8);
   return (i8x16)_mm_packs_epi16(_mm256_castsi256_si128(packed), _mm256_extracti128_si256(packed, 1));

@@ -112,20 +112,6 @@ INLINE u32x16 widened(u16x16 v) {
   return {(u32x4)vmovl_u16(vget_low_u16(low)), (u32x4)vmovl_high_u16(low), (u32x4)vmovl_u16(vget_low_u16(high)),
           (u32x4)vmovl_high_u16(high)};
 }
-// Stores the low word of each lane as word `index` of the lane's pair at `to`, or the low byte as byte `index` of its
-// four. The other words and bytes are not written: another thread may be writing them.
-INLINE void store_words(uint16_t *to, int index, u32x16 v) {
-  uint32_t lanes[16];
-  store(lanes, v);
-  for (int i = 0; i < 16; i++)
-    to[2 * i + index] = (uint16_t)lanes[i];
-}
-INLINE void store_bytes(uint8_t *to, int index, u32x16 v) {
-  uint32_t lanes[16];
-  store(lanes, v);
-  for (int i = 0; i < 16; i++)
-    to[4 * i + index] = (uint8_t)lanes[i];
-}
 
 #if TENUTO_BF16
 // Rounds to bfloat16, as `to_bf16_bits` does.

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from tenuto.base.turns import Message, last_role
+from tenuto.base.turns import last_role
 from tenuto.base.wire.messages import Tokenize
 from tenuto.serve.anthropic import threads
 from tenuto.serve.anthropic.answers import MessageAnswer
@@ -25,7 +25,7 @@ from tenuto.serve.shared.runs import run_names
 from tenuto.serve.shared.schemas import REFUSALS
 from tenuto.serve.shared.settings import Tenant
 from tenuto.serve.shared.sse import respond, streamed, while_connected
-from tenuto.serve.shared.volatile import VolatileLines
+from tenuto.serve.shared.volatile import without_volatile_lines
 
 router = APIRouter(route_class=JsonRoute, prefix="/v1/messages", tags=["anthropic"], responses=REFUSALS)
 
@@ -62,7 +62,7 @@ async def begin(
         thread = await threads.find(edge, tenant, continued, kept) if continued is not None else None
         if thread is not None:
             body.take(thread.tools)
-        given = _stable(edge, body.rendered(edge.model.habits, begun=thread is not None))
+        given = without_volatile_lines(edge, body.rendered(edge.model.habits, begun=thread is not None))
         habits = edge.model.habits.after(last_role(given))
         start = body.start(tenant, given, habits, adapter=adapter)
         if priority is not None:
@@ -89,10 +89,6 @@ async def count_tokens(edge: EdgeOf, tenant: Caller, body: Conversation) -> dict
     return {"input_tokens": count, "context_management": {"original_input_tokens": original}}
 
 
-def _stable(edge: Edge, messages: list[Message]) -> list[Message]:
-    return edge.part(VolatileLines, edge.settings).removed(messages)
-
-
 async def _edit(edge: Edge, tenant: Tenant, body: Conversation) -> list[dict[str, Any]] | None:
     """Edits the messages as the request asks. Returns the reports on the edits, or `None` if it asks for none."""
     if body.context_management is None:
@@ -106,6 +102,8 @@ async def _count(edge: Edge, tenant: Tenant, body: Conversation, messages: Seque
     """Returns the number of tokens of the prompt, with these messages."""
     prompt = body.model_copy(update={"messages": messages})
     given = Tokenize(
-        tenant=tenant.name, input=_stable(edge, prompt.rendered(edge.model.habits)), tools=body.tool_use.definitions
+        tenant=tenant.name,
+        input=without_volatile_lines(edge, prompt.rendered(edge.model.habits)),
+        tools=body.tool_use.definitions,
     )
     return len(array("i", await edge.link.call(given)))

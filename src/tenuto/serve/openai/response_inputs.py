@@ -21,7 +21,7 @@ from tenuto.serve.shared.samples import committed
 from tenuto.serve.shared.schemas import REFUSALS
 from tenuto.serve.shared.settings import hidden_session_id
 from tenuto.serve.shared.sse import while_connected
-from tenuto.serve.shared.volatile import VolatileLines
+from tenuto.serve.shared.volatile import without_volatile_lines
 
 router = APIRouter(route_class=JsonRoute, prefix="/v1/responses", tags=["openai"], responses=REFUSALS)
 
@@ -36,8 +36,7 @@ async def count(
     with body.naming(edge.model.context_length):
         earlier, habits, variables = _earlier(conversations, body), edge.model.habits, body.variables()
         if body.previous_response_id is None:
-            lines, told = edge.part(VolatileLines, edge.settings), body.tool_use.definitions
-            given = lines.removed(body.rendered(habits, earlier))
+            given, told = without_volatile_lines(edge, body.rendered(habits, earlier)), body.tool_use.definitions
             prompt = Tokenize(tenant=tenant.name, input=given, tools=told, variables=variables)
             tokens = len(array("i", await edge.link.call(prompt)))
         else:

@@ -16,7 +16,7 @@ from tenuto.serve.shared.edge import Edge, open_message
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.run_turns import Named, start_in_run
 from tenuto.serve.shared.settings import Tenant
-from tenuto.serve.shared.volatile import VolatileLines
+from tenuto.serve.shared.volatile import without_volatile_lines
 
 INSTRUCTIONS = "instructions"
 """Key in the metadata of a response's session: a digest of its instructions."""
@@ -40,7 +40,7 @@ async def start_response(
     previous = body.previous_response_id
     state = await _state(edge, tenant, previous) if previous is not None else None
     given = body.rendered(edge.model.habits, earlier, instructed=state is not None and _instructed(body, state))
-    given = edge.part(VolatileLines, edge.settings).removed(given)
+    given = without_volatile_lines(edge, given)
     start = msgspec.structs.replace(start, session=name if stores or previous is not None else None, input=given)
     told = ((INSTRUCTIONS, _digest(body.instructions)),) if body.instructions else ()
     if state is None and reading is not None:

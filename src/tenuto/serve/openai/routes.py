@@ -29,7 +29,7 @@ from tenuto.serve.shared.samples import Samples, close_all, start_all
 from tenuto.serve.shared.schemas import REFUSALS, IdempotencyKey
 from tenuto.serve.shared.settings import Tenant
 from tenuto.serve.shared.sse import respond, streamed, while_connected
-from tenuto.serve.shared.volatile import VolatileLines
+from tenuto.serve.shared.volatile import without_volatile_lines
 
 router = APIRouter(route_class=JsonRoute, prefix="/v1", tags=["openai"], responses=REFUSALS)
 
@@ -89,9 +89,8 @@ async def chat(
     metadata = checked_metadata(body.metadata) if body.store else {}
     with body.naming(edge.model.context_length):
         given, usual = body.messages, edge.model.habits
-        lines = edge.part(VolatileLines, edge.settings)
         messages = await of_many(
-            len(given), lambda: lines.removed(placed([message.rendered() for message in given], usual))
+            len(given), lambda: without_volatile_lines(edge, placed([message.rendered() for message in given], usual))
         )
         kept = await of_many(len(given), lambda: listed_messages(given)) if body.store else b""
         asker = body.messages[-1].role if body.messages else ""

@@ -10,6 +10,7 @@ SESSION = "x-tenuto-session"
 CACHED = "x-tenuto-cached"
 RECOMPUTED = "x-tenuto-recomputed"
 VOLATILE = "x-tenuto-volatile-lines"
+LEFT_UNDONE = "x-tenuto-left-undone"
 
 _headers: ContextVar[dict[str, str] | None] = ContextVar("answer_headers", default=None)
 

@@ -26,10 +26,15 @@ is reclaimed first."""
 
 
 def line_rule(expression: str) -> re2._Regexp:
-    """Compiles an expression of `volatile_line`, which matches in linear time. Raises `re2.error`."""
+    """Compiles an expression of `volatile_line`, which matches in linear time. Raises `ConfigError`."""
     options = re2.Options()
     options.log_errors = False
-    return re2.compile(expression, options)
+    try:
+        return re2.compile(expression, options)
+    except re2.error as error:
+        raise ConfigError(
+            f"volatile_line {expression!r} is no regular expression of RE2: {error.args[0].decode()}"
+        ) from None
 
 
 class KeySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -213,12 +218,7 @@ class ServeSettings:
                     f"allowed_origins has {shown(origin)}; allowed: origins such as https://app.example, or *"
                 )
         for rule in self.volatile_line:
-            try:
-                line_rule(rule)
-            except re2.error as error:
-                raise ConfigError(
-                    f"volatile_line {rule!r} is no regular expression of RE2: {error.args[0].decode()}"
-                ) from None
+            line_rule(rule)
         origins = tuple(map(str.lower, self.allowed_origins))  # as browsers send them
         object.__setattr__(self, "allowed_origins", origins)
         path = user_path(self.keys) if self.keys is not None else None

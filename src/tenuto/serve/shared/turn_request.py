@@ -170,6 +170,6 @@ def aliases_of(option: str, apis: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def text_in(given: Any, name: str) -> str | None:
-    """Returns the text of this name in an object of a request; `None` if there is none."""
+    """Returns the text of this name in an object of a request; `None` if it has no such text."""
     value = given.get(name) if isinstance(given, dict) else None
     return value if isinstance(value, str) else None

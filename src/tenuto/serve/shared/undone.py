@@ -4,40 +4,27 @@ the answer and the log name these fields."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field, ValidatorFunctionWrapHandler, WrapValidator
 
 from tenuto.base.tools.definitions import MAX_TOOLS
+from tenuto.serve.shared.answer_headers import LEFT_UNDONE, answer_headers
 
 T = TypeVar("T")
 
-HEADER = "x-tenuto-left-undone"
 MAX_NOTES = 32
 """Maximum number of fields named in one answer."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.:-]")
-_notes: ContextVar[dict[str, None] | None] = ContextVar("left_undone", default=None)
-
-
-@contextmanager
-def noting() -> Iterator[dict[str, None]]:
-    """Collects the names that `leave_undone` gets inside the block, in order and each once."""
-    notes: dict[str, None] = {}
-    token = _notes.set(notes)
-    try:
-        yield notes
-    finally:
-        _notes.reset(token)
 
 
 def leave_undone(name: str) -> None:
     """Records that the field `name` of the request being read is not carried out."""
-    notes = _notes.get()
-    if notes is not None and len(notes) < MAX_NOTES:
-        notes[_UNSAFE.sub("_", name[:64])] = None
+    headers = answer_headers()
+    names = dict.fromkeys(filter(None, headers.get(LEFT_UNDONE, "").split(", ")))
+    if len(names) < MAX_NOTES:
+        names[_UNSAFE.sub("_", name[:64])] = None
+        headers[LEFT_UNDONE] = ", ".join(names)
 
 
 def _kept(tools: list[Any]) -> list[Any]:

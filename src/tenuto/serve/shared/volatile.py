@@ -8,10 +8,16 @@ from dataclasses import replace
 
 from tenuto.base.turns import Message
 from tenuto.serve.shared.answer_headers import VOLATILE, answer_headers
+from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.settings import ServeSettings, line_rule
 
 KNOWN = (r"x-anthropic-billing-header:.*",)
 """Regular expressions of known lines. Claude Code's first line names its version and a checksum of the request."""
+
+
+def without_volatile_lines(edge: Edge, messages: Sequence[Message]) -> list[Message]:
+    """Returns messages without the lines that this server leaves out."""
+    return edge.part(VolatileLines, edge.settings).removed(messages)
 
 
 class VolatileLines:
