@@ -19,7 +19,7 @@ from tenuto.exec.witness_hashes import advance, history_hash, next_token
 from tenuto.memory.kinds.full import FullTable
 from tenuto.memory.tiers.disk import Disk
 from tenuto.memory.tiers.moves import Carrier
-from tenuto.sched.guesses import Guesses, Proposer
+from tenuto.sched.guesses import Guesses, NextStep, Proposer
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 from tenuto.text.masks import Masks
@@ -203,7 +203,7 @@ class Guesser:
     def __init__(self, guess: Callable[[Turn, int], list[int]]) -> None:
         self._guess = guess
 
-    def propose(self, turns: Sequence[Turn], limits: Sequence[int]) -> list[Guesses]:
+    def propose(self, turns: Sequence[Turn], limits: Sequence[int], step: NextStep) -> list[Guesses]:
         found = [self._guess(turn, limit) for turn, limit in zip(turns, limits, strict=True)]
         return [Guesses(tokens, [1.0] * len(tokens)) for tokens in found]
 

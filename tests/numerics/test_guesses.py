@@ -21,7 +21,7 @@ from tenuto.base.config import DEFAULT_MODEL, EngineConfig, WorkerSettings
 from tenuto.base.options import TurnOptions, turn_params
 from tenuto.engine.engine import Engine
 from tenuto.runtime.models import LOOKAHEAD, Model, load_model
-from tenuto.sched.guesses import Guesses, Proposer
+from tenuto.sched.guesses import Guesses, NextStep, Proposer
 from tenuto.sched.suffix_proposer import SuffixProposer
 from tenuto.session.turn import Turn
 from tenuto.text.grammars import GrammarCompiler
@@ -80,7 +80,7 @@ class Knowing:
     def __init__(self, said: Said) -> None:
         self._said, self._rng = said, Random(3)
 
-    def propose(self, turns: Sequence[Turn], limits: Sequence[int]) -> list[Guesses]:
+    def propose(self, turns: Sequence[Turn], limits: Sequence[int], step: NextStep) -> list[Guesses]:
         return [self._guess(turn, limit) for turn, limit in zip(turns, limits, strict=True)]
 
     def committed(self, turn: Turn) -> None:

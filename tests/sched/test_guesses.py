@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from tenuto.sched.guesses import NO_GUESSES, Guesses, StepTimes, chosen_counts
+from tenuto.sched.guesses import NO_GUESSES, Guesses, NextStep, StepTimes, chosen_counts
 
 
 def sure(count: int, chance: float = 1.0) -> Guesses:
@@ -24,8 +24,8 @@ def learned(seconds: Callable[[int], float], rows: int, noise: float = 0.0) -> S
 
 
 def test_guesses_that_cost_nothing_are_all_computed_and_those_that_cost_a_step_are_not() -> None:
-    assert chosen_counts(learned(lambda _: 0.01, 1), 1, 1, 1, [sure(15, 0.9)]) == [15]
-    assert chosen_counts(learned(lambda n: 0.01 * (1 + 2 * n), 1), 1, 1, 1, [sure(15, 0.9)]) == [0]
+    assert chosen_counts(NextStep(learned(lambda _: 0.01, 1), 1, 1, 1), [sure(15, 0.9)]) == [15]
+    assert chosen_counts(NextStep(learned(lambda n: 0.01 * (1 + 2 * n), 1), 1, 1, 1), [sure(15, 0.9)]) == [0]
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.5])
@@ -33,12 +33,12 @@ def test_the_number_of_tokens_with_the_highest_rate_is_chosen(noise: float) -> N
     def seconds(further: int) -> float:  # cheap up to 4 tokens, dear beyond
         return 0.01 + 0.004 * (further > 0) + 0.01 * max(0, further - 4)
 
-    assert chosen_counts(learned(seconds, 1, noise), 1, 1, 1, [sure(15, 0.95)])[0] in (3, 4, 5)
+    assert chosen_counts(NextStep(learned(seconds, 1, noise), 1, 1, 1), [sure(15, 0.95)])[0] in (3, 4, 5)
 
 
 def test_the_likeliest_guesses_come_first() -> None:
     times = learned(lambda n: 0.01 + 0.002 * n, 4)
-    counts = chosen_counts(times, 4, 4, 4, [sure(8, 0.99), NO_GUESSES, sure(8, 0.3), sure(8, 0.9)])
+    counts = chosen_counts(NextStep(times, 4, 4, 4), [sure(8, 0.99), NO_GUESSES, sure(8, 0.3), sure(8, 0.9)])
     assert counts[0] >= counts[3] > counts[2] >= counts[1] == 0
 
 
@@ -46,13 +46,15 @@ def test_steps_that_get_slower_as_a_whole_change_no_choice() -> None:
     times, before = learned(lambda n: 0.01 + 0.001 * n, 1), learned(lambda n: 0.01 + 0.001 * n, 1)
     for _ in range(200):
         times.note(1, 1, 0.05)
-    assert chosen_counts(times, 1, 1, 1, [sure(15, 0.8)]) == chosen_counts(before, 1, 1, 1, [sure(15, 0.8)])
+    assert chosen_counts(NextStep(times, 1, 1, 1), [sure(15, 0.8)]) == chosen_counts(
+        NextStep(before, 1, 1, 1), [sure(15, 0.8)]
+    )
 
 
 def test_beside_a_prefill_a_guess_costs_a_token_of_many() -> None:
     times = learned(lambda n: 0.01 + 0.01 * n, 2)
-    assert chosen_counts(times, 2, 2, 2, [sure(4, 0.9), NO_GUESSES])[0] == 0
-    assert chosen_counts(times, 2, 402, 1, [sure(4, 0.9), NO_GUESSES])[0] == 4
+    assert chosen_counts(NextStep(times, 2, 2, 2), [sure(4, 0.9), NO_GUESSES])[0] == 0
+    assert chosen_counts(NextStep(times, 2, 402, 1), [sure(4, 0.9), NO_GUESSES])[0] == 4
 
 
 def test_guesses_that_depend_on_an_unknown_token_carry_its_chance() -> None:

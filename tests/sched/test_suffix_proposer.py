@@ -9,12 +9,14 @@ from typing import Any, cast
 import pytest
 
 from tenuto.base.options import Policy, TurnParams
+from tenuto.sched.guesses import NextStep, StepTimes
 from tenuto.sched.suffix_proposer import MOST_AT_ONCE, MOST_SAID, MOST_TENANTS, SuffixProposer
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 from tests.engine.stage import Stage, continuation, count_from, every_overlap
 
 TEXT = [*range(11, 21)]
+STEP = NextStep(StepTimes(), 1, 1, 1)
 
 
 def turn_of(history: Sequence[int], given: Sequence[int], tenant: str = "", session: Session | None = None) -> Turn:
@@ -28,7 +30,7 @@ def turn_of(history: Sequence[int], given: Sequence[int], tenant: str = "", sess
 
 
 def guesses(proposer: SuffixProposer, turn: Turn, limit: int = 4) -> list[int]:
-    return list(proposer.propose([turn], [limit])[0].tokens)
+    return list(proposer.propose([turn], [limit], STEP)[0].tokens)
 
 
 def test_what_followed_the_same_tokens_is_guessed_and_followed() -> None:
@@ -54,17 +56,17 @@ def test_the_place_with_the_most_equal_tokens_before_it_is_taken() -> None:
 
 def test_chances_grow_with_hits_and_shrink_with_misses() -> None:
     proposer, turn = SuffixProposer(), turn_of(TEXT * 20, [11, 12, 13])
-    first = proposer.propose([turn], [4])[0].chances
+    first = proposer.propose([turn], [4], STEP)[0].chances
     turn.output.extend((TEXT * 10)[3:83])
-    later = proposer.propose([turn], [4])[0].chances
+    later = proposer.propose([turn], [4], STEP)[0].chances
     assert later[0] > first[0]
     wrong = SuffixProposer()
     for number in range(30):  # after 11, 12, 13 always comes another token
         other = turn_of(TEXT, [11, 12, 13, 100 + number, 11, 12, 13])
-        wrong.propose([other], [4])
+        wrong.propose([other], [4], STEP)
         other.output.append(200 + number)
-        wrong.propose([other], [4])
-    assert wrong.propose([turn_of(TEXT, [1, 11, 12, 13])], [4])[0].chances[0] < first[0] / 2
+        wrong.propose([other], [4], STEP)
+    assert wrong.propose([turn_of(TEXT, [1, 11, 12, 13])], [4], STEP)[0].chances[0] < first[0] / 2
 
 
 def test_a_rewound_session_guesses_from_what_it_has_now() -> None:
@@ -100,11 +102,11 @@ def test_a_long_history_is_indexed_a_part_at_a_time() -> None:
     history = [i % 30_000 + 5 for i in range(2 * MOST_AT_ONCE)]
     proposer, turn = SuffixProposer(), turn_of(history, [5, 6, 7])
     session = turn.session
-    proposer.propose([turn], [4])
+    proposer.propose([turn], [4], STEP)
     assert session.suffixes is not None
     assert session.suffixes.length == MOST_AT_ONCE
     for _ in range(2):
-        proposer.propose([turn], [4])
+        proposer.propose([turn], [4], STEP)
     assert session.suffixes.length == turn.length - 1
 
 

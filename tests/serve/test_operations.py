@@ -205,14 +205,13 @@ class CountingLink:
 
 
 COUNTED = (
-    *("recomputed", "replayed", "held_tokens", "prefix_lookups", "prefix_tokens"),
+    *("recomputed", "replayed", "held_tokens", "prefix_lookups", "prefix_tokens", "accepted_tokens", "rejected_tokens"),
     *("tiers", "tier_moves", "tier_failures", "snapshots"),
 )
 FIGURES = {
     **dict.fromkeys(("parked", "restored", "saved", "unsaved", "saved_bytes"), 1),
     **dict.fromkeys(("sessions", "running", "queued", "steps", "holders", "leases"), 1),
     **dict.fromkeys(("prompt_tokens", "cached_tokens", "generated_tokens", "computed_tokens"), 2),
-    **dict.fromkeys(("accepted_tokens", "rejected_tokens"), 2),
     **{name: {"some": 3} for name in COUNTED},
     "transitions": {Transition("preempt"): 3},
     "pools": [{"name": "g", "capacity": 9, "free": 4, "in_flight": 0, "leased": 5, "by_holder": {"session": 5}}],

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import TYPE_CHECKING
 
-from tenuto.sched.guesses import Guesses, Proposer
+from tenuto.sched.guesses import Guesses, NextStep, Proposer
 from tenuto.sched.suffix_proposer import SuffixProposer
 from tenuto.session.turn import Turn
 from tests.sim.letters import VOCAB
@@ -26,7 +26,7 @@ class WorldProposer:
         self._kind = kind
         self._rng: Random = world.rng
 
-    def propose(self, turns: Sequence[Turn], limits: Sequence[int]) -> list[Guesses]:
+    def propose(self, turns: Sequence[Turn], limits: Sequence[int], step: NextStep) -> list[Guesses]:
         return [self._guess(turn, limit) for turn, limit in zip(turns, limits, strict=True)]
 
     def committed(self, turn: Turn) -> None:

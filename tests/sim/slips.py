@@ -74,7 +74,7 @@ SLIPS = (
     Slip("sched.settle", "stopped[index] = not stuck and", "stopped[index] ="),
     Slip("sched.settle", "            complete, stuck = self._follow(turn)\n", "            complete, stuck = (False, False) if stopped else self._follow(turn)\n"),
     Slip("sched.planner", "places = (samples.cumsum() - samples)[masked]", "places = (samples.cumsum() - 1)[masked]"),
-    Slip("engine.flights", "flight.guesses.get(index, ())", "()"),
+    Slip("engine.flights", "flight.guesses.get(index, NO_GUESSES).tokens", "()"),
     Slip("engine.flights", "        if len(self._flights) == 1:\n            self._ask_masks()", "        self._ask_masks()"),
     Slip("text.constraint", "            self._next = None\n", ""),
     Slip("text.constraint", "if not ahead.consume(guess) or ahead.complete:", "if ahead.complete:"),

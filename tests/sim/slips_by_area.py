@@ -154,7 +154,7 @@ GUESSES = (
     Slip("exec.torch_memory", "self._inputs[group][place, ids, numbers] = inputs[tokens]", "self._inputs[group][place, ids, numbers] = inputs[numbers]"),
     Slip("models.block", "        convolution[memory.keeping], state[memory.keeping] = before\n", ""),
     Slip("sched.settle", "while accepted < len(guesses) and guesses[accepted] == sampled[accepted]:", "while accepted < len(guesses):"),
-    Slip("sched.planner", "if tokens and all(n <= have", "if tokens or all(n <= have"),
+    Slip("sched.planner", "if added.tokens and all(n <= have", "if added.tokens or all(n <= have"),
     Slip("sched.batch", "self.speculates[row] = turn.params.speculate", "self.speculates[row] = True"),
     Slip("engine.flights", "return self.land() if any(flight.guesses for flight in self._flights) else []", "return []"),
     Slip("sched.suffix_proposer", "self._said.get(turn.session.policy.tenant)", "next(iter(self._said.values()), None)"),

@@ -227,7 +227,8 @@ class Transition:
 
 
 class Stats(View, frozen=True, kw_only=True):
-    """Counts since the start, and the present state. `recomputed`: tokens computed again, by reason. `replayed`: tokens
+    """Counts since the start, and the present state. `accepted_tokens` and `rejected_tokens`: guesses that became
+    output, and others that were computed, by source. `recomputed`: tokens computed again, by reason. `replayed`: tokens
     in memory that rewinds and forks have to compute again, since no checkpoint was nearer. `prefix_lookups`: turns that
     lacked at least a page, by the outcome of the search for it in the memory of others; `prefix_tokens`: the tokens
     found, by the state of their owner. `tiers`: bytes that parked sessions hold, by tier; `parked`: the number of
@@ -246,8 +247,8 @@ class Stats(View, frozen=True, kw_only=True):
     cached_tokens: int
     generated_tokens: int
     computed_tokens: int
-    accepted_tokens: int
-    rejected_tokens: int
+    accepted_tokens: dict[str, int]
+    rejected_tokens: dict[str, int]
     recomputed: dict[str, int]
     replayed: dict[str, int]
     prefix_lookups: dict[str, int]

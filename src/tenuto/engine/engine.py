@@ -107,8 +107,9 @@ class Engine:
         )
         self.suspects = Suspects()
         self._planner = Planner(memory, core.batch, self.suspects, config, proposer)
-        self._settler = Settler(memory, core.batch)
-        self._flights = Flights(core, lifecycle, self._planner, self._settler, self.suspects, masks or MasksAtOnce())
+        self._settler = settler = Settler(memory, core.batch)
+        self.guessed, self.accepted = settler.guessed, settler.accepted
+        self._flights = Flights(core, lifecycle, self._planner, settler, self.suspects, masks or MasksAtOnce())
         self.occupation = Occupation(core, lifecycle, self._flights)
         gate = TurnGate(core, vocab_size, text, generates=generates)
         self.sessions = SessionOperations(core, lifecycle, gate, self.snapshots)

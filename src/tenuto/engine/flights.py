@@ -12,6 +12,7 @@ from tenuto.base.plan import StepResult
 from tenuto.base.turns import EndReason
 from tenuto.engine.core import Core
 from tenuto.engine.lifecycle import Lifecycle
+from tenuto.sched.guesses import NO_GUESSES
 from tenuto.sched.planner import Flight, Planner, Proposal
 from tenuto.sched.settle import Settler
 from tenuto.sched.suspects import MAX_FAILURES, Suspects
@@ -173,7 +174,9 @@ class Flights:
             if turn is None or turn.constraint is None or self.is_void(flight):
                 give_up(masks.allowed)
             else:
-                requests.append(MaskRequest(turn.constraint, flight.guesses.get(index, ()), masks.allowed))
+                requests.append(
+                    MaskRequest(turn.constraint, flight.guesses.get(index, NO_GUESSES).tokens, masks.allowed)
+                )
         self._masks.ask(requests)
 
     def _ask_slow_masks(self, progressed: list[Turn]) -> None:

@@ -16,10 +16,12 @@ from tenuto.session.turn import Turn
 
 @dataclass(frozen=True, slots=True)
 class Guesses:
-    """Tokens that may follow a turn's last token, and the chance that each is right if those before it are."""
+    """Tokens that may follow a turn's last token, the chance that each is right if those before it are, and the name
+    of the source that they come from."""
 
     tokens: Sequence[int] = ()
     chances: Sequence[float] = ()
+    source: str = ""
 
     def after(self, count: int) -> Guesses:
         """Returns what remains if the first `count` tokens are not guessed, although the others depend on them."""
@@ -28,21 +30,14 @@ class Guesses:
         if len(self.tokens) <= count:
             return NO_GUESSES
         first = np.prod(self.chances[: count + 1]).item()
-        return Guesses(self.tokens[count:], (first, *self.chances[count + 1 :]))
+        return Guesses(self.tokens[count:], (first, *self.chances[count + 1 :]), self.source)
+
+    def first(self, count: int) -> Guesses:
+        """Returns the first `count` guesses."""
+        return Guesses(self.tokens[:count], self.chances[:count], self.source)
 
 
 NO_GUESSES = Guesses()
-
-
-class Proposer(Protocol):
-    """Guesses the next tokens of turns; they are computed ahead and compared with the sampled ones."""
-
-    def propose(self, turns: Sequence[Turn], limits: Sequence[int]) -> list[Guesses]:
-        """Returns at most `limits[i]` guesses for each turn, possibly none."""
-
-    def committed(self, turn: Turn) -> None:
-        """Takes note of the output of a turn that was committed."""
-
 
 KNOTS = np.array([*range(17), 20, 24, 32, 48, 64], np.float64)
 """Numbers of tokens, besides one of each row, for which step times are kept; those of others are estimated."""
@@ -55,8 +50,6 @@ the first measurements."""
 FOLLOWED = 0.25
 """The part of a deviation by which the time of all steps with as many rows changes: contexts grow, and other programs
 take cores."""
-
-
 WORTH = 1.05
 """Guesses are computed only if a step then samples so many times the tokens per second: chances and times are
 estimates."""
@@ -122,18 +115,40 @@ class StepTimes:
         group.note(further, seconds)
 
 
-def chosen_counts(times: StepTimes, rows: int, tokens: int, sampled: int, guesses: Sequence[Guesses]) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class NextStep:
+    """The step that guesses would join: without them it has `rows` rows and `tokens` tokens, after which it samples
+    `sampled` tokens. `times`: those of steps measured so far."""
+
+    times: StepTimes
+    rows: int
+    tokens: int
+    sampled: int
+
+
+class Proposer(Protocol):
+    """Guesses the next tokens of turns; they are computed ahead and compared with the sampled ones."""
+
+    def propose(self, turns: Sequence[Turn], limits: Sequence[int], step: NextStep) -> list[Guesses]:
+        """Returns at most `limits[i]` guesses for each turn, possibly none. May be called several times for a step."""
+
+    def committed(self, turn: Turn) -> None:
+        """Takes note of the output of a turn that was committed."""
+
+
+def chosen_counts(step: NextStep, guesses: Sequence[Guesses]) -> list[int]:
     """Returns how many of each row's guesses a step computes so that it samples the most tokens per second.
 
-    The step has `rows` rows and `tokens` tokens without guesses, after which it samples `sampled` tokens. A guess adds
-    a token if it and those before it are right. The likeliest are taken first, up to the number with the highest rate.
+    A guess adds a token if it and those before it are right. The likeliest are taken first, up to the number with the
+    highest rate.
     """
     chances = [list(accumulate(each.chances, mul)) for each in guesses]
     likeliest = sorted(((-chance, row) for row, each in enumerate(chances) for chance in each))
     if not likeliest:
         return [0] * len(guesses)
-    expected = sampled + np.cumsum([0.0, *(-chance for chance, _ in likeliest)])
-    rates = expected / times.factors(rows, np.arange(tokens - rows, tokens - rows + len(expected), dtype=np.float64))
+    expected = step.sampled + np.cumsum([0.0, *(-chance for chance, _ in likeliest)])
+    further = step.tokens - step.rows + np.arange(len(expected), dtype=np.float64)
+    rates = expected / step.times.factors(step.rows, further)
     counts = [0] * len(guesses)
     rates[0] *= WORTH
     for _, row in likeliest[: int(np.argmax(rates))]:

@@ -15,7 +15,7 @@ from tenuto.memory.kinds.group import Mask, MemoryChanges
 from tenuto.memory.memory import Memory
 from tenuto.memory.rows import Longs
 from tenuto.sched.batch import Batch, RowUpdates
-from tenuto.sched.guesses import Proposer, StepTimes, chosen_counts
+from tenuto.sched.guesses import NO_GUESSES, Guesses, NextStep, Proposer, StepTimes, chosen_counts
 from tenuto.sched.shares import divide
 from tenuto.sched.suspects import Suspects
 from tenuto.session.turn import Turn
@@ -52,7 +52,7 @@ class Proposal:
     needs: npt.NDArray[np.int64]
     lacking: Lacking | None
     last_lacking: Turn | None
-    guesses: dict[int, list[int]] = field(default_factory=dict)
+    guesses: dict[int, Guesses] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Flight:
     plan: Plan
     rows: Longs
     runs: Longs
-    guesses: dict[int, list[int]]
+    guesses: dict[int, Guesses]
     updates: RowUpdates
     scored: tuple[InputPart, ...] = ()
     masked: tuple[int, ...] = ()
@@ -223,31 +223,29 @@ class Planner:
             return
         unknown = (proposal.starts + 1 - rows.known[chosen])[places].tolist()
         limits = [limit + left_out for limit, left_out in zip(most[places].tolist(), unknown, strict=True)]
-        proposed = proposer.propose(self._batch.turns[chosen[places]].tolist(), limits)
+        sampled = int((rows.samples[chosen] & (proposal.starts + proposal.counts >= rows.expected[chosen])).sum())
+        step = NextStep(self.times, len(chosen), tokens, sampled)
+        proposed = proposer.propose(self._batch.turns[chosen[places]].tolist(), limits, step)
         if not any(each.tokens for each in proposed):
             return
         guesses = [each.after(left_out) for each, left_out in zip(proposed, unknown, strict=True)]
-        sampled = int((rows.samples[chosen] & (proposal.starts + proposal.counts >= rows.expected[chosen])).sum())
-        counts = chosen_counts(self.times, len(chosen), tokens, sampled, guesses)
-        chosen_guesses = zip(places.tolist(), guesses, counts, strict=True)
-        self._add_guesses(
-            proposal, {index: list(each.tokens[:count]) for index, each, count in chosen_guesses if count}
-        )
+        chosen_guesses = zip(places.tolist(), guesses, chosen_counts(step, guesses), strict=True)
+        self._add_guesses(proposal, {index: each.first(count) for index, each, count in chosen_guesses if count})
 
-    def _add_guesses(self, proposal: Proposal, guesses: dict[int, list[int]]) -> None:
+    def _add_guesses(self, proposal: Proposal, guesses: dict[int, Guesses]) -> None:
         """Adds guesses, by index in `proposal.rows`, as far as the token budget and free units allow."""
         left = self._mixed_budget - int(proposal.counts.sum())
         spare = (self._memory.free() - proposal.needs.sum(axis=1)).tolist()
         for index, wanted in guesses.items():
-            tokens, turn = wanted[:left], self._batch.turns[proposal.rows[index]]
-            needs = turn.session.memory.turn.lacking(int(proposal.starts[index]) + 1 + len(tokens))
+            added, turn = wanted.first(left), self._batch.turns[proposal.rows[index]]
+            needs = turn.session.memory.turn.lacking(int(proposal.starts[index]) + 1 + len(added.tokens))
             extra = [n - int(had) for n, had in zip(needs, proposal.needs[:, index], strict=True)]
-            if tokens and all(n <= have for n, have in zip(extra, spare, strict=True)):
+            if added.tokens and all(n <= have for n, have in zip(extra, spare, strict=True)):
                 spare = [have - n for n, have in zip(extra, spare, strict=True)]
-                left -= len(tokens)
-                proposal.counts[index] += len(tokens)
+                left -= len(added.tokens)
+                proposal.counts[index] += len(added.tokens)
                 proposal.needs[:, index] = needs
-                proposal.guesses[index] = tokens
+                proposal.guesses[index] = added
 
     def apply(self, proposal: Proposal) -> Flight:
         """Updates every pool and row for the proposal, and makes the plan."""
@@ -259,7 +257,7 @@ class Planner:
         ends = starts + counts
         samples = (rows.samples[chosen] & (ends >= rows.expected[chosen])).astype(np.int32)
         for index, guesses in proposal.guesses.items():
-            samples[index] += len(guesses)
+            samples[index] += len(guesses.tokens)
         tokens = self._tokens(proposal)
         updates = self._batch.take_updates()
         moves = self._move(proposal, ends, updates)
@@ -358,7 +356,7 @@ class Planner:
         tokens[offsets[last]] = single[last]
         for index in (~last).nonzero()[0].tolist():
             at, start, count = int(offsets[index]), int(starts[index]), int(counts[index])
-            guesses = proposal.guesses.get(index, [])
+            guesses = proposal.guesses.get(index, NO_GUESSES).tokens
             turn: Turn = self._batch.turns[chosen[index]]
             known_part = turn.tokens(start, start + count - len(guesses)) or [PREVIOUS_SAMPLE]
             tokens[at : at + count] = [*known_part, *guesses]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,6 +35,8 @@ class Settler:
         self._memory = memory
         self._batch = batch
         self.turns_settled = 0  # in total: a measure of work
+        self.guessed = Counter[str]()  # guesses computed, by source
+        self.accepted = Counter[str]()  # those of them that became output
 
     def settle(self, flight: Flight, result: StepResult) -> Settled:
         """Settles a step. Drops the results of rows that their turns have left since the plan was applied."""
@@ -127,7 +130,8 @@ class Settler:
     def _take_lookahead(self, flight: Flight, result: StepResult, index: int, settled: Settled) -> None:
         """Settles a row with lookahead: tokens sampled after correct guesses are output, too."""
         rows, batch = self._memory.rows, self._batch
-        row, guesses = int(flight.rows[index]), flight.guesses[index]
+        row, guessed = int(flight.rows[index]), flight.guesses[index]
+        guesses = guessed.tokens
         stop = int(flight.plan.samples[: index + 1].sum())
         sampled = result.tokens[stop - len(guesses) - 1 : stop].tolist()
         accepted = 0
@@ -142,9 +146,12 @@ class Settler:
         rows.next_token[row] = sampled[accepted]
         settled.progressed.append(turn)
         turn.guessed += len(guesses)
+        self.guessed[guessed.source] += len(guesses)
         for place, token in enumerate(sampled[: accepted + 1]):
             turn.output.append(token)
-            turn.accepted += place < accepted
+            if place < accepted:
+                turn.accepted += 1
+                self.accepted[guessed.source] += 1
             stopped = bool((batch.stop_ids[row] == token).any())
             if turn.text is not None and turn.text.push(token):
                 stopped = True

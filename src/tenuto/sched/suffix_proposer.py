@@ -10,7 +10,7 @@ from enum import IntEnum
 from typing import Protocol
 from weakref import ref
 
-from tenuto.sched.guesses import NO_GUESSES, Guesses
+from tenuto.sched.guesses import NO_GUESSES, Guesses, NextStep
 from tenuto.session.suffixes import ORDER, SessionSuffixes, Suffixes, hash_of
 from tenuto.session.turn import Turn
 
@@ -33,6 +33,10 @@ BREAK = -1
 """Stands between outputs; no token equals it."""
 PREDICTED = 16
 """At the beginning of a prediction, so many tokens count as equal."""
+
+
+SUFFIX = "suffix"
+"""The source of these guesses."""
 
 
 class Kind(IntEnum):
@@ -165,7 +169,7 @@ class SuffixProposer:
         self._sizes: OrderedDict[ref[Suffixes], int] = OrderedDict()  # of sessions' indexes, in the same order
         self.bytes = 0  # their sum
 
-    def propose(self, turns: Sequence[Turn], limits: Sequence[int]) -> list[Guesses]:
+    def propose(self, turns: Sequence[Turn], limits: Sequence[int], step: NextStep) -> list[Guesses]:  # noqa: ARG002 - these guesses cost nothing
         """See `Proposer`. Takes constant time a token."""
         return [self._guess(turn, limit) for turn, limit in zip(turns, limits, strict=True)]
 
@@ -202,7 +206,7 @@ class SuffixProposer:
                 tokens.append(tokens[-period])
         elif BREAK in tokens:
             tokens = tokens[: tokens.index(BREAK)]
-        return Guesses(tokens, self._chances(trail, trail.source.kind, len(tokens)))
+        return Guesses(tokens, self._chances(trail, trail.source.kind, len(tokens)), SUFFIX)
 
     def _begin(self, turn: Turn) -> Trail:
         session = turn.session
