@@ -48,8 +48,29 @@ def test_messages_are_answered(client: Anthropic) -> None:
     )
     assert [block.type for block in answer.content] == ["text"]
     assert answer.usage.output_tokens == 9
-    read = answer.usage.input_tokens + answer.usage.cache_read_input_tokens
-    assert read == client.messages.count_tokens(model="witness", messages=HI).input_tokens
+    assert prompt_tokens(answer.usage) == client.messages.count_tokens(model="witness", messages=HI).input_tokens
+
+
+def prompt_tokens(usage: Any) -> int:
+    return int(usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens)
+
+
+def test_tokens_of_whole_pages_count_as_created_and_are_read_later(client: Anthropic) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Pages that nobody sent before. " * 20}]
+    first, second = (ask(client, messages, max_tokens=1).usage for _ in range(2))
+    page = 32
+    assert (first.cache_read_input_tokens, first.cache_creation_input_tokens % page) == (0, 0)
+    assert first.cache_creation_input_tokens > 10 * page > page > first.input_tokens
+    assert (second.cache_read_input_tokens or 0) >= first.cache_creation_input_tokens
+    assert second.cache_creation_input_tokens == 0
+    assert prompt_tokens(first) == prompt_tokens(second)
+
+
+def test_the_model_may_be_left_out(witness: Server) -> None:
+    with witness.client() as http:
+        answer = http.post("/v1/messages", json={"messages": HI, "max_tokens": 2}).raise_for_status().json()
+        assert answer["model"] == "witness"
+        http.post("/v1/messages/count_tokens", json={"messages": HI}).raise_for_status()
 
 
 def test_a_stream_has_the_text_of_the_whole_answer(client: Anthropic) -> None:
@@ -95,7 +116,7 @@ def test_a_loop_of_tool_calls_and_results(client: Anthropic) -> None:
         result = {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "4 degrees"}]}
         messages.append({"role": "user", "content": [result, {"type": "text", "text": "and?"}]})
     usage = ask(client, messages, tools=[WEATHER], max_tokens=4).usage
-    assert usage.input_tokens + usage.cache_read_input_tokens > 200
+    assert prompt_tokens(usage) > 200
 
 
 def test_a_stream_has_the_call_of_the_whole_answer(client: Anthropic) -> None:

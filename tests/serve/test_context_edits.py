@@ -61,7 +61,8 @@ def counted(client: Anthropic, messages: list[Any], **more: Any) -> Any:
 
 
 def prompt(answer: Any) -> int:
-    return int(answer.usage.input_tokens + answer.usage.cache_read_input_tokens)
+    usage = answer.usage
+    return int(usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens)
 
 
 def test_results_of_older_calls_are_cleared_and_reported(client: Anthropic) -> None:

@@ -109,7 +109,7 @@ ACCEPTED: dict[tuple[str, str], tuple[dict[str, Any], dict[str, list[Any]]]] = {
             "continue_final_message": [False],
             "documents": [None],
             "echo": [False],
-            "function_call": [None, "none"],
+            "function_call": [None, "none", "auto"],
             "functions": [None, []],
             "include_reasoning": [None, True],
             "logprobs": [None, False, True],

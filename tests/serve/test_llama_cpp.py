@@ -98,6 +98,12 @@ def test_an_answer_that_the_context_ends_is_truncated(filler: Server) -> None:
         assert not http.post("/completions", json={**asked, "n_predict": 9}).raise_for_status().json()["truncated"]
 
 
+def test_max_tokens_is_another_name_of_n_predict(smollm2_server: Server) -> None:
+    for named in ("n_predict", "max_tokens"):
+        told = complete(smollm2_server, **{"n_predict": None, named: 3}).json()
+        assert (told["tokens_predicted"], told["stop_type"]) == (3, "limit")
+
+
 def test_openais_requests_take_n_predict(smollm2_server: Server) -> None:
     with smollm2_server.client() as http:
         for path, asked in (

@@ -14,7 +14,7 @@ from openai import OpenAI
 from tenuto.base.sampling import TokenLogprob
 from tenuto.base.tools.answers import Reading
 from tenuto.base.tools.definitions import ModelHabits
-from tenuto.base.turns import Delta
+from tenuto.base.turns import Delta, joined
 from tenuto.base.wire.messages import StartTurn
 from tenuto.serve.openai.response_answers import Form, ResponseAnswer
 from tenuto.serve.shared.live_turn import LiveTurn
@@ -75,6 +75,9 @@ def test_tokens_of_thoughts_have_no_logprobs() -> None:
     form = Form(Reading(ModelHabits(thinks="tags"), ()), scores=True)
     answer = ResponseAnswer(edge, turn, {"id": "resp_x"}, form)
     events = answer.news(0, turn.deltas).decode()
+    both = ResponseAnswer(edge, turn, {"id": "resp_x"}, form)
+    together = both.news(0, [joined(turn.deltas)]).decode()  # as where several guessed tokens were right
+    assert [part.count('"token":') for part in together.split("\n\n") if "output_text.delta" in part] == [2]
     assert [part.count('"token":') for part in events.split("\n\n") if "output_text.delta" in part] == [1, 1]
     assert '"token":"yes"' in events
     assert '"token":"!"' in events

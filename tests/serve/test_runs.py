@@ -187,6 +187,7 @@ def test_claude_codes_headers_and_its_changing_first_line_keep_the_session(witne
             assert not turn or (answer.usage.cache_read_input_tokens or 0) >= earlier - 1
             usage = answer.usage
             earlier = usage.input_tokens + usage.cache_read_input_tokens + usage.output_tokens
+            earlier += usage.cache_creation_input_tokens or 0
             content = [block.model_dump(exclude_none=True) for block in answer.content]
             messages += [{"role": "assistant", "content": content}, MORE]
     witness.audit()

@@ -42,7 +42,8 @@ def go_on(client: Anthropic, message_id: str, **options: Any) -> Any:
 
 def prompt(answer: Any) -> int:
     """Returns the number of tokens of the whole prompt."""
-    return int(answer.usage.input_tokens + answer.usage.cache_read_input_tokens)
+    usage = answer.usage
+    return int(usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens)
 
 
 def error_of(refused: Any) -> tuple[int, str]:

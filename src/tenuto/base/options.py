@@ -72,7 +72,7 @@ class TurnParams:
             "responses": "max_output_tokens",
             "anthropic": "max_tokens",
             "ollama": "num_predict",
-            "llama.cpp": "n_predict",
+            "llama.cpp": ("n_predict", "max_tokens"),
         },
     )
     sampling: Sampling = GREEDY

@@ -85,7 +85,7 @@ def test_fields_without_effect_are_accepted(client: OpenAI) -> None:
         ("completions", {"prompt": [5000]}),
         ("completions", {"prompt": "x", "n": 3, "best_of": 4}),
         ("completions", {"prompt": "x", "suffix": "y"}),
-        ("completions", {"prompt": "x", "logprobs": 6}),
+        ("completions", {"prompt": "x", "logprobs": 21}),
         ("completions", {"prompt": "x", "stop": [""]}),
         ("completions", {"prompt": "x", "max_tokens": 2**70}),
         ("completions", {"prompt": ["x"] * 2, "session_id": "x"}),

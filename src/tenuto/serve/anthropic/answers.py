@@ -59,7 +59,7 @@ class MessageAnswer(Answer):
         content += [
             {"type": "tool_use", "id": call.id, "name": call.name, "input": call.parsed()} for call in said.calls
         ]
-        return {**self._head, "content": content, **self._end(result), "usage": _usage(result), **self._edits}
+        return {**self._head, "content": content, **self._end(result), "usage": self._usage(result), **self._edits}
 
     def leave(self) -> None:
         super().leave()
@@ -81,7 +81,7 @@ class MessageAnswer(Answer):
         result = self._turn.result
         assert result is not None
         check_end(self._edge, result)
-        last = {"type": "message_delta", "delta": self._end(result), "usage": _usage(result), **self._edits}
+        last = {"type": "message_delta", "delta": self._end(result), "usage": self._usage(result), **self._edits}
         return b"".join([*self._close(), event("message_delta", last), event("message_stop", {"type": "message_stop"})])
 
     def failed(self, error: TenutoError) -> bytes:
@@ -130,12 +130,15 @@ class MessageAnswer(Answer):
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": stop}
 
-
-def _usage(result: TurnResult) -> dict[str, int]:
-    usage = result.usage
-    return {
-        "input_tokens": usage.prompt - usage.cached,
-        "cache_read_input_tokens": usage.cached,
-        "cache_creation_input_tokens": 0,
-        "output_tokens": usage.generated,
-    }
+    def _usage(self, result: TurnResult) -> dict[str, int]:
+        """Returns the counts of tokens. Those that were computed and fill whole pages can be found again by requests
+        with the same beginning, and count as created."""
+        usage, model = result.usage, self._edge.model
+        kept = usage.prompt - usage.prompt % model.page_size if model.config.prefix_cache else 0
+        created = max(0, kept - usage.cached)
+        return {
+            "input_tokens": usage.prompt - usage.cached - created,
+            "cache_read_input_tokens": usage.cached,
+            "cache_creation_input_tokens": created,
+            "output_tokens": usage.generated,
+        }

@@ -21,7 +21,7 @@ from tenuto.serve.anthropic.threads import ThreadField
 from tenuto.serve.shared.grammars import GrammarField, only_one
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
 from tenuto.serve.shared.placing import placed
-from tenuto.serve.shared.schemas import Messages
+from tenuto.serve.shared.schemas import Messages, ModelName
 from tenuto.serve.shared.turn_request import TurnRequest, text_in, with_options
 from tenuto.serve.shared.undone import ToolList, of_type
 
@@ -88,7 +88,7 @@ class Conversation(ForeignObject, TurnRequest):
     }
     not_supported = dict.fromkeys(("chat_template_kwargs", "kv_transfer_params"), NOTHING)
 
-    model: str = Field(description="A name listed by `/v1/models`, or `default`.")
+    model: ModelName = None
     messages: Messages[NewMessage] = Field(min_length=1)
     system: str | Messages[Block] | None = None
     tools: ToolList[Annotated[Tool, of_type("custom")]] | None = Field(

@@ -46,7 +46,7 @@ class Completing(ForeignObject, TurnRequest):
 
     apis = ("llama.cpp", "openai")
     usual: ClassVar[dict[str, Any]] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
-    unset_below: ClassVar[dict[str, int]] = {"n_predict": 0, "n_probs": 1, "seed": 0}
+    unset_below: ClassVar[dict[str, int]] = {"n_predict": 0, "max_tokens": 0, "n_probs": 1, "seed": 0}
     too_long = "the request exceeds the available context size, {limit} tokens"
     ignored = frozenset((*FINE_TUNING, "model", "n_indent", "t_max_prompt_ms"))
     undone = LEFT
@@ -61,6 +61,7 @@ class Completing(ForeignObject, TurnRequest):
     n_predict: int | None = Field(
         None, ge=-1, le=MAX_NEW_TOKENS, description="Maximum number of output tokens; -1: as many as fit."
     )
+    max_tokens: int | None = Field(None, ge=-1, le=MAX_NEW_TOKENS, description="Another name of `n_predict`.")
     seed: int | None = Field(None, description="-1: chosen by the server.")
     top_k: int | None = Field(None, ge=-1, description="40 if not given; 0 keeps all.")
     logit_bias: Biases | None = Field(

@@ -172,6 +172,8 @@ class ResponseAnswer(Answer):
         parts: list[bytes] = []
         if said.reasoning:
             parts += self._write(THOUGHT, said.reasoning)
+            if not said.text:
+                self._scored("")  # its tokens are not shown
         if said.text:
             parts += self._write(TEXT, said.text)
         for call in said.calls:
@@ -200,7 +202,7 @@ class ResponseAnswer(Answer):
     def _write(self, kind: str, text: str) -> list[bytes]:
         """Adds text to the last item, or begins an item of this kind."""
         parts: list[bytes] = []
-        scores = self._scored(text if kind == TEXT else "", fresh=bool(self._output) and self._open != kind)
+        scores = self._scored(text, fresh=bool(self._output) and self._open != kind) if kind == TEXT else []
         if self._open != kind:
             parts += self._close() + self._begin(kind)
         item = self._output[-1]

@@ -64,7 +64,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("cache_salt", "chat_template", "custom_logit_processor", "lora_path"), (None, "")),
     "skip_special_tokens": (None, True),
     "extra_key": (None, "", []),
-    "function_call": (None, "none"),
+    "function_call": (None, "none", "auto"),
     "length_penalty": (None, 1),
     "modalities": (None, ["text"]),
     **SAMPLERS,
@@ -188,9 +188,7 @@ class CompletionBody(Generation):
     prompt: str | Items[TokenId] | Prompts[str] | Prompts[Items[TokenId]] = Field(
         description="Text or token ids, or a list of either.", examples=["Once upon a time"]
     )
-    logprobs: int | None = Field(
-        None, ge=0, le=5, description="Show the logprob of every token, with this many of the likeliest."
-    )
+    logprobs: int | None = field_of("logprobs", "Show the logprob of every token, with this many of the likeliest.")
     echo: bool | None = Field(None, description="Begin answers with the prompt.")
     best_of: int | None = Field(None, description="Must equal `n`.")
 

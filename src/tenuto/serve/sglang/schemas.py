@@ -121,6 +121,7 @@ class SamplingParams(SGLangObject, TurnRequest):
 
     max_new_tokens: int | None = field_of("max_new_tokens", default=128)
     top_k: int | None = field_of("top_k", "-1 keeps all.", ge=-1)
+    sampling_seed: int | None = Field(None, description="Chosen by the server if not given.")
     json_schema: str | None = Field(None, description="The output is JSON by this schema, given as JSON text.")
     regex: str | None = Field(None, description="The output matches this expression as a whole.")
     ebnf: str | None = Field(None, description="The output follows these rules, written as EBNF or for Lark.")
