@@ -26,6 +26,7 @@ from tenuto.base.errors import (
     TenutoError,
     Unauthorized,
     Unreachable,
+    VersionMismatch,
 )
 from tenuto.client import feed
 from tenuto.client.core import SessionCore
@@ -306,3 +307,18 @@ def test_sessions_of_a_client_that_dies_expire(remote: tenuto.RemoteEngine, witn
     (left,) = remote.sessions()
     with witness.client() as http:
         assert http.get(f"/v1/sessions/{left.session_id}").json()["ttl"] == 86_400
+
+
+def test_a_turn_may_require_the_version_of_its_session(remote: tenuto.RemoteEngine) -> None:
+    session = remote.session()
+    version = session.turn([1], max_new_tokens=2, ignore_eos=True, if_version=session.info.version).result().version
+    kept = session.history
+    for start in (session.turn, session.append):
+        with pytest.raises(VersionMismatch):
+            start([1], if_version=version - 1)
+    with pytest.raises(VersionMismatch):
+        session.regenerate(max_new_tokens=2, ignore_eos=True, if_version=version + 1)
+    with pytest.raises(InvalidRequest, match="if_version"):
+        session.turn([1], if_version=-1)
+    assert (session.info.version, session.history) == (version, kept)
+    assert session.regenerate(max_new_tokens=2, ignore_eos=True, if_version=version).result().version > version

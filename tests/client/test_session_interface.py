@@ -328,6 +328,16 @@ def test_the_pieces_of_a_text_add_up_to_the_whole(engine: AnyEngine) -> None:
     assert turn.token_ids == said([1], 20)
 
 
+def test_tokens_become_text_again(engine: AnyEngine) -> None:
+    turn = engine.generate("Some words.", max_new_tokens=5, ignore_eos=True)
+    turn.result()
+    assert engine.detokenize(turn.token_ids) == turn.text
+    assert engine.detokenize([]) == ""
+    for wrong in ([-1], [2**40], "text"):
+        with pytest.raises(InvalidRequest):
+            engine.detokenize(wrong)  # type: ignore[arg-type]
+
+
 def test_a_wrong_call_is_a_typed_error_and_changes_nothing(engine: AnyEngine) -> None:
     session = engine.session("mine")
     with pytest.raises(AlreadyExists):

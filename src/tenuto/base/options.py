@@ -324,13 +324,15 @@ TOOL_OPTIONS = tuple(name for name in ChatOptions.__annotations__ if name not in
 
 
 class RemoteOptions(ChatOptions, total=False):
-    """Options of a turn on a server: those of `ChatOptions` and two more.
+    """Options of a turn on a server: those of `ChatOptions` and three more.
 
+    `if_version`: the version that the session must have; otherwise the turn is refused with `VersionMismatch`.
     `if_busy`: while another turn of the session is open, "reject" (the default) refuses this one, "queue" waits.
     `on_disconnect`: "abort" (the default) rolls back a turn whose connection breaks. With "continue" the turn goes on:
     its stream reconnects and misses nothing, and a caller who drops the stream leaves the turn running.
     """
 
+    if_version: int | None
     if_busy: Literal["reject", "queue"]
     on_disconnect: Literal["abort", "continue"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -100,6 +100,10 @@ class AsyncClient(ClientBase, Generic[AsyncSessionT]):
     async def sessions(self) -> list[SessionInfo]:
         """See `Client.sessions`."""
         return await _answer(self._core.sessions())
+
+    async def detokenize(self, token_ids: Iterable[int]) -> str:
+        """See `Client.detokenize`."""
+        return await _answer(self._core.detokenize(token_ids))
 
     async def audit(self) -> AuditReport:
         """See `Client.audit`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from os import PathLike
@@ -15,6 +15,7 @@ from tenuto.base.checks import MAX_COUNT, flag, items, shown, whole
 from tenuto.base.errors import InvalidRequest, TenutoError
 from tenuto.base.options import TOOL_OPTIONS, Policy, TurnOptions, turn_params
 from tenuto.base.plan import PARTS, MemoryPart
+from tenuto.base.sampling import MAX_TOKEN_ID
 from tenuto.base.tools.answers import AnswerPart, AnswerReader
 from tenuto.base.tools.definitions import NO_TOOLS
 from tenuto.base.tools.tool_use import ToolUse
@@ -107,6 +108,11 @@ class EngineCore:
 
     def context_length(self) -> Future[int]:
         return mapped(self.transport.call(messages.Describe()), lambda model: int(model.context_length))
+
+    def detokenize(self, token_ids: Iterable[int]) -> Future[str]:
+        given = items("token_ids", token_ids, "token ids")
+        tokens = [whole("a token id", token, 0, MAX_TOKEN_ID) for token in given]
+        return self.transport.call(messages.Detokenize(tokens=tokens))
 
     def audit(self) -> Future[AuditReport]:
         return self.transport.call(messages.Audit())

@@ -32,12 +32,18 @@ ONE_SHOT_TTL = 60.0
 @dataclass(frozen=True, slots=True)
 class Source:
     """How to start or find a turn: posting `body` to a session's `action` starts one, in a new session if `session` is
-    `None`. Without `body`, the turn `turn_id` was started earlier."""
+    `None`, and only if it has `version`, if given. Without `body`, the turn `turn_id` was started earlier."""
 
     session: str | None
     action: str = "turns"
     body: dict[str, Any] | None = None
     turn_id: str | None = None
+    version: int | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers of the request that starts the turn."""
+        return {} if self.version is None else {"if-match": f'"{self.version}"'}
 
     @property
     def continues(self) -> bool:
@@ -98,7 +104,7 @@ class Feed(RunningTurn):
         events."""
         if self._source.action != "append":
             return await self._follow()
-        turn = await self._connection.ask("POST", f"{self._path}/append", self._source.body)
+        turn = await self._connection.ask("POST", f"{self._path}/append", self._source.body, self._source.headers)
         self.accept()
         return Delta(result=read_body(TurnResult, turn))
 
@@ -130,10 +136,12 @@ class Feed(RunningTurn):
     async def _read(self) -> Delta:
         """Reads one connection to its end: delivers all events but the turn's last, and returns that."""
         if self.turn_id is None:
-            headers = {"idempotency-key": self._key} if self._source.continues else None
+            headers = self._source.headers
+            if self._source.continues:
+                headers["idempotency-key"] = self._key
             request = ("POST", f"{self._path}/{self._source.action}", self._source.body, headers)
         else:
-            headers = {"last-event-id": str(self._position)} if self._position else None
+            headers = {"last-event-id": str(self._position)} if self._position else {}
             request = ("GET", f"{self._path}/turns/{self.turn_id}/events", None, headers)
         parser, last = EventParser(), None
         try:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from tenuto.base.checks import MAX_COUNT, whole
 from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.views import SessionInfo
 from tenuto.base.wire.messages import CloseSession, ExportSession, ImportSession, Request, StartTurn
@@ -65,7 +66,9 @@ class HttpTransport:
             body |= tools_body(request.kind, use)
         if request.kind != "regenerate":
             body["input"] = input_body(request.input)
-        return Feed(self.connection, Source(request.session, _ACTIONS[request.kind], body), deliver)
+        expected = options.get("if_version")
+        version = whole("if_version", expected, 0, MAX_COUNT) if expected is not None else None
+        return Feed(self.connection, Source(request.session, _ACTIONS[request.kind], body, version=version), deliver)
 
     def follow(self, session: str, turn_id: str, deliver: Deliver) -> RunningTurn:
         """Reads all events of a turn that was started earlier."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from os import PathLike
 from queue import SimpleQueue
@@ -87,6 +87,11 @@ class Client(Closing, ClientBase, Generic[SessionT]):
     def sessions(self) -> list[SessionInfo]:
         """Lists all open sessions by id; on a server, those of the API key's tenant."""
         return self._core.sessions().result()
+
+    def detokenize(self, token_ids: Iterable[int]) -> str:
+        """Returns the text of tokens, with control tokens written out. Raises `InvalidRequest` for ids that the model
+        does not have, and `Unsupported` for models without a tokenizer."""
+        return self._core.detokenize(token_ids).result()
 
     def audit(self) -> AuditReport:
         """Recounts every unit of memory from its holders. Raises `EngineStopped` if the count is wrong. Servers may

@@ -22,7 +22,7 @@ from tenuto.client.transport import Options
 
 T = TypeVar("T")
 
-SERVER_OPTIONS = frozenset({"if_busy", "on_disconnect"})
+SERVER_OPTIONS = frozenset({"if_busy", "if_version", "on_disconnect"})
 """The options in `RemoteOptions` that are not in `TurnOptions`."""
 
 
@@ -68,6 +68,7 @@ _EXCHANGES: dict[type, Callable[[Any], Exchange]] = {
     messages.ListTurns: lambda r: _of_session("GET", r, "/turns", first=r.first, limit=r.limit),
     messages.Draft: lambda r: _of_session("PUT", r, "/draft", {"input": input_body(r.input)}),
     messages.AbortTurn: lambda r: _of_session("POST", r, "/abort", {}),  # without a turn_id: the open turn
+    messages.Detokenize: lambda r: Exchange("POST", "/detokenize", {"tokens": r.tokens}),
     messages.Fork: lambda r: _of_session("POST", r, "/fork", {**_place(r), "id": r.child}),
     messages.Trim: lambda r: _of_session("POST", r, "/trim", {"turns": r.turns, "id": r.child}),
     messages.Rewind: lambda r: _of_session("POST", r, "/rewind", _place(r)),
@@ -101,6 +102,8 @@ def _answer(kind: type, body: Any) -> Any:
         return SessionPage(sessions=sessions, more=body["next"] is not None)
     if kind is RecordPage:
         return RecordPage(records=msgspec.convert(body["data"], list[Record]), more=body["next"] is not None)
+    if kind is str:  # the only one of them is a text of tokens
+        return body["text"]
     return {bool: True, type(None): None}.get(kind, body)
 
 
@@ -144,7 +147,7 @@ def _message(message: Message) -> dict[str, Any]:
 def turn_body(kind: TurnKind, params: TurnParams, options: Options) -> dict[str, Any]:
     """Returns the given options that apply to this kind of turn, as a JSON body."""
     body: dict[str, Any] = {}
-    for name in options.keys() - TOOL_OPTIONS:
+    for name in options.keys() - TOOL_OPTIONS - {"if_version"}:  # a header
         if name in SERVER_OPTIONS:
             value: Any = options[name]
         else:
