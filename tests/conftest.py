@@ -37,6 +37,14 @@ def smollm2_path() -> Path:
 
 
 @pytest.fixture(scope="session")
+def smollm2_server(smollm2_path: Path) -> Iterator[Server]:
+    """A server of the default model, for all tests that need one."""
+    with serving("--model", str(smollm2_path), "--context-length", "2048", "--served-model-name", "smollm2") as server:
+        yield server
+        server.audit()
+
+
+@pytest.fixture(scope="session")
 def witness_server() -> Iterator[Server]:
     """A server of the witness. Tests use `witness`, which clears it for each module."""
     with serving("--model", "witness", "--context-length", "4096") as server:

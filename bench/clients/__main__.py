@@ -2,8 +2,8 @@
 
 Each client is fetched from its package index (npm or PyPI) into its own directory, by default a temporary one. It then
 talks to a server that this program starts. The server's model (`caller.py`) calls a tool if it is given any, and
-answers once it has the result. After the packages are fetched, clients connect only to this machine. The exit status is
-1 if a client failed.
+answers once it has the result. Frameworks that Tenuto has integrations for run the tests of these instead. After the
+packages are fetched, clients connect only to this machine. The exit status is 1 if a client failed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from pathlib import Path
 
 from bench.clients.agents import aider, claude_code, codex, opencode
 from bench.clients.fetching import Fetched
+from bench.clients.integrations import INTEGRATIONS, integration
 from bench.clients.libraries import LIBRARIES, VERCEL, library
 
 AGENTS = {"claude-code": claude_code, "codex": codex, "opencode": opencode, "aider": aider}
-CLIENTS = (*AGENTS, *LIBRARIES, VERCEL)
+CLIENTS = (*AGENTS, *LIBRARIES, VERCEL, *INTEGRATIONS)
 
 
 def main(given: list[str]) -> int:
@@ -50,6 +51,8 @@ def main(given: list[str]) -> int:
 def run(name: str, fetched: Fetched, place: Path) -> str:
     """Runs one client, which may write to `place`. Returns its version; raises if the client fails."""
     place.mkdir(parents=True)
+    if name in INTEGRATIONS:
+        return integration(name, fetched)
     return AGENTS[name](fetched, place) if name in AGENTS else library(name, fetched, place)
 
 

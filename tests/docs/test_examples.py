@@ -20,10 +20,21 @@ from tests.serve.server import Server, serving
 SERVER = "http://127.0.0.1:8000"
 """The address of the server in examples."""
 RUN = ("python", "sh")
+COMMANDS = ("curl", "llm")
+"""Commands that examples use and that may be missing."""
+FRAMEWORKS = ("langgraph", "livekit", "pipecat")
+"""Packages that examples use and that may be missing; `python -m bench.clients` runs these examples."""
 CHECKED = ("toml", "text", "yaml")
 """Languages of blocks that are output, drawings or files, and are not run."""
 MARKED = 6
 """The most blocks that may be marked as not run."""
+
+
+def require_frameworks(example: Block) -> None:
+    """Skips the test if a framework is not installed."""
+    for name in FRAMEWORKS:
+        if re.search(rf"^from {name}\b", example.text, re.MULTILINE):
+            pytest.importorskip(name, reason=f"{name} is not installed; python -m bench.clients {name} runs this")
 
 
 def runnable(language: str) -> list[Block]:
@@ -41,6 +52,7 @@ def server(smollm2_path: Path) -> Iterator[Server]:
 def test_a_python_example_runs(
     example: Block, request: pytest.FixtureRequest, smollm2_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    require_frameworks(example)
     code = example.text
     if SERVER in code:
         code = code.replace(SERVER, request.getfixturevalue("server").url)
@@ -52,12 +64,13 @@ def test_a_python_example_runs(
 
 
 @pytest.mark.parametrize("example", runnable("sh"), ids=str)
-def test_a_shell_example_runs(example: Block, server: Server) -> None:
-    if "curl" in example.text and shutil.which("curl") is None:
-        pytest.skip("the example is for those who have curl")
-    script = example.text.replace(SERVER, server.url).replace("curl ", "curl --fail-with-body ")
+def test_a_shell_example_runs(example: Block, server: Server, tmp_path: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "TENUTO_URL": server.url}
+    for command in COMMANDS:
+        if re.search(rf"\b{command} ", example.text) and shutil.which(command, path=path) is None:
+            pytest.skip(f"the example is for those who have {command}")
+    script = example.text.replace(SERVER, server.url).replace("curl ", "curl --fail-with-body ")
+    environment = {**os.environ, "PATH": path, "TENUTO_URL": server.url, "LLM_USER_PATH": str(tmp_path)}
     done = subprocess.run(
         ["bash", "-ec", script], capture_output=True, text=True, timeout=300, check=False, cwd=ROOT, env=environment
     )
