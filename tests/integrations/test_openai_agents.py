@@ -112,6 +112,25 @@ def test_a_forked_session_shares_the_state_and_leaves_the_other_as_it_was(smollm
     asyncio.run(talk())
 
 
+def test_a_streamed_run_goes_on_in_the_session(smollm2_server: Server) -> None:
+    async def talk() -> None:
+        async with opened(smollm2_server) as session:
+            first = await asked(session, "Name a fruit.")
+            run = Runner.run_streamed(brief(), "What colour is it?", session=session, run_config=session.run_config())
+            pieces = [
+                event.data.delta
+                async for event in run.stream_events()
+                if event.type == "raw_response_event" and event.data.type == "response.output_text.delta"
+            ]
+            assert Word.model_validate_json("".join(pieces)) == run.final_output
+            cached = run.context_wrapper.usage.input_tokens_details.cached_tokens
+            assert cached >= first.total_tokens - 1
+            assert len(session.states) == 1
+            await session.clear_session()
+
+    asyncio.run(talk())
+
+
 def test_the_result_of_a_tool_is_the_next_turn(smollm2_server: Server) -> None:
     @function_tool
     def temperature(day: int) -> str:
