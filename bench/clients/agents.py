@@ -1,4 +1,5 @@
-"""Coding agents: each reads a file with a tool call, answers, and continues the conversation."""
+"""Coding agents: each reads a file with a tool call, answers, and continues the conversation. Of those that name their
+conversation, nearly all tokens of earlier requests must be reused."""
 
 from __future__ import annotations
 
@@ -9,9 +10,12 @@ from typing import Any
 
 from bench.clients.caller import ANSWER, CONTEXT, write_caller
 from bench.clients.fetching import Fetched, call
+from bench.clients.recording import Recording, recording
 from bench.server import server
 
 NOTE = "note 4711 of the day"
+REQUESTS = 3
+"""The least number of requests of a conversation: a question, the result of a tool, and another question."""
 MODELS = ("claude-sonnet-4-5", "claude-opus-5")
 """Model names for which Claude Code writes its requests differently: with the second, it sends system messages within
 the conversation."""
@@ -25,7 +29,6 @@ def claude_code(fetched: Fetched, place: Path) -> str:
     caller = write_caller(place / "model", "Read", {"file_path": str(note)})
     with server(str(caller), CONTEXT, "--any-model-name") as running:
         env = _environment(place) | {
-            "ANTHROPIC_BASE_URL": running.url,
             "ANTHROPIC_API_KEY": "none",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "DISABLE_AUTOUPDATER": "1",
@@ -33,15 +36,19 @@ def claude_code(fetched: Fetched, place: Path) -> str:
             "DISABLE_TELEMETRY": "1",
         }
         for model in MODELS:
-            command = [str(programs / "claude"), "--model", model, "--output-format", "stream-json", "--verbose"]
-            events = _events(call([*command, "-p", "What is in note.txt?"], note.parent, env))
-            _expect(NOTE in _text_of(events, "user"), "the file's text is in no tool result", events)
-            _expect(events[-1]["result"] == ANSWER, "the answer is not the model's", events)
-            events = _events(call([*command, "--continue", "-p", "And now?"], note.parent, env))
-            _expect(events[-1]["result"] == ANSWER, "the second answer is not the model's", events)
-            cached = events[-1]["usage"]["cache_read_input_tokens"]
-            _expect(cached > 1000, f"only {cached} tokens were not computed again", events)
+            with recording(running.url) as record:
+                _ask_claude(programs, model, note.parent, env | {"ANTHROPIC_BASE_URL": record.url})
+            _show(record)
     return version
+
+
+def _ask_claude(programs: Path, model: str, project: Path, env: dict[str, str]) -> None:
+    command = [str(programs / "claude"), "--model", model, "--output-format", "stream-json", "--verbose"]
+    events = _events(call([*command, "-p", "What is in note.txt?"], project, env))
+    _expect(NOTE in _text_of(events, "user"), "the file's text is in no tool result", events)
+    _expect(events[-1]["result"] == ANSWER, "the answer is not the model's", events)
+    events = _events(call([*command, "--continue", "-p", "And now?"], project, env))
+    _expect(events[-1]["result"] == ANSWER, "the second answer is not the model's", events)
 
 
 def codex(fetched: Fetched, place: Path) -> str:
@@ -50,10 +57,10 @@ def codex(fetched: Fetched, place: Path) -> str:
     note = place / "project" / "note.txt"
     _write(note)
     caller = write_caller(place / "model", "exec_command", {"cmd": f"cat '{note}'"})
-    with server(str(caller), CONTEXT, "--any-model-name") as running:
+    with server(str(caller), CONTEXT, "--any-model-name") as running, recording(running.url) as record:
         home = place / "codex"
         home.mkdir()
-        (home / "config.toml").write_text(CODEX.format(url=running.url))
+        (home / "config.toml").write_text(CODEX.format(url=record.url))
         env = _environment(place) | {"CODEX_HOME": str(home), "TENUTO_KEY": "none"}
         # Its sandbox does not work on every machine; the only command it runs is ours.
         options = ["--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-m", "gpt-x"]
@@ -63,6 +70,7 @@ def codex(fetched: Fetched, place: Path) -> str:
             _expect(any(item.get("text") == ANSWER for item in items), "no answer is the model's", events)
             if start[1] != "resume":
                 _expect(NOTE in _text_of(events, "item.completed"), "the file's text is in no item", events)
+    _show(record)
     return version
 
 
@@ -72,8 +80,8 @@ def opencode(fetched: Fetched, place: Path) -> str:
     note = place / "project" / "note.txt"
     _write(note)
     caller = write_caller(place / "model", "read", {"filePath": str(note)})
-    with server(str(caller), CONTEXT, "--any-model-name") as running:
-        (note.parent / "opencode.json").write_text(json.dumps(_opencode_settings(running.url)))
+    with server(str(caller), CONTEXT, "--any-model-name") as running, recording(running.url) as record:
+        (note.parent / "opencode.json").write_text(json.dumps(_opencode_settings(record.url)))
         quiet = ("AUTOUPDATE", "LSP_DOWNLOAD", "MODELS_FETCH")
         env = _environment(place) | {f"OPENCODE_DISABLE_{name}": "1" for name in quiet}
         for more in (["What is in note.txt?"], ["--continue", "And now?"]):
@@ -82,8 +90,7 @@ def opencode(fetched: Fetched, place: Path) -> str:
             _expect(any(event["part"].get("text") == ANSWER for event in events), "no answer is the model's", events)
             if len(more) == 1:
                 _expect(NOTE in _text_of(events, "tool_use"), "the file's text is in no tool result", events)
-        cached = events[-1]["part"]["tokens"]["cache"]["read"]
-        _expect(cached > 1000, f"only {cached} tokens were not computed again", events)
+    _show(record)
     return version
 
 
@@ -132,6 +139,12 @@ stream_max_retries = 0
 [analytics]
 enabled = false
 """
+
+
+def _show(record: Recording) -> None:
+    """Prints the earlier tokens that were reused. Raises `AssertionError` if they are too few."""
+    for reused, earlier in record.reuse(REQUESTS):
+        print(f"  {reused:,} of {earlier:,} earlier tokens reused")
 
 
 def _write(note: Path) -> None:

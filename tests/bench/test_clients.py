@@ -1,12 +1,14 @@
-"""The model with which clients' tool loops are run."""
+"""The model with which clients' tool loops are run, and the record of what they reuse."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import httpx
+import pytest
 
 from bench.clients.caller import ANSWER, write_caller
+from bench.clients.recording import recording
 from tests.serve.server import serving
 
 
@@ -27,3 +29,25 @@ def test_the_handmade_model_calls_a_tool_first_and_answers_when_it_has_a_result(
         result = {"role": "tool", "tool_call_id": "c", "content": "y"}
         assert ask(asked, called, result)["content"] == ANSWER
         assert ask(asked, called, result, called, result, asked)["content"] == ANSWER
+
+
+def test_a_recording_counts_the_earlier_tokens_that_were_reused() -> None:
+    with serving("--model", "witness") as server, recording(server.url) as record:
+
+        def ask(*messages: str, session: str, **more: object) -> str:
+            roles = ("user", "assistant")
+            given = [{"role": roles[n % 2], "content": text} for n, text in enumerate(messages)]
+            body = {"model": "witness", "messages": given, "max_tokens": 8, "seed": 1, **more}
+            url, headers = f"{record.url}/v1/chat/completions", {"x-session-id": session}
+            answer = httpx.post(url, json=body, headers=headers, timeout=60).json()
+            return str(answer["choices"][0]["message"]["content"])
+
+        said = ask(long := "one" * 100, session="a")
+        ask(long, said, "two", session="a")
+        [(reused, earlier)] = record.reuse(2)
+        assert 300 < earlier - 1 <= reused <= earlier
+        with pytest.raises(AssertionError, match="no session has 3 requests"):
+            record.reuse(3)
+        ask(long, "changed", "two", session="a")  # forks at the beginning
+        with pytest.raises(AssertionError, match="no session has 3 requests"):
+            record.reuse(3)
