@@ -42,17 +42,28 @@ THINKS = "{% set think = '' if enable_thinking is defined and not enable_thinkin
 
 
 def write_caller(
-    directory: Path, function: str, arguments: dict[str, Any], answer: str = ANSWER, thoughts: Sequence[str] = ()
+    directory: Path,
+    function: str,
+    arguments: dict[str, Any],
+    answer: str = ANSWER,
+    thoughts: Sequence[str] = (),
+    *,
+    calls: Sequence[tuple[str, dict[str, Any]]] = (),
+    goes_on: str = "",
 ) -> Path:
     """Writes a model that calls `function`, or answers, to `directory`, and returns the directory. `thoughts`: tokens
-    before an answer, all different; then it also thinks before a call, unless `enable_thinking` is false."""
+    before an answer, all different; then it also thinks before a call, unless `enable_thinking` is false. `calls`:
+    further functions that it calls at once, with their arguments. `goes_on`: what it writes after any text that is
+    not a chat, again and again unless it is also `answer`; by default it ends at once."""
     directory.mkdir(parents=True, exist_ok=True)
-    call = json.dumps({"name": function, "arguments": arguments}, ensure_ascii=False)
+    made = [{"name": name, "arguments": given} for name, given in ((function, arguments), *calls)]
+    call = json.dumps(made if calls else made[0], ensure_ascii=False)
     thought = [OPEN_THOUGHT, *thoughts, CLOSE_THOUGHT] if thoughts else []
-    texts = [call, *thought, answer, *([THOUGHT_OF_CALL] if thoughts else [])]
-    ids = _write_tokenizer(directory, texts, _template(thinks=bool(thoughts)))
-    follows = np.full(VOCABULARY, ids["<|im_end|>"])
-    chains = [["<|call|>", call], ["<|answer|>", answer]]
+    texts = [call, *thought, answer, *([THOUGHT_OF_CALL] if thoughts else []), *([goes_on] if goes_on else [])]
+    ids = _write_tokenizer(directory, list(dict.fromkeys(texts)), _template(thinks=bool(thoughts)))
+    end = "<|im_end|>"
+    follows = np.full(VOCABULARY, ids[goes_on or end])
+    chains = [["<|call|>", call, end], ["<|answer|>", answer, end]]
     if thoughts:
         chains += [["<|think_call|>", THOUGHT_OF_CALL, call], ["<|think_answer|>", *thought, answer]]
     for earlier, later in chain.from_iterable(map(pairwise, chains)):

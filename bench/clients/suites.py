@@ -32,7 +32,9 @@ from tenuto.text.load import load_tokenizer
 INSIDE = Path(__file__).parent / "inside"
 KNOWN: dict[str, Any] = json.loads((Path(__file__).parent / "suites.json").read_text())
 """For each suite its `runs`, each with flags of the server and names of tests, and `reasons` by patterns of names. The
-model of a run that `thinks` is `_thinker`'s; otherwise it is the default one."""
+`model` of a run is the default one, or made by `write_caller` with the given arguments, for tests that need a model to
+go on writing, to call functions, or to end what it writes under a grammar. The answers of such a model are not JSON:
+where a test reads JSON, the grammar made it. None of them gives a test knowledge that it asks for."""
 PACKAGES = (
     "pytest",
     "pytest-asyncio",
@@ -77,33 +79,38 @@ def main(given: list[str]) -> int:
         python, _ = fetched.python("suites", PACKAGES)
         source = chosen.source.resolve() if chosen.source is not None else FETCH[chosen.suite](fetched)
         found: list[Outcome] = []
-        for run in KNOWN[chosen.suite]["runs"]:
-            thinker = _thinker(Path(made)) if run.get("thinks") else None
-            with server(str(thinker or MODEL), run["context"], "--any-model-name", *run["flags"]) as running:
-                command = COMMANDS[chosen.suite](python, running.url, source, run["tests"])
-                tokenizer = write_tokenizer(thinker or pull_default(cache_dir()), Path(made) / "tokenizer")
-                found += _outcomes(command, source, {"TENUTO_URL": running.url, "TENUTO_TOKENIZER": str(tokenizer)})
-    return report(found, KNOWN[chosen.suite]["reasons"])
+        handmade: list[Outcome] = []
+        for number, run in enumerate(KNOWN[chosen.suite]["runs"]):
+            own = write_caller(Path(made) / f"model{number}", **run["model"]) if "model" in run else None
+            with server(str(own or MODEL), run["context"], "--any-model-name", *run["flags"]) as running:
+                others = _elsewhere(chosen.suite, run)
+                command = COMMANDS[chosen.suite](python, running.url, source, run["tests"], others)
+                tokenizer = write_tokenizer(own or pull_default(cache_dir()), Path(made) / "tokenizer")
+                told = {"TENUTO_URL": running.url, "TENUTO_TOKENIZER": str(tokenizer)}
+                (handmade if own else found).extend(_outcomes(command, source, told))
+    return report(found, handmade, KNOWN[chosen.suite]["reasons"])
 
 
-def report(found: list[Outcome], reasons: dict[str, str]) -> int:
-    """Prints the failures with their reasons, and the totals. Returns 1 if one has none, otherwise 0."""
-    failed = [each for each in found if each.outcome == "failed"]
+def _elsewhere(suite: str, run: dict[str, Any]) -> list[str]:
+    """Returns the single tests that other runs of the suite have, with models of their own."""
+    others = (test for other in KNOWN[suite]["runs"] if other is not run for test in other["tests"])
+    return [test for test in others if "::" in test]
+
+
+def report(found: list[Outcome], handmade: list[Outcome], reasons: dict[str, str]) -> int:
+    """Prints the failures with their reasons, and the totals. Returns 1 if one has none, otherwise 0. `handmade`: the
+    outcomes of tests whose model was made for them."""
+    every = [*found, *handmade]
+    failed = [each for each in every if each.outcome == "failed"]
     unknown = 0
     for each in failed:
         reason = next((why for pattern, why in reasons.items() if fnmatchcase(each.test, pattern)), None)
         unknown += reason is None
         print(f"{each.test}\n    {reason or f'NO REASON: {each.detail.strip().splitlines()[-1:]}'}")
-    passed = sum(each.outcome == "passed" for each in found)
+    passed, with_handmade = (sum(each.outcome == "passed" for each in some) for some in (every, handmade))
     told = f"{unknown} failures have no reason" if unknown else "every failure has its reason"
-    print(f"{passed} of {len(found)} passed, {told}")
-    return int(unknown > 0 or not found)
-
-
-def _thinker(place: Path) -> Path:
-    """Writes a model that thinks before it answers. Returns its directory."""
-    arguments = {"country": "Italy", "unit": "celsius", "location": "Rome"}
-    return write_caller(place / "thinker", "get_current_weather", arguments, thoughts=["It is", " asked."])
+    print(f"{passed} of {len(every)} passed, {with_handmade} of them with a model made for the test; {told}")
+    return int(unknown > 0 or not every)
 
 
 def write_tokenizer(model: Path, place: Path) -> Path:
@@ -148,21 +155,25 @@ def _llamacpp_tests(fetched: Fetched) -> Path:
     return place / root / "llama.cpp"
 
 
-def _sglang(python: Path, url: str, source: Path, tests: list[str]) -> list[str]:
-    return [str(python), str(INSIDE / "sglang_kits.py"), url, str(source), MODEL, *tests]
+def _sglang(python: Path, url: str, source: Path, tests: list[str], without: list[str]) -> list[str]:
+    return [str(python), str(INSIDE / "sglang_kits.py"), url, str(source), MODEL, *tests, "--without", *without]
 
 
-def _vllm(python: Path, _: str, source: Path, tests: list[str]) -> list[str]:
+def _vllm(python: Path, _: str, source: Path, tests: list[str], without: list[str]) -> list[str]:
     own = ["-q", "-s", "-p", "vllm_plugin", "--noconftest", "-c", "/dev/null", "-p", "no:cacheprovider"]
     options = ["--continue-on-collection-errors", "-o", "asyncio_mode=auto", "--rootdir", str(source)]
     repeated = ["-k", "not watermarked"]  # the same tests of a server with a flag that ours does not have
-    return [str(python), "-m", "pytest", *own, *options, *repeated, *(f"tests/entrypoints/{test}" for test in tests)]
+    left = (f"--deselect=tests/entrypoints/{test}" for test in without)
+    chosen = (f"tests/entrypoints/{test}" for test in tests)
+    return [str(python), "-m", "pytest", *own, *options, *repeated, *left, *chosen]
 
 
-def _llamacpp(python: Path, _: str, source: Path, tests: list[str]) -> list[str]:
+def _llamacpp(python: Path, _: str, source: Path, tests: list[str], without: list[str]) -> list[str]:
     own = ["-q", "-s", "-m", "not slow", "-p", "llamacpp_plugin", "-p", "no:cacheprovider"]
     place = source / LLAMACPP_TESTS
-    return [str(python), "-m", "pytest", *own, "--rootdir", str(place), *(str(place / "unit" / test) for test in tests)]
+    left = (f"--deselect=unit/{test}" for test in without)
+    chosen = (str(place / "unit" / test) for test in tests)
+    return [str(python), "-m", "pytest", *own, "--rootdir", str(place), *left, *chosen]
 
 
 FETCH = {"sglang": _kits, "llamacpp": _llamacpp_tests}

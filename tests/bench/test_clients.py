@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -51,3 +53,37 @@ def test_a_recording_counts_the_earlier_tokens_that_were_reused() -> None:
         ask(long, "changed", "two", session="a")  # forks at the beginning
         with pytest.raises(AssertionError, match="no session has 3 requests"):
             record.reuse(3)
+
+
+def test_the_handmade_model_calls_several_functions_at_once_and_goes_on_without_an_end(tmp_path: Path) -> None:
+    calls = [("find", {"name": "b"})]
+    model = write_caller(tmp_path / "model", "read", {"path": "a"}, calls=calls, goes_on=" on")
+    tools = [{"type": "function", "function": {"name": name}} for name in ("read", "find")]
+    asked = {"messages": [{"role": "user", "content": "x"}], "tools": tools}
+    with serving("--model", str(model), "--context-length", "512") as server:
+
+        def choice(path: str, body: dict[str, Any]) -> Any:
+            answer = httpx.post(f"{server.url}/v1/{path}", json={"model": "default", **body}, timeout=60)
+            return answer.json()["choices"][0]
+
+        calls_made = choice("chat/completions", asked)["message"]["tool_calls"]
+        assert [each["function"]["name"] for each in calls_made] == ["read", "find"]
+        written = choice("completions", {"prompt": "x", "max_tokens": 20})
+        assert (written["text"], written["finish_reason"]) == (" on" * 20, "length")
+
+
+def test_the_handmade_model_writes_json_under_a_grammar_alone(tmp_path: Path) -> None:
+    text = 'x"'
+    model = write_caller(tmp_path / "model", "unused", {}, answer=text, goes_on=text)
+    properties = {"name": {"type": "string"}, "size": {"type": "integer"}}
+    schema = {"type": "object", "properties": properties, "required": ["name", "size"], "additionalProperties": False}
+    asked = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema}}
+    body = {"model": "default", "messages": [{"role": "user", "content": "x"}], "temperature": 0}
+    with serving("--model", str(model), "--context-length", "512") as server:
+
+        def content(**further: object) -> str:
+            answer = httpx.post(f"{server.url}/v1/chat/completions", json={**body, **further}, timeout=60)
+            return str(answer.json()["choices"][0]["message"]["content"])
+
+        assert content() == text
+        assert json.loads(content(response_format=asked))["name"] == "x"

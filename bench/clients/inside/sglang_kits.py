@@ -1,7 +1,7 @@
-"""SGLang's own test kits: `python sglang_kits.py URL TESTS MODEL KIT[:CLASS] ...` runs kits against a server.
+"""SGLang's own test kits: `python sglang_kits.py URL TESTS MODEL KIT[:CLASS][::TEST] ... --without KIT::TEST ...`.
 
-Each KIT is a module in TESTS, SGLang's test package, or one class of it. Prints the outcome of each test as a line of
-JSON.
+Runs kits against a server. Each KIT is a module in TESTS, SGLang's test package; of it one class or one test, or all
+but those left out. Prints the outcome of each test as a line of JSON.
 """
 
 import importlib
@@ -17,6 +17,8 @@ import requests
 from stand_ins import stand_in, standing_in  # type: ignore[import-not-found]  # in this directory
 
 url, directory, model, *kits = sys.argv[1:]
+at = kits.index("--without")
+kits, without = kits[:at], kits[at + 1 :]
 
 
 class Tokenizer:
@@ -68,7 +70,8 @@ fixtures = {
     "running_timeout_num_wave1": 2,
     "running_timeout_num_wave2": 2,
 }
-for kit in kits:
+for chosen in kits:
+    kit, _, test = chosen.partition("::")
     name, _, only = kit.partition(":")
     module = importlib.import_module(f"sglang.test.kits.{name}")
     for mixin in [one for one in vars(module).values() if isinstance(one, type) and one.__module__ == module.__name__]:
@@ -76,4 +79,6 @@ for kit in kits:
             own = {each: value for each, value in fixtures.items() if each != "flush_cache"}
             own["flush_cache"] = staticmethod(fixtures["flush_cache"])
             case = type(mixin.__name__, (mixin, unittest.TestCase), {"__module__": module.__name__, **own})
-            unittest.defaultTestLoader.loadTestsFromTestCase(case).run(Result())
+            for each in unittest.defaultTestLoader.getTestCaseNames(case):
+                if test == each or (not test and f"{name}::{each}" not in without):
+                    unittest.TestSuite([case(each)]).run(Result())
