@@ -104,6 +104,7 @@ ACCEPTED: dict[tuple[str, str], tuple[dict[str, Any], dict[str, list[Any]]]] = {
             "audio": [None],
             "add_generation_prompt": [True],
             "add_special_tokens": [False],
+            "best_of": [None, 1],
             "chat_template": [None],
             "chat_template_kwargs": [None, {}],
             "continue_final_message": [False],

@@ -19,6 +19,7 @@ from tests.serve.openai.test_completions import texts
     [
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"extra_body": {"use_beam_search": True}}, "use_beam_search"),
+        ({"extra_body": {"best_of": 2}}, "best_of"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),
         ({"messages": [{"role": "function", "content": "x"}]}, "function"),

@@ -325,6 +325,7 @@ class ChatBody(Generation, WithTools, Templated):
     not_supported: ClassVar[dict[str, tuple[Any, ...]]] = {
         **{name: harmless for name, harmless in NOT_SUPPORTED.items() if name != FIELD},
         "add_special_tokens": (None, False),
+        "best_of": (None, 1),
     }
 
     input_field = "messages"
