@@ -10,10 +10,10 @@ import httpx
 import pytest
 from openai import OpenAI
 from websockets.exceptions import ConnectionClosed, InvalidStatus
-from websockets.sync.client import connect
 from websockets.sync.connection import Connection
 
 from tests.eventually import eventually
+from tests.serve import sockets
 from tests.serve.server import Server, serving
 
 ENDS = ("response.completed", "response.incomplete", "response.failed", "error")
@@ -26,7 +26,7 @@ def client(witness: Server) -> Iterator[OpenAI]:
 
 
 def opened(server: Server, **options: Any) -> Connection:
-    return connect(server.url.replace("http", "ws", 1) + "/v1/responses", **options)
+    return sockets.opened(server, "/v1/responses", **options)
 
 
 def send(socket: Connection, given: str = "hi", **fields: Any) -> None:
@@ -76,9 +76,9 @@ def test_the_events_are_those_of_a_stream(witness: Server, client: OpenAI) -> No
 @pytest.mark.parametrize(
     ("sent", "status", "said"),
     [
-        ("no JSON", 400, "response.create"),
-        ("[1]", 400, "response.create"),
-        ("[" * 100_000, 400, "response.create"),
+        ("no JSON", 400, "JSON object"),
+        ("[1]", 400, "JSON object"),
+        ("[" * 100_000, 413, "deep"),
         ('{"type": "response.steer"}', 400, "response.create"),
         ('{"type": "response.create", "model": "witness", "input": 1}', 400, "input"),
         ('{"type": "response.create", "input": "a", "previous_response_id": "resp_none"}', 404, "resp_none"),
@@ -153,5 +153,5 @@ def test_a_socket_needs_a_key_where_requests_do() -> None:
 
 def test_other_paths_have_no_sockets(witness: Server) -> None:
     with pytest.raises(InvalidStatus) as refused:
-        connect(witness.url.replace("http", "ws", 1) + "/v1/chat/completions")
+        sockets.opened(witness, "/v1/chat/completions")
     assert refused.value.response.status_code == 403

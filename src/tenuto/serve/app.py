@@ -30,6 +30,7 @@ from tenuto.serve.llama_cpp import errors as llama_cpp_errors
 from tenuto.serve.llama_cpp import routes as llama_cpp_completions
 from tenuto.serve.llama_cpp import server as llama_cpp_server
 from tenuto.serve.metrics import Metrics
+from tenuto.serve.native import session_socket as native_socket
 from tenuto.serve.native import sessions as native_sessions
 from tenuto.serve.native import turns as native_turns
 from tenuto.serve.ollama import embeddings as ollama_embeddings
@@ -88,6 +89,7 @@ def build_app(edge: Edge, metrics: Metrics) -> FastAPI:
     for part in (
         native_sessions,
         native_turns,
+        native_socket,
         sglang,
         sglang_server,
         sglang_weights,
