@@ -17,6 +17,8 @@ from tenuto.base.options import OPTIONS
 from tenuto.cli import app
 from tenuto.cli.options import SERVER
 from tenuto.cli.settings import ServerSettings
+from tenuto.serve.native import session_socket
+from tenuto.serve.openai import realtime_socket
 from tests.cli.inside import run_inside
 from tests.docs.pages import PAGES, PRESENT, ROOT, blocks, name_of, spans
 from tests.serve.server import Server
@@ -155,7 +157,8 @@ def test_a_class_function_or_constant_on_a_page_about_the_code_exists(page: Path
 @pytest.fixture(scope="module")
 def described(witness: Server) -> tuple[set[str], set[str]]:
     """Returns the routes of a server, and its metrics."""
-    routes = set(httpx.get(f"{witness.url}/openapi.json").json()["paths"]) | {"/docs", "/openapi.json"}
+    sockets = {route.path for part in (session_socket, realtime_socket) for route in part.router.routes}  # type: ignore[attr-defined] # of routes with paths
+    routes = set(httpx.get(f"{witness.url}/openapi.json").json()["paths"]) | {"/docs", "/openapi.json"} | sockets
     metrics = httpx.get(f"{witness.url}/metrics").text
     return routes, set(re.findall(r"^# TYPE (tenuto_\w+)", metrics, re.MULTILINE))
 

@@ -212,3 +212,14 @@ def test_a_socket_needs_the_key_of_its_session() -> None:
         with joined(server, name, additional_headers=headers) as socket:
             send(socket, "turn", input="hello", max_new_tokens=2)
             assert answer(socket)[-1]["event"] == "committed"
+
+
+def test_a_silent_socket_stays_open() -> None:
+    with serving("--model", "witness", "--header-seconds", "1", "--keep-alive-seconds", "1") as server:
+        with server.client() as http:
+            name = http.post("/v1/sessions", json={}).json()["id"]
+        with joined(server, name) as socket:
+            with pytest.raises(TimeoutError):
+                socket.recv(timeout=2.5)  # longer than an open connection may go without a request
+            send(socket, "turn", input="hello", max_new_tokens=2)
+            assert answer(socket)[-1]["event"] == "committed"

@@ -41,6 +41,7 @@ from tenuto.serve.openai import conversation_routes as openai_conversations
 from tenuto.serve.openai import embeddings as openai_embeddings
 from tenuto.serve.openai import invocations as openai_invocations
 from tenuto.serve.openai import llama_cpp
+from tenuto.serve.openai import realtime_socket as openai_realtime
 from tenuto.serve.openai import rerank as openai_rerank
 from tenuto.serve.openai import response_inputs as openai_inputs
 from tenuto.serve.openai import response_routes as openai_responses
@@ -97,6 +98,7 @@ def build_app(edge: Edge, metrics: Metrics) -> FastAPI:
         openai,
         openai_invocations,
         openai_sockets,
+        openai_realtime,
         openai_responses,
         openai_inputs,
         openai_conversations,

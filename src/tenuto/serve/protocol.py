@@ -53,8 +53,9 @@ class BoundedSocket(WebSocketsSansIOProtocol):
 class BoundedProtocol(WatchedConnection):
     """uvicorn's httptools protocol, with the bounds of this module.
 
-    Invariant: `_timer` runs while no answer is in progress and the client has yet to send the rest of its headers, or
-    of a body that was answered early. The application itself times a body that it waits for.
+    Invariant: `_timer` runs while the connection is not a WebSocket, no answer is in progress, and the client has yet
+    to send the rest of its headers, or of a body that was answered early. The application itself times a body that it
+    waits for.
     """
 
     def __init__(
@@ -171,6 +172,11 @@ class BoundedProtocol(WatchedConnection):
         super().on_message_complete()
         if not self._answering:
             self._await_headers()
+
+    def handle_websocket_upgrade(self) -> None:
+        """Leaves the connection to its WebSocket, which may be silent for any time."""
+        self._stop_timer()
+        super().handle_websocket_upgrade()
 
     def send_400_response(self, msg: str) -> None:
         """Refuses the request after the parser was stopped or failed."""

@@ -251,7 +251,7 @@ class ResponseBody(Templated, TurnRequest):
         return next((name for name in given if isinstance(name, str)), None)
 
     def _messages(self, earlier: Sequence[Item], *, instructed: bool) -> list[Message]:
-        messages = _rendered([*earlier, *self.items])
+        messages = messages_of([*earlier, *self.items])
         if not self.instructions or instructed:
             return messages
         if messages and messages[0].role == "system":
@@ -327,7 +327,7 @@ class CompactBody(InputBody):
         return self.model_copy(update={"input": ASKED, "max_output_tokens": length, **alone})
 
 
-def _rendered(items: list[Item]) -> list[Message]:
+def messages_of(items: Sequence[Item]) -> list[Message]:
     """Converts items to messages. Thoughts and calls become part of the assistant's message beside them."""
     messages: list[Message] = []
     thoughts = ""

@@ -41,6 +41,12 @@ class Failure:
         message = BROKEN if error.status == 500 else error.message
         return Failure(error.status, error.code, message, error.param, error.details)
 
+    @staticmethod
+    def in_body(status: int, body: Mapping[str, Any]) -> Failure:
+        """Returns the content of an error answer in OpenAI's form."""
+        error = body["error"]
+        return Failure(status, error["code"], error["message"], error["param"], error.get("details"))
+
     @property
     def body(self) -> dict[str, Any]:
         """The error in OpenAI's form."""

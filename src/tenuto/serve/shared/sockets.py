@@ -8,18 +8,21 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 from fastapi import WebSocket, WebSocketDisconnect
 from fastapi.responses import JSONResponse
+from pydantic import ValidationError
 from starlette.types import Message, Scope
 
-from tenuto.base.errors import Forbidden, InvalidRequest, TenutoError
-from tenuto.serve.shared.bodies import Structure
+from tenuto.base.errors import Disconnected, Forbidden, InvalidRequest, TenutoError
+from tenuto.serve.shared.bodies import LARGE, Structure, in_parser, parsed
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import OPENAI_FORM, Failure, new_request_id
+from tenuto.serve.shared.invalid import refusal_of
+from tenuto.serve.shared.schemas import Object
 from tenuto.serve.shared.settings import ServeSettings, Tenant
 
 MAX_WAITING = 16
@@ -73,8 +76,17 @@ class SocketEvent(NamedTuple):
 OnEvent = Callable[[SocketEvent], Awaitable[None]]
 
 
+class Refused(Exception):
+    """The application has refused a request on a socket."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
 class Service(ABC):
-    """What one client's socket offers. Messages are answered one after the other, except those that `overtakes`."""
+    """The answers to one client's messages, given one after the other. Only a message for which `overtakes` is true is
+    answered at once."""
 
     def __init__(self, socket: WebSocket, edge: Edge) -> None:
         self.socket, self.edge = socket, edge
@@ -161,10 +173,16 @@ class Service(ABC):
             if isinstance(read, TenutoError):
                 raise read
             await self.answer(read)
-        except TenutoError as error:
-            await self.send(self.refusal(Failure.of(error), read if isinstance(read, dict) else {}))
+        except (TenutoError, Refused) as error:
+            failure = error.failure if isinstance(error, Refused) else Failure.of(error)
+            await self.send(self.refusal(failure, read if isinstance(read, dict) else {}))
         finally:
             self._unanswered -= 1
+
+    @property
+    def pressed(self) -> bool:
+        """Whether messages wait."""
+        return not self._waiting.empty()
 
     async def begun(self) -> None:
         """Waits until the answer to the first of the messages that keep their places has begun, if there is one."""
@@ -179,6 +197,18 @@ class Service(ABC):
         """Returns a request to the application, to be carried out by its `run`. `on_event`: gets the events of a
         stream. The client's departure is a disconnect for it."""
         return Asked(self.socket, self._gone, method, path, body, self._note_begun, on_event)
+
+    async def ask(self, method: str, path: str, value: Any = None, on_event: OnEvent | None = None) -> Any:
+        """Carries out a request with a JSON body and returns the JSON of its answer; `None` for a stream. Raises
+        `Refused`."""
+        body = b"" if value is None else msgspec.json.encode(value)
+        asked = self.asked(method, path, body, on_event)
+        await asked.run()
+        if asked.refused and not asked.body:
+            raise Refused(Failure(asked.status, Disconnected.code, "the client has left"))
+        if asked.refused:
+            raise Refused(Failure.in_body(asked.status, msgspec.json.decode(asked.body)))
+        return msgspec.json.decode(asked.body) if asked.body else None
 
 
 class Asked:
@@ -272,6 +302,25 @@ def _fields_of(data: bytes) -> Fields:
         return msgspec.json.decode(data, type=Fields)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise InvalidRequest("a message is not a JSON object; allowed: objects with a type") from None
+
+
+M = TypeVar("M", bound=Object)
+
+
+async def read_as(kind: type[M], fields: Fields) -> M:
+    """Returns a message as an object of this kind, checked as the body of a request. Raises `InvalidRequest` or
+    `Unsupported`."""
+    raw = json_of(fields)
+
+    def read() -> M:
+        given = parsed(raw)
+        try:
+            return kind.model_validate(given)
+        except ValidationError as error:
+            errors = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+            raise refusal_of(errors, given, "application/json") from None
+
+    return read() if len(raw) < LARGE else await in_parser(read)
 
 
 def type_of(fields: Fields, allowed: Mapping[str, Any]) -> str:
