@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import structlog
@@ -18,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tenuto.base.errors import InvalidRequest, Overloaded, RequestTimeout, TenutoError, TooLarge, Unauthorized
 from tenuto.base.heap import give_back
@@ -26,6 +24,7 @@ from tenuto.serve import adapters, admin, documents, models
 from tenuto.serve.anthropic import batch_routes as anthropic_batches
 from tenuto.serve.anthropic import errors as anthropic_errors
 from tenuto.serve.anthropic import routes as anthropic
+from tenuto.serve.exchange import Exchange
 from tenuto.serve.llama_cpp import errors as llama_cpp_errors
 from tenuto.serve.llama_cpp import routes as llama_cpp_completions
 from tenuto.serve.llama_cpp import server as llama_cpp_server
@@ -54,19 +53,17 @@ from tenuto.serve.sglang import routes as sglang
 from tenuto.serve.sglang import server as sglang_server
 from tenuto.serve.sglang import weights as sglang_weights
 from tenuto.serve.shared.answer_headers import LEFT_UNDONE, VOLATILE, telling
-from tenuto.serve.shared.bodies import LARGE, TEXTS, Structure
+from tenuto.serve.shared.bodies import LARGE, TEXTS
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import BROKEN, OPENAI_FORM, ErrorForm, Failure, is_anthropics, new_request_id
 from tenuto.serve.shared.invalid import refusal_of
 from tenuto.serve.shared.schemas import REFUSALS
-from tenuto.serve.shared.settings import BODY_BYTES_A_SECOND
 
 log = structlog.get_logger("tenuto.http")
 
 CLIENT_GONE = 499
 """Status in the log for a request whose client left before the answer."""
 UNREADABLE = "the body is not readable JSON: it is not UTF-8, or has a number with too many digits"
-NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 TRIM_SECONDS = 1.0
 """Delay between the end of a large request and the return of its memory to the system."""
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
@@ -224,10 +221,10 @@ class Envelope:
         scope.setdefault("state", {})["request_id"] = request_id
         told = [(name.encode(), request_id.encode()) for name in _form_for(scope).id_headers]
         with telling() as own:
-            exchange = _Exchange(receive, send, told, self._edge, own, to_disk=to_disk)
+            exchange = Exchange(receive, send, told, self._edge, own, to_disk=to_disk)
             await self._handle(scope, headers, exchange, started)
 
-    async def _handle(self, scope: Scope, headers: Headers, exchange: _Exchange, started: float) -> None:
+    async def _handle(self, scope: Scope, headers: Headers, exchange: Exchange, started: float) -> None:
         with structlog.contextvars.bound_contextvars(request_id=scope["state"]["request_id"]):
             try:
                 await self._answer(scope, headers, exchange)
@@ -235,7 +232,7 @@ class Envelope:
                 log.exception("failed")
                 if exchange.status:
                     raise  # the answer has begun: all we can do is break the connection
-                await exchange.refuse(scope, Failure(500, "internal_error", BROKEN))
+                await exchange.refuse(scope, failure_response(scope, Failure(500, "internal_error", BROKEN)))
             finally:
                 if exchange.forget() >= LARGE:
                     self._trim_soon()
@@ -256,7 +253,7 @@ class Envelope:
 
         loop.call_later(TRIM_SECONDS, trim)
 
-    async def _answer(self, scope: Scope, headers: Headers, exchange: _Exchange) -> None:
+    async def _answer(self, scope: Scope, headers: Headers, exchange: Exchange) -> None:
         try:
             exchange.expect(_declared_length(headers))
             if scope["method"] not in ("GET", "HEAD"):
@@ -265,12 +262,12 @@ class Envelope:
             await self._app(scope, exchange.receive, exchange.send)
         except (Overloaded, RequestTimeout, TooLarge, Unauthorized) as error:
             _forget_frames(error)
-            await exchange.refuse(scope, Failure.of(error))
+            await exchange.refuse(scope, failure_response(scope, Failure.of(error)))
         else:
             if exchange.excess is not None and not exchange.status:
-                await exchange.refuse(scope, Failure.of(exchange.excess))
+                await exchange.refuse(scope, failure_response(scope, Failure.of(exchange.excess)))
 
-    def _log(self, scope: Scope, exchange: _Exchange, seconds: float) -> None:
+    def _log(self, scope: Scope, exchange: Exchange, seconds: float) -> None:
         status, method, state = exchange.status or CLIENT_GONE, scope["method"], scope.get("state", {})
         told: dict[str, Any] = {}
         if LEFT_UNDONE in exchange.own:
@@ -281,116 +278,6 @@ class Envelope:
         ms = round(1000 * seconds, 1)
         log.info("request", method=method, path=path, status=status, ms=ms, tenant=state.get("tenant"), **told)
         self._metrics.request_ended(method, getattr(scope.get("route"), "path", None), status)
-
-
-class _Exchange:
-    """One request and its answer. The creator must call `forget` in the end.
-
-    `status`: status of the answer; 0 until it has begun. `excess`: set once the body exceeds a limit on its size,
-    structure or time; the application's answer is then not sent.
-    """
-
-    def __init__(
-        self,
-        receive: Receive,
-        send: Send,
-        headers: Sequence[tuple[bytes, bytes]],
-        edge: Edge,
-        own: Mapping[str, str] = NO_HEADERS,
-        *,
-        to_disk: bool = False,
-    ) -> None:
-        """`headers`: added to the answer. `own`: added to answers that are no errors; complete when the answer begins.
-        `to_disk`: the body is not kept in memory."""
-        self.own = own
-        self.status = 0
-        self.excess: TenutoError | None = None
-        self._receive = receive
-        self._send = send
-        self._headers = headers
-        self._edge = edge
-        self._to_disk = to_disk
-        self._received = 0
-        self._structure = Structure() if not to_disk else None
-        self._complete = False  # the whole body has arrived
-        self._began = asyncio.get_running_loop().time()
-
-    @property
-    def texts(self) -> Sequence[tuple[int, int]]:
-        """The places of long texts in the part of the body that has arrived."""
-        return self._structure.texts if self._structure is not None else ()
-
-    def expect(self, length: int) -> None:
-        """Checks a body of `length` bytes. Raises `TooLarge`, or `Overloaded` if the bodies of all requests are too
-        large together."""
-        settings = self._edge.settings
-        limit = settings.max_state_bytes if self._to_disk else settings.max_body_bytes
-        together = settings.max_state_bytes if self._to_disk else settings.max_bodies_bytes
-        if length > limit:
-            self.excess = TooLarge(f"the body has more than {limit} bytes, the most allowed")
-        elif (self._edge.spooled_bytes if self._to_disk else self._edge.body_bytes) > together:
-            self.excess = Overloaded(
-                f"the bodies of all requests have {together} bytes, the most allowed; try again later"
-            )
-        if self.excess is not None:
-            raise self.excess
-
-    def forget(self) -> int:
-        """Stops counting the body of a request that is over. Returns the number of bytes received."""
-        received, self._received = self._received, 0
-        self._count(-received)
-        return received
-
-    def _count(self, size: int) -> None:
-        if self._to_disk:
-            self._edge.spooled_bytes += size
-        else:
-            self._edge.body_bytes += size
-
-    async def receive(self) -> Message:
-        message = await (self._receive() if self._complete else self._receive_body())
-        self._complete = not message.get("more_body", False)
-        piece = message.get("body", b"")
-        self._received += len(piece)
-        self._count(len(piece))
-        self.expect(self._received)
-        if self._structure is not None:
-            self._look_into(self._structure, piece)
-        return message
-
-    def _look_into(self, structure: Structure, piece: bytes) -> None:
-        try:
-            structure.feed(piece)
-        except TooLarge as error:
-            self.excess = error
-            raise
-
-    async def _receive_body(self) -> Message:
-        allowed = self._edge.settings.body_seconds + self._received / BODY_BYTES_A_SECOND
-        try:
-            async with asyncio.timeout_at(self._began + allowed):
-                return await self._receive()
-        except TimeoutError:
-            self.excess = RequestTimeout(
-                f"the body was incomplete after {allowed:.0f} seconds; {self._received} bytes arrived"
-            )
-            raise self.excess from None
-
-    async def send(self, message: Message) -> None:
-        if self.excess is not None and not self.status:
-            return
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            own = list(self._headers)
-            if self.status < 400:
-                own += [(name.encode(), value.encode()) for name, value in self.own.items()]
-            message["headers"] = [*message["headers"], *own]
-        await self._send(message)
-
-    async def refuse(self, scope: Scope, failure: Failure) -> None:
-        """Sends an error as the answer."""
-        self.excess = None
-        await failure_response(scope, failure)(scope, self._receive, self.send)
 
 
 def _declared_length(headers: Headers) -> int:
