@@ -197,7 +197,7 @@ class Stage:
         return self.computed_since(before)
 
 
-class Guesser:
+class Guesser(Proposer):
     """A proposer whose guesses are certain."""
 
     def __init__(self, guess: Callable[[Turn, int], list[int]]) -> None:
@@ -206,9 +206,6 @@ class Guesser:
     def propose(self, turns: Sequence[Turn], limits: Sequence[int], step: NextStep) -> list[Guesses]:
         found = [self._guess(turn, limit) for turn, limit in zip(turns, limits, strict=True)]
         return [Guesses(tokens, [1.0] * len(tokens)) for tokens in found]
-
-    def committed(self, turn: Turn) -> None:
-        pass
 
 
 STATES = ("drafting", "queued", "mid-prefill", "mid-decode", "preempted")

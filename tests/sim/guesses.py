@@ -1,4 +1,4 @@
-"""The proposers of worlds: their guesses are right, wrong, both, or those of the suffix index."""
+"""The proposers of worlds: their guesses are right, wrong, both, or those of the suffix index or a draft model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tenuto.sched.guesses import Guesses, NextStep, Proposer
 from tenuto.sched.suffix_proposer import SuffixProposer
 from tenuto.session.turn import Turn
+from tests.sim.drafts import WorldDraft
 from tests.sim.letters import VOCAB
 
 if TYPE_CHECKING:  # a world has a proposer
@@ -18,7 +19,7 @@ RIGHT = {"mixed": 0.7, "right": 1.0, "hostile": 0.0}
 """The share of right tokens among those of each kind of proposer."""
 
 
-class WorldProposer:
+class WorldProposer(Proposer):
     """Guesses from the naive model. A hostile one always guesses wrong, and is sure of it."""
 
     def __init__(self, world: World, kind: str) -> None:
@@ -28,9 +29,6 @@ class WorldProposer:
 
     def propose(self, turns: Sequence[Turn], limits: Sequence[int], step: NextStep) -> list[Guesses]:
         return [self._guess(turn, limit) for turn, limit in zip(turns, limits, strict=True)]
-
-    def committed(self, turn: Turn) -> None:
-        pass
 
     def _guess(self, turn: Turn, limit: int) -> Guesses:
         naive = self._world.followed(turn)
@@ -42,8 +40,10 @@ class WorldProposer:
         return Guesses(tokens, [self._rng.random() for _ in tokens])
 
 
-def proposer(world: World, kind: str) -> Proposer | None:
-    """Returns a new proposer of a kind in `RIGHT`, or of "suffixes", or `None` for ""."""
+def proposer_of(world: World, kind: str) -> Proposer | None:
+    """Returns a new proposer of a kind in `RIGHT`, or of "suffixes", or a right or wrong "draft", or `None` for ""."""
+    if kind.endswith("draft"):
+        return WorldDraft(world, right=kind == "right draft")
     if kind == "suffixes":
         return SuffixProposer(most_bytes=4000)
     return WorldProposer(world, kind) if kind else None

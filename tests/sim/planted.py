@@ -22,7 +22,7 @@ from time import process_time, time
 import pytest
 
 from tests.sim.mutants import Mutant
-from tests.sim.run import ADAPTED, GRAMMARS, LIMITED, OVERTAKING, PREFIXED, any_world, run_world
+from tests.sim.run import ADAPTED, DRAFTED, GRAMMARS, LIMITED, OVERTAKING, PREFIXED, any_world, run_world
 from tests.sim.slips import Slip
 from tests.sim.slips_of_kernels import NativeSlip
 from tests.sim.telling import module_of, tell
@@ -151,7 +151,7 @@ def _plant_and_look(job: Job) -> Outcome:
         return Outcome(None, "survived its story", process_time() - began)
     steps, first = 0, () if job.known is None else (job.known,)
     others = chain.from_iterable(
-        (seed, PREFIXED + seed, GRAMMARS + seed, OVERTAKING + seed, ADAPTED + seed, LIMITED + seed)
+        (seed, PREFIXED + seed, GRAMMARS + seed, OVERTAKING + seed, ADAPTED + seed, LIMITED + seed, DRAFTED + seed)
         for seed in range(PREFIXED)
     )
     for seed in chain(first, others):

@@ -37,6 +37,9 @@ ADAPTED = 5 * 10**6
 LIMITED = 6 * 10**6
 """The first seed of worlds in which many turns limit or name tokens."""
 
+DRAFTED = 7 * 10**6
+"""The first seed of worlds in which a draft model guesses."""
+
 TRANSITIONS = (
     "open",
     "close",
@@ -127,7 +130,9 @@ def any_world(seed: int) -> WorldConfig:
     cache, and every third has tiers. From `PINNED` on, all have pinned sessions, every other one a prefix cache, every
     third tiers. From `ADAPTED` on, most sessions have adapters, all worlds have a prefix cache, every other one tiers,
     and in every third sessions start from memory of running turns. From `LIMITED` on, many turns limit or name tokens;
-    every other world has grammars, every third a prefix cache, and every sixth tiers."""
+    every other world has grammars, every third a prefix cache, and every sixth tiers. From `DRAFTED` on, a draft model
+    guesses; every other world has a prefix cache, every fourth tiers, every fifth grammars, and in every third sessions
+    start from memory of running turns."""
     return next(make(seed) for first, make in _KINDS if seed >= first)
 
 
@@ -136,7 +141,7 @@ def _of_any_kind(seed: int) -> WorldConfig:
 
 
 def _kind(
-    prefixes: int = 1, tiers: int = 0, grammars: int = 0, overtaking: int = 0, **same: Any
+    prefixes: int = 1, tiers: int = 0, grammars: int = 0, overtaking: int = 0, drafted: int = 0, **same: Any
 ) -> Callable[[int], WorldConfig]:
     """Returns a function that makes worlds of one kind. The numbers say in which worlds something occurs: with n in
     every n-th, with 0 in none. `same`: fields that all have."""
@@ -145,13 +150,16 @@ def _kind(
         return number > 0 and seed % number == 0
 
     def make(seed: int) -> WorldConfig:
-        world = small_world(seed, grammars=every(seed, grammars), overtaking=every(seed, overtaking))
+        world = small_world(
+            seed, grammars=every(seed, grammars), overtaking=every(seed, overtaking), drafted=every(seed, drafted)
+        )
         return replace(world, prefixes=every(seed, prefixes), tiers=every(seed, tiers), **same)
 
     return make
 
 
 _KINDS = (
+    (DRAFTED, _kind(prefixes=2, tiers=4, grammars=5, overtaking=3, drafted=1)),
     (LIMITED, _kind(prefixes=3, tiers=6, grammars=2, limits=True)),
     (ADAPTED, _kind(tiers=2, overtaking=3, adapters=True)),
     (PINNED, _kind(prefixes=2, tiers=3, pins=True)),

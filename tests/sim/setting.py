@@ -55,10 +55,13 @@ class WorldConfig:
     pins: bool = False  # some sessions are pinned
     adapters: bool = False  # most sessions have one of two adapters
     overtaking: bool = False  # sessions start from memory that running turns compute, and are rewound into shared pages
+    drafted: bool = False  # a draft model guesses
 
     @property
     def guesses(self) -> str:
         """The kind of proposer; see `tests.sim.guesses`."""
+        if self.drafted:
+            return ("right draft", "right draft", "wrong draft")[self.seed % 3]
         return ("mixed", "right", "mixed", "hostile", "suffixes")[self.seed // 2 % 5] if self.lookahead else ""
 
     @property
@@ -72,7 +75,7 @@ class WorldConfig:
         return self.pressure, "+".join(kind.value for kind in kinds)
 
 
-def small_world(seed: int, *, grammars: bool = False, overtaking: bool = False) -> WorldConfig:
+def small_world(seed: int, *, grammars: bool = False, overtaking: bool = False, drafted: bool = False) -> WorldConfig:
     """Returns a world of up to 32 sessions, recounted and compared after every other step or so. Consecutive seeds go
     through all mixes, pressure levels and overlaps; every third is drawn from wider ranges. With `overtaking` several
     turns can run at once, and pages have several slots."""
@@ -95,7 +98,7 @@ def small_world(seed: int, *, grammars: bool = False, overtaking: bool = False) 
             groups=tuple(groups),
             pressure=pressure,
             overlap=(seed // 7) % 2,
-            lookahead=rng.choice((0, 3) if grammars else (0, 0, 3)),
+            lookahead=rng.choice((2, 5)) if drafted else rng.choice((0, 3) if grammars else (0, 0, 3)),
             page_size=page_size,
             context=context,
             budget=running + rng.choice((1, 3, 8, 24, *((64, 150) if wide else ()))),
@@ -112,6 +115,7 @@ def small_world(seed: int, *, grammars: bool = False, overtaking: bool = False) 
             text=rng.random() < 0.3,
             grammars=grammars,
             overtaking=overtaking,
+            drafted=drafted,
         ),
         most=256,
         rng=rng,

@@ -163,6 +163,31 @@ GUESSES = (
 those with guesses; what a tenant's sessions said is guessed for another. An input of a rejected guess is absorbed, or one twice; a state is kept where it does not stand; a row absorbs the
 inputs of its former turn, or those of another row."""
 
+DRAFTS = (
+    Slip("sched.draft_tables", "lease.truncate(kept)", "lease.truncate(kept + 1)"),
+    Slip("sched.draft_tables", "        self.sent = min(self.sent, kept)\n", ""),
+    Slip("sched.draft_tables", "if length % size and any(", "if False and any("),
+    Slip("sched.draft_tables", "        pages = tokens // size\n", "        pages = -(-tokens // size)\n"),
+    Slip("sched.draft_tables", "if each.scope == table.scope)", "if True)"),
+    Slip("sched.draft_tables", "            self._used[table] = None\n            self._used.move_to_end", "            self._used.move_to_end"),
+    Slip("sched.draft_tables", "table.share(best[2], best[0])\n            self._used[table] = None", "table.share(best[2], best[0])"),
+    Slip("sched.draft_tables", "self._free_rows.pop(), 0, None", "self._free_rows.pop(), 0, table.sampling"),
+    Slip("sched.draft_tables", "self._free_rows.pop(), 0, None", "self._free_rows.pop(), table.sent, None"),
+    Slip("sched.draft_tables", "            self._used.move_to_end(table)\n", ""),
+    Slip("sched.draft_tables", "if len(kept) + more > self", "if more > self"),
+    Slip("sched.draft_tables", "            table.sent, table.sampling = 0, None\n", "            pass\n"),
+    Slip("sched.draft_tables", "        self._used.pop(table, None)\n", "        self._used.pop(table, None)\n        self._used.popitem() if self._used else None\n"),
+    Slip("sched.draft_proposer", "followed.guesses = guesses[len(new) :] if right == len(new) else array(\"i\")", "followed.guesses = guesses[len(new) :]"),
+    Slip("sched.draft_proposer", "tries.note(right, tried, 64)", "tries.note(tried, tried, 64)"),
+    Slip("sched.draft_proposer", "checked = min(followed.checked, len(table.tokens))", "checked = len(table.tokens)"),
+    Slip("sched.draft_proposer", "followed.checked = min(len(table.tokens), length)", "followed.checked = len(table.tokens)"),
+    Slip("sched.draft_proposer", "guesses = each.followed.guesses[: min(count, each.limit)]", "guesses = each.followed.guesses"),
+    Slip("sched.draft_proposer", "if token is not None and self._model", "if token is None or self._model"),
+    Slip("engine.auditor", "            yield from self._proposer.holders()\n", "            yield from ()\n"),
+)  # fmt: skip
+"""A page of the draft model has no holder, or several write it; it is shared with another tenant; the model goes on from
+tokens that are not the turn's, or guesses with the options of another turn."""
+
 BY_AREA = {
     "holes": HOLES,
     "grammars": GRAMMARS,
@@ -174,4 +199,5 @@ BY_AREA = {
     "saves": SAVES,
     "native pages": NATIVE_PAGES,
     "guesses": GUESSES,
+    "drafts": DRAFTS,
 }

@@ -27,7 +27,7 @@ from tests.sim.copies import SlowCopies
 from tests.sim.disk import FaultyDisk
 from tests.sim.found import Found
 from tests.sim.grammars import LateMasks
-from tests.sim.guesses import proposer
+from tests.sim.guesses import proposer_of
 from tests.sim.journals import WorldJournal
 from tests.sim.letters import EOS, VOCAB
 from tests.sim.naive import Letters, NaiveSession, NaiveTurn
@@ -96,7 +96,7 @@ class World:
             clock=self.clock,
             random=Random(config.seed + 1_000_003 * self.engines),
             text=partial(TextStream, Letters()) if config.text else None,  # type: ignore[arg-type]
-            proposer=proposer(self, config.guesses),
+            proposer=proposer_of(self, config.guesses),
             masks=self.masks if config.grammars else None,
             disk=self.disk,
             carrier=self.copies,
@@ -415,7 +415,7 @@ class World:
             if text != wanted_text:
                 self.found("text", f"{turn!r} gave {text!r}, not {wanted_text!r}")
 
-    def finish(self) -> None:  # noqa: C901 - one rule after the other
+    def finish(self) -> None:  # noqa: C901, PLR0912 - one rule after the other
         """Lets every submitted turn end, closes every session, and checks that nothing is left."""
         for _ in range(PATIENCE):
             if not any(not turn.drafting for turn in self.turns.values()):
@@ -443,7 +443,9 @@ class World:
         self.step()
         self.step()
         self.step()
-        for pool in self.engine.memory.pools:
+        if (proposer := self.engine.core.proposer) is not None:
+            proposer.release({"kv_cache"})
+        for pool in self.engine.pools:
             if pool.free != pool.capacity:
                 self.found("leaks", f"{pool.name}: {pool.capacity - pool.free} units are left in an empty engine")
 

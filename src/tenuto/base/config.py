@@ -26,6 +26,8 @@ DEFAULT_MODEL = "smollm2"
 """SmolLM2-135M-Instruct: a chat model small enough for any CPU."""
 KERNELS = ("auto", "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon_dot", "neon", "torch")
 """Choices of kernels: the best variant that the CPU has, one variant of the native kernels, or plain PyTorch."""
+SPECULATE = ("auto", "suffix", "off")
+"""Choices of guesses besides those of a draft model."""
 LEVELS = ("debug", "info", "warning", "error")
 OTHER_VARIABLES = ("TENUTO_CACHE", "TENUTO_URL")
 """Environment variables that set no option: the directory of models, and the URL of a client's server."""
@@ -63,6 +65,13 @@ def _tenant_weights(name: str, given: Iterable[Iterable[Any]]) -> tuple[tuple[st
     )
 
 
+def _speculate(name: str, given: object) -> str:
+    """Returns one of `SPECULATE` or the name of a model. Raises `ConfigError`."""
+    if not isinstance(given, str) or not given.strip():
+        raise ConfigError(f"{name} is {shown(given)}; allowed: {', '.join(SPECULATE)}, or the name or path of a model")
+    return given.lower() if given.lower() in SPECULATE else given
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The options of an engine."""
@@ -83,9 +92,9 @@ class EngineConfig:
     overlap: int = option(0, "1: plan a step while the previous one is computed.", Bounds(0, 1))
     speculate: str = option(
         "auto",
-        "Guess tokens that repeat what was said before, and compute them ahead: where that changes no token, always"
-        " (suffix), or never.",
-        ("auto", "suffix", "off"),
+        "Guess tokens, and compute them ahead: those that repeat what was said before where that changes no token"
+        " (auto), or always (suffix), or never (off); or also what a draft model says, by its name or path.",
+        _speculate,
     )
     lookahead: int = option(0, "Most tokens a proposer may guess ahead of a turn.", _SIZE, internal="speculate decides")
     aging_seconds: float = option(10.0, "A turn gains one priority for every such wait.", SECONDS)
@@ -123,6 +132,11 @@ class EngineConfig:
         1000, "Recount all memory every so many steps, a little at each. 0: only on demand.", _SIZE
     )
     strict: bool = option(default=False, description="Recount all memory after every step, and log every recount.")
+
+    @property
+    def draft_model(self) -> str | None:
+        """The name or path of the draft model; `None` without one."""
+        return None if self.speculate in SPECULATE else self.speculate
 
     def __post_init__(self) -> None:
         check_options(self, ConfigError)

@@ -9,7 +9,7 @@ from tenuto.base.errors import InvariantError
 from tenuto.base.views import AuditReport
 from tenuto.engine.core import Core
 from tenuto.memory.audit import AuditCycle, recount
-from tenuto.memory.pool import Holder
+from tenuto.memory.pool import Holder, Pool
 from tenuto.sched.planner import Flight
 
 log = logging.getLogger("tenuto.audit")
@@ -21,15 +21,16 @@ Told = Callable[[AuditReport], None]
 
 
 class Auditor:
-    """Begins an audit cycle every `config.audit_every` steps (0: never) and on request, and advances it at every step.
-    With `config.strict`, it recounts everything after every step instead, and logs every recount. `others` are the
-    holders besides sessions."""
+    """Checks the totals of pools beside the memory at every step. Begins an audit cycle every `config.audit_every`
+    steps (0: never) and on request, and advances it at every step. With `config.strict`, it recounts everything after
+    every step instead, and logs every recount. `others` are the holders besides sessions."""
 
     def __init__(self, core: Core, others: tuple[Holder, ...]) -> None:
         self._strict = core.config.strict
         self._memory = core.memory
         self._sessions = core.registry
         self._others = others
+        self._proposer = core.proposer
         self._batch = core.batch
         self._every = core.config.audit_every
         self._since = 0  # steps since the last cycle began
@@ -42,7 +43,7 @@ class Auditor:
     def recount(self, flights: Iterable[Flight]) -> AuditReport:
         """Recounts everything now; `flights` are the steps in flight. Raises `InvariantError`."""
         self._check_rows()
-        return recount(self._memory, self._holders(), self._touched(flights))
+        return recount(self._memory, self._holders(), self._touched(flights), self._beside)
 
     @property
     def awaited(self) -> bool:
@@ -56,6 +57,8 @@ class Auditor:
     def step(self, flights: Iterable[Flight]) -> None:
         """Advances the cycle after a step; `flights` are in flight. Raises `InvariantError` if the counts are wrong, or
         were wrong when the cycle began."""
+        for pool in self._beside:
+            pool.check_totals()
         if self._strict:
             self._step_strictly(flights)
             return
@@ -86,11 +89,23 @@ class Auditor:
 
     def _begin(self, flights: Iterable[Flight]) -> AuditCycle:
         self._check_rows()
-        return AuditCycle(self._memory, self._sessions.memories(), self._others, self._touched(flights))
+        memories = self._sessions.memories()
+        return AuditCycle(self._memory, memories, self._besides(), self._touched(flights), self._beside)
+
+    @property
+    def _beside(self) -> tuple[Pool, ...]:
+        """The pools of memory that only serves guesses."""
+        return self._proposer.pools if self._proposer is not None else ()
 
     def _holders(self) -> Iterator[Holder]:
         yield from self._sessions.holders()
+        yield from self._besides()
+
+    def _besides(self) -> Iterator[Holder]:
+        """Yields the holders besides sessions, as they are when it is read."""
         yield from self._others
+        if self._proposer is not None:
+            yield from self._proposer.holders()
 
     def _check_rows(self) -> None:
         if self._memory.rows.used != len(self._batch):

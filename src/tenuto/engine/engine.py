@@ -25,6 +25,7 @@ from tenuto.engine.session_states import SessionStates
 from tenuto.engine.snapshots import Snapshots
 from tenuto.engine.turn_operations import TurnOperations
 from tenuto.memory.memory import Memory
+from tenuto.memory.pool import Pool
 from tenuto.memory.shape import Shape
 from tenuto.memory.tiers.disk import Disk
 from tenuto.memory.tiers.moves import Carrier, CopyThreads
@@ -152,6 +153,12 @@ class Engine:
         """The number of submitted turns that wait for a row."""
         return self.core.queue.submitted
 
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        """The pools of the memory, and those that only serve guesses."""
+        proposer = self.core.proposer
+        return (*self.memory.pools, *(proposer.pools if proposer is not None else ()))
+
     def now(self) -> float:
         """Returns the time, in seconds, of the clock for deadlines."""
         return self.core.clock.now()
@@ -167,7 +174,10 @@ class Engine:
         return not len(self.batch) and not len(self._flights) and self.queued > 0
 
     def end(self, *, keep: bool = False) -> None:
-        """Releases the disk tier, and removes its files unless `keep` is set. The engine is not used afterwards."""
+        """Releases the proposer and the disk tier, and removes the tier's files unless `keep` is set. The engine is not
+        used afterwards."""
+        if self.core.proposer is not None:
+            self.core.proposer.close()
         self.idle_memory.tiers.close(keep=keep)
 
     # -- audit

@@ -27,6 +27,7 @@ class Occupation:
         self._queue = core.queue
         self._lifecycle = lifecycle
         self._idle_memory = core.idle_memory
+        self._proposer = core.proposer
         self._flights = flights
         self.paused = False
         self.released: frozenset[MemoryPart] = frozenset()
@@ -68,6 +69,8 @@ class Occupation:
         if wanted:
             self._vacate(park=True)
             self._executor.release(wanted)
+            if self._proposer is not None:
+                self._proposer.release(wanted)
             self.released |= wanted
 
     @guarded
@@ -83,6 +86,8 @@ class Occupation:
             raise IllegalTransition("the weights were released or resumed meanwhile; try again")
         if wanted:
             self._executor.restore(wanted, weights)
+            if self._proposer is not None:
+                self._proposer.restore(wanted)
             self.released -= wanted
             if identity is not None:
                 self._vacate(park=False)

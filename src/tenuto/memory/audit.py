@@ -111,8 +111,8 @@ class _Audit:
     """The common part of audits: they read the counts of pools, then count the units of holders, and compare the
     two."""
 
-    def __init__(self, memory: Memory, in_flight: Iterable[tuple[int, Iterable[int]]]) -> None:
-        self.books = {pool: _Book(pool) for pool in memory.pools}
+    def __init__(self, memory: Memory, beside: Iterable[Pool], in_flight: Iterable[tuple[int, Iterable[int]]]) -> None:
+        self.books = {pool: _Book(pool) for pool in (*memory.pools, *beside)}
         self._in_flight = [(memory.pools[index], list(units)) for index, units in in_flight]
         self._leases = 0
         self.holders = 0
@@ -129,12 +129,15 @@ class _Audit:
 
 
 def recount(
-    memory: Memory, holders: Iterable[Holder], in_flight: Iterable[tuple[int, Iterable[int]]] = ()
+    memory: Memory,
+    holders: Iterable[Holder],
+    in_flight: Iterable[tuple[int, Iterable[int]]] = (),
+    beside: Iterable[Pool] = (),
 ) -> AuditReport:
-    """Recounts every unit of every pool from `holders`. Raises `InvariantError` with the units and their holders if a
-    count, the free list or a lease's holder is wrong, or if the step in flight touches (`in_flight`: pool index and
-    units) a unit that could be leased again."""
-    audit = _Audit(memory, in_flight)
+    """Recounts every unit of every pool, also of those `beside` the memory's, from `holders`. Raises `InvariantError`
+    with the units and their holders if a count, the free list or a lease's holder is wrong, or if the step in flight
+    touches (`in_flight`: pool index and units) a unit that could be leased again."""
+    audit = _Audit(memory, beside, in_flight)
     for holder in holders:
         leases = _leases_of(holder)
         _check_floors(holder)
@@ -163,16 +166,17 @@ class AuditCycle(_Audit):
         sessions: Iterable[SessionMemory],
         others: Iterable[Holder],
         in_flight: Iterable[tuple[int, Iterable[int]]] = (),
+        beside: Iterable[Pool] = (),
     ) -> None:
-        """Begins, and ends a cycle that may be in progress. `sessions`, which is read later, must yield the present
-        sessions even then."""
-        super().__init__(memory, in_flight)
+        """Begins, and ends a cycle that may be in progress. `sessions` and `others`, which are read later, must yield
+        the present ones even then. `beside`: see `recount`."""
+        super().__init__(memory, beside, in_flight)
         self.work = 0  # holders and leases visited, plus units divided by `UNITS_A_VISIT`
-        self._pools = memory.pools
+        self._pools = tuple(self.books)
         self._pending = _expand(sessions, others)
         self._changed: set[Holder] = set()  # holders with leases that pools had counted
         self._unplaced = list(self.books.values())
-        for pool in memory.pools:
+        for pool in self._pools:
             pool.begin_cycle(self._count_changing)
 
     def advance(self, most: int) -> AuditReport | None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from tenuto.base.errors import InvariantError
 
-HolderKind = Literal["session", "prefix", "turn", "checkpoint", "cached", "admission", "copy"]
+HolderKind = Literal["session", "prefix", "turn", "checkpoint", "cached", "admission", "copy", "draft model"]
 BULK = 24
 """The least number of units whose counts are changed by one NumPy call instead of a loop."""
 

@@ -12,11 +12,11 @@ from time import sleep
 from typing import Protocol
 
 from tenuto.base.checks import real
-from tenuto.base.clock import SystemClock
+from tenuto.base.clock import Clock, SystemClock
 from tenuto.base.config import EngineConfig, EngineOptions, WorkerSettings, cache_advice, cache_dir, engine_config
 from tenuto.base.embedding import EmbeddingHabits
 from tenuto.base.errors import ConfigError
-from tenuto.base.groups import GroupSpec, Kind
+from tenuto.base.groups import GroupSpec, Kind, MemorySpec
 from tenuto.base.plan import Executor
 from tenuto.engine.engine import Engine
 from tenuto.exec.device import spare_bytes, total_bytes
@@ -24,6 +24,10 @@ from tenuto.exec.witness import WitnessExecutor
 from tenuto.exec.witness_hashes import WIDTH as WITNESS_WIDTH
 from tenuto.memory.memory import kept_bytes, session_bytes, units_for_budget
 from tenuto.memory.shape import Shape
+from tenuto.sched.draft_model import DraftModel
+from tenuto.sched.draft_proposer import DraftProposer
+from tenuto.sched.draft_tables import DraftTables
+from tenuto.sched.guesses import Proposer
 from tenuto.sched.suffix_proposer import SuffixProposer
 from tenuto.text.chat import ChatTemplate
 from tenuto.text.grammars import GrammarCompiler
@@ -75,7 +79,7 @@ class Model:
     """An executor with its model's tokenizer, chat template and other facts. `max_context` is the model's longest
     context in tokens. `spare_bytes` is the device memory available for a server's sessions. `compute` describes to
     users the code and device that compute. `ropes`: see `ModelConfig.ropes`. `reading(path)` returns the identity of
-    the weights at `path`."""
+    the weights at `path`. `draft`: a smaller model of the same vocabulary that guesses what this one says."""
 
     executor: Executor
     vocab_size: int
@@ -91,6 +95,7 @@ class Model:
     ropes: bytes = b""
     reading: Callable[[str], WeightsIdentity] = NamedWeights
     embedding: EmbeddingHabits = WITNESS_EMBEDDING
+    draft: Model | None = None
 
     def grammars(self) -> GrammarCompiler | None:
         """Returns a compiler of grammars for the model's tokens; None without a tokenizer."""
@@ -115,6 +120,15 @@ class Model:
         """A digest of the vocabulary, equal for models in which every token id means the same."""
         return self.tokenizer.fingerprint if self.tokenizer is not None else f"{self.vocab_size} tokens"
 
+    def with_draft(self, draft: Model) -> Model:
+        """Returns the model with a draft model. Raises `ConfigError` unless both have the same vocabulary."""
+        if (draft.fingerprint, draft.vocab_size) != (self.fingerprint, self.vocab_size):
+            raise ConfigError(
+                f"speculate is {draft.name!r}, a model with another vocabulary ({draft.vocab_size} tokens); allowed: "
+                f"models with that of {self.name!r} ({self.vocab_size} tokens)"
+            )
+        return replace(self, draft=draft)
+
     def state_fingerprint(self) -> str:
         """Returns a digest of the model, its weights and its memory layout. Models with equal digests can use each
         other's units of memory."""
@@ -132,7 +146,22 @@ class Model:
 
 
 def load_model(settings: WorkerSettings) -> Model:
-    """Loads the model that the settings name. Raises `ModelError` or `ConfigError`."""
+    """Loads the model that the settings name, and its draft model if they name one. Raises `ModelError` or
+    `ConfigError`."""
+    name = engine_config(settings.config).draft_model
+    if name is None:
+        return _load(settings)
+    alone: EngineOptions = {**settings.config, "speculate": "off"}
+    draft = _load(replace(settings, model=name, kv_cache_dtype="auto", config=alone))
+    try:
+        return _load(settings).with_draft(draft)  # the draft model first: the other gets the memory that is left
+    except BaseException:
+        draft.executor.close()
+        raise
+
+
+def _load(settings: WorkerSettings) -> Model:
+    """Loads one model. Raises `ModelError` or `ConfigError`."""
     kind, _, step_seconds = settings.model.partition(":")
     if kind == WITNESS:
         if (given := settings.kv_cache_dtype) != "auto":
@@ -214,9 +243,14 @@ def memory_bytes(settings: WorkerSettings) -> int | None:
 def build_engine(model: Model, config: EngineConfig, memory_bytes: int | None, masks: Masks | None = None) -> Engine:
     """Builds an engine that uses `memory_bytes` for model state, by default enough for two sessions with full contexts,
     their turns and older checkpoints. Raises `ConfigError` if one turn does not fit."""
-    spec = model.executor.spec
+    spec, clock = model.executor.spec, SystemClock()
     shape = Shape.of(config, spec.page_size)
     budget = memory_bytes if memory_bytes is not None else 2 * session_bytes(spec, shape) + kept_bytes(spec, shape)
+    proposer: Proposer | None = SuffixProposer() if config.lookahead else None
+    if model.draft is not None and proposer is not None:
+        pages = draft_pages(model.draft.executor.spec, config, budget)
+        budget -= 0 if memory_bytes is None else pages * page_bytes(model.draft.executor.spec)
+        proposer = DraftProposer(draft_model(model.draft, config, pages, clock), proposer)
     units = units_for_budget(spec, shape, budget, expected=max(1, config.context_length // 4))
     text = partial(TextStream, model.tokenizer) if model.tokenizer is not None else None
     return Engine(
@@ -225,14 +259,33 @@ def build_engine(model: Model, config: EngineConfig, memory_bytes: int | None, m
         config,
         vocab_size=model.vocab_size,
         eos_ids=model.eos_ids,
-        clock=SystemClock(),
+        clock=clock,
         random=SystemRandom(),
         text=text,
-        proposer=SuffixProposer() if config.lookahead else None,
+        proposer=proposer,
         masks=masks,
         identity=model.tier_identity(config),
         generates=not model.embedding.only,
     )
+
+
+def page_bytes(spec: MemorySpec) -> int:
+    """Returns the bytes of a page in each group."""
+    return sum(group.bytes_per_unit for group in spec.groups)
+
+
+def draft_pages(spec: MemorySpec, config: EngineConfig, budget: int) -> int:
+    """Returns the pages of a draft model, beside a model whose sessions get the rest of `budget` bytes: those of an
+    eighth of it, but at least of one context, and at most of as many as may run at once."""
+    one = -(-config.context_length // spec.page_size)
+    return max(one, min(config.max_running * one, budget // (8 * page_bytes(spec))))
+
+
+def draft_model(model: Model, config: EngineConfig, pages: int, clock: Clock) -> DraftModel:
+    """Prepares a model to guess what another one says. Raises `ConfigError` if it has recurrent layers."""
+    tables = DraftTables(model.executor.spec, pages, config.max_running)
+    model.executor.prepare((pages,) * len(tables.pools), config.max_running, overlap=0)
+    return DraftModel(model.executor, tables, clock, vocab_size=model.vocab_size, context=model.max_context)
 
 
 def server_budget(model: Model, config: EngineConfig) -> int:
@@ -242,4 +295,8 @@ def server_budget(model: Model, config: EngineConfig) -> int:
     spec = model.executor.spec
     shape = Shape.of(config, spec.page_size)
     one, kept = session_bytes(spec, shape), kept_bytes(spec, shape)
-    return kept + max(2 * one, min((config.max_running + 1) * one, model.spare_bytes - kept))
+    least = 2 * one
+    if model.draft is not None:
+        draft = model.draft.executor.spec
+        least += draft_pages(draft, config, 0) * page_bytes(draft)
+    return kept + max(least, min((config.max_running + 1) * one, model.spare_bytes - kept))

@@ -396,7 +396,7 @@ def _description(model: Model, engine: Engine, adapters: list[AdapterView]) -> M
         compute=model.compute,
         page_size=page_size,
         capacity_tokens=min(paged) * page_size if paged else 0,
-        units={pool.name: pool.capacity for pool in pools},
+        units={pool.name: pool.capacity for pool in engine.pools},
         guess_bytes=kept_bytes(engine.memory.spec, engine.memory.shape),
         adds_bos=tokenizer.adds_bos if tokenizer is not None else False,
         bos_id=tokenizer.bos_id if tokenizer is not None else None,

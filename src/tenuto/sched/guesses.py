@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from tenuto.base.plan import MemoryPart
+from tenuto.memory.pool import Holder, Pool
 from tenuto.session.turn import Turn
 
 
@@ -102,6 +104,14 @@ class StepTimes:
         group = self._groups.get(rows.bit_length())
         return group.at(further) if group is not None else _Factors(rows, 1.0).at(further)
 
+    def seconds(self, rows: int, further: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Returns the times of steps of `rows` rows and numbers of `further` tokens, float64 [n]. Where no step with
+        about as many rows was measured, that of the nearest number stands for it; without any, times are 0."""
+        if not self._groups:
+            return np.zeros(len(further))
+        group = self._groups[min(self._groups, key=lambda measured: abs(measured - rows.bit_length()))]
+        return group.scale * group.at(further)
+
     def note(self, rows: int, tokens: int, seconds: float) -> None:
         """Takes note of a step of `tokens` tokens in total that took `seconds`."""
         further = tokens - rows
@@ -125,32 +135,62 @@ class NextStep:
     tokens: int
     sampled: int
 
+    @property
+    def further(self) -> int:
+        """The number of its tokens besides one of each row."""
+        return self.tokens - self.rows
 
-class Proposer(Protocol):
+
+class Proposer(ABC):
     """Guesses the next tokens of turns; they are computed ahead and compared with the sampled ones."""
 
+    @abstractmethod
     def propose(self, turns: Sequence[Turn], limits: Sequence[int], step: NextStep) -> list[Guesses]:
         """Returns at most `limits[i]` guesses for each turn, possibly none. May be called several times for a step."""
 
     def committed(self, turn: Turn) -> None:
         """Takes note of the output of a turn that was committed."""
+        return
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        """Pools of its own, of memory that only serves guesses. No unit of them is touched between calls."""
+        return ()
+
+    def holders(self) -> Iterable[Holder]:
+        """Returns all holders of units of `pools`."""
+        return ()
+
+    def release(self, parts: Collection[MemoryPart]) -> None:
+        """Gives memory back to the system, as the engine does at the same time; see `Executor.release`."""
+        return
+
+    def restore(self, parts: Collection[MemoryPart]) -> None:
+        """Takes the memory of `parts` again. A failure is logged, and costs nothing but guesses."""
+        return
+
+    def close(self) -> None:
+        """Releases everything; it is not used afterwards."""
+        return
+
+
+def prospects(step: NextStep, guesses: Sequence[Guesses]) -> tuple[list[int], npt.NDArray[np.float64]]:
+    """Returns the rows of all guesses, those that are likeliest to become output first, and the number of tokens that
+    the step may be expected to sample with the first 0, 1, 2, ... of them, float64 [guesses + 1]. A guess adds a token
+    if it and those before it are right."""
+    chances = [list(accumulate(each.chances, mul)) for each in guesses]
+    likeliest = sorted(((-chance, row) for row, each in enumerate(chances) for chance in each))
+    return [row for _, row in likeliest], step.sampled + np.cumsum([0.0, *(-chance for chance, _ in likeliest)])
 
 
 def chosen_counts(step: NextStep, guesses: Sequence[Guesses]) -> list[int]:
-    """Returns how many of each row's guesses a step computes so that it samples the most tokens per second.
-
-    A guess adds a token if it and those before it are right. The likeliest are taken first, up to the number with the
-    highest rate.
-    """
-    chances = [list(accumulate(each.chances, mul)) for each in guesses]
-    likeliest = sorted(((-chance, row) for row, each in enumerate(chances) for chance in each))
-    if not likeliest:
-        return [0] * len(guesses)
-    expected = step.sampled + np.cumsum([0.0, *(-chance for chance, _ in likeliest)])
-    further = step.tokens - step.rows + np.arange(len(expected), dtype=np.float64)
-    rates = expected / step.times.factors(step.rows, further)
+    """Returns how many of each row's guesses a step computes so that it samples the most tokens per second."""
+    likeliest, expected = prospects(step, guesses)
     counts = [0] * len(guesses)
+    if not likeliest:
+        return counts
+    rates = expected / step.times.factors(step.rows, step.further + np.arange(len(expected), dtype=np.float64))
     rates[0] *= WORTH
-    for _, row in likeliest[: int(np.argmax(rates))]:
+    for row in likeliest[: int(np.argmax(rates))]:
         counts[row] += 1
     return counts

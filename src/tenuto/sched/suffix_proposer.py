@@ -10,7 +10,7 @@ from enum import IntEnum
 from typing import Protocol
 from weakref import ref
 
-from tenuto.sched.guesses import NO_GUESSES, Guesses, NextStep
+from tenuto.sched.guesses import NO_GUESSES, Guesses, NextStep, Proposer
 from tenuto.session.suffixes import ORDER, SessionSuffixes, Suffixes, hash_of
 from tenuto.session.turn import Turn
 
@@ -154,7 +154,7 @@ class Trail:
     hits: tuple[Hits, ...] = field(default_factory=lambda: tuple(Hits() for _ in Kind))
 
 
-class SuffixProposer:
+class SuffixProposer(Proposer):
     """Guesses that the tokens after a turn's last ones are those that followed the same ones before: in the turn's
     prediction, in its session, or in what other sessions of its tenant said.
 

@@ -126,9 +126,7 @@ def stats(engine: Engine) -> Stats:
         queued=engine.queued,
         steps=engine.steps,
         transitions=dict(engine.transitions),
-        pools=[
-            PoolReport(pool.name, pool.capacity, pool.free, pool.limbo, pool.leased) for pool in engine.memory.pools
-        ],
+        pools=[PoolReport(pool.name, pool.capacity, pool.free, pool.limbo, pool.leased) for pool in engine.pools],
         prompt_tokens=totals["prompt"],
         cached_tokens=totals["cached"],
         generated_tokens=totals["generated"],
