@@ -62,7 +62,7 @@ class MixedDriver:
         accepted = accepted or {}
         plan = self.plan(work, adapters, accepted)
         found = logits_of(self.executor, plan)
-        self._end({row: tokens[: accepted.get(row, len(tokens))] for row, tokens in work.items()})
+        self.end({row: tokens[: accepted.get(row, len(tokens))] for row, tokens in work.items()})
         for row in work:
             self.kept[row] = accepted.get(row, 0)
         return found
@@ -75,10 +75,11 @@ class MixedDriver:
         self.executor.submit(replace(plan, vectors=InputVectors(*map(np.ascontiguousarray, asked))))
         found = self.executor.collect().vectors
         assert found is not None
-        self._end(work)
+        self.end(work)
         return torch.from_numpy(found)
 
-    def _end(self, work: Mapping[int, Sequence[int]]) -> None:
+    def end(self, work: Mapping[int, Sequence[int]]) -> None:
+        """Makes computed tokens part of their rows."""
         for row, tokens in work.items():
             self.lengths[row] += len(tokens)
             self._slide(row)

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 from tenuto.base.config import cache_dir
 from tenuto.base.errors import ConfigError, InvariantError, StepFailed
-from tenuto.base.plan import PREVIOUS_SAMPLE, Plan, TokenMasks, Words
+from tenuto.base.plan import PREVIOUS_SAMPLE, Ints, Plan, TokenMasks, Words
 from tenuto.base.sampling import GREEDY, Sampling
 from tenuto.exec.forward import Longs, Outputs
 from tenuto.exec.load import ExecutorOptions, load_executor
@@ -206,9 +206,9 @@ def test_without_overlap_steps_are_carried_out_by_the_thread_that_collects(
     threads = list[int]()
     compute = executor._compute
 
-    def noted(plan: Plan, outputs: Longs) -> Outputs:
+    def noted(plan: Plan, tokens: Ints, outputs: Longs) -> Outputs:
         threads.append(threading.get_ident())
-        return compute(plan, outputs)
+        return compute(plan, tokens, outputs)
 
     monkeypatch.setattr(executor, "_compute", noted)
     assert continuation(alone, 0, text(6), 3) == expected

@@ -156,7 +156,7 @@ GUESSES = (
     Slip("sched.settle", "while accepted < len(guesses) and guesses[accepted] == sampled[accepted]:", "while accepted < len(guesses):"),
     Slip("sched.planner", "if added.tokens and all(n <= have", "if added.tokens or all(n <= have"),
     Slip("sched.batch", "self.speculates[row] = turn.params.speculate", "self.speculates[row] = True"),
-    Slip("engine.flights", "return self.land() if any(flight.guesses for flight in self._flights) else []", "return []"),
+    Slip("engine.flights", "return self.land() if any(flight.decides_the_next for flight in self._flights) else []", "return []"),
     Slip("sched.suffix_proposer", "self._said.get(turn.session.policy.tenant)", "next(iter(self._said.values()), None)"),
 )  # fmt: skip
 """A rejected guess becomes output, or its page is not there; turns that want no guesses get some; rows run ahead of

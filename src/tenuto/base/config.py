@@ -26,7 +26,7 @@ DEFAULT_MODEL = "smollm2"
 """SmolLM2-135M-Instruct: a chat model small enough for any CPU."""
 KERNELS = ("auto", "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon_dot", "neon", "torch")
 """Choices of kernels: the best variant that the CPU has, one variant of the native kernels, or plain PyTorch."""
-SPECULATE = ("auto", "suffix", "off")
+SPECULATE = ("auto", "suffix", "mtp", "off")
 """Choices of guesses besides those of a draft model."""
 LEVELS = ("debug", "info", "warning", "error")
 OTHER_VARIABLES = ("TENUTO_CACHE", "TENUTO_URL")
@@ -93,7 +93,8 @@ class EngineConfig:
     speculate: str = option(
         "auto",
         "Guess tokens, and compute them ahead: those that repeat what was said before where that changes no token"
-        " (auto), or always (suffix), or never (off); or also what a draft model says, by its name or path.",
+        " (auto), or always (suffix); those of the model's own head for that (mtp); none (off); or also what a draft"
+        " model says, by its name or path.",
         _speculate,
     )
     lookahead: int = option(0, "Most tokens a proposer may guess ahead of a turn.", _SIZE, internal="speculate decides")

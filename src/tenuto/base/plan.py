@@ -116,6 +116,24 @@ class TokenMasks:
     allowed: Future[Words | None]
 
 
+SAMPLED = -1
+"""In `PredictorWork.following`: the token that the row samples after its last one in this step."""
+
+
+@dataclass(frozen=True, slots=True)
+class PredictorWork:
+    """The work of the model's head for multi-token prediction, which is done when the step's tokens are sampled. Both
+    arrays are int32 [rows].
+
+    `following[i]` is the token after the row's last one in this step, or `SAMPLED`. The head stores keys and values for
+    all tokens of the step, in their slots. `guesses[i]` is the number of tokens that the row asks the head to guess
+    after the last one that it samples and that follows right guesses. The n-th takes the place of the n-th of the
+    tokens from there on, and needs its slot. The head guesses as many as there are slots in the row's pages."""
+
+    following: Ints
+    guesses: Ints
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One forward pass over a mixed batch of prefill chunks and decodes.
@@ -130,7 +148,7 @@ class Plan:
     window of `starts[i]` are stale and must not be read. `sampling` lists the rows whose sampling options are new.
     `scores` and `vectors` are `None` if no row requests them. `masks` has an entry for every row with a grammar that
     samples. `adapters`, int32 [rows], is the slot of each row's adapter, and 0 for rows without one; `None` if no row
-    has one.
+    has one. `predictor` is `None` if the executor does not predict.
     """
 
     step: int
@@ -147,6 +165,7 @@ class Plan:
     masks: tuple[TokenMasks, ...] = ()
     vectors: InputVectors | None = None
     adapters: Ints | None = None
+    predictor: PredictorWork | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,16 +193,29 @@ class Logprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Predicted:
+    """Guesses of the model's head for the rows of a plan: the first `counts[i]`, int32 [rows], of `tokens[i]`, int32
+    [rows, most], and their probabilities by the head, `chances`, float32 [rows, most]. `seconds`: the time that the
+    head took to guess."""
+
+    tokens: Ints
+    chances: Singles
+    counts: Ints
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """The sampled tokens of a step, int32 [sum(plan.samples)], rows in plan order. `sampled`: log-probabilities of
     sampled tokens, where their rows request them, by index in `tokens`; `scored`: those of the input tokens in
-    `plan.scores`; `vectors`: the sums of `plan.vectors`, float32 [sums, width of the model]. Each is `None` if no row
-    requests it."""
+    `plan.scores`; `vectors`: the sums of `plan.vectors`, float32 [sums, width of the model]; `predicted`: what the head
+    guesses. Each is `None` if no row requests it."""
 
     tokens: Ints
     sampled: Logprobs | None = None
     scored: Logprobs | None = None
     vectors: Singles | None = None
+    predicted: Predicted | None = None
 
 
 class CopyFailed(Exception):
@@ -246,6 +278,10 @@ class Executor(Copier, Protocol):
     def batch_invariant(self) -> bool:
         """Whether the results of a token do not depend on how tokens are cut into steps, in any bit, so that guesses
         change no output."""
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the model has a head for multi-token prediction. Then plans have a `predictor`."""
 
     def prepare(self, units: tuple[int, ...], rows: int, overlap: int = 1, lookahead: int = 0) -> None:
         """Allocates memory for `units[g]` units of each group of `spec`, and page tables and kept inputs for row ids

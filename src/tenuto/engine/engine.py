@@ -33,6 +33,7 @@ from tenuto.sched.admission import Admission
 from tenuto.sched.batch import Batch
 from tenuto.sched.guesses import Proposer
 from tenuto.sched.planner import Planner
+from tenuto.sched.predictor_proposer import PredictorProposer
 from tenuto.sched.queue import WaitingQueue
 from tenuto.sched.settle import Settler
 from tenuto.sched.shares import Shares
@@ -70,6 +71,7 @@ class Engine:
         random: Random,
         text: TextFactory | None = None,
         proposer: Proposer | None = None,
+        predictor: PredictorProposer | None = None,
         masks: Masks | None = None,
         disk: Disk | None = None,
         carrier: Carrier | None = None,
@@ -78,7 +80,10 @@ class Engine:
     ) -> None:
         """`disk` replaces the files of `config.disk_tier`, and `carrier` the threads that copy parked units to the
         device. `identity` stands for the meaning of units' contents; memory that another engine has left on disk is
-        used if its identity is the same. `generates`: the model's logits mean something. Raises `ConfigError`."""
+        used if its identity is the same. `generates`: the model's logits mean something. `predictor`: the part of
+        `proposer`, or all of it, that asks the model's head. Raises `ConfigError`."""
+        if predictor is not None and not executor.predicts:
+            raise ConfigError("there is a proposer for a head of the model; allowed: none, because it has no head")
         if config.lookahead and proposer is None:
             raise ConfigError(f"lookahead is {config.lookahead}; allowed: 0, because this engine has no proposer")
         self.config = config
@@ -107,8 +112,8 @@ class Engine:
             memory, core.batch, core.queue, self.pressure, lifecycle.start, self.sharing.share, core.idle_memory
         )
         self.suspects = Suspects()
-        self._planner = Planner(memory, core.batch, self.suspects, config, proposer)
-        self._settler = settler = Settler(memory, core.batch)
+        self._planner = planner = Planner(memory, core.batch, self.suspects, config, proposer, predictor)
+        self._settler = settler = Settler(memory, core.batch, planner.predictor)
         self.guessed, self.accepted = settler.guessed, settler.accepted
         self._flights = Flights(core, lifecycle, self._planner, settler, self.suspects, masks or MasksAtOnce())
         self.occupation = Occupation(core, lifecycle, self._flights)

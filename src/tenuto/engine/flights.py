@@ -109,16 +109,17 @@ class Flights:
         return progressed
 
     def land_guesses(self) -> list[Turn]:
-        """Collects the steps in flight if one of them computes guesses. A step that was planned before they are settled
-        would leave out their rows, and the others would run ahead in steps of their own."""
-        return self.land() if any(flight.guesses for flight in self._flights) else []
+        """Collects the steps in flight if one of them computes guesses, or asks the model's head for some. A step that
+        was planned before they are settled would leave out their rows, and the others would run ahead in steps of their
+        own; or it would not have what the head guesses."""
+        return self.land() if any(flight.decides_the_next for flight in self._flights) else []
 
     def collect(self) -> tuple[Flight, StepResult | None]:
         """Waits for the oldest step. Its result is `None` if it failed."""
         flight, result = self._flights.popleft(), None
         try:
             result = self._executor.collect()
-            self._measure(flight)
+            self._measure(flight, result.predicted.seconds if result.predicted is not None else 0.0)
         except StepFailed as error:
             if not self.is_void(flight):
                 self._counts.note("step failed")
@@ -129,11 +130,11 @@ class Flights:
             self._ask_masks()
         return flight, result
 
-    def _measure(self, flight: Flight) -> None:
+    def _measure(self, flight: Flight, guessing: float) -> None:
         """Records the time of a step: to compare guesses with single tokens and, if it is mostly prefill, to compare
-        computing tokens with restoring them."""
+        computing tokens with restoring them. `guessing`: the seconds of it that the model's head took to guess."""
         ended = self._clock.now()
-        self._planner.times.note(len(flight.rows), len(flight.plan.tokens), ended - self._began)
+        self._planner.times.note(len(flight.rows), len(flight.plan.tokens), ended - self._began - guessing)
         if len(flight.plan.tokens) >= PREFILL_TOKENS * len(flight.rows):
             self._idle_memory.tiers.rates.note("compute", len(flight.plan.tokens), ended - self._began)
         self._began = ended

@@ -93,6 +93,16 @@ class Forward(Protocol):
         """Computes `tokens`, int32 [sum(plan.counts)], and the sums of `plan.vectors`. `outputs`, int32 [outputs], are
         the indices in `tokens` after which logits are wanted."""
 
+    def remember(self, plan: Plan, following: Ints) -> None:
+        """Stores the head's keys and values for the tokens that `run` has just computed. `following`, int32 [tokens]:
+        the token after each."""
+
+    def predict(self, rows: Ints, positions: Ints, tokens: Ints, sources: Ints) -> Outputs:
+        """Computes the head for a token of each of `rows`, and stores its keys and values at `positions`. It continues
+        from the output of the last `run`, or of `predict` if that came later, for the token with index `sources[i]`
+        there, and `tokens[i]` after it; all int32 [rows]. Returns what may follow that token. Results of `run` are not
+        valid any more."""
+
     def read_units(self, group: int, units: Ints) -> Bytes:
         """See `Copier.read_units`."""
 

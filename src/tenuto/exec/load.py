@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,10 +18,11 @@ from tenuto.kernels.native.build import VARIANTS, Machine, Unavailable, library
 from tenuto.kernels.native.library import Library, loaded
 from tenuto.models.adapter import Adapter, Translation, read_adapter
 from tenuto.models.checkpoint import ModelCheckpoint, open_checkpoint
-from tenuto.models.config import ModelConfig
+from tenuto.models.config import PREDICTOR, ModelConfig
 from tenuto.models.native.obstacle import obstacle
 from tenuto.models.native.program import NativeProgram
 from tenuto.models.store import ModelFiles, resolve
+from tenuto.models.weights import StoredWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,8 @@ class ExecutorOptions:
     `dtype` is an `Element`. By default, native kernels use weights as they are stored, and PyTorch uses float32 on a
     CPU and bfloat16 elsewhere. `context` is the maximum number of tokens of a session, by default the model's limit;
     some models rotate queries and keys differently for long contexts. `kernels` is one of `KERNELS`; native ones are
-    compiled into `cache` and unavailable without it. `kv_cache_dtype` is a `KVCacheDtype`; values other than `auto`
+    compiled into `cache` and unavailable without it. `predictor`: whether the model's head for multi-token prediction
+    is loaded, if it has one. `kv_cache_dtype` is a `KVCacheDtype`; values other than `auto`
     need native kernels. `say` receives a message before kernels are compiled, which takes some seconds, and the reason
     if plain PyTorch is used as a fallback.
     """
@@ -42,6 +44,7 @@ class ExecutorOptions:
     context: int | None = None
     kernels: str = "auto"
     kv_cache_dtype: str = "auto"
+    predictor: bool = False
     cache: Path | None = None
     machine: Machine = field(default_factory=Machine.this)
     say: Callable[[str], None] = lambda _: None
@@ -99,6 +102,8 @@ def _forward(
     checkpoint = checkpoint or open_checkpoint(files)
     longest = checkpoint.config.max_context
     config = checkpoint.config.within(min(options.context or longest, longest))
+    if not options.predictor:
+        config = replace(config, predictor=())
     native = _native_forward(config, checkpoint, options, wide)
     return native if native is not None else _torch_forward(config, checkpoint, options)
 
@@ -118,7 +123,13 @@ def _torch_forward(config: ModelConfig, checkpoint: ModelCheckpoint, options: Ex
 
     usual = Element.FLOAT32 if is_cpu(options.device) else Element.BFLOAT16
     dtype = getattr(torch, options.dtype or usual)
-    return TorchForward(Decoder(config, checkpoint.weights(), torch.device(options.device), dtype), options.page_size)
+    weights = _weights(checkpoint, config)
+    return TorchForward(Decoder(config, weights, torch.device(options.device), dtype), options.page_size)
+
+
+def _weights(checkpoint: ModelCheckpoint, config: ModelConfig) -> Iterator[tuple[str, StoredWeight]]:
+    """Yields the weights, without those of a head that `config` leaves out."""
+    return (each for each in checkpoint.weights() if config.predictor or not each[0].startswith(PREDICTOR))
 
 
 def _native_forward(
@@ -176,7 +187,7 @@ def _packed(
     kv_type, plain = KVCacheDtype(options.kv_cache_dtype), options.dtype is not None
     try:
         return NativeProgram(
-            config, checkpoint.weights(), options.page_size, plain=plain, kv_cache_dtype=kv_type, wide=wide
+            config, _weights(checkpoint, config), options.page_size, plain=plain, kv_cache_dtype=kv_type, wide=wide
         )
     except OSError as error:
         raise ConfigError(f"there is no memory for the model's weights: {error}") from error

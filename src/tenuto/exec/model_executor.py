@@ -10,7 +10,6 @@ from functools import partial
 from typing import TypeVar, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from tenuto.base.errors import ConfigError, InvariantError, StepFailed
 from tenuto.base.plan import (
@@ -29,8 +28,9 @@ from tenuto.base.plan import (
 from tenuto.base.sampling import LEAST_LOGPROB
 from tenuto.exec.device import trim
 from tenuto.exec.forward import Forward, Logits, Longs, Outputs, Singles
+from tenuto.exec.predictor import predict
 from tenuto.exec.row_options import RowOptions
-from tenuto.exec.token_counts import NO_GUESS
+from tenuto.exec.samples import Samples, samples_of
 from tenuto.kernels.ragged import ragged_arange
 from tenuto.kernels.sampling import Masks
 from tenuto.models.adapter import Adapter
@@ -81,6 +81,7 @@ class ModelExecutor:
         self._forward: Forward | None = forward  # None while the weights are released
         self.spec, self.layout = forward.spec, forward.layout
         self.batch_invariant = forward.batch_invariant
+        self.predicts = bool(forward.config.predictor)
         self._loader = loader
         self._adapter_reader = adapter_reader
         self._pack = forward.packer
@@ -225,7 +226,7 @@ class ModelExecutor:
         measurements, with no step in flight."""
 
         def compute() -> Singles:
-            return self._compute(plan, _samples(plan).outputs).logits.host()
+            return self._compute(plan, self._tokens(plan), samples_of(plan).outputs).logits.host()
 
         return self._worker.submit(compute).result()
 
@@ -239,8 +240,9 @@ class ModelExecutor:
             self._forward.close()
 
     def _step(self, plan: Plan) -> StepResult:
-        samples = _samples(plan)
-        computed, scored = self._compute(plan, samples.outputs), None
+        samples = samples_of(plan)
+        given = self._tokens(plan)
+        computed, scored = self._compute(plan, given, samples.outputs), None
         vectors = computed.vectors
         if plan.scores is not None:
             sampled_from = len(computed.logits) - len(plan.scores.offsets)
@@ -251,17 +253,18 @@ class ModelExecutor:
             computed = Outputs(computed.logits[:sampled_from], best)
         tokens, sampled = self._sample(samples, computed, plan.masks)
         self._last_sampled[samples.rows[samples.last]] = tokens[samples.last]
-        return StepResult(tokens, sampled, scored, vectors)
+        predicted = predict(self.forward, self._options, plan, samples, tokens, given)
+        return StepResult(tokens, sampled, scored, vectors, predicted)
 
-    def _compute(self, plan: Plan, outputs: Longs) -> Outputs:
-        """Applies the plan and computes its tokens. Returns the logits after the tokens at `outputs`, followed by those
-        for `plan.scores`. First makes the changes that outlast the step, so that they persist even if it fails."""
+    def _compute(self, plan: Plan, tokens: Ints, outputs: Longs) -> Outputs:
+        """Applies the plan and computes its `tokens`. Returns the logits after those at `outputs`, then those for
+        `plan.scores`. First makes the changes that outlast the step, so that they persist even if it fails."""
         self.forward.apply(plan)
         for row, new in plan.sampling:
             self._options.start(row, new)
         if plan.scores is not None:
             outputs = np.concatenate((outputs, plan.scores.offsets))
-        return self.forward.run(plan, self._tokens(plan), outputs.astype(np.int32))
+        return self.forward.run(plan, tokens, outputs.astype(np.int32))
 
     def _tokens(self, plan: Plan) -> Ints:
         """Returns the input ids, int32 [tokens], with references to earlier samples resolved."""
@@ -272,9 +275,7 @@ class ModelExecutor:
         tokens[unknown] = self._last_sampled[rows[unknown]]
         return tokens
 
-    def _sample(
-        self, samples: _Samples, computed: Outputs, given: Sequence[TokenMasks]
-    ) -> tuple[Ints, Logprobs | None]:
+    def _sample(self, samples: Samples, computed: Outputs, given: Sequence[TokenMasks]) -> tuple[Ints, Logprobs | None]:
         """Samples tokens, int32 [samples], by their rows' options and their positions; also returns log-probabilities
         if any row wants them. May change the logits."""
         options, sampled, logits = self._options, None, computed.logits
@@ -292,32 +293,6 @@ class ModelExecutor:
         if len(wanted):
             sampled = _scored(wanted, raw, tokens[wanted], most, options.named(rows[wanted]))
         return tokens.astype(np.int32), sampled
-
-
-@dataclass(frozen=True, slots=True)
-class _Samples:
-    """The samples of a plan, as arrays [samples], int64 unless noted. `outputs`: index, among the step's tokens, of the
-    token before the sample. `positions`: position of the sampled token in its sequence. `last`, bool: whether it is its
-    row's last sample in this step. `guesses`: the token before the sample if it is a guess, otherwise `NO_GUESS`."""
-
-    rows: Longs
-    outputs: Longs
-    positions: Longs
-    last: npt.NDArray[np.bool_]
-    guesses: Longs
-
-
-def _samples(plan: Plan) -> _Samples:
-    of = np.arange(len(plan.rows)).repeat(plan.samples)  # indices of rows
-    left = plan.samples.cumsum()[of] - np.arange(len(of))  # samples of the row from this one on
-    outputs = plan.counts.cumsum()[of] - left
-    return _Samples(
-        plan.rows[of].astype(np.int64),
-        outputs,
-        (plan.starts + plan.counts)[of] - left + 1,
-        left == 1,
-        np.where(left == plan.samples[of], NO_GUESS, plan.tokens[outputs]),
-    )
 
 
 def _copied(copy: Callable[[], T]) -> T:

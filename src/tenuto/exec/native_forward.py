@@ -170,10 +170,39 @@ class NativeForward:
         if plan.samples.max(initial=0) > 1:
             guesses = np.maximum(plan.samples - 1, 0, dtype=np.int32)
             step.guesses = _address(guesses)
+        self._step(step, self._model.whole)
+        return self._outputs(len(outputs), vectors)
+
+    def _step(self, step: Step, ops: range) -> None:
+        """Computes some of the program's operations."""
+        step.first_op, step.end_op = ops.start, ops.stop
         if self._library.step(self._handle, byref(step)):
-            raise MemoryError(f"there is no memory for a step of {len(tokens)} tokens")
-        logits = NativeLogits(self._library, self._handle, self._logits[: len(outputs)])
-        return Outputs(logits, self._best[: len(outputs)].copy(), vectors)
+            raise MemoryError(f"there is no memory for a step of {step.tokens_count} tokens")
+
+    def _outputs(self, count: int, vectors: Singles | None = None) -> Outputs:
+        logits = NativeLogits(self._library, self._handle, self._logits[:count])
+        return Outputs(logits, self._best[:count].copy(), vectors)
+
+    def remember(self, plan: Plan, following: Ints) -> None:
+        sources = np.arange(len(following), dtype=np.int32)
+        self._predict((plan.rows, plan.starts, plan.counts, following, sources), 0, self._model.keys)
+
+    def predict(self, rows: Ints, positions: Ints, tokens: Ints, sources: Ints) -> Outputs:
+        self._predict((rows, positions, np.ones_like(rows), tokens, sources), len(rows), self._model.head)
+        return self._outputs(len(rows))
+
+    def _predict(self, arrays: tuple[Ints, Ints, Ints, Ints, Ints], outputs: int, ops: range) -> None:
+        """Computes operations of the head for the tokens of rows; the first `outputs` tokens have logits. `arrays`:
+        `row_ids`, `starts`, `counts`, `tokens` and `sources` of the step."""
+        rows, tokens = len(arrays[0]), len(arrays[3])
+        given = np.concatenate((*arrays, np.arange(outputs, dtype=np.int32)))
+        at = _address(given)
+        step = Step(rows, tokens, outputs, 0, at, at + 4 * rows, at + 8 * rows, at + 12 * rows)
+        step.groups = self._pages_of_groups()
+        step.sources, step.outputs = at + 12 * rows + 4 * tokens, at + 12 * rows + 8 * tokens
+        step.logits, step.best = self._logits.ctypes.data, _address(self._best)
+        step.op_seconds = self.op_seconds.ctypes.data
+        self._step(step, ops)
 
     def _adapt(self, step: Step, slots: Ints) -> object:
         """Gives the step its adapters, by the slots of its rows. Returns what must live until it is computed."""
@@ -206,6 +235,12 @@ class NativeForward:
                 moves = next(states)
                 arrays = moves.reads, moves.writes, moves.absorbs, moves.keeps
                 made.append(GroupStep(None, 0, *map(_address, arrays)))
+        return (GroupStep * len(made))(*made)
+
+    def _pages_of_groups(self) -> Array[GroupStep]:
+        """Returns the page tables of groups, for operations that need nothing else."""
+        tables = (self._tables.get(group) for group in range(len(self.spec.groups)))
+        made = [GroupStep(_address(table.pages), table.pages.shape[1]) if table else GroupStep() for table in tables]
         return (GroupStep * len(made))(*made)
 
     def read_units(self, group: int, units: Ints) -> Bytes:

@@ -19,7 +19,7 @@ from tenuto.kernels.ragged import ragged_arange
 from tenuto.kernels.sampling import Choice, Masks
 from tenuto.kernels.torch_sampling import mask, sample, score
 from tenuto.models.adapter import Adapter
-from tenuto.models.block import AdaptedTokens
+from tenuto.models.block import AdaptedTokens, StepMemory
 from tenuto.models.decoder import Decoder
 from tenuto.models.groups import layer_groups, memory_spec
 
@@ -112,8 +112,26 @@ class TorchForward:
         asked, vectors = plan.vectors, None
         if asked is not None:
             parts = zip(asked.firsts.tolist(), asked.counts.tolist(), strict=True)
-            vectors = np.stack([_host(self._model.summed(hidden[first : first + n])) for first, n in parts])
+            normed = [self._model.normed(hidden[first : first + n]) for first, n in parts]
+            vectors = np.stack([_host(each.float().sum(dim=0)) for each in normed])
+        if self.config.predictor:
+            self._normed = self._model.normed(hidden)
         return Outputs(TorchLogits(self._model.logits(hidden, wanted)), vectors=vectors)
+
+    @torch.inference_mode()
+    def remember(self, plan: Plan, following: Ints) -> None:
+        self._predicted(plan.rows, plan.starts, plan.counts, following, self._normed)
+
+    @torch.inference_mode()
+    def predict(self, rows: Ints, positions: Ints, tokens: Ints, sources: Ints) -> Outputs:
+        before = self._normed.index_select(0, indices(sources, self._device))
+        self._normed = self._predicted(rows, positions, np.ones_like(rows), tokens, before)
+        return Outputs(TorchLogits(self._model.projected(self._normed)))
+
+    def _predicted(self, rows: Ints, starts: Ints, counts: Ints, tokens: Ints, normed: torch.Tensor) -> torch.Tensor:
+        places = indices(np.repeat(starts.astype(np.int64), counts) + ragged_arange(counts), self._device)
+        memory = cast("StepMemory", self.memories.pages_step(rows, starts, counts))  # the head only has attention
+        return self._model.predicted(indices(tokens, self._device), normed, places, memory)
 
     def _adapted(self, slots: Ints) -> list[AdaptedTokens]:
         """Returns the tokens of each adapter. `slots`: those of all tokens, 0 for tokens without one."""

@@ -48,9 +48,9 @@ class PageMemory:
             wider[:, :width] = self._table
             self._table = wider
 
-    def step(self, plan: Plan) -> PagedAttention:
-        """Returns the attention over this group's pages for the rows of `plan`, which must have been applied."""
-        return PagedAttention(self.kv, self._table, plan.rows, plan.starts, plan.counts, window=self._window)
+    def step(self, rows: Ints, starts: Ints, counts: Ints) -> PagedAttention:
+        """Returns the attention over this group's pages for tokens of rows; see `PagedAttention`."""
+        return PagedAttention(self.kv, self._table, rows, starts, counts, window=self._window)
 
 
 class Memories:
@@ -109,29 +109,18 @@ class Memories:
         """Returns the memory for the layers while `plan`, which must have been applied, is computed."""
         return MemoriesStep(self, self._places, plan, self._device)
 
+    def pages_step(self, rows: Ints, starts: Ints, counts: Ints) -> PagesStep:
+        """Returns the memory for layers of attention that compute `counts[i]` tokens of row `rows[i]` from position
+        `starts[i]` on, int32 [rows]."""
+        return PagesStep({g: pages.step(rows, starts, counts) for g, pages in self.pages.items()}, self._places)
 
-class MemoriesStep:
-    """The `StepMemory` of one plan. The state slot that a row reads stays unchanged unless the row also writes to
-    it."""
 
-    def __init__(
-        self, memories: Memories, places: dict[int, tuple[int, int]], plan: Plan, device: torch.device
-    ) -> None:
+class PagesStep:
+    """The part of a `StepMemory` that layers of attention use."""
+
+    def __init__(self, attentions: dict[int, PagedAttention], places: dict[int, tuple[int, int]]) -> None:
         """`places`: for every layer, its group and its number in that group."""
-        self._places = places
-        self._attentions = {g: memory.step(plan) for g, memory in memories.pages.items()}
-        self._slots, self._inputs = memories.states, memories.inputs
-        moved = zip(memories.states, plan.states, strict=True)
-        self._moves = {g: (indices(moves.reads, device), indices(moves.writes, device)) for g, moves in moved}
-        self.pieces = pieces(plan.counts, device) if self._slots else ()
-        same = plan.states[0] if plan.states else None  # rows absorb and keep the same in all groups
-        self._absorbing = absorbing(plan.rows, same.absorbs, device) if same is not None else ()
-        self.keeping = None
-        if same is not None and (keeps := same.keeps > 0).any():
-            self.keeping = indices(np.flatnonzero(keeps), device)
-            counts = plan.counts[keeps]
-            kept = np.flatnonzero(np.repeat(keeps, plan.counts)), np.repeat(plan.rows[keeps], counts)
-            self._kept = [indices(values, device) for values in (*kept, ragged_arange(counts))]
+        self._attentions, self._places = attentions, places
 
     def attend(
         self,
@@ -146,6 +135,30 @@ class MemoriesStep:
         """See `StepMemory.attend`."""
         group, place = self._places[layer]
         return self._attentions[group](place, q, k, v, scale, sinks, cap)
+
+
+class MemoriesStep(PagesStep):
+    """The `StepMemory` of one plan. The state slot that a row reads stays unchanged unless the row also writes to
+    it."""
+
+    def __init__(
+        self, memories: Memories, places: dict[int, tuple[int, int]], plan: Plan, device: torch.device
+    ) -> None:
+        """`places`: see `PagesStep`."""
+        given = plan.rows, plan.starts, plan.counts
+        super().__init__({g: memory.step(*given) for g, memory in memories.pages.items()}, places)
+        self._slots, self._inputs = memories.states, memories.inputs
+        moved = zip(memories.states, plan.states, strict=True)
+        self._moves = {g: (indices(moves.reads, device), indices(moves.writes, device)) for g, moves in moved}
+        self.pieces = pieces(plan.counts, device) if self._slots else ()
+        same = plan.states[0] if plan.states else None  # rows absorb and keep the same in all groups
+        self._absorbing = absorbing(plan.rows, same.absorbs, device) if same is not None else ()
+        self.keeping = None
+        if same is not None and (keeps := same.keeps > 0).any():
+            self.keeping = indices(np.flatnonzero(keeps), device)
+            counts = plan.counts[keeps]
+            kept = np.flatnonzero(np.repeat(keeps, plan.counts)), np.repeat(plan.rows[keeps], counts)
+            self._kept = [indices(values, device) for values in (*kept, ragged_arange(counts))]
 
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `StepMemory.read`."""

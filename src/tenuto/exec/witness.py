@@ -112,6 +112,7 @@ class WitnessExecutor:
         self.spec = MemorySpec(page_size, tuple(groups))
         self.layout = "witness"
         self.batch_invariant = True
+        self.predicts = False
         self._vocab_size = vocab_size
         self._verify = verify
         self._fail = fail

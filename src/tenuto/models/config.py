@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 from tenuto.base.errors import ModelError
@@ -11,6 +12,8 @@ from tenuto.models.rope import Rope
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped", "relu2")  # in the order of `Activation` in the kernels' `interface.h`
 UNGATED = ("relu2",)
 """Activations of networks without a gate; their only input is the up projection."""
+PREDICTOR = "mtp."
+"""What the names of the weights of `ModelConfig.predictor` begin with."""
 
 
 def _check_sizes(shape: object, *optional: str) -> None:
@@ -234,9 +237,10 @@ class ModelConfig:
     multiplied by `embedding_scale`, the layers' residual additions by `residual_scale`, and logits by `logit_scale`.
     Unless `logit_cap` is 0, logits are then soft-capped to it by a hyperbolic tangent. `norm_eps` is the epsilon of all
     norms. `tied`: the embedding is also the output matrix. `headless`: it only stands in for a matrix that the files do
-    not have, so that logits mean nothing. Recurrent states have type `state_dtype`, states of
-    convolutions the model's type. `eos` lists the tokens that end a turn. `dtype` is the element type that the files
-    store or decode to.
+    not have, so that logits mean nothing. `predictor`: the layers of a head for multi-token prediction (DeepSeek-V3,
+    arXiv:2412.19437), all with attention or without a mixer; empty without one. Recurrent states have type
+    `state_dtype`, states of convolutions the model's type. `eos` lists the tokens that end a turn. `dtype` is the
+    element type that the files store or decode to.
     """
 
     layers: tuple[Layer, ...]
@@ -254,11 +258,14 @@ class ModelConfig:
     logit_cap: float = 0.0
     state_dtype: str = "float32"
     headless: bool = False
+    predictor: tuple[Layer, ...] = ()
 
     def __post_init__(self) -> None:
         _check_sizes(self, "bos", "logit_cap")
         if not self.layers:
             raise ModelError("the model has no layers; allowed: at least 1")
+        if any(not isinstance(mixer, Attention) for layer in self.predictor for mixer in layer.mixers):
+            raise ModelError("the model's head for multi-token prediction has a recurrent layer; allowed: attention")
         if not self.mixers:
             raise ModelError("the model has no layer with attention or recurrence; allowed: at least 1")
         for token in (*self.eos, *((self.bos,) if self.bos is not None else ())):
@@ -267,9 +274,14 @@ class ModelConfig:
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
-        """The mixers of all layers in order. Elsewhere a mixer's number, or a memory group's `layers`, is an index into
-        this."""
-        return tuple(mixer for layer in self.layers for mixer in layer.mixers)
+        """The mixers of all layers in order, those of `predictor` last. Elsewhere a mixer's number, or a memory group's
+        `layers`, is an index into this."""
+        return tuple(mixer for _, layer in self.named_layers() for mixer in layer.mixers)
+
+    def named_layers(self) -> Iterator[tuple[str, Layer]]:
+        """Yields all layers, those of `predictor` last, each with what the names of its weights begin with."""
+        yield from ((f"model.layers.{i}.", layer) for i, layer in enumerate(self.layers))
+        yield from ((f"{PREDICTOR}layers.{i}.", layer) for i, layer in enumerate(self.predictor))
 
     def ropes(self) -> bytes:
         """Returns bytes that encode the ropes of all layers; models in which they differ cannot share cached keys."""
@@ -284,5 +296,7 @@ class ModelConfig:
                 return mixer
             return replace(mixer, rope=mixer.rope.within(context))
 
-        layers = (replace(layer, mixer=one(layer.mixer), beside=one(layer.beside)) for layer in self.layers)
-        return replace(self, layers=tuple(layers))
+        def each(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+            return tuple(replace(layer, mixer=one(layer.mixer), beside=one(layer.beside)) for layer in layers)
+
+        return replace(self, layers=each(self.layers), predictor=each(self.predictor))

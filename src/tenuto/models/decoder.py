@@ -13,7 +13,18 @@ from tenuto.base.errors import ModelError
 from tenuto.kernels.linear import linear
 from tenuto.models.attention import AttentionBlock
 from tenuto.models.block import AdaptedTokens, Norm, Room, Step, StepMemory
-from tenuto.models.config import Attention, Experts, GatedDelta, Layer, Mamba, Mamba2, Mixer, Mlp, ModelConfig
+from tenuto.models.config import (
+    PREDICTOR,
+    Attention,
+    Experts,
+    GatedDelta,
+    Layer,
+    Mamba,
+    Mamba2,
+    Mixer,
+    Mlp,
+    ModelConfig,
+)
 from tenuto.models.experts import ExpertsBlock
 from tenuto.models.gated_delta import GatedDeltaBlock
 from tenuto.models.mamba import MambaBlock
@@ -81,6 +92,39 @@ class _LayerBlock:
         return x + (found if self._scale == 1 else found * self._scale)
 
 
+class _Predictor:
+    """A head for multi-token prediction (DeepSeek-V3, arXiv:2412.19437). The embedding of a token and the model's
+    output at the position before it are normalised and projected together, embedding first, and go through layers and a
+    norm."""
+
+    def __init__(self, config: ModelConfig, room: Room) -> None:
+        hidden, epsilon = config.hidden, config.norm_eps
+        self._norms = [Norm(f"{PREDICTOR}pre_fc_norm_{of}", hidden, epsilon, room) for of in ("embedding", "hidden")]
+        self._join = room.matrix(f"{PREDICTOR}fc.weight", hidden, 2 * hidden)
+        self._layers = _layers(config, config.predictor, f"{PREDICTOR}layers.", room, config.layers)
+        self._norm = Norm(f"{PREDICTOR}norm", hidden, epsilon, room)
+
+    def __call__(self, embedded: torch.Tensor, normed: torch.Tensor, step: Step) -> torch.Tensor:
+        """`embedded`, `normed` and the result are [tokens, hidden]."""
+        joined = torch.cat([norm(x) for norm, x in zip(self._norms, (embedded, normed), strict=True)], dim=1)
+        x = linear(joined, self._join)
+        for layer in self._layers:
+            x = layer(x, step)
+        return self._norm(x)
+
+
+def _layers(
+    config: ModelConfig, layers: Sequence[Layer], name: str, room: Room, before: Sequence[Layer] = ()
+) -> list[_LayerBlock]:
+    """Returns blocks of `layers`, which come after the mixers of the layers `before`. The names of their weights begin
+    with `name`."""
+    firsts = accumulate((len(layer.mixers) for layer in layers), initial=sum(len(layer.mixers) for layer in before))
+    return [
+        _LayerBlock(layer, first, config, f"{name}{i}.", room)
+        for i, (layer, first) in enumerate(zip(layers, firsts, strict=False))
+    ]
+
+
 class Decoder:
     """A model with its weights on one device. It keeps no state between calls; the caller owns the layers' memory."""
 
@@ -103,11 +147,8 @@ class Decoder:
         self._embedding = room.matrix("model.embed_tokens.weight", *size)
         self._head = self._embedding if config.tied else room.matrix("lm_head.weight", *size)
         self._norm = Norm("model.norm", config.hidden, config.norm_eps, room)
-        firsts = accumulate((len(layer.mixers) for layer in config.layers), initial=0)
-        self._layers = [
-            _LayerBlock(layer, first, config, f"model.layers.{i}.", room)
-            for i, (layer, first) in enumerate(zip(config.layers, firsts, strict=False))
-        ]
+        self._layers = _layers(config, config.layers, "model.layers.", room)
+        self._predictor = _Predictor(config, room) if config.predictor else None
         _fill(room.places, stored)
 
     def forward(
@@ -129,23 +170,39 @@ class Decoder:
     ) -> torch.Tensor:
         """Computes the output of the last layer, [tokens, hidden], before the last norm. `tokens` and `positions` are
         int64 [tokens]: ids, and positions within each token's own sequence. `adapted`: the tokens of each adapter."""
-        c, step = self.config, Step(memory, positions, self.dtype, adapted)
-        x = functional.embedding(tokens, self._embedding)
-        if c.embedding_scale != 1:  # the factor is rounded first, like in the reference
-            x = x * torch.tensor(c.embedding_scale, dtype=self.dtype)
+        step, x = Step(memory, positions, self.dtype, adapted), self._embedded(tokens)
         for layer in self._layers:
             x = layer(x, step)
         return x
 
-    def summed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of the outputs of the last norm for `hidden`, [tokens, hidden], as float32 [hidden]."""
-        return self._norm(hidden).float().sum(dim=0)
+    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        c, x = self.config, functional.embedding(tokens, self._embedding)
+        if c.embedding_scale == 1:
+            return x
+        return x * torch.tensor(c.embedding_scale, dtype=self.dtype)  # the factor is rounded first, as in the reference
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the output of the last norm for `hidden`, [tokens, hidden]."""
+        return self._norm(hidden)
+
+    def predicted(
+        self, tokens: torch.Tensor, normed: torch.Tensor, positions: torch.Tensor, memory: StepMemory
+    ) -> torch.Tensor:
+        """Computes the head for multi-token prediction. `normed`, [tokens, hidden], are outputs of the last norm, or of
+        this function, at `positions`, int64 [tokens], and `tokens`, int64 [tokens], the ids that follow there. Returns
+        the normed output, [tokens, hidden], from which `projected` makes the logits of the ids after these."""
+        assert self._predictor is not None  # the caller asks only models that have one
+        return self._predictor(self._embedded(tokens), normed, Step(memory, positions, self.dtype))
 
     def logits(self, hidden: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
         """Returns the logits of next tokens, float32 [outputs, vocab]. `outputs`, int64 [outputs], are the indices in
         `hidden` of the tokens after which they are wanted."""
+        return self.projected(self._norm(hidden.index_select(0, outputs)))
+
+    def projected(self, normed: torch.Tensor) -> torch.Tensor:
+        """Returns the logits, float32 [tokens, vocab], of normed outputs, [tokens, hidden]."""
         c = self.config
-        logits = linear(self._norm(hidden.index_select(0, outputs)), self._head).float()
+        logits = linear(normed, self._head).float()
         if c.logit_scale != 1:
             logits *= c.logit_scale
         return (logits / c.logit_cap).tanh_().mul_(c.logit_cap) if c.logit_cap else logits

@@ -11,6 +11,7 @@ from pathlib import Path
 from tenuto.base.errors import ModelError
 from tenuto.formats.safetensors_file import SafeTensor, read_safetensors
 from tenuto.models.adapter import Translation
+from tenuto.models.config import PREDICTOR
 from tenuto.models.families import (
     bamba,
     falcon_h1,
@@ -73,6 +74,8 @@ class HfCheckpoint:
         self.stored = {_PREFIX + name if bare and name != _HEAD else name: each for name, each in stored.items()}
         self._check_sizes(settings)
         self.config = self._family.read(settings, _eos(directory, settings))
+        if self.config.predictor and not any(name.startswith(PREDICTOR) for name in self.stored):
+            self.config = replace(self.config, predictor=())  # transformers, for example, saves models without it
         if self.config.tied and self._has_own_head():
             self.config = replace(self.config, tied=False)
         if bare and not self.config.tied and _HEAD not in self.stored:

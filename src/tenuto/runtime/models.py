@@ -28,6 +28,7 @@ from tenuto.sched.draft_model import DraftModel
 from tenuto.sched.draft_proposer import DraftProposer
 from tenuto.sched.draft_tables import DraftTables
 from tenuto.sched.guesses import Proposer
+from tenuto.sched.predictor_proposer import PredictorProposer
 from tenuto.sched.suffix_proposer import SuffixProposer
 from tenuto.text.chat import ChatTemplate
 from tenuto.text.grammars import GrammarCompiler
@@ -109,6 +110,11 @@ class Model:
         """Resolves an engine's configuration for this model. Raises `ConfigError`."""
         config = engine_config(given, self.max_context)
         exact = self.executor.batch_invariant
+        if config.speculate == "mtp" and not self.executor.predicts:
+            raise ConfigError(
+                "speculate is 'mtp', but the model's files have no head for multi-token prediction that is supported; "
+                "allowed: auto, suffix, off"
+            )
         if config.speculate == "off" or self.embedding.only or (config.speculate == "auto" and not exact):
             return config
         if not exact:
@@ -192,6 +198,7 @@ def _load(settings: WorkerSettings) -> Model:
             context=engine_config(settings.config).context_length,
             kernels=settings.kernels,
             kv_cache_dtype=settings.kv_cache_dtype,
+            predictor=engine_config(settings.config).speculate == "mtp",
             cache=cache_dir(),
             say=log.warning,
         ),
@@ -246,7 +253,8 @@ def build_engine(model: Model, config: EngineConfig, memory_bytes: int | None, m
     spec, clock = model.executor.spec, SystemClock()
     shape = Shape.of(config, spec.page_size)
     budget = memory_bytes if memory_bytes is not None else 2 * session_bytes(spec, shape) + kept_bytes(spec, shape)
-    proposer: Proposer | None = SuffixProposer() if config.lookahead else None
+    predictor = PredictorProposer() if config.lookahead and config.speculate == "mtp" else None
+    proposer: Proposer | None = (predictor or SuffixProposer()) if config.lookahead else None
     if model.draft is not None and proposer is not None:
         pages = draft_pages(model.draft.executor.spec, config, budget)
         budget -= 0 if memory_bytes is None else pages * page_bytes(model.draft.executor.spec)
@@ -263,6 +271,7 @@ def build_engine(model: Model, config: EngineConfig, memory_bytes: int | None, m
         random=SystemRandom(),
         text=text,
         proposer=proposer,
+        predictor=predictor,
         masks=masks,
         identity=model.tier_identity(config),
         generates=not model.embedding.only,

@@ -16,6 +16,8 @@ from tenuto.memory.memory import Memory
 from tenuto.memory.rows import Longs
 from tenuto.sched.batch import Batch, RowUpdates
 from tenuto.sched.guesses import NO_GUESSES, Guesses, NextStep, Proposer, StepTimes, chosen_counts
+from tenuto.sched.predictor import Predictor
+from tenuto.sched.predictor_proposer import PredictorProposer
 from tenuto.sched.shares import divide
 from tenuto.sched.suspects import Suspects
 from tenuto.session.turn import Turn
@@ -80,13 +82,25 @@ class Flight:
     masked: tuple[int, ...] = ()
     pooled: tuple[InputPart, ...] = ()
 
+    @property
+    def decides_the_next(self) -> bool:
+        """Whether the next step should not be planned before this one is settled: it has guesses, or asks for some."""
+        work = self.plan.predictor
+        return bool(self.guesses) or (work is not None and bool(work.guesses.any()))
+
 
 class Planner:
     """Makes and applies plans of at most `config.token_budget` tokens, or `config.mixed_budget` if the plan has
     decodes, which a long step would delay."""
 
     def __init__(
-        self, memory: Memory, batch: Batch, suspects: Suspects, config: EngineConfig, proposer: Proposer | None
+        self,
+        memory: Memory,
+        batch: Batch,
+        suspects: Suspects,
+        config: EngineConfig,
+        proposer: Proposer | None,
+        predictor: PredictorProposer | None = None,
     ) -> None:
         self._memory = memory
         self._batch = batch
@@ -96,6 +110,7 @@ class Planner:
         self._proposer = proposer
         self._lookahead = config.lookahead
         self.times = StepTimes()
+        self.predictor = Predictor(predictor, batch, self.times, config.lookahead) if predictor is not None else None
         self._steps = 0
         self.rows_considered = 0  # in total: a measure of work
 
@@ -289,6 +304,7 @@ class Planner:
             tuple(TokenMasks(place, Future()) for place in places),
             vectors,
             self._adapters(chosen),
+            self.predictor.work(chosen, counts, ends, samples, proposal.guesses) if self.predictor else None,
         )
         return Flight(plan, chosen, rows.run[chosen], proposal.guesses, updates, scored, tuple(masked.tolist()), pooled)
 

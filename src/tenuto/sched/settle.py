@@ -14,6 +14,7 @@ from tenuto.memory.kinds.group import Mask
 from tenuto.memory.memory import Memory
 from tenuto.sched.batch import Batch
 from tenuto.sched.planner import Flight
+from tenuto.sched.predictor import Predictor
 from tenuto.session.turn import Turn
 
 
@@ -31,8 +32,8 @@ class Settled:
 class Settler:
     """Settles steps: advances `computed` and `known` of their rows (see `Rows`), and appends what they sampled."""
 
-    def __init__(self, memory: Memory, batch: Batch) -> None:
-        self._memory = memory
+    def __init__(self, memory: Memory, batch: Batch, predictor: Predictor | None = None) -> None:
+        self._memory, self._predictor = memory, predictor
         self._batch = batch
         self.turns_settled = 0  # in total: a measure of work
         self.guessed = Counter[str]()  # guesses computed, by source
@@ -53,6 +54,8 @@ class Settler:
         for index in flight.guesses:
             if live[index]:
                 self._take_lookahead(flight, result, index, settled)
+        if result.predicted is not None and self._predictor is not None:
+            self._predictor.take(chosen, result.predicted, live)
         if result.sampled is not None:
             self._take_logprobs(flight, result, result.sampled, live)
         if result.scored is not None:

@@ -68,6 +68,7 @@ class Turn:
         self.recomputed = Counter[str]()  # tokens computed again, by reason; written by the engine
         self.prediction = array("i")  # what the caller expects its output to be; set when it is submitted
         self.trail: object = None  # the proposer's notes, until it has ended
+        self.outlook: object = None  # what the model's head guesses, likewise
         self.guessed = 0  # tokens computed ahead of it; written by the settler, as is the next
         self.accepted = 0  # those of them that became output
         self.computed_tokens = 0  # includes dropped tokens; written by the batch when the turn leaves its row
@@ -223,7 +224,7 @@ class Turn:
 
     def _end(self, reason: EndReason, now: float, *, committed: bool, kept: int) -> TurnResult:
         session = self.session
-        self.constraint = self.trail = None  # the automaton may be large
+        self.constraint = self.trail = self.outlook = None  # the automaton may be large
         session.turn_ended(now)
         usage = Usage(
             self.prompt_length,

@@ -33,21 +33,52 @@ INLINE f32x16 activate(int activation, f32x16 gate, f32x16 up) {
 
 INLINE f32x16 bias_of(const Matrix &w, int panel) { return w.bias ? load<f32x16>(w.bias + panel * LANES) : f32x16{}; }
 
-static void embed(Workspace &work, const TenutoOp &op, Member &member) {
-  for (int token; (token = work.team.take(member.number, work.tokens())) >= 0;) {
-    float *to = work.x(token);
-    weight_row(op.first, work.step->tokens[token], to);
-    if (op.scale != 1.0f)
-      for (int i = 0; i < work.model.hidden; i++)
-        to[i] *= op.scale;
-    for (int r = 0; r < (int)work.ropes.size(); r++) {
-      const TenutoRope &rope = work.ropes[r];
-      float *angles = work.rotation(token, r);
-      for (int i = 0; i < rope.pairs; i++) {
-        const float angle = (float)work.batch.position(token) * rope.frequencies[i];
-        angles[i] = cosf(angle) * rope.magnitude, angles[rope.pairs + i] = sinf(angle) * rope.magnitude;
-      }
+// Writes a token's embedding to `to`, and computes its angles.
+static void embed(Workspace &work, const TenutoOp &op, int token, float *to) {
+  weight_row(op.first, work.step->tokens[token], to);
+  if (op.scale != 1.0f)
+    for (int i = 0; i < work.model.hidden; i++)
+      to[i] *= op.scale;
+  for (int r = 0; r < (int)work.ropes.size(); r++) {
+    const TenutoRope &rope = work.ropes[r];
+    float *angles = work.rotation(token, r);
+    for (int i = 0; i < rope.pairs; i++) {
+      const float angle = (float)work.batch.position(token) * rope.frequencies[i];
+      angles[i] = cosf(angle) * rope.magnitude, angles[rope.pairs + i] = sinf(angle) * rope.magnitude;
     }
+  }
+}
+
+static void embed(Workspace &work, const TenutoOp &op, Member &member) {
+  for (int token; (token = work.team.take(member.number, work.tokens())) >= 0;)
+    embed(work, op, token, work.x(token));
+}
+
+// Writes `from`, float [hidden rounded up to 32], normalised, to `to`, float [hidden].
+static void normalise(const Workspace &work, float epsilon, const float *norm, const float *from, float *to) {
+  const float factor = inverse_rms(from, work.widths.hidden, work.model.hidden, epsilon);
+  for (int i = 0; i < work.model.hidden; i++)
+    to[i] = from[i] * factor * norm[i];
+}
+
+static void keep(Workspace &work, const TenutoOp &op, Member &member) {
+  for (int token; (token = work.team.take(member.number, work.tokens())) >= 0;)
+    normalise(work, op.epsilon, op.norm, work.x(token), work.h(token));
+}
+
+static void join(Workspace &work, const TenutoOp &op, Member &member) {
+  const int hidden = work.model.hidden;
+  const Input to = work.b(2 * hidden, op.consumer);
+  float *const joined = member.row.data();
+  for (int token; (token = work.team.take(member.number, work.tokens())) >= 0;) {
+    float *const x = work.x(token);
+    embed(work, op, token, x);
+    normalise(work, op.epsilon, op.norm, x, joined);
+    normalise(work, op.epsilon, op.norm + hidden, work.h(work.step->sources[token]), joined + hidden);
+    std::fill(joined + 2 * hidden, joined + to.blocks * BLOCK, 0.0f);
+    for (int b = 0; b < to.blocks; b++)
+      to.set(token, b, load<f32x16>(joined + b * BLOCK), load<f32x16>(joined + b * BLOCK + LANES));
+    std::fill(x, x + work.widths.hidden, 0.0f);
   }
 }
 

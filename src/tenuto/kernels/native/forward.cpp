@@ -69,7 +69,8 @@ public:
       layers->lay_out();
     work_.team.run([&](int member) {
       double began = Team::seconds();
-      for (const TenutoOp &op : ops_) {
+      for (int i = step.first_op; i < step.end_op; i++) {
+        const TenutoOp &op = ops_[i];
         if (work_.adapters.change(op)) {
           const Input input = op.kind == ADD ? work_.b(op.first) : work_.a(op.first);
           work_.adapters.shrink(op, input, work_.team, member);
@@ -152,6 +153,10 @@ private:
       return gate(work_, op, member);
     case EXPERTS:
       return experts_.compute(op, member);
+    case KEEP:
+      return keep(work_, op, member);
+    case JOIN:
+      return join(work_, op, member);
     }
   }
 

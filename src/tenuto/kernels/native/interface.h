@@ -23,7 +23,9 @@ enum OpKind : int32_t {
   SCAN = 11,
   DELTA = 12,
   GATE = 13,
-  EXPERTS = 14
+  EXPERTS = 14,
+  KEEP = 15,
+  JOIN = 16
 };
 
 enum Activation : int32_t { SILU = 0, GELU_TANH = 1, CLAMPED = 2, RELU2 = 3 };
@@ -90,7 +92,8 @@ struct TenutoExperts {
 };
 
 // An operation. x, the residual stream, and y are float [tokens][hidden]; y collects outputs until POST and is zero
-// between layers. A and B are inputs of products; P, float, has the results of PROJECT.
+// between layers. A and B are inputs of products; P, float, has the results of PROJECT. H, float [tokens][hidden],
+// lasts beyond a step.
 //   EMBED      x = scale * rows of `first`.
 //   NORM       A = x / rms(x) * norm.
 //   QKV        queries, keys and values = A times first, second and third; rotated. Keys and values go to the cache.
@@ -103,6 +106,9 @@ struct TenutoExperts {
 //   CONVOLVE, then SCAN (Mamba-2) or DELTA (the gated delta rule), then GATE: B = the output of the recurrent layer.
 //   EXPERTS    x, or with `apart` y, += scale * the output of the experts that P chooses, for A.
 //   SELECT     as NORM, for the tokens whose logits are wanted; adds up the vectors that are wanted.
+//   KEEP       H = x / rms(x) * norm.
+//   JOIN       B = rows e of `first` and h of H (see `sources`), normed and side by side: scale * e / rms(scale * e) *
+//              norm[0], h / rms(h) * norm[1], with norm [2][hidden]; x = 0.
 //   LOGITS     scale * (A times first), limited to `cap` by a hyperbolic tangent unless that is 0.
 // `consumer` is the format of the matrices that the result, A or B, is multiplied by.
 struct TenutoOp {
@@ -155,7 +161,8 @@ struct TenutoAdapter {
 // on. The duration of operations is added to `op_seconds`, by kind. `adapter_of`, int32 [rows], is the index of each
 // row's adapter in `adapters`, or -1; it is not read if there are no adapters. `guesses`, int32 [rows] or null, is how
 // many of each row's tokens are guesses. Where arithmetic depends on the number of tokens, these do not count, so that
-// guesses change no result.
+// guesses change no result. Operations number `first_op` to `end_op` - 1 are computed; in JOIN, token i takes row
+// `sources[i]` of H, int32 [tokens], which is less than the last step's number of tokens.
 struct TenutoStep {
   int32_t rows, tokens_count, outputs_count, sums_count;
   const int32_t *row_ids, *starts, *counts, *tokens;
@@ -170,6 +177,8 @@ struct TenutoStep {
   const TenutoAdapter *adapters;
   const int32_t *adapter_of;
   const int32_t *guesses;
+  int32_t first_op, end_op;
+  const int32_t *sources;
 };
 
 // Samples `rows` tokens: `logits` float [rows][vocab], `options` [rows], `tokens` int32 [rows]. `masks`, [rows] or

@@ -32,6 +32,8 @@ class OpKind(IntEnum):
     DELTA = 12
     GATE = 13
     EXPERTS = 14
+    KEEP = 15
+    JOIN = 16
 
 
 _HEADERS = "".join((SOURCES / name).read_text("utf-8") for name in ("interface.h", "weight_formats.h", "sampling.h"))

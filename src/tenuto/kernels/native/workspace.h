@@ -55,6 +55,7 @@ struct Widths {
   int head_dim = 0;   // of an attention layer
   int head_state = 0; // of a recurrent layer, and its output
   bool apart = false; // whether an operation uses y
+  bool kept = false;  // whether an operation uses H
 };
 
 class Workspace {
@@ -68,7 +69,8 @@ public:
     for (const TenutoOp &op : ops)
       widen(op);
     const int panels = std::max(8, widths.head_dim / LANES);
-    const int row = std::max(widths.hidden, round_up(std::max(widths.recurrent_output, widths.conv_channels), BLOCK));
+    const int joined = widths.kept ? round_up(2 * model.hidden, BLOCK) : widths.hidden;
+    const int row = std::max(joined, round_up(std::max(widths.recurrent_output, widths.conv_channels), BLOCK));
     for (int i = 0; i < threads; i++) {
       Member &member = members[i];
       member.number = i, member.sampler = std::make_unique<Sampler>(model.vocab);
@@ -112,6 +114,7 @@ public:
 
   float *x(int token) const { return at(x_, token, widths.hidden); }
   float *y(int token) const { return at(y_, token, widths.hidden); }
+  float *h(int token) const { return at(h_, token, widths.hidden); }
   float *target(const TenutoOp &op, int token) const { return op.apart ? y(token) : x(token); }
   float *projected(int token) const { return at(projected_, token, widths.projected); }
   float *convolved(int token) const { return at(convolved_, token, widths.conv_channels); }
@@ -193,7 +196,7 @@ private:
       w.input = std::max(w.input, matrix->inputs);
     if (op.kind == PROJECT)
       w.projected = std::max(w.projected, (op.first.panels + op.second.panels) * LANES);
-    w.apart |= op.apart != 0;
+    w.apart |= op.apart != 0, w.kept |= op.kind == KEEP;
     if (op.kind == GATED)
       w.input = std::max(w.input, op.first.outputs);
     if (const TenutoAttention *a = op.attention) {
@@ -219,6 +222,7 @@ private:
     const int64_t room = std::max(tokens, 2 * room_);
     room_ = 0; // until all of it is allocated
     x_.resize(room * widths.hidden * 4), y_.resize(widths.apart ? room * widths.hidden * 4 : 0);
+    h_.resize(widths.kept ? room * widths.hidden * 4 : 0);
     queries_.resize((room + LANES) * widths.queries * sizeof(PairElement)); // tiles load 16 rows
     attention_output_.resize(room * widths.attention_output * 4), gates_.resize(room * widths.attention_output * 4);
     projected_.resize(room * widths.projected * 4), convolved_.resize(room * widths.conv_channels * 4);
@@ -232,6 +236,7 @@ private:
 
   std::vector<int> rotations_; // the index of each rope's first angle
   int room_ = 0, most_absorbed_ = 0, guesses_ = 0;
-  Memory x_, y_, queries_, attention_output_, gates_, projected_, convolved_, absorbed_, recurrent_output_, rotation_;
+  Memory x_, y_, h_, queries_, attention_output_, gates_, projected_, convolved_, absorbed_, recurrent_output_,
+      rotation_;
   OwnInput a_, b_;
 };

@@ -1,4 +1,5 @@
-"""Qwen3-Next: gated delta nets with gated full attention in every fourth layer, and experts."""
+"""Qwen3-Next: gated delta nets with gated full attention in every fourth layer, experts, and a head for multi-token
+prediction, which is one more layer of attention."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from tenuto.models.weights import StoredWeight
 
 _KINDS = ("linear_attention", "full_attention")
 _PERIOD = 4
+_PRE_NORMS = ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
 _ROTATED = 0.25
 """Default fraction of a head that is rotated."""
 
@@ -34,7 +36,8 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
     layers = tuple(
         Layer(heads if kind == _KINDS[1] else recurrent, _feed_forward(settings, i)) for i, kind in enumerate(kinds)
     )
-    return ModelConfig(layers, **settings.facts(eos))
+    predictor = Layer(heads, _feed_forward(settings, 0))
+    return ModelConfig(layers, **settings.facts(eos), predictor=(predictor,))
 
 
 def _feed_forward(settings: Settings, layer: int) -> Mlp | Experts:
@@ -50,11 +53,9 @@ def _feed_forward(settings: Settings, layer: int) -> Mlp | Experts:
 
 
 def _translate(_: ModelConfig, name: str, weight: StoredWeight) -> Iterator[Named]:
-    """Adds 1 to norm weights, which are stored as their difference from 1 except in the gated delta nets. Omits the
-    layers for multi-token prediction."""
-    if not name.startswith("mtp."):
-        zero_centred = name.endswith("norm.weight") and ".linear_attn." not in name
-        yield name, plus_one(weight) if zero_centred else weight
+    """Adds 1 to norm weights, which are stored as their difference from 1 except in the gated delta nets."""
+    zero_centred = name.endswith(("norm.weight", *_PRE_NORMS)) and ".linear_attn." not in name
+    yield name, plus_one(weight) if zero_centred else weight
 
 
 FAMILY = Family("Qwen3-Next", ("Qwen3NextForCausalLM",), _read, each(_translate))

@@ -1,5 +1,5 @@
-"""Our own models: Mamba-2, sliding windows and full attention in any order, with other families' tensor names. `python
--m tests.hybrid.train` trains one."""
+"""Our own models: Mamba-2, sliding windows and full attention in any order, with other families' tensor names, and
+perhaps a head for multi-token prediction. `python -m tests.hybrid.train` trains one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def _read(settings: Settings, eos: tuple[int, ...]) -> ModelConfig:
     }
     kinds = settings.kinds("layer_types", ["mamba"] * settings.get("num_hidden_layers", int), _KINDS)
     recurrent, mlp = mamba2(settings), Mlp(settings.get("intermediate_size", int))
-    return ModelConfig(tuple(Layer(made.get(kind, recurrent), mlp) for kind in kinds), **settings.facts(eos))
+    width = settings.optional("mtp_intermediate_size", int)
+    predictor = (Layer(made["full_attention"], Mlp(width)),) if width is not None else ()
+    layers = tuple(Layer(made.get(kind, recurrent), mlp) for kind in kinds)
+    return ModelConfig(layers, **settings.facts(eos), predictor=predictor)
 
 
 FAMILY = Family("Tenuto", ("TenutoForCausalLM",), _read)

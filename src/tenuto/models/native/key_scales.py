@@ -38,9 +38,9 @@ def key_scales(config: ModelConfig, panels: Panels, wide: frozenset[int] | None 
     dimension would leave only a few of 256 steps to the others. It is scaled down to the median of its part. Weights
     that replace others pass the `wide` of those, because the layout of memory must stay. Raises `ModelError`."""
     scales, found, number = dict[int, Floats](), set[int](), 0
-    for i, layer in enumerate(config.layers):
+    for name, layer in config.named_layers():
         for mixer in layer.mixers:
-            steps = _steps(panels, mixer, f"model.layers.{i}.", config.hidden) if isinstance(mixer, Attention) else None
+            steps = _steps(panels, mixer, name, config.hidden) if isinstance(mixer, Attention) else None
             if steps is not None and wide is None and steps.min() < -MOST_STEPS:
                 found.add(number)
             elif steps is not None and steps.any():

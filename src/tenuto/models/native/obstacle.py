@@ -15,7 +15,7 @@ def obstacle(config: ModelConfig) -> str | None:
     """Returns the reason why the native kernels cannot run a model of this shape, or `None` if they can."""
     if any(isinstance(mixer, Mamba) for mixer in config.mixers):
         return "it has layers of Mamba, which they do not compute, only those of Mamba-2"
-    sizes = dict.fromkeys(size for layer in config.layers for size in _sizes(layer))
+    sizes = dict.fromkeys(size for _, layer in config.named_layers() for size in _sizes(layer))
     odd = [f"{name} {size}" for name, size in (*sizes, ("hidden", config.hidden)) if size % LANES]
     if odd:
         return f"its {', '.join(odd)} is not a multiple of {LANES}"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from tenuto.base.errors import ModelError
 from tenuto.kernels.elements import Element, KVCacheDtype
 from tenuto.kernels.native import library
-from tenuto.kernels.native.library import Op, OpKind
+from tenuto.kernels.native.library import Matrix, Op, OpKind
 from tenuto.kernels.native.pack import LANES
-from tenuto.models.config import Layer, ModelConfig
+from tenuto.models.config import PREDICTOR, Layer, ModelConfig
 from tenuto.models.groups import layer_groups, memory_spec
 from tenuto.models.native.building import Building, group_of, op
 from tenuto.models.native.feed_forward import feed_forward
@@ -57,7 +59,13 @@ class NativeProgram:
         )
         self.spec = memory_spec(groups, page_size, -(-page_size // LANES) * LANES)
         self._building = Building(config, self._panels, groups, keys.scales)
-        ops = self._operations()
+        ops, head = self._operations()
+        self.whole = range(len(ops))
+        """The operations of the model itself, among `ops`; behind them are those of its head."""
+        self.head = range(len(ops), len(ops) + len(head))
+        ops += head
+        self.keys = range(self.head.start, 1 + max((i for i in self.head if ops[i].kind == OpKind.QKV), default=-1))
+        """Those of the head that store its keys and values."""
         self._panels.end()
         self.weight_bytes = self._panels.size  # in memory
         self.ops = (Op * len(ops))(*ops)
@@ -79,17 +87,42 @@ class NativeProgram:
             ropes,
         )
 
-    def _operations(self) -> list[Op]:
+    def _operations(self) -> tuple[list[Op], list[Op]]:
+        """Returns the operations of the model itself, and those of its head for multi-token prediction."""
         c, b = self.config, self._building
         (embedding,) = self._panels.matrices({"model.embed_tokens": c.vocab}, c.hidden)
-        ops = [op(OpKind.EMBED, first=embedding, scale=c.embedding_scale)]
-        mixers = 0
-        for i, layer in enumerate(c.layers):
-            ops += self._layer(layer, f"model.layers.{i}.", mixers)
+        ops, mixers, of_head = [op(OpKind.EMBED, first=embedding, scale=c.embedding_scale)], 0, list[Op]()
+        for name, layer in c.named_layers():
+            of_layer = self._layer(layer, name, mixers)
+            if name.startswith(PREDICTOR):
+                of_head += of_layer
+            else:
+                ops += of_layer
             mixers += len(layer.mixers)
         head = embedding if c.tied else self._panels.matrices({"lm_head": c.vocab}, c.hidden)[0]
         logits = op(OpKind.LOGITS, first=head, scale=c.logit_scale, cap=c.logit_cap)
-        return [*ops, b.norm(OpKind.SELECT, "model.norm", head), logits]
+        ops += [b.norm(OpKind.SELECT, "model.norm", head), logits]
+        if not c.predictor:
+            return ops, []
+        ops.append(b.norm(OpKind.KEEP, "model.norm", head))
+        last = f"{PREDICTOR}norm"
+        of_head = [*self._join(embedding), *of_head, b.norm(OpKind.SELECT, last, head), logits]
+        return ops, [*of_head, b.norm(OpKind.KEEP, last, head)]
+
+    def _join(self, embedding: Matrix) -> list[Op]:
+        """Returns the first operations of the head, which project embeddings and outputs of the last norm together."""
+        c, panels = self.config, self._panels
+        (join,) = panels.matrices({f"{PREDICTOR}fc": c.hidden}, 2 * c.hidden)
+        norms = [panels.tensor(f"{PREDICTOR}pre_fc_norm_{of}.weight", c.hidden) for of in ("embedding", "hidden")]
+        joined = op(
+            OpKind.JOIN,
+            first=embedding,
+            consumer=join.format,
+            epsilon=c.norm_eps,
+            scale=c.embedding_scale,
+            norm=panels.floats(np.concatenate(norms)),
+        )
+        return [joined, op(OpKind.ADD, first=join)]
 
     def _layer(self, layer: Layer, name: str, first: int) -> list[Op]:
         """Returns the operations of a layer. The names of its weights begin with `name`; `first` is the number of its
