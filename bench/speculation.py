@@ -7,6 +7,10 @@ tokens. Workloads:
 - trace: an agent's session, in which results of tools are shown and quoted back.
 - random: text drawn at temperature 1, which repeats nothing (one session, and sixteen).
 
+With `--layers N` the default model gets layers that add nothing until it has N, so that it says the same and takes as
+long as a larger model. The default model then is its draft model, which is always right, and then the first five of its
+layers are, which are mostly wrong.
+
 Figures are of the time from the first output token on; medians of pairs, with the least and the greatest in brackets.
 """
 
@@ -20,14 +24,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random, SystemRandom
+from tempfile import TemporaryDirectory
 from typing import Protocol
 
+from bench.layers import with_layers
 from bench.spread import Spread
 from tenuto.base.clock import SystemClock
-from tenuto.base.config import DEFAULT_MODEL, EngineConfig, WorkerSettings
+from tenuto.base.config import DEFAULT_MODEL, EngineConfig, WorkerSettings, cache_dir
 from tenuto.base.options import TurnParams, turn_params
 from tenuto.engine.engine import Engine
-from tenuto.runtime.models import LOOKAHEAD, Model, load_model
+from tenuto.models.store import pull_default
+from tenuto.runtime.models import LOOKAHEAD, Model, draft_model, load_model
+from tenuto.sched.draft_proposer import DraftProposer
+from tenuto.sched.guesses import Proposer
 from tenuto.sched.suffix_proposer import SuffixProposer
 from tenuto.session.turn import Turn
 from tenuto.text.stream import TextStream
@@ -37,6 +46,8 @@ ROOT = Path(__file__).parents[1]
 SHOWN = (ROOT / "src/tenuto/base/clock.py", ROOT / "bench/spread.py", ROOT / "src/tenuto/kernels/ragged.py")
 """The files that are edited."""
 CONTEXT, PAGE, SAID = 4096, 32, 192
+WRONG = 5
+"""The number of layers of a draft model that is mostly wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +111,8 @@ WORKLOADS: dict[str, Callable[[int], Round]] = {
 class Side:
     """An engine that guesses, or one that does not."""
 
-    def __init__(self, name: str, kernels: str, *, guesses: bool) -> None:
+    def __init__(self, name: str, kernels: str, *, guesses: bool, draft: str | None = None) -> None:
+        """`draft`: the name of a draft model."""
         self.model: Model = load_model(WorkerSettings(model=name, kernels=kernels, page_size=PAGE))
         assert self.model.tokenizer is not None
         self._tokenizer: Tokenizer = self.model.tokenizer
@@ -115,7 +127,7 @@ class Side:
             clock=SystemClock(),
             random=SystemRandom(),
             text=partial(TextStream, self._tokenizer),
-            proposer=SuffixProposer() if guesses else None,
+            proposer=_proposer(draft, kernels, config) if guesses else None,
         )
 
     def take(self, given: Round) -> Taken:
@@ -138,6 +150,11 @@ class Side:
             self._engine.sessions.close(name)
         return taken
 
+    def end(self) -> None:
+        """Releases the engine and its models."""
+        self._engine.end()
+        self.model.executor.close()
+
     def _run(self, turns: list[Turn]) -> float:
         """Runs turns to their ends. Returns the seconds since all had their first token."""
         began = 0.0
@@ -146,6 +163,14 @@ class Side:
             if not began and all(turn.output for turn in turns):
                 began = time.perf_counter()
         return time.perf_counter() - began
+
+
+def _proposer(draft: str | None, kernels: str, config: EngineConfig) -> Proposer:
+    if draft is None:
+        return SuffixProposer()
+    model = load_model(WorkerSettings(model=draft, kernels=kernels, page_size=PAGE))
+    pages = config.max_running * config.context_length // PAGE
+    return DraftProposer(draft_model(model, config, pages, SystemClock()), SuffixProposer())
 
 
 class Taker(Protocol):
@@ -184,13 +209,30 @@ def main() -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=0, help="with draft models, beside a model of so many layers")
     arguments = parser.parse_args()
-    plain, guessing = (Side(arguments.model, arguments.kernels, guesses=guesses) for guesses in (False, True))
+    if not arguments.layers:
+        measure(arguments.model, arguments.kernels, arguments.rounds)
+        return
+    source = pull_default(cache_dir())
+    with TemporaryDirectory() as directory:
+        large = str(with_layers(source, Path(directory) / "large.gguf", arguments.layers))
+        wrong = str(with_layers(source, Path(directory) / "wrong.gguf", WRONG))
+        for name, draft in (("none", None), (DEFAULT_MODEL, DEFAULT_MODEL), (f"its first {WRONG} layers", wrong)):
+            print(f"draft model: {name}")
+            measure(large, arguments.kernels, arguments.rounds, draft)
+
+
+def measure(name: str, kernels: str, rounds: int, draft: str | None = None) -> None:
+    """Compares an engine that guesses, with a draft model if one is named, with one that does not."""
+    plain, guessing = Side(name, kernels, guesses=False), Side(name, kernels, guesses=True, draft=draft)
     print(plain.model.compute)
-    for name, workload in WORKLOADS.items():
-        found = list(pairs(plain, guessing, workload, arguments.rounds))
+    for title, workload in WORKLOADS.items():
+        found = list(pairs(plain, guessing, workload, rounds))
         assert all(plainly.outputs == guessed.outputs for plainly, guessed in found), "guesses changed tokens"
-        print(f"{name:20} {compared(found)}")
+        print(f"{title:20} {compared(found)}", flush=True)
+    for side in (plain, guessing):
+        side.end()
 
 
 if __name__ == "__main__":
