@@ -57,7 +57,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused(smollm2_path: Path) -> N
 
 @pytest.mark.parametrize("given", ["", " ", 5, None])
 def test_a_name_of_a_draft_model_is_text(given: object) -> None:
-    with pytest.raises(ConfigError, match=r"speculate is .*; allowed: auto, suffix, off, or the name or path"):
+    with pytest.raises(ConfigError, match=r"speculate is .*; allowed: auto, suffix, mtp, off, or the name or path"):
         tenuto.Engine("witness", speculate=given)  # type: ignore[arg-type]
 
 
