@@ -1,7 +1,7 @@
 """Turns whose guesses come from the model's head say what they say without guesses, and have them accepted if the head
 is right."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -17,10 +17,10 @@ from tenuto.engine.engine import Engine
 from tenuto.exec.load import ExecutorOptions, load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.models.store import resolve
-from tenuto.sched.guesses import NextStep
 from tenuto.sched.predictor_proposer import PredictorProposer
 from tenuto.session.turn import Turn
 from tests.clock import ManualClock
+from tests.exec.eager import Eager
 from tests.exec.kernels import KERNELS
 from tests.models.tiny_hybrids import VOCABULARY
 from tests.models.tiny_predictor import Reference
@@ -35,18 +35,6 @@ OPTIONS: tuple[TurnOptions, ...] = (
     {"stop_ids": (7, 8, 9, 10)},
     {"speculate": False},
 )
-
-
-class Eager(PredictorProposer):
-    """Always asks for as many guesses as are allowed, and is sure of them, so that all are computed."""
-
-    def asks(self, turns: Sequence[Turn], limits: Sequence[int], step: NextStep) -> list[int]:
-        super().asks(turns, limits, step)
-        return list(limits)
-
-    def propose(self, turns: Sequence[Turn], limits: Sequence[int], step: NextStep) -> list:
-        found = super().propose(turns, limits, step)
-        return [type(each)(each.tokens, [0.999] * len(each.tokens), each.source) for each in found]
 
 
 @dataclass
