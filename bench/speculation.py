@@ -11,6 +11,8 @@ With `--layers N` the default model gets layers that add nothing until it has N,
 long as a larger model. The default model then is its draft model, which is always right, and then the first five of its
 layers are, which are mostly wrong.
 
+With `--head` the model's own head for multi-token prediction guesses, at each step that it is expected to pay.
+
 Figures are of the time from the first output token on; medians of pairs, with the least and the greatest in brackets.
 """
 
@@ -37,6 +39,7 @@ from tenuto.models.store import pull_default
 from tenuto.runtime.models import LOOKAHEAD, Model, draft_model, load_model
 from tenuto.sched.draft_proposer import DraftProposer
 from tenuto.sched.guesses import Proposer
+from tenuto.sched.predictor_proposer import PredictorProposer
 from tenuto.sched.suffix_proposer import SuffixProposer
 from tenuto.session.turn import Turn
 from tenuto.text.stream import TextStream
@@ -111,9 +114,14 @@ WORKLOADS: dict[str, Callable[[int], Round]] = {
 class Side:
     """An engine that guesses, or one that does not."""
 
-    def __init__(self, name: str, kernels: str, *, guesses: bool, draft: str | None = None) -> None:
-        """`draft`: the name of a draft model."""
-        self.model: Model = load_model(WorkerSettings(model=name, kernels=kernels, page_size=PAGE))
+    def __init__(self, name: str, kernels: str, *, guesses: bool, draft: str | None = None, head: bool = False) -> None:
+        """`draft`: the name of a draft model; `head`: whether the model's head is what guesses."""
+        self.model: Model = load_model(
+            WorkerSettings(
+                model=name, kernels=kernels, page_size=PAGE, config={"speculate": "mtp"} if head and guesses else {}
+            )
+        )
+        predictor = PredictorProposer() if head and guesses else None
         assert self.model.tokenizer is not None
         self._tokenizer: Tokenizer = self.model.tokenizer
         context = min(CONTEXT, self.model.max_context)
@@ -127,7 +135,8 @@ class Side:
             clock=SystemClock(),
             random=SystemRandom(),
             text=partial(TextStream, self._tokenizer),
-            proposer=_proposer(draft, kernels, config) if guesses else None,
+            proposer=(predictor or _proposer(draft, kernels, config)) if guesses else None,
+            predictor=predictor,
         )
 
     def take(self, given: Round) -> Taken:
@@ -210,9 +219,10 @@ def main() -> None:
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--layers", type=int, default=0, help="with draft models, beside a model of so many layers")
+    parser.add_argument("--head", action="store_true", help="guess with the model's head for multi-token prediction")
     arguments = parser.parse_args()
     if not arguments.layers:
-        measure(arguments.model, arguments.kernels, arguments.rounds)
+        measure(arguments.model, arguments.kernels, arguments.rounds, head=arguments.head)
         return
     source = pull_default(cache_dir())
     with TemporaryDirectory() as directory:
@@ -223,9 +233,9 @@ def main() -> None:
             measure(large, arguments.kernels, arguments.rounds, draft)
 
 
-def measure(name: str, kernels: str, rounds: int, draft: str | None = None) -> None:
-    """Compares an engine that guesses, with a draft model if one is named, with one that does not."""
-    plain, guessing = Side(name, kernels, guesses=False), Side(name, kernels, guesses=True, draft=draft)
+def measure(name: str, kernels: str, rounds: int, draft: str | None = None, *, head: bool = False) -> None:
+    """Compares an engine that guesses, with a draft model or its head if they are asked for, with one that does not."""
+    plain, guessing = Side(name, kernels, guesses=False), Side(name, kernels, guesses=True, draft=draft, head=head)
     print(plain.model.compute)
     for title, workload in WORKLOADS.items():
         found = list(pairs(plain, guessing, workload, rounds))
