@@ -6,7 +6,18 @@ import argparse
 import sys
 import time
 
-from tests.sim.run import ADAPTED, GRAMMARS, LIMITED, OVERTAKING, PINNED, PREFIXED, any_world, run_world, run_worlds
+from tests.sim.run import (
+    ADAPTED,
+    ERASING,
+    GRAMMARS,
+    LIMITED,
+    OVERTAKING,
+    PINNED,
+    PREFIXED,
+    any_world,
+    run_world,
+    run_worlds,
+)
 from tests.sim.setting import large_world
 
 
@@ -27,6 +38,7 @@ def main() -> int:
     parser.add_argument("--pinned", action="store_true", help="small worlds in which some sessions are pinned")
     parser.add_argument("--adapters", action="store_true", help="small worlds in which most sessions have adapters")
     parser.add_argument("--limits", action="store_true", help="small worlds in which many turns limit or name tokens")
+    parser.add_argument("--erasing", action="store_true", help="small worlds in which sessions are erased")
     parser.add_argument("--least", type=int, default=0, help="fail if a transition was seen fewer times than this")
     parser.add_argument("--past", nargs="*", default=(), help="rules to ignore, to see what else is found")
     arguments = parser.parse_args()
@@ -43,6 +55,7 @@ def main() -> int:
             (arguments.pinned, PINNED),
             (arguments.adapters, ADAPTED),
             (arguments.limits, LIMITED),
+            (arguments.erasing, ERASING),
         )
         first = arguments.first + sum(start for wanted, start in ranges if wanted)
         seeds = range(first, first + arguments.seeds)

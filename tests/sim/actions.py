@@ -13,6 +13,7 @@ from tenuto.base.turns import TurnState
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 from tests.sim.adapters import unload_and_load
+from tests.sim.erasing import erase_some
 from tests.sim.grammars import GRAMMARS
 from tests.sim.letters import VOCAB
 from tests.sim.limits import limited
@@ -52,6 +53,8 @@ class RandomWorld(MirroredWorld):
             operations += [(each, 50) for each in overtaking(self)]
         if config.adapters:
             operations.append((partial(unload_and_load, self), 15))
+        if config.erases:
+            operations.append((partial(erase_some, self), 25))
         if config.pins:
             operations.append((self.op_pin, 20))
         if config.tiers:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from random import Random
 
 from tenuto.base.views import SessionKey
-from tenuto.memory.tiers.contents import NamedUnit
+from tenuto.memory.tiers.contents import Content, NamedUnit
 from tenuto.memory.tiers.disk import DiskFailed, IndexUnusable, Listed, Listing, Run, UnitFile
 from tenuto.memory.tiers.state_index import MEMORY, StateIndex
 
@@ -23,6 +23,7 @@ class FaultyIndex(StateIndex):
     def __init__(self, chance: Random) -> None:
         super().__init__(MEMORY)
         self._chance = chance
+        self.log_holds = False  # whether sessions were removed since the log was emptied
 
     def begin(self, identity: str) -> dict[SessionKey, Listed]:
         if self._chance.random() < FAILS:
@@ -38,15 +39,24 @@ class FaultyIndex(StateIndex):
         if self._chance.random() < FAILS:
             raise DiskFailed("write", "simulated write failure")
         super().apply(changes)
+        self.log_holds |= any(change.position is None for change in changes)
+
+    def empty_log(self) -> None:
+        if self._chance.random() < FAILS:
+            raise DiskFailed("write", "simulated write failure")
+        super().empty_log()
+        self.log_holds = False
 
 
 class FaultyDisk:
     """An in-memory `Disk` on which every tenth write or read fails and files are sometimes swapped. The next engine
     finds the files that were kept."""
 
-    def __init__(self, chance: Random, *, fills_early: bool = True) -> None:
-        """With `fills_early`, writes may fail as on a full disk although the budget has room."""
+    def __init__(self, chance: Random, *, fills_early: bool = True, swaps: bool = True) -> None:
+        """With `fills_early`, writes may fail as on a full disk although the budget has room. With `swaps`, files are
+        swapped."""
         self._chance = chance
+        self._swaps = SWAPS if swaps else 0.0
         self.fills_early = fills_early
         self._failures = ("full", "write") if fills_early else ("write",)
         self.budget = chance.choice(BUDGETS)
@@ -74,13 +84,32 @@ class FaultyDisk:
         if self._chance.random() < FAILS:
             raise DiskFailed(self._chance.choice(("read", "checksum")), "simulated read failure")
         others = [name for name in self._files if name != file.name]
-        if others and self._chance.random() < SWAPS:
+        if others and self._chance.random() < self._swaps:
             other = self._chance.choice(others)
             self._files[file.name], self._files[other] = self._files[other], self._files[file.name]
         there = self._files[file.name]
         if any(max(wanted) >= len(there.get(group, ())) for group, wanted in rows.items()):
             raise DiskFailed("read", "another file is in place of this one and has fewer units")
         return {group: [there[group][row] for row in wanted] for group, wanted in rows.items()}
+
+    def overwrite(self, file: UnitFile, kept: Collection[tuple[int, int]]) -> int:
+        if self._chance.random() < FAILS:
+            raise DiskFailed("write", "simulated write failure")
+        units, file.overwritten = self._files[file.name], 0
+        file.units = sum(map(len, units.values()))
+        for group, rows in units.items():
+            for row, unit in enumerate(rows):
+                if (group, row) not in kept:
+                    unit.data.fill(0)
+                    rows[row] = NamedUnit(Content(b"", b""), unit.data)
+                    file.overwritten += 1
+        return file.overwritten
+
+    def holding(self) -> Iterator[tuple[str, int, int]]:
+        """Yields the file, group and row of every unit that was not overwritten."""
+        for name, units in self._files.items():
+            for group, rows in units.items():
+                yield from ((name, group, row) for row, unit in enumerate(rows) if unit.content.before)
 
     def remove(self, file: UnitFile) -> None:
         del self._files[file.name], self._sizes[file.name]

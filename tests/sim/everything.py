@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.sim.faults import FAULTS
 from tests.sim.faults_of_adapters import FAULTS_OF_ADAPTERS
 from tests.sim.faults_of_copies import FAULTS_OF_COPIES
+from tests.sim.faults_of_erasing import FAULTS_OF_ERASING
 from tests.sim.faults_of_grammars import FAULTS_OF_GRAMMARS
 from tests.sim.faults_of_journals import FAULTS_OF_JOURNALS
 from tests.sim.faults_of_kinds import FAULTS_OF_KINDS
@@ -45,7 +46,7 @@ def everything() -> dict[str, Planted]:
     """Returns everything that can be planted, by name."""
     planted: dict[str, Planted] = {}
     kinds = (FAULTS, FAULTS_OF_COPIES, FAULTS_OF_GRAMMARS, FAULTS_OF_JOURNALS, FAULTS_OF_KINDS, FAULTS_OF_SCHEDULE)
-    for fault in chain(*kinds, FAULTS_OF_SHARING, FAULTS_OF_ADAPTERS, FAULTS_OF_LIMITS):
+    for fault in chain(*kinds, FAULTS_OF_SHARING, FAULTS_OF_ADAPTERS, FAULTS_OF_LIMITS, FAULTS_OF_ERASING):
         planted[f"fault {fault.__name__}"] = fault
     for slip in chain(SLIPS, *BY_AREA.values()):
         planted[f"slip {slip}"] = slip

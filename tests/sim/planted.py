@@ -22,7 +22,17 @@ from time import process_time, time
 import pytest
 
 from tests.sim.mutants import Mutant
-from tests.sim.run import ADAPTED, DRAFTED, GRAMMARS, LIMITED, OVERTAKING, PREFIXED, any_world, run_world
+from tests.sim.run import (
+    ADAPTED,
+    DRAFTED,
+    ERASING,
+    GRAMMARS,
+    LIMITED,
+    OVERTAKING,
+    PREFIXED,
+    any_world,
+    run_world,
+)
 from tests.sim.slips import Slip
 from tests.sim.slips_of_kernels import NativeSlip
 from tests.sim.telling import module_of, tell
@@ -151,7 +161,7 @@ def _plant_and_look(job: Job) -> Outcome:
         return Outcome(None, "survived its story", process_time() - began)
     steps, first = 0, () if job.known is None else (job.known,)
     others = chain.from_iterable(
-        (seed, PREFIXED + seed, GRAMMARS + seed, OVERTAKING + seed, ADAPTED + seed, LIMITED + seed, DRAFTED + seed)
+        tuple(first + seed for first in (0, PREFIXED, GRAMMARS, OVERTAKING, ADAPTED, LIMITED, DRAFTED, ERASING))
         for seed in range(PREFIXED)
     )
     for seed in chain(first, others):

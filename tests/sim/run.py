@@ -40,6 +40,9 @@ LIMITED = 6 * 10**6
 DRAFTED = 7 * 10**6
 """The first seed of worlds in which a draft model guesses."""
 
+ERASING = 8 * 10**6
+"""The first seed of worlds in which sessions are erased."""
+
 TRANSITIONS = (
     "open",
     "close",
@@ -73,7 +76,7 @@ TRANSITIONS = (
     "drop preempted",
     "step failed",
 )
-"""Every transition of sessions and turns that the engine counts."""
+"""The transitions of sessions and turns that the engine counts in every kind of world."""
 
 
 @dataclass
@@ -132,7 +135,8 @@ def any_world(seed: int) -> WorldConfig:
     and in every third sessions start from memory of running turns. From `LIMITED` on, many turns limit or name tokens;
     every other world has grammars, every third a prefix cache, and every sixth tiers. From `DRAFTED` on, a draft model
     guesses; every other world has a prefix cache, every fourth tiers, every fifth grammars, and in every third sessions
-    start from memory of running turns."""
+    start from memory of running turns. From `ERASING` on, sessions are erased; every other world has a prefix cache,
+    two of three tiers, every fourth a draft model, and in every third sessions start from memory of running turns."""
     return next(make(seed) for first, make in _KINDS if seed >= first)
 
 
@@ -158,7 +162,12 @@ def _kind(
     return make
 
 
+def _erasing(seed: int) -> WorldConfig:
+    return replace(_kind(prefixes=2, overtaking=3, drafted=4, erases=True)(seed), tiers=seed % 3 > 0)
+
+
 _KINDS = (
+    (ERASING, _erasing),
     (DRAFTED, _kind(prefixes=2, tiers=4, grammars=5, overtaking=3, drafted=1)),
     (LIMITED, _kind(prefixes=3, tiers=6, grammars=2, limits=True)),
     (ADAPTED, _kind(tiers=2, overtaking=3, adapters=True)),

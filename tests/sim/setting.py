@@ -53,6 +53,7 @@ class WorldConfig:
     limits: bool = False  # many turns limit the tokens of their output, or name tokens to be scored
     prefixes: bool = False  # memory of closed sessions is kept, and inputs share prefixes
     pins: bool = False  # some sessions are pinned
+    erases: bool = False  # sessions are erased
     adapters: bool = False  # most sessions have one of two adapters
     overtaking: bool = False  # sessions start from memory that running turns compute, and are rewound into shared pages
     drafted: bool = False  # a draft model guesses

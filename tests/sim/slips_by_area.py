@@ -4,6 +4,20 @@ from __future__ import annotations
 
 from tests.sim.slips import Slip
 
+ERASING = (
+    Slip("memory.pool", "            self.used[unit] = 1\n", ""),
+    Slip("memory.tiers.copies", "            unit.data.fill(0)", "            pass"),
+    Slip("memory.tiers.copies", "            if unit not in without:\n", "            if True:\n"),
+    Slip("memory.tiers.erasing", "if unit.references == count}", "if unit.references >= count}"),
+    Slip("engine.erasure", "        for kept in [kept for kept in core.registry.prefixes if _shares(held, kept)]:\n            self._lifecycle.drop(kept)\n", ""),
+    Slip("engine.erasure", "        core.idle_memory.finish()\n", ""),
+    Slip("engine.erasure", "            session.state = SessionState.OPEN", "            pass"),
+    Slip("sched.draft_proposer", "        self._beside.forget(tenant)\n        self._model.tables.clear()\n", "        self._beside.forget(tenant)\n"),
+    Slip("memory.tiers.state_index", "secure_delete = ON", "secure_delete = OFF"),
+    Slip("memory.tiers.erasing", "    _empty_log(tiers, erased)\n", ""),
+)  # fmt: skip
+"""Erasures leave something behind."""
+
 HOLES = (
     Slip("memory.pool", "        self.generation[unit] += 1\n\n    def take_alone", "\n    def take_alone"),
     Slip("memory.kinds.paged", "elif position % self.page_size == 0 or not self.has_tail(page, position):", "elif position % self.page_size == 0:"),
@@ -200,4 +214,5 @@ BY_AREA = {
     "native pages": NATIVE_PAGES,
     "guesses": GUESSES,
     "drafts": DRAFTS,
+    "erasing": ERASING,
 }

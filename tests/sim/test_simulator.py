@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.sim.everything import everything, is_justified, known_catchers
 from tests.sim.planted import Job, look_for_all, needs_pytest
-from tests.sim.run import ADAPTED, DRAFTED, GRAMMARS, LIMITED, OVERTAKING, PINNED, PREFIXED, run_worlds
+from tests.sim.run import ADAPTED, DRAFTED, ERASING, GRAMMARS, LIMITED, OVERTAKING, PINNED, PREFIXED, run_worlds
 from tests.sim.slips import Slip
 from tests.sim.slips_of_kernels import NativeSlip
 
@@ -25,6 +25,8 @@ LIMITED_STEPS = 1_500
 """Seeds of worlds in which many turns limit or name tokens."""
 DRAFTED_STEPS = 2_000
 """Seeds of worlds in which a draft model guesses."""
+ERASING_STEPS = 2_000
+"""Seeds of worlds in which sessions are erased."""
 WORLD_STEPS = 150
 
 LOOKED_FOR = 6_000
@@ -78,6 +80,13 @@ def test_worlds_with_a_draft_model_stay_right():
     summary = run_worlds(range(DRAFTED, DRAFTED + DRAFTED_STEPS // WORLD_STEPS + 1), WORLD_STEPS)
     assert not summary.failures, "\n".join(f"seed {seed}: {report}" for seed, report in summary.failures.items())
     assert summary.steps >= DRAFTED_STEPS
+
+
+def test_worlds_whose_sessions_are_erased_stay_right():
+    summary = run_worlds(range(ERASING, ERASING + ERASING_STEPS // WORLD_STEPS + 1), WORLD_STEPS)
+    assert not summary.failures, "\n".join(f"seed {seed}: {report}" for seed, report in summary.failures.items())
+    assert summary.steps >= ERASING_STEPS
+    assert sum(counter["erase"] for counter in summary.counts.values()) > 20
 
 
 def test_large_worlds_stay_right():

@@ -68,11 +68,14 @@ class World:
         self._sizes = [
             n * (config.page_size if group.paged else 1) for n, group in zip(config.units, config.groups, strict=True)
         ]
-        self.disk = FaultyDisk(self._faults, fills_early=not config.overtaking) if config.tiers else None
+        self.disk = self._disk(config) if config.tiers else None
         self.tenants: dict[str, str] = {}  # of all sessions ever opened
         self.journal = WorldJournal(config.seed, ends=config.tiers)
         self.engines = 0  # the number begun so far
         self._begin()
+
+    def _disk(self, config: WorldConfig) -> FaultyDisk:
+        return FaultyDisk(self._faults, fills_early=not config.overtaking, swaps=not config.erases)
 
     def _begin(self) -> None:
         """Begins a new engine, with what observes it."""

@@ -16,14 +16,14 @@ def open_private(path: Path) -> BinaryIO:
     return open(path, "wb", opener=lambda name, flags: os.open(name, flags, FILE))
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Opens a regular file for unbuffered reading. Raises `OSError`, also for a pipe or a device, which could block its
-    reader forever."""
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+def open_regular(path: Path, *, writable: bool = False) -> BinaryIO:
+    """Opens a regular file for unbuffered reading, or also for changing it. Raises `OSError`, also for a pipe or a
+    device, which could block its reader forever."""
+    file = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return os.fdopen(file, "rb", buffering=0)
+    return os.fdopen(file, "r+b" if writable else "rb", buffering=0)
 
 
 def create_private(path: Path) -> None:

@@ -226,6 +226,36 @@ class Transition:
         return self.operation if self.state is None else f"{self.operation} {self.state}"
 
 
+class Sharing(View, frozen=True, kw_only=True):
+    """A session that still has state or tokens of an erased one, of which it is a fork or has the same beginning:
+    `tokens` at the beginning of both, `units` of memory by group, and `copies` in host memory or on disk."""
+
+    session: str
+    tokens: int
+    units: dict[str, int]
+    copies: int
+
+
+class Erased(View, frozen=True, kw_only=True):
+    """The receipt for an erased session of `tokens` tokens. `held`: the units that it and its turn held, by group, of
+    which those that `shared` names stay until their last holder goes. `overwritten`: units on the device, by group,
+    which are all that were free and had been used, so also those that it had given back before. `copies`: overwritten
+    in host memory. `rows`: overwritten in files of the disk tier. `journal_rows`: removed and overwritten. `answers`:
+    ended turns that the server kept for returning readers. `shared`: the sessions that still have a part of it.
+    `failed`: what could not be overwritten or removed, and why; empty if nothing is left."""
+
+    session: str
+    tokens: int
+    held: dict[str, int]
+    overwritten: dict[str, int]
+    copies: int
+    rows: int
+    shared: list[Sharing]
+    failed: list[str]
+    journal_rows: int = 0
+    answers: int = 0
+
+
 class Stats(View, frozen=True, kw_only=True):
     """Counts since the start, and the present state. `accepted_tokens` and `rejected_tokens`: guesses that became
     output, and others that were computed, by source. `recomputed`: tokens computed again, by reason. `replayed`: tokens

@@ -181,11 +181,19 @@ def import_(
 def close(
     session_ids: Annotated[list[str], typer.Argument(help="Ids of sessions.")],
     finish: Annotated[bool, typer.Option("--finish", help="Let open turns end first.")] = False,
+    erase: Annotated[
+        bool, typer.Option("--erase", help="Overwrite all that is left of them in memory, tiers and the journal.")
+    ] = False,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Close sessions."""
+    """Close sessions. With --erase, print a receipt for each."""
     for session_id in session_ids:
+        if erase:
+            _show_json(
+                _ask("DELETE", session_id, f"?erase=true&finish={'true' if finish else 'false'}", None, url, api_key)
+            )
+            continue
         _ask("DELETE", session_id, f"?finish={'true' if finish else 'false'}", None, url, api_key)
         typer.echo(f"closed {session_id}")
 

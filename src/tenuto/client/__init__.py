@@ -6,7 +6,7 @@ from tenuto.base.errors import TenutoError
 from tenuto.base.options import ChatOptions, RemoteOptions, TurnOptions
 from tenuto.base.tools.definitions import ToolCall
 from tenuto.base.turns import EndReason, Input, TurnResult, Usage
-from tenuto.base.views import AuditReport, SessionInfo
+from tenuto.base.views import AuditReport, Erased, SessionInfo
 from tenuto.client.aio import AsyncSession, AsyncTurnStream
 from tenuto.client.remote import (
     AsyncRemoteEngine,
@@ -29,6 +29,7 @@ __all__ = [
     "AuditReport",
     "ChatOptions",
     "EndReason",
+    "Erased",
     "Input",
     "RemoteEngine",
     "RemoteOptions",

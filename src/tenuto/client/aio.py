@@ -15,7 +15,7 @@ from tenuto.base.errors import EngineStopped
 from tenuto.base.options import ChatOptions, Policy, SessionAdapter
 from tenuto.base.tools.answers import AnswerPart
 from tenuto.base.turns import Delta, Input, Keep, TurnKind, TurnResult
-from tenuto.base.views import AuditReport, SessionInfo
+from tenuto.base.views import AuditReport, Erased, SessionInfo
 from tenuto.client.core import SessionCore, TurnReader
 from tenuto.client.faces import ClientBase, SessionBase, TurnStreamBase
 from tenuto.client.transport import Deliver, Event, Options, Transport
@@ -301,6 +301,10 @@ class AsyncSession(SessionBase):
     async def rewind(self, turn: int | None = None, position: int | None = None) -> SessionInfo:
         """See `Session.rewind`."""
         return await _answer(self._core.rewind(turn, position))
+
+    async def erase(self) -> Erased:
+        """See `Session.erase`."""
+        return await _answer(self._core.erase())
 
     async def close(self, *, finish: bool = False) -> None:
         """See `Session.close`."""

@@ -20,7 +20,7 @@ from tenuto.base.tools.answers import AnswerPart, AnswerReader
 from tenuto.base.tools.definitions import NO_TOOLS
 from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.turns import Delta, Input, Keep, Transcript, TurnKind, TurnResult, turn_input
-from tenuto.base.views import AuditReport, RecordPage, SessionInfo, SessionPage
+from tenuto.base.views import AuditReport, Erased, RecordPage, SessionInfo, SessionPage
 from tenuto.base.wire import messages
 from tenuto.base.wire.document import read_document
 from tenuto.base.wire.state_file import StateFile
@@ -203,6 +203,9 @@ class SessionCore:
     def export_file(self, path: str | PathLike[str]) -> Future[None]:
         export = messages.ExportSession(tenant="", session=self.id, state=str(Path(path).absolute()))
         return mapped(self._call(export), lambda _: None)
+
+    def erase(self) -> Future[Erased]:
+        return self._call(messages.EraseSession(tenant="", session=self.id))
 
     def close(self, *, finish: bool) -> Future[None]:
         return self._call(messages.CloseSession(tenant="", session=self.id, finish=finish))

@@ -13,7 +13,7 @@ import msgspec
 from tenuto.base.checks import MAX_COUNT, whole
 from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.views import SessionInfo
-from tenuto.base.wire.messages import CloseSession, ExportSession, ImportSession, Request, StartTurn
+from tenuto.base.wire.messages import CloseSession, EraseSession, ExportSession, ImportSession, Request, StartTurn
 from tenuto.base.wire.state_file import StateFile
 from tenuto.client.connection import Connection
 from tenuto.client.feed import Feed, Source
@@ -45,7 +45,7 @@ class HttpTransport:
             answer = answer_from(request, said)
             if isinstance(answer, SessionInfo) and unnamed:
                 self.connection.leftovers.add(session_path(answer.session_id))
-            if isinstance(request, CloseSession):
+            if isinstance(request, CloseSession | EraseSession):
                 self.connection.leftovers.discard(path)
             return answer
 

@@ -12,7 +12,7 @@ from typing import ClassVar, Generic, Self, TypeVar, Unpack
 from tenuto.base.options import ChatOptions, Policy, SessionAdapter
 from tenuto.base.tools.answers import AnswerPart
 from tenuto.base.turns import Delta, Input, Keep, TurnKind, TurnResult
-from tenuto.base.views import AuditReport, SessionInfo
+from tenuto.base.views import AuditReport, Erased, SessionInfo
 from tenuto.client.core import TurnReader
 from tenuto.client.faces import ClientBase, SessionBase, TurnStreamBase
 from tenuto.client.transport import Deliver, Event, Options
@@ -254,6 +254,11 @@ class Session(Closing, SessionBase):
     def rewind(self, turn: int | None = None, position: int | None = None) -> SessionInfo:
         """Cuts the history back to its first `turn` turns or `position` tokens."""
         return self._core.rewind(turn, position).result()
+
+    def erase(self) -> Erased:
+        """Closes the session and overwrites all that is left of it in memory, tiers and the journal. An open turn is
+        aborted. Returns the receipt, which names the sessions that still share a part of it."""
+        return self._core.erase().result()
 
     def close(self, *, finish: bool = False) -> None:
         """Closes the session. An open turn is aborted, or with `finish` allowed to end first."""

@@ -79,6 +79,7 @@ _EXCHANGES: dict[type, Callable[[Any], Exchange]] = {
     messages.UpdateWeights: lambda r: Exchange(
         "POST", "/update_weights_from_disk", {"model_path": r.path, "abort_all_requests": r.abort}
     ),
+    messages.EraseSession: lambda r: _of_session("DELETE", r, erase="true"),
     messages.CloseSession: lambda r: _of_session("DELETE", r, finish="true" if r.finish else "false"),
 }
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 
 from tenuto.base.errors import InvariantError
+from tenuto.base.plan import Executor, Ints
 from tenuto.base.views import AuditReport
 from tenuto.engine.core import Core
 from tenuto.memory.audit import AuditCycle, recount
@@ -39,6 +40,14 @@ class Auditor:
         self._asked: list[Told] = []  # callbacks for the report of the next cycle
         self.work = 0  # total of `AuditCycle.work`
         self.cycles = 0  # number of cycles ended
+
+    def require_zeros(self, executor: Executor, pool: Pool, group: int, units: Ints) -> None:
+        """Reads units of a pool, the executor's `group`, which were overwritten. Raises `InvariantError` if one holds
+        anything, and `CopyFailed`."""
+        data = executor.read_units(group, units)
+        if data.any():
+            wrong = units[data.any(axis=1)].tolist()
+            raise InvariantError(f"{pool.name}: units {wrong} were overwritten and hold something")
 
     def recount(self, flights: Iterable[Flight]) -> AuditReport:
         """Recounts everything now; `flights` are the steps in flight. Raises `InvariantError`."""

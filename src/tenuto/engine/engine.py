@@ -14,6 +14,7 @@ from tenuto.base.views import AuditReport
 from tenuto.engine.adapter_operations import AdapterOperations
 from tenuto.engine.auditor import Auditor
 from tenuto.engine.core import Core
+from tenuto.engine.erasure import Erasure
 from tenuto.engine.flights import Flights
 from tenuto.engine.gate import TextFactory, TurnGate
 from tenuto.engine.guard import guarded
@@ -123,6 +124,7 @@ class Engine:
         self.states = SessionStates(core, lifecycle, self.occupation)
         self.adapters = AdapterOperations(core)
         self.auditor = Auditor(core, (self._admission,))
+        self.erasure = Erasure(core, lifecycle, self.occupation, self._flights, self.auditor)
         self.steps = 0  # number of calls of `step`
         self.transitions = self.counts.transitions
         self.totals = self.counts.totals

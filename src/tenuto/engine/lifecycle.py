@@ -42,15 +42,17 @@ class Lifecycle:
         kept: int = 0,
         turn: Turn | None = None,
         parent: Session | None = None,
-    ) -> None:
-        """Records a change that has just been made; see `Change`."""
+    ) -> Change:
+        """Records and returns a change that has just been made."""
         if parent is not None:
             self._idle_memory.fork(parent, session)
-        elif kind == "close":
+        elif kind in ("close", "erase"):
             self._idle_memory.forget(session)
         else:
             self._idle_memory.changed(session, kept)
-        self._outcomes.changes.append(Change.of(kind, session, kept, turn, parent, self._clock.wall()))
+        change = Change.of(kind, session, kept, turn, parent, self._clock.wall())
+        self._outcomes.changes.append(change)
+        return change
 
     def enqueue(self, turn: Turn, event: str) -> None:
         """Queues a submitted turn. `event` names the operation that submitted it."""
@@ -350,10 +352,17 @@ class Lifecycle:
         """Closes and removes a session without an open turn. Its memory stays for other turns to share, unless another
         session covers it."""
         self._index(session)
-        self._sessions.close(session, keep=self.sharing.index.keep(session))
+        self._close(session, "close", keep=self.sharing.index.keep(session))
+
+    def erase(self, session: Session) -> Change:
+        """Closes and removes a session without an open turn. It keeps no memory."""
+        return self._close(session, "erase", keep=False)
+
+    def _close(self, session: Session, kind: ChangeKind, *, keep: bool) -> Change:
+        self._sessions.close(session, keep=keep)
         self.note_memory(session)
-        self._counts.note("close")
-        self.note("close", session, kept=len(session.history))
+        self._counts.note(kind)
+        return self.note(kind, session, kept=len(session.history))
 
     def expire(self) -> None:
         """Ends turns past their deadlines and drafts left unchanged for too long, and closes expired sessions."""

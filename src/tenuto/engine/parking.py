@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar
@@ -155,6 +155,19 @@ class Parking:
         """Lends the parked memory of a session, which another thread may read until `Tiers.take_back`."""
         parked = self._find(session)
         return self.tiers.lend(parked, self._contents(session, parked.position)) if parked is not None else None
+
+    def records(self, session: Session) -> list[Parked]:
+        """Returns the session's parked memory and its saved state, with all of their units."""
+        found = self._sessions.get(session), self.saved(session)
+        return [record for record in found if record is not None and record in self.tiers]
+
+    def sharing(self, units: Collection[StoredUnit]) -> Counter[str]:
+        """Returns, by session id, how many of these units sessions have parked or saved."""
+        parked = ((session.id, parked) for session, parked in self._sessions.items() if parked in self.tiers)
+        found: dict[str, set[StoredUnit]] = {}
+        for session_id, record in chain(parked, self.saves.by_session()):
+            found.setdefault(session_id, set()).update(unit for unit in record if unit in units)
+        return Counter({session_id: len(same) for session_id, same in found.items() if same})
 
     def position(self, session: Session) -> int:
         """Returns the number of tokens whose memory is parked or saved."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from tenuto.base.errors import InvariantError
 
-HolderKind = Literal["session", "prefix", "turn", "checkpoint", "cached", "admission", "copy", "draft model"]
+HolderKind = Literal["session", "prefix", "turn", "checkpoint", "cached", "admission", "copy", "draft model", "erasure"]
 BULK = 24
 """The least number of units whose counts are changed by one NumPy call instead of a loop."""
 
@@ -58,6 +58,7 @@ class Pool:
         self.floors = array("i", bytes(4 * capacity))  # the floor of each unit
         self._floors = np.frombuffer(self.floors, dtype=np.int32)
         self.tails: dict[int, object] = {}  # units with a tail, and the table that has it
+        self.used = bytearray(capacity)  # 1 for units that were leased since they were last overwritten
         self._free = list(range(capacity - 1, -1, -1))
         self._limbo: deque[list[int]] = deque()  # for each step in flight, the units released since it began
         self._written: set[int] = set()  # units that copies under way write
@@ -173,6 +174,19 @@ class Pool:
             self._stranded = [unit for unit in self._stranded if unit not in ended]
             (self._limbo[-1] if self._limbo else self._free).extend(left)
 
+    def take_used(self, holder: Holder) -> Lease:
+        """Returns a lease on all free units that are `used`."""
+        used = [unit for unit in self._free if self.used[unit]]
+        self._free = [unit for unit in self._free if not self.used[unit]] + used
+        return Lease(self, array("i", self._take(len(used)) or ()), holder)
+
+    def overwritten(self, lease: Lease, count: int) -> None:
+        """Releases a lease of `take_used`, no step having touched its units. The first `count` are no longer `used`:
+        they hold nothing."""
+        for unit in lease.units[:count]:
+            self.used[unit] = 0
+        lease.release(unused=True)
+
     @contextmanager
     def reserve(self, count: int, holder: Holder) -> Iterator[Lease]:
         """Yields a lease on up to `count` units, as many as are free. Units that the block has not taken out go back at
@@ -222,6 +236,7 @@ class Pool:
                 raise InvariantError(f"{self.name} unit {unit} is on the free list with count {self.counts[unit]}")
             self.counts[unit] = 1
             self.floors[unit] = 0
+            self.used[unit] = 1
             self.generation[unit] += 1
         self.touched += count
         self.leased += count

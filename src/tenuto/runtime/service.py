@@ -46,6 +46,7 @@ from tenuto.base.wire.messages import (
     Withdraw,
 )
 from tenuto.engine.engine import Engine
+from tenuto.engine.erasure import Receipt
 from tenuto.engine.thread.acknowledge import Acknowledger
 from tenuto.engine.thread.dispatcher import Dispatcher
 from tenuto.engine.thread.journaling import JournalWriter
@@ -274,6 +275,8 @@ class Service:
             case FoundTurn(turn=KeptTurn() as turn):
                 size = len(turn.output.tokens)
                 self._later(request, size, lambda: FoundTurn(turn=self._texts.of_kept(turn)))
+            case Receipt():
+                self._outbox.answer(request, value.view())
             case SessionDocument():
                 self._later(request, value.tokens, lambda: value.signed(self._loaded.fingerprint))
             case _:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ from tenuto.base.clock import Clock
 from tenuto.base.errors import StepFailed, TenutoError
 from tenuto.base.plan import Executor, MemoryPart, PageCopies, Plan, RowSampling, TableChanges
 from tenuto.base.sampling import Sampling
+from tenuto.memory.pool import Pool
 from tenuto.sched.draft_tables import DraftTable, DraftTables
 from tenuto.sched.guesses import StepTimes
 
@@ -139,6 +140,10 @@ class DraftModel:
     def is_token(self, token: int) -> bool:
         """Whether the main model has this token: vocabularies are padded differently."""
         return token < self._vocab_size
+
+    def memories(self) -> Iterable[tuple[Sequence[Pool], Executor]]:
+        """Returns its pools with its executor, unless their memory is released."""
+        return () if "kv_cache" in self._released else ((self.tables.pools, self._executor),)
 
     def release(self, parts: Collection[MemoryPart]) -> None:
         """Gives memory back to the system, and all pages with it, until `restore`."""

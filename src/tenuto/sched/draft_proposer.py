@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tenuto.base.errors import StepFailed
-from tenuto.base.plan import MemoryPart
+from tenuto.base.plan import Executor, MemoryPart
 from tenuto.base.sampling import Sampling
 from tenuto.memory.pool import Holder, Pool
 from tenuto.sched.draft_model import DraftModel, DraftWork
@@ -130,6 +130,11 @@ class DraftProposer(Proposer):
         self._beside.committed(turn)
         self._usual += (len(turn.output) - self._usual) / 16
 
+    def forget(self, tenant: str) -> None:
+        """See `Proposer`."""
+        self._beside.forget(tenant)
+        self._model.tables.clear()
+
     def _did_not_pay(self, candidates: Sequence[Candidate], pieces: Sequence[DraftWork]) -> None:
         if candidates and not pieces:
             self._paused = EVERY
@@ -243,6 +248,9 @@ class DraftProposer(Proposer):
 
     def holders(self) -> Iterable[Holder]:
         return (*self._beside.holders(), *self._model.tables)
+
+    def memories(self) -> Iterable[tuple[Sequence[Pool], Executor]]:
+        return (*self._beside.memories(), *self._model.memories())
 
     def release(self, parts: Collection[MemoryPart]) -> None:
         self._beside.release(parts)

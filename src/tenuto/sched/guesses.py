@@ -11,7 +11,7 @@ from operator import mul
 import numpy as np
 import numpy.typing as npt
 
-from tenuto.base.plan import MemoryPart
+from tenuto.base.plan import Executor, MemoryPart
 from tenuto.memory.pool import Holder, Pool
 from tenuto.session.turn import Turn
 
@@ -151,6 +151,14 @@ class Proposer(ABC):
     def committed(self, turn: Turn) -> None:
         """Takes note of the output of a turn that was committed."""
         return
+
+    def forget(self, tenant: str) -> None:
+        """Forgets the outputs of all turns of a tenant, and gives up all units of `pools`."""
+        return
+
+    def memories(self) -> Iterable[tuple[Sequence[Pool], Executor]]:
+        """Returns `pools`, except those of released memory, by the executor that has their units."""
+        return ()
 
     @property
     def pools(self) -> tuple[Pool, ...]:

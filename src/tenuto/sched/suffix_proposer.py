@@ -185,6 +185,10 @@ class SuffixProposer(Proposer):
         if len(self._said) > MOST_TENANTS:
             self._said.popitem(last=False)
 
+    def forget(self, tenant: str) -> None:
+        """See `Proposer`."""
+        self._said.pop(tenant, None)
+
     def _guess(self, turn: Turn, limit: int) -> Guesses:
         trail = turn.trail
         if not isinstance(trail, Trail):

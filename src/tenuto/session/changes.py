@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from tenuto.session.records import TurnRecord
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 
-ChangeKind = Literal["open", "fork", "restore", "adopt", "commit", "rewind", "close"]
+ChangeKind = Literal["open", "fork", "restore", "adopt", "commit", "rewind", "close", "erase"]
+
+
+@dataclass(slots=True)
+class ErasedRows:
+    """What an `erase` has removed from the journal; written by the journal before it acknowledges the change. `rows`:
+    their number. `shared`: the ids of the sessions that still use pieces of the erased one's history, and how many of
+    its tokens these pieces have."""
+
+    rows: int = 0
+    shared: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +29,8 @@ class Change:
 
     After the change, the history consists of its first `kept` tokens from before (for a fork: of the parent), then
     `tokens`. There are `turns` records: those from before (or of the parent), except that the last ones are `records`.
+
+    `erase` is a `close` that leaves nothing of the session in the journal's files.
 
     `turn`: the committed turn. `parent`: the parent of a fork; forks and restored sessions are opened by an earlier,
     separate change. `result`: the key and the kept result of a turn with an idempotency key. `forgotten`: keys whose
@@ -37,6 +49,7 @@ class Change:
     result: tuple[str, bytes] | None = None
     forgotten: tuple[str, ...] = ()
     used: float = 0.0
+    erased: ErasedRows = field(default_factory=ErasedRows)
 
     @property
     def length(self) -> int:

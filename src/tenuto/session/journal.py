@@ -21,6 +21,7 @@ from tenuto.base.private import create_private
 from tenuto.base.views import SessionKey
 from tenuto.session.acknowledged import ID_BYTES, Acknowledged
 from tenuto.session.changes import Change
+from tenuto.session.journal_erasing import RowsToErase, cut_to_use, too_long
 from tenuto.session.journal_mending import (
     Damage,
     connected,
@@ -96,6 +97,9 @@ class Journal:
         self._damage: Damage | None = None  # the damage found by a migration
         self._found: Path | None = None  # a copy with changes that SQLite would have dropped
         self._vacuumed = False
+        # pieces that several sessions use, and whose ends perhaps none has; unknown until a session is erased
+        self._untrimmed: set[int] | None = None
+        self._log_holds = False  # whether the log has rows of an erased session
         try:
             with suppress(OSError):  # SQLite reports the error; its other files get the mode of this one
                 create_private(path)
@@ -141,7 +145,8 @@ class Journal:
         self._read_header()
 
     def _use_log(self) -> None:
-        for setting in ("journal_mode = WAL", "synchronous = FULL", f"journal_size_limit = {_LOG_BYTES}"):
+        log = "journal_mode = WAL", f"journal_size_limit = {_LOG_BYTES}"
+        for setting in (*log, "synchronous = FULL", "secure_delete = ON"):
             self._db.execute(f"PRAGMA {setting}")
 
     def _require_own(self, owner: object) -> None:
@@ -270,16 +275,27 @@ class Journal:
         lasting = [change for change in changes if change.session.policy.lasting]
         if not lasting:
             return
-        opened = sum((change.kind == "open") - (change.kind == "close") for change in lasting)
+        opened = sum((change.kind == "open") - (change.kind in ("close", "erase")) for change in lasting)
         total = self._changes + len(lasting), self._sessions + opened
         with self._transaction():
             if self._count("user_version") < FORMAT:
                 self._db.execute(f"PRAGMA user_version = {FORMAT}")
             for change in lasting:
                 self._write(change)
+            if erases := any(change.kind == "erase" for change in lasting):
+                for piece in too_long(self._db) if self._untrimmed is None else self._untrimmed:
+                    cut_to_use(self._db, piece)
             write_header(self._db, self._fingerprint, self._id, *total)
         self._changes, self._sessions = total
+        if erases:
+            self._log_holds, self._untrimmed = True, set()
         self._acknowledged.write(self._id, self._changes)
+
+    def forget_erased(self) -> None:
+        """Empties the log, which may still have rows of sessions that `write` has erased. Raises `sqlite3.Error`."""
+        if self._log_holds:
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            self._log_holds = False
 
     def tidy(self, *, whole: bool = False) -> bool:
         """Gives some free space back to the file system. Returns False if there is no more to give back for now: some
@@ -305,11 +321,14 @@ class Journal:
             self._seal(self._number(session.key)[0], 0, change, 0, 0, 0)
             return
         number, results = self._number(session.key)
+        if change.kind == "erase":
+            rows = RowsToErase.of(self._db, number)
+            self._remove(number)
+            gone = rows.require_gone(self._db)
+            change.erased.rows, change.erased.shared = gone.rows, gone.shared
+            return
         if change.kind == "close":
-            self._cut(number, 0)
-            self._db.execute("DELETE FROM records WHERE session = ?", (number,))
-            self._db.execute("DELETE FROM results WHERE session = ?", (number,))
-            self._db.execute("DELETE FROM sessions WHERE id = ?", (number,))
+            self._remove(number)
             return
         if change.parent is not None:
             self._share(change, change.parent, number)
@@ -324,6 +343,11 @@ class Journal:
     def _about(session: Session) -> tuple[str, str, bytes, str | None]:
         """Returns the columns of a session that never change."""
         return (*session.key, msgspec.json.encode(session.policy), session.system)
+
+    def _remove(self, session: int) -> None:
+        self._cut(session, 0)
+        for table, column in (("records", "session"), ("results", "session"), ("sessions", "id")):
+            self._db.execute(f"DELETE FROM {table} WHERE {column} = ?", (session,))
 
     def _seal(self, session: int, version: int, change: Change, length: int, turns: int, results: int) -> None:
         """Writes a session's row with its counts and its checksum. All values come from memory, since the row in the
@@ -382,6 +406,8 @@ class Journal:
         users = self._db.execute(f"{_PIECES} WHERE piece = ? LIMIT 2", (piece,)).fetchall()
         if not users:
             self._db.execute("DELETE FROM pieces WHERE id = ?", (piece,))
+        if len(users) > 1 and self._untrimmed is not None:
+            self._untrimmed.add(piece)
         if len(users) != 1:
             return
         ((session, position, _, length, own, content),) = users

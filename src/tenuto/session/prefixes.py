@@ -118,7 +118,7 @@ class PrefixIndex:
         `session`. Both are entered under the last of these pages."""
         self.compared += 1
         most = min(len(session.history), session.memory.computed, other.memory.computed)
-        common = _common(session.history, other.history, most)
+        common = common_length(session.history, other.history, most)
         return session.memory.resumable(common) >= self._entered[other] * self.page_size
 
     def find(self, session: Session, tokens: array[int], beyond: int) -> tuple[Session, int] | None:
@@ -130,7 +130,7 @@ class PrefixIndex:
         best: tuple[int, int, Session] | None = None
         for other in islice(_others(owners, session), MAX_COMPARED):
             most = min(len(other.history), other.memory.computed)  # memory shared for its turn may exceed its history
-            length = _common(other.history, tokens, min(len(tokens), most))
+            length = common_length(other.history, tokens, min(len(tokens), most))
             if best is None or (other.memory.resumable(length), length) > best[:2]:
                 best = other.memory.resumable(length), length, other
         return (best[2], best[1]) if best is not None and best[1] >= beyond + self.page_size else None
@@ -210,7 +210,7 @@ class RunningPrompts:
             if self.common >= most:
                 break
             if other is not turn and other.session.scope == turn.session.scope:
-                common = _common(others, tokens, min(len(others), len(tokens)))
+                common = common_length(others, tokens, min(len(others), len(tokens)))
                 self.common += common
                 yield other, common
 
@@ -226,7 +226,7 @@ def _digest(before: int, tokens: bytes) -> int:
     return hash((before, tokens))
 
 
-def _common(first: array[int], second: array[int], most: int) -> int:
+def common_length(first: array[int], second: array[int], most: int) -> int:
     """Returns the length of the common prefix, at most `most`."""
     low = 0
     while low < most:

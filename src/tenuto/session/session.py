@@ -237,6 +237,15 @@ class Session:
             raise IllegalTransition(f"cannot regenerate in session {self.id}: its last turn generated nothing")
         return self.records[-1]
 
+    def wipe(self) -> int:
+        """Overwrites the tokens of this closed session, and drops its records and results. Returns the number of
+        tokens."""
+        tokens = len(self.history)
+        self.history[:] = array("i", bytes(self.history.itemsize * tokens))
+        del self.history[:]
+        self.records, self.results, self.suffixes = [], KeptTurns(), None
+        return tokens
+
     def close(self) -> None:
         """Closes the session; its memory stays, to be shared as a prefix, until it is dropped. Raises `SessionBusy` if
         it has an open turn."""

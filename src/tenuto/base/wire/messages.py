@@ -22,6 +22,7 @@ from tenuto.base.turns import Delta, Keep, TurnInput, TurnKind
 from tenuto.base.views import (
     AdapterView,
     AuditReport,
+    Erased,
     FoundTurn,
     ModelView,
     RecordPage,
@@ -231,6 +232,12 @@ class CloseSession(OfSession[None], frozen=True, kw_only=True):
     """Close a session; `finish` lets its turn end first."""
 
     finish: bool = False
+    version: int | None = None
+
+
+class EraseSession(OfSession[Erased], frozen=True, kw_only=True):
+    """Close a session and overwrite what it leaves in memory, tiers and journal. An open turn is aborted."""
+
     version: int | None = None
 
 

@@ -202,7 +202,7 @@ class StateFile:
             wanted = min(most, count - first) * size
             try:
                 self._file.seek(begin + first * size)
-                data = self._file.read(wanted)
+                data = bytearray(self._file.read(wanted))  # writable, so that units can be overwritten
             except OSError as error:
                 raise InvalidRequest(f"the file can no longer be read: {error.strerror}") from error
             if len(data) < wanted:

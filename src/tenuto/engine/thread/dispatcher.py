@@ -26,6 +26,7 @@ from tenuto.base.wire.messages import (
     CloseSession,
     Draft,
     DropMemory,
+    EraseSession,
     ExportSession,
     FindTurn,
     Fork,
@@ -46,6 +47,7 @@ from tenuto.base.wire.messages import (
     UnloadAdapter,
 )
 from tenuto.engine.engine import Engine
+from tenuto.engine.erasure import Receipt
 from tenuto.engine.thread import views
 from tenuto.engine.thread.rendering import Basis, Outdated, Prepared, Renderer, check_pick
 from tenuto.session.records import SavedSession
@@ -58,7 +60,7 @@ T = TypeVar("T")
 MAX_LISTED = 1000
 """The most sessions or turns on one page."""
 
-Versioned = StartTurn | Draft | Fork | Trim | Rewind | CloseSession
+Versioned = StartTurn | Draft | Fork | Trim | Rewind | CloseSession | EraseSession
 Limited = StartTurn | Draft | Fork | Trim | OpenSession | ImportSession
 
 
@@ -237,6 +239,10 @@ class Dispatcher:
     @_execute.register
     def _(self, command: CloseSession, _: None) -> None:
         self._engine.sessions.close(command.session, finish=command.finish, tenant=command.tenant)
+
+    @_execute.register
+    def _(self, command: EraseSession, _: None) -> Receipt:
+        return self._engine.erasure.erase(command.session, tenant=command.tenant)
 
     # -- turns
 

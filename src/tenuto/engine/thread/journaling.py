@@ -64,14 +64,21 @@ class JournalWriter:
                 self._tidy(whole=True)
                 continue
             untidy = True
+            if not (self._tried(lambda: self._journal.write(changes)) and self._tried(self._journal.forget_erased)):
+                return
+            self._written(len(changes))
+            self._tidy(whole=False)
+
+    def _tried(self, work: Callable[[], None]) -> bool:
+        """Repeats `work` until it succeeds. Returns False if it still fails when the writer is closed."""
+        while True:
             try:
-                self._journal.write(changes)
+                work()
             except Exception as error:  # noqa: BLE001 - any error is retried; nothing is acknowledged meanwhile
                 if not self._failed(error):
-                    return
+                    return False
             else:
-                self._written(len(changes))
-                self._tidy(whole=False)
+                return True
 
     def _tidy(self, *, whole: bool) -> None:
         """Gives free space back to the file system as long as no change waits."""

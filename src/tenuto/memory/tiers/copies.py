@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 
 import numpy as np
@@ -176,6 +176,15 @@ class Copies:
             found.append(self._at[place])
         return found
 
+    def rows(self, without: Collection[StoredUnit]) -> dict[UnitFile, set[tuple[int, int]]]:
+        """Returns, for every file with known units, the groups and rows of those that are not in `without`."""
+        found: dict[UnitFile, set[tuple[int, int]]] = {}
+        for (file, group, row), unit in self._at.items():
+            rows = found.setdefault(file, set())
+            if unit not in without:
+                rows.add((group, row))
+        return found
+
     # -- references
 
     def release(self, units: Iterable[StoredUnit]) -> None:
@@ -192,6 +201,7 @@ class Copies:
             del self._last[unit.group, unit.place[0]]
         if unit.data is not None:
             self.host_used -= unit.size
+            unit.data.fill(0)  # nobody reads it any more, and nobody is to find it in freed memory
             unit.data = None
         if unit.file is not None:
             del self._at[unit.file, unit.group, unit.row]

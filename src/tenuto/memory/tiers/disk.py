@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -24,11 +24,14 @@ class DiskFailed(Exception):
 
 @dataclass(eq=False, slots=True)
 class UnitFile:
-    """A file with `size` bytes of units, `wanted` of which are still in use."""
+    """A file with `size` bytes of units, `wanted` of which are still in use. `units`: the number of all of them, 0 if
+    it is not known; `overwritten`: of those that `Disk.overwrite` has overwritten."""
 
     name: str
     size: int
     wanted: int
+    units: int = 0
+    overwritten: int = 0
 
 
 class IndexUnusable(Exception):
@@ -85,6 +88,9 @@ class Index(Protocol):
     def apply(self, changes: Sequence[Listing]) -> None:
         """Makes changes, all or none. Raises `DiskFailed`."""
 
+    def empty_log(self) -> None:
+        """Leaves no byte of listings that were removed. Raises `DiskFailed`."""
+
     def clear(self, identity: str) -> None:
         """Removes all listings; units have this `identity` from now on. Raises `DiskFailed`."""
 
@@ -110,11 +116,15 @@ class Disk(Protocol):
         """Reads units of a file, by group and row, with the contents that the file names; `read_units` compares these.
         Raises `DiskFailed`."""
 
+    def overwrite(self, file: UnitFile, kept: Collection[tuple[int, int]]) -> int:
+        """Overwrites all units of a file, and the names of their contents, except those `kept`, by group and row. Notes
+        in `file` how many that are, and returns it. Nobody reads the file meanwhile. Raises `DiskFailed`."""
+
     def remove(self, file: UnitFile) -> None:
         """Removes a file that is no longer needed."""
 
     def files(self) -> set[str]:
-        """Returns the names of all files of units."""
+        """Returns the names of all files of units, once those removed before are gone."""
 
     def take_over(self, files: Iterable[UnitFile]) -> None:
         """Keeps these files of those that another process has left, and removes all others. The last of them may be

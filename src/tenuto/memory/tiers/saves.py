@@ -346,6 +346,28 @@ class Saves:
                     found.append((files[run.file], run.group, row, held[first]))
         return places
 
+    # -- erasing
+
+    @property
+    def unlisted(self) -> bool:
+        """Whether the index has yet to follow changes of records."""
+        return bool(self._changes)
+
+    def by_session(self) -> Iterator[tuple[str, Parked]]:
+        """Yields the ids of sessions with records, and the records."""
+        return ((session_id, record) for (_, session_id), record in self._records.items())
+
+    def unread_rows(self) -> Iterator[tuple[UnitFile, set[tuple[int, int]]]]:
+        """Yields the files of unread records, each with the groups and rows that the index lists for it. Raises
+        `DiskFailed`."""
+        disk = self._tiers.disk
+        for key, record in self._records.items():
+            if record.unread and disk is not None:
+                runs = disk.index.runs(key)
+                for file in record.unread:
+                    same = [run for run in runs if run.file == file.name]
+                    yield file, {(run.group, run.row + i) for run in same for i in range(run.number)}
+
     # -- audit
 
     def units(self) -> Iterator[StoredUnit]:

@@ -104,8 +104,8 @@ class StateIndex:
                 with suppress(OSError):
                     create_private(Path(self._path))
             found = sqlite3.connect(self._path, check_same_thread=False)
-            found.execute("PRAGMA journal_mode = WAL")
-            found.execute("PRAGMA synchronous = NORMAL")
+            for setting in ("journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON"):
+                found.execute(f"PRAGMA {setting}")
             self._connections[purpose] = found
         return found
 
@@ -128,6 +128,14 @@ class StateIndex:
         except sqlite3.Error as error:
             cause = "full" if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL else "write"
             raise DiskFailed(cause, f"the index could not be written: {error}") from error
+
+    def empty_log(self) -> None:
+        try:
+            [(busy, _, _)] = self._connection("write").execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        except sqlite3.Error as error:
+            raise DiskFailed("write", f"the log of the index could not be emptied: {error}") from error
+        if busy:
+            raise DiskFailed("write", "the log of the index could not be emptied: another program reads it")
 
     def clear(self, identity: str) -> None:
         try:

@@ -11,7 +11,7 @@ from tenuto.base.plan import Bytes, Copier
 from tenuto.memory.pool import Lease, Pool
 from tenuto.memory.tiers.contents import Contents
 from tenuto.memory.tiers.copies import Copies
-from tenuto.memory.tiers.disk import Disk, DiskFailed
+from tenuto.memory.tiers.disk import Disk, DiskFailed, UnitFile
 from tenuto.memory.tiers.lent import LentUnits
 from tenuto.memory.tiers.moves import Carrier, Lister, Move, MovesUnderWay, Target, Write
 from tenuto.memory.tiers.parked import Parked, StoredUnit, recounted, size_of
@@ -312,6 +312,10 @@ class Tiers:
             raise InvariantError(f"files have {self.copies.disk_used} bytes, and {self.writes.size} bytes are leaving")
 
     # -- from one process to the next
+
+    def files(self) -> set[UnitFile]:
+        """Returns all files to which records refer."""
+        return set(self.copies.rows(())) | {file for record in self._on_disk for file in record.unread}
 
     @property
     def has_host(self) -> bool:

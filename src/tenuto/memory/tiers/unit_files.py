@@ -11,7 +11,7 @@ import sys
 import threading
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain, islice
@@ -54,8 +54,9 @@ class UnitFiles:
 
     A file has a tensor `group N`, uint8 [units, bytes per unit], for each group, in the safetensors format. Its
     metadata has the format, the version, the `identity` of the units, the content of each (`Content.name`) and a CRC-32
-    of each unit with its content. Files never change, and file names are never used twice, so an old index refers to
-    the units for which it was written, or to missing files.
+    of each unit with its content. Files never change, except that an erasure overwrites units to which nobody
+    refers, and file names are never used twice, so an old index refers to the units for which it was written, or to
+    missing files.
     """
 
     def __init__(self, directory: Path, budget: int, identity: str = "") -> None:
@@ -76,7 +77,8 @@ class UnitFiles:
             os.close(self._lock)
             raise ConfigError(f"the disk tier {directory} is in use by another process") from error
         self._readers = ThreadPoolExecutor(READERS, "tenuto-disk")
-        self._leaving: deque[Path] = deque()  # files to be removed, in any thread but the engine's
+        self._leaving: deque[Path] = deque()  # files to be removed, usually in another thread than the engine's
+        self._removing = threading.Lock()  # held while they are removed
         self.index = StateIndex(directory / INDEX)
 
     def become(self, identity: str) -> None:
@@ -100,7 +102,7 @@ class UnitFiles:
             self._gave_back(size)
             cause = "full" if self._lacks(size) else "write"
             raise DiskFailed(cause, f"{path} could not be written: {error}") from error
-        return UnitFile(path.name, size, len(rows))
+        return UnitFile(path.name, size, len(rows), len(rows))
 
     def _lacks(self, size: int) -> bool:
         """Whether the file system has no room for `size` bytes."""
@@ -156,13 +158,22 @@ class UnitFiles:
             raise DiskFailed("checksum", "a file of units is damaged")
         return [NamedUnit(content, unit) for (content, _), unit in zip(expected, units, strict=True)]
 
+    def overwrite(self, file: UnitFile, kept: Collection[tuple[int, int]]) -> int:
+        path = self._directory / file.name
+        try:
+            with open_regular(path, writable=True) as opened:
+                file.units, file.overwritten = _overwrite(opened, kept)
+        except _UNREADABLE as error:
+            raise DiskFailed("write", f"{path} could not be overwritten: {error}") from error
+        return file.overwritten
+
     def remove(self, file: UnitFile) -> None:
         self._gave_back(file.size)
         self._leaving.append(self._directory / file.name)
         self._readers.submit(self._remove_leaving)
 
     def _remove_leaving(self) -> None:
-        with suppress(IndexError):
+        with self._removing, suppress(IndexError):
             while True:
                 self._unlink(self._leaving.popleft())
 
@@ -177,6 +188,7 @@ class UnitFiles:
             self._used -= size
 
     def files(self) -> set[str]:
+        self._remove_leaving()
         return {entry.name for entry in self._entries() if entry.is_file(follow_symlinks=False)}
 
     def _entries(self, prefix: str = "", suffix: str = SUFFIX) -> list[os.DirEntry[str]]:
@@ -215,6 +227,10 @@ class UnitFiles:
 
 def _tensor(group: int) -> str:
     return f"group {group}"
+
+
+def _group(tensor: str) -> int:
+    return int(tensor.removeprefix("group "))
 
 
 def _write_all(file: int, parts: Sequence[bytes | memoryview]) -> None:
@@ -268,3 +284,35 @@ def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
     if length > min(MAX_HEADER, os.fstat(file.fileno()).st_size - _LENGTH):
         raise ValueError("its header is truncated or too long")
     return json.loads(file.read(length)), _LENGTH + length
+
+
+def _overwrite(file: BinaryIO, kept: Collection[tuple[int, int]]) -> tuple[int, int]:
+    """Overwrites the units of a file, with their names and checksums, that are not in `kept`, by group and row; the
+    header keeps its length. Returns the number of all units and of those overwritten. Raises `OSError` and
+    `ValueError`."""
+    header, begin = _header(file)
+    names, sums = (json.loads(header["__metadata__"][each]) for each in ("contents", "checksums"))
+    count = overwritten = 0
+    for tensor, about in header.items():
+        if tensor == "__metadata__":
+            continue
+        group, (rows, size), start = _group(tensor), about["shape"], begin + int(about["data_offsets"][0])
+        count += rows
+        for row in range(rows):
+            if (group, row) not in kept:
+                names[tensor][row], sums[tensor][row] = "0" * len(names[tensor][row]), 0
+                _write_all_at(file.fileno(), bytes(size), start + row * size)
+                overwritten += 1
+    header["__metadata__"] |= {"contents": json.dumps(names), "checksums": json.dumps(sums)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    if len(text) > begin - _LENGTH:
+        raise ValueError("its header was not written by this program")
+    _write_all_at(file.fileno(), text.ljust(begin - _LENGTH), _LENGTH)
+    os.fsync(file.fileno())
+    return count, overwritten
+
+
+def _write_all_at(file: int, data: bytes, offset: int) -> None:
+    while data:
+        written = os.pwrite(file, data, offset)
+        data, offset = data[written:], offset + written

@@ -295,6 +295,34 @@ class Session(BaseModel):
     metadata: dict[str, str]
 
 
+class Sharing(BaseModel):
+    """A session that still has a part of an erased one: `tokens` at the beginning of both, `units` of memory by group,
+    and `copies` in host memory or on disk. They stay until it is closed or erased too."""
+
+    session: str
+    tokens: int
+    units: dict[str, int]
+    copies: int
+
+
+class ErasedSession(BaseModel):
+    """The receipt for an erased session. `held`: units that it held, by group. `overwritten`: units of the device, all
+    that were free and had been used. `copies`: overwritten in host memory. `rows`: overwritten in files of the disk
+    tier. `journal_rows`: removed and overwritten. `answers`: ended turns that the server had kept for returning
+    readers. `failed`: what could not be overwritten or removed, and why; empty if nothing is left."""
+
+    session: str
+    tokens: int
+    held: dict[str, int]
+    overwritten: dict[str, int]
+    copies: int
+    rows: int
+    shared: list[Sharing]
+    failed: list[str]
+    journal_rows: int
+    answers: int
+
+
 class SessionList(BaseModel):
     """Sessions by id, up to the limit or a page of about a megabyte. Pass `next` as `after` to get the following
     ones."""

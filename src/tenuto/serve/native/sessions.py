@@ -10,6 +10,7 @@ import msgspec
 from fastapi import APIRouter, Query, Response
 from fastapi import Request as HttpRequest
 
+from tenuto.base.errors import InvalidRequest
 from tenuto.base.views import StateFilter
 from tenuto.base.wire.document import SessionDocument
 from tenuto.base.wire.messages import (
@@ -24,6 +25,7 @@ from tenuto.base.wire.messages import (
 )
 from tenuto.serve.native.answers import session_body, shown
 from tenuto.serve.native.schemas import (
+    ErasedSession,
     IfMatch,
     NewFork,
     NewSession,
@@ -141,15 +143,24 @@ async def get_session(edge: EdgeOf, tenant: Caller, session_id: SessionId, respo
     return await shown(edge, tenant, GetSession(tenant=tenant.name, session=session_id), response)
 
 
-@router.delete("/{session_id}", status_code=204)
+@router.delete("/{session_id}", status_code=204, responses={200: {"model": ErasedSession}})
 async def close_session(
     edge: EdgeOf,
     tenant: Caller,
     session_id: SessionId,
     finish: Annotated[bool, Query(description="Let the open turn end first instead of aborting it.")] = False,
+    erase: Annotated[
+        bool, Query(description="Overwrite all that is left of the session, and return a receipt.")
+    ] = False,
     if_match: IfMatch = None,
 ) -> Response:
-    """Closes a session."""
+    """Closes a session. With `erase`, nothing of it is left in memory, tiers or the journal, and the answer is a
+    receipt."""
+    if erase and finish:
+        raise InvalidRequest("erase and finish are both true; allowed: one of them", param="finish")
+    if erase:
+        receipt = await edge.turns.erase_session((tenant.name, session_id), version=version_of(if_match))
+        return Response(msgspec.json.encode(receipt), media_type="application/json")
     await edge.turns.close_session((tenant.name, session_id), finish=finish, version=version_of(if_match))
     return Response(status_code=204)
 

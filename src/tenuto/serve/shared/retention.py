@@ -39,6 +39,14 @@ class EndedTurns:
             self._weight -= weight
         return dropped
 
+    def forget(self, turn: LiveTurn) -> None:
+        """Removes a turn."""
+        for each in self._turns:
+            if each[0] is turn:
+                self._turns.remove(each)
+                self._weight -= each[1]
+                return
+
 
 def _weight(turn: LiveTurn) -> int:
     scores = sum(delta.scores for delta in turn.deltas)

@@ -12,9 +12,9 @@ import msgspec
 
 from tenuto.base.errors import IllegalTransition, KeyReused, NotFound, ResultNotKept, TenutoError
 from tenuto.base.turns import Delta, Keep
-from tenuto.base.views import SessionKey
+from tenuto.base.views import Erased, SessionKey
 from tenuto.base.wire.link import Link, TurnNews
-from tenuto.base.wire.messages import AbortTurn, CloseSession, FindTurn, StartTurn, Withdraw
+from tenuto.base.wire.messages import AbortTurn, CloseSession, EraseSession, FindTurn, StartTurn, Withdraw
 from tenuto.serve.shared.idempotency import REUSED, IdempotencyKeys, RequestKey
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.retention import EndedTurns
@@ -236,3 +236,16 @@ class Turns:
         tenant, session_id = session
         with self.queues.closing(session):
             await self._link.call(CloseSession(tenant=tenant, session=session_id, finish=finish, version=version))
+
+    async def erase_session(self, session: SessionKey, *, version: int | None = None) -> Erased:
+        """Closes a session, refuses the turns that wait for it, and forgets those that have ended. Returns the
+        receipt."""
+        tenant, session_id = session
+        with self.queues.closing(session):
+            erased = await self._link.call(EraseSession(tenant=tenant, session=session_id, version=version))
+        ended = [turn for turn in self._turns.values() if turn.request.key == session and turn.ended]
+        for turn in ended:
+            self._ended.forget(turn)
+            self._keys.release(turn)
+            del self._turns[turn.id]
+        return msgspec.structs.replace(erased, answers=len(ended))
