@@ -13,7 +13,7 @@ from tenuto.base.options import OF_SAMPLING, OPTIONS, TurnParams, turn_params
 from tenuto.base.tools.definitions import ModelHabits
 from tenuto.serve.anthropic.schemas import MessagesBody
 from tenuto.serve.llama_cpp import schemas as llama_cpp
-from tenuto.serve.native.schemas import NewAppend, NewTurn
+from tenuto.serve.native.schemas import NewAppend, NewCompaction, NewTurn
 from tenuto.serve.ollama import schemas as ollama
 from tenuto.serve.openai.response_schemas import CompactBody, ResponseBody
 from tenuto.serve.openai.schemas import ChatBody, CompletionBody
@@ -29,6 +29,7 @@ LEAST: dict[type[TurnRequest], dict[str, Any]] = {
     GenerateRequest: {"text": "a"},
     MessagesBody: {"model": "m", "messages": HI, "max_tokens": 9},
     NewAppend: {},
+    NewCompaction: {},
     NewTurn: {},
     ResponseBody: {"model": "m", "input": "a"},
     SamplingParams: {},

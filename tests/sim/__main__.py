@@ -14,6 +14,7 @@ from tests.sim.run import (
     OVERTAKING,
     PINNED,
     PREFIXED,
+    REPLACING,
     any_world,
     run_world,
     run_worlds,
@@ -39,6 +40,7 @@ def main() -> int:
     parser.add_argument("--adapters", action="store_true", help="small worlds in which most sessions have adapters")
     parser.add_argument("--limits", action="store_true", help="small worlds in which many turns limit or name tokens")
     parser.add_argument("--erasing", action="store_true", help="small worlds in which sessions are erased")
+    parser.add_argument("--replacing", action="store_true", help="small worlds whose sessions take over others")
     parser.add_argument("--least", type=int, default=0, help="fail if a transition was seen fewer times than this")
     parser.add_argument("--past", nargs="*", default=(), help="rules to ignore, to see what else is found")
     arguments = parser.parse_args()
@@ -56,6 +58,7 @@ def main() -> int:
             (arguments.adapters, ADAPTED),
             (arguments.limits, LIMITED),
             (arguments.erasing, ERASING),
+            (arguments.replacing, REPLACING),
         )
         first = arguments.first + sum(start for wanted, start in ranges if wanted)
         seeds = range(first, first + arguments.seeds)

@@ -20,6 +20,7 @@ from tests.sim.limits import limited
 from tests.sim.mirror import MirroredWorld
 from tests.sim.naive import PREFILL
 from tests.sim.overtaking import overtaking
+from tests.sim.replacing import replacing
 from tests.sim.setting import WorldConfig
 from tests.sim.travels import leave_and_come, park_last
 
@@ -51,6 +52,8 @@ class RandomWorld(MirroredWorld):
             operations.append((self.op_repeat, 60))
         if config.overtaking:
             operations += [(each, 50) for each in overtaking(self)]
+        if config.replacing:
+            operations += [(each, 40) for each in replacing(self)]
         if config.adapters:
             operations.append((partial(unload_and_load, self), 15))
         if config.erases:

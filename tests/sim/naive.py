@@ -96,6 +96,12 @@ class NaiveSession:
             self.records.append((start, input_end, len(self.history)))
         self.version += 1
 
+    def replace(self, source: NaiveSession) -> None:
+        """Takes over the history of `source`."""
+        self.history = source.history.head(len(source.tokens))
+        self.records = list(source.records)
+        self.version += 1
+
     def adopt(self, tokens: Sequence[int], output: Sequence[int], now: float) -> None:
         self.commit(len(self.history), tokens, output, replaces=False)
         self.last_end = now

@@ -30,6 +30,7 @@ from tests.sim.run import (
     LIMITED,
     OVERTAKING,
     PREFIXED,
+    REPLACING,
     any_world,
     run_world,
 )
@@ -160,10 +161,8 @@ def _plant_and_look(job: Job) -> Outcome:
             return Outcome(job.known, f"{type(error).__name__} in a story", process_time() - began)
         return Outcome(None, "survived its story", process_time() - began)
     steps, first = 0, () if job.known is None else (job.known,)
-    others = chain.from_iterable(
-        tuple(first + seed for first in (0, PREFIXED, GRAMMARS, OVERTAKING, ADAPTED, LIMITED, DRAFTED, ERASING))
-        for seed in range(PREFIXED)
-    )
+    kinds = (0, PREFIXED, GRAMMARS, OVERTAKING, ADAPTED, LIMITED, DRAFTED, ERASING, REPLACING)
+    others = (first + seed for seed in range(PREFIXED) for first in kinds)
     for seed in chain(first, others):
         _set_timers()
         summary = run_world(any_world(seed), WORLD_STEPS, job.past)

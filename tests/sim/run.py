@@ -43,6 +43,9 @@ DRAFTED = 7 * 10**6
 ERASING = 8 * 10**6
 """The first seed of worlds in which sessions are erased."""
 
+REPLACING = 9 * 10**6
+"""The first seed of worlds whose sessions take over the history and memory of others."""
+
 TRANSITIONS = (
     "open",
     "close",
@@ -136,7 +139,9 @@ def any_world(seed: int) -> WorldConfig:
     every other world has grammars, every third a prefix cache, and every sixth tiers. From `DRAFTED` on, a draft model
     guesses; every other world has a prefix cache, every fourth tiers, every fifth grammars, and in every third sessions
     start from memory of running turns. From `ERASING` on, sessions are erased; every other world has a prefix cache,
-    two of three tiers, every fourth a draft model, and in every third sessions start from memory of running turns."""
+    two of three tiers, every fourth a draft model, and in every third sessions start from memory of running turns. From
+    `REPLACING` on, sessions take over others; every other world has tiers, every third a prefix cache, and every fifth
+    adapters."""
     return next(make(seed) for first, make in _KINDS if seed >= first)
 
 
@@ -145,7 +150,13 @@ def _of_any_kind(seed: int) -> WorldConfig:
 
 
 def _kind(
-    prefixes: int = 1, tiers: int = 0, grammars: int = 0, overtaking: int = 0, drafted: int = 0, **same: Any
+    prefixes: int = 1,
+    tiers: int = 0,
+    grammars: int = 0,
+    overtaking: int = 0,
+    drafted: int = 0,
+    adapters: int = 0,
+    **same: Any,
 ) -> Callable[[int], WorldConfig]:
     """Returns a function that makes worlds of one kind. The numbers say in which worlds something occurs: with n in
     every n-th, with 0 in none. `same`: fields that all have."""
@@ -157,7 +168,8 @@ def _kind(
         world = small_world(
             seed, grammars=every(seed, grammars), overtaking=every(seed, overtaking), drafted=every(seed, drafted)
         )
-        return replace(world, prefixes=every(seed, prefixes), tiers=every(seed, tiers), **same)
+        chosen = {"prefixes": every(seed, prefixes), "tiers": every(seed, tiers), "adapters": every(seed, adapters)}
+        return replace(world, **{**chosen, **same})
 
     return make
 
@@ -167,6 +179,7 @@ def _erasing(seed: int) -> WorldConfig:
 
 
 _KINDS = (
+    (REPLACING, _kind(prefixes=3, tiers=2, adapters=5, replacing=True)),
     (ERASING, _erasing),
     (DRAFTED, _kind(prefixes=2, tiers=4, grammars=5, overtaking=3, drafted=1)),
     (LIMITED, _kind(prefixes=3, tiers=6, grammars=2, limits=True)),

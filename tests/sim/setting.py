@@ -55,6 +55,7 @@ class WorldConfig:
     pins: bool = False  # some sessions are pinned
     erases: bool = False  # sessions are erased
     adapters: bool = False  # most sessions have one of two adapters
+    replacing: bool = False  # sessions take over the history and memory of others
     overtaking: bool = False  # sessions start from memory that running turns compute, and are rewound into shared pages
     drafted: bool = False  # a draft model guesses
 

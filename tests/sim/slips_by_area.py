@@ -202,6 +202,20 @@ DRAFTS = (
 """A page of the draft model has no holder, or several write it; it is shared with another tenant; the model goes on from
 tokens that are not the turn's, or guesses with the options of another turn."""
 
+REPLACEMENTS = (
+    Slip("session.session", "source.memory.resumable(last) > self.memory.resumable(min(kept, last))", "source.memory.resumable(last) < self.memory.resumable(min(kept, last))"),
+    Slip("session.session", "            self.memory.truncate(min(kept, last))\n", "            self.memory.truncate(last)\n"),
+    Slip("session.session", "            self.memory.drop()\n            source.memory.fork(self.memory, last)\n", "            source.memory.fork(self.memory, last)\n"),
+    Slip("session.session", "self.records[same:] = source.records[same:]\n        self.version += 1\n        self.digests.cut(kept)\n", "self.records[same:] = source.records[same:]\n        self.version += 1\n"),
+    Slip("session.session", "        self.records[same:] = source.records[same:]\n", "        self.records = source.records\n"),
+    Slip("engine.lifecycle", 'self.note("replace", session, kept=kept, same=same)', 'self.note("replace", session, kept=kept)'),
+    Slip("engine.lifecycle", "        self.sharing.index.changed(session, kept)\n        self.note(\"replace\"", "        self.note(\"replace\""),
+    Slip("engine.session_operations", "if session.scope != source.scope:", "if False:"),
+    Slip("engine.session_operations", "        self._gate.allowed(session, len(source.history), 0)\n", ""),
+)  # fmt: skip
+"""A session that takes over another keeps units, names or index entries of other tokens, shares its records, or lets the
+journal miss some; or takes over one with another adapter, or one that is too long."""
+
 BY_AREA = {
     "holes": HOLES,
     "grammars": GRAMMARS,
@@ -213,6 +227,7 @@ BY_AREA = {
     "saves": SAVES,
     "native pages": NATIVE_PAGES,
     "guesses": GUESSES,
+    "replacements": REPLACEMENTS,
     "drafts": DRAFTS,
     "erasing": ERASING,
 }

@@ -6,7 +6,18 @@ from pathlib import Path
 
 from tests.sim.everything import everything, is_justified, known_catchers
 from tests.sim.planted import Job, look_for_all, needs_pytest
-from tests.sim.run import ADAPTED, DRAFTED, ERASING, GRAMMARS, LIMITED, OVERTAKING, PINNED, PREFIXED, run_worlds
+from tests.sim.run import (
+    ADAPTED,
+    DRAFTED,
+    ERASING,
+    GRAMMARS,
+    LIMITED,
+    OVERTAKING,
+    PINNED,
+    PREFIXED,
+    REPLACING,
+    run_worlds,
+)
 from tests.sim.slips import Slip
 from tests.sim.slips_of_kernels import NativeSlip
 
@@ -27,6 +38,8 @@ DRAFTED_STEPS = 2_000
 """Seeds of worlds in which a draft model guesses."""
 ERASING_STEPS = 2_000
 """Seeds of worlds in which sessions are erased."""
+REPLACING_STEPS = 2_000
+"""Seeds of worlds whose sessions take over others."""
 WORLD_STEPS = 150
 
 LOOKED_FOR = 6_000
@@ -87,6 +100,12 @@ def test_worlds_whose_sessions_are_erased_stay_right():
     assert not summary.failures, "\n".join(f"seed {seed}: {report}" for seed, report in summary.failures.items())
     assert summary.steps >= ERASING_STEPS
     assert sum(counter["erase"] for counter in summary.counts.values()) > 20
+
+
+def test_worlds_whose_sessions_take_over_others_stay_right():
+    summary = run_worlds(range(REPLACING, REPLACING + REPLACING_STEPS // WORLD_STEPS + 1), WORLD_STEPS)
+    assert not summary.failures, "\n".join(f"seed {seed}: {report}" for seed, report in summary.failures.items())
+    assert summary.steps >= REPLACING_STEPS
 
 
 def test_large_worlds_stay_right():

@@ -23,7 +23,7 @@ from tenuto.memory.pool import HolderKind, Lease, Pool
 from tenuto.memory.tiers.erasing import erase_copies
 from tenuto.memory.tiers.parked import StoredUnit
 from tenuto.session.changes import ErasedRows
-from tenuto.session.prefixes import common_length
+from tenuto.session.common import common_prefix
 from tenuto.session.session import Session
 
 PIECE = 2**22
@@ -133,7 +133,7 @@ class Erasure:
                 found.append(
                     Sharing(
                         session=other.id,
-                        tokens=common_length(
+                        tokens=common_prefix(
                             session.history, other.history, min(map(len, (session.history, other.history)))
                         ),
                         units=dict(zip(names, units, strict=True)),

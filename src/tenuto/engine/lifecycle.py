@@ -42,15 +42,16 @@ class Lifecycle:
         kept: int = 0,
         turn: Turn | None = None,
         parent: Session | None = None,
+        same: int | None = None,
     ) -> Change:
-        """Records and returns a change that has just been made."""
+        """Records and returns a change that has just been made; see `Change`."""
         if parent is not None:
             self._idle_memory.fork(parent, session)
         elif kind in ("close", "erase"):
             self._idle_memory.forget(session)
         else:
             self._idle_memory.changed(session, kept)
-        change = Change.of(kind, session, kept, turn, parent, self._clock.wall())
+        change = Change.of(kind, session, kept, turn, parent, self._clock.wall(), same)
         self._outcomes.changes.append(change)
         return change
 
@@ -220,6 +221,16 @@ class Lifecycle:
         self._index(session)
         self._sessions.note_units(session)
         self.pressure.note(session)
+
+    def replaced(self, session: Session, source: Session, kept: int, same: int) -> None:
+        """Records that the history of `session` after its first `kept` tokens and `same` records was replaced by that
+        of `source`, and shares the parked memory of `source` if it goes farther."""
+        self.sharing.index.changed(session, kept)
+        self.note("replace", session, kept=kept, same=same)
+        if self._idle_memory.position(source) > self._idle_memory.position(session):
+            self._idle_memory.fork(source, session)
+        self.note_memory(session)
+        self.pressure.note(source)
 
     def _index(self, session: Session) -> None:
         """Lets other turns find the session's present memory, and drops kept sessions that it covers."""

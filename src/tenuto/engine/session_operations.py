@@ -59,14 +59,18 @@ class SessionOperations:
         child: str | None = None,
         tenant: str = "",
         metadata: tuple[tuple[str, str], ...] | None = None,
+        hidden: bool | None = None,
     ) -> Session:
         """Opens a session that starts with the first `turn` turns, or `position` tokens, or all of this one's history,
-        without an open turn. It gets this one's metadata unless `metadata` is given, and is not pinned."""
+        without an open turn. It gets this one's metadata unless `metadata` is given, is hidden like this one unless
+        `hidden` is given, and is not pinned."""
         parent = self._registry.get(session_id, tenant)
         parent.require_open()
         at = self._position(parent, turn, position)
         notes = parent.policy.metadata if metadata is None else metadata
-        forked = self.open(child, replace(parent.policy, ephemeral=False, pinned=False, metadata=notes), parent.system)
+        hides = parent.policy.hidden if hidden is None else hidden
+        policy = replace(parent.policy, ephemeral=False, pinned=False, metadata=notes, hidden=hides)
+        forked = self.open(child, policy, parent.system)
         self._counts.replayed["fork"] += parent.memory.replayed(max(0, at - 1))
         parent.fork(forked, at)
         self._registry.note_length(forked)
@@ -91,6 +95,23 @@ class SessionOperations:
         self._lifecycle.note_memory(session)
         self._counts.note("rewind")
         self._lifecycle.note("rewind", session, kept=len(session.history))
+        return session
+
+    @guarded
+    def replace(self, session_id: str, source_id: str, *, tenant: str = "") -> Session:
+        """Replaces the history of a session by that of another, without that one's open turn, and its memory where the
+        other's goes farther. The other session stays as it is. Raises `SessionBusy` if a turn of the first is open,
+        `ContextExceeded`, and `InvalidRequest` if their memory cannot be shared, because their adapters differ."""
+        session, source = self._registry.get(session_id, tenant), self._registry.get(source_id, tenant)
+        session.require_idle("replace the history of")
+        source.require_open()
+        if session.scope != source.scope:
+            raise InvalidRequest(f"sessions {session_id} and {source_id} have different adapters; allowed: the same")
+        self._gate.allowed(session, len(source.history), 0)
+        kept, same = session.replace_history(source)
+        self._registry.note_length(session)
+        self._lifecycle.replaced(session, source, kept, same)
+        self._counts.note("replace")
         return session
 
     @guarded

@@ -10,7 +10,7 @@ from tenuto.session.records import TurnRecord
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 
-ChangeKind = Literal["open", "fork", "restore", "adopt", "commit", "rewind", "close", "erase"]
+ChangeKind = Literal["open", "fork", "restore", "adopt", "commit", "rewind", "replace", "close", "erase"]
 
 
 @dataclass(slots=True)
@@ -65,11 +65,15 @@ class Change:
         turn: Turn | None = None,
         parent: Session | None = None,
         used: float = 0.0,
+        same: int | None = None,
     ) -> Change:
-        """Returns the change just made to `session`. Keeps the result of a turn with an idempotency key from now on."""
+        """Returns the change just made to `session`. `same`: the number of leading records that it left, if not all but
+        the last, or none where no tokens were kept. Keeps the result of a turn with an idempotency key from now on."""
         if parent is not None and not parent.policy.lasting:  # the parent may be closed before this is written
             kept, parent = 0, None
-        records = tuple(session.records if kept == 0 else session.records[-1:])
+        if same is None:
+            same = 0 if kept == 0 else max(0, len(session.records) - 1)
+        records = tuple(session.records[same:])
         tokens = session.history[kept:]
         result, forgotten = None, list[str]()
         if turn is not None and turn.once is not None and turn.result is not None:

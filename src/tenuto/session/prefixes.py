@@ -6,9 +6,8 @@ from array import array
 from collections.abc import Iterator
 from itertools import islice
 
-import numpy as np
-
 from tenuto.base.checks import MAX_COUNT
+from tenuto.session.common import common_prefix
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 
@@ -19,8 +18,6 @@ MAX_COMPARED = 8
 MAX_COMMON = 2**18
 """A lookup stops comparing running prompts once they have had this many tokens in common with it, all together, which
 takes about 0.1 ms. Otherwise the starts of many long prompts that are alike would take quadratic time."""
-PIECE = 2**13
-"""The number of tokens that are compared at once."""
 
 
 class PrefixIndex:
@@ -118,7 +115,7 @@ class PrefixIndex:
         `session`. Both are entered under the last of these pages."""
         self.compared += 1
         most = min(len(session.history), session.memory.computed, other.memory.computed)
-        common = common_length(session.history, other.history, most)
+        common = common_prefix(session.history, other.history, most)
         return session.memory.resumable(common) >= self._entered[other] * self.page_size
 
     def find(self, session: Session, tokens: array[int], beyond: int) -> tuple[Session, int] | None:
@@ -130,7 +127,7 @@ class PrefixIndex:
         best: tuple[int, int, Session] | None = None
         for other in islice(_others(owners, session), MAX_COMPARED):
             most = min(len(other.history), other.memory.computed)  # memory shared for its turn may exceed its history
-            length = common_length(other.history, tokens, min(len(tokens), most))
+            length = common_prefix(other.history, tokens, min(len(tokens), most))
             if best is None or (other.memory.resumable(length), length) > best[:2]:
                 best = other.memory.resumable(length), length, other
         return (best[2], best[1]) if best is not None and best[1] >= beyond + self.page_size else None
@@ -210,7 +207,7 @@ class RunningPrompts:
             if self.common >= most:
                 break
             if other is not turn and other.session.scope == turn.session.scope:
-                common = common_length(others, tokens, min(len(others), len(tokens)))
+                common = common_prefix(others, tokens, min(len(others), len(tokens)))
                 self.common += common
                 yield other, common
 
@@ -224,17 +221,3 @@ def _others(owners: dict[Session, None], session: Session) -> Iterator[Session]:
 def _digest(before: int, tokens: bytes) -> int:
     """Returns the hash of a page and the pages before it, whose hash is `before`."""
     return hash((before, tokens))
-
-
-def common_length(first: array[int], second: array[int], most: int) -> int:
-    """Returns the length of the common prefix, at most `most`."""
-    low = 0
-    while low < most:
-        high = min(low + PIECE, most)
-        with memoryview(first)[low:high] as one, memoryview(second)[low:high] as other:
-            differs = np.frombuffer(one, np.intc) != np.frombuffer(other, np.intc)
-        place = int(differs.argmax())
-        if differs[place]:
-            return low + place
-        low = high
-    return most

@@ -13,6 +13,7 @@ from tenuto.base.views import SessionKey, SessionState
 from tenuto.base.wire.document import Conversation
 from tenuto.memory.session_memory import SessionMemory
 from tenuto.memory.tiers.contents import Digests
+from tenuto.session.common import common_prefix
 from tenuto.session.records import SavedSession, TurnRecord, cut_records
 from tenuto.session.results import KeptTurns
 from tenuto.session.suffixes import SessionSuffixes
@@ -50,7 +51,7 @@ class Session:
         self.state = SessionState.OPEN
         self.history = array("i")
         self.records: list[TurnRecord] = []
-        self.version = 0  # raised by every commit and rewind
+        self.version = 0  # raised by every commit, rewind and replacement
         self.turn: Turn | None = None  # the open turn; set by the engine, cleared by the turn's end
         self.last_turn_end = now
         self.rests = False  # whether it has been idle for `REST_SHARE` of its TTL; written by the registry
@@ -229,6 +230,31 @@ class Session:
         if self.suffixes is not None:
             child.suffixes = self.suffixes.fork(position)
         self.memory.fork(child.memory, max(0, position - 1))
+
+    def replace_history(self, source: Session) -> tuple[int, int]:
+        """Replaces the history by that of `source`, whose memory is shared if it can be resumed farther than the own
+        memory of their common prefix. Returns the numbers of leading tokens and records that stay."""
+        self.require_idle("replace the history of")
+        kept = common_prefix(self.history, source.history, min(len(self.history), len(source.history)))
+        same = 0
+        for mine, its in zip(self.records, source.records, strict=False):
+            if mine != its:
+                break
+            same += 1
+        self.history[kept:] = source.history[kept:]
+        self.records[same:] = source.records[same:]
+        self.version += 1
+        self.digests.cut(kept)
+        if self.suffixes is not None:
+            self.suffixes.cut(kept)
+        last = self._last()
+        if source.memory.resumable(last) > self.memory.resumable(min(kept, last)):
+            self.memory.drop()
+            source.memory.fork(self.memory, last)
+        else:
+            self.memory.truncate(min(kept, last))
+            self.memory.lost = "adopted"
+        return kept, same
 
     def regenerated_turn(self) -> TurnRecord:
         """Returns the record of the last turn, whose output can be generated again. Raises `IllegalTransition` if it

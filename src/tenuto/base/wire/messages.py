@@ -201,12 +201,13 @@ class AbortTurn(OfSession[bool], frozen=True, kw_only=True):
 
 class Fork(OfSession[SessionInfo], frozen=True, kw_only=True):
     """Open a child with the history up to a turn or position. `child`: its id, as `session` in `OpenSession`.
-    `metadata` replaces that of the parent."""
+    `metadata` and `hidden` replace those of the parent."""
 
     child: str | None
     turn: int | None = None
     position: int | None = None
     metadata: tuple[tuple[str, str], ...] | None = None
+    hidden: bool | None = None
     version: int | None = None
     limits: Limits = Limits()
 
@@ -218,6 +219,22 @@ class Trim(OfSession[SessionInfo], frozen=True, kw_only=True):
     turns: list[int]
     version: int | None = None
     limits: Limits = Limits()
+
+
+class CopyTurns(OfSession[SessionInfo], frozen=True, kw_only=True):
+    """Append copies of the turns of the session `source`, from turn number `first` on, to a session with a history.
+    They are computed when needed. `version`: that of `source`."""
+
+    source: str
+    first: int
+    version: int | None = None
+
+
+class ReplaceHistory(OfSession[SessionInfo], frozen=True, kw_only=True):
+    """Replace the history by that of the session `source`, and share its memory. `source` stays as it is."""
+
+    source: str
+    version: int | None = None
 
 
 class Rewind(OfSession[SessionInfo], frozen=True, kw_only=True):

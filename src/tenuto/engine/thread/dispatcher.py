@@ -5,25 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import singledispatchmethod
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any, TypeVar
 
-from tenuto.base.checks import MAX_COUNT, items, shown, whole
+from tenuto.base.checks import MAX_COUNT, whole
 from tenuto.base.config import Limits
-from tenuto.base.errors import (
-    IllegalTransition,
-    InvalidRequest,
-    InvariantError,
-    LimitReached,
-    NotFound,
-    VersionMismatch,
-)
+from tenuto.base.errors import ContextExceeded, InvalidRequest, InvariantError, LimitReached, NotFound
 from tenuto.base.options import Policy, SessionAdapter, TurnParams
 from tenuto.base.views import AdapterView, FoundTurn, RecordPage, SessionInfo, SessionPage, Stats, Ticket
 from tenuto.base.wire.document import Conversation, SessionDocument
 from tenuto.base.wire.messages import (
     AbortTurn,
     CloseSession,
+    CopyTurns,
     Draft,
     DropMemory,
     EraseSession,
@@ -39,6 +33,7 @@ from tenuto.base.wire.messages import (
     OpenSession,
     Pause,
     ReleaseMemory,
+    ReplaceHistory,
     Request,
     Resume,
     Rewind,
@@ -49,8 +44,16 @@ from tenuto.base.wire.messages import (
 from tenuto.engine.engine import Engine
 from tenuto.engine.erasure import Receipt
 from tenuto.engine.thread import views
-from tenuto.engine.thread.rendering import Basis, Outdated, Prepared, Renderer, check_pick
-from tenuto.session.records import SavedSession
+from tenuto.engine.thread.checks import (
+    ascending,
+    check_adapter,
+    check_pick,
+    check_replacement,
+    require_below,
+    require_version,
+)
+from tenuto.engine.thread.rendering import Basis, Outdated, Prepared, Renderer
+from tenuto.session.records import SavedSession, TurnRecord
 from tenuto.session.results import Once
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
@@ -60,7 +63,7 @@ T = TypeVar("T")
 MAX_LISTED = 1000
 """The most sessions or turns on one page."""
 
-Versioned = StartTurn | Draft | Fork | Trim | Rewind | CloseSession | EraseSession
+Versioned = StartTurn | Draft | Fork | Trim | Rewind | ReplaceHistory | CloseSession | EraseSession
 Limited = StartTurn | Draft | Fork | Trim | OpenSession | ImportSession
 
 
@@ -89,18 +92,17 @@ class Dispatcher:
         command names, and `LimitReached` if the command would exceed a limit of the tenant."""
         if isinstance(command, Versioned) and command.session is not None:
             session = self._session(command.tenant, command.session)
-            if command.version is not None and session.version != command.version:
-                raise VersionMismatch(f"session {session.id} has version {session.version}, not {command.version}")
+            require_version(session, command.version)
             if isinstance(command, StartTurn):
-                _check_adapter(session, command.adapter)
+                check_adapter(session, command.adapter)
         return self._check_limits(command) if isinstance(command, Limited) else []
 
     def _check_limits(self, command: Limited) -> list[Session]:
         use, limits = self._engine.registry.use(command.tenant), command.limits
         if isinstance(command, OpenSession | ImportSession | Fork | Trim):
-            _require_below(limits.sessions, use.sessions, f"{use.sessions} sessions are open", "close some first")
+            require_below(limits.sessions, use.sessions, f"{use.sessions} sessions are open", "close some first")
         if isinstance(command, OpenSession) and command.policy.pinned:
-            _require_below(limits.pinned, use.pinned, f"{use.pinned} sessions are pinned", "close some first")
+            require_below(limits.pinned, use.pinned, f"{use.pinned} sessions are pinned", "close some first")
         brought = command.document.tokens if isinstance(command, ImportSession) else 0
         if limits.tokens is not None and (use.tokens >= limits.tokens or use.tokens + brought > limits.tokens):
             more = f", and this one has {brought}" if brought else ""
@@ -108,7 +110,7 @@ class Dispatcher:
                 f"sessions hold {use.tokens} tokens{more}; allowed: {limits.tokens}; close or rewind some first"
             )
         journaled = f"sessions have {use.journal_bytes} bytes in the journal"
-        _require_below(limits.journal_bytes, use.journal_bytes, journaled, "close or rewind some first")
+        require_below(limits.journal_bytes, use.journal_bytes, journaled, "close or rewind some first")
         leaving = self._leaving(command, limits.units) if limits.units is not None else []
         if isinstance(command, StartTurn | Draft | Fork | Trim) and command.session is not None:
             self._check_session(self._session(command.tenant, command.session), limits)
@@ -121,14 +123,14 @@ class Dispatcher:
         spared = getattr(command, "session", None)
         leaving, kept = self._engine.registry.leaving(command.tenant, most, spared)
         stays = f"sessions keep {kept} units of memory that cannot yield now"
-        _require_below(most, kept, stays, "wait for turns to end, or close or rewind some")
+        require_below(most, kept, stays, "wait for turns to end, or close or rewind some")
         return leaving
 
     def _check_session(self, session: Session, limits: Limits) -> None:
         units, size = self._engine.registry.units_of(session), session.journal_bytes
         taken, journaled = f"takes {units} units of memory", f"has {size} bytes in the journal"
-        _require_below(limits.session_units, units, f"session {session.id} {taken}", "rewind it first")
-        _require_below(limits.session_journal_bytes, size, f"session {session.id} {journaled}", "rewind it first")
+        require_below(limits.session_units, units, f"session {session.id} {taken}", "rewind it first")
+        require_below(limits.session_journal_bytes, size, f"session {session.id} {journaled}", "rewind it first")
 
     def basis(self, command: StartTurn | Draft) -> Basis:
         """Returns the basis against which to prepare the command's input. Raises the errors of `check`."""
@@ -204,6 +206,7 @@ class Dispatcher:
             child=command.child,
             tenant=command.tenant,
             metadata=command.metadata,
+            hidden=command.hidden,
         )
         return self._info(child)
 
@@ -212,22 +215,46 @@ class Dispatcher:
         """Makes a session of chosen turns. The leading ones that keep their numbers are forked and share memory; the
         others are added as tokens, which are computed when needed."""
         session = self._of(command)
-        numbers = _ascending(command.turns, len(session.records))
+        numbers = ascending(command.turns, len(session.records))
         check_pick(session, numbers)
         shared = next((n for n, number in enumerate(numbers) if number != n + 1), len(numbers))
         child = self._engine.sessions.fork(command.session, turn=shared, child=command.child, tenant=command.tenant)
         try:
-            for number in numbers[shared:]:
-                record = session.records[number - 1]
-                moved = self._renderer.moved_input(session, record, child)
-                output = session.history[record.input_end : record.end]
-                self._engine.sessions.adopt(
-                    child.id, moved, output, record.conversation, cut=record.cut, tenant=command.tenant
-                )
+            self._copy(session, [session.records[number - 1] for number in numbers[shared:]], child)
         except BaseException:
             self._engine.sessions.close(child.id, tenant=command.tenant)
             raise
         return self._info(child)
+
+    def _copy(self, origin: Session, records: Sequence[TurnRecord], target: Session) -> None:
+        """Appends copies of turns of `origin` to `target`, or none of them if they do not fit."""
+        moved = self._renderer.moved_inputs(origin, records, target)
+        outputs = [origin.history[record.input_end : record.end] for record in records]
+        length = len(target.history) + sum(map(len, moved)) + sum(map(len, outputs))
+        if length > target.limit:
+            raise ContextExceeded.of(length, target.limit, target.limit, exact=True)
+        for record, given, output in zip(records, moved, outputs, strict=True):
+            self._engine.sessions.adopt(
+                target.id, given, output, record.conversation, cut=record.cut, tenant=target.policy.tenant
+            )
+
+    @_execute.register
+    def _(self, command: CopyTurns, _: None) -> SessionInfo:
+        target, source = self._of(command), self._session(command.tenant, command.source)
+        require_version(source, command.version)
+        first = whole("a turn number", command.first, 1, len(source.records) + 1)
+        target.require_idle("add a turn to")
+        if not target.records:
+            raise InvalidRequest(f"turn {first} cannot open a conversation; allowed: to follow other turns")
+        check_replacement(source.conversation, target.conversation)
+        self._copy(source, source.records[first - 1 :], target)
+        return self._info(target)
+
+    @_execute.register
+    def _(self, command: ReplaceHistory, _: None) -> SessionInfo:
+        session, source = self._of(command), self._session(command.tenant, command.source)
+        check_replacement(session.conversation, source.conversation)
+        return self._info(self._engine.sessions.replace(command.session, command.source, tenant=command.tenant))
 
     @_execute.register
     def _(self, command: Rewind, _: None) -> SessionInfo:
@@ -357,24 +384,6 @@ class Dispatcher:
         return views.stats(self._engine)
 
 
-def _check_adapter(session: Session, given: str | None) -> None:
-    """Raises `IllegalTransition` unless `given`, if it is not `None`, is the name of the session's adapter."""
-    adapter = session.policy.adapter
-    own = adapter.name if adapter is not None else ""
-    if given not in (None, own):
-        raise IllegalTransition(
-            f"session {session.id} has {f'the adapter {own!r}' if own else 'no adapter'}, and the request names "
-            f"{f'the adapter {given!r}' if given else 'the model without one'}; open another session for it",
-            param="model",
-        )
-
-
-def _require_below(most: int | None, used: int, what: str, remedy: str) -> None:
-    """Raises `LimitReached`, which says `what` is used, unless less than `most` is."""
-    if most is not None and used >= most:
-        raise LimitReached(f"{what}; allowed: {most}; {remedy}")
-
-
 def _once(command: StartTurn) -> Once | None:
     return Once(*command.once, command.name) if command.once is not None else None
 
@@ -383,10 +392,3 @@ def _given(prepared: Prepared | None) -> Prepared:
     if prepared is None:
         raise InvariantError("a command's input was not prepared")
     return prepared
-
-
-def _ascending(turns: Sequence[int], most: int) -> list[int]:
-    numbers = [whole("a turn number", number, 1, most) for number in items("turns", turns, "a list of turn numbers")]
-    if any(later <= earlier for earlier, later in pairwise(numbers)):
-        raise InvalidRequest(f"turns are {shown(numbers)}; allowed: ascending turn numbers")
-    return numbers

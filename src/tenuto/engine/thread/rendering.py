@@ -177,22 +177,26 @@ class Renderer:
         """Returns the tokens that end an answer; none without a conversation."""
         return tuple(self._template.stop_ids) if self._template is not None and conversation is not None else ()
 
-    def moved_input(self, origin: Session, record: TurnRecord, target: Session) -> array[int]:
-        """Returns the input of a turn of `origin`, changed to follow the history of `target`; neither history is empty.
-        It begins with the token that closes the previous message, unless that message already ends with it."""
+    def moved_inputs(self, origin: Session, records: Sequence[TurnRecord], target: Session) -> list[array[int]]:
+        """Returns the inputs of turns of `origin`, changed to follow the history of `target` and each other; neither
+        history is empty."""
+        moved: list[array[int]] = []
+        end = target.history[-1:]
+        for record in records:
+            moved.append(self._moved_input(origin, record, end))
+            end = (end + moved[-1] + origin.history[record.input_end : record.end])[-1:]
+        return moved
+
+    def _moved_input(self, origin: Session, record: TurnRecord, end: array[int]) -> array[int]:
+        """Returns the input of a turn of `origin`, changed to follow tokens that end with `end`. It begins with the
+        token that closes the previous message, unless that message already ends with it."""
         tokens = origin.history[record.start : record.input_end]
         template = self._template
         if template is not None and record.conversation is not None and template.end_of_turn is not None:
             was_ended = origin.history[record.start - 1] in template.stop_ids
-            is_ended = target.history[-1] in template.stop_ids
+            is_ended = any(token in template.stop_ids for token in end)
             if was_ended and not is_ended:
                 tokens.insert(0, template.end_of_turn)
             elif is_ended and not was_ended and tokens[:1] == array("i", [template.end_of_turn]):
                 del tokens[0]
         return tokens
-
-
-def check_pick(session: Session, numbers: Sequence[int]) -> None:
-    """Raises `InvalidRequest` unless a conversation can consist of the turns of `session` with these numbers."""
-    if numbers[:1] != [1] and numbers and session.records[0].conversation is not None:
-        raise InvalidRequest(f"turn {numbers[0]} cannot open a conversation; allowed: turns that begin with turn 1")

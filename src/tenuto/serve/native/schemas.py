@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -16,6 +17,7 @@ from tenuto.base.tools.grammar import Grammar
 from tenuto.base.tools.tool_use import NAME, ToolUse, unwrapped
 from tenuto.base.turns import Message, TurnInput
 from tenuto.base.views import Record
+from tenuto.serve.shared.compaction import ASKED, SUMMARY_TOKENS
 from tenuto.serve.shared.grammars import GrammarField, only_one
 from tenuto.serve.shared.schemas import (
     ID_LENGTH,
@@ -225,6 +227,46 @@ class NewTrim(Object):
     id: NewId = None
 
 
+@with_options("max_new_tokens", "temperature", "priority")
+class NewCompaction(WithTools):
+    """The turns that a summary replaces, and the summary: a text, the input of a turn, or else written by the
+    model."""
+
+    first: int = Field(1, ge=1, description="Number of the first turn to replace.", examples=[2])
+    last: int | None = Field(None, ge=1, description="Number of the last turn to replace; the latest if not given.")
+    summary: str | None = Field(None, min_length=1, description="The summary, as the assistant's words.")
+    input: Input | None = Field(None, description="In place of `summary`: text, token ids or chat messages.")
+    instructions: str | None = Field(
+        None, min_length=1, description="What asks the model for a summary, or stands before a given one."
+    )
+
+    @cached_property
+    def tool_use(self) -> ToolUse:
+        functions = ToolUse.among(self.model_dump(include={"tools"})) or ToolUse()
+        return replace(functions, choice="none")
+
+    @property
+    def asked(self) -> Message:
+        """The message that the summary answers."""
+        return Message("user", self.instructions or ASKED)
+
+    def given(self) -> dict[str, Any]:
+        return {"max_new_tokens": SUMMARY_TOKENS, **super().given()}
+
+    def turn(self) -> TurnInput | None:
+        """Returns the input of the turn with the given summary; `None` if the model writes it. Raises
+        `InvalidRequest`."""
+        if self.summary is not None and self.input is not None:
+            raise InvalidRequest("summary and input are given; allowed: one of them", param="input")
+        if self.summary is not None:
+            return [self.asked, Message("assistant", self.summary)]
+        if self.input is None:
+            return None
+        if not self.input:
+            raise InvalidRequest("input is empty; allowed: the input of a turn", param="input")
+        return turn_input(self.input)
+
+
 class FileStanding(Object):
     """The state of the conversation at a turn's end: whether it has a system message and other messages, the last role,
     and a digest of its tools."""
@@ -329,6 +371,15 @@ class SessionList(BaseModel):
 
     data: list[Session]
     next: str | None
+
+
+class Compaction(Session):
+    """A session after its compaction. `summary`: the text that the model wrote, if it did. `computed_tokens` and
+    `completion_tokens`: the numbers of tokens computed and generated for the compaction."""
+
+    summary: str | None
+    computed_tokens: int
+    completion_tokens: int
 
 
 class RecordList(BaseModel):

@@ -25,8 +25,10 @@ from tenuto.base.wire.messages import (
 )
 from tenuto.serve.native.answers import session_body, shown
 from tenuto.serve.native.schemas import (
+    Compaction,
     ErasedSession,
     IfMatch,
+    NewCompaction,
     NewFork,
     NewSession,
     NewTrim,
@@ -36,13 +38,17 @@ from tenuto.serve.native.schemas import (
     SessionFile,
     SessionId,
     SessionList,
+    etag,
     version_of,
 )
 from tenuto.serve.native.state_files import STATE_ANSWER, STATE_BODY, document_of, spool, spooled, streamed
 from tenuto.serve.shared.bodies import JsonRoute, in_parser
+from tenuto.serve.shared.compaction import Compaction as SessionCompaction
+from tenuto.serve.shared.compaction import Span
 from tenuto.serve.shared.edge import Caller, EdgeOf, open_message
 from tenuto.serve.shared.schemas import REFUSALS, Id
 from tenuto.serve.shared.settings import new_session_id
+from tenuto.serve.shared.sse import while_connected
 
 router = APIRouter(route_class=JsonRoute, prefix="/v1/sessions", tags=["sessions"], responses=REFUSALS)
 IMPORT_STATE = "/v1/sessions/import/state"
@@ -221,3 +227,28 @@ async def trim(
         limits=tenant.limits,
     )
     return await shown(edge, tenant, request, response)
+
+
+@router.post("/{session_id}/compact")
+async def compact(
+    edge: EdgeOf,
+    tenant: Caller,
+    session_id: SessionId,
+    body: NewCompaction,
+    request: HttpRequest,
+    response: Response,
+    if_match: IfMatch = None,
+) -> Compaction:
+    """Replaces turns by one with a summary of them. What follows the cut is computed before the session changes, with
+    lower priority. Turns may run meanwhile, and follow the summary then."""
+    habits, given = edge.model.habits.after("user"), body.turn()
+    span = Span(body.first, body.last, version_of(if_match))
+    with body.naming(edge.model.context_length):
+        asking = body.start(tenant, [body.asked], habits)
+        reading = body.tool_use.reading(habits, asking.params.grammar)
+        work = SessionCompaction(edge, tenant, session_id, span).run(given, asking, reading)
+        done = await while_connected(request, work)
+    response.headers["etag"] = etag(done.state.version)
+    spent = {"computed_tokens": done.computed, "completion_tokens": done.generated}
+    view = session_body(edge, tenant, done.state)
+    return Compaction.model_validate({**view.model_dump(), "summary": done.summary, **spent})

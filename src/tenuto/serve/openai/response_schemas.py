@@ -18,6 +18,7 @@ from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.turns import Message
 from tenuto.serve.openai.templates import Templated
 from tenuto.serve.openai.tools import KINDS, FlatChoice, FlatTool, custom_call, tool_use
+from tenuto.serve.shared.compaction import ASKED, SUMMARY_TOKENS
 from tenuto.serve.shared.grammars import GrammarField, only_one
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
 from tenuto.serve.shared.placing import placed
@@ -304,15 +305,6 @@ class InputBody(ResponseBody):
     """Input that is not answered."""
 
     input: str | Messages[Item] = Field(default=[], description="With `previous_response_id`, only the new items.")
-
-
-SUMMARY_TOKENS = 2048
-"""Maximum number of tokens of a summary, unless the request says otherwise."""
-ASKED = (
-    "Summarize this conversation, so that it can go on from the summary alone. Keep every fact, decision, name, number"
-    " and open task that may be needed. Write only the summary."
-)
-"""The message that asks the model for a summary."""
 
 
 class CompactBody(InputBody):

@@ -135,6 +135,10 @@ class LiveTurn:
         assert self.result is not None
         return self.result
 
+    async def over(self) -> None:
+        """Waits for the end without being a reader."""
+        await self._over.wait()
+
     def reply(self) -> Delta:
         """Returns all deltas so far, joined into one."""
         return joined(self.deltas)

@@ -1,0 +1,60 @@
+"""Checks of commands against the sessions that they concern; they change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from tenuto.base.checks import items, shown, whole
+from tenuto.base.errors import IllegalTransition, InvalidRequest, LimitReached, VersionMismatch
+from tenuto.base.wire.document import Conversation
+from tenuto.session.session import Session
+
+
+def require_version(session: Session, version: int | None) -> None:
+    """Raises `VersionMismatch` unless the session has this version, or it is `None`."""
+    if version is not None and session.version != version:
+        raise VersionMismatch(f"session {session.id} has version {session.version}, not {version}")
+
+
+def check_adapter(session: Session, given: str | None) -> None:
+    """Raises `IllegalTransition` unless `given`, if it is not `None`, is the name of the session's adapter."""
+    adapter = session.policy.adapter
+    own = adapter.name if adapter is not None else ""
+    if given not in (None, own):
+        raise IllegalTransition(
+            f"session {session.id} has {f'the adapter {own!r}' if own else 'no adapter'}, and the request names "
+            f"{f'the adapter {given!r}' if given else 'the model without one'}; open another session for it",
+            param="model",
+        )
+
+
+def require_below(most: int | None, used: int, what: str, remedy: str) -> None:
+    """Raises `LimitReached`, which says `what` is used, unless less than `most` is."""
+    if most is not None and used >= most:
+        raise LimitReached(f"{what}; allowed: {most}; {remedy}")
+
+
+def ascending(turns: Sequence[int], most: int) -> list[int]:
+    """Returns the numbers of turns, at most `most`. Raises `InvalidRequest` unless they ascend."""
+    numbers = [whole("a turn number", number, 1, most) for number in items("turns", turns, "a list of turn numbers")]
+    if any(later <= earlier for earlier, later in pairwise(numbers)):
+        raise InvalidRequest(f"turns are {shown(numbers)}; allowed: ascending turn numbers")
+    return numbers
+
+
+def check_pick(session: Session, numbers: Sequence[int]) -> None:
+    """Raises `InvalidRequest` unless a conversation can consist of the turns of `session` with these numbers."""
+    if numbers[:1] != [1] and numbers and session.records[0].conversation is not None:
+        raise InvalidRequest(f"turn {numbers[0]} cannot open a conversation; allowed: turns that begin with turn 1")
+
+
+def check_replacement(before: Conversation | None, after: Conversation | None) -> None:
+    """Raises `IllegalTransition` if a conversation that replaces another lacks its system message or its tools."""
+    if before is None or after is None:
+        return
+    if before.system and not after.system:
+        raise IllegalTransition("the conversation begins with a system message; give it again, or keep the first turn")
+    if before.tools != after.tools:
+        had = "tools" if before.tools else "no tools"
+        raise IllegalTransition(f"the conversation began with {had}; give the same tools, or keep the first turn")
