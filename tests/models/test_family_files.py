@@ -309,10 +309,13 @@ def test_mxfp4_weights_of_gpt_oss_decode_as_in_transformers(tmp_path: Path) -> N
         load(tmp_path)
 
 
-def test_layers_for_multi_token_prediction_are_left_out(save: Save) -> None:
+def test_heads_for_multi_token_prediction_are_left_out_unless_they_are_asked_for(save: Save) -> None:
     file = save("qwen3-next") / "model.safetensors"
     save_file(load_file(file) | {"mtp.layers.0.mlp.gate.weight": torch.zeros(6, 48)}, file)
-    load(file.parent)
+    files = resolve(str(file.parent), cache_dir())
+    load_executor(files, ExecutorOptions(page_size=4, kernels="torch")).close()
+    with pytest.raises(ModelError, match="lack 34 tensors, among them 'mtp"):
+        load_executor(files, ExecutorOptions(page_size=4, kernels="torch", predictor=True))
 
 
 @pytest.mark.parametrize(
