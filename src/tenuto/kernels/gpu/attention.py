@@ -1,0 +1,239 @@
+"""Paged attention on a CUDA device.
+
+The pages of one layer are [units, 2, kv_heads, page_size, head_dim], keys before values, float32, float16 or bfloat16;
+a page of one layer is contiguous. Slot `s` of page `table[row, i]` holds the key and value of the row's position
+`i * page_size + s`. The page size is a power of two.
+
+A result for a row depends on no other row of a launch. Splits (Dao et al., "Flash-Decoding for long-context
+inference", 2023) and blocks are chosen by shapes and by the row's own length.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from triton import cdiv, next_power_of_2
+
+from tenuto.base.plan import Ints
+from tenuto.kernels.gpu import attention_kernels as kernels
+from tenuto.kernels.ragged import ragged_arange
+
+TILE = 128
+"""Maximum number of tokens of a tile."""
+
+_PROGRAMS = 4 * 132 * 2
+"""So many programs keep an H200 busy to the end: each of its 132 multiprocessors runs two at a time, four times."""
+_LEAST_KEYS = 256
+"""A split has at least so many keys: for fewer, a program's start and the merge cost more than the split gains."""
+_KEY_BYTES = 16384
+"""The size of a block of keys that `decode` loads at a time; as much is loaded of values."""
+
+
+def append(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: torch.Tensor,
+    owners: torch.Tensor,
+    positions: torch.Tensor,
+    pages: torch.Tensor,
+    rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
+    norms: Sequence[torch.Tensor] | None = None,
+    epsilon: float = 0.0,
+) -> torch.Tensor:
+    """Normalises and rotates queries and keys, writes keys and values to `pages`, infinity and NaN as zero, and returns
+    the queries, contiguous.
+
+    `q`: [tokens, heads, head_dim], of which each head is contiguous; `k`, `v`: [tokens, kv_heads, head_dim], of which
+    each token is contiguous. `table`: int32 [row ids, pages]. `owners`, `positions`: int32 [tokens], each token's row
+    of the table and its position; with position -1 the token is not written, and its query is zero. `rotation`: cosine
+    and sine, both [tokens, pairs], of the angles by which the leading pairs (i, i + pairs) of each head are rotated.
+    `norms`: the weights of root mean square norms of each head of `q` and of `k`, float32 [head_dim]. All is computed
+    in float32."""
+    tokens, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    assert q.stride(2) == 1, "heads are contiguous"
+    assert all(x.stride()[1:] == (head_dim, 1) for x in (k, v)), "keys and values of a token are contiguous"
+    out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
+    cos, sin = rotation or (None, None)
+    q_weight, k_weight = norms or (None, None)
+    padded, group_pad = next_power_of_2(head_dim), next_power_of_2(group)
+    kernels.append[(tokens, kv_heads)](
+        q,
+        k,
+        v,
+        out,
+        table,
+        owners,
+        positions,
+        pages,
+        cos,
+        sin,
+        q_weight,
+        k_weight,
+        epsilon,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        v.stride(0),
+        table.stride(0),
+        pages.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        GROUP_PAD=group_pad,
+        DIM=head_dim,
+        DIM_PAD=padded,
+        PAIRS=0 if cos is None else cos.shape[1],
+        PAGE=pages.shape[3],
+        num_warps=min(max(group_pad * padded // 512, 1), 4),
+    )
+    return out
+
+
+def decode(
+    q: torch.Tensor,
+    table: torch.Tensor,
+    owners: torch.Tensor,
+    positions: torch.Tensor,
+    pages: torch.Tensor,
+    scale: float,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
+    cap: float = 0.0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Returns the attention output of queries, each of which sees the keys of its row up to its own position.
+
+    `q`: [tokens, heads, head_dim], contiguous; the result has its shape, and is written to `out` if that is given.
+    `owners`, `positions`: int32 [tokens]; several tokens may have one row; with position -1 nothing is read and the
+    output is zero. Scores are multiplied by `scale`. `window`, `sinks`, float32 [heads], and `cap` are those of
+    `models.block.StepMemory.attend` and `kernels.paged.PagedAttention`."""
+    rows, heads, head_dim = q.shape
+    kv_heads, page_size = pages.shape[2:4]
+    padded = next_power_of_2(head_dim)
+    block = key_block(padded, pages.element_size())
+    keys = table.shape[1] * page_size
+    splits = decode_splits(kv_heads, min(keys, window) if window else keys)
+    out = torch.empty_like(q) if out is None else out
+    parts = torch.empty((rows, heads, splits, head_dim), device=q.device, dtype=torch.float32)
+    weights = torch.empty((rows, heads, splits), device=q.device, dtype=torch.float32)
+    constants = {"DIM": head_dim, "DIM_PAD": padded, "BLOCK": block, "SPLITS": splits, "WINDOW": window}
+    constants["LEAST"] = max(_LEAST_KEYS // block, 1)
+    kernels.decode[(rows, kv_heads, min(splits, cdiv(_PROGRAMS, rows * kv_heads)))](
+        q,
+        parts,
+        weights,
+        table,
+        owners,
+        positions,
+        pages,
+        sinks,
+        scale,
+        table.stride(0),
+        pages.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        GROUP_PAD=max(next_power_of_2(heads // kv_heads), 16),  # the fewest rows of a product on tensor cores
+        PAGE=page_size,
+        CAP=cap,
+        **constants,
+        num_warps=4,
+        num_stages=5,
+    )
+    kernels.merge[(rows, heads)](
+        parts, weights, out, positions, HEADS=heads, **constants, num_warps=min(max(splits * padded // 2048, 1), 8)
+    )
+    return out
+
+
+def key_block(padded: int, element_size: int) -> int:
+    """Returns how many keys, each of `padded` elements of `element_size` bytes, `decode` loads at a time."""
+    return min(max(_KEY_BYTES // (padded * element_size), 16), 128)
+
+
+def decode_splits(kv_heads: int, keys: int) -> int:
+    """Returns how many splits a row of at most `keys` keys has: so many that a single row occupies the device, unless
+    it is too short; a power of two."""
+    return int(min(next_power_of_2(cdiv(256, kv_heads)), 64, next_power_of_2(cdiv(keys, _LEAST_KEYS))))
+
+
+def prefill(
+    q: torch.Tensor,
+    tiles: torch.Tensor,
+    table: torch.Tensor,
+    pages: torch.Tensor,
+    scale: float,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
+    cap: float = 0.0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Returns the attention output of the queries of `tiles`, int32 [n, 4] (see `tiles_of`), whose own keys are already
+    in `pages`; the output of tokens in no tile is undefined. The other arguments are those of `decode`."""
+    heads, head_dim = q.shape[1:]
+    kv_heads, page_size = pages.shape[2:4]
+    padded = next_power_of_2(head_dim)
+    rows, block, stages, warps = prefill_constants(padded, pages.element_size(), shared_memory(q.device))
+    out = torch.empty_like(q) if out is None else out
+    kernels.prefill[(heads, len(tiles), TILE // rows)](
+        q,
+        out,
+        tiles,
+        table,
+        pages,
+        sinks,
+        scale,
+        table.stride(0),
+        pages.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        DIM=head_dim,
+        DIM_PAD=padded,
+        PAGE=page_size,
+        ROWS=rows,
+        BLOCK=block,
+        WINDOW=window,
+        CAP=cap,
+        num_warps=warps,
+        num_stages=stages,
+    )
+    return out
+
+
+def prefill_constants(padded: int, element_size: int, shared: int) -> tuple[int, int, int, int]:
+    """Returns the number of queries and of keys that a program of `prefill` computes at a time, its stages and warps.
+    `padded`: elements of a head; `shared`: bytes of shared memory that a program may use."""
+    if element_size == 4:
+        return 16, 16, 3, 4
+    rows = 128 if padded <= 128 else 64
+    block = 64 if padded <= 128 else 32
+    # Half of the stages load page numbers, the others keys and values.
+    fitting = (shared - rows * padded * element_size) // (2 * block * padded * element_size)
+    return rows, block, min(max(2 * fitting - 1, 1), 5), 8
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Returns how many bytes of shared memory a program may use on `device`."""
+    if device.type != "cuda":
+        return 99 * 1024
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
+def tiles_of(starts: Ints, counts: Ints, rows: Ints) -> npt.NDArray[np.int32]:
+    """Cuts chunks into tiles of at most `TILE` tokens. Row `rows[i]` of the table computes `counts[i]` tokens from
+    position `starts[i]`, int32 [chunks]; the chunks follow each other in the flat batch. Returns int32 [tiles, 4]: a
+    tile's row, the index of its first token in the flat batch, that token's position and the number of tokens. Those
+    with the most keys are first, so that the last programs to start are short."""
+    pieces = -(-counts // TILE)
+    within = ragged_arange(pieces) * TILE
+    chunk = np.repeat(np.arange(len(counts)), pieces)
+    firsts = np.cumsum(counts, dtype=np.int64) - counts
+    sizes = np.minimum(counts[chunk] - within, TILE)
+    tiles = np.stack((rows[chunk], firsts[chunk] + within, starts[chunk] + within, sizes), axis=1)
+    return tiles[np.argsort(-(tiles[:, 2] + sizes), kind="stable")].astype(np.int32)

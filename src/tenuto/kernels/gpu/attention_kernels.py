@@ -1,0 +1,382 @@
+"""The Triton functions of `attention`, which says what they compute. Capital arguments are known at compilation.
+
+Softmax is computed online (Milakov and Gimelshein, arXiv:1805.02867), with powers of two instead of e. A program keeps,
+for each of its queries, the highest score so far, the sum of the weights relative to it, and the weighted sum of the
+values.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(-1e30)
+"""The highest score of no keys: below all scores, but finite, so that differences of two scores are numbers."""
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def append(
+    q,
+    k,
+    v,
+    out,
+    table,
+    owners,
+    positions,
+    pages,
+    cos,
+    sin,
+    q_weight,
+    k_weight,
+    epsilon,
+    q_stride,
+    q_head_stride,
+    k_stride,
+    v_stride,
+    table_stride,
+    unit_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """A program computes one KV head of one token, and the query heads that read it. Its grid is [tokens, KV heads]."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    position = tl.load(positions + token)
+    d = tl.arange(0, DIM_PAD)
+    inside = d < DIM
+    one = tl.arange(0, 1)
+    group = tl.arange(0, GROUP_PAD)
+    heads = head * GROUP + group
+    present = (group < GROUP)[:, None] & inside[None, :]
+    place = out + (token * KV_HEADS * GROUP + heads)[:, None] * DIM + d[None, :]
+    if position < 0:
+        tl.store(place, tl.zeros([GROUP_PAD, DIM_PAD], out.dtype.element_ty), present)
+    else:
+        queries = q + token * q_stride + heads * q_head_stride
+        queries = _placed(queries, group < GROUP, q_weight, cos, sin, token, epsilon, DIM, DIM_PAD, PAIRS)
+        tl.store(place, queries.to(out.dtype.element_ty), present)
+        owner = tl.load(owners + token).to(tl.int64)
+        unit = tl.load(table + owner * table_stride + position // PAGE).to(tl.int64)
+        slot = pages + unit * unit_stride + (head * PAGE + position % PAGE) * DIM + d[None, :]
+        key = k + token * k_stride + (head + one) * DIM
+        key = _placed(key, one == 0, k_weight, cos, sin, token, epsilon, DIM, DIM_PAD, PAIRS)
+        tl.store(slot, _finite(key, pages.dtype.element_ty), inside[None, :])
+        value = tl.load(v + token * v_stride + head * DIM + d[None, :], inside[None, :], 0.0)
+        tl.store(slot + KV_HEADS * PAGE * DIM, _finite(value, pages.dtype.element_ty), inside[None, :])
+
+
+@triton.jit
+def _placed(
+    heads,
+    present,
+    weight,
+    cos,
+    sin,
+    token,
+    epsilon,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """Returns heads, of which `heads` points at the first elements, normalised and rotated, float32 [n, DIM_PAD]."""
+    d = tl.arange(0, DIM_PAD)
+    inside = d < DIM
+    mask = present[:, None] & inside[None, :]
+    x = tl.load(heads[:, None] + d[None, :], mask, 0.0).to(tl.float32)
+    factor = 1.0
+    if weight is not None:
+        factor = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + epsilon)[:, None]
+        x = x * factor * tl.load(weight + d, inside, 0.0)[None, :]
+    if PAIRS > 0:
+        partner = tl.where(d < PAIRS, d + PAIRS, tl.where(d < 2 * PAIRS, d - PAIRS, d))
+        y = tl.load(heads[:, None] + partner[None, :], mask, 0.0).to(tl.float32)
+        if weight is not None:
+            y = y * factor * tl.load(weight + partner, inside, 0.0)[None, :]
+        y = tl.where((d < PAIRS)[None, :], -y, y)
+        angle = token * PAIRS + d % PAIRS
+        turned = d < 2 * PAIRS
+        x = x * tl.load(cos + angle, turned, 1.0)[None, :] + y * tl.load(sin + angle, turned, 0.0)[None, :]
+    return x
+
+
+@triton.jit
+def _finite(x, dtype: tl.constexpr):
+    """Returns `x` in `dtype`, with zeros for infinity and NaN."""
+    x = x.to(dtype)
+    return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, tl.zeros_like(x))
+
+
+@triton.jit
+def _attend(
+    queries,
+    places,
+    peaks,
+    totals,
+    sums,
+    entries,
+    pages,
+    head,
+    start,
+    stop,
+    scale,
+    unit_stride,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Lets queries, [n, DIM_PAD] at the positions `places`, attend to the keys of KV head `head` at the positions from
+    `start` to before `stop`, and returns peaks, totals and sums with these. Without `MASKED` all queries see all the
+    keys, and their number is a multiple of BLOCK."""
+    d = tl.arange(0, DIM_PAD)
+    for begin in range(start, stop, BLOCK):
+        keys = begin + tl.arange(0, BLOCK)
+        present = (d < DIM)[None, :]
+        if MASKED:
+            held = keys < stop
+            present = present & held[:, None]
+            units = tl.load(entries + keys // PAGE, held, 0).to(tl.int64)
+        else:
+            units = tl.load(entries + keys // PAGE).to(tl.int64)
+        slots = pages + units * unit_stride + (head * PAGE + keys % PAGE) * DIM
+        k = tl.load(slots[:, None] + d[None, :], present, 0.0)
+        scores = tl.dot(queries, tl.trans(k), input_precision="ieee")
+        if CAP > 0:
+            # The hyperbolic tangent of x is 1 - 2 / (1 + e ** 2x).
+            scores = CAP * LOG2E - (2 * CAP * LOG2E) / (1 + tl.exp2(scores * (2 * LOG2E / CAP * scale)))
+        else:
+            scores = scores * (scale * LOG2E)
+        if MASKED:
+            seen = keys[None, :] <= places[:, None]
+            if WINDOW > 0:
+                seen = seen & (keys[None, :] > places[:, None] - WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(peaks, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(peaks - higher)
+        totals = totals * shrink + tl.sum(weights, axis=1)
+        v = tl.load(slots[:, None] + KV_HEADS * PAGE * DIM + d[None, :], present, 0.0)
+        sums = tl.dot(weights.to(v.dtype), v, sums * shrink[:, None], input_precision="ieee")
+        peaks = higher
+    return peaks, totals, sums
+
+
+@triton.jit
+def _split(position, WINDOW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns the first key that a query at `position` sees, and how many keys each split has."""
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(position + 1 - WINDOW, 0)
+    blocks = tl.cdiv(position + 1 - first, BLOCK)
+    return first, tl.maximum(tl.cdiv(blocks, SPLITS), LEAST) * BLOCK
+
+
+@triton.jit
+def decode(
+    q,
+    parts,
+    weights,
+    table,
+    owners,
+    positions,
+    pages,
+    sinks,
+    scale,
+    table_stride,
+    unit_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LEAST: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+):
+    """A program computes splits of one row for one KV head: the one with its number, and every further one as far away
+    as there are programs. Its grid is [rows, KV heads, programs]. A split's output is stored in `parts`, float32 [rows,
+    heads, SPLITS, DIM], and the binary logarithm of its weight in `weights`, float32 [rows, heads, SPLITS]."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    position = tl.load(positions + row)
+    first, each = _split(position, WINDOW, SPLITS, LEAST, BLOCK)
+    group = tl.arange(0, GROUP_PAD)
+    present = group < GROUP
+    d = tl.arange(0, DIM_PAD)
+    heads = head * GROUP + group
+    mask = present[:, None] & (d < DIM)[None, :]
+    place = row * (KV_HEADS * GROUP) + heads
+    entries = table + tl.load(owners + row).to(tl.int64) * table_stride
+    queries = tl.load(q + place[:, None] * DIM + d[None, :], mask & (position >= 0), 0.0)
+    places = tl.zeros([GROUP_PAD], tl.int32) + position
+    for split in range(tl.program_id(2), tl.cdiv(position + 1 - first, each), tl.num_programs(2)):
+        peaks = tl.full([GROUP_PAD], LOWEST, tl.float32)
+        totals = tl.zeros([GROUP_PAD], tl.float32)
+        if sinks is not None:
+            sunk = tl.load(sinks + heads, present & (split == 0), float("-inf")) * LOG2E
+            peaks = tl.maximum(peaks, sunk)
+            totals = tl.exp2(sunk - peaks)
+        start = first + split * each
+        stop = tl.minimum(start + each, position + 1)
+        peaks, totals, sums = _attend(
+            queries,
+            places,
+            peaks,
+            totals,
+            tl.zeros([GROUP_PAD, DIM_PAD], tl.float32),
+            entries,
+            pages,
+            head,
+            start,
+            stop,
+            scale,
+            unit_stride,
+            KV_HEADS,
+            DIM,
+            DIM_PAD,
+            PAGE,
+            BLOCK,
+            0,
+            CAP,
+            True,
+        )
+        tl.store(parts + (place * SPLITS + split)[:, None] * DIM + d[None, :], sums / totals[:, None], mask)
+        tl.store(weights + place * SPLITS + split, peaks + tl.log2(totals), present)
+
+
+@triton.jit
+def merge(
+    parts,
+    weights,
+    out,
+    positions,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LEAST: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """A program adds up the splits of one head of one row. Its grid is [rows, heads]."""
+    row = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + row)
+    first, each = _split(position, WINDOW, SPLITS, LEAST, BLOCK)
+    place = row * HEADS + tl.program_id(1)
+    split = tl.arange(0, SPLITS)
+    used = split * each < position + 1 - first
+    d = tl.arange(0, DIM_PAD)
+    inside = d < DIM
+    logs = tl.load(weights + place * SPLITS + split, used, LOWEST)
+    shares = tl.where(used, tl.exp2(logs - tl.max(logs, axis=0)), 0.0)
+    spots = (place * SPLITS + split)[:, None] * DIM + d[None, :]
+    found = tl.sum(tl.load(parts + spots, used[:, None] & inside[None, :], 0.0) * shares[:, None], axis=0)
+    total = tl.where(position < 0, 1.0, tl.sum(shares, axis=0))
+    tl.store(out + place * DIM + d, (found / total).to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def prefill(
+    q,
+    out,
+    tiles,
+    table,
+    pages,
+    sinks,
+    scale,
+    table_stride,
+    unit_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+):
+    """A program computes ROWS tokens of a tile for one head. Its grid is [heads, tiles, parts of a tile]."""
+    head = tl.program_id(0)
+    tile = tiles + tl.program_id(1) * 4
+    skipped = tl.program_id(2) * ROWS
+    token = (tl.load(tile + 1) + skipped).to(tl.int64)
+    position = tl.load(tile + 2) + skipped
+    count = tl.minimum(tl.load(tile + 3) - skipped, ROWS)
+    if count > 0:
+        entries = table + tl.load(tile).to(tl.int64) * table_stride
+        t = tl.arange(0, ROWS)
+        d = tl.arange(0, DIM_PAD)
+        present = (t < count)[:, None] & (d < DIM)[None, :]
+        spots = ((token + t) * (KV_HEADS * GROUP) + head)[:, None] * DIM + d[None, :]
+        queries = tl.load(q + spots, present, 0.0)
+        places = position + tl.minimum(t, count - 1)
+        peaks = tl.full([ROWS], LOWEST, tl.float32)
+        totals = tl.zeros([ROWS], tl.float32)
+        sums = tl.zeros([ROWS, DIM_PAD], tl.float32)
+        if sinks is not None:
+            sunk = tl.load(sinks + head) * LOG2E
+            peaks = tl.maximum(peaks, sunk)
+            totals = tl.exp2(sunk - peaks)
+        # Without a window, all queries see the keys of the blocks before the first query.
+        first = tl.maximum(position + 1 - WINDOW, 0) if WINDOW > 0 else (position + 1) // BLOCK * BLOCK
+        kv_head = head // GROUP
+        if WINDOW == 0:
+            peaks, totals, sums = _attend(
+                queries,
+                places,
+                peaks,
+                totals,
+                sums,
+                entries,
+                pages,
+                kv_head,
+                0,
+                first,
+                scale,
+                unit_stride,
+                KV_HEADS,
+                DIM,
+                DIM_PAD,
+                PAGE,
+                BLOCK,
+                0,
+                CAP,
+                False,
+            )
+        peaks, totals, sums = _attend(
+            queries,
+            places,
+            peaks,
+            totals,
+            sums,
+            entries,
+            pages,
+            kv_head,
+            first,
+            position + count,
+            scale,
+            unit_stride,
+            KV_HEADS,
+            DIM,
+            DIM_PAD,
+            PAGE,
+            BLOCK,
+            WINDOW,
+            CAP,
+            True,
+        )
+        tl.store(out + spots, (sums / totals[:, None]).to(out.dtype.element_ty), present)

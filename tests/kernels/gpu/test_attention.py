@@ -1,0 +1,165 @@
+"""The attention kernels for GPUs compute what the portable ones compute, and read nothing else."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from tenuto.kernels.gpu import attention
+from tests.kernels.gpu.rows import Rows, close, ints
+
+DTYPES = [torch.float16, torch.float32]
+HEAD_DIMS = [64, 80, 96, 128, 256]
+GROUPS = [(1, 1), (4, 1), (2, 3), (1, 8), (1, 16)]
+shapes = st.fixed_dictionaries(
+    {
+        "page_size": st.sampled_from([1, 16, 32]),
+        "head_dim": st.sampled_from(HEAD_DIMS),
+        "dtype": st.sampled_from(DTYPES),
+        "seed": st.integers(0, 99),
+    }
+)
+extras = st.fixed_dictionaries(
+    {"window": st.sampled_from([0, 0, 1, 7, 40, 300]), "cap": st.sampled_from([0.0, 0.0, 3.0]), "sinks": st.booleans()}
+)
+
+
+def made(rows: Rows, extra: dict) -> dict:
+    """Returns `extra` with scores of sinks, of which one is far above and one far below all other scores."""
+    sinks = None
+    if extra["sinks"]:
+        sinks = torch.randn(rows.kv_heads * rows.group, generator=rows.generator) * 2
+        sinks[0], sinks[-1] = 30.0, -90.0
+    return {**extra, "sinks": sinks, "scale": rows.head_dim**-0.5}
+
+
+@settings(max_examples=25)
+@given(
+    lengths=st.lists(st.sampled_from([1, 2, 31, 32, 33, 64, 65, 127, 300, 700]), min_size=1, max_size=4),
+    heads=st.sampled_from(GROUPS),
+    shape=shapes,
+    extra=extras,
+)
+def test_a_decode_step_attends_as_the_portable_kernel_does(lengths, heads, shape, extra) -> None:
+    rows = Rows(lengths, shape["page_size"], heads, shape["head_dim"], shape["dtype"], shape["seed"])
+    rows.fill([max(length - extra["window"], 0) if extra["window"] else 0 for length in lengths])
+    extra = made(rows, extra)
+    q = rows.queries(len(lengths) + 2)
+    owners = np.concatenate((rows.ids, [0, 0]))
+    positions = np.array([*lengths, 0, 0]) - 1
+    found = attention.decode(q, rows.table, ints(owners), ints(positions), rows.pages, **extra)
+    close(found[:-2], rows.expected(q[:-2], [1] * len(lengths), **extra))
+    assert not found[-2:].any(), "padding is zero"
+
+
+def test_a_row_does_not_depend_on_the_others_or_on_how_many_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Rows([1100, 3, 700], 32, (1, 4), 64)
+    rows.fill()
+    q = rows.queries(3)
+
+    def decoded(*chosen: int) -> torch.Tensor:
+        owners, positions = rows.ids[list(chosen)], [rows.lengths[i] - 1 for i in chosen]
+        queries = q[list(chosen)].contiguous()
+        return attention.decode(queries, rows.table, ints(owners), ints(positions), rows.pages, 0.125)
+
+    alone = torch.cat([decoded(0), decoded(1), decoded(2)])
+    assert torch.equal(decoded(2, 0, 1), alone[[2, 0, 1]])
+    monkeypatch.setattr(attention, "_PROGRAMS", 3)  # as with so many rows that a program computes all splits of one
+    assert torch.equal(decoded(0, 1, 2), alone)
+
+
+@settings(max_examples=25)
+@given(
+    chunks=st.lists(
+        st.tuples(st.sampled_from([0, 1, 30, 64, 130]), st.sampled_from([1, 2, 17, 127, 128, 129])),
+        min_size=1,
+        max_size=3,
+    ),
+    heads=st.sampled_from(GROUPS[:4]),
+    shape=shapes,
+    extra=extras,
+)
+def test_a_prefill_attends_as_the_portable_kernel_does(chunks, heads, shape, extra) -> None:
+    starts, counts = (np.array(x, np.int32) for x in zip(*chunks, strict=True))
+    rows = Rows((starts + counts).tolist(), shape["page_size"], heads, shape["head_dim"], shape["dtype"], shape["seed"])
+    rows.fill(np.maximum(starts + 1 - extra["window"], 0).tolist() if extra["window"] else None)
+    extra = made(rows, extra)
+    q = rows.queries(int(counts.sum()))
+    tiles = attention.tiles_of(starts, counts, rows.ids)
+    tiles = np.concatenate((tiles, [[0, 0, -1, 0]]))  # padding
+    found = attention.prefill(q, ints(tiles), rows.table, rows.pages, **extra)
+    close(found, rows.expected(q, counts.tolist(), **extra))
+
+
+def test_tiles_cover_each_token_once_the_longest_first() -> None:
+    starts, counts, ids = (np.array(x, np.int32) for x in ([5, 0, 1000], [300, 128, 1], [2, 0, 7]))
+    tiles = attention.tiles_of(starts, counts, ids)
+    assert tiles.tolist() == [
+        [7, 428, 1000, 1],
+        [2, 256, 261, 44],
+        [2, 128, 133, 128],
+        [2, 0, 5, 128],
+        [0, 300, 0, 128],
+    ]
+
+
+@settings(max_examples=25)
+@given(
+    heads=st.sampled_from(GROUPS),
+    shape=shapes,
+    normed=st.booleans(),
+    fraction=st.sampled_from([0.0, 0.25, 1.0]),
+    places=st.lists(st.integers(-1, 99), min_size=1, max_size=6),
+)
+def test_an_append_normalises_rotates_and_writes_what_may_be_read(heads, shape, normed, fraction, places) -> None:
+    kv_heads, group = heads
+    head_dim, dtype, page_size = shape["head_dim"], shape["dtype"], shape["page_size"]
+    rows = Rows([100] * len(places), page_size, heads, head_dim, dtype, shape["seed"])
+    projection = rows.random(len(places), (2 * group + 2) * kv_heads, head_dim)
+    q, k, v = projection.split([2 * group * kv_heads, kv_heads, kv_heads], dim=1)
+    q = q[:, ::2]  # as where every head has a gate behind it
+    norms = [torch.randn(head_dim, generator=rows.generator) for _ in range(2)] if normed else None
+    pairs = int(head_dim * fraction) // 2
+    angles = torch.randn(len(places), pairs, generator=rows.generator)
+    rotation = (angles.cos(), angles.sin()) if pairs else None
+    before = rows.pages.clone()
+
+    def placed(x: torch.Tensor, index: int) -> torch.Tensor:
+        x = x.float()
+        if norms:
+            x = functional.rms_norm(x, (head_dim,), norms[index], 1e-5)
+        turned = torch.complex(x[..., :pairs], x[..., pairs : 2 * pairs]) * torch.polar(torch.ones(()), angles)[:, None]
+        return torch.cat((turned.real, turned.imag, x[..., 2 * pairs :]), dim=-1)
+
+    found = attention.append(
+        q, k, v, rows.table, ints(rows.ids), ints(places), rows.pages, rotation, norms, epsilon=1e-5
+    )
+    assert found.is_contiguous()
+    used = [i for i, place in enumerate(places) if place >= 0]
+    close(found[used], placed(q, 0)[used])
+    assert not found[[i for i in range(len(places)) if i not in used]].any(), "padding is zero"
+    for i in used:
+        unit, slot = int(rows.table[rows.ids[i], places[i] // page_size]), places[i] % page_size
+        close(rows.pages[unit, 0, :, slot], placed(k, 1)[i])
+        assert torch.equal(rows.pages[unit, 1, :, slot], v[i])
+        rows.pages[unit, :, :, slot] = before[unit, :, :, slot]
+    torch.testing.assert_close(rows.pages, before, rtol=0, atol=0, equal_nan=True, msg="nothing else is written")
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+def test_an_append_stores_zeros_for_what_is_not_finite(broken: float) -> None:
+    rows = Rows([4, 4], 4, (1, 2), 64)
+    q, k, v = rows.queries(2), torch.ones(2, 1, 64).half(), torch.ones(2, 1, 64).half()
+    k[0, 0, 3], v[0, 0, 5], v[1] = broken, broken, broken
+    k[1, 0, 0] = 60000
+    rotation = (torch.full((2, 32), 1.5), torch.zeros(2, 32))  # so that the large key overflows
+    attention.append(q, k, v, rows.table, ints(rows.ids), ints([0, 0]), rows.pages, rotation)
+    stored = rows.pages[rows.table[rows.ids, 0].long(), :, 0, 0]
+    assert stored.isfinite().all()
+    assert stored[0, 0, 3] == stored[0, 1, 5] == stored[1, 0, 0] == 0
+    assert stored[0, 1].count_nonzero() == 63
+    assert stored[0, 0].count_nonzero() == 62, "a rotation spreads it to the other of its pair"
+    assert not stored[1, 1].any()
