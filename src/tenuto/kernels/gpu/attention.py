@@ -25,8 +25,8 @@ from tenuto.kernels.ragged import ragged_arange
 TILE = 128
 """Maximum number of tokens of a tile."""
 
-_PROGRAMS = 4 * 132 * 2
-"""So many programs keep an H200 busy to the end: each of its 132 multiprocessors runs two at a time, four times."""
+_PROGRAMS = 4 * 132 * 3
+"""So many programs keep an H200 busy to the end: each of its 132 multiprocessors runs three at a time, four times."""
 _LEAST_KEYS = 256
 """A split has at least so many keys: for fewer, a program's start and the merge cost more than the split gains."""
 _KEY_BYTES = 16384
@@ -124,7 +124,7 @@ def decode(
     weights = torch.empty((rows, heads, splits), device=q.device, dtype=torch.float32)
     constants = {"DIM": head_dim, "DIM_PAD": padded, "BLOCK": block, "SPLITS": splits, "WINDOW": window}
     constants["LEAST"] = max(_LEAST_KEYS // block, 1)
-    kernels.decode[(rows, kv_heads, min(splits, cdiv(_PROGRAMS, rows * kv_heads)))](
+    kernels.decode[(rows, kv_heads, min(splits, next_power_of_2(cdiv(_PROGRAMS, rows * kv_heads))))](
         q,
         parts,
         weights,

@@ -141,15 +141,15 @@ def _attend(
     d = tl.arange(0, DIM_PAD)
     for begin in range(start, stop, BLOCK):
         keys = begin + tl.arange(0, BLOCK)
-        present = (d < DIM)[None, :]
+        held, present, nothing, absent = None, None, None, None
         if MASKED:
-            held = keys < stop
-            present = present & held[:, None]
-            units = tl.load(entries + keys // PAGE, held, 0).to(tl.int64)
-        else:
-            units = tl.load(entries + keys // PAGE).to(tl.int64)
+            held, nothing, absent = keys < stop, 0, 0.0
+            present = held[:, None] & (d < DIM)[None, :]
+        elif DIM < DIM_PAD:
+            present, absent = (d < DIM)[None, :], 0.0
+        units = tl.load(entries + keys // PAGE, held, nothing).to(tl.int64)
         slots = pages + units * unit_stride + (head * PAGE + keys % PAGE) * DIM
-        k = tl.load(slots[:, None] + d[None, :], present, 0.0)
+        k = tl.load(slots[:, None] + d[None, :], present, absent)
         scores = tl.dot(queries, tl.trans(k), input_precision="ieee")
         if CAP > 0:
             # The hyperbolic tangent of x is 1 - 2 / (1 + e ** 2x).
@@ -165,7 +165,7 @@ def _attend(
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(peaks - higher)
         totals = totals * shrink + tl.sum(weights, axis=1)
-        v = tl.load(slots[:, None] + KV_HEADS * PAGE * DIM + d[None, :], present, 0.0)
+        v = tl.load(slots[:, None] + KV_HEADS * PAGE * DIM + d[None, :], present, absent)
         sums = tl.dot(weights.to(v.dtype), v, sums * shrink[:, None], input_precision="ieee")
         peaks = higher
     return peaks, totals, sums
