@@ -210,8 +210,8 @@ def prefill_constants(padded: int, element_size: int, shared: int) -> tuple[int,
     `padded`: elements of a head; `shared`: bytes of shared memory that a program may use."""
     if element_size == 4:
         return 16, 16, 3, 4
-    rows = 128 if padded <= 128 else 64
-    block = 64 if padded <= 128 else 32
+    rows = 128 if 3 * 128 * padded * element_size <= shared else 64
+    block = min(max(8192 // padded, 32), 128)
     # Half of the stages load page numbers, the others keys and values.
     fitting = (shared - rows * padded * element_size) // (2 * block * padded * element_size)
     return rows, block, min(max(2 * fitting - 1, 1), 5), 8
