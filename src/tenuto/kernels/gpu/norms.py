@@ -55,7 +55,7 @@ def _normalised(values, weights, epsilon, width):
     return values * tl.rsqrt(mean + epsilon)[:, None] * weights
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rms_norm(
     x, weight, out, epsilon, rows, stride, width, GROUPS: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr
 ):
@@ -70,7 +70,7 @@ def _rms_norm(
     tl.store(out + part * width + at, found.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _add_rms_norm(x, branch, weight, total, out, scale, epsilon, rows, width, ROWS: tl.constexpr, PADDED: tl.constexpr):
     """A program adds and normalises ROWS rows."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
