@@ -13,6 +13,12 @@ from functools import partial
 import torch
 
 from tenuto.kernels.gpu import attention
+from tenuto.kernels.gpu.activations import gated
+from tenuto.kernels.gpu.linear import linear
+from tenuto.kernels.gpu.norms import add_rms_norm, gated_norm, rms_norm
+from tenuto.kernels.gpu.recurrent import convolve_step, gated_delta_step, mamba2_step, mamba_step
+from tenuto.kernels.gpu.sampling import sample
+from tenuto.models.block import GATES, UNGATED
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +52,63 @@ def attending(
     attention.prefill(queries, tiles, table, pages, 0.1, window, sinks, cap)
 
 
+def normalising(dtype: torch.dtype, width: int) -> None:
+    x, weight = torch.zeros(8, width, dtype=dtype), torch.zeros(width)
+    rms_norm(x, weight, 1e-6)
+    add_rms_norm(x, x, 1.0, weight, 1e-6)
+
+
+def activating(dtype: torch.dtype, width: int) -> None:
+    for activation in (*GATES, *UNGATED):
+        gated(activation, torch.zeros(8, 2 * width, dtype=dtype))
+
+
+def sampling(vocab: int) -> None:
+    floats = [torch.zeros(8, dtype=torch.float64) for _ in range(4)]
+    sample(torch.zeros(8, vocab), floats[0], torch.zeros(8, dtype=torch.int32), *floats[1:])
+
+
+def delta(dtype: torch.dtype, kept: torch.dtype) -> None:
+    """Computes a gated delta net of Qwen3-Next."""
+    channels, served = 2 * 16 * 128 + 32 * 128, 2
+    slots = torch.zeros(8, dtype=torch.int64)
+    inputs, weight = torch.zeros(8, channels, dtype=dtype), torch.zeros(channels, 1, 4, dtype=dtype)
+    convolved = convolve_step(inputs, weight, None, torch.zeros(9, channels, 3, dtype=kept), slots, slots)
+    strengths, rates = torch.zeros(8, 16 * 2 * served, dtype=dtype), torch.zeros(32)
+    state = torch.zeros(9, 32, 128, 128, dtype=kept)
+    found = gated_delta_step(convolved, strengths, rates, rates, state, slots, slots, 16)
+    z = torch.zeros(8, 16, 2 * 128 + 2 * 2 * 128, dtype=dtype)[..., -256:]
+    gated_norm(found.flatten(1), z, torch.zeros(128), 1e-6, 32)
+
+
+def mamba2(dtype: torch.dtype, heads: int, head_dim: int, size: int) -> None:
+    slots, each = torch.zeros(8, dtype=torch.int64), torch.zeros(heads)
+    channels = heads * head_dim + 2 * size
+    weight, bias = torch.zeros(channels, 1, 4, dtype=dtype), torch.zeros(channels, dtype=dtype)
+    state = torch.zeros(9, channels, 3, dtype=dtype)
+    convolved = convolve_step(torch.zeros(8, channels, dtype=dtype), weight, bias, state, slots, slots)
+    steps, state = torch.zeros(8, heads, dtype=dtype), torch.zeros(9, heads, head_dim, size)
+    found = mamba2_step(convolved, steps, each, each, each, state, slots, slots).flatten(1)
+    weight = torch.zeros(heads * head_dim)
+    gated_norm(found, torch.zeros(8, 1, len(weight), dtype=dtype), weight, 1e-6, gate_first=True)
+
+
+def mamba(dtype: torch.dtype, channels: int, size: int) -> None:
+    slots, each = torch.zeros(8, dtype=torch.int64), torch.zeros(channels)
+    x, parts = torch.zeros(8, channels, dtype=dtype), torch.zeros(8, 160 + 2 * size, dtype=dtype)
+    _, b, c = parts.split([160, size, size], dim=1)
+    state = torch.zeros(9, channels, size)
+    found = mamba_step(x, x, each, b, c, torch.zeros(channels, size), each, state, slots, slots)
+    gated_norm(found, x[:, None], None)
+
+
+def multiplying(dtype: torch.dtype, inputs: int, outputs: int) -> None:
+    for rows in (1, 16):
+        linear(torch.zeros(rows, inputs, dtype=dtype), torch.zeros(1, dtype=dtype).expand(outputs, inputs))
+
+
 _HALF = frozenset({"decode", "prefill"})
+_LINEAR = frozenset({"_linear"})
 LAUNCHES = {
     "attention of Llama 3": Launch(partial(attending, torch.bfloat16, 128, 32, 8), _HALF),
     "attention of Qwen 3": Launch(partial(attending, torch.float16, 128, 16, 8, more=True), _HALF),
@@ -57,4 +119,20 @@ LAUNCHES = {
     "attention of 80 elements a head": Launch(partial(attending, torch.bfloat16, 80, 32, 32), _HALF),
     "attention in float32": Launch(partial(attending, torch.float32, 128, 32, 8)),
     "attention in float32 of 256 elements a head": Launch(partial(attending, torch.float32, 256, 16, 8, more=True)),
+    "norms of 4096 elements": Launch(partial(normalising, torch.bfloat16, 4096)),
+    "norms of 576 elements": Launch(partial(normalising, torch.bfloat16, 576)),
+    "norms of 128 elements in float32": Launch(partial(normalising, torch.float32, 128)),
+    "norms of 16384 elements": Launch(partial(normalising, torch.float16, 16384)),
+    "activations": Launch(partial(activating, torch.bfloat16, 14336)),
+    "activations in float32": Launch(partial(activating, torch.float32, 1537)),
+    "sampling from 151936 tokens": Launch(partial(sampling, 151_936)),
+    "sampling from 49152 tokens": Launch(partial(sampling, 49_152)),
+    "gated delta net": Launch(partial(delta, torch.bfloat16, torch.float32)),
+    "gated delta net in float16": Launch(partial(delta, torch.float16, torch.float16)),
+    "Mamba-2": Launch(partial(mamba2, torch.bfloat16, 80, 64, 128)),
+    "Mamba": Launch(partial(mamba, torch.bfloat16, 5120, 16)),
+    "product of few rows": Launch(partial(multiplying, torch.bfloat16, 4096, 6144), _LINEAR),
+    "product of few rows and many outputs": Launch(partial(multiplying, torch.float16, 4096, 128_256), _LINEAR),
+    "product of few rows and uneven inputs": Launch(partial(multiplying, torch.bfloat16, 1584, 4096), _LINEAR),
+    "product of few rows in float32": Launch(partial(multiplying, torch.float32, 4096, 4096)),
 }

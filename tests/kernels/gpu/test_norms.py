@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch.nn import functional
 
 from tenuto.kernels.gpu.activations import gated
-from tenuto.kernels.gpu.norms import add_rms_norm, rms_norm
+from tenuto.kernels.gpu.norms import add_rms_norm, gated_norm, rms_norm
 from tenuto.models.block import GATES, UNGATED, Norm, Room, activate
 from tests.kernels.gpu.conftest import DEVICE
 
@@ -43,6 +44,26 @@ def test_a_branch_is_added_and_the_sum_is_normalised(dtype: torch.dtype, width: 
     total, normed = add_rms_norm(x.to(DEVICE), branch.to(DEVICE), scale, norm.weight.to(DEVICE), 1e-5)
     close(total, (x.float() + scale * branch.float()).to(dtype))
     close(normed, norm(total.cpu()))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("heads", "width"), [(1, 7), (6, 24), (3, 700)])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("gate_first", [True, False])
+def test_norms_of_heads_with_an_output_gate(
+    dtype: torch.dtype, heads: int, width: int, shared: bool, gate_first: bool
+) -> None:
+    generator = torch.Generator().manual_seed(width)
+    x = torch.randn(5, heads, width, generator=generator)
+    gate = torch.randn(5, heads, 3 * width, generator=generator).to(dtype)[..., width : 2 * width]
+    weight = torch.rand(width if shared else heads * width, generator=generator)
+    opened = functional.silu(0.7 * gate.float())
+    normed = functional.rms_norm(x * opened if gate_first else x, (width,), None, 1e-5) * weight.view(-1, width)
+    found = gated_norm(
+        x.flatten(1).to(DEVICE), gate.to(DEVICE), weight.to(DEVICE), 1e-5, heads, gate_first=gate_first, gate_scale=0.7
+    )
+    close(found, (normed if gate_first else normed * opened).to(dtype).flatten(1))
+    close(gated_norm(x.flatten(1).to(DEVICE), gate.to(DEVICE), None, gate_scale=0.7), (x * opened).to(dtype).flatten(1))
 
 
 def test_nothing_is_normalised() -> None:

@@ -65,7 +65,7 @@ def _linear(
     """A program computes BLOCK outputs of ROWS rows. Each warp adds up every SLICES-th piece of the inputs."""
     output = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    # What is behind the last output is computed like it, and not stored.
+    # Outputs behind the last are computed like it, and not stored.
     weights = weight + tl.minimum(output, outputs - 1).to(tl.int64)[None, :, None] * inputs
     values = x + row.to(tl.int64)[None, None, :] * stride
     present = (row < rows)[None, None, :]
