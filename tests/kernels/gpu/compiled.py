@@ -1,4 +1,4 @@
-"""What the kernels for GPUs are compiled to, on a machine without one."""
+"""The kernels for GPUs as they are compiled on a machine without one."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Compiled:
 
 
 def compiled(capability: int, cache: Path) -> list[Compiled]:
-    """Returns the compiled functions of all `launches`. A process of its own compiles, since Triton either interprets
-    or compiles. `cache`: a directory for what Triton stores."""
+    """Returns the compiled functions of all `launches`. They are compiled in a process of its own, since Triton
+    interprets or compiles, but not both. `cache`: a directory for what Triton stores."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
     done = subprocess.run(
