@@ -21,6 +21,7 @@ from gguf import GGMLQuantizationType as Kind
 from torch.nn import functional
 
 from tenuto.exec.torch_forward import TorchForward
+from tenuto.exec.torch_memory import PageMemory
 from tenuto.kernels.paged import PagedKV
 from tenuto.models import attention, decoder, experts, gated_delta, mamba2, mlp
 from tenuto.models.decoder import Decoder
@@ -67,6 +68,7 @@ class RoundedForward(TorchForward):
     def prepare(self, units: tuple[int, ...], rows: int, most_kept: int = 0) -> None:
         super().prepare(units, rows, most_kept)
         for memory in self.memories.pages.values():
+            assert isinstance(memory, PageMemory)
             memory.kv.write = partial(self._write, memory.kv)  # type: ignore[method-assign]
 
     def _write(self, kv: PagedKV, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

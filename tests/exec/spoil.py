@@ -24,7 +24,7 @@ def spoil(forward: Forward, group: int, units: Sequence[int]) -> None:
         return
     assert isinstance(forward, TorchForward)
     if group in forward.memories.pages:
-        forward.memories.pages[group].kv.data[:, :, chosen] = LARGE
+        forward.memories.pages[group].units[0][:, :, chosen] = LARGE
     else:
         for part in forward.memories.states[group].parts:
             part[:, chosen] = torch.nan

@@ -70,7 +70,8 @@ def memories(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Memories:
     monkeypatch.setattr(torch_memory, "copies_for", lambda device: CudaCopies(device, cuda, allocate))
     groups = [LayerGroup(PageShape(0, 1, 2, Element("float32")), (0, 1))]
     memories = Memories(groups, (5,), 1, 0, 4, CPU)
-    memories.pages[0].kv.data.copy_(torch.arange(memories.pages[0].kv.data.numel()).view_as(memories.pages[0].kv.data))
+    data, _ = memories.pages[0].units
+    data.copy_(torch.arange(data.numel()).view_as(data))
     return memories
 
 
@@ -86,11 +87,11 @@ def test_units_copied_to_the_host_are_pinned_and_complete_on_return(memories: Me
 
 def test_units_copied_to_the_device_are_written_beside_steps_and_waited_for(memories: Memories, cuda: Cuda) -> None:
     data = memories.read_units(0, units(1, 3))
-    before = memories.pages[0].kv.data.clone()
+    before = memories.pages[0].units[0].clone()
     cuda.log.clear()
     memories.write_units(0, units(0, 2), list(data))
     assert cuda.log == ["on its own stream", "waits for its own stream", "off its own stream"]
-    after = memories.pages[0].kv.data
+    after = memories.pages[0].units[0]
     assert torch.equal(after[:, :, [0, 2]], before[:, :, [1, 3]])
     assert torch.equal(after[:, :, [1, 3, 4]], before[:, :, [1, 3, 4]])
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 from tenuto.kernels.mamba2 import scan
-from tenuto.models.attention import rotate
+from tenuto.models.block import Rotation
 from tenuto.models.config import Attention, Mamba2, ModelConfig
 
 
@@ -30,7 +30,8 @@ class AttentionNet(nn.Module):
         places = torch.arange(length)
         if s.rope is not None:
             angles = (places[:, None].float() * torch.from_numpy(s.rope.frequencies()))[:, None]
-            q, k = (rotate(part, angles.cos(), angles.sin()) for part in (q, k))
+            rotation = Rotation(angles.cos(), angles.sin())
+            q, k = rotation(q), rotation(k)
         distance = places[:, None] - places
         seen = (distance >= 0) & (distance < (s.window or length))
         found = functional.scaled_dot_product_attention(

@@ -289,7 +289,7 @@ def test_the_spec_matches_the_memory_taken_to_the_byte(stage: Stage) -> None:
     forward.prepare(units, 3, 5)
     for number, (group, n) in enumerate(zip(forward.spec.groups, units, strict=True)):
         if group.paged:
-            taken = forward.memories.pages[number].kv.data.nbytes
+            taken = forward.memories.pages[number].units[0].nbytes
         else:
             taken = sum(part.nbytes for part in forward.memories.states[number].parts)
             assert forward.memories.inputs[number].nbytes == 3 * 5 * group.bytes_per_input

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from tenuto.models.block import Rotation
 from tenuto.models.decoder import Decoder
 from tenuto.models.hf import HfCheckpoint
 from tests.models.tiny import DYNAMIC, LINEAR, LLAMA3, YARN, save_hf, tiny_llama
@@ -17,23 +18,32 @@ class Nothing:
 
     pieces = ()
 
-    def attend(
+    def append(
         self,
         layer: int,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        scale: float,
-        sinks: object = None,
-        cap: float = 0.0,
+        norms: object = None,
+        rotation: Rotation | None = None,
     ) -> torch.Tensor:
+        assert norms is None
+        assert rotation is not None
+        self._kv = rotation(k), v
+        return rotation(q)
+
+    def attend(self, layer: int, q: torch.Tensor, scale: float, sinks: object = None, cap: float = 0.0) -> torch.Tensor:
         assert sinks is None
         assert not cap
+        k, v = self._kv
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
         scores += torch.full(scores.shape[1:], -torch.inf).triu(1)
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+
+    def slots(self, layer: int) -> None:
+        raise NotImplementedError
 
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         raise NotImplementedError

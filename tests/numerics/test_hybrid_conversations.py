@@ -71,16 +71,16 @@ class Spoiled(TorchForward):
 class Flaky:
     """A layer that sometimes fails after earlier layers have written their states."""
 
-    def __init__(self, layer: Callable[..., torch.Tensor]) -> None:
+    def __init__(self, layer: Callable[..., None]) -> None:
         self._layer = layer
         self._rng = Random(0)
         self.failures = 0
 
-    def __call__(self, *args: Any) -> torch.Tensor:
+    def __call__(self, *args: Any) -> None:
         if self._rng.random() < 0.03:
             self.failures += 1
             raise RuntimeError("told to fail")
-        return self._layer(*args)
+        self._layer(*args)
 
 
 class SpoiledNative(NativeForward):

@@ -142,7 +142,7 @@ def test_forks_from_before_and_after_a_compaction_keep_their_histories(http: htt
 
 
 def test_refused_compactions_change_nothing(http: httpx.Client, witness: Server, session: str) -> None:
-    state, tokens = http.get(session).json(), tokens_of(http, session)
+    state, tokens, hidden = http.get(session).json(), tokens_of(http, session), hidden_sessions(witness)
     invalid = (400, "invalid_request")
     assert refused(http, session, first=5, summary=SUMMARY) == invalid
     assert refused(http, session, first=3, last=2, summary=SUMMARY) == invalid
@@ -158,7 +158,7 @@ def test_refused_compactions_change_nothing(http: httpx.Client, witness: Server,
     now = http.get(session).json()
     assert {**now, "idle_seconds": 0} == {**state, "idle_seconds": 0}
     assert tokens_of(http, session) == tokens
-    eventually(lambda: hidden_sessions(witness) == 0)
+    eventually(lambda: hidden_sessions(witness) <= hidden)
     witness.audit()
 
 

@@ -119,12 +119,21 @@ def _torch_forward(config: ModelConfig, checkpoint: ModelCheckpoint, options: Ex
     import torch  # noqa: PLC0415 - takes a second or more, and native kernels do not need it
 
     from tenuto.exec.torch_forward import TorchForward  # noqa: PLC0415 - needs torch
+    from tenuto.kernels.fused import compiles  # noqa: PLC0415 - needs torch
     from tenuto.models.decoder import Decoder  # noqa: PLC0415 - needs torch
 
     usual = Element.FLOAT32 if is_cpu(options.device) else Element.BFLOAT16
     dtype = getattr(torch, options.dtype or usual)
     weights = _weights(checkpoint, config)
-    return TorchForward(Decoder(config, weights, torch.device(options.device), dtype), options.page_size)
+    device = torch.device(options.device)
+    if not compiles(device):
+        return TorchForward(Decoder(config, weights, device, dtype), options.page_size)
+    from tenuto.exec.gpu.forward import GpuForward  # noqa: PLC0415 - needs Triton
+    from tenuto.exec.gpu.queue import CudaQueue  # noqa: PLC0415
+    from tenuto.kernels.gpu.fused import FUSED  # noqa: PLC0415
+
+    decoder = Decoder(config, weights, device, dtype, FUSED)
+    return GpuForward(decoder, options.page_size, CudaQueue(device))
 
 
 def _weights(checkpoint: ModelCheckpoint, config: ModelConfig) -> Iterator[tuple[str, StoredWeight]]:

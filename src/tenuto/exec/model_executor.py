@@ -90,7 +90,8 @@ class ModelExecutor:
         self._units_released = False
         self._overlap = 0  # set by `prepare`
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tenuto-step")
-        self._in_flight: deque[Callable[[], StepResult]] = deque()  # functions that return their results
+        self._in_flight: deque[Callable[[], Callable[[], StepResult]]] = deque()  # see `_step`
+        self._unknown: Callable[[], None] | None = None  # waits for the last step, if it did not; sets `_last_sampled`
         self._masks: deque[TokenMasks] = deque()  # of the steps in flight, and perhaps of earlier ones
 
     @property
@@ -105,7 +106,7 @@ class ModelExecutor:
         prepared = units, rows, lookahead + 1 if lookahead else 0
         self.forward.prepare(*prepared)
         self._prepared = prepared
-        self._overlap = overlap
+        self._overlap, self._unknown = overlap, None
         self._last_sampled = np.zeros(rows, np.int32)
         self._options = RowOptions(rows, self.forward.config.vocab)
 
@@ -194,13 +195,18 @@ class ModelExecutor:
         step = partial(self._step, plan)
         self._in_flight.append(self._worker.submit(step).result if self._overlap else step)
 
+    def queue(self, plan: Plan) -> Callable[[], StepResult]:
+        """Carries out a step in the calling thread, as far as the device does not do it alone. Returns a function that
+        waits for it and returns its result. For measurements, with no step in flight."""
+        return self._step(plan)
+
     def collect(self) -> StepResult:
         """See `Executor.collect`. Raises `StepFailed` for errors of a device or an allocator; other errors are bugs and
         raised unchanged. Raises `InvariantError` if no step is in flight."""
         if not self._in_flight:
             raise InvariantError("collect was called with no step in flight")
         try:
-            return self._in_flight.popleft()()
+            return self._in_flight.popleft()()()
         except CancelledError:
             raise StepFailed("the executor was closed") from None
         except (NotImplementedError, RecursionError):  # subclasses of RuntimeError, but never a device's
@@ -239,7 +245,35 @@ class ModelExecutor:
         if self._forward is not None:
             self._forward.close()
 
-    def _step(self, plan: Plan) -> StepResult:
+    def _step(self, plan: Plan) -> Callable[[], StepResult]:
+        """Carries out a step. Returns a function that returns its result, and for steps which the device carries out
+        alone waits for it."""
+        for row, new in plan.sampling:
+            self._options.start(row, new)
+        alone = self._decode(plan)
+        if alone is not None:
+            return lambda: StepResult(alone())
+        result = self._computed(plan)
+        return lambda: result
+
+    def _decode(self, plan: Plan) -> Callable[[], Ints] | None:
+        """Lets the device carry out a step alone; see `Forward.decode`."""
+        if not self._options.plain:
+            return None
+        rows, places = plan.rows.astype(np.int64), plan.starts.astype(np.int64) + 1
+
+        def tokens() -> Ints:
+            return plan.tokens if self._unknown is not None else self._tokens(plan)
+
+        found = self.forward.decode(plan, tokens, partial(self._options.choice, rows, places))
+        if found is not None:
+            self._unknown = partial(self._put_sampled, rows, found)
+        return found
+
+    def _put_sampled(self, rows: Longs, tokens: Callable[[], Ints]) -> None:
+        self._last_sampled[rows] = tokens()
+
+    def _computed(self, plan: Plan) -> StepResult:
         samples = samples_of(plan)
         given = self._tokens(plan)
         computed, scored = self._compute(plan, given, samples.outputs), None
@@ -260,14 +294,15 @@ class ModelExecutor:
         """Applies the plan and computes its `tokens`. Returns the logits after those at `outputs`, then those for
         `plan.scores`. First makes the changes that outlast the step, so that they persist even if it fails."""
         self.forward.apply(plan)
-        for row, new in plan.sampling:
-            self._options.start(row, new)
         if plan.scores is not None:
             outputs = np.concatenate((outputs, plan.scores.offsets))
         return self.forward.run(plan, tokens, outputs.astype(np.int32))
 
     def _tokens(self, plan: Plan) -> Ints:
         """Returns the input ids, int32 [tokens], with references to earlier samples resolved."""
+        if self._unknown is not None:
+            wait, self._unknown = self._unknown, None
+            wait()
         unknown = (plan.tokens < 0).nonzero()[0]
         if not len(unknown):
             return plan.tokens

@@ -183,6 +183,15 @@ class NativeForward:
         logits = NativeLogits(self._library, self._handle, self._logits[:count])
         return Outputs(logits, self._best[:count].copy(), vectors)
 
+    def decode(
+        self,
+        plan: Plan,  # noqa: ARG002 - used by other forward passes
+        tokens: Callable[[], Ints],  # noqa: ARG002
+        choice: Callable[[], Choice],  # noqa: ARG002
+    ) -> Callable[[], Ints] | None:
+        """See `Forward.decode`; every step is computed by `apply` and `run`."""
+        return None
+
     def remember(self, plan: Plan, following: Ints) -> None:
         sources = np.arange(len(following), dtype=np.int32)
         self._predict((plan.rows, plan.starts, plan.counts, following, sources), 0, self._model.keys)

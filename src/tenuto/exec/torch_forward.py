@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -36,11 +36,11 @@ class TorchLogits:
     def __len__(self) -> int:
         return len(self._values)
 
-    def __getitem__(self, outputs: slice) -> TorchLogits:
-        return TorchLogits(self._values[outputs])
+    def __getitem__(self, outputs: slice) -> Self:
+        return type(self)(self._values[outputs])
 
-    def copy(self, outputs: Longs) -> TorchLogits:
-        return TorchLogits(self._values.index_select(0, self._indices(outputs)))
+    def copy(self, outputs: Longs) -> Self:
+        return type(self)(self._values.index_select(0, self._indices(outputs)))
 
     def at(self, outputs: Longs, tokens: Longs) -> Singles:
         return _host(self._values[self._indices(outputs), self._indices(tokens)])
@@ -79,7 +79,9 @@ def _host(values: torch.Tensor) -> npt.NDArray[Any]:
 
 
 class TorchForward:
-    """A `Forward` for models with any mix of memory groups."""
+    """A `Forward` for models with any mix of memory groups. `logits_type`: the class of its logits."""
+
+    logits_type: type[TorchLogits] = TorchLogits
 
     def __init__(self, model: Decoder, page_size: int) -> None:
         self._model, self._device = model, model.device
@@ -94,10 +96,13 @@ class TorchForward:
 
     def prepare(self, units: tuple[int, ...], rows: int, most_kept: int = 0) -> None:
         try:
-            self.memories = Memories(self._groups, units, rows, most_kept, self.spec.page_size, self._device)
+            self.memories = self._memories(units, rows, most_kept)
         except RuntimeError as error:
             held = describe(units, self.spec, rows * most_kept)
             raise ConfigError(f"{self._device} cannot hold {held}: {error}") from error
+
+    def _memories(self, units: tuple[int, ...], rows: int, most_kept: int) -> Memories:
+        return Memories(self._groups, units, rows, most_kept, self.spec.page_size, self._device)
 
     @torch.inference_mode()
     def apply(self, plan: Plan) -> None:
@@ -116,7 +121,16 @@ class TorchForward:
             vectors = np.stack([_host(each.float().sum(dim=0)) for each in normed])
         if self.config.predictor:
             self._normed = self._model.normed(hidden)
-        return Outputs(TorchLogits(self._model.logits(hidden, wanted)), vectors=vectors)
+        return Outputs(self.logits_type(self._model.logits(hidden, wanted)), vectors=vectors)
+
+    def decode(
+        self,
+        plan: Plan,  # noqa: ARG002 - used by other forward passes
+        tokens: Callable[[], Ints],  # noqa: ARG002
+        choice: Callable[[], Choice],  # noqa: ARG002
+    ) -> Callable[[], Ints] | None:
+        """See `Forward.decode`; every step is computed by `apply` and `run`."""
+        return None
 
     @torch.inference_mode()
     def remember(self, plan: Plan, following: Ints) -> None:
@@ -126,7 +140,7 @@ class TorchForward:
     def predict(self, rows: Ints, positions: Ints, tokens: Ints, sources: Ints) -> Outputs:
         before = self._normed.index_select(0, indices(sources, self._device))
         self._normed = self._predicted(rows, positions, np.ones_like(rows), tokens, before)
-        return Outputs(TorchLogits(self._model.projected(self._normed)))
+        return Outputs(self.logits_type(self._model.projected(self._normed)))
 
     def _predicted(self, rows: Ints, starts: Ints, counts: Ints, tokens: Ints, normed: torch.Tensor) -> torch.Tensor:
         places = indices(np.repeat(starts.astype(np.int64), counts) + ragged_arange(counts), self._device)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -11,7 +12,8 @@ from tenuto.base.plan import Bytes, Ints, PageCopies, Plan, TableChanges
 from tenuto.exec.host_copies import copies_for
 from tenuto.kernels.paged import PagedAttention, PagedKV
 from tenuto.kernels.ragged import ragged_arange
-from tenuto.kernels.recurrent import StateSlots, absorbing, pieces
+from tenuto.kernels.recurrent import Absorbing, Piece, Slots, StateSlots, absorbing, pieces
+from tenuto.models.block import Norm, Rotation
 from tenuto.models.groups import LayerGroup, PageShape
 
 
@@ -20,8 +22,48 @@ def indices(values: np.ndarray[tuple[int], np.dtype[np.integer]], device: torch.
     return torch.from_numpy(values.astype(np.int64)).to(device)
 
 
+class Attention(Protocol):
+    """Attention of one step in one memory group. `layer` is a layer's number in the group."""
+
+    def append(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        norms: Sequence[Norm] | None = None,
+        rotation: Rotation | None = None,
+    ) -> torch.Tensor:
+        """See `StepMemory.append`."""
+
+    def __call__(
+        self, layer: int, q: torch.Tensor, scale: float, sinks: torch.Tensor | None = None, cap: float = 0.0
+    ) -> torch.Tensor:
+        """See `StepMemory.attend`."""
+
+
+class Pages(Protocol):
+    """The pages of a full or sliding group, and its page table."""
+
+    @property
+    def units(self) -> tuple[torch.Tensor, int]:
+        """The tensor that holds the pages, and its dimension that numbers them."""
+
+    def apply(self, changes: TableChanges, copies: PageCopies) -> None:
+        """Writes new entries of the page table, then copies pages."""
+
+    def step(self, rows: Ints, starts: Ints, counts: Ints) -> Attention:
+        """Returns the attention over this group's pages for tokens of rows: row `rows[i]` computes `counts[i]` tokens
+        from position `starts[i]` on, int32 [rows]."""
+
+
+NewPages = Callable[[PageShape, int, int, int, int, torch.device], Pages]
+"""Allocates the pages of a group, from its shape, its numbers of layers, units and rows, the page size and the
+device."""
+
+
 class PageMemory:
-    """The pages of a full or sliding group, and its page table, int64 [row ids, pages]."""
+    """`Pages` for the reference kernel. The page table is int64 [row ids, pages]."""
 
     def __init__(
         self, shape: PageShape, layers: int, units: int, rows: int, page_size: int, device: torch.device
@@ -32,8 +74,13 @@ class PageMemory:
         )
         self._table = torch.zeros((rows, 1), device=device, dtype=torch.int64)
 
+    @property
+    def units(self) -> tuple[torch.Tensor, int]:
+        """The tensor that holds the pages, and its dimension that numbers them."""
+        return self.kv.data, 2
+
     def apply(self, changes: TableChanges, copies: PageCopies) -> None:
-        """Writes new entries of the page table, then copies pages."""
+        """See `Pages.apply`."""
         if len(changes.rows):
             device = self._table.device
             self._widen(int(changes.index.max()) + 1)
@@ -49,7 +96,7 @@ class PageMemory:
             self._table = wider
 
     def step(self, rows: Ints, starts: Ints, counts: Ints) -> PagedAttention:
-        """Returns the attention over this group's pages for tokens of rows; see `PagedAttention`."""
+        """See `Pages.step`."""
         return PagedAttention(self.kv, self._table, rows, starts, counts, window=self._window)
 
 
@@ -64,16 +111,18 @@ class Memories:
         most_kept: int,
         page_size: int,
         device: torch.device,
+        pages: NewPages = PageMemory,
     ) -> None:
+        """`pages` allocates those of a group."""
         self._device = device
         self.copies = copies_for(device)
         self._places = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
-        self.pages: dict[int, PageMemory] = {}  # by number of the group
+        self.pages: dict[int, Pages] = {}  # by number of the group
         self.states: dict[int, StateSlots] = {}  # by number of the group
         self.inputs: dict[int, torch.Tensor] = {}  # kept, of each state group: [layers, rows, most_kept, inputs]
         for g, (group, n) in enumerate(zip(groups, units, strict=True)):
             if isinstance(group.shape, PageShape):
-                self.pages[g] = PageMemory(group.shape, len(group.layers), n, rows, page_size, device)
+                self.pages[g] = pages(group.shape, len(group.layers), n, rows, page_size, device)
             else:
                 self.states[g] = StateSlots(len(group.layers), n, group.shape.parts, device)
                 self.inputs[g] = torch.zeros((len(group.layers), rows, most_kept, group.shape.inputs), device=device)
@@ -103,11 +152,31 @@ class Memories:
 
     def _parts(self, group: int) -> list[tuple[torch.Tensor, int]]:
         """Returns the tensors that hold a group's units, each with the dimension that numbers them."""
-        return [(self.pages[group].kv.data, 2)] if group in self.pages else [(t, 1) for t in self.states[group].parts]
+        return [self.pages[group].units] if group in self.pages else [(t, 1) for t in self.states[group].parts]
 
     def step(self, plan: Plan) -> MemoriesStep:
         """Returns the memory for the layers while `plan`, which must have been applied, is computed."""
-        return MemoriesStep(self, self._places, plan, self._device)
+        given = plan.rows, plan.starts, plan.counts
+        moved = zip(self.states, plan.states, strict=True)
+        moves = {g: (indices(each.reads, self._device), indices(each.writes, self._device)) for g, each in moved}
+        step = self.step_of(
+            {g: memory.step(*given) for g, memory in self.pages.items()},
+            moves,
+            pieces(plan.counts, self._device) if moves else (),
+        )
+        if plan.states:
+            step.take_inputs(plan, self._device)
+        return step
+
+    def step_of(
+        self,
+        attentions: Mapping[int, Attention],
+        moves: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+        pieces: tuple[Piece, ...],
+    ) -> MemoriesStep:
+        """Returns the memory for the layers of rows that absorb and keep nothing. By number of the group: its
+        attention, or the slots that it reads and writes, both int64 [rows]."""
+        return MemoriesStep(self, self._places, attentions, moves, pieces)
 
     def pages_step(self, rows: Ints, starts: Ints, counts: Ints) -> PagesStep:
         """Returns the memory for layers of attention that compute `counts[i]` tokens of row `rows[i]` from position
@@ -118,47 +187,70 @@ class Memories:
 class PagesStep:
     """The part of a `StepMemory` that layers of attention use."""
 
-    def __init__(self, attentions: dict[int, PagedAttention], places: dict[int, tuple[int, int]]) -> None:
+    def __init__(self, attentions: Mapping[int, Attention], places: Mapping[int, tuple[int, int]]) -> None:
         """`places`: for every layer, its group and its number in that group."""
         self._attentions, self._places = attentions, places
 
-    def attend(
+    def append(
         self,
         layer: int,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        scale: float,
-        sinks: torch.Tensor | None = None,
-        cap: float = 0.0,
+        norms: Sequence[Norm] | None = None,
+        rotation: Rotation | None = None,
+    ) -> torch.Tensor:
+        """See `StepMemory.append`."""
+        group, place = self._places[layer]
+        return self._attentions[group].append(place, q, k, v, norms, rotation)
+
+    def attend(
+        self, layer: int, q: torch.Tensor, scale: float, sinks: torch.Tensor | None = None, cap: float = 0.0
     ) -> torch.Tensor:
         """See `StepMemory.attend`."""
         group, place = self._places[layer]
-        return self._attentions[group](place, q, k, v, scale, sinks, cap)
+        return self._attentions[group](place, q, scale, sinks, cap)
 
 
 class MemoriesStep(PagesStep):
-    """The `StepMemory` of one plan. The state slot that a row reads stays unchanged unless the row also writes to
-    it."""
+    """The `StepMemory` of a step. The state slot that a row reads stays unchanged unless the row also writes to it."""
 
     def __init__(
-        self, memories: Memories, places: dict[int, tuple[int, int]], plan: Plan, device: torch.device
+        self,
+        memories: Memories,
+        places: Mapping[int, tuple[int, int]],
+        attentions: Mapping[int, Attention],
+        moves: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+        pieces: tuple[Piece, ...],
     ) -> None:
-        """`places`: see `PagesStep`."""
-        given = plan.rows, plan.starts, plan.counts
-        super().__init__({g: memory.step(*given) for g, memory in memories.pages.items()}, places)
-        self._slots, self._inputs = memories.states, memories.inputs
-        moved = zip(memories.states, plan.states, strict=True)
-        self._moves = {g: (indices(moves.reads, device), indices(moves.writes, device)) for g, moves in moved}
-        self.pieces = pieces(plan.counts, device) if self._slots else ()
-        same = plan.states[0] if plan.states else None  # rows absorb and keep the same in all groups
-        self._absorbing = absorbing(plan.rows, same.absorbs, device) if same is not None else ()
-        self.keeping = None
-        if same is not None and (keeps := same.keeps > 0).any():
+        """`places`: see `PagesStep`. `moves`: see `Memories.step_of`."""
+        super().__init__(attentions, places)
+        self._slots, self._inputs, self._moves = memories.states, memories.inputs, moves
+        self.pieces = pieces
+        self._single = all(piece.tokens.shape[1] == 1 for piece in pieces)
+        self.keeping: torch.Tensor | None = None
+        self._absorbing: tuple[Absorbing, ...] = ()
+        self._kept: list[torch.Tensor] = []
+
+    def take_inputs(self, plan: Plan, device: torch.device) -> None:
+        """Sets what the rows of `plan` absorb and keep."""
+        same = plan.states[0]  # rows absorb and keep the same in all groups
+        self._absorbing = absorbing(plan.rows, same.absorbs, device)
+        self._single = self._single and not self._absorbing
+        if (keeps := same.keeps > 0).any():
             self.keeping = indices(np.flatnonzero(keeps), device)
+            self._single = False
             counts = plan.counts[keeps]
             kept = np.flatnonzero(np.repeat(keeps, plan.counts)), np.repeat(plan.rows[keeps], counts)
             self._kept = [indices(values, device) for values in (*kept, ragged_arange(counts))]
+
+    def slots(self, layer: int) -> Slots | None:
+        """See `StepMemory.slots`."""
+        if not self._single:
+            return None
+        group, place = self._places[layer]
+        convolution, recurrent = (part[place] for part in self._slots[group].parts)
+        return Slots(convolution, recurrent, *self._moves[group])
 
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `StepMemory.read`."""

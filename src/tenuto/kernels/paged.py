@@ -6,7 +6,7 @@ pool.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +18,8 @@ from tenuto.base.plan import Ints
 from tenuto.kernels.ragged import ragged_arange
 
 Longs = npt.NDArray[np.int64]
+Change = Callable[[torch.Tensor], torch.Tensor]
+"""A norm or a rotation of heads, [tokens, heads, head_dim]."""
 
 QUERY_BLOCK = 128
 """Maximum number of queries in a block. A longer chunk attends block by block, each only to tokens up to its last
@@ -138,19 +140,33 @@ class PagedAttention:
             mask=mask,
         )
 
-    def __call__(
+    def append(
         self,
         layer: int,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        norms: Sequence[Change] | None = None,
+        rotation: Change | None = None,
+    ) -> torch.Tensor:
+        """Does what `models.block.StepMemory.append` describes, for the layer with this number in the group."""
+        if norms is not None:
+            q, k = norms[0](q), norms[1](k)
+        if rotation is not None:
+            q, k = rotation(q), rotation(k)
+        self._kv.write(layer, self._slots, k, v)
+        return q
+
+    def __call__(
+        self,
+        layer: int,
+        q: torch.Tensor,
         scale: float | None = None,
         sinks: torch.Tensor | None = None,
         cap: float = 0.0,
     ) -> torch.Tensor:
-        """Does what `models.block.StepMemory.attend` describes. `layer` is the layer's number in the group. The default
-        `scale` is `head_dim ** -0.5`."""
-        self._kv.write(layer, self._slots, k, v)
+        """Does what `models.block.StepMemory.attend` describes, for the layer with this number in the group. The
+        default `scale` is `head_dim ** -0.5`."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for batch in self._batches:
             found = self._attend(layer, batch, q.index_select(0, batch.tokens), scale, sinks, cap)

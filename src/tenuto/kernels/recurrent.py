@@ -58,6 +58,18 @@ def absorbing(ids: Ints, counts: Ints, device: torch.device) -> tuple[Absorbing,
     return tuple(found)
 
 
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """The states of one recurrent layer in all slots: that of the convolution and the recurrent one, both [slots,
+    ...]. Row `i` reads slot `reads[i]`, or the zero state if that is negative, and writes slot `writes[i]`; both int64
+    [rows]."""
+
+    convolution: torch.Tensor
+    recurrent: torch.Tensor
+    reads: torch.Tensor
+    writes: torch.Tensor
+
+
 class StateSlots:
     """States of all layers of a group, [layers, slots, *shape] for each part. A slot is undefined until it is written,
     and always written completely."""

@@ -37,21 +37,12 @@ class AttentionBlock:
         q, k, v = (part.view(len(x), -1, s.head_dim) for part in torch.split(projected, self._outputs, dim=1))
         if s.gated:
             q, gate = q[:, 0::2], q[:, 1::2]
-        if self._norms is not None:
-            q, k = self._norms[0](q), self._norms[1](k)
+        rotation = None
         if s.rope is not None and self._frequencies is not None:
-            cos, sin = step.rotation(s.rope, self._frequencies)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        found = step.memory.attend(layer, q, k, v, s.scale, self._sinks, s.cap)
+            rotation = step.rotation(s.rope, self._frequencies)
+        q = step.memory.append(layer, q, k, v, self._norms, rotation)
+        found = step.memory.attend(layer, q, s.scale, self._sinks, s.cap)
         if gate is not None:
             found = found * gate.sigmoid()
         found = found.reshape(len(x), -1)
         return scaled(step.adapt(linear(found, self._out, self._out_bias), found, self._outer), s.out_scale)
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the leading pairs (i, i + pairs) of `x`, [tokens, heads, head_dim], by their token's angles; `cos` and
-    `sin` are [tokens, 1, pairs]."""
-    pairs = cos.shape[-1]
-    first, second, rest = torch.split(x, [pairs, pairs, x.shape[-1] - 2 * pairs], dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)

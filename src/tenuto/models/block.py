@@ -11,7 +11,8 @@ import torch
 from torch.nn import functional
 
 from tenuto.base.errors import ModelError
-from tenuto.kernels.recurrent import Piece, convolve
+from tenuto.kernels.fused import Fused
+from tenuto.kernels.recurrent import Piece, Slots, convolve
 from tenuto.models.rope import Rope
 
 
@@ -42,9 +43,13 @@ UNGATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"relu2": lambda up
 """Activation functions of networks without a gate."""
 
 
-def activate(activation: str, projected: torch.Tensor, gate_scale: float = 1.0) -> torch.Tensor:
+def activate(
+    activation: str, projected: torch.Tensor, gate_scale: float = 1.0, fused: Fused | None = None
+) -> torch.Tensor:
     """Applies an activation. `projected` is [tokens, parts * width]: the gate, unless ungated, then the up projection.
-    Returns [tokens, width]."""
+    Returns [tokens, width]. `fused`: the device's own kernels, if there are any."""
+    if fused is not None:
+        return fused.activate(activation, projected, gate_scale)
     if activation in UNGATED:
         return UNGATED[activation](projected)
     gate, up = projected.chunk(2, dim=1)
@@ -57,10 +62,12 @@ class Room:
     `ModelCheckpoint.weights`); they may be views of larger ones. All methods raise `ModelError`, before they allocate,
     if more than `left` elements are needed."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, left: int) -> None:
-        """`left` is derived from the size of the model's files, so that a wrong configuration cannot exhaust memory."""
+    def __init__(self, device: torch.device, dtype: torch.dtype, left: int, fused: Fused | None = None) -> None:
+        """`left` is derived from the size of the model's files, so that a wrong configuration cannot exhaust memory.
+        `fused`: the device's own kernels, if there are any."""
         self.device = device
         self.dtype = dtype
+        self.fused = fused
         self.places: dict[str, torch.Tensor] = {}
         self._left = left
 
@@ -96,35 +103,99 @@ class Norm:
 
     def __init__(self, name: str, width: int, epsilon: float, room: Room, groups: int = 1) -> None:
         self.weight = room.floats(f"{name}.weight", width)
-        self._epsilon = epsilon
+        self.epsilon = epsilon
         self._groups = groups
+        self._fused = room.fused
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns `x`, [..., width], normalised, in the element type of `x`."""
+        if self._fused is not None:
+            return self._fused.rms_norm(x, self.weight, self.epsilon, self._groups)
         if self._groups == 1:
-            return functional.rms_norm(x.float(), self.weight.shape, self.weight, self._epsilon).to(x.dtype)
+            return functional.rms_norm(x.float(), self.weight.shape, self.weight, self.epsilon).to(x.dtype)
         parts = x.float().view(*x.shape[:-1], self._groups, -1)
-        normalised = functional.rms_norm(parts, parts.shape[-1:], None, self._epsilon)
+        normalised = functional.rms_norm(parts, parts.shape[-1:], None, self.epsilon)
         return (normalised.view(x.shape) * self.weight).to(x.dtype)
+
+    def added(self, x: torch.Tensor, found: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the sum of `x` and `found` times `scale`, both [tokens, width], and the sum normalised."""
+        if self._groups == 1 and self._fused is not None:
+            return self._fused.add_rms_norm(x, found, scale, self.weight, self.epsilon)
+        total = x + scaled(found, scale)
+        return total, self(total)
+
+
+class Residual:
+    """The sum of a model's embedding and of the outputs of its layers so far, in the model's element type. The last
+    output is added when the sum is next read, so that the device's own kernel can add and normalise at once."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        """`x`: the embedding, [tokens, hidden]."""
+        self._x = x
+        self._last: torch.Tensor | None = None
+        self._scale = 1.0
+
+    def add(self, found: torch.Tensor, scale: float = 1.0) -> None:
+        """Adds `found`, [tokens, hidden], times `scale`."""
+        self._x, self._last, self._scale = self.sum(), found, scale
+
+    def normed(self, norm: Norm) -> torch.Tensor:
+        """Returns the sum, [tokens, hidden], normalised."""
+        if self._last is None:
+            return norm(self._x)
+        self._x, normed = norm.added(self._x, self._last, self._scale)
+        self._last = None
+        return normed
+
+    def sum(self) -> torch.Tensor:
+        """Returns the sum, [tokens, hidden]."""
+        if self._last is not None:
+            self._x, self._last = self._x + scaled(self._last, self._scale), None
+        return self._x
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Cosine and sine of the angles by which the leading pairs (i, i + pairs) of each token's heads are rotated, both
+    [tokens, 1, pairs] in the model's element type."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns `x`, [tokens, heads, head_dim], rotated."""
+        pairs = self.cos.shape[-1]
+        first, second, rest = torch.split(x, [pairs, pairs, x.shape[-1] - 2 * pairs], dim=-1)
+        return torch.cat((first * self.cos - second * self.sin, second * self.cos + first * self.sin, rest), dim=-1)
 
 
 class StepMemory(Protocol):
     """The memory of one step's rows. It maps every token to its row and to the keys, values or state before it."""
 
-    def attend(
+    def append(
         self,
         layer: int,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        scale: float,
-        sinks: torch.Tensor | None = None,
-        cap: float = 0.0,
+        norms: Sequence[Norm] | None = None,
+        rotation: Rotation | None = None,
     ) -> torch.Tensor:
-        """Stores `k` and `v`, [tokens, kv_heads, head_dim], of `layer` and returns the attention output for `q`,
-        [tokens, heads, head_dim], in the shape of `q`. Query head `h` reads key head `h // (heads // kv_heads)`. Scores
-        are multiplied by `scale` and, unless `cap` is 0, soft-capped to it by a hyperbolic tangent. `sinks`, float32
-        [heads], are the scores of one additional key per head, whose value is zero."""
+        """Normalises each head of `q`, [tokens, heads, head_dim], and `k`, [tokens, kv_heads, head_dim], by their two
+        `norms`, if there are any, then rotates them. Stores keys and the values `v`, of the shape of `k`, for `layer`,
+        and returns the queries."""
+
+    def attend(
+        self, layer: int, q: torch.Tensor, scale: float, sinks: torch.Tensor | None = None, cap: float = 0.0
+    ) -> torch.Tensor:
+        """Returns the attention output of `layer` for queries that `append` returned, in their shape. Query head `h`
+        reads key head `h // (heads // kv_heads)`. Scores are multiplied by `scale` and, unless `cap` is 0, soft-capped
+        to it by a hyperbolic tangent. `sinks`, float32 [heads], are the scores of one additional key per head, whose
+        value is zero."""
+
+    def slots(self, layer: int) -> Slots | None:
+        """Returns where a step finds and leaves the states of `layer`, if every row computes one token and keeps and
+        absorbs nothing; otherwise None."""
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -175,7 +246,7 @@ class Step:
         self._adapted = adapted
         self._positions = positions.float()[:, None]
         self._dtype = dtype
-        self._rotations: dict[Rope, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._rotations: dict[Rope, Rotation] = {}
 
     def adapt(self, projected: torch.Tensor, x: torch.Tensor, parts: Mapping[str, int]) -> torch.Tensor:
         """Adds the changes of adapters to `projected`, [tokens, outputs], and returns it. `x`: the projections' input,
@@ -191,13 +262,13 @@ class Step:
                 begin += outputs
         return projected
 
-    def rotation(self, rope: Rope, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns cosine and sine of each token's angles times the rope's magnitude, both [tokens, 1, pairs] in the
-        model's element type. `frequencies`, float32 [pairs], are those of `rope`, on the device."""
+    def rotation(self, rope: Rope, frequencies: torch.Tensor) -> Rotation:
+        """Returns the rotation of each token, times the rope's magnitude. `frequencies`, float32 [pairs], are those of
+        `rope`, on the device."""
         if rope not in self._rotations:
             angles = (self._positions * frequencies)[:, None]
             cos, sin = (part * rope.magnitude for part in (angles.cos(), angles.sin()))
-            self._rotations[rope] = cos.to(self._dtype), sin.to(self._dtype)
+            self._rotations[rope] = Rotation(cos.to(self._dtype), sin.to(self._dtype))
         return self._rotations[rope]
 
 

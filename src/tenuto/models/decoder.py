@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
@@ -10,9 +11,10 @@ import torch
 from torch.nn import functional
 
 from tenuto.base.errors import ModelError
+from tenuto.kernels.fused import Fused
 from tenuto.kernels.linear import linear
 from tenuto.models.attention import AttentionBlock
-from tenuto.models.block import AdaptedTokens, Norm, Room, Step, StepMemory
+from tenuto.models.block import AdaptedTokens, Norm, Residual, Room, Step, StepMemory
 from tenuto.models.config import (
     PREDICTOR,
     Attention,
@@ -76,20 +78,18 @@ class _LayerBlock:
             norms += ["mixer_post_norm", "mlp_post_norm"]
         self._norms = {norm: Norm(name + norm, hidden, epsilon, room) for norm in norms}
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """`x` and the result are [tokens, hidden]."""
+    def __call__(self, stream: Residual, step: Step) -> None:
+        """Adds the layer's outputs to `stream`."""
         if self._mixers:
-            seen = self._norms["input_layernorm"](x)
+            seen = stream.normed(self._norms["input_layernorm"])
             first, *beside = (mixer(seen, self._first + i, step) for i, mixer in enumerate(self._mixers))
-            x = self._add(x, sum(beside, start=first), "mixer_post_norm")
+            self._add(stream, sum(beside, start=first), "mixer_post_norm")
         if self._feed_forward is not None:
-            x = self._add(x, self._feed_forward(self._norms["post_attention_layernorm"](x), step), "mlp_post_norm")
-        return x
+            seen = stream.normed(self._norms["post_attention_layernorm"])
+            self._add(stream, self._feed_forward(seen, step), "mlp_post_norm")
 
-    def _add(self, x: torch.Tensor, found: torch.Tensor, norm: str) -> torch.Tensor:
-        if norm in self._norms:
-            found = self._norms[norm](found)
-        return x + (found if self._scale == 1 else found * self._scale)
+    def _add(self, stream: Residual, found: torch.Tensor, norm: str) -> None:
+        stream.add(self._norms[norm](found) if norm in self._norms else found, self._scale)
 
 
 class _Predictor:
@@ -107,10 +107,10 @@ class _Predictor:
     def __call__(self, embedded: torch.Tensor, normed: torch.Tensor, step: Step) -> torch.Tensor:
         """`embedded`, `normed` and the result are [tokens, hidden]."""
         joined = torch.cat([norm(x) for norm, x in zip(self._norms, (embedded, normed), strict=True)], dim=1)
-        x = linear(joined, self._join)
+        stream = Residual(linear(joined, self._join))
         for layer in self._layers:
-            x = layer(x, step)
-        return self._norm(x)
+            layer(stream, step)
+        return stream.normed(self._norm)
 
 
 def _layers(
@@ -131,25 +131,32 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,
-        weights: Iterable[tuple[str, StoredWeight]],
+        weights: Iterable[tuple[str, StoredWeight]] | None,
         device: torch.device,
         dtype: torch.dtype,
+        fused: Fused | None = None,
     ) -> None:
-        """`weights` have the names and layout of `ModelCheckpoint.weights`. Raises `ModelError` if one is missing,
-        unknown or of the wrong shape."""
+        """`weights` have the names and layout of `ModelCheckpoint.weights`; `None` stands for random ones, made on the
+        device, for measurements. `fused`: the device's own kernels, if there are any. Raises `ModelError` if a weight
+        is missing, unknown or of the wrong shape."""
         self.config = config
         self.device = device
         self.dtype = dtype
-        stored = dict(weights)
-        held = sum(math.prod(weight.shape) for weight in stored.values())
-        room = Room(device, dtype, 2 * held + _SPARE)  # spare, so that a slightly wrong shape is reported by name
+        stored = dict(weights) if weights is not None else None
+        held = sum(math.prod(weight.shape) for weight in stored.values()) if stored is not None else sys.maxsize
+        room = Room(
+            device, dtype, 2 * held + _SPARE, fused
+        )  # spare, so that a slightly wrong shape is reported by name
         size = config.vocab, config.hidden
         self._embedding = room.matrix("model.embed_tokens.weight", *size)
         self._head = self._embedding if config.tied else room.matrix("lm_head.weight", *size)
         self._norm = Norm("model.norm", config.hidden, config.norm_eps, room)
         self._layers = _layers(config, config.layers, "model.layers.", room)
         self._predictor = _Predictor(config, room) if config.predictor else None
-        _fill(room.places, stored)
+        if stored is None:
+            _randomise(room.places)
+        else:
+            _fill(room.places, stored)
 
     def forward(
         self,
@@ -170,10 +177,10 @@ class Decoder:
     ) -> torch.Tensor:
         """Computes the output of the last layer, [tokens, hidden], before the last norm. `tokens` and `positions` are
         int64 [tokens]: ids, and positions within each token's own sequence. `adapted`: the tokens of each adapter."""
-        step, x = Step(memory, positions, self.dtype, adapted), self._embedded(tokens)
+        step, stream = Step(memory, positions, self.dtype, adapted), Residual(self._embedded(tokens))
         for layer in self._layers:
-            x = layer(x, step)
-        return x
+            layer(stream, step)
+        return stream.sum()
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         c, x = self.config, functional.embedding(tokens, self._embedding)
@@ -206,6 +213,15 @@ class Decoder:
         if c.logit_scale != 1:
             logits *= c.logit_scale
         return (logits / c.logit_cap).tanh_().mul_(c.logit_cap) if c.logit_cap else logits
+
+
+def _randomise(places: Mapping[str, torch.Tensor]) -> None:
+    """Sets all weights to random numbers: those of matrices so small that outputs stay finite, others around 1."""
+    for place in places.values():
+        if place.dim() > 1:
+            place.normal_(std=place.shape[-1] ** -0.5)
+        else:
+            place.uniform_(0.5, 1.5)
 
 
 def _fill(places: dict[str, torch.Tensor], weights: Mapping[str, StoredWeight]) -> None:

@@ -18,7 +18,7 @@ class ExpertsBlock:
 
     def __init__(self, shape: Experts, hidden: int, name: str, room: Room) -> None:
         """The names of its weights begin with `name`."""
-        s = self._shape = shape
+        s, self._shape, self._fused = shape, shape, room.fused
         parts = ["up_proj"] if s.activation in UNGATED else ["gate_proj", "up_proj"]
         inner, down = dict.fromkeys(parts, s.width), {"down_proj": hidden}
         self._router = room.matrix(f"{name}gate.weight", s.count, hidden)
@@ -58,7 +58,7 @@ class ExpertsBlock:
     def _compute(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         """Returns the output of one expert for `x`, both [tokens, hidden]."""
         inner, outer = (bias[expert] for bias in self._biases[1:]) if self._biases is not None else (None, None)
-        activated = activate(self._shape.activation, linear(x, self._inner[expert], inner))
+        activated = activate(self._shape.activation, linear(x, self._inner[expert], inner), fused=self._fused)
         return linear(activated, self._down[expert], outer)
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,7 +24,7 @@ class GatedDeltaBlock:
     def __init__(self, shape: GatedDelta, hidden: int, epsilon: float, name: str, room: Room) -> None:
         """The names of its weights begin with `name`."""
         s, part = shape, f"{name}linear_attn."
-        self._shape = s
+        self._shape, self._fused = s, room.fused
         self._scan = gated_delta_scan(room.device, room.dtype)
         self._served = s.value_heads // s.key_heads
         self._values = s.value_heads * s.value_dim
@@ -43,7 +43,13 @@ class GatedDeltaBlock:
         heads = linear(x, self._qkvz).view(len(x), s.key_heads, -1)
         *qkv, z = torch.split(heads, [s.key_dim, s.key_dim, served, served], dim=2)
         inputs = torch.cat([part.flatten(1) for part in qkv], dim=1)
-        strengths = linear(x, self._ba).view(len(x), s.key_heads, 2, -1).float()
+        raw = linear(x, self._ba)
+        slots = step.memory.slots(layer)
+        if self._fused is not None and slots is not None:
+            convolved = self._fused.convolve_step(inputs, self._conv, None, slots)
+            rates = self._log_rates, self._decay_bias
+            return self._gated(self._fused.gated_delta_step(convolved, raw, *rates, slots, s.key_heads), z)
+        strengths = raw.view(len(x), s.key_heads, 2, -1).float()
         beta, decay = strengths[:, :, 0].flatten(1).sigmoid(), strengths[:, :, 1].flatten(1)
         decay = -self._log_rates.exp() * functional.softplus(decay + self._decay_bias)
         found = torch.empty(len(x), s.value_heads, s.value_dim, device=x.device)
@@ -55,8 +61,17 @@ class GatedDeltaBlock:
             return self._scan(*self._heads(convolved.float()), decay, beta, state)
 
         recur(step, layer, inputs, torch.cat((decay, beta), dim=1), self._conv, None, scan, found)
+        return self._gated(found, z)
+
+    def _gated(self, found: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """Returns the layer's output, [tokens, hidden], for that of the heads, float32 [tokens, value_heads,
+        value_dim], and their gates `z`."""
+        if self._fused is not None:
+            norm = self._norm
+            flat = self._fused.gated_norm(found.flatten(1), z, norm.weight, norm.epsilon, self._shape.value_heads)
+            return linear(flat, self._out)
         gated = self._norm(found) * functional.silu(z.reshape(found.shape).float())
-        return linear(gated.flatten(1).to(x.dtype), self._out)
+        return linear(gated.flatten(1).to(z.dtype), self._out)
 
     def _heads(self, convolved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns queries, keys and values of every value head, float32 [rows, length, value_heads, elements], from the

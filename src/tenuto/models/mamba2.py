@@ -17,7 +17,7 @@ class Mamba2Block:
     def __init__(self, shape: Mamba2, hidden: int, epsilon: float, name: str, room: Room) -> None:
         """The names of its weights begin with `name`."""
         s, part = shape, f"{name}mamba."
-        self._shape = s
+        self._shape, self._fused = s, room.fused
         self._scan_rows = mamba2_scan(room.device)
         inputs = s.channels + s.convolved + s.heads
         self._in = room.matrix(f"{part}in_proj.weight", inputs, hidden)
@@ -40,18 +40,37 @@ class Mamba2Block:
         gate, inputs, steps = torch.split(linear(x, self._in, self._in_bias), sizes, dim=1)
         if s.input_scales != (1.0, 1.0, 1.0):
             inputs = inputs * self._input_scales
-        found = torch.empty(len(x), s.channels, device=x.device)
-
-        recur(step, layer, inputs, steps, self._conv, self._conv_bias, self._scan, found)
-        return scaled(linear(self._gated(found, gate).to(x.dtype), self._out, self._out_bias), s.out_scale)
+        slots = step.memory.slots(layer)
+        if self._fused is not None and slots is not None:
+            convolved = self._fused.convolve_step(inputs, self._conv, self._conv_bias, slots)
+            found = self._fused.mamba2_step(
+                convolved,
+                steps,
+                self._step_bias,
+                self._log_rates,
+                self._skip,
+                slots,
+                s.step_scale,
+                (s.least_step, s.most_step),
+            ).flatten(1)
+        else:
+            found = torch.empty(len(x), s.channels, device=x.device)
+            recur(step, layer, inputs, steps, self._conv, self._conv_bias, self._scan, found)
+        return scaled(linear(self._gated(found, gate), self._out, self._out_bias), s.out_scale)
 
     def _gated(self, found: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Returns the heads' output `found`, gated and normalised, in the order that `gate_first` sets; float32
-        [tokens, channels]."""
-        s, opened = self._shape, functional.silu(scaled(gate.float(), self._shape.gate_scale))
-        if self._norm is None:
-            return found * opened
-        return self._norm(found * opened) if s.gate_first else self._norm(found) * opened
+        """Returns the heads' output `found`, float32 [tokens, channels], gated and normalised, in the order that
+        `gate_first` sets, in the element type of `gate`."""
+        s, norm = self._shape, self._norm
+        if self._fused is not None:
+            weight, epsilon, groups = (norm.weight, norm.epsilon, s.groups) if norm is not None else (None, 0.0, 1)
+            order = {"gate_first": s.gate_first, "gate_scale": s.gate_scale}
+            return self._fused.gated_norm(found, gate[:, None], weight, epsilon, groups, **order)
+        opened = functional.silu(scaled(gate.float(), s.gate_scale))
+        if norm is not None and not s.gate_first:
+            return (norm(found) * opened).to(gate.dtype)
+        gated = found * opened
+        return (gated if norm is None else norm(gated)).to(gate.dtype)
 
     def _scan(
         self, convolved: torch.Tensor, steps: torch.Tensor, state: torch.Tensor

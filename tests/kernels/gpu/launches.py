@@ -18,6 +18,7 @@ from tenuto.kernels.gpu.linear import linear
 from tenuto.kernels.gpu.norms import add_rms_norm, gated_norm, rms_norm
 from tenuto.kernels.gpu.recurrent import convolve_step, gated_delta_step, mamba2_step, mamba_step
 from tenuto.kernels.gpu.sampling import sample
+from tenuto.kernels.recurrent import Slots
 from tenuto.models.block import GATES, UNGATED
 
 
@@ -68,37 +69,39 @@ def sampling(vocab: int) -> None:
     sample(torch.zeros(8, vocab), floats[0], torch.zeros(8, dtype=torch.int32), *floats[1:])
 
 
+def eight(convolution: torch.Tensor, recurrent: torch.Tensor) -> Slots:
+    """Returns the slots of eight rows."""
+    return Slots(convolution, recurrent, torch.zeros(8, dtype=torch.int64), torch.zeros(8, dtype=torch.int64))
+
+
 def delta(dtype: torch.dtype, kept: torch.dtype) -> None:
     """Computes a gated delta net of Qwen3-Next."""
     channels, served = 2 * 16 * 128 + 32 * 128, 2
-    slots = torch.zeros(8, dtype=torch.int64)
+    slots = eight(torch.zeros(9, channels, 3, dtype=kept), torch.zeros(9, 32, 128, 128, dtype=kept))
     inputs, weight = torch.zeros(8, channels, dtype=dtype), torch.zeros(channels, 1, 4, dtype=dtype)
-    convolved = convolve_step(inputs, weight, None, torch.zeros(9, channels, 3, dtype=kept), slots, slots)
+    convolved = convolve_step(inputs, weight, None, slots)
     strengths, rates = torch.zeros(8, 16 * 2 * served, dtype=dtype), torch.zeros(32)
-    state = torch.zeros(9, 32, 128, 128, dtype=kept)
-    found = gated_delta_step(convolved, strengths, rates, rates, state, slots, slots, 16)
+    found = gated_delta_step(convolved, strengths, rates, rates, slots, 16)
     z = torch.zeros(8, 16, 2 * 128 + 2 * 2 * 128, dtype=dtype)[..., -256:]
     gated_norm(found.flatten(1), z, torch.zeros(128), 1e-6, 32)
 
 
 def mamba2(dtype: torch.dtype, heads: int, head_dim: int, size: int) -> None:
-    slots, each = torch.zeros(8, dtype=torch.int64), torch.zeros(heads)
-    channels = heads * head_dim + 2 * size
+    channels, each = heads * head_dim + 2 * size, torch.zeros(heads)
+    slots = eight(torch.zeros(9, channels, 3, dtype=dtype), torch.zeros(9, heads, head_dim, size))
     weight, bias = torch.zeros(channels, 1, 4, dtype=dtype), torch.zeros(channels, dtype=dtype)
-    state = torch.zeros(9, channels, 3, dtype=dtype)
-    convolved = convolve_step(torch.zeros(8, channels, dtype=dtype), weight, bias, state, slots, slots)
-    steps, state = torch.zeros(8, heads, dtype=dtype), torch.zeros(9, heads, head_dim, size)
-    found = mamba2_step(convolved, steps, each, each, each, state, slots, slots).flatten(1)
+    convolved = convolve_step(torch.zeros(8, channels, dtype=dtype), weight, bias, slots)
+    found = mamba2_step(convolved, torch.zeros(8, heads, dtype=dtype), each, each, each, slots).flatten(1)
     weight = torch.zeros(heads * head_dim)
     gated_norm(found, torch.zeros(8, 1, len(weight), dtype=dtype), weight, 1e-6, gate_first=True)
 
 
 def mamba(dtype: torch.dtype, channels: int, size: int) -> None:
-    slots, each = torch.zeros(8, dtype=torch.int64), torch.zeros(channels)
+    each = torch.zeros(channels)
     x, parts = torch.zeros(8, channels, dtype=dtype), torch.zeros(8, 160 + 2 * size, dtype=dtype)
     _, b, c = parts.split([160, size, size], dim=1)
-    state = torch.zeros(9, channels, size)
-    found = mamba_step(x, x, each, b, c, torch.zeros(channels, size), each, state, slots, slots)
+    slots = eight(torch.zeros(9, channels, 3, dtype=dtype), torch.zeros(9, channels, size))
+    found = mamba_step(x, x, each, b, c, torch.zeros(channels, size), each, slots)
     gated_norm(found, x[:, None], None)
 
 

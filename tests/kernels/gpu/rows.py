@@ -3,12 +3,30 @@ keeps them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tenuto.kernels.paged import PagedAttention, PagedKV
+from tests.kernels.gpu.conftest import DEVICE
 
 CPU = torch.device("cpu")
+
+
+def on_device(kernel: Callable[..., torch.Tensor], *given: Any, **named: Any) -> torch.Tensor:
+    """Calls `kernel` with the tensors, which are on the CPU, on the device, and puts back what it has written to
+    them."""
+    tensors = [each for each in tree_leaves((given, named)) if isinstance(each, torch.Tensor)]
+    moved = {id(each): each.to(DEVICE) for each in tensors}
+    args, more = tree_map(lambda each: moved.get(id(each), each), (given, named))
+    found = kernel(*args, **more).cpu()
+    for each in tensors:
+        if each.device != DEVICE:
+            each.copy_(moved[id(each)])
+    return found
 
 
 class Rows:
@@ -79,5 +97,5 @@ def ints(values: object) -> torch.Tensor:
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    tolerance = {torch.float32: 2e-5, torch.float16: 4e-3}[found.dtype]
+    tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[found.dtype]
     torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from tenuto.kernels import gated_delta, mamba, mamba2
 from tenuto.kernels.gpu.recurrent import convolve_step, gated_delta_step, mamba2_step, mamba_step
-from tenuto.kernels.recurrent import convolve
+from tenuto.kernels.recurrent import Slots, convolve
 from tests.kernels.gpu.conftest import DEVICE
 
 TYPES = [torch.float16, torch.float32]
@@ -20,7 +20,12 @@ rows = st.lists(st.integers(-1, SLOTS - 1), min_size=1, max_size=5)
 Advance = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-class Slots:
+def slots_of(state: torch.Tensor, reads: list[int], writes: list[int]) -> Slots:
+    """Returns slots on the device; `state` stands for either of the two states that a layer has."""
+    return Slots(state, state, torch.tensor(reads, device=DEVICE), torch.tensor(writes, device=DEVICE))
+
+
+class RandomSlots:
     """Slots with random states, and rows that read some of them. A row writes the slot it reads if no other does, or a
     fresh one; the last row is padding."""
 
@@ -38,10 +43,10 @@ class Slots:
         return torch.randn(shape, generator=self.generator)
 
     def check(self, step: Callable[..., torch.Tensor], expected: Advance) -> None:
-        """Runs `step(state, reads, writes)` and compares with `expected(states before)`: outputs and states after."""
+        """Runs `step(slots)` and compares with `expected(states before)`: outputs and states after."""
         before = self.state.clone()
         given = self.state.to(DEVICE)
-        found = step(given, self.reads.to(DEVICE), torch.tensor(self.writes, device=DEVICE)).cpu()
+        found = step(slots_of(given, self.reads.tolist(), self.writes)).cpu()
         states = before[self.reads.clamp(min=0).long()].float()
         states[self.reads < 0] = 0
         outputs, after = expected(states)
@@ -66,7 +71,7 @@ class Slots:
     seed=st.integers(0, 99),
 )
 def test_convolutions(reads, channels, kernel, biased, dtype, kept, seed) -> None:
-    slots = Slots(reads, (channels, kernel - 1), kept, seed)
+    slots = RandomSlots(reads, (channels, kernel - 1), kept, seed)
     inputs = slots.random(slots.rows, channels + 3).to(dtype)[:, :channels]
     weight = slots.random(channels, 1, kernel).to(dtype)
     bias = slots.random(channels).to(dtype) if biased else None
@@ -76,9 +81,9 @@ def test_convolutions(reads, channels, kernel, biased, dtype, kept, seed) -> Non
         out, after = convolve(inputs.float()[:, None], states, weight.float(), wide)
         return functional.silu(out[:, 0]), after
 
-    def step(*given: torch.Tensor) -> torch.Tensor:
+    def step(given: Slots) -> torch.Tensor:
         own = None if bias is None else bias.to(DEVICE)
-        return convolve_step(inputs.to(DEVICE), weight.to(DEVICE), own, *given)
+        return convolve_step(inputs.to(DEVICE), weight.to(DEVICE), own, given)
 
     slots.check(step, expected)
 
@@ -95,7 +100,7 @@ def test_convolutions(reads, channels, kernel, biased, dtype, kept, seed) -> Non
 def test_the_gated_delta_rule(reads, heads, dims, dtype, kept, seed) -> None:
     (key_heads, served), (key_dim, value_dim) = heads, dims
     many = key_heads * served
-    slots = Slots(reads, (many, key_dim, value_dim), kept, seed)
+    slots = RandomSlots(reads, (many, key_dim, value_dim), kept, seed)
     keys = key_heads * key_dim
     convolved = slots.random(slots.rows, 2 * keys + many * value_dim).to(dtype)
     strengths = (8 * slots.random(slots.rows, key_heads, 2, served)).to(dtype)
@@ -114,7 +119,7 @@ def test_the_gated_delta_rule(reads, heads, dims, dtype, kept, seed) -> None:
         return out[:, 0], after
 
     a, b, c, d = (part.to(DEVICE) for part in (convolved, strengths.flatten(1), log_rates, decay_bias))
-    slots.check(lambda state, reads, writes: gated_delta_step(a, b, c, d, state, reads, writes, key_heads), expected)
+    slots.check(lambda given: gated_delta_step(a, b, c, d, given, key_heads), expected)
 
 
 @settings(max_examples=30, deadline=None)
@@ -130,7 +135,7 @@ def test_the_gated_delta_rule(reads, heads, dims, dtype, kept, seed) -> None:
 )
 def test_mamba2(reads, heads, dims, limits, scale, dtype, kept, seed) -> None:
     (many, groups), (head_dim, size) = heads, dims
-    slots = Slots(reads, (many, head_dim, size), kept, seed)
+    slots = RandomSlots(reads, (many, head_dim, size), kept, seed)
     convolved = slots.random(slots.rows, many * head_dim + 2 * groups * size).to(dtype)
     steps = (4 * slots.random(slots.rows, 2 * many)).to(dtype)[:, many:]
     step_bias, log_rates, skip = (slots.random(many) for _ in range(3))
@@ -143,10 +148,9 @@ def test_mamba2(reads, heads, dims, limits, scale, dtype, kept, seed) -> None:
         out, after = mamba2.scan(x, wanted[:, None], -log_rates.exp(), b, c, states)
         return (out + x * skip[:, None])[:, 0], after
 
-    def step(*slot: torch.Tensor) -> torch.Tensor:
-        state, reads, writes = slot
+    def step(given: Slots) -> torch.Tensor:
         a, b, c, d, e = (part.to(DEVICE) for part in (convolved, steps, step_bias, log_rates, skip))
-        return mamba2_step(a, b, c, d, e, state, reads, writes, scale, limits)
+        return mamba2_step(a, b, c, d, e, given, scale, limits)
 
     slots.check(step, expected)
 
@@ -161,7 +165,7 @@ def test_mamba2(reads, heads, dims, limits, scale, dtype, kept, seed) -> None:
     seed=st.integers(0, 99),
 )
 def test_mamba(reads, channels, size, dtype, kept, seed) -> None:
-    slots = Slots(reads, (channels, size), kept, seed)
+    slots = RandomSlots(reads, (channels, size), kept, seed)
     x, steps = (slots.random(slots.rows, channels).to(dtype) for _ in range(2))
     b, c = slots.random(slots.rows, 2 * size).to(dtype).chunk(2, dim=1)
     step_bias, skip, log_rates = slots.random(channels), slots.random(channels), slots.random(channels, size)
@@ -172,8 +176,11 @@ def test_mamba(reads, channels, size, dtype, kept, seed) -> None:
         out, after = mamba.scan(*tokens, -log_rates.exp(), b.float()[:, None], c.float()[:, None], states)
         return out[:, 0] + x.float() * skip, after
 
-    given = [part.to(DEVICE) for part in (x, steps, step_bias, b, c, log_rates, skip)]
-    slots.check(lambda *slot: mamba_step(*given, *slot), expected)
+    def step(given: Slots) -> torch.Tensor:
+        one, two, three, four, five = (part.to(DEVICE) for part in (x, steps, step_bias, b, c))
+        return mamba_step(one, two, three, four, five, log_rates.to(DEVICE), skip.to(DEVICE), given)
+
+    slots.check(step, expected)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -183,8 +190,7 @@ def test_the_state_that_a_fresh_row_does_not_read_and_padding_may_hold_anything(
     convolved[1] = bad
     strengths, rates = torch.ones(2, 4, device=DEVICE), torch.ones(2, device=DEVICE)
     strengths[1] = bad
-    reads, writes = torch.tensor([-1, 0], device=DEVICE), torch.tensor([1, -1], device=DEVICE)
-    found = gated_delta_step(convolved, strengths, rates, rates, state, reads, writes, key_heads=2)
+    found = gated_delta_step(convolved, strengths, rates, rates, slots_of(state, [-1, 0], [1, -1]), key_heads=2)
     assert found[0].isfinite().all()
     assert not found[1].any()
     assert state[1].isfinite().all()

@@ -25,11 +25,11 @@ from tenuto.kernels.ragged import ragged_arange
 TILE = 128
 """Maximum number of tokens of a tile."""
 
-_PROGRAMS = 4 * 132 * 3
-"""So many programs keep an H200 busy to the end: each of its 132 multiprocessors runs three at a time, four times."""
+_PROGRAMS = 32 * 132
+"""So many programs keep an H200, which has 132 multiprocessors, busy to the end."""
 _LEAST_KEYS = 256
 """A split has at least so many keys: for fewer, a program's start and the merge cost more than the split gains."""
-_KEY_BYTES = 16384
+_KEY_BYTES = 32768
 """The size of a block of keys that `decode` loads at a time; as much is loaded of values."""
 
 
@@ -143,7 +143,7 @@ def decode(
         CAP=cap,
         **constants,
         num_warps=4,
-        num_stages=5,
+        num_stages=3,
     )
     kernels.merge[(rows, heads)](
         parts, weights, out, positions, HEADS=heads, **constants, num_warps=min(max(splits * padded // 2048, 1), 8)
@@ -210,11 +210,12 @@ def prefill_constants(padded: int, element_size: int, shared: int) -> tuple[int,
     `padded`: elements of a head; `shared`: bytes of shared memory that a program may use."""
     if element_size == 4:
         return 16, 16, 3, 4
-    rows = 128 if 3 * 128 * padded * element_size <= shared else 64
-    block = min(max(8192 // padded, 32), 128)
-    # Half of the stages load page numbers, the others keys and values.
-    fitting = (shared - rows * padded * element_size) // (2 * block * padded * element_size)
-    return rows, block, min(max(2 * fitting - 1, 1), 5), 8
+    stages = 2
+    for rows, block in ((128, 128), (128, 64), (64, 64)):
+        # What is kept at a time: the queries, and in every stage a block of keys and one of values.
+        if (rows + 2 * stages * block) * padded * element_size <= shared:
+            return rows, block, stages, 8
+    return 64, 32, stages, 8
 
 
 @functools.cache

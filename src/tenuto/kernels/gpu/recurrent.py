@@ -1,8 +1,7 @@
 """Decode steps of recurrent layers on a CUDA device: one token per row, and states that are read from one slot and
 written to another, or to the same.
 
-Slots are int32 or int64 [rows]. A row reads slot `reads[i]`, or the zero state if that is negative, and writes
-`writes[i]`; if that is negative, the row is padding, writes nothing, and its output is zero. Written slots differ from
+A row whose slot to write is negative is padding: it writes nothing, and its output is zero. Written slots differ from
 each other and from the slots that other rows read. States have any floating-point type and are computed in float32.
 """
 
@@ -11,6 +10,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
+from tenuto.kernels.recurrent import Slots
 
 _CHANNELS = 256
 """The number of channels of a convolution that a program computes."""
@@ -24,12 +25,10 @@ def convolve_step(
     inputs: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    state: torch.Tensor,
-    reads: torch.Tensor,
-    writes: torch.Tensor,
+    slots: Slots,
 ) -> torch.Tensor:
     """Computes a causal convolution of each channel, then SiLU. `inputs` is [rows, channels], with contiguous rows,
-    `weight` [channels, 1, kernel], `bias` [channels], and `state` [slots, channels, kernel - 1], contiguous. Returns
+    `weight` [channels, 1, kernel], `bias` [channels], and the states [slots, channels, kernel - 1], contiguous. Returns
     [rows, channels] in the element type of `inputs`."""
     rows, channels = inputs.shape
     found = torch.empty((rows, channels), device=inputs.device, dtype=inputs.dtype)
@@ -37,9 +36,9 @@ def convolve_step(
         inputs,
         weight,
         bias,
-        state,
-        reads,
-        writes,
+        slots.convolution,
+        slots.reads,
+        slots.writes,
         found,
         inputs.stride(0),
         channels,
@@ -55,19 +54,17 @@ def gated_delta_step(
     strengths: torch.Tensor,
     log_rates: torch.Tensor,
     decay_bias: torch.Tensor,
-    state: torch.Tensor,
-    reads: torch.Tensor,
-    writes: torch.Tensor,
+    slots: Slots,
     key_heads: int,
 ) -> torch.Tensor:
     """Computes one token of the gated delta rule, see `kernels.gated_delta.scan` and `models.gated_delta`.
 
     `convolved` is [rows, channels]: queries and keys of `key_heads` heads, not normalised yet, then values. `strengths`
     is [rows, key_heads, 2, value_heads / key_heads] in one piece: write strengths before the sigmoid, and decays before
-    the softplus. `log_rates` and `decay_bias` are float32 [value_heads], and `state` is [slots, value_heads, key_dim,
-    value_dim], contiguous. Returns float32 [rows, value_heads, value_dim].
+    the softplus. `log_rates` and `decay_bias` are float32 [value_heads], and the states are [slots, value_heads,
+    key_dim, value_dim], contiguous. Returns float32 [rows, value_heads, value_dim].
     """
-    heads, key_dim, value_dim = state.shape[1:]
+    heads, key_dim, value_dim = slots.recurrent.shape[1:]
     rows, keys = len(convolved), triton.next_power_of_2(key_dim)
     block = min(max(_STATE // keys, 1), triton.next_power_of_2(value_dim))
     found = torch.empty((rows, heads, value_dim), device=convolved.device)
@@ -76,9 +73,9 @@ def gated_delta_step(
         strengths,
         log_rates,
         decay_bias,
-        state,
-        reads,
-        writes,
+        slots.recurrent,
+        slots.reads,
+        slots.writes,
         found,
         convolved.stride(0),
         strengths.stride(0),
@@ -98,9 +95,7 @@ def mamba2_step(
     step_bias: torch.Tensor,
     log_rates: torch.Tensor,
     skip: torch.Tensor,
-    state: torch.Tensor,
-    reads: torch.Tensor,
-    writes: torch.Tensor,
+    slots: Slots,
     step_scale: float = 1.0,
     step_limits: tuple[float, float] = (0.0, float("inf")),
 ) -> torch.Tensor:
@@ -108,10 +103,10 @@ def mamba2_step(
 
     `convolved` is [rows, channels]: inputs, B and C. `steps` is [rows, heads]; times `step_scale`, plus `step_bias`,
     after softplus, and limited to `step_limits` they are the time steps. `step_bias`, `log_rates` and `skip` are
-    float32 [heads]. `state` is [slots, heads, head_dim, size], contiguous. Rows are contiguous. Returns float32 [rows,
-    heads, head_dim].
+    float32 [heads]. The states are [slots, heads, head_dim, size], contiguous. Rows are contiguous. Returns float32
+    [rows, heads, head_dim].
     """
-    heads, head_dim, size = state.shape[1:]
+    heads, head_dim, size = slots.recurrent.shape[1:]
     rows, sizes = len(convolved), triton.next_power_of_2(size)
     block = min(max(_STATE // sizes, 1), triton.next_power_of_2(head_dim))
     found = torch.empty((rows, heads, head_dim), device=convolved.device)
@@ -121,9 +116,9 @@ def mamba2_step(
         step_bias,
         log_rates,
         skip,
-        state,
-        reads,
-        writes,
+        slots.recurrent,
+        slots.reads,
+        slots.writes,
         found,
         convolved.stride(0),
         steps.stride(0),
@@ -146,17 +141,15 @@ def mamba_step(
     c: torch.Tensor,
     log_rates: torch.Tensor,
     skip: torch.Tensor,
-    state: torch.Tensor,
-    reads: torch.Tensor,
-    writes: torch.Tensor,
+    slots: Slots,
 ) -> torch.Tensor:
     """Computes one token of Mamba, see `kernels.mamba.scan` and `models.mamba`.
 
     `x`, the output of the convolution, and `steps`, before their bias and softplus, are [rows, channels], and `b` and
     `c` [rows, size]. Rows are contiguous. `step_bias` and `skip` are float32 [channels], `log_rates` is float32
-    [channels, size], and `state` [slots, channels, size], contiguous. Returns float32 [rows, channels].
+    [channels, size], and the states are [slots, channels, size], contiguous. Returns float32 [rows, channels].
     """
-    channels, size = state.shape[1:]
+    channels, size = slots.recurrent.shape[1:]
     rows, sizes = len(x), triton.next_power_of_2(size)
     block = max(_STATE // sizes // 4, 1)
     found = torch.empty((rows, channels), device=x.device)
@@ -168,9 +161,9 @@ def mamba_step(
         c,
         log_rates,
         skip,
-        state,
-        reads,
-        writes,
+        slots.recurrent,
+        slots.reads,
+        slots.writes,
         found,
         x.stride(0),
         steps.stride(0),

@@ -1,0 +1,121 @@
+"""The pages of a memory group on a GPU, and attention over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from tenuto.base.plan import Ints, PageCopies, TableChanges
+from tenuto.exec.torch_memory import indices
+from tenuto.kernels.gpu.attention import append, decode, prefill, tiles_of
+from tenuto.kernels.ragged import ragged_arange
+from tenuto.models.block import Norm, Rotation
+from tenuto.models.groups import PageShape
+
+
+def ints(values: np.ndarray[tuple[int, ...], np.dtype[np.integer]], device: torch.device) -> torch.Tensor:
+    """Returns host integers as int32 on the device."""
+    return torch.from_numpy(values.astype(np.int32)).to(device)
+
+
+class GpuPages:
+    """The `Pages` of a group for kernels on a GPU.
+
+    `pages` is [layers, units, 2, kv_heads, page_size, head_dim], keys before values, so that a page of one layer is
+    contiguous. `table`, int32 [row ids + 1, pages of the longest sequence], never moves, so that captured steps can
+    refer to it; its last row belongs to no sequence.
+    """
+
+    def __init__(
+        self, longest: int, shape: PageShape, layers: int, units: int, rows: int, page_size: int, device: torch.device
+    ) -> None:
+        """`longest`: the most tokens of a sequence."""
+        element = getattr(torch, shape.element)
+        self.window = shape.window
+        self.pages = torch.zeros(
+            (layers, units, 2, shape.kv_heads, page_size, shape.head_dim), device=device, dtype=element
+        )
+        self.table = torch.zeros((rows + 1, -(-longest // page_size)), device=device, dtype=torch.int32)
+
+    @property
+    def units(self) -> tuple[torch.Tensor, int]:
+        """See `Pages.units`."""
+        return self.pages, 1
+
+    def apply(self, changes: TableChanges, copies: PageCopies) -> None:
+        """See `Pages.apply`. Copies whole pages: the slots behind the copied ones mean nothing in either."""
+        device = self.table.device
+        if len(changes.rows):
+            places = indices(changes.rows, device), indices(changes.index, device)
+            self.table[places] = ints(changes.pages, device)
+        if len(copies.sources):
+            taken = self.pages.index_select(1, indices(copies.sources, device))
+            self.pages.index_copy_(1, indices(copies.targets, device), taken)
+
+    def step(self, rows: Ints, starts: Ints, counts: Ints) -> MixedAttention:
+        """See `Pages.step`."""
+        return MixedAttention(self, rows, starts, counts)
+
+
+class DecodeAttention:
+    """Attention of rows that compute one token each. `owners` and `positions`, int32 [rows], are each token's row of
+    the page table and its position, or -1 for no token."""
+
+    def __init__(self, pages: GpuPages, owners: torch.Tensor, positions: torch.Tensor) -> None:
+        self.pages, self.owners, self.positions = pages, owners, positions
+
+    def append(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        norms: Sequence[Norm] | None = None,
+        rotation: Rotation | None = None,
+    ) -> torch.Tensor:
+        """See `StepMemory.append`."""
+        turned = (rotation.cos[:, 0], rotation.sin[:, 0]) if rotation is not None else None
+        weights, epsilon = ((norms[0].weight, norms[1].weight), norms[0].epsilon) if norms is not None else (None, 0.0)
+        own = self.pages
+        q = q if q.stride(1) == q.shape[2] else q.contiguous()  # gated layers have a gate between the heads
+        return append(q, k, v, own.table, self.owners, self.positions, own.pages[layer], turned, weights, epsilon)
+
+    def __call__(
+        self, layer: int, q: torch.Tensor, scale: float, sinks: torch.Tensor | None = None, cap: float = 0.0
+    ) -> torch.Tensor:
+        """See `StepMemory.attend`."""
+        own = self.pages
+        return decode(q, own.table, self.owners, self.positions, own.pages[layer], scale, own.window, sinks, cap)
+
+
+class MixedAttention(DecodeAttention):
+    """Attention of rows that compute any number of tokens. Rows with one token are computed as in `DecodeAttention`, so
+    that their results do not depend on the other rows."""
+
+    def __init__(self, pages: GpuPages, rows: Ints, starts: Ints, counts: Ints) -> None:
+        device = pages.table.device
+        positions = np.repeat(starts, counts) + ragged_arange(counts)
+        super().__init__(pages, ints(np.repeat(rows, counts), device), ints(positions, device))
+        single = counts == 1
+        self._single, self._tiles = None, None
+        if single.all():
+            return
+        tiles = tiles_of(starts, counts, rows)
+        self._tiles = ints(tiles[~np.isin(tiles[:, 0], rows[single])], device)
+        if single.any():
+            self._single = indices((counts.cumsum() - counts)[single], device)
+            self._alone = DecodeAttention(pages, self.owners[self._single], self.positions[self._single])
+
+    def __call__(
+        self, layer: int, q: torch.Tensor, scale: float, sinks: torch.Tensor | None = None, cap: float = 0.0
+    ) -> torch.Tensor:
+        """See `StepMemory.attend`."""
+        own = self.pages
+        if self._tiles is None:
+            return super().__call__(layer, q, scale, sinks, cap)
+        found = prefill(q, self._tiles, own.table, own.pages[layer], scale, own.window, sinks, cap)
+        if self._single is not None:
+            found.index_copy_(0, self._single, self._alone(layer, q[self._single], scale, sinks, cap))
+        return found

@@ -1,0 +1,73 @@
+"""A queue without a device: work is done at once. Captured work may not use what a captured graph cannot repeat."""
+
+from collections.abc import Callable
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Done:
+    """A mark in a queue that never has work left."""
+
+    def record(self) -> None:
+        """Does nothing."""
+
+    def synchronize(self) -> None:
+        """Does nothing."""
+
+
+class Watch(TorchDispatchMode):
+    """Records the operations of captured work with the addresses of tensors that exist before it, and refuses those
+    that wait for the device or read the host's memory."""
+
+    WAITING = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "item", "is_nonzero", "equal")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, tuple[object, ...]]] = []
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__
+        assert not any(word in name for word in self.WAITING), f"{name} waits for the device"
+        flat = [each for each in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        fixed = tuple(each.data_ptr() for each in flat if each.untyped_storage().data_ptr() not in self._made)
+        self.seen.append((name, fixed))
+        result = func(*args, **(kwargs or {}))
+        for each in torch.utils._pytree.tree_leaves(result):
+            if isinstance(each, torch.Tensor) and not any(
+                each.untyped_storage().data_ptr() == one.untyped_storage().data_ptr() for one in flat
+            ):
+                self._made.add(each.untyped_storage().data_ptr())
+        return result
+
+
+class HostQueue:
+    """See `Queue`. Every run of captured work must do the same operations on the same fixed tensors."""
+
+    def __init__(self) -> None:
+        self.captured = 0
+        self.runs = 0
+
+    def pinned(self, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.uint8)
+
+    def mark(self) -> Done:
+        return Done()
+
+    def capture(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        self.captured += 1
+
+        def watched() -> tuple[torch.Tensor, list[tuple[str, tuple[object, ...]]]]:
+            with Watch() as watch:
+                return work(), watch.seen
+
+        result, expected = watched()
+
+        def again() -> None:
+            self.runs += 1
+            found, seen = watched()
+            assert seen == expected
+            result.copy_(found)
+
+        return again, result
