@@ -2,7 +2,7 @@
 
 It checks every kernel against PyTorch, runs small kernels under the memory checker, compares turns token by token
 (captured steps with steps queued one kernel at a time, and both with the reference), and measures. Weights are random
-and made on the device. It writes `gpu.json` and a table into a folder.
+and made on the device. It writes `gpu.json` and a table, `gpu.md`, into a folder.
 
 Limits are measured in the same run: the bandwidth of a copy on the device, and the rate of a large matrix product.
 """
@@ -428,6 +428,31 @@ class Report:
         return result
 
 
+def table(found: dict[str, Any]) -> str:
+    """Returns the measurements of a report as Markdown."""
+    limit, prefill, parked = found["limits"], found["prefill"], found["parking"]
+    lines = [
+        f"{found['gpu']}, PyTorch {found['torch']}. A copy on the device moves {limit['bytes'] / 1e12:.2f} TB/s; a",
+        f"product of 8,192 x 8,192 matrices in bfloat16 makes {limit['flops'] / 1e12:.0f} TFLOP/s.",
+        "",
+        "| sequences | ms a step | tokens/s | of the bandwidth | host, us a step |",
+        "| ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for batch in BATCHES:
+        one = found[f"decode {batch}"]
+        speed, share = f"{one['ms']:.2f} | {one['tokens_s']:,.0f}", f"{one['of_bandwidth']:.2f}"
+        lines.append(f"| {batch} | {speed} | {share} | {one['host_us']:.0f} |")
+    tokens, rate = f"{prefill['tokens_s']:,.0f} tokens/s", f"{prefill['of_rate']:.2f} of the rate"
+    out, back, most = (f"{parked[way]:.0f} GB/s" for way in ("out_gb_s", "back_gb_s", "limit_gb_s"))
+    lines += [
+        "",
+        f"A prompt of {prefill['tokens']:,} tokens takes {prefill['ms']:.0f} ms: {tokens}, {rate}. Parked pages",
+        f"leave at {out} and come back at {back}; a pinned copy makes {most}.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Runs all parts, or those named."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
@@ -465,6 +490,8 @@ def speed(report: Report) -> None:
             report.part(f"kernels of decode {batch}", partial(longest_kernels, made, batch))
         report.part("prefill", lambda: prefilling(made, limit["flops"]))
         report.part("parking", lambda: parking(made))
+    if not any(str(each).startswith("failed") for each in report.found.values()):
+        (report.folder / "gpu.md").write_text(table(report.found))
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ Tenuto beside other servers for CPUs, all measured in one run:
 ```
 
 Machine: {{machine}}. Figures of other machines, or of other runs, cannot be compared
-with these.
+with these. Those of a GPU are [on a page of their own](gpu.md).
 
 ![Generated tokens per second, and how the time to the first token grows with the conversation]({{picture}})
 
