@@ -66,10 +66,10 @@ class Preparer:
             prepared = self._renderer.prepare(
                 basis,
                 prompt,
-                generate=generate and not command.continues,
+                generate=generate and not (command.continues or command.closed),
                 tools=command.tools,
                 variables=command.variables,
-                closed=closed,
+                closed=closed or command.closed,
             )
             if command.most is not None:
                 kept = prepared.tokens[-command.most :] if command.most > 0 else prepared.tokens[: -command.most]

@@ -30,6 +30,9 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.__name__
         assert not any(word in name for word in self.WAITING), f"{name} waits for the device"
+        chosen = args[1] if name.startswith("index.") else ()
+        masks = [each for each in chosen if each is not None and each.dtype == torch.bool]
+        assert not masks, f"{name} waits for the device to count what a mask chooses"
         flat = [each for each in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         fixed = tuple(each.data_ptr() for each in flat if each.untyped_storage().data_ptr() not in self._made)
         self.seen.append((name, fixed))
@@ -67,7 +70,7 @@ class HostQueue:
         def again() -> None:
             self.runs += 1
             found, seen = watched()
-            assert seen == expected
+            assert seen == expected, "captured work did other operations, or used other tensors"
             result.copy_(found)
 
         return again, result

@@ -119,11 +119,24 @@ def test_an_answer_continues_the_last_message(client: OpenAI, http: httpx.Client
     for wrong, given in (
         ({"continue_final_message": True}, asked),
         (body, plain),
-        ({"add_generation_prompt": False}, asked),
+        ({"add_generation_prompt": False, "session_id": "continued"}, asked),
     ):
         with pytest.raises(openai.BadRequestError) as refused:
             client.chat.completions.create(extra_body=wrong, **given)
         assert refused.value.param in wrong
+
+
+def test_a_prompt_may_end_with_the_last_message(client: OpenAI, http: httpx.Client) -> None:
+    said: list[Any] = [*HI, {"role": "assistant", "content": "Well."}, {"role": "user", "content": "Go on."}]
+    body = {"add_generation_prompt": False, "return_token_ids": True}
+    for messages in (HI, said[:2], said):
+        given = {"messages": messages, "add_generation_prompt": False}
+        expected = http.post("/tokenize", json=given).raise_for_status().json()["tokens"]
+        for _ in range(2):  # what the first has computed is not taken for the beginning of a conversation
+            done = client.chat.completions.create(messages=messages, max_tokens=3, extra_body=body, **GREEDY)
+            assert extra(done)["prompt_token_ids"] == expected
+            assert done.usage is not None
+            assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (len(expected), 3)
 
 
 def test_thoughts_of_earlier_messages_may_have_either_name() -> None:

@@ -140,8 +140,9 @@ class StartTurn(Request[Ticket], frozen=True, kw_only=True):
     of the chat template in this turn. `once`: an idempotency key and a digest of the client's request; the committed
     turn is kept for `FindTurn`. `adapter`: the name of the adapter, and "" for none; a session that is given must have
     the same. `None`: that of the session. `continues`: the output continues the last message of the input, which is one
-    of the assistant. `most`: only so many of the prompt's tokens are used, of an ephemeral session: the last ones, or,
-    if it is negative, the first.
+    of the assistant. `closed`, of an ephemeral session: the input ends where the template ends its last message, and
+    nothing asks for an answer. `most`, of an ephemeral session: only so many of the prompt's tokens are used, the last
+    ones, or, if it is negative, the first.
     """
 
     kind: TurnKind
@@ -160,6 +161,7 @@ class StartTurn(Request[Ticket], frozen=True, kw_only=True):
     once: tuple[str, bytes] | None = None
     adapter: str | None = None
     continues: bool = False
+    closed: bool = False
     most: int | None = None
 
     @property

@@ -79,7 +79,6 @@ class DecodeAttention:
         turned = (rotation.cos[:, 0], rotation.sin[:, 0]) if rotation is not None else None
         weights, epsilon = ((norms[0].weight, norms[1].weight), norms[0].epsilon) if norms is not None else (None, 0.0)
         own = self.pages
-        q = q if q.stride(1) == q.shape[2] else q.contiguous()  # gated layers have a gate between the heads
         return append(q, k, v, own.table, self.owners, self.positions, own.pages[layer], turned, weights, epsilon)
 
     def __call__(

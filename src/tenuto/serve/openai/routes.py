@@ -95,13 +95,16 @@ async def chat(
         kept = await of_many(len(given), lambda: listed_messages(given)) if body.store else b""
         asker = body.messages[-1].role if body.messages else ""
         habits = edge.model.habits.with_variables(body.chat_template_kwargs or {}).after(asker)
-        if body.continue_final_message and habits.thinks == "opened":
-            habits = replace(habits, thinks="no")  # what continues an answer follows its thoughts
+        if body.add_generation_prompt is False and habits.thinks == "opened":
+            habits = replace(
+                habits, thinks="no"
+            )  # what continues an answer follows its thoughts; else nothing opens any
         more = {
             "adapter": edge.adapter(body.model),
             "variables": body.variables(),
             "echo": bool(body.return_token_ids or body.verbose),
             "continues": bool(body.continue_final_message),
+            "closed": body.add_generation_prompt is False and not body.continue_final_message,
             "most": body.most(edge.model.context_length),
         }
         start = body.start(tenant, messages, habits, session=body.session_id, **more)
@@ -152,7 +155,7 @@ async def _begin(
 
 def _resendable(start: StartTurn) -> bool:
     """Whether a session may have the beginning of the request: what it asks about must not be earlier messages."""
-    return not (start.echo or start.continues or start.params.scores_input) and start.most is None
+    return not (start.echo or start.continues or start.closed or start.params.scores_input) and start.most is None
 
 
 async def _in_session(edge: Edge, tenant: Tenant, start: StartTurn, key: RequestKey | None) -> list[Samples]:

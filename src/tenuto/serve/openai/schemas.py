@@ -340,7 +340,9 @@ class ChatBody(Generation, WithTools, Templated):
     user: Any = RUN_FIELD
     prediction: Prediction | str | None = Field(None, description="Text that the answer will largely repeat.")
     include_reasoning: bool | None = Field(None, description="Show the answer's thoughts; true if not given.")
-    add_generation_prompt: bool | None = Field(None, description="False only with `continue_final_message`.")
+    add_generation_prompt: bool | None = Field(
+        None, description="False: the model goes on where the template ends the last message, without `session_id`."
+    )
     continue_final_message: bool | None = Field(
         None, description="The last message is the assistant's, and the answer continues it."
     )
@@ -364,9 +366,10 @@ class ChatBody(Generation, WithTools, Templated):
     def check(self) -> None:
         super().check()
         check_continuing(self.continue_final_message, self.add_generation_prompt, self.messages)
-        if self.add_generation_prompt is False and not self.continue_final_message:
+        if self.add_generation_prompt is False and not self.continue_final_message and self.session_id is not None:
             raise Unsupported(
-                "add_generation_prompt is false; allowed: with continue_final_message", param="add_generation_prompt"
+                "add_generation_prompt is false with session_id; allowed: without it, or with continue_final_message",
+                param="add_generation_prompt",
             )
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest(
