@@ -106,6 +106,48 @@ def test_calls_and_results_alternate(client: OpenAI) -> None:
     )
 
 
+@pytest.mark.parametrize("store", [True, False])
+def test_a_response_may_continue_with_other_tools(client: OpenAI, witness_server: Server, store: bool) -> None:
+    handoff = {**WEATHER, "name": "handoff"}
+    first = ask(client, "Rome?", tools=[WEATHER], tool_choice=NAMED, instructions="Be brief.")
+    (call,) = first.output
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "4 degrees"}
+    second = ask(client, [result], previous_response_id=first.id, tools=[WEATHER], max_output_tokens=8)
+    other: dict[str, Any] = {
+        "instructions": "Be long.",
+        "tools": [WEATHER, handoff],
+        "max_output_tokens": 8,
+        "temperature": 0,
+    }
+    changed = ask(client, "And Oslo?", previous_response_id=second.id, store=store, **other)
+    assert changed.previous_response_id == second.id
+    whole: list[Any] = [{"role": "user", "content": "Rome?"}]
+    whole += [
+        call.model_dump(exclude_none=True),
+        result,
+        *(item.model_dump(exclude_none=True) for item in second.output),
+    ]
+    whole += [{"role": "user", "content": "And Oslo?"}]
+    expected = ask(client, whole, store=False, **other)
+    assert changed.usage.input_tokens == expected.usage.input_tokens
+    assert changed.output_text == expected.output_text
+    if store:
+        later = ask(client, "And Bonn?", previous_response_id=changed.id, **other)
+        assert later.usage.input_tokens_details.cached_tokens >= changed.usage.total_tokens - 1
+    witness_server.audit()
+
+
+def test_other_tools_are_refused_where_the_conversation_is_not_kept(client: OpenAI) -> None:
+    first = ask(client, "Rome?", tools=[WEATHER], max_output_tokens=4)
+    second = ask(client, "more", previous_response_id=first.id, max_output_tokens=4, store=False)
+    assert second.status
+    branch = ask(client, "more", previous_response_id=first.id, max_output_tokens=4)
+    client.responses.delete(first.id)
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, "Oslo?", previous_response_id=branch.id, tools=[{**WEATHER, "name": "other"}])
+    assert refused.value.param == "tools"
+
+
 def test_openais_client_parses_its_requested_schema(client: OpenAI) -> None:
     parsed = client.responses.parse(model="witness", input="hi", text_format=Pet)
     assert isinstance(parsed.output_parsed, Pet)

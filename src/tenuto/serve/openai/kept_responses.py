@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from tenuto.serve.openai.response_answers import Form
 from tenuto.serve.shared.kept import Kept
@@ -44,6 +47,19 @@ class KeptResponses(Kept):
         origin, items = self.origins.get(name), self.items.find(name)
         if origin is not None:
             self.begin(name, response, origin, items)
+
+    def chain(self, name: str) -> list[dict[str, Any]] | None:
+        """Returns the items, as JSON, of a response's whole conversation: the input and output of the responses before
+        it, and its own. `None` if any of them is not kept."""
+        links, before = [], name
+        while before:
+            response, items = self.find(before), self.items.find(before)
+            if response is None or items is None:
+                return None
+            found = msgspec.json.decode(response)
+            links.append([*msgspec.json.decode(items), *found["output"]])
+            before = found["previous_response_id"]
+        return [item for link in reversed(links) for item in link]
 
     def forget(self, name: str) -> None:
         super().forget(name)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -17,7 +18,7 @@ from tenuto.serve.openai.conversation_routes import After, ConversationsOf, Limi
 from tenuto.serve.openai.conversations import entry_of, page_of
 from tenuto.serve.openai.kept_responses import KeptResponses, Origin
 from tenuto.serve.openai.response_answers import Form, ResponseAnswer, head_of
-from tenuto.serve.openai.response_schemas import ResponseBody
+from tenuto.serve.openai.response_schemas import Item, ResponseBody
 from tenuto.serve.openai.response_sessions import start_response
 from tenuto.serve.openai.tools import customs_of
 from tenuto.serve.shared.bodies import JsonRoute, of_many
@@ -63,7 +64,18 @@ async def create(
             start = body.start(tenant, (), habits, adapter=adapter, variables=body.variables())
             reading = body.tool_use.reading(habits, start.params.grammar)
             run, earlier = run_names(request.headers, body.run_name()), going_on.earlier
-            starting = start_response(edge, tenant, body, start, name, earlier, run, reading, stores=stores)
+            starting = start_response(
+                edge,
+                tenant,
+                body,
+                start,
+                name,
+                earlier,
+                run,
+                reading,
+                stores=stores,
+                whole=partial(_before, kept, body),
+            )
             turn = await while_connected(request, starting)
         except BaseException:
             going_on.end()
@@ -95,6 +107,12 @@ async def create(
     if body.stream:
         return EventStream(ResponseAnswer(edge, turn, head, form))
     return Response(msgspec.json.encode(answer.view("queued")), media_type="application/json")
+
+
+def _before(kept: KeptResponses, body: ResponseBody) -> list[Item] | None:
+    """Returns the items of the conversation that the request continues, if they are all kept."""
+    items = kept.chain(body.previous_response_id or "")
+    return [Item.model_validate(item) for item in items] if items else None
 
 
 async def _listed(body: ResponseBody) -> bytes:

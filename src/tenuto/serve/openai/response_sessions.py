@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 
 import msgspec
 
-from tenuto.base.errors import NotFound, SessionBusy
+from tenuto.base.errors import InvalidRequest, NotFound, SessionBusy
 from tenuto.base.tools.answers import Reading
 from tenuto.base.views import SessionInfo
 from tenuto.base.wire.messages import Fork, GetSession, StartTurn
@@ -33,10 +33,12 @@ async def start_response(
     reading: Reading | None = None,
     *,
     stores: bool,
+    whole: Callable[[], Sequence[Item] | None] = lambda: None,
 ) -> LiveTurn:
     """Starts the turn and returns it once the engine has accepted it. It runs in the session `name`, or in an ephemeral
     one if no state has to be kept. `start`: its options. `run`: the names of its run. `reading`: how the answer is
-    parsed. `stores`: whether later requests may continue the response."""
+    parsed. `stores`: whether later requests may continue the response. `whole`: returns all items before the response,
+    if they are known; where its tools differ from those of the previous response, they are computed again."""
     previous = body.previous_response_id
     state = await _state(edge, tenant, previous) if previous is not None else None
     given = body.rendered(edge.model.habits, earlier, instructed=state is not None and _instructed(body, state))
@@ -61,9 +63,16 @@ async def start_response(
         await edge.link.call(open_message(tenant, name, ttl=ttl, adapter=start.adapter, metadata=told))
     try:
         return await edge.start(tenant, start, continues=bool(body.background))
+    except InvalidRequest as error:
+        await edge.turns.close_if_open((tenant.name, name))
+        items = whole() if error.param == "tools" and state is not None else None
+        if items is None:
+            raise
     except BaseException:
         edge.spawn(edge.turns.close_if_open((tenant.name, name)))
         raise
+    anew = body.model_copy(update={"previous_response_id": None})
+    return await start_response(edge, tenant, anew, start, name, items, run, reading, stores=True)
 
 
 async def _state(edge: Edge, tenant: Tenant, previous: str) -> SessionInfo:
