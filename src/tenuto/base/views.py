@@ -59,6 +59,17 @@ class SessionInfo:
     adapter: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Compacted:
+    """A session after its compaction. `summary`: the text that the model wrote, if it did. `computed` and `generated`:
+    the numbers of tokens computed and generated for the compaction."""
+
+    info: SessionInfo
+    summary: str | None
+    computed: int = field(metadata=named("computed_tokens"))
+    generated: int = field(metadata=named("completion_tokens"))
+
+
 SHARED = "shared"
 
 

@@ -6,8 +6,9 @@ from tenuto.base.errors import TenutoError
 from tenuto.base.options import ChatOptions, RemoteOptions, TurnOptions
 from tenuto.base.tools.definitions import ToolCall
 from tenuto.base.turns import EndReason, Input, TurnResult, Usage
-from tenuto.base.views import AuditReport, Erased, SessionInfo
+from tenuto.base.views import AuditReport, Compacted, Erased, SessionInfo
 from tenuto.client.aio import AsyncSession, AsyncTurnStream
+from tenuto.client.compaction import CompactionOptions
 from tenuto.client.remote import (
     AsyncRemoteEngine,
     AsyncRemoteSession,
@@ -28,6 +29,8 @@ __all__ = [
     "AsyncTurnStream",
     "AuditReport",
     "ChatOptions",
+    "Compacted",
+    "CompactionOptions",
     "EndReason",
     "Erased",
     "Input",

@@ -19,7 +19,7 @@ from tenuto.base.wire.bodies import read_body
 from tenuto.client.connection import Connection
 from tenuto.client.sse import EventParser, ServerEvent
 from tenuto.client.transport import Deliver, RunningTurn
-from tenuto.client.wire import error_from, session_path
+from tenuto.client.wire import error_from, if_match, session_path
 
 PATIENCE_SECONDS = 30.0
 """Time for which to keep reconnecting without receiving anything new."""
@@ -43,7 +43,7 @@ class Source:
     @property
     def headers(self) -> dict[str, str]:
         """The headers of the request that starts the turn."""
-        return {} if self.version is None else {"if-match": f'"{self.version}"'}
+        return if_match(self.version)
 
     @property
     def continues(self) -> bool:

@@ -10,15 +10,25 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tenuto.base.checks import MAX_COUNT, whole
 from tenuto.base.tools.tool_use import ToolUse
-from tenuto.base.views import SessionInfo
+from tenuto.base.views import Compacted, SessionInfo
 from tenuto.base.wire.messages import CloseSession, EraseSession, ExportSession, ImportSession, Request, StartTurn
 from tenuto.base.wire.state_file import StateFile
+from tenuto.client.compaction import CompactionOptions, compacted_from, compaction_body
 from tenuto.client.connection import Connection
 from tenuto.client.feed import Feed, Source
 from tenuto.client.transport import Deliver, Options, RunningTurn
-from tenuto.client.wire import SERVER_OPTIONS, answer_from, exchange_of, input_body, session_path, tools_body, turn_body
+from tenuto.client.wire import (
+    SERVER_OPTIONS,
+    answer_from,
+    exchange_of,
+    if_match,
+    input_body,
+    session_path,
+    tools_body,
+    turn_body,
+    version_in,
+)
 
 T = TypeVar("T")
 
@@ -66,13 +76,20 @@ class HttpTransport:
             body |= tools_body(request.kind, use)
         if request.kind != "regenerate":
             body["input"] = input_body(request.input)
-        expected = options.get("if_version")
-        version = whole("if_version", expected, 0, MAX_COUNT) if expected is not None else None
-        return Feed(self.connection, Source(request.session, _ACTIONS[request.kind], body, version=version), deliver)
+        source = Source(request.session, _ACTIONS[request.kind], body, version=version_in(options))
+        return Feed(self.connection, source, deliver)
 
     def follow(self, session: str, turn_id: str, deliver: Deliver) -> RunningTurn:
         """Reads all events of a turn that was started earlier."""
         return Feed(self.connection, Source(session, turn_id=str(turn_id)), deliver)
+
+    def compact(self, session: str, first: int, last: int | None, options: CompactionOptions) -> Future[Compacted]:
+        """Replaces turns by a summary; see `RemoteSession.compact`. Raises `InvalidRequest`."""
+        body, version = compaction_body(first, last, options), version_in(options)
+        return self.connection.call(self._compact(session_path(session), body, version))
+
+    async def _compact(self, path: str, body: dict[str, Any], version: int | None) -> Compacted:
+        return compacted_from(await self.connection.ask("POST", f"{path}/compact", body, if_match(version)))
 
     def request_stop(self) -> None:
         self.connection.request_stop()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from operator import index
 from typing import Any, NamedTuple, SupportsFloat, SupportsIndex, TypeVar
@@ -10,6 +11,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from tenuto.base.checks import MAX_COUNT, whole
 from tenuto.base.errors import InvalidRequest, NotFound, TenutoError
 from tenuto.base.options import OF_PREFILL, OF_SAMPLING, TOOL_OPTIONS, TurnParams
 from tenuto.base.tools.grammar import Grammar
@@ -87,11 +89,18 @@ _EXCHANGES: dict[type, Callable[[Any], Exchange]] = {
 def answer_from(request: messages.Request[T], body: Any) -> T:
     """Converts the JSON answer to `request`. Raises `TenutoError` if it has another form."""
     kind = messages.answer_of(type(request))
-    try:
+    with valid_answer():
         answer: T = msgspec.convert(_answer(kind, body), kind)
+        return answer
+
+
+@contextmanager
+def valid_answer() -> Iterator[None]:
+    """Turns errors of converting a server's JSON into `TenutoError`."""
+    try:
+        yield
     except (msgspec.ValidationError, LookupError, TypeError) as error:
         raise TenutoError(f"the server's answer is not valid: {error!r}; is this a Tenuto server?") from error
-    return answer
 
 
 def _answer(kind: type, body: Any) -> Any:
@@ -113,6 +122,17 @@ def session_path(session_id: str) -> str:
     if session_id in ("", ".", ".."):  # these change the path of a URL
         raise NotFound(f"there is no session {session_id!r}")
     return f"/v1/sessions/{quote(session_id, safe='')}"
+
+
+def version_in(options: Options) -> int | None:
+    """Returns the version that a request's session must have, if one is given. Raises `InvalidRequest`."""
+    expected = options.get("if_version")
+    return whole("if_version", expected, 0, MAX_COUNT) if expected is not None else None
+
+
+def if_match(version: int | None) -> dict[str, str]:
+    """Returns the headers of a request whose session must have this version."""
+    return {} if version is None else {"if-match": f'"{version}"'}
 
 
 def encode(body: Any) -> bytes:

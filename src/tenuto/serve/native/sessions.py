@@ -12,6 +12,7 @@ from fastapi import Request as HttpRequest
 
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.views import StateFilter
+from tenuto.base.wire.bodies import body_of
 from tenuto.base.wire.document import SessionDocument
 from tenuto.base.wire.messages import (
     ExportSession,
@@ -248,7 +249,6 @@ async def compact(
         reading = body.tool_use.reading(habits, asking.params.grammar)
         work = SessionCompaction(edge, tenant, session_id, span).run(given, asking, reading)
         done = await while_connected(request, work)
-    response.headers["etag"] = etag(done.state.version)
-    spent = {"computed_tokens": done.computed, "completion_tokens": done.generated}
-    view = session_body(edge, tenant, done.state)
-    return Compaction.model_validate({**view.model_dump(), "summary": done.summary, **spent})
+    response.headers["etag"] = etag(done.info.version)
+    view = session_body(edge, tenant, done.info)
+    return Compaction.model_validate({**body_of(done), **view.model_dump()})

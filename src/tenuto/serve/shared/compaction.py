@@ -14,7 +14,7 @@ from tenuto.base.options import MAX_PRIORITY, TurnParams
 from tenuto.base.tools.answers import Reading
 from tenuto.base.tools.definitions import NO_TOOLS, Tools
 from tenuto.base.turns import Message, TurnInput, TurnResult
-from tenuto.base.views import SessionInfo
+from tenuto.base.views import Compacted, SessionInfo
 from tenuto.base.wire.messages import CopyTurns, Fork, GetSession, ReplaceHistory, StartTurn
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.samples import committed
@@ -52,17 +52,6 @@ class Span:
                 param="last" if self.first <= state.turns else "first",
             )
         return last
-
-
-@dataclass(frozen=True, slots=True)
-class Compacted:
-    """A session after its compaction, with the text of the summary if the model wrote it, and the numbers of tokens
-    computed and generated for it."""
-
-    state: SessionInfo
-    summary: str | None
-    computed: int
-    generated: int
 
 
 class Compaction:
