@@ -38,7 +38,7 @@ def made(rows: Rows, extra: dict) -> dict:
     return {**extra, "sinks": sinks, "scale": rows.head_dim**-0.5}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     lengths=st.lists(st.sampled_from([1, 2, 31, 32, 33, 64, 65, 127, 300, 700]), min_size=1, max_size=4),
     heads=st.sampled_from(GROUPS),
@@ -73,7 +73,7 @@ def test_a_row_does_not_depend_on_the_others_or_on_how_many_they_are(monkeypatch
     assert torch.equal(decoded(0, 1, 2), alone)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     chunks=st.lists(
         st.tuples(st.sampled_from([0, 1, 30, 64, 130]), st.sampled_from([1, 2, 17, 127, 128, 129])),
@@ -108,7 +108,7 @@ def test_tiles_cover_each_token_once_the_longest_first() -> None:
     ]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     heads=st.sampled_from(GROUPS),
     shape=shapes,

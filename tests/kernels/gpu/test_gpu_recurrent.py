@@ -60,7 +60,7 @@ class RandomSlots:
         assert torch.equal(given.cpu()[kept], before[kept]), "other slots are untouched"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     reads=rows,
     channels=st.sampled_from([1, 7, 256, 300]),
@@ -88,7 +88,7 @@ def test_convolutions(reads, channels, kernel, biased, dtype, kept, seed) -> Non
     slots.check(step, expected)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     reads=rows,
     heads=st.sampled_from([(1, 1), (2, 1), (2, 3)]),
@@ -122,7 +122,7 @@ def test_the_gated_delta_rule(reads, heads, dims, dtype, kept, seed) -> None:
     slots.check(lambda given: gated_delta_step(a, b, c, d, given, key_heads), expected)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     reads=rows,
     heads=st.sampled_from([(1, 1), (4, 2), (6, 2)]),
@@ -155,7 +155,7 @@ def test_mamba2(reads, heads, dims, limits, scale, dtype, kept, seed) -> None:
     slots.check(step, expected)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     reads=rows,
     channels=st.sampled_from([1, 48, 300]),

@@ -102,7 +102,7 @@ def shares(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min
     return kept / kept.sum()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     vocab=st.sampled_from([1, 2, 50, 4097]),
     levels=st.integers(1, 5),
