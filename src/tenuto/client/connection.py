@@ -1,4 +1,4 @@
-"""HTTP requests to one server, on an event loop in a separate thread."""
+"""HTTP requests and WebSockets to one server, on an event loop in a separate thread."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from typing import Any, TypeVar
 
 import httpx
 import msgspec
+from websockets.asyncio.client import ClientConnection
+from websockets.asyncio.client import connect as websocket
+from websockets.exceptions import InvalidStatus, WebSocketException
 
 from tenuto.base.errors import Disconnected, EngineStopped, InvalidRequest, TenutoError, Unreachable
 from tenuto.base.wire.state_file import replacing
@@ -36,9 +39,10 @@ class Connection:
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         """Raises `InvalidRequest` if `url` is not a valid address."""
+        self._key = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._http = httpx.AsyncClient(
             base_url=checked_url(url),
-            headers={} if api_key is None else {"authorization": f"Bearer {api_key}"},
+            headers=self._key,
             timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # turns may take any time
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=IDLE_SECONDS),
         )
@@ -117,6 +121,23 @@ class Connection:
 
         async with self.stream("POST", path, pieces(), **query) as response:
             return msgspec.json.decode(await response.aread())
+
+    async def socket(self, path: str) -> ClientConnection:
+        """Opens a WebSocket. Raises the server's error or `Unreachable`."""
+        try:
+            return await websocket(
+                str(self._http.base_url).replace("http", "ws", 1).rstrip("/") + path,
+                additional_headers=self._key,
+                compression=None,
+                open_timeout=CONNECT_SECONDS,
+                close_timeout=END_SECONDS,
+                ping_timeout=None,  # a server may be busy for any time
+                max_size=None,
+            )
+        except InvalidStatus as error:
+            raise error_from(error.response.status_code, bytes(error.response.body or b"")) from error
+        except (OSError, WebSocketException) as error:
+            raise Unreachable(f"there is no WebSocket to the server: {str(error) or type(error).__name__}") from error
 
     @asynccontextmanager
     async def stream(

@@ -42,7 +42,7 @@ class Source:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers of the request that starts the turn."""
+        """The headers that require the version."""
         return if_match(self.version)
 
     @property
@@ -73,8 +73,15 @@ class Feed(RunningTurn):
             self._running.cancel()
 
     def _end(self, keep: Keep) -> Future[Any]:
-        body = {"keep": "none" if keep is None else keep, "turn_id": self.turn_id}
-        return self._connection.call(self._connection.ask("POST", f"{self._path}/abort", body))
+        return self._connection.call(self._abort({"keep": "none" if keep is None else keep, "turn_id": self.turn_id}))
+
+    async def _abort(self, body: dict[str, Any]) -> Any:
+        return await self._connection.ask("POST", f"{self._path}/abort", body)
+
+    @property
+    def _starting(self) -> dict[str, str]:
+        """The headers of the request that starts the turn."""
+        return {**self._source.headers, **({"idempotency-key": self._key} if self._source.continues else {})}
 
     async def _run(self) -> None:
         """Delivers all events, the last of which has the result or an error."""
@@ -104,9 +111,12 @@ class Feed(RunningTurn):
         events."""
         if self._source.action != "append":
             return await self._follow()
-        turn = await self._connection.ask("POST", f"{self._path}/append", self._source.body, self._source.headers)
+        turn = await self._append()
         self.accept()
         return Delta(result=read_body(TurnResult, turn))
+
+    async def _append(self) -> Any:
+        return await self._connection.ask("POST", f"{self._path}/append", self._source.body, self._source.headers)
 
     async def _follow(self) -> Delta:
         """Delivers all events but the last, and returns that. If the connection breaks and the turn continues without
@@ -136,10 +146,7 @@ class Feed(RunningTurn):
     async def _read(self) -> Delta:
         """Reads one connection to its end: delivers all events but the turn's last, and returns that."""
         if self.turn_id is None:
-            headers = self._source.headers
-            if self._source.continues:
-                headers["idempotency-key"] = self._key
-            request = ("POST", f"{self._path}/{self._source.action}", self._source.body, headers)
+            request = ("POST", f"{self._path}/{self._source.action}", self._source.body, self._starting)
         else:
             headers = {"last-event-id": str(self._position)} if self._position else {}
             request = ("GET", f"{self._path}/turns/{self.turn_id}/events", None, headers)

@@ -71,13 +71,7 @@ class HttpTransport:
                 return await self.connection.ask(method, path, body, **query)
 
     def start(self, request: StartTurn, options: Options, use: ToolUse | None, deliver: Deliver) -> RunningTurn:
-        body = turn_body(request.kind, request.params, options)
-        if use is not None:
-            body |= tools_body(request.kind, use)
-        if request.kind != "regenerate":
-            body["input"] = input_body(request.input)
-        source = Source(request.session, _ACTIONS[request.kind], body, version=version_in(options))
-        return Feed(self.connection, source, deliver)
+        return Feed(self.connection, source_of(request, options, use), deliver)
 
     def follow(self, session: str, turn_id: str, deliver: Deliver) -> RunningTurn:
         """Reads all events of a turn that was started earlier."""
@@ -96,6 +90,16 @@ class HttpTransport:
 
     def close(self) -> None:
         self.connection.close()
+
+
+def source_of(request: StartTurn, options: Options, use: ToolUse | None) -> Source:
+    """Returns how to start a turn on a server; see `Transport.start`. Raises `InvalidRequest`."""
+    body = turn_body(request.kind, request.params, options)
+    if use is not None:
+        body |= tools_body(request.kind, use)
+    if request.kind != "regenerate":
+        body["input"] = input_body(request.input)
+    return Source(request.session, _ACTIONS[request.kind], body, version=version_in(options))
 
 
 def _document_of(path: Path) -> Any:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Unpack
+from typing import TYPE_CHECKING, ClassVar, Self, Unpack
 
 from tenuto.base.options import RemoteOptions
 from tenuto.base.turns import Input, TurnResult
 from tenuto.base.views import Compacted
 from tenuto.client.aio import AsyncClient, AsyncSession, AsyncTurnStream
 from tenuto.client.compaction import CompactionOptions
-from tenuto.client.core import TurnReader
+from tenuto.client.core import EngineCore, SessionCore, TurnReader
 from tenuto.client.http import HttpTransport
+from tenuto.client.socket_transport import SocketTransport
 from tenuto.client.sync import Client, Session, TurnStream
 from tenuto.client.transport import Deliver
 
@@ -55,6 +58,20 @@ class RemoteSession(Session):
         `ContextExceeded`, `IllegalTransition`, or `VersionMismatch` if the session is changed meanwhile other than by
         new turns, without any change."""
         return self._engine.transport.compact(self.id, first, last, options).result()
+
+    @contextmanager
+    def socket(self) -> Iterator[Self]:
+        """Opens a WebSocket, and yields this session over it; the end of the block closes only the WebSocket. Its
+        turns, drafts and rewinds follow one another on that connection: one that comes while another is in progress
+        waits, and is not refused. Aborts overtake. Everything else is requested as before. An open turn is rolled back
+        when the block ends, unless it was started to continue without readers; such a turn is then read over HTTP.
+        Raises `NotFound` or `Unreachable`. When the WebSocket has ended, its operations raise `Disconnected`."""
+        transport = SocketTransport(self._engine.transport, self.id)
+        try:
+            transport.open().result()
+            yield type(self)(self._engine, SessionCore(EngineCore(transport), self.id))
+        finally:
+            transport.close()
 
     if TYPE_CHECKING:  # the methods of `Session`, with a server's options
 
@@ -101,6 +118,16 @@ class AsyncRemoteSession(AsyncSession):
     async def compact(self, first: int = 1, last: int | None = None, **options: Unpack[CompactionOptions]) -> Compacted:
         """See `RemoteSession.compact`. Cancelling the caller ends the compaction, and the session stays as it was."""
         return await asyncio.wrap_future(self._engine.transport.compact(self.id, first, last, options))
+
+    @asynccontextmanager
+    async def socket(self) -> AsyncIterator[Self]:
+        """See `RemoteSession.socket`."""
+        transport = SocketTransport(self._engine.transport, self.id)
+        try:
+            await asyncio.wrap_future(transport.open())
+            yield type(self)(self._engine, SessionCore(EngineCore(transport), self.id))
+        finally:
+            await asyncio.to_thread(transport.close)
 
     if TYPE_CHECKING:
 
