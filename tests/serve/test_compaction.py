@@ -98,7 +98,8 @@ def test_the_model_writes_a_summary_with_the_state_it_has(http: httpx.Client, se
     assert done["summary"] == asked["text"].strip()
     assert done["completion_tokens"] == asked["usage"]["completion_tokens"]
     follows = done["tokens"] - turns[1]["start"]
-    assert done["computed_tokens"] == asked["usage"]["computed_tokens"] + follows
+    # The question may be found among the pages that `asked` has left.
+    assert follows <= done["computed_tokens"] <= asked["usage"]["computed_tokens"] + follows
     assert done["summary"] in records_of(http, session)[1]["input_text"]
 
 

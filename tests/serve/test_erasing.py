@@ -35,8 +35,16 @@ def history(http: httpx.Client, session: str) -> list[int]:
     return [token for turn in turns for token in (*turn["input_tokens"], *turn["output_tokens"])]
 
 
+def contents(file: Path) -> bytes:
+    """Returns what a file has; nothing if the server removes it meanwhile."""
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
 def found_in(folder: Path, needle: bytes) -> list[str]:
-    return [each.name for each in folder.rglob("*") if each.is_file() and needle in each.read_bytes()]
+    return [each.name for each in folder.rglob("*") if each.is_file() and needle in contents(each)]
 
 
 def windows(tokens: list[int]) -> Iterator[bytes]:
