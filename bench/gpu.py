@@ -39,9 +39,6 @@ from tenuto.models.decoder import Decoder
 from tenuto.models.rope import Rope
 
 PAGE = 32
-CHUNK = 2048
-"""Tokens of a step that fills sequences."""
-
 BATCHES = (1, 4, 16, 64, 128, 256)
 CONTEXT = 2048
 DECODES = 48
@@ -97,8 +94,8 @@ class Rows:
         self._sampling: tuple[tuple[int, RowSampling], ...] = tuple((i, RowSampling(sampling)) for i in range(rows))
         self._steps = 0
 
-    def plan(self, tokens: Ints, samples: int = 1) -> Plan:
-        """Returns the next step; `tokens` is int32 [rows, tokens of each]."""
+    def plan(self, tokens: Ints) -> Plan:
+        """Returns the next step; `tokens` is int32 [rows, tokens of each]. Every row samples once."""
         rows, count = tokens.shape
         ids = np.arange(rows, dtype=np.int32)
         first, last = -(-self.at // PAGE), -(-(self.at + count) // PAGE)
@@ -114,7 +111,7 @@ class Rows:
             starts=np.full(rows, self.at, np.int32),
             counts=np.full(rows, count, np.int32),
             tokens=tokens.reshape(-1),
-            samples=np.full(rows, samples, np.int32),
+            samples=np.ones(rows, np.int32),
             tables=(changes,) * self._paged,
             copies=(PageCopies(NOTHING, NOTHING, NOTHING),) * self._paged,
             states=(moves,) * self._states,
@@ -124,9 +121,9 @@ class Rows:
         self.at += count
         return plan
 
-    def run(self, tokens: Ints, samples: int = 1) -> Ints:
+    def run(self, tokens: Ints) -> Ints:
         """Computes `tokens` and returns the sampled ones."""
-        self.executor.submit(self.plan(tokens, samples))
+        self.executor.submit(self.plan(tokens))
         return self.executor.collect().tokens
 
     def fill(self, context: int) -> None:
@@ -298,6 +295,7 @@ def decoding(made: ModelExecutor, batch: int, bandwidth: float) -> dict[str, flo
     rows.fill(CONTEXT)
     first = np.ones(batch, np.int32)
     rows.decode(first, DECODES)
+    context = rows.at + DECODES / 2  # on average
     begin = time.perf_counter()
     rows.decode(first, DECODES)
     seconds = (time.perf_counter() - begin) / DECODES
@@ -309,7 +307,7 @@ def decoding(made: ModelExecutor, batch: int, bandwidth: float) -> dict[str, flo
         wait = made.queue(plan)
         host.append(time.perf_counter() - begin)
         wait()
-    moved = weight_bytes(EIGHT) + kv_bytes(EIGHT, batch * rows.at)
+    moved = weight_bytes(EIGHT) + kv_bytes(EIGHT, 1) * batch * context
     made.forward.release_units()
     return {
         "ms": 1e3 * seconds,
@@ -410,7 +408,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 @dataclass
 class Report:
-    """What a run found, written to `folder` after each part, so that an interrupted run leaves what it has."""
+    """The results of a run, written to `folder` after each part, so that an interrupted run leaves some."""
 
     folder: Path
     found: dict[str, Any]

@@ -126,7 +126,7 @@ def _torch_forward(config: ModelConfig, checkpoint: ModelCheckpoint, options: Ex
     dtype = getattr(torch, options.dtype or usual)
     weights = _weights(checkpoint, config)
     device = torch.device(options.device)
-    if not compiles(device):
+    if options.kernels == "torch" or not compiles(device):
         return TorchForward(Decoder(config, weights, device, dtype), options.page_size)
     from tenuto.exec.gpu.forward import GpuForward  # noqa: PLC0415 - needs Triton
     from tenuto.exec.gpu.queue import CudaQueue  # noqa: PLC0415

@@ -64,7 +64,7 @@ class Decodes:
 
     def __init__(self, model: Decoder, memories: Memories, sampled: torch.Tensor, rows: int, queue: Queue) -> None:
         """`sampled`, int32 [row ids + 1], are the tokens that rows sampled last."""
-        self._memories, self._queue, self._rows = memories, queue, rows
+        self._memories, self._rows = memories, rows
         self._attended = {g: pages for g, pages in memories.pages.items() if isinstance(pages, GpuPages)}
         self._pages = list(self._attended.values())
         fields = 4 + 2 * len(memories.states) + 3 * len(self._pages)
