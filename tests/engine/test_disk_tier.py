@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from tenuto.base.errors import InvariantError
 from tenuto.base.options import Scope
 from tenuto.engine.parking import Parking
 from tenuto.memory.tiers.contents import Content, Digests, NamedUnit
+from tenuto.memory.tiers.disk import DiskFailed, UnitFile
 from tenuto.memory.tiers.lent import LentUnits
 from tenuto.memory.tiers.rates import Rates
 from tenuto.memory.tiers.unit_files import INDEX, SUFFIX, UnitFiles
@@ -211,25 +214,90 @@ def test_files_hold_what_was_written_however_rows_are_chosen_and_writes_are_cut(
     def writes_a_little(file: int, parts: Sequence[memoryview]) -> int:
         return os.write(file, b"".join(parts)[:37])
 
-    monkeypatch.setattr("tenuto.memory.tiers.unit_files.PARTS", 5)
+    monkeypatch.setattr("tenuto.memory.tiers.file_writes.PARTS", 5)
     monkeypatch.setattr("os.writev", writes_a_little)
+    units = random_units(30)
+    disk = UnitFiles(tmp_path, 10**7)
+    file = disk.write(units)
+    assert_holds(disk, file, units)
+    disk.close()
+
+
+@pytest.mark.parametrize("size", [300, 4096, 100_000])
+@pytest.mark.parametrize("unsupported", ["nowhere", "in the file system", "for these lengths", "in the system"])
+def test_files_that_nobody_reads_soon_hold_what_was_written(
+    size: int, unsupported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, fcntl_, direct, lengths = os.write, fcntl.fcntl, os.O_DIRECT, list[int]()
+
+    def writes_a_little(file: int, data: memoryview) -> int:
+        if fcntl_(file, fcntl.F_GETFL) & direct:
+            if unsupported == "for these lengths":
+                raise OSError(errno.EINVAL, "this file system wants larger blocks")
+            lengths.append(len(data))
+            return write(file, data[: max(4096, len(data) // 3 // 4096 * 4096)])
+        return write(file, data[: max(1, len(data) // 2)])
+
+    def controls(file: int, command: int, flags: int = 0) -> int:
+        if unsupported == "in the file system" and command == fcntl.F_SETFL and flags & direct:
+            raise OSError(errno.EINVAL, "this file system has no direct writes")
+        return fcntl_(file, command, flags)
+
+    monkeypatch.setattr("os.write", writes_a_little)
+    monkeypatch.setattr("fcntl.fcntl", controls)
+    if unsupported == "in the system":
+        monkeypatch.setattr("tenuto.memory.tiers.file_writes._DIRECT", 0)
+    units = random_units(size)
+    disk = UnitFiles(tmp_path, 10**7)
+    file = disk.write(units, cached=False)
+    assert_holds(disk, file, units)
+    disk.close()
+    assert bool(lengths) == (unsupported == "nowhere" and has_direct_writes(tmp_path))
+    assert all(length % 4096 == 0 for length in lengths)
+
+
+def has_direct_writes(directory: Path) -> bool:
+    try:
+        os.close(os.open(directory / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
+def test_a_full_disk_is_not_taken_for_one_without_direct_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(file: int, data: memoryview) -> int:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr("os.write", fails)
+    disk = UnitFiles(tmp_path, 10**7)
+    with pytest.raises(DiskFailed, match="no room"):
+        disk.write(random_units(5000), cached=False)
+    assert not disk.files()
+    disk.close()
+
+
+def random_units(size: int) -> dict[int, list[NamedUnit]]:
+    """Returns twenty units of `size` random bytes for each of two groups."""
     draw = np.random.default_rng(0)
     ranges = [(at, at + 1) for at in range(20)]
-    units = {
+    return {
         group: [
-            NamedUnit(content, draw.integers(0, 256, 30, np.uint8))
+            NamedUnit(content, draw.integers(0, 256, size, np.uint8))
             for content in named(Scope(str(group)), range(20), *ranges)
         ]
         for group in (0, 2)
     }
-    disk = UnitFiles(tmp_path, 10**7)
-    file = disk.write(units)
+
+
+def assert_holds(disk: UnitFiles, file: UnitFile, units: Mapping[int, Sequence[NamedUnit]]) -> None:
+    """Fails unless the file has the units, in whatever order its rows are read."""
     for rows in ([3], [0, 1, 2, 19], [7, 5, 6, 7, 9, 2], list(range(20))):
         found = disk.read(file, {0: rows, 2: rows})
         for group, same in found.items():
             assert [each.content for each in same] == [units[group][row].content for row in rows]
             assert all((each.data == units[group][row].data).all() for each, row in zip(same, rows, strict=True))
-    disk.close()
 
 
 def named(scope: Scope, tokens: Sequence[int], *ranges: tuple[int, int]) -> list[Content]:

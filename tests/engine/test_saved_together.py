@@ -149,9 +149,9 @@ def test_forks_that_are_written_together_share_their_pages(tmp_path: Path) -> No
     written: list[bytes] = []
 
     class Counting(UnitFiles):
-        def write(self, units: Mapping[int, Sequence[NamedUnit]]) -> UnitFile:
+        def write(self, units: Mapping[int, Sequence[NamedUnit]], *, cached: bool = True) -> UnitFile:
             written.extend(unit.content.before + unit.content.tokens for group in units.values() for unit in group)
-            return super().write(units)
+            return super().write(units, cached=cached)
 
     copies = ByHand()
     stage = Stage(

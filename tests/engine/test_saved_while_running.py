@@ -102,9 +102,9 @@ def test_each_page_is_written_once_however_many_sessions_share_it(tmp_path: Path
     written: list[bytes] = []
 
     class Counting(UnitFiles):
-        def write(self, units: Mapping[int, Sequence[NamedUnit]]) -> UnitFile:
+        def write(self, units: Mapping[int, Sequence[NamedUnit]], *, cached: bool = True) -> UnitFile:
             written.extend(unit.content.before + unit.content.tokens for group in units.values() for unit in group)
-            return super().write(units)
+            return super().write(units, cached=cached)
 
     stage = Stage((FULL,), units=300, disk=Counting(tmp_path, 10**7), checkpoint_rate=RATE).save_at_once()
     stage.committed("parent", 100)

@@ -229,9 +229,9 @@ def test_a_snapshot_cut_short_by_its_time_limit_has_the_most_recently_used(
     assert isinstance(disk, UnitFiles)
     slowly = disk.write
 
-    def write_slowly(units: Any) -> Any:
+    def write_slowly(units: Any, *, cached: bool = True) -> Any:
         stage.clock.advance(0.75)  # two files a session
-        return slowly(units)
+        return slowly(units, cached=cached)
 
     disk.write = write_slowly  # type: ignore[method-assign]
     saved = end(stage)

@@ -68,7 +68,7 @@ class FaultyDisk:
     def become(self, identity: str) -> None:
         """Does nothing: all files of the simulation have the same identity."""
 
-    def write(self, units: Mapping[int, Sequence[NamedUnit]]) -> UnitFile:
+    def write(self, units: Mapping[int, Sequence[NamedUnit]], *, cached: bool = True) -> UnitFile:
         size = _size(units)
         if sum(self._sizes.values()) + size > self.budget:
             raise AssertionError(f"{size} bytes are written to a disk without room for them")

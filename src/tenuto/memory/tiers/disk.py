@@ -109,8 +109,9 @@ class Disk(Protocol):
     def become(self, identity: str) -> None:
         """Changes the identity of units that are written from now on; older units are never read again."""
 
-    def write(self, units: Mapping[int, Sequence[NamedUnit]]) -> UnitFile:
-        """Writes units by group. Raises `DiskFailed`, having kept nothing."""
+    def write(self, units: Mapping[int, Sequence[NamedUnit]], *, cached: bool = True) -> UnitFile:
+        """Writes units by group; `cached`: whether they may be read again soon. Raises `DiskFailed`, having kept
+        nothing."""
 
     def read(self, file: UnitFile, rows: Mapping[int, Sequence[int]]) -> dict[int, list[NamedUnit]]:
         """Reads units of a file, by group and row, with the contents that the file names; `read_units` compares these.

@@ -107,7 +107,8 @@ class Write(Job):
 
     def _copy_next(self) -> bool:
         if len(self.files) < len(self._batches):
-            self.files.append(self._disk.write(self._batches[len(self.files)]))
+            # what is saved stays in memory, too, for now
+            self.files.append(self._disk.write(self._batches[len(self.files)], cached=not self.saves))
             return True
         if self._listed is not None:
             self._disk.index.apply(self._listed(self.files))
@@ -250,16 +251,17 @@ class Jobs(Generic[J]):
     def take_ended(self) -> list[J]:
         """Returns the jobs that have ended since the last call. Raises the internal error of a job, if it has one."""
         ended: list[J] = []
-        while True:
+        while self._under_way:
             try:
                 job = self._ended.get_nowait()
             except Empty:
-                return ended
+                break
             del self._under_way[job]
             job.settle()
             if job.error is not None:
                 raise job.error
             ended.append(job)
+        return ended
 
     def wait(self) -> None:
         """Waits until all jobs have ended."""

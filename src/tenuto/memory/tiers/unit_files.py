@@ -25,6 +25,7 @@ from tenuto.base.plan import Bytes
 from tenuto.base.private import make_private_directory, open_private, open_regular
 from tenuto.memory.tiers.contents import Content, NamedUnit
 from tenuto.memory.tiers.disk import DiskFailed, UnitFile
+from tenuto.memory.tiers.file_writes import DirectWriter, Parts, write_all
 from tenuto.memory.tiers.state_index import StateIndex
 
 FORMAT = "tenuto units"
@@ -42,8 +43,6 @@ MOST_AHEAD = 4096
 """The most files that are read ahead: to open each takes time."""
 MAX_HEADER = 100_000_000
 """The most bytes of a header that the format allows."""
-PARTS = 256
-"""The number of parts of a file that are written in one call; systems allow 1,024 or more."""
 _LENGTH = 8
 _UNREADABLE = (OSError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError, MemoryError, RuntimeError)
 """The exceptions that reading a file with arbitrary contents may raise."""
@@ -79,12 +78,13 @@ class UnitFiles:
         self._readers = ThreadPoolExecutor(READERS, "tenuto-disk")
         self._leaving: deque[Path] = deque()  # files to be removed, usually in another thread than the engine's
         self._removing = threading.Lock()  # held while they are removed
+        self._direct = DirectWriter()
         self.index = StateIndex(directory / INDEX)
 
     def become(self, identity: str) -> None:
         self._identity = identity
 
-    def write(self, units: Mapping[int, Sequence[NamedUnit]]) -> UnitFile:
+    def write(self, units: Mapping[int, Sequence[NamedUnit]], *, cached: bool = True) -> UnitFile:
         size = sum(unit.data.nbytes for group in units.values() for unit in group)
         with self._counting:
             if self._used + size > self.budget:
@@ -96,7 +96,8 @@ class UnitFiles:
         try:
             self._remove_leaving()  # so that their room can be used
             with open_private(path) as file:
-                _write_all(file.fileno(), [_header_of(present, self._identity), *(row.data.data for row in rows)])
+                parts: Parts = [_header_of(present, self._identity), *(row.data.data for row in rows)]
+                (write_all if cached else self._direct.write_all)(file.fileno(), parts)
         except (OSError, MemoryError) as error:
             self._unlink(path)
             self._gave_back(size)
@@ -231,18 +232,6 @@ def _tensor(group: int) -> str:
 
 def _group(tensor: str) -> int:
     return int(tensor.removeprefix("group "))
-
-
-def _write_all(file: int, parts: Sequence[bytes | memoryview]) -> None:
-    """Writes the parts in few calls: between two of them the thread waits for the engine's. Raises `OSError`."""
-    for first in range(0, len(parts), PARTS):
-        left = [memoryview(part).cast("B") for part in parts[first : first + PARTS]]
-        while left:
-            written = os.writev(file, left)
-            while left and written >= len(left[0]):
-                written -= len(left.pop(0))
-            if left:
-                left[0] = left[0][written:]
 
 
 def _consecutive(rows: Sequence[int], first: int, end: int) -> Iterator[tuple[int, int]]:
