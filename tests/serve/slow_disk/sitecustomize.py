@@ -26,9 +26,9 @@ def _write_slowly(journal: Journal, changes: Iterable[Change]) -> None:
 Journal.write = _write_slowly  # type: ignore[method-assign, assignment]
 
 
-def _write_units_slowly(files: UnitFiles, units: Mapping[int, Sequence[NamedUnit]]) -> UnitFile:
+def _write_units_slowly(files: UnitFiles, units: Mapping[int, Sequence[NamedUnit]], *, cached: bool = True) -> UnitFile:
     time.sleep(SECONDS)
-    return _write_units(files, units)
+    return _write_units(files, units, cached=cached)
 
 
 def _apply_slowly(index: StateIndex, changes: Sequence[Listing]) -> None:
