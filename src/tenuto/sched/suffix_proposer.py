@@ -25,8 +25,8 @@ COMPARED = 32
 """The most tokens before a position that are compared with a turn's last ones."""
 ENOUGH = 16
 """With so many equal tokens no other occurrence is looked for."""
-PATIENCE, EVERY = 8, 4
-"""After so many tokens without a trail, one is looked for only at every fourth token."""
+SHARE, MOST_SKIPPED = 2, 16
+"""A place is looked for again after half as many tokens as went by since a guess was right, at most 16."""
 LEAD = 8
 """The number of input tokens that are remembered with an output."""
 BREAK = -1
@@ -150,7 +150,8 @@ class Trail:
     source: Source | None = None
     position: int = 0
     matched: int = 0
-    misses: int = 0  # tokens after which no place was found, since the last one that was
+    right: int = 0  # the length of the turn when a guess was last right, or would have been
+    again: int = 0  # the length from which on a place is looked for
     hits: tuple[Hits, ...] = field(default_factory=lambda: tuple(Hits() for _ in Kind))
 
 
@@ -190,35 +191,34 @@ class SuffixProposer(Proposer):
         self._said.pop(tenant, None)
 
     def _guess(self, turn: Turn, limit: int) -> Guesses:
-        trail = turn.trail
+        trail, length = turn.trail, turn.length
         if not isinstance(trail, Trail):
-            turn.trail = trail = self._begin(turn)
-        if trail.source is None and trail.misses >= PATIENCE and len(turn.output) % EVERY:
-            return NO_GUESSES
-        self._index(turn)
-        self._follow(turn, trail)
-        if trail.source is None:
+            turn.trail = trail = self._begin(turn, length)
+        if trail.source is not None and length > trail.length:
+            self._follow(turn, trail, length)
+        trail.length = length
+        if trail.source is None and length >= trail.again:
+            if self._index(turn, length):
+                trail.again = length + min(MOST_SKIPPED, (length - trail.right) // SHARE)
             self._find(turn, trail)
         if trail.source is None:
-            trail.misses += 1
             return NO_GUESSES
-        trail.misses = 0
         tokens = trail.source.tokens(trail.position, trail.position + limit)
         if trail.source is trail.own:
-            period = turn.length - trail.position
+            period = length - trail.position
             while len(tokens) < limit:
                 tokens.append(tokens[-period])
         elif BREAK in tokens:
             tokens = tokens[: tokens.index(BREAK)]
         return Guesses(tokens, self._chances(trail, trail.source.kind, len(tokens)), SUFFIX)
 
-    def _begin(self, turn: Turn) -> Trail:
+    def _begin(self, turn: Turn, length: int) -> Trail:
         session = turn.session
         if session.suffixes is None:
             session.suffixes = SessionSuffixes(Suffixes())
         session.suffixes.cut(turn.base_length)
         self._use(session.suffixes.suffixes)
-        trail = Trail(turn.length, Own(turn, session.suffixes.suffixes), None)
+        trail = Trail(length, Own(turn, session.suffixes.suffixes), None, right=length)
         if turn.prediction:
             trail.prediction = Text(Kind.PREDICTION)
             trail.prediction.add(turn.prediction)
@@ -226,22 +226,23 @@ class SuffixProposer(Proposer):
                 trail.source, trail.position, trail.matched = trail.prediction, len(turn.output), PREDICTED
         return trail
 
-    def _index(self, turn: Turn) -> None:
-        """Adds tokens of the turn to its session's index, except for the last one, so that the last ones are not found
-        where they are."""
+    def _index(self, turn: Turn, length: int) -> bool:
+        """Adds tokens of the turn, which has `length`, to its session's index, except for the last one, so that the
+        last ones are not found where they are. Returns whether it has all of them."""
         indexed = turn.session.suffixes
         assert indexed is not None  # set when the turn began
         suffixes = indexed.suffixes
         if indexed.clearings != suffixes.clearings:
             indexed.length, indexed.clearings = 0, suffixes.clearings
-        start, end = indexed.length, min(turn.length - 1, indexed.length + MOST_AT_ONCE)
+        start, end = indexed.length, min(length - 1, indexed.length + MOST_AT_ONCE)
         if end > start:
             before = suffixes.bytes
-            suffixes.reserve(turn.length)
+            suffixes.reserve(length)
             suffixes.add(turn.tokens(max(0, start - ORDER + 1), end), end)
             indexed.length = end
             if suffixes.bytes != before:
                 self._use(suffixes)
+        return indexed.length >= length - 1
 
     def _use(self, suffixes: Suffixes) -> None:
         """Takes note of the size of an index that is used, and clears others if there is too little room."""
@@ -258,17 +259,17 @@ class SuffixProposer(Proposer):
     def _forget(self, key: ref[Suffixes]) -> None:
         self.bytes -= self._sizes.pop(key, 0)
 
-    def _follow(self, turn: Turn, trail: Trail) -> None:
+    def _follow(self, turn: Turn, trail: Trail, length: int) -> None:
         """Compares the tokens that are new with those at the trail's position, and moves it on or gives it up."""
-        begin, trail.length = trail.length, turn.length
-        source, new = trail.source, turn.length - begin
-        if source is None or not new:
-            return
-        actual, expected = turn.tokens(begin, turn.length), source.tokens(trail.position, trail.position + new)
+        source, begin, new = trail.source, trail.length, length - trail.length
+        assert source is not None
+        actual, expected = turn.tokens(begin, length), source.tokens(trail.position, trail.position + new)
         right = _common(actual, expected)
         for i in range(min(right + 1, new)):
             self._hits[source.kind].note(trail.matched + i, i < right, 512)
             trail.hits[source.kind].note(trail.matched + i, i < right, 64)
+        if right:
+            trail.right = begin + right
         if right == new:
             trail.position += new
             trail.matched += new
@@ -289,7 +290,7 @@ class SuffixProposer(Proposer):
 
     def _find(self, turn: Turn, trail: Trail) -> None:
         """Looks for the place with the most tokens equal to the turn's last ones, at least `ORDER`."""
-        length = turn.length
+        length = trail.length
         if length < ORDER:
             return
         hashed = hash_of(turn.tokens(length - ORDER, length))
