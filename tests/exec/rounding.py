@@ -7,8 +7,8 @@ rows or more multiply bfloat16 unless weights are float32. Keys and values are k
 `test_kv_cache_dtype`). With weights in `KEPT`, `avx2` and `avx512` round nothing else, so they agree with this
 reference to within float32, except where a value is so near the middle between two quants that it is rounded the other
 way, which later tokens see: texts are short, so that most tokens have few before them. Other variants also round
-queries and softmax weights to bfloat16, and other weights are rounded themselves (scales of K types to float16), which
-moves many values to another quant: that error is another draw of about the same size.
+queries and softmax weights to bfloat16, and other weights are rounded themselves (scales of Q4_K, Q5_K and Q6_K to
+float16), which moves many values to another quant: that error is another draw of about the same size.
 """
 
 import statistics
@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.exec.torch_memory import PageMemory
+from tenuto.kernels.native.formats import FORMATS
 from tenuto.kernels.paged import PagedKV
 from tenuto.models import attention, decoder, experts, gated_delta, mamba2, mlp
 from tenuto.models.decoder import Decoder
@@ -31,7 +32,7 @@ UNEVEN = 23
 of 15 bits."""
 ROUTERS = 16
 """Products with fewer outputs choose experts: their weights and inputs stay float32."""
-KEPT = (Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.F16, Kind.F32)
+KEPT = (*FORMATS.keys() - {Kind.Q4_K, Kind.Q5_K, Kind.Q6_K}, Kind.F16, Kind.F32)
 """Weights that the kernels keep bit for bit, and multiply with quants or float32."""
 FLIPPED = 1e-3
 """The relative difference of logits above which a token has a value that went to another quant."""

@@ -21,6 +21,7 @@ from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.kernels.native.build import VARIANTS, Machine
+from tenuto.kernels.native.formats import FORMATS
 from tenuto.models.decoder import Decoder
 from tenuto.models.gguf import GgufCheckpoint
 from tenuto.models.store import resolve
@@ -81,7 +82,7 @@ def test_bfloat16_models_of_any_shape_match_transformers(variant: str, shape: di
     assert errors[0] < errors[1], "further from float32 than PyTorch in bfloat16"
 
 
-QUANTIZED = [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K]
+QUANTIZED = list(FORMATS)
 
 
 def logits_of_short_texts(executor: ModelExecutor) -> torch.Tensor:
@@ -161,6 +162,7 @@ def path(tmp_path: Path) -> Path:
         (5, Kind.Q4_1, "auto"),
         (5, Kind.BF16, "auto"),
         (32, Kind.Q6_K, "auto"),
+        (32, Kind.Q2_K, "auto"),
         (16, Kind.F32, "auto"),
         (5, Kind.F32, "int8"),
         (32, Kind.BF16, "int8"),
@@ -173,7 +175,7 @@ def test_logits_do_not_depend_on_chunks_batches_or_pages_in_a_single_bit(
     """So a session that was preempted, forked or cut differently generates the same output, and so does a replay. The
     only exceptions use another kernel: with tiles, quantized weights and no more than four rows at once; and attention
     of a few tokens to keys and values in 8 bits."""
-    model = WIDE if kind is Kind.Q6_K else MODEL
+    model = WIDE if kind in (Kind.Q2_K, Kind.Q6_K) else MODEL
     path = save_gguf(tmp_path / "m.gguf", model, kind)
     executor = native(path, variant, page_size, kv_cache_dtype=kept_as)
     driver = Driver(executor, 600, 12)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -206,7 +207,11 @@ def test_a_time_step_is_limited_as_configured(save: Save) -> None:
             "expected: 4 names from mamba, linear_attention, attention",
         ),
         ("gpt-oss", {"swiglu_limit": 9.0}, "swiglu_limit = 9.0; supported: 7.0"),
-        ("gpt-oss", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config .* supported: none, mxfp4"),
+        (
+            "gpt-oss",
+            {"quantization_config": {"quant_method": "hqq"}},
+            "method 'hqq', .* supported: none, gptq, .*mxfp4",
+        ),
         ("qwen3-next", {"hidden_act": "gelu"}, "hidden_act = 'gelu'; supported: 'silu'"),
         ("qwen3-next", {"linear_num_value_heads": 3}, "3 value heads cannot share 2 key heads"),
         ("qwen3-next", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.2}}, "3 elements of a head"),
@@ -298,6 +303,7 @@ def test_mxfp4_weights_of_gpt_oss_decode_as_in_transformers(tmp_path: Path) -> N
     weights = dict(HfCheckpoint(tmp_path).weights())
     assert weights.keys() == expected.keys()
     assert all(np.array_equal(weights[name].decode(), expected[name]) for name in expected)
+    assert {weights[name].kind for name in expected if "proj.weight" in name and "experts" in name} == {Kind.MXFP4}
     save_file(
         {name: tensor for name, tensor in stored.items() if not name.endswith("1.mlp.experts.down_proj_scales")}, file
     )

@@ -22,6 +22,7 @@ from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.formats.gguf_file import GgufFile
+from tenuto.kernels.native.formats import FORMATS
 from tenuto.models.config import Attention, ModelConfig
 from tenuto.models.decoder import Decoder
 from tenuto.models.families import llama
@@ -55,7 +56,7 @@ def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 PLAIN = [Kind.F32, Kind.F16, Kind.BF16]
-KINDS = [*PLAIN, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K]
+KINDS = [*PLAIN, *FORMATS]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
@@ -79,8 +80,8 @@ def test_any_bytes_decode_as_in_the_gguf_package(kind: Kind) -> None:
 
 
 def test_a_type_we_cannot_decode_is_named_in_the_error() -> None:
-    with pytest.raises(ModelError, match=r"Q3_K.*supported: F32, F16, BF16"):
-        dequantize(np.zeros(110, np.uint8), Kind.Q3_K, (1, 256))
+    with pytest.raises(ModelError, match=r"IQ2_S .*supported: F32, F16, BF16"):
+        dequantize(np.zeros(82, np.uint8), Kind.IQ2_S, (1, 256))
 
 
 def close(value: Any) -> Any:

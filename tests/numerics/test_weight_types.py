@@ -35,9 +35,11 @@ def kind_of(name: str) -> Kind:
     """Returns the type for a tensor: only `down_proj`, with rows of 1536 weights, can have types with blocks of 256."""
     match name.split("."):
         case [_, _, layer, _, "down_proj", _]:
-            return (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)[int(layer) % 3]
+            return (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_XS)[int(layer) % 4]
         case [_, _, _, "self_attn", _, _]:
             return Kind.Q5_1
+        case [_, _, _, _, "up_proj", _]:
+            return Kind.IQ4_NL
     return Kind.Q5_0
 
 

@@ -30,6 +30,7 @@ from tenuto.models.families import (
     tenuto,
 )
 from tenuto.models.families.family import Family
+from tenuto.models.quantized import METHODS, Method
 from tenuto.models.settings import Settings, read_json
 from tenuto.models.weights import BYTES, FLOATS, StoredWeight
 
@@ -68,7 +69,7 @@ class HfCheckpoint:
         settings = Settings(read_json(directory / "config.json"), directory / "config.json")
         self._family = _family(settings)
         settings.only({"is_causal": (None, True), "use_bidirectional_attention": (None, False)})  # encoders
-        _check_quantization(settings, self._family)
+        self._method = _method(settings, self._family)
         stored = self._read()
         bare = _EMBEDDING.removeprefix(_PREFIX) in stored  # saved without the output matrix
         self.stored = {_PREFIX + name if bare and name != _HEAD else name: each for name, each in stored.items()}
@@ -97,9 +98,10 @@ class HfCheckpoint:
 
     def _tensors(self) -> Iterator[tuple[str, StoredWeight]]:
         """Yields the stored tensors under their stored names; omits redundant ones (`redundant`)."""
-        for name, tensor in self.stored.items():
+        stored = self._method.tensors(self.stored) if self._method is not None else self.stored.items()
+        for name, tensor in stored:
             if not self.redundant(name):
-                yield name, _as_weight(name, tensor, self._family)
+                yield name, tensor if isinstance(tensor, StoredWeight) else _as_weight(name, tensor, self._family)
 
     def _check_sizes(self, settings: Settings) -> None:
         """Raises `ModelError` for impossible sizes: more layers than tensors, or empty tensors."""
@@ -161,11 +163,20 @@ def _family(settings: Settings) -> Family:
     raise ModelError(f"{settings.source} names architectures {architectures}; supported: {SUPPORTED}")
 
 
-def _check_quantization(settings: Settings, family: Family) -> None:
-    quantization = settings.part("quantization_config")
-    if quantization is not None and quantization.optional("quant_method", str) not in family.quantized:
-        supported = ", ".join(("none", *family.quantized))
-        raise ModelError(f"{settings.source} has a quantization_config that is not supported; supported: {supported}")
+def _method(settings: Settings, family: Family) -> Method | None:
+    """Returns the method by which the model's matrices are quantized; None if they are not, or if the model's family
+    decodes them. Raises `ModelError` if it is not supported."""
+    quantization = settings.part("quantization_config") or settings.part("compression_config")
+    name = quantization.optional("quant_method", str) if quantization is not None else None
+    if quantization is None or name in family.quantized:
+        return None
+    if name not in METHODS:
+        supported = ", ".join(("none", *METHODS, *family.quantized))
+        raise ModelError(
+            f"{settings.source} has a quantization_config of method {name!r}, which is not supported; supported: "
+            f"{supported}"
+        )
+    return METHODS[name](quantization)
 
 
 def _eos(directory: Path, settings: Settings) -> tuple[int, ...]:

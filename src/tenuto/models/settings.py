@@ -92,6 +92,11 @@ class Settings:
             raise ModelError(f"{self.source} has {key} = {value!r}; expected: an object")
         return Settings(value, self.source)
 
+    def parts(self, key: str) -> list[Settings]:
+        """Returns the objects within the object under `key`; none if it is missing."""
+        whole = Settings(self.get(key, dict, {}), self.source)
+        return [part for name in self.get(key, dict, {}) if (part := whole.part(name)) is not None]
+
     def only(self, allowed: Mapping[str, tuple[object, ...]]) -> None:
         """Rejects models that need arithmetic we lack: raises `ModelError` unless each key has one of its `allowed`
         values; `None` stands for a missing one. The error names the last."""

@@ -16,6 +16,7 @@ from tenuto.base.errors import ModelError
 from tenuto.formats.gguf_file import GgufTensor
 from tenuto.formats.mapped import Span
 from tenuto.kernels.native.formats import FORMATS
+from tenuto.kernels.native.grouped import Grouped
 
 Bytes = npt.NDArray[np.uint8]
 Longs = npt.NDArray[np.int64]
@@ -24,12 +25,12 @@ Words = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 Elements = npt.NDArray[Any]
 """Unquantized floats: float32, float16, or uint16 with the bits of bfloat16, which NumPy lacks."""
 
-_PLAIN: dict[Kind, np.dtype[Any]] = {
+_PLAIN: dict[Kind | Grouped, np.dtype[Any]] = {
     Kind.F32: np.dtype(np.float32),
     Kind.F16: np.dtype(np.float16),
     Kind.BF16: np.dtype(np.uint16),
 }
-FLOATS = {kind.name: kind for kind in _PLAIN}
+FLOATS = {kind.name: kind for kind in (Kind.F32, Kind.F16, Kind.BF16)}
 """The unquantized types by name; safetensors files use the same names."""
 BYTES = Kind.I8
 """The type of raw bytes that only a model's family can interpret."""
@@ -41,19 +42,19 @@ _COMPARED = 1024
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A tensor of GGML type `kind` and `shape`, (outputs, inputs) for a matrix.
+    """A tensor of type `kind`, that of GGML unless it is a `Grouped`, and `shape`, (outputs, inputs) for a matrix.
 
     `read` returns its raw little-endian bytes, uint8: [outputs, bytes per output] for a matrix, [1, bytes] for a
     vector. It maps them from the file anew at each call, so that they take memory only while in use. Raises
     `ModelError`.
     """
 
-    kind: Kind
+    kind: Kind | Grouped
     shape: tuple[int, ...]
     read: Callable[[], Bytes]
 
     @classmethod
-    def of(cls, elements: Elements, kind: Kind) -> StoredWeight:
+    def of(cls, elements: Elements, kind: Kind | Grouped) -> StoredWeight:
         """Returns a tensor that is in memory, of an unquantized `kind`."""
         data = np.ascontiguousarray(elements, _PLAIN[kind]).view(np.uint8)
         return cls(kind, elements.shape, lambda: data.reshape(_rows(elements.shape), -1))
@@ -150,18 +151,20 @@ _Q8_0_BYTES = 34
 """Bytes of a block of Q8_0: a float16 scale and 32 int8."""
 
 
-def dequantize(data: Bytes, kind: Kind, shape: tuple[int, ...]) -> Floats:
-    """Decodes a tensor of GGML type `kind` to float32 of `shape`.
+def dequantize(data: Bytes, kind: Kind | Grouped, shape: tuple[int, ...]) -> Floats:
+    """Decodes a tensor of type `kind` to float32 of `shape`.
 
-    `data` is uint8 [bytes], the raw little-endian bytes. The result equals that of `gguf.quants.dequantize` bit for
-    bit. Raises `ModelError` unless the type is F32, F16, BF16 or one of `FORMATS`. Layout of the blocks:
-    `ggml-common.h`.
+    `data` is uint8 [bytes], the raw little-endian bytes. For types of GGML the result equals that of
+    `gguf.quants.dequantize` bit for bit. Raises `ModelError` unless the type is a `Grouped`, F32, F16, BF16 or one of
+    `FORMATS`. Layout of GGML's blocks: `ggml-common.h`.
     """
     if kind is Kind.BF16:
         return (data.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32).reshape(shape)
     if kind in _PLAIN:
         return data.view(_PLAIN[kind]).astype(np.float32, copy=False).reshape(shape)
     with np.errstate(all="ignore"):  # scales may be anything in a damaged file
+        if isinstance(kind, Grouped):
+            return kind.decode(data.reshape(_rows(shape), -1), shape[-1])
         if kind is Kind.Q8_0:  # three times as fast as the package
             blocks = data.reshape(-1, _Q8_0_BYTES)
             scales = blocks[:, :2].copy().view(np.float16).astype(np.float32)

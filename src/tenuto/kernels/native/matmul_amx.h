@@ -15,11 +15,11 @@ namespace amx {
 // adjusted to that. For a while after a tile instruction multiplications have only one port, as shifts always have, so
 // there are few shifts. `between(q)` is called after quarter q, 0 to 3, so that the caller can mix in tile
 // instructions.
-template <class Format, class Use>
-INLINE void unpack_quants(const uint8_t *panel, int blocks, int b, uint8_t *out, Use between) {
+template <class Format, class Use> INLINE void unpack_quants(const Panel &panel, int b, uint8_t *out, Use between) {
   constexpr int BYTES_A_BLOCK = Format::BLOCK_BYTES;
-  const uint8_t *block = panel + (int64_t)b * BYTES_A_BLOCK, *behind = panel + (int64_t)blocks * BYTES_A_BLOCK;
-  const uint8_t *ahead = panel + PREFETCH_DISTANCE + (int64_t)b * (BYTES_A_BLOCK + 64);
+  const uint8_t *block = panel.block<Format>(b);
+  const Behind behind = panel.behind<Format>();
+  const uint8_t *ahead = panel.data + PREFETCH_DISTANCE + (int64_t)b * (BYTES_A_BLOCK + 64);
 #pragma GCC unroll 16
   for (int i = 0; i < BYTES_A_BLOCK + 64; i += 64)
     __builtin_prefetch(ahead + i, 0, 2);
@@ -38,7 +38,7 @@ INLINE void unpack_quants(const uint8_t *panel, int blocks, int b, uint8_t *out,
   auto put = [&](int row, __m512 first, __m512 second)
                  __attribute__((always_inline)) { _mm512_store_si512(out + row * 64, truncated_pair(first, second)); };
   if constexpr (Format::BITS == 4) {
-    const Scales s = scales_of<Format>(behind, blocks, b);
+    const Scales s = scales_of<Format>(behind, b);
     const Line at8 = line(s, 8), at12 = line(s, 12), at16 = line(s, 16);
 #pragma GCC unroll 4
     for (int j = 0; j < 4; j++) {
@@ -51,17 +51,18 @@ INLINE void unpack_quants(const uint8_t *panel, int blocks, int b, uint8_t *out,
       between(j);
     }
   } else {
-    constexpr int PARTS = Format::PARTS;
+    // The highest position at which the second of two quants still lies within the mantissa: most digits are left.
+    constexpr int PARTS = Format::PARTS, LOW = 15 - Format::BITS, HIGH = LOW + 8;
 #pragma GCC unroll 2
     for (int part = 0; part < PARTS; part++) {
-      const Scales s = scales_of<Format>(behind, blocks, b, part);
-      const Line at7 = line(s, 7), at15 = line(s, 15);
+      const Scales s = scales_of<Format>(behind, b, part);
+      const Line low = line(s, LOW), high = line(s, HIGH);
 #pragma GCC unroll 8
       for (int j = part * (8 / PARTS); j < (part + 1) * (8 / PARTS); j++) {
-        const __m512i x = (__m512i)Format::quads(block, j), up = _mm512_slli_epi32(x, 7),
-                      down = _mm512_srli_epi32(x, 9);
-        put(2 * j, value(up, 7, at7), value(up, 15, at15));
-        put(2 * j + 1, value(down, 7, at7), value(down, 15, at15));
+        const __m512i x = (__m512i)Format::quads(block, j), up = _mm512_slli_epi32(x, LOW),
+                      down = _mm512_srli_epi32(x, 16 - LOW);
+        put(2 * j, value(up, LOW, low), value(up, HIGH, high));
+        put(2 * j + 1, value(down, LOW, low), value(down, HIGH, high));
         if (j % 2)
           between(j / 2);
       }
@@ -71,22 +72,27 @@ INLINE void unpack_quants(const uint8_t *panel, int blocks, int b, uint8_t *out,
 
 // Returns where block `b` of a panel is in the layout of `BF16`: in `out`, unless the panel itself has it. `between` as
 // above.
-template <class Format, class Use>
-INLINE const uint8_t *unpack(const uint8_t *panel, int blocks, int b, uint8_t *out, Use between) {
-  const uint8_t *block = panel + (int64_t)b * Format::BLOCK_BYTES;
-  if constexpr (std::is_same_v<Format, BF16> || std::is_same_v<Format, F16>) {
+template <class Format, class Use> INLINE const uint8_t *unpack(const Panel &panel, int b, uint8_t *out, Use between) {
+  const uint8_t *block = panel.block<Format>(b);
+  if constexpr (Format::QUANTIZED) {
+    unpack_quants<Format>(panel, b, out, between);
+  } else {
+    constexpr int VECTOR_BYTES = Format::BLOCK_BYTES / BLOCK;
+    f32x16 factor = splat(1 + TRUNCATION);
+    if constexpr (Format::SCALED)
+      factor = factor * Format::Layout::scale(panel.behind<Format>(), b, 0);
 #pragma GCC unroll 4
     for (int quarter = 0; quarter < 4; quarter++) {
-      for (int i = 256 * quarter; i < 256 * (quarter + 1); i += 64) {
-        __builtin_prefetch(block + PREFETCH_DISTANCE + i, 0, 2);
-        if (std::is_same_v<Format, F16>)
-          _mm512_store_si512(out + i, truncated_pair((__m512)(float16_to_float(block + i) * (1 + TRUNCATION)),
-                                                     (__m512)(float16_to_float(block + i + 32) * (1 + TRUNCATION))));
+      for (int i = 0; i < 4; i++) {
+        const uint8_t *vectors = block + (4 * quarter + i) * 2 * VECTOR_BYTES;
+        __builtin_prefetch(vectors + PREFETCH_DISTANCE, 0, 2);
+        if constexpr (!std::is_same_v<Format, BF16>)
+          _mm512_store_si512(out + (4 * quarter + i) * 64,
+                             truncated_pair((__m512)(Format::weights(vectors) * factor),
+                                            (__m512)(Format::weights(vectors + VECTOR_BYTES) * factor)));
       }
       between(quarter);
     }
-  } else if constexpr (Format::QUANTIZED) {
-    unpack_quants<Format>(panel, blocks, b, out, between);
   }
   return std::is_same_v<Format, BF16> ? block : out;
 }
@@ -202,7 +208,7 @@ struct Corner {
 // Multiplies up to 32 rows by panel `a` and, unless it is null, panel `b`. A block is multiplied while the next one is
 // unpacked: vector instructions run beside tile instructions if the two are well mixed.
 template <class Format>
-static void few_rows(const uint8_t *a, const uint8_t *b, const Input &x, int first, int last, const Target &target,
+static void few_rows(const Panel &a, const Panel *b, const Input &x, int first, int last, const Target &target,
                      bool added, uint8_t *buffer) {
   const Corner corner = {target.data, target.row, target.panel, last - first, b != nullptr};
   const bool two = last - first > LANES;
@@ -213,16 +219,16 @@ static void few_rows(const uint8_t *a, const uint8_t *b, const Input &x, int fir
     clear();
   const uint8_t *done_a = nullptr, *done_b = nullptr; // the preceding block, unpacked
   for (int k = 0; k < x.blocks; k++) {
-    auto half = [&](const uint8_t *panel, int slot, int part) __attribute__((always_inline)) {
+    auto half = [&](const Panel &panel, int slot, int part) __attribute__((always_inline)) {
       return unpack<Format>(
-          panel, x.blocks, k, buffer + (k % 2 * 2 + slot) * 1024, [&](int quarter) __attribute__((always_inline)) {
+          panel, k, buffer + (k % 2 * 2 + slot) * 1024, [&](int quarter) __attribute__((always_inline)) {
             if (k > 0)
               multiply<false>(done_a, done_b, x, tile, two, k - 1, part + quarter, part + quarter + 1);
           });
     };
     const uint8_t *now_a = half(a, 0, 0), *now_b = now_a;
     if (b)
-      now_b = half(b, 1, 4);
+      now_b = half(*b, 1, 4);
     else if (k > 0)
       multiply<false>(done_a, done_b, x, tile, two, k - 1, 4, 8);
     done_a = now_a, done_b = now_b;
@@ -234,19 +240,19 @@ static void few_rows(const uint8_t *a, const uint8_t *b, const Input &x, int fir
 
 // Does the same for many rows, in pieces of the panels that stay in the L1 cache when unpacked.
 template <class Format>
-static void many_rows(const uint8_t *a, const uint8_t *b, const Input &x, int first, int last, const Target &target,
+static void many_rows(const Panel &a, const Panel *b, const Input &x, int first, int last, const Target &target,
                       bool added, uint8_t *buffer) {
   constexpr bool PACKED = std::is_same_v<Format, BF16>; // panels need no unpacking
   const int blocks = x.blocks, pieces = (blocks + 19) / 20, piece = (blocks + pieces - 1) / pieces;
   for (int from = 0; from < blocks; from += piece) {
     const int to = std::min(blocks, from + piece);
-    const uint8_t *of_a = PACKED ? a + (int64_t)from * 1024 : buffer, *of_b = of_a;
+    const uint8_t *of_a = PACKED ? a.block<Format>(from) : buffer, *of_b = of_a;
     for (int k = from; k < to && !PACKED; k++)
-      unpack<Format>(a, blocks, k, buffer + (k - from) * 1024, [](int) {});
+      unpack<Format>(a, k, buffer + (k - from) * 1024, [](int) {});
     if (b)
-      of_b = PACKED ? b + (int64_t)from * 1024 : buffer + piece * 1024;
+      of_b = PACKED ? b->block<Format>(from) : buffer + piece * 1024;
     for (int k = from; k < to && b && !PACKED; k++)
-      unpack<Format>(b, blocks, k, buffer + (piece + k - from) * 1024, [](int) {});
+      unpack<Format>(*b, k, buffer + (piece + k - from) * 1024, [](int) {});
     compiler_barrier();
     for (int row = first; row < last; row += 2 * LANES) {
       const Corner corner = {target.data + (row - first) * target.row, target.row, target.panel, last - row,
@@ -269,7 +275,7 @@ static void product(const Matrix &w, int panel, int count, const Input &x, int f
   configure(MATMUL);
   with_format(w.format, [&](auto format) {
     for (int i = 0; i < count; i += 2, target.data += 2 * target.panel) {
-      const uint8_t *a = w.data + (panel + i) * w.stride, *b = count - i > 1 ? a + w.stride : nullptr;
+      const Panel a(w, panel + i), next(w, panel + i + 1), *b = count - i > 1 ? &next : nullptr;
       if (last - first > 2 * LANES)
         many_rows<decltype(format)>(a, b, x, first, last, target, added, buffer);
       else

@@ -19,15 +19,15 @@ INLINE f32x16 add_block(f32x16 acc, i32x16 sum, Scales w, float scale, float qua
 // Multiplies ROWS rows of an input tile, from row `from` of the tile on, by a panel. The `fine` quants of outlier
 // blocks are left to `add_fine`.
 template <class Format, int ROWS>
-static void quantized_rows(const uint8_t *panel, const Input &x, int tile, int from, float *out) {
+static void quantized_rows(const Panel &panel, const Input &x, int tile, int from, float *out) {
   constexpr int BITS = Format::BITS, PARTS = Format::PARTS;
   const int blocks = x.blocks;
-  const uint8_t *behind = panel + (int64_t)blocks * Format::BLOCK_BYTES;
+  const Behind behind = panel.behind<Format>();
   int64_t at = (int64_t)tile * blocks * LANES + from;
   f32x16 acc[ROWS] = {};
-  const uint8_t *ahead = panel + PREFETCH_DISTANCE;
+  const uint8_t *ahead = panel.data + PREFETCH_DISTANCE;
   for (int b = 0; b < blocks; b++, at += LANES) {
-    const uint8_t *block = panel + (int64_t)b * Format::BLOCK_BYTES;
+    const uint8_t *block = panel.block<Format>(b);
     for (int i = 0; i < Format::BLOCK_BYTES + 64; i += 64, ahead += 64)
       __builtin_prefetch(ahead, 0, 2);
 #pragma GCC unroll 2
@@ -43,7 +43,7 @@ static void quantized_rows(const uint8_t *panel, const Input &x, int tile, int f
             fine[r].template add<BITS>(w, x.fine + (at + r) * BLOCK + 4 * j);
         }
       }
-      const Scales s = scales_of<Format>(behind, blocks, b, part);
+      const Scales s = scales_of<Format>(behind, b, part);
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; r++) {
         i32x16 sum = dots[r].template total<BITS>();
@@ -62,10 +62,10 @@ static void quantized_rows(const uint8_t *panel, const Input &x, int tile, int f
 
 // Adds the products of the `fine` quants of outlier blocks; row 0 of `out` is row `first` of the input.
 template <class Format>
-static void add_fine(const uint8_t *panel, const Input &x, const OutlierBlocks::Entry *entry,
+static void add_fine(const Panel &panel, const Input &x, const OutlierBlocks::Entry *entry,
                      const OutlierBlocks::Entry *end, int first, float *out) {
   constexpr int BITS = Format::BITS, PARTS = Format::PARTS;
-  const uint8_t *behind = panel + (int64_t)x.blocks * Format::BLOCK_BYTES;
+  const Behind behind = panel.behind<Format>();
   u32x16 weights[8];
   f32x16 scales[PARTS];
   for (int there = -1; entry < end; entry++) {
@@ -73,10 +73,10 @@ static void add_fine(const uint8_t *panel, const Input &x, const OutlierBlocks::
       there = entry->block;
 #pragma GCC unroll 8
       for (int j = 0; j < 8; j++)
-        weights[j] = Format::quads(panel + (int64_t)there * Format::BLOCK_BYTES, j);
+        weights[j] = Format::quads(panel.block<Format>(there), j);
 #pragma GCC unroll 2
       for (int part = 0; part < PARTS; part++)
-        scales[part] = scales_of<Format>(behind, x.blocks, there, part).scale;
+        scales[part] = scales_of<Format>(behind, there, part).scale;
     }
     const int64_t at = entry->at;
     const float scale = x.scales[at] * FINE_STEP;
@@ -118,17 +118,18 @@ template <int ROWS> static void bf16_rows(const uint8_t *panel, const Input &x, 
     store(out + r * LANES, even[r] + odd[r]);
 }
 
-// Does the same with weights of float32 or float16.
+// Does the same with weights of float32, float16 or FP8. The sums of scaled weights are scaled after each block.
 template <class Format, int ROWS>
-static void float_rows(const uint8_t *panel, const Input &x, int tile, int from, float *out) {
+static void float_rows(const Panel &panel, const Input &x, int tile, int from, float *out) {
   constexpr int64_t VECTOR_BYTES = Format::BLOCK_BYTES / BLOCK;
   int64_t at = (int64_t)tile * x.blocks * LANES + from;
-  f32x16 even[ROWS] = {}, odd[ROWS] = {};
+  const uint8_t *vector = panel.data;
+  f32x16 even[ROWS] = {}, odd[ROWS] = {}, acc[ROWS] = {};
   for (int b = 0; b < x.blocks; b++, at += LANES) {
-    for (int j = 0; j < BLOCK; j += 2, panel += 2 * VECTOR_BYTES) {
+    for (int j = 0; j < BLOCK; j += 2, vector += 2 * VECTOR_BYTES) {
       for (int i = 0; i < 2 * VECTOR_BYTES; i += 64)
-        __builtin_prefetch(panel + PREFETCH_DISTANCE + i, 0, 2);
-      const f32x16 first = Format::weights(panel), second = Format::weights(panel + VECTOR_BYTES);
+        __builtin_prefetch(vector + PREFETCH_DISTANCE + i, 0, 2);
+      const f32x16 first = Format::weights(vector), second = Format::weights(vector + VECTOR_BYTES);
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; r++) {
         const float *values = x.floats + (at + r) * BLOCK + j;
@@ -136,16 +137,22 @@ static void float_rows(const uint8_t *panel, const Input &x, int tile, int from,
         odd[r] += second * values[1];
       }
     }
+    if constexpr (Format::SCALED) {
+      const f32x16 scale = Format::Layout::scale(panel.behind<Format>(), b, 0);
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; r++)
+        acc[r] += (even[r] + odd[r]) * scale, even[r] = odd[r] = f32x16{};
+    }
   }
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++)
-    store(out + r * LANES, even[r] + odd[r]);
+    store(out + r * LANES, Format::SCALED ? acc[r] : even[r] + odd[r]);
 }
 
 template <class Format, int ROWS>
-INLINE void multiply_rows(const uint8_t *panel, const Input &x, int tile, int from, float *out) {
+INLINE void multiply_rows(const Panel &panel, const Input &x, int tile, int from, float *out) {
   if constexpr (std::is_same_v<Format, BF16>)
-    bf16_rows<ROWS>(panel, x, tile, from, out);
+    bf16_rows<ROWS>(panel.data, x, tile, from, out);
   else if constexpr (Format::QUANTIZED)
     quantized_rows<Format, ROWS>(panel, x, tile, from, out);
   else
@@ -154,7 +161,7 @@ INLINE void multiply_rows(const uint8_t *panel, const Input &x, int tile, int fr
 
 // Multiplies rows `first` to `last` of the input, `first` a multiple of 16, by a panel: float [last - first][16].
 template <class Format>
-static void multiply_panel(const uint8_t *panel, const Input &x, const OutlierBlocks &outliers, int first, int last,
+static void multiply_panel(const Panel &panel, const Input &x, const OutlierBlocks &outliers, int first, int last,
                            float *out) {
   for (int row = first; row < last;) {
     int left = std::min(last - row, LANES - row % LANES), tile = row / LANES, from = row % LANES;

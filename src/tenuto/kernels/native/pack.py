@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from tenuto.kernels.native.formats import FORMATS, Blocks, PanelFormat
+from tenuto.kernels.native.formats import FORMATS, Blocks, Conversion, PanelFormat
 from tenuto.kernels.native.library import Matrix
 
 Bytes = npt.NDArray[np.uint8]
@@ -61,40 +61,49 @@ def pack_quantized(data: Bytes, kind: GGMLQuantizationType, arena: Arena) -> Mat
     """Packs a quantized matrix. `data` is uint8 [outputs, bytes of an output], as in a GGUF file; `kind` is in
     `FORMATS`."""
     conversion, (weights, size) = FORMATS[kind], GGML_QUANT_SIZES[kind]
-    outputs, count = len(data), data.shape[1] // size * (weights // BLOCK)
+    inputs = data.shape[1] // size * weights
+
+    def split(rows: Bytes) -> Blocks:
+        return conversion.split(rows.reshape(len(rows), -1, size))
+
+    return pack_blocks(data, inputs, Conversion(conversion.format, split), arena)
+
+
+def pack_blocks(data: Bytes, inputs: int, conversion: Conversion, arena: Arena, group: int = 1) -> Matrix:
+    """Packs a matrix. `data` is uint8 [outputs, bytes of an output]. `group`: the number of blocks that share a scale,
+    a power of two or all of a row, where the panel format leaves that open."""
+    outputs, count = len(data), inputs // BLOCK
     panels = -(-outputs // LANES)
-    packed = arena.array((panels, _stride(conversion.format, count)))
+    packed = arena.array((panels, _stride(conversion.format, count, group)))
     step = max(1, _AT_ONCE // (LANES * data.shape[1]))
     for first in range(0, panels, step):
         rows = data[first * LANES : (first + step) * LANES]
         if len(rows) % LANES:
             rows = np.concatenate((rows, np.zeros((-len(rows) % LANES, rows.shape[1]), np.uint8)))
         with np.errstate(all="ignore"):  # scales may be anything in a damaged file
-            blocks = conversion.split(rows.reshape(len(rows), -1, size))
-        _fill(packed[first : first + step], blocks)
-    return _matrix(conversion.format, outputs, count * BLOCK, packed)
+            _fill(packed[first : first + step], conversion.split(rows))
+    return _matrix(conversion.format, outputs, inputs, packed, 31 if group >= count else group.bit_length() - 1)
 
 
-def _stride(panel_format: PanelFormat, count: int) -> int:
-    """Returns the size, in bytes, of a quantized panel of `count` blocks."""
-    block_bytes = panel_format.quant_bytes + 2 * panel_format.float16s
-    return -(-count * LANES * block_bytes // 64) * 64
+def _stride(panel_format: PanelFormat, count: int, group: int) -> int:
+    """Returns the size, in bytes, of a quantized panel of `count` blocks of which `group` share a scale."""
+    scales = sum(kind.itemsize * -(-count // (shared or group)) for kind, shared in panel_format.scales)
+    return -(-LANES * (count * panel_format.quant_bytes + scales) // 64) * 64
 
 
 def _fill(panels: Bytes, blocks: Blocks) -> None:
     """Copies `blocks` into `panels`, 16 rows into each."""
     _, count, size = blocks.quants.shape
-    end = count * LANES * size
-    quads = blocks.quants.view(np.uint32).reshape(len(panels), LANES, count, size // 4).transpose(0, 2, 3, 1)
-    place = panels[:, :end].view(np.uint32).reshape(quads.shape)
-    if size == BLOCK:  # signed bytes become unsigned
-        np.bitwise_xor(quads, 0x80808080, out=place)
-    else:
-        np.copyto(place, quads)
-    for i, halves in enumerate(blocks.float16s):
-        at = end + i * count * LANES * 2
-        place = panels[:, at : at + count * LANES * 2].view(np.float16)
-        np.copyto(place.reshape(-1, count, LANES), halves.reshape(-1, LANES, count).transpose(0, 2, 1))
+    at = count * LANES * size
+    kind = np.dtype(f"u{blocks.together}")
+    lanes = blocks.quants.view(kind).reshape(len(panels), LANES, count, size // blocks.together)
+    place = panels[:, :at].view(kind).reshape(len(panels), count, size // blocks.together, LANES)
+    np.copyto(place, lanes.transpose(0, 2, 3, 1))
+    for values in blocks.scales:
+        end = at + LANES * values.shape[1] * values.itemsize
+        into = panels[:, at:end].view(values.dtype).reshape(len(panels), -1, LANES)
+        np.copyto(into, values.reshape(len(panels), LANES, -1).transpose(0, 2, 1))
+        at = end
 
 
 def pack_floats(rows: Iterable[Words], outputs: int, inputs: int, panel_format: PanelFormat, arena: Arena) -> Matrix:
@@ -114,5 +123,5 @@ def pack_floats(rows: Iterable[Words], outputs: int, inputs: int, panel_format: 
     return _matrix(panel_format, outputs, inputs, packed)
 
 
-def _matrix(panel_format: PanelFormat, outputs: int, inputs: int, packed: Bytes) -> Matrix:
-    return Matrix(panel_format, outputs, inputs, len(packed), packed.shape[1], packed.ctypes.data, None)
+def _matrix(panel_format: PanelFormat, outputs: int, inputs: int, packed: Bytes, group: int = 0) -> Matrix:
+    return Matrix(panel_format, outputs, inputs, len(packed), group, packed.shape[1], packed.ctypes.data, None)

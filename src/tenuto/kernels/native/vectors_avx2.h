@@ -87,6 +87,15 @@ INLINE f32x16 float16_to_float(const void *p) { // 16 float16
   return {(f32x8)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
           (f32x8)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p + 1))};
 }
+INLINE u32x16 load_bytes(const void *p) { // 16 bytes
+  const __m128i all = _mm_loadu_si128((const __m128i *)p);
+  return {(u32x8)_mm256_cvtepu8_epi32(all), (u32x8)_mm256_cvtepu8_epi32(_mm_srli_si128(all, 8))};
+}
+// Returns the bytes of `table` that the bytes of `v`, below 16, number.
+INLINE u32x16 looked_up(const uint8_t (&table)[16], u32x16 v) {
+  const __m256i twice = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
+  return {(u32x8)_mm256_shuffle_epi8(twice, (__m256i)v.low), (u32x8)_mm256_shuffle_epi8(twice, (__m256i)v.high)};
+}
 INLINE float sum16(f32x16 v) {
   const __m256 both = (__m256)(v.low + v.high);
   __m128 four = _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));

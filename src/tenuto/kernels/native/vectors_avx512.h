@@ -27,6 +27,13 @@ INLINE i32x16 nearest(f32x16 x) { return (i32x16)_mm512_cvtps_epi32((__m512)x); 
 INLINE f32x16 float16_to_float(const void *p) { // 16 float16
   return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 }
+INLINE u32x16 load_bytes(const void *p) { // 16 bytes
+  return (u32x16)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+}
+// Returns the bytes of `table` that the bytes of `v`, below 16, number.
+INLINE u32x16 looked_up(const uint8_t (&table)[16], u32x16 v) {
+  return (u32x16)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table)), (__m512i)v);
+}
 INLINE float sum16(f32x16 v) { return _mm512_reduce_add_ps((__m512)v); }
 INLINE float highest16(f32x16 v) { return _mm512_reduce_max_ps((__m512)v); }
 INLINE i8x16 to_bytes(i32x16 v) { return (i8x16)_mm512_cvtepi32_epi8((__m512i)v); }

@@ -96,6 +96,17 @@ INLINE f32x16 float16_to_float(const void *p) { // 16 float16
   const char *at = (const char *)p;
   return {float16_to_float4(at), float16_to_float4(at + 8), float16_to_float4(at + 16), float16_to_float4(at + 24)};
 }
+INLINE u32x16 load_bytes(const void *p) { // 16 bytes
+  const uint8x16_t all = load<uint8x16_t>(p);
+  const uint16x8_t low = vmovl_u8(vget_low_u8(all)), high = vmovl_high_u8(all);
+  return {(u32x4)vmovl_u16(vget_low_u16(low)), (u32x4)vmovl_high_u16(low), (u32x4)vmovl_u16(vget_low_u16(high)),
+          (u32x4)vmovl_high_u16(high)};
+}
+// Returns the bytes of `table` that the bytes of `v`, below 16, number.
+INLINE u32x16 looked_up(const uint8_t (&table)[16], u32x16 v) {
+  const uint8x16_t bytes = load<uint8x16_t>(table);
+  return each<u32x4>(v, [&](u32x4 q) { return vqtbl1q_u8(bytes, (uint8x16_t)q); });
+}
 INLINE float sum16(f32x16 v) { return vaddvq_f32((float32x4_t)((v.a + v.b) + (v.c + v.d))); }
 INLINE float highest16(f32x16 v) {
   const float32x4_t first = vmaxq_f32((float32x4_t)v.a, (float32x4_t)v.b);

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
+from gguf import GGMLQuantizationType as Kind
 
 from tenuto.base.errors import ModelError
+from tenuto.kernels.native.grouped import in_halves
 from tenuto.models.config import Experts, Layer, ModelConfig
 from tenuto.models.families.family import KINDS, Family, Named, by_kind, split_layer
 from tenuto.models.settings import Settings
-from tenuto.models.weights import BYTES, FLOATS, Bytes, StoredWeight, bfloat16_bits
+from tenuto.models.weights import BYTES, Bytes, StoredWeight
 
 _THETA = 150_000.0
-_FOURS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-"""The values of E2M1, a 4-bit float: one sign bit, two bits of exponent, one of mantissa."""
-_SCALE_BIAS = 127
-_BFLOAT16 = FLOATS["BF16"]
 _ALL = slice(None)
 
 
@@ -63,8 +61,8 @@ def _check_mxfp4(name: str, blocks: StoredWeight, scales: StoredWeight) -> None:
 
 
 def mxfp4(blocks: StoredWeight, scales: StoredWeight, outputs: slice = _ALL) -> StoredWeight:
-    """Converts selected outputs of a matrix from the OCP microscaling format MXFP4 to bfloat16, [outputs, 32 * blocks].
-    The conversion is exact and happens when the weight is read.
+    """Rearranges selected outputs of a matrix in the OCP microscaling format MXFP4 as GGML's type of that name has
+    them, [outputs, 32 * blocks]. No bit changes, and it happens when the weight is read.
 
     `blocks` is uint8 [all outputs, blocks, 16], two values per byte, the first in the low bits. `scales` is uint8 [all
     outputs, blocks]: each block is multiplied by 2 to the power of its scale minus 127.
@@ -73,14 +71,11 @@ def mxfp4(blocks: StoredWeight, scales: StoredWeight, outputs: slice = _ALL) -> 
     rows, count = scales.shape
 
     def read() -> Bytes:
-        fours, exponents = (weight.read().reshape(weight.shape) for weight in (blocks, scales))
-        with np.errstate(over="ignore", invalid="ignore"):  # scales may be anything in a damaged file
-            factors = np.ldexp(np.float32(1), exponents.astype(np.int32) - _SCALE_BIAS)
-            pairs = np.stack((_FOURS[fours & 15], _FOURS[fours >> 4]), axis=-1)
-            values = pairs.reshape(rows, count, 32) * factors[..., None]
-        return bfloat16_bits(values.reshape(rows, -1)).view(np.uint8)
+        pairs, exponents = (weight.read().reshape(rows, count, -1) for weight in (blocks, scales))
+        values = np.stack((pairs & 15, pairs >> 4), axis=-1).reshape(rows, count, 32)
+        return np.concatenate((exponents, in_halves(values)), axis=-1).reshape(rows, -1)
 
-    return StoredWeight(_BFLOAT16, (rows, 32 * count), read)
+    return StoredWeight(Kind.MXFP4, (rows, 32 * count), read)
 
 
 def _translate_one(name: str, weight: StoredWeight) -> Iterator[Named]:

@@ -9,19 +9,25 @@ from gguf import GGMLQuantizationType as Kind
 
 from tenuto.base.errors import ModelError
 from tenuto.kernels.native.formats import FORMATS, PanelFormat
+from tenuto.kernels.native.grouped import BLOCK, Grouped
 from tenuto.kernels.native.library import Matrix
-from tenuto.kernels.native.pack import LANES, Arena, pack_floats, pack_quantized
+from tenuto.kernels.native.pack import LANES, Arena, pack_blocks, pack_floats, pack_quantized
 from tenuto.models.weights import Floats, Longs, StoredWeight, without_place, wrong_shape
 
-_PANELS = {Kind.F32: PanelFormat.F32, Kind.F16: PanelFormat.F16, Kind.BF16: PanelFormat.BF16}
-_KINDS = {panels: kind for kind, panels in _PANELS.items()}
+_PANELS: dict[Kind | Grouped, PanelFormat] = {
+    Kind.F32: PanelFormat.F32,
+    Kind.F16: PanelFormat.F16,
+    Kind.BF16: PanelFormat.BF16,
+}
+_KINDS = {PanelFormat[kind.name]: kind for kind in (Kind.F32, Kind.F16, Kind.BF16)}
+_FLOATS = {*_KINDS, PanelFormat.FP8}
 _AT_ONCE = 2**20  # number of weights decoded at a time
 _AS_STORED: Mapping[str, Longs] = MappingProxyType({})
 
 
 def same_input(first: Matrix, second: Matrix) -> bool:
     """Whether one form of the input serves both matrices: both are quantized, or both have the same type of floats."""
-    return first.format == second.format or not {first.format, second.format} & _KINDS.keys()
+    return first.format == second.format or not {first.format, second.format} & _FLOATS
 
 
 class Panels:
@@ -97,21 +103,33 @@ class Panels:
         kinds = {weight.kind for weight in stored}
         if self._plain:
             return [PanelFormat.BF16] * len(stored)
-        if kinds <= FORMATS.keys():
+        if all(map(_has_quants, kinds)) or all(map(_is_fp8, kinds)):
             return [None] * len(stored)
         one = _PANELS.get(stored[0].kind, PanelFormat.F32) if len(kinds) == 1 else PanelFormat.F32
         return [one] * len(stored)
 
     def _matrix(self, stored: StoredWeight, panel_format: PanelFormat | None) -> Matrix:
-        if panel_format is None:
-            return pack_quantized(stored.read(), stored.kind, self._arena)
         outputs, inputs = stored.shape
+        if panel_format is None:
+            if not isinstance(stored.kind, Grouped):
+                return pack_quantized(stored.read(), stored.kind, self._arena)
+            group = stored.kind.group // BLOCK
+            return pack_blocks(stored.read(), inputs, stored.kind.conversion(inputs), self._arena, group)
         step = max(1, _AT_ONCE // (LANES * inputs)) * LANES
         return pack_floats(stored.words(_KINDS[panel_format], step), outputs, inputs, panel_format, self._arena)
 
     def _take(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
         self.require(name, *shape)
         return self._weights.pop(name)
+
+
+def _has_quants(kind: Kind | Grouped) -> bool:
+    """Whether weights of this type are multiplied as whole numbers."""
+    return kind in FORMATS or (isinstance(kind, Grouped) and not _is_fp8(kind))
+
+
+def _is_fp8(kind: Kind | Grouped) -> bool:
+    return isinstance(kind, Grouped) and kind.numbers is PanelFormat.FP8
 
 
 def _ordered(stored: StoredWeight, order: Longs | None) -> StoredWeight:
