@@ -1,9 +1,11 @@
-"""Compiles the native kernels for this CPU, once, into the user's cache."""
+"""Compiles the native kernels for this CPU, once, into the user's cache; where that is impossible, finds those that the
+package has."""
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import platform
 import shutil
 import subprocess
 import sys
@@ -15,6 +17,8 @@ from pathlib import Path
 from tenuto.base.errors import ConfigError
 
 SOURCES = Path(__file__).parent
+PREBUILT = SOURCES / "prebuilt"
+"""Libraries in the package, in wheels that have any."""
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-w"),
@@ -55,6 +59,13 @@ class Machine:
     @classmethod
     def this(cls) -> Machine:
         return cls(_features(), next(filter(None, map(shutil.which, _COMPILERS)), None))
+
+    @classmethod
+    def building(cls) -> Machine:
+        """Returns a machine with this one's compiler and all features that variants for its architecture need."""
+        arm = platform.machine() in ("aarch64", "arm64")
+        needs = {feature for needed in VARIANTS.values() if ("simd" in needed) == arm for feature in needed}
+        return cls(frozenset(map(_kernel_name, needs)), cls.this().compiler)
 
     def variants(self) -> list[str]:
         """Returns the variants that this CPU can run, the best first."""
@@ -97,15 +108,30 @@ def variant_flags(variant: str) -> list[str]:
 
 def library(cache: Path, machine: Machine, variant: str, say: Callable[[str], None]) -> Path:
     """Returns the path of the compiled kernels of `variant`, and compiles them unless the cache has them for the same
-    sources and flags. Two processes at once compile them once. `say` is called with a message before a compilation.
+    sources and flags. Two processes at once compile them once. If they cannot be compiled, returns those that the
+    package has for the same sources and flags. `say` is called with a message before a compilation, and if the
+    package's are used.
 
-    Raises `ConfigError` if this CPU cannot run `variant`, and `Unavailable` if there is no compiler, or if it fails.
+    Raises `ConfigError` if this CPU cannot run `variant`, and `Unavailable` if kernels cannot be compiled and the
+    package lacks them.
     """
     possible = machine.variants()
     if variant not in possible:
         raise ConfigError(f"kernels are {variant!r}; allowed on this CPU: {', '.join(['auto', *possible, 'torch'])}")
     flags = [*_FLAGS, f'-DTENUTO_VARIANT="{variant}"', *variant_flags(variant)]
     path = cache / "kernels" / f"{variant}-{_key(flags)}.so"
+    try:
+        return _compiled(path, machine, flags, say)
+    except Unavailable as reason:
+        shipped = PREBUILT / path.name
+        if not shipped.exists():
+            raise
+        say(f"The package's own kernels compute ({variant}): {reason}")
+        return shipped
+
+
+def _compiled(path: Path, machine: Machine, flags: Sequence[str], say: Callable[[str], None]) -> Path:
+    """Returns `path`, and compiles kernels into it unless it exists. Raises `Unavailable`."""
     try:
         if path.exists():
             return path
