@@ -41,7 +41,8 @@ class TurnParams:
 
     `max_new_tokens` `None` means as many as fit. `stop_ids` end the turn and are part of the committed output, like the
     model's own end tokens unless `ignore_eos` is set. Deadlines are seconds from the turn's arrival: `queue_timeout`
-    until it first runs, `timeout` until it ends; `None`: no deadline. `priority` `None` takes the session's; higher
+    until it first runs, `timeout` until it ends; `None`: no deadline. The session's next turn is expected
+    `expect_within` seconds after it has committed. `priority` `None` takes the session's; higher
     runs first.
 
     The first `min_new_tokens` output tokens are never stop ids, and their text is not searched for stops.
@@ -92,6 +93,9 @@ class TurnParams:
     priority: int | None = option(None, "Higher runs first.", PRIORITIES)
     queue_timeout: float | None = option(None, "Seconds within which it must have started.", SECONDS)
     timeout: float | None = option(None, "Seconds within which it must have ended.", SECONDS)
+    expect_within: float | None = option(
+        None, "Seconds after its end within which the session's next turn is expected.", SECONDS
+    )
     min_new_tokens: int = option(
         0, "Nothing ends the turn before this many.", Bounds(0, MAX_NEW_TOKENS), names={"openai": "min_tokens"}
     )
@@ -189,7 +193,7 @@ OPTIONS: dict[str, Field[Any]] = {
 }
 """Every option by its name."""
 OF_SAMPLING = frozenset(each.name for each in fields(Sampling))
-OF_PREFILL = ("priority", "queue_timeout", "timeout", "input_logprobs", "logprob_ids")
+OF_PREFILL = ("priority", "queue_timeout", "timeout", "expect_within", "input_logprobs", "logprob_ids")
 """Options that apply even if nothing is generated."""
 
 
@@ -271,7 +275,8 @@ class TurnOptions(TypedDict, total=False):
     place; `logprob_ids` are more tokens to show there. `priority`: higher runs first; the session's if not given.
     `grammar`: the form of the output, a `Grammar` or an object with one field: `json_schema`, `json_object` (`True`),
     `regex`, `choice` (strings), `ebnf` or `lark`. `queue_timeout` and `timeout`: seconds within which the turn must
-    have started, and ended.
+    have started, and ended. `expect_within`: seconds after its end within which the session's next turn is expected,
+    such as the time that its tools take; the session's memory is kept, or brought back, until then.
 
     `prediction`: text that the output will largely repeat; where it does, several tokens are computed at once.
     `speculate` `False`: none is guessed.
@@ -296,6 +301,7 @@ class TurnOptions(TypedDict, total=False):
     priority: int | None
     queue_timeout: float | None
     timeout: float | None
+    expect_within: float | None
     min_new_tokens: int
     logprobs: int | None
     input_logprobs: int | None

@@ -123,7 +123,8 @@ class Engine:
         self.turns = TurnOperations(core, lifecycle, self.occupation, gate)
         self.states = SessionStates(core, lifecycle, self.occupation)
         self.adapters = AdapterOperations(core)
-        self.auditor = Auditor(core, (self._admission,))
+        self.expectations = lifecycle.expectations
+        self.auditor = Auditor(core, (self._admission, self.expectations))
         self.erasure = Erasure(core, lifecycle, self.occupation, self._flights, self.auditor)
         self.steps = 0  # number of calls of `step`
         self.transitions = self.counts.transitions
@@ -141,6 +142,7 @@ class Engine:
         progressed, planned = self._flights.land_guesses(), None
         if not (self.occupation.paused or self.occupation.released):
             self._admission.admit()
+            self.expectations.step()
             planned = self._flights.plan()
         if planned is not None:
             self._flights.submit(planned)

@@ -87,6 +87,7 @@ class Erasure:
         if session.turn is not None:
             session.state = SessionState.OPEN  # otherwise the turn's end closes it
             self._lifecycle.abort(session.turn, EndReason.ABORT)
+        self._lifecycle.expectations.withdraw_all()
         self._flights.land()
         core.idle_memory.finish()
         core.idle_memory.saves.settle(core.clock.now())

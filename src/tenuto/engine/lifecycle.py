@@ -8,6 +8,7 @@ from tenuto.base.errors import InvariantError
 from tenuto.base.turns import EndReason, TurnState
 from tenuto.base.views import SessionState
 from tenuto.engine.core import Core
+from tenuto.engine.expectations import Expectations
 from tenuto.engine.sharing import Found, Sharing
 from tenuto.engine.timers import Timers
 from tenuto.memory.pool import Lease
@@ -16,6 +17,10 @@ from tenuto.sched.pressure import Pressure
 from tenuto.session.changes import Change, ChangeKind
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
+
+
+PARKS = ("pressure", "made way")
+"""The reasons for which a session loses memory that is parked first."""
 
 
 class Lifecycle:
@@ -31,8 +36,13 @@ class Lifecycle:
         self._outcomes = core.outcomes
         self._proposer = core.proposer
         self.timers = Timers(core.registry, core.config.draft_timeout)
-        self.pressure = Pressure(core.memory, core.batch, self)
+        self.pressure = Pressure(core.memory, core.batch, core.clock, self)
+        self.expectations = Expectations(core, self.pressure, self.note_memory)
         self.sharing = Sharing(core, self.pressure)
+
+    def withdraw(self) -> bool:
+        """See `Yielding`."""
+        return self.expectations.withdraw()
 
     def note(
         self,
@@ -58,6 +68,7 @@ class Lifecycle:
     def enqueue(self, turn: Turn, event: str) -> None:
         """Queues a submitted turn. `event` names the operation that submitted it."""
         self._counts.note(event)
+        self.expectations.met(turn.session)
         turn.session.turn = turn
         self._sessions.note_turn(turn.session)
         self.timers.submitted(turn)
@@ -191,7 +202,7 @@ class Lifecycle:
             turn.lose_memory()
         else:
             if session.state is not SessionState.CLOSED:
-                if why == "pressure":
+                if why in PARKS:
                     self._idle_memory.park(session)
                 else:
                     self._idle_memory.forget(session)
@@ -211,6 +222,7 @@ class Lifecycle:
         """Drops a session without a running turn to its tokens, on the device and in tiers. Returns whether it held
         anything on the device."""
         self._idle_memory.forget(session)
+        self.expectations.forget(session)
         held = session.memory.computed > 0 or session.memory.turn is not None
         while session.memory.computed or session.memory.turn is not None:
             self.drop(session, "flushed")
@@ -358,6 +370,8 @@ class Lifecycle:
         else:
             self._sessions.watch(session)
             self.note_memory(session)
+            if committed and turn.params.expect_within is not None:
+                self.expectations.expect(session, turn.params.expect_within)
 
     def close(self, session: Session) -> None:
         """Closes and removes a session without an open turn. Its memory stays for other turns to share, unless another

@@ -111,6 +111,7 @@ class Occupation:
     def _vacate(self, *, park: bool) -> None:
         """Frees all units and lands all steps in flight; running turns queue again. With `park`, the memory of sessions
         is parked as far as there is room; otherwise it is discarded, in tiers too."""
+        self._lifecycle.expectations.withdraw_all()
         for turn in list(self._batch.running()):
             self._lifecycle.preempt(turn)
         for session in [*self._sessions, *self._sessions.prefixes]:

@@ -17,7 +17,7 @@ from tenuto.base.errors import InvariantError
 from tenuto.base.plan import Copier
 from tenuto.base.wire.state_file import CopiedState
 from tenuto.memory.memory import Memory
-from tenuto.memory.pool import HolderKind, Lease
+from tenuto.memory.pool import Holder, HolderKind, Lease
 from tenuto.memory.rows import Longs
 from tenuto.memory.tiers.contents import Content
 from tenuto.memory.tiers.disk import Disk
@@ -30,6 +30,10 @@ from tenuto.memory.tiers.unit_files import UnitFiles
 from tenuto.sched.batch import is_computed
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
+
+
+FAILURES = {"copy": "copy failed"}
+"""What the failures of a move are called where parked sessions are computed again; others are "unreadable"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,8 @@ class Parking:
         memory = session.memory
         if not self.restores or not self._settled(session):
             return False
-        parked = self.tiers.park(memory.computed, memory.kept(), self._contents(session, memory.computed))
+        names = self._contents(session, memory.computed)
+        parked = self.tiers.park(memory.computed, memory.kept(), names, session.expected)
         if parked is None:
             return False
         self._replace(session, parked)
@@ -292,25 +297,29 @@ class Parking:
 
     def plan(self, turn: Turn) -> int:
         """See `Restoring`."""
-        self._planned = turn, self._position(turn)
+        self._planned = turn, self.restorable(turn.session, turn.resume_position)
         return self._planned[1]
 
-    def _position(self, turn: Turn) -> int:
-        session = turn.session
+    def restorable(self, session: Session, target: int) -> int:
+        """Returns the position, at or below `target`, to which the session's state can be brought back; 0 if it has
+        none off the device that goes farther than its memory, or computing it takes less time."""
         if session.memory.turn is not None or (parked := self._find(session)) is None:
             return 0
-        position = self._resumable(parked, turn.resume_position)
-        if position < session.memory.resumable(turn.resume_position) + self._memory.page_size:
+        position = self._resumable(parked, target)
+        if position < session.memory.resumable(target) + self._memory.page_size:
             return 0
         tier = "disk" if parked.on_disk else "host"
         if not parked.trial and not self.tiers.rates.worth(tier, size_of(parked), position):
             return 0
-        self.tiers.use(parked)  # so that it does not make room for others now
+        self.tiers.use(parked, session.expected)  # so that it does not make room for others now
         return position
 
     def units(self, turn: Turn, *, alone: bool = False) -> Longs:
         """See `Restoring`."""
-        session, position = turn.session, self._planned[1]
+        return self.lacking(turn.session, self._planned[1], alone=alone)
+
+    def lacking(self, session: Session, position: int, *, alone: bool = False) -> Longs:
+        """Returns the units of each group, int64 [groups], that `acquire` takes; `alone`: see `Restoring.units`."""
         parked, counts = self._sessions[session], self._counts(session, position)
         if alone:
             return np.array(counts, np.int64)
@@ -327,17 +336,12 @@ class Parking:
         self._planned = None, 0
         if planned is not turn or not position or is_computed(turn):  # it may have found more elsewhere
             return
-        session, parked = turn.session, self._sessions[turn.session]
-        leases: list[Lease] = []
-        for group, count in enumerate(self._counts(session, position)):
-            lease = self._acquire(parked, group, count, position, slots)
-            if lease is None:
-                for taken in leases:
-                    taken.release()
-                self._failed(session, "no room")
-                return
-            leases.append(lease)
-        arrival = Arrival(turn, self.tiers.bring_back(parked, leases, self._contents(session, position)))
+        session = turn.session
+        leases = self.acquire(session, position, self, slots)
+        if leases is None:
+            self.failed(session, "no room")
+            return
+        arrival = Arrival(turn, self.bring_back(session, position, leases))
         self._named = None
         session.memory.drop()
         session.memory.receive(position, leases)
@@ -345,6 +349,27 @@ class Parking:
             self._arriving[session] = arrival
         else:
             self.restored += 1
+
+    def acquire(
+        self, session: Session, position: int, holder: Holder, slots: tuple[Lease, ...] | None = None
+    ) -> list[Lease] | None:
+        """Returns leases of `holder` on the units of each group kept for `position`: those that the device still has,
+        and others of `slots` or, without them, free ones. Returns `None`, having taken nothing, if there are too
+        few."""
+        leases: list[Lease] = []
+        for group, count in enumerate(self._counts(session, position)):
+            lease = self._acquire(self._sessions[session], group, count, position, holder, slots)
+            if lease is None:
+                for taken in leases:
+                    taken.release()
+                return None
+            leases.append(lease)
+        return leases
+
+    def bring_back(self, session: Session, position: int, leases: Sequence[Lease]) -> list[Move]:
+        """Begins to copy the state of the first `position` tokens to units that `acquire` returned. Returns the moves
+        to wait for."""
+        return self.tiers.bring_back(self._sessions[session], leases, self._contents(session, position))
 
     def awaits(self, turn: Turn) -> bool:
         """Whether the turn has to wait because its session's memory is arriving."""
@@ -369,12 +394,17 @@ class Parking:
         session = arrival.turn.session
         failures = [move.failure for move in arrival.moves if not move.usable]
         if failures:
-            self._failed(session, "copy failed" if failures[0] == "copy" else "unreadable")
+            self.failed(session, FAILURES.get(failures[0], "unreadable"))
             return False
         del self._arriving[session]
         session.memory.arriving = False
         self.restored += 1
         return True
+
+    def expect(self, session: Session) -> None:
+        """Changes the order in which the session's parked state makes room, after its expectation has changed."""
+        if (parked := self._sessions.get(session)) is not None:
+            self.tiers.use(parked, session.expected)
 
     def finish(self) -> None:
         """Waits for copies under way; no turn waits for them."""
@@ -393,24 +423,33 @@ class Parking:
         session.memory.drop()
         session.memory.lost = "parked"
 
-    def _acquire(self, parked: Parked, group: int, count: int, position: int, slots: tuple[Lease, ...]) -> Lease | None:
+    def _acquire(  # noqa: PLR0913 - every part of what is wanted
+        self,
+        parked: Parked,
+        group: int,
+        count: int,
+        position: int,
+        holder: Holder,
+        slots: tuple[Lease, ...] | None,
+    ) -> Lease | None:
         """Returns a lease on the `count` units kept for `position`: those that the device still has, and fresh ones."""
         pool = self._memory.pools[group]
         there = self.tiers.on_device(parked, group, count)
         missing = sum(unit is None for unit in there)
-        if self._memory.groups[group].units_at_start:
-            fresh = slots[group].take(0, missing, self) if len(slots[group]) >= missing else None
+        if slots is not None and self._memory.groups[group].units_at_start:
+            fresh = slots[group].take(0, missing, holder) if len(slots[group]) >= missing else None
         else:
-            fresh = pool.acquire(missing, self)
+            fresh = pool.acquire(missing, holder)
         if fresh is None:
             return None
         new = iter(fresh.units)
         units = array("i", (next(new) if unit is None else unit for unit in there))
-        shared = pool.share(units, self, pool.reads(position))
+        shared = pool.share(units, holder, pool.reads(position))
         fresh.release()
         return shared
 
-    def _failed(self, session: Session, cause: str) -> None:
+    def failed(self, session: Session, cause: str) -> None:
+        """Discards state of a session that could not be brought back."""
         self.recomputed[cause] += 1
         self.forget(session)
         session.memory.lost = "parked"

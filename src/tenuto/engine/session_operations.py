@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -173,6 +173,18 @@ class SessionOperations:
         if turn is not None:
             return session.turn_boundary(turn)
         return session.check_position(position if position is not None else len(session.history))
+
+    @guarded
+    def expect(
+        self, session_id: str, within: float | None = None, *, calls: Sequence[str] = (), tenant: str = ""
+    ) -> Session:
+        """Expects the next turn of a session within so many seconds; `None`: no longer, or with `calls`, the names of
+        the tools that its last turn called, in the time that they took before. Raises `SessionBusy` if a turn is open,
+        and `InvalidRequest`."""
+        session = self._registry.get(session_id, tenant)
+        session.require_idle("expect a turn of")
+        self._lifecycle.expectations.expect(session, within, tuple(sorted(set(calls))))
+        return session
 
     @guarded
     def close(self, session_id: str, *, finish: bool = False, tenant: str = "") -> None:

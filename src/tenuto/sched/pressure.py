@@ -4,7 +4,7 @@ and running turns last."""
 from __future__ import annotations
 
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -13,7 +13,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tenuto.base.clock import Clock
 from tenuto.base.errors import InvariantError
+from tenuto.base.use_order import UseOrder
 from tenuto.base.views import SessionState
 from tenuto.memory.checkpoints.checkpoint import Checkpoint
 from tenuto.memory.memory import Memory
@@ -42,6 +44,9 @@ class Yielding(Protocol):
 
     def drop(self, session: Session, why: str = ...) -> None: ...
 
+    def withdraw(self) -> bool:
+        """Gives up state that comes back before its session's turn; returns whether there was any."""
+
 
 class Rung(IntEnum):
     """Classes of sessions without a running turn, in the order in which they yield: closed sessions, whose memory
@@ -64,7 +69,9 @@ class _Closed:
 class Pressure:
     """Tracks all sessions that hold memory without a running turn, and takes memory from them when it is short.
 
-    Within a rung the lowest priority yields first, and at equal priority the session whose state changed longest ago.
+    Within a rung the lowest priority yields first, and at equal priority the session whose state changed longest ago,
+    or an idle one that is expected to rest longer than that; see `UseOrder`. Before any of them, but after cached
+    checkpoints and closed sessions, state yields that comes back before its session's turn.
     Sessions that would not free a unit of a group that lacks units are skipped. If units are shared so that no session
     alone frees any, all holders of one unit yield. Pinned sessions lose only the memory of their open turns, never
     committed memory.
@@ -73,13 +80,15 @@ class Pressure:
     `_closed_counts[group]` counts how many of them hold each unit, and `_needed` how many need each checkpoint.
     """
 
-    def __init__(self, memory: Memory, batch: Batch, yielding: Yielding) -> None:
+    def __init__(self, memory: Memory, batch: Batch, clock: Clock, yielding: Yielding) -> None:
         self._memory = memory
         self._batch = batch
         self.preempt = yielding.preempt
         self.pause = yielding.pause
         self.drop = yielding.drop
-        self._rungs: dict[tuple[Rung, int], OrderedDict[Session, None]] = {}
+        self._withdraw = yielding.withdraw
+        self._clock = clock
+        self._rungs: dict[tuple[Rung, int], UseOrder[Session]] = {}
         self._places: dict[Session, tuple[Rung, int]] = {}
         self._pinned: dict[Session, None] = {}  # pinned sessions with committed memory
         self.yielded: Counter[str] = Counter()  # yields by kind: a rung, `checkpoint` or `running`
@@ -98,12 +107,13 @@ class Pressure:
         place = self._place(session)
         old = self._places.pop(session, None)
         if old is not None:
-            del self._rungs[old][session]
+            self._rungs[old].discard(session)
             if not self._rungs[old]:
                 del self._rungs[old]
         if place is not None:
             self._places[session] = place
-            self._rungs.setdefault(place, OrderedDict())[session] = None
+            expected = session.expected if place[0] is Rung.IDLE else None
+            self._rungs.setdefault(place, UseOrder(self._clock.now)).add(session, expected)
         if session.policy.pinned:
             self._pinned.pop(session, None)
             if session.state is not SessionState.CLOSED and session.memory.computed:
@@ -214,7 +224,8 @@ class Pressure:
             if cache.evict_for(short):
                 self._count("checkpoint", cache.evicted - evicted)
             elif self._drop_closed(short) or (
-                not draft and (self._drop_one(short, spared) or self._drop_sharing(short, held, spared))
+                not draft
+                and (self._withdraw() or self._drop_one(short, spared) or self._drop_sharing(short, held, spared))
             ):
                 continue
             else:
@@ -223,6 +234,47 @@ class Pressure:
                     return
                 self._count("running")
                 self.preempt(victim, "preempted")
+
+    def make_way(self, needed: Callable[[], Longs], rest: float | None) -> bool:
+        """Makes room for state that comes back early, `needed()` units of each group: closed sessions and cached
+        checkpoints yield and, unless it is `None`, idle sessions that are expected to rest for `rest` seconds. Returns
+        whether the units are free now; without enough room, nothing yields."""
+        if (needed() > self._room_of(rest)).any():
+            return False
+        cache = self._memory.cache
+        while (short := self._short(needed())) and self._may_yield > 0:
+            evicted = cache.evicted
+            if cache.evict_for(short):
+                self._count("checkpoint", cache.evicted - evicted)
+            elif not self._drop_closed(short) and not (rest is not None and self._drop_resting(short, rest)):
+                return False
+        return bool((needed() <= self._memory.free()).all())
+
+    def _room_of(self, rest: float | None) -> Longs:
+        """Returns the units of each group, int64 [groups], that are free, or can be for `make_way`."""
+        if rest is None:
+            return self._memory.free() + self.reclaimable()
+        held = self._held_by(self._batch.running())
+        resting = set(self._resting(rest))
+        for place, sessions in self._rungs.items():
+            for session in sessions if place[0] is not Rung.PREFIX else ():
+                for group, lease in session.memory.essential_leases() if session not in resting else ():
+                    held[group][units_of(lease)] = True
+        return np.array([int((~mask).sum()) for mask in held], np.int64)
+
+    def _resting(self, rest: float) -> Iterator[Session]:
+        """Yields the idle sessions that are expected to rest for `rest` seconds, in the order of yielding."""
+        for place in sorted(self._rungs):
+            yield from self._rungs[place].longest_first(rest) if place[0] is Rung.IDLE else ()
+
+    def _drop_resting(self, short: Sequence[int], rest: float) -> bool:
+        """Drops the first session of `_resting` that frees a unit of a `short` group. Returns whether there was one."""
+        for session in self._resting(rest):
+            if any(session.memory.frees(group) for group in short):
+                self._count("idle")
+                self.drop(session, "made way")
+                return True
+        return False
 
     def make_room(self, lacking: Lacking, *, in_flight: bool) -> bool:
         """Makes cached and idle state, then later running turns, yield to a running turn that lacks room. Returns False
@@ -264,7 +316,7 @@ class Pressure:
     def _droppable(self, spared: set[Session], last: Rung = Rung.WAITING) -> Iterator[tuple[Rung, Session]]:
         """Yields the sessions up to the rung `last`, except those `spared`, in the order of yielding."""
         for place in sorted(self._rungs):
-            for session in self._rungs[place] if place[0] <= last else ():
+            for session in self._rungs[place].longest_first() if place[0] <= last else ():
                 if session not in spared:
                     yield place[0], session
 

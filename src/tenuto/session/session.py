@@ -54,6 +54,8 @@ class Session:
         self.version = 0  # raised by every commit, rewind and replacement
         self.turn: Turn | None = None  # the open turn; set by the engine, cleared by the turn's end
         self.last_turn_end = now
+        self.expected: float | None = None  # when its next turn is expected; written by the engine, like the next
+        self.calls: tuple[str, ...] = ()  # the names of the tools that its last turn called, if they are known
         self.rests = False  # whether it has been idle for `REST_SHARE` of its TTL; written by the registry
         self.counted = 0  # tokens counted for its tenant; written by the registry, as are the next two
         self.counted_units = 0

@@ -75,7 +75,7 @@ class Parked:
     `trial`: it is restored even if that seems slower than computing it, so that restoring is measured again. `pinned`:
     it never makes room for others, because a thread reads it, or units are being added. `key`: the session under which
     the disk's index lists it, if it does. `unread`: the files of an earlier process with its units, which are not known
-    until the index is read."""
+    until the index is read. `expected`: when it is expected to be used again, if that is known."""
 
     position: int
     units: list[list[StoredUnit]]
@@ -83,6 +83,7 @@ class Parked:
     pinned: bool = False
     key: SessionKey | None = None
     unread: tuple[UnitFile, ...] = ()
+    expected: float | None = None
 
     def __iter__(self) -> Iterator[StoredUnit]:
         return (unit for group in self.units for unit in group)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 from tenuto.base.errors import InvariantError
 from tenuto.base.plan import Bytes, Copier
+from tenuto.base.use_order import UseOrder
 from tenuto.memory.pool import Lease, Pool
 from tenuto.memory.tiers.contents import Contents
 from tenuto.memory.tiers.copies import Copies
@@ -21,11 +22,10 @@ from tenuto.memory.tiers.writes import WritesUnderWay, group_of
 
 
 class Tiers:
-    """Parks and restores memory. The least recently used parked memory moves from host memory to disk, and is discarded
-    from disk. A unit that several parked sequences share is kept, moved and restored once.
+    """Parks and restores memory. Parked memory that is used last moves from host memory to disk, and is discarded from
+    disk; see `UseOrder`. A unit that several parked sequences share is kept, moved and restored once.
 
-    Invariants: every `Parked` is in `_in_host`, whose units stay in host memory, or in `_on_disk`, each in the order of
-    their last use. `copies.disk_used` with `writes.size` never exceeds the disk's budget. A stored unit is only used
+    Invariants: every `Parked` is in `_in_host`, whose units stay in host memory, or in `_on_disk`. `copies.disk_used` with `writes.size` never exceeds the disk's budget. A stored unit is only used
     for a sequence whose tokens its content covers.
     """
 
@@ -46,8 +46,8 @@ class Tiers:
         self._disk = disk
         self._page_size = page_size
         self._identity = identity
-        self._in_host: OrderedDict[Parked, None] = OrderedDict()  # not moved to disk, least recently used first
-        self._on_disk: OrderedDict[Parked, None] = OrderedDict()  # on disk or on their way there
+        self._in_host: UseOrder[Parked] = UseOrder(timer)  # not moved to disk
+        self._on_disk: UseOrder[Parked] = UseOrder(timer)  # on disk or on their way there
         self.moves = MovesUnderWay(pools, copier, disk, carrier, timer)
         self._moving: dict[Move, list[StoredUnit]] = {}  # the units of each move under way
         self.writes = WritesUnderWay(carrier)
@@ -79,9 +79,11 @@ class Tiers:
 
     # -- parking
 
-    def park(self, position: int, kept: Sequence[Sequence[int]], names: Contents) -> Parked | None:
+    def park(
+        self, position: int, kept: Sequence[Sequence[int]], names: Contents, expected: float | None = None
+    ) -> Parked | None:
         """Copies the units of each group that a session keeps for its first `position` tokens; `names` are their
-        contents. Returns `None` if there is no room, copying failed, or computing the tokens again is faster."""
+        contents. `expected`: when the session is expected to use them again. Returns `None` if there is no room, copying failed, or computing the tokens again is faster."""
         size = self.copies.bytes_of(map(len, kept))
         tier = "host" if size <= self._host_bytes else "disk"
         if tier == "disk" and self._disk is None:
@@ -92,7 +94,7 @@ class Tiers:
         copied = self.copies.take(kept, names, in_host=tier == "host")
         if copied is None:
             return None
-        parked = Parked(position, copied, trial=not worth)
+        parked = Parked(position, copied, trial=not worth, expected=expected)
         self._to_host(parked)
         return self._fitted(parked)
 
@@ -104,23 +106,23 @@ class Tiers:
         return self._fitted(parked)
 
     def _to_host(self, parked: Parked) -> None:
-        self._in_host[parked] = None
+        self._in_host.add(parked, parked.expected)
         for unit in parked:
             unit.hosts += 1
 
     def _out_of_host(self, parked: Parked) -> None:
-        del self._in_host[parked]
+        self._in_host.discard(parked)
         for unit in parked:
             unit.hosts -= 1
             self.copies.shed(unit)
 
     def _fitted(self, parked: Parked) -> Parked | None:
-        """Moves the least recently used memory to disk, or discards it, until the rest fits host memory, without the
+        """Moves the memory that is used last to disk, or discards it, until the rest fits host memory, without the
         units on their way to disk. Discards `parked` if that failed, and returns it if it is still there."""
         if size_of(parked) > self._host_bytes and not self._leave(parked):
             self.forget(parked)
         while (too_much := self.copies.host_used - self.writes.size > self._host_bytes) and self._in_host:
-            oldest = next(iter(self._in_host))
+            oldest = next(self._in_host.longest_first())
             worth = oldest.trial or self.rates.worth("disk", size_of(oldest), oldest.position)
             if not worth or not self._leave(oldest):
                 self.forget(oldest)
@@ -142,21 +144,20 @@ class Tiers:
             return False
         if parked in self._in_host:
             self._out_of_host(parked)
-            self._on_disk[parked] = None
+            self._on_disk.add(parked, parked.expected)
         if units:
             self.writes.begin([sorted(units, key=group_of)], self._disk)
             self.take_written()
         return True
 
     def make_room(self, size: int, parked: Parked | None = None) -> bool:
-        """Discards memory on disk until `size` more bytes, for `parked`, fit: what was used least recently, and of that
-        first what takes the fewest tokens to compute; see `victims`. Pinned memory and memory on its way to disk stay.
+        """Discards memory on disk until `size` more bytes, for `parked`, fit: what is used last, and of that first what takes the fewest tokens to compute; see `victims`. Pinned memory and memory on its way to disk stay.
         Returns False if there is not enough room."""
         budget = self._disk.budget if self._disk is not None else 0
         while (lacking := self.copies.disk_used + self.writes.size + size - budget) > 0:
             spare = (
                 each
-                for each in self._on_disk
+                for each in self._on_disk.longest_first()
                 if each is not parked and not each.pinned and not any(unit.leaving for unit in each)
             )
             chosen = victims(spare, lacking) if size <= budget else []
@@ -262,11 +263,12 @@ class Tiers:
 
     # -- references
 
-    def use(self, parked: Parked) -> None:
-        """Marks `parked` as the most recently used."""
+    def use(self, parked: Parked, expected: float | None = None) -> None:
+        """Marks `parked` as used now, and as `expected` to be used again."""
+        parked.expected = expected
         for kept in (self._in_host, self._on_disk):
             if parked in kept:
-                kept.move_to_end(parked)
+                kept.add(parked, expected)
 
     def share(self, parked: Parked, position: int, names: Contents) -> Parked:
         """Returns a second `Parked` for the first `position` tokens, with the first units of each group. `names`: see
@@ -278,7 +280,7 @@ class Tiers:
         if parked in self._in_host:
             self._to_host(shared)
         else:
-            self._on_disk[shared] = None
+            self._on_disk.add(shared)
         return shared
 
     def forget(self, parked: Parked) -> None:
@@ -287,7 +289,7 @@ class Tiers:
             return
         if parked in self._in_host:
             self._out_of_host(parked)
-        self._on_disk.pop(parked, None)
+        self._on_disk.discard(parked)
         self.copies.release(parked)
         self.forget_files(parked)
         parked.units = [[] for _ in parked.units]
@@ -346,7 +348,8 @@ class Tiers:
         use. Removes everything else from the disk."""
         if self._disk is None:
             return
-        self._on_disk.update((record, None) for record in records)
+        for record in records:
+            self._on_disk.add(record)
         files = dict.fromkeys(file for record in self._on_disk for file in record.unread)
         self.copies.disk_used = sum(file.size for file in files)
         self._disk.take_over(files)
@@ -360,7 +363,7 @@ class Tiers:
 
     def add(self, record: Parked) -> None:
         """Adds a record without units, to be filled by `Saves`."""
-        self._on_disk[record] = None
+        self._on_disk.add(record)
 
     def close(self, *, keep: bool = False) -> None:
         """Ends parking and restoring: cancels jobs under way, waits for them, and closes the disk; see `Disk.close`."""

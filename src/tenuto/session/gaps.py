@@ -1,0 +1,43 @@
+"""The times that tools took, by tenant, to guess when a session's next turn comes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+
+KEPT = 8
+"""The number of times that are remembered of each set of tools."""
+SETS = 64
+"""The number of sets of tools that are remembered of a tenant."""
+TENANTS = 1024
+"""The number of tenants whose tools are remembered."""
+Names = tuple[str, ...]
+"""The names of the tools that are called together, in order, each once."""
+
+
+class ToolGaps:
+    """Remembers how long after a turn that called tools the next turn came, in seconds, by the names of these tools.
+    What was used least recently is forgotten. No tenant's times have an effect on another's guesses."""
+
+    def __init__(self) -> None:
+        self._tenants: OrderedDict[str, OrderedDict[Names, deque[float]]] = OrderedDict()
+
+    def note(self, tenant: str, names: Names, seconds: float) -> None:
+        """Records that tools which were called together took `seconds`."""
+        tools = self._tenants.setdefault(tenant, OrderedDict())
+        tools.setdefault(names, deque(maxlen=KEPT)).append(seconds)
+        tools.move_to_end(names)
+        self._tenants.move_to_end(tenant)
+        if len(tools) > SETS:
+            tools.popitem(last=False)
+        if len(self._tenants) > TENANTS:
+            self._tenants.popitem(last=False)
+
+    def guess(self, tenant: str, names: Names) -> float | None:
+        """Returns how many seconds the tools will take: the lower quartile of their last times, since it is better to
+        be early. Of tools that were never called together, the one that takes longest decides. `None`: not known."""
+        tools = self._tenants.get(tenant, {})
+        if names in tools:
+            times = sorted(tools[names])
+            return times[(len(times) - 1) // 4]
+        known = [seconds for name in names if (name,) in tools and (seconds := self.guess(tenant, (name,))) is not None]
+        return max(known, default=None)
