@@ -9,6 +9,7 @@ import time
 from tests.sim.run import (
     ADAPTED,
     ERASING,
+    EXPECTING,
     GRAMMARS,
     LIMITED,
     OVERTAKING,
@@ -41,6 +42,7 @@ def main() -> int:
     parser.add_argument("--limits", action="store_true", help="small worlds in which many turns limit or name tokens")
     parser.add_argument("--erasing", action="store_true", help="small worlds in which sessions are erased")
     parser.add_argument("--replacing", action="store_true", help="small worlds whose sessions take over others")
+    parser.add_argument("--expecting", action="store_true", help="small worlds whose sessions' next turns are expected")
     parser.add_argument("--least", type=int, default=0, help="fail if a transition was seen fewer times than this")
     parser.add_argument("--past", nargs="*", default=(), help="rules to ignore, to see what else is found")
     arguments = parser.parse_args()
@@ -59,6 +61,7 @@ def main() -> int:
             (arguments.limits, LIMITED),
             (arguments.erasing, ERASING),
             (arguments.replacing, REPLACING),
+            (arguments.expecting, EXPECTING),
         )
         first = arguments.first + sum(start for wanted, start in ranges if wanted)
         seeds = range(first, first + arguments.seeds)

@@ -14,6 +14,7 @@ from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 from tests.sim.adapters import unload_and_load
 from tests.sim.erasing import erase_some
+from tests.sim.expecting import expecting
 from tests.sim.grammars import GRAMMARS
 from tests.sim.letters import VOCAB
 from tests.sim.limits import limited
@@ -54,6 +55,8 @@ class RandomWorld(MirroredWorld):
             operations += [(each, 50) for each in overtaking(self)]
         if config.replacing:
             operations += [(each, 40) for each in replacing(self)]
+        if config.expects:
+            operations += expecting(self)
         if config.adapters:
             operations.append((partial(unload_and_load, self), 15))
         if config.erases:

@@ -46,6 +46,9 @@ ERASING = 8 * 10**6
 REPLACING = 9 * 10**6
 """The first seed of worlds whose sessions take over the history and memory of others."""
 
+EXPECTING = 10**7
+"""The first seed of worlds in which the next turns of sessions are expected."""
+
 TRANSITIONS = (
     "open",
     "close",
@@ -141,7 +144,8 @@ def any_world(seed: int) -> WorldConfig:
     start from memory of running turns. From `ERASING` on, sessions are erased; every other world has a prefix cache,
     two of three tiers, every fourth a draft model, and in every third sessions start from memory of running turns. From
     `REPLACING` on, sessions take over others; every other world has tiers, every third a prefix cache, and every fifth
-    adapters."""
+    adapters. From `EXPECTING` on, all worlds have tiers, and the next turns of sessions are expected; every other world
+    has a prefix cache, in every third sessions are erased, and in every fifth they have adapters."""
     return next(make(seed) for first, make in _KINDS if seed >= first)
 
 
@@ -178,7 +182,12 @@ def _erasing(seed: int) -> WorldConfig:
     return replace(_kind(prefixes=2, overtaking=3, drafted=4, erases=True)(seed), tiers=seed % 3 > 0)
 
 
+def _expecting(seed: int) -> WorldConfig:
+    return replace(_kind(prefixes=2, tiers=1, adapters=5, expects=True)(seed), erases=seed % 3 == 0)
+
+
 _KINDS = (
+    (EXPECTING, _expecting),
     (REPLACING, _kind(prefixes=3, tiers=2, adapters=5, replacing=True)),
     (ERASING, _erasing),
     (DRAFTED, _kind(prefixes=2, tiers=4, grammars=5, overtaking=3, drafted=1)),

@@ -58,6 +58,7 @@ class WorldConfig:
     replacing: bool = False  # sessions take over the history and memory of others
     overtaking: bool = False  # sessions start from memory that running turns compute, and are rewound into shared pages
     drafted: bool = False  # a draft model guesses
+    expects: bool = False  # the next turns of sessions are expected
 
     @property
     def guesses(self) -> str:

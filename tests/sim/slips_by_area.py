@@ -218,6 +218,22 @@ REPLACEMENTS = (
 """A session that takes over another keeps units, names or index entries of other tokens, shares its records, or lets the
 journal miss some; or takes over one with another adapter, or one that is too long."""
 
+EXPECTATIONS = (
+    Slip("engine.expectations", "not _is_idle(session) or session.version != coming.version or ", "not _is_idle(session) or "),
+    Slip("engine.expectations", "        for lease in coming.leases:\n            lease.release()\n", ""),
+    Slip("engine.expectations", "        return [lease for each in self._coming.values() for lease in each.leases]\n", "        return []\n"),
+    Slip("engine.expectations", "memory.lacking(session, position) + pledged, rest", "memory.lacking(session, position), rest"),
+    Slip("engine.expectations", "            if failures:\n", "            if False:\n"),
+    Slip("engine.expectations", "            if not self._begin(session, admission):\n", "            if self._begin(session, admission):\n"),
+    Slip("engine.lifecycle", "        self._idle_memory.forget(session)\n        self.expectations.forget(session)\n", "        self._idle_memory.forget(session)\n"),
+    Slip("engine.lifecycle", "        self.expectations.met(turn.session)\n", ""),
+    Slip("engine.lifecycle", "if why in PARKS:", 'if why == "pressure":'),
+    Slip("engine.erasure", "        self._lifecycle.expectations.withdraw_all()\n", ""),
+    Slip("sched.pressure", "and (self._withdraw() or self._drop_one", "and (self._drop_one"),
+)  # fmt: skip
+"""State that comes back early reaches a session that has changed or whose turn has begun, before it has arrived, or
+although it failed; its units are lost, or taken from turns to which they were promised; or it never comes."""
+
 BY_AREA = {
     "holes": HOLES,
     "grammars": GRAMMARS,
@@ -232,4 +248,5 @@ BY_AREA = {
     "replacements": REPLACEMENTS,
     "drafts": DRAFTS,
     "erasing": ERASING,
+    "expectations": EXPECTATIONS,
 }

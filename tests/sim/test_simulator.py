@@ -10,6 +10,7 @@ from tests.sim.run import (
     ADAPTED,
     DRAFTED,
     ERASING,
+    EXPECTING,
     GRAMMARS,
     LIMITED,
     OVERTAKING,
@@ -40,6 +41,8 @@ ERASING_STEPS = 2_000
 """Seeds of worlds in which sessions are erased."""
 REPLACING_STEPS = 2_000
 """Seeds of worlds whose sessions take over others."""
+EXPECTING_STEPS = 2_000
+"""Seeds of worlds in which the next turns of sessions are expected."""
 WORLD_STEPS = 150
 
 LOOKED_FOR = 6_000
@@ -106,6 +109,13 @@ def test_worlds_whose_sessions_take_over_others_stay_right():
     summary = run_worlds(range(REPLACING, REPLACING + REPLACING_STEPS // WORLD_STEPS + 1), WORLD_STEPS)
     assert not summary.failures, "\n".join(f"seed {seed}: {report}" for seed, report in summary.failures.items())
     assert summary.steps >= REPLACING_STEPS
+
+
+def test_worlds_whose_next_turns_are_expected_stay_right():
+    summary = run_worlds(range(EXPECTING, EXPECTING + EXPECTING_STEPS // WORLD_STEPS + 1), WORLD_STEPS)
+    assert not summary.failures, "\n".join(f"seed {seed}: {report}" for seed, report in summary.failures.items())
+    assert summary.steps >= EXPECTING_STEPS
+    assert sum(counter["return"] for counter in summary.counts.values()) > 20
 
 
 def test_large_worlds_stay_right():

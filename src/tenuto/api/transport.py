@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +19,7 @@ from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.turns import Delta, Keep, last_role
 from tenuto.base.views import Ticket
 from tenuto.base.wire.link import Calls, TurnNews, Waiting
-from tenuto.base.wire.messages import AbortTurn, Request, StartTurn, Stopped, Withdraw, answer_of
+from tenuto.base.wire.messages import AbortTurn, Expect, Request, StartTurn, Stopped, Withdraw, answer_of
 from tenuto.client.transport import Deliver, Options, RunningTurn
 from tenuto.runtime.models import load_model, memory_bytes
 from tenuto.runtime.service import Service, open_journal
@@ -159,6 +160,12 @@ class LocalTurn(RunningTurn):
                 if news.param == "grammar":
                     news.param = self.grammar_field
                 self.fail(news)
+
+    def called(self, version: int, names: Sequence[str]) -> None:
+        assert self.ticket is not None
+        expect = Expect(tenant="", session=self.ticket.session, calls=tuple(names), version=version)
+        with suppress(EngineStopped):
+            self._transport.call(expect)  # refused if the session has ended or gone on, which is no error
 
     def disconnect(self) -> None:
         self._left = True

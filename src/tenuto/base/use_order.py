@@ -29,7 +29,7 @@ class UseOrder(Generic[T]):
     def __len__(self) -> int:
         return len(self._used) + len(self._expected)
 
-    def __contains__(self, item: T) -> bool:
+    def __contains__(self, item: object) -> bool:
         return item in self._used or item in self._places
 
     def __iter__(self) -> Iterator[T]:

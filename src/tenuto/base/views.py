@@ -38,7 +38,7 @@ class SessionInfo:
     state of the first `computed` of its `tokens` tokens is in memory; `limit` is the maximum of `tokens`.
     `idle_seconds`: time since its last turn ended, 0 while one is open; ignored by `==`. `memory`: units that the
     session and its turn need, by group; `cached`: units of further checkpoints, which only save work. `adapter`: its
-    adapter's name."""
+    adapter's name. `expected_in`: seconds until its next turn is expected, negative if it is late; ignored by `==`."""
 
     session_id: str = field(metadata=named("id"))
     state: SessionState
@@ -57,6 +57,7 @@ class SessionInfo:
     cached: Mapping[str, int] = field(default_factory=dict, hash=False)
     pinned: bool = False
     adapter: str | None = None
+    expected_in: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -276,6 +276,10 @@ class AsyncSession(SessionBase):
         """See `Session.draft`."""
         await _answer(self._core.draft(input))
 
+    async def expect(self, within: float | None) -> SessionInfo:
+        """See `Session.expect`."""
+        return await _answer(self._core.expect(within))
+
     async def abort(self) -> None:
         """See `Session.abort`."""
         await _answer(self._core.abort())

@@ -11,7 +11,7 @@ from typing import cast
 
 import msgspec
 
-from tenuto.base.checks import MAX_COUNT, flag, items, shown, whole
+from tenuto.base.checks import MAX_COUNT, flag, items, seconds, shown, whole
 from tenuto.base.errors import InvalidRequest, TenutoError
 from tenuto.base.options import TOOL_OPTIONS, Policy, TurnOptions, turn_params
 from tenuto.base.plan import PARTS, MemoryPart
@@ -49,6 +49,8 @@ class TurnReader(Transcript):
         ended, answer = passed.result is not None, self._answer
         self.latest = answer.read(passed.text, ended=ended) if answer is not None else AnswerPart(passed.text)
         self.said.add(self.latest)
+        if passed.result is not None and passed.result.committed and self.said.calls:
+            self.running.called(passed.result.version, [call.name for call in self.said.calls])
         return passed
 
     def abort(self, keep: Keep) -> Future[TurnResult]:
@@ -174,6 +176,9 @@ class SessionCore:
     def rewind(self, turn: int | None, position: int | None) -> Future[SessionInfo]:
         turn, position = _count("turn", turn), _count("position", position)
         return self._call(messages.Rewind(tenant="", session=self.id, turn=turn, position=position))
+
+    def expect(self, within: float | None) -> Future[SessionInfo]:
+        return self._call(messages.Expect(tenant="", session=self.id, within=seconds("within", within)))
 
     def info(self) -> Future[SessionInfo]:
         return self._call(messages.GetSession(tenant="", session=self.id))

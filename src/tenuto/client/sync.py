@@ -228,6 +228,12 @@ class Session(Closing, SessionBase):
         `turn` then continues from the prefix that its input shares with the draft."""
         self._core.draft(input).result()
 
+    def expect(self, within: float | None) -> SessionInfo:
+        """Says that the session's next turn comes in `within` seconds, such as when a tool will have ended; `None`: it
+        is not known any more. Until then the session's state stays in memory before that of sessions that come later,
+        or comes back in time. Raises `SessionBusy` while a turn is open."""
+        return self._core.expect(within).result()
+
     def abort(self) -> None:
         """Rolls back the open turn or draft. Raises `IllegalTransition` without one."""
         self._core.abort().result()

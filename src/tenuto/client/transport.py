@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
@@ -85,6 +85,10 @@ class RunningTurn(ABC):
             self.started.set_exception(error)
         self.ended.set_exception(error)
         self._tell(error)
+
+    def called(self, version: int, names: Sequence[str]) -> None:
+        """Records that the turn, which committed as `version` of its session, has called tools of these names. A server
+        knows without being told."""
 
     def _tell(self, event: Event) -> None:
         try:

@@ -74,6 +74,7 @@ _EXCHANGES: dict[type, Callable[[Any], Exchange]] = {
     messages.Fork: lambda r: _of_session("POST", r, "/fork", {**_place(r), "id": r.child}),
     messages.Trim: lambda r: _of_session("POST", r, "/trim", {"turns": r.turns, "id": r.child}),
     messages.Rewind: lambda r: _of_session("POST", r, "/rewind", _place(r)),
+    messages.Expect: lambda r: _of_session("POST", r, "/expect", {"within": r.within}),
     messages.Pause: lambda r: Exchange("POST", "/pause_generation", {"mode": "retract" if r.release else "in_place"}),
     messages.Resume: lambda _: Exchange("POST", "/continue_generation"),
     messages.ReleaseMemory: lambda r: Exchange("POST", "/release_memory_occupation", {"tags": r.parts}),

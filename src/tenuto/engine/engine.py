@@ -142,7 +142,7 @@ class Engine:
         progressed, planned = self._flights.land_guesses(), None
         if not (self.occupation.paused or self.occupation.released):
             self._admission.admit()
-            self.expectations.step()
+            self.expectations.step(self._admission)
             planned = self._flights.plan()
         if planned is not None:
             self._flights.submit(planned)

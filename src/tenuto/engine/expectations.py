@@ -14,6 +14,7 @@ from tenuto.engine.core import Core
 from tenuto.engine.parking import FAILURES
 from tenuto.memory.pool import HolderKind, Lease
 from tenuto.memory.tiers.moves import Move
+from tenuto.sched.admission import Admission
 from tenuto.sched.pressure import Pressure
 from tenuto.session.gaps import Names, ToolGaps
 from tenuto.session.session import Session
@@ -43,8 +44,9 @@ class Expectations:
 
     What comes back belongs to the expectations until all of it has arrived, and then to the session at once. Until then
     the session is parked as before: a turn that starts meanwhile waits for the same copies. State comes back only while
-    no turn waits for room, to units that are free or that cached checkpoints and closed sessions have. While no turn
-    runs either, idle sessions that are expected later make way. It yields to every turn that needs its units.
+    no turn waits for room, to units that are free or that cached checkpoints and closed sessions have, beside those
+    that running turns need for their known tokens. While no turn runs either, idle sessions that are expected later
+    make way. It yields to every turn that needs its units.
 
     Invariant: the leases of `_coming` are those of this holder. An expectation has an entry in `_due` until it has
     passed, or the session's state has begun to come back.
@@ -111,8 +113,9 @@ class Expectations:
 
     # -- what comes back
 
-    def step(self) -> None:
-        """Gives sessions the state that has arrived, and begins to bring back what is due."""
+    def step(self, admission: Admission) -> None:
+        """Gives sessions the state that has arrived, and begins to bring back what is due, beside what `admission` has
+        promised to running turns."""
         for each in list(self._coming.values()):
             self._look_at(each)
         now, begun = self._clock.now(), 0
@@ -122,7 +125,7 @@ class Expectations:
             if session is None or session in self._coming or now > expected:
                 continue
             begun += 1
-            if not self._begin(session):
+            if not self._begin(session, admission):
                 self._enter(now + AGAIN, expected, key)
 
     def _look_at(self, coming: Return) -> None:
@@ -141,14 +144,15 @@ class Expectations:
             self._core.counts.note("return")
             self._note_memory(session)
 
-    def _begin(self, session: Session) -> bool:
+    def _begin(self, session: Session, admission: Admission) -> bool:
         """Begins to bring the state of an idle session back. Returns False if it is not parked, or has no room."""
         memory, position = self._memory, self._memory.restorable(session, max(0, len(session.history) - 1))
         if not position or self._core.queue.submitted:
             return False
         busy = len(self._core.batch) or self._coming
         rest = None if busy or session.expected is None else max(0.0, session.expected - self._clock.now())
-        if not self._pressure.make_way(lambda: memory.lacking(session, position), rest):
+        pledged = admission.pledged(self._core.batch.running(), later=True)
+        if not self._pressure.make_way(lambda: memory.lacking(session, position) + pledged, rest):
             return False
         leases = memory.acquire(session, position, self)
         if leases is None:

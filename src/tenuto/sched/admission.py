@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -197,8 +197,11 @@ class Admission:
         """Returns an upper bound on the units, int64 [groups], that running turns will still acquire for known tokens
         and, with `later`, for tokens that they generate until the steps in flight settle, when units released now
         become free. Turns that would yield to `turn` do not count."""
+        return self.pledged([other for other in self._batch.running() if not self._may_yield(other, turn)], later=later)
+
+    def pledged(self, running: Sequence[Turn], *, later: bool) -> Longs:
+        """Returns what `_pledged` does, for these running turns."""
         memory, rows = self._memory, self._memory.rows
-        running = [other for other in self._batch.running() if not self._may_yield(other, turn)]
         order = np.array([self._batch.row_of(turn) for turn in running], np.int64)
         ahead = 2 * memory.shape.overlap * rows.samples[order] if later else 0
         ends = np.minimum(rows.expected[order] + ahead, rows.limit[order])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 
 KEPT = 8
 """The number of times that are remembered of each set of tools."""
@@ -35,9 +36,14 @@ class ToolGaps:
     def guess(self, tenant: str, names: Names) -> float | None:
         """Returns how many seconds the tools will take: the lower quartile of their last times, since it is better to
         be early. Of tools that were never called together, the one that takes longest decides. `None`: not known."""
-        tools = self._tenants.get(tenant, {})
-        if names in tools:
-            times = sorted(tools[names])
-            return times[(len(times) - 1) // 4]
-        known = [seconds for name in names if (name,) in tools and (seconds := self.guess(tenant, (name,))) is not None]
-        return max(known, default=None)
+        tools = self._tenants.get(tenant)
+        if tools is None:
+            return None
+        known = [names] if names in tools else [(name,) for name in names if (name,) in tools]
+        return max((_quartile(tools[each]) for each in known), default=None)
+
+
+def _quartile(times: Iterable[float]) -> float:
+    """Returns the lower quartile."""
+    ordered = sorted(times)
+    return ordered[(len(ordered) - 1) // 4]

@@ -186,6 +186,15 @@ class Draft(OfSession[SessionInfo], frozen=True, kw_only=True):
     name: str = ""
 
 
+class Expect(OfSession[SessionInfo], frozen=True, kw_only=True):
+    """Expect the next turn of an idle session `within` seconds from now; `None`: in the time that the tools took
+    before whose names are in `calls`, which its last turn has called; without these, expect nothing any more."""
+
+    within: float | None = None
+    calls: tuple[str, ...] = ()
+    version: int | None = None
+
+
 class Withdraw(Request[bool], frozen=True, kw_only=True):
     """Refuse the `StartTurn` or `Draft` of this name if its input has not reached the engine yet; answers whether it
     was refused. Sent when its caller no longer waits."""

@@ -21,6 +21,7 @@ from tenuto.base.wire.messages import (
     Draft,
     DropMemory,
     EraseSession,
+    Expect,
     ExportSession,
     FindTurn,
     Fork,
@@ -63,7 +64,7 @@ T = TypeVar("T")
 MAX_LISTED = 1000
 """The most sessions or turns on one page."""
 
-Versioned = StartTurn | Draft | Fork | Trim | Rewind | ReplaceHistory | CloseSession | EraseSession
+Versioned = StartTurn | Draft | Fork | Trim | Rewind | ReplaceHistory | CloseSession | EraseSession | Expect
 Limited = StartTurn | Draft | Fork | Trim | OpenSession | ImportSession
 
 
@@ -335,6 +336,12 @@ class Dispatcher:
         given = _given(prepared)
         self._require_current(self._of(command), given)
         return self._info(self._engine.turns.draft(command.session, given.tokens, tenant=command.tenant).session)
+
+    @_execute.register
+    def _(self, command: Expect, _: None) -> SessionInfo:
+        return self._info(
+            self._engine.sessions.expect(command.session, command.within, calls=command.calls, tenant=command.tenant)
+        )
 
     @_execute.register
     def _(self, command: AbortTurn, _: None) -> bool:

@@ -82,6 +82,7 @@ def session_info(engine: Engine, session: Session) -> SessionInfo:
         adapter=session.policy.adapter.name if session.policy.adapter is not None else None,
         pinned=session.policy.pinned,
         metadata=dict(session.policy.metadata),
+        expected_in=round(session.expected - engine.now(), 3) if session.expected is not None else None,
     )
 
 

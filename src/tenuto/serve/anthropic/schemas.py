@@ -134,7 +134,7 @@ class Conversation(ForeignObject, TurnRequest):
         )
 
 
-@with_options("top_k", "top_p", temperature="1 if not given.")
+@with_options("top_k", "top_p", "expect_within", temperature="1 if not given.")
 class MessagesBody(Conversation):
     """Messages to answer."""
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from fastapi import Header, Path
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tenuto.base.checks import MAX_COUNT
+from tenuto.base.checks import MAX_COUNT, MAX_SECONDS
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.options import MAX_PRIORITY, OF_PREFILL, OPTIONS, TOOL_OPTIONS
 from tenuto.base.tools.definitions import MAX_TOOLS, ToolCall, flat_call
@@ -227,6 +227,14 @@ class NewTrim(Object):
     id: NewId = None
 
 
+class Expectation(Object):
+    """When the session's next turn is expected."""
+
+    within: float | None = Field(
+        gt=0, le=MAX_SECONDS, description="Seconds from now; `null` if nothing is expected any more.", examples=[20.0]
+    )
+
+
 @with_options("max_new_tokens", "temperature", "priority")
 class NewCompaction(WithTools):
     """The turns that a summary replaces, and the summary: a text, the input of a turn, or else written by the
@@ -315,7 +323,8 @@ class SessionFile(Object):
 class Session(BaseModel):
     """The current state of a session. The state of its first `computed` tokens, out of `tokens`, is in memory.
     `memory`: units that the session and its turn need, by group. `cached`: further units they hold, which only save
-    work. `version` counts commits and rewinds. `turn`: state of its open turn."""
+    work. `version` counts commits and rewinds. `turn`: state of its open turn. `expected_in`: seconds until its next
+    turn is expected, negative if it is late."""
 
     id: str
     state: str
@@ -335,6 +344,7 @@ class Session(BaseModel):
     memory: dict[str, int]
     cached: dict[str, int]
     metadata: dict[str, str]
+    expected_in: float | None
 
 
 class Sharing(BaseModel):

@@ -26,6 +26,7 @@ TYPES = {
     "abort": ("POST", "/abort"),
     "rewind": ("POST", "/rewind"),
     "fork": ("POST", "/fork"),
+    "expect": ("POST", "/expect"),
     "show": ("GET", ""),
 }
 """The types of messages: method, and the end of the path of a route."""

@@ -15,6 +15,7 @@ from tenuto.base.views import StateFilter
 from tenuto.base.wire.bodies import body_of
 from tenuto.base.wire.document import SessionDocument
 from tenuto.base.wire.messages import (
+    Expect,
     ExportSession,
     Fork,
     GetSession,
@@ -28,6 +29,7 @@ from tenuto.serve.native.answers import session_body, shown
 from tenuto.serve.native.schemas import (
     Compaction,
     ErasedSession,
+    Expectation,
     IfMatch,
     NewCompaction,
     NewFork,
@@ -210,6 +212,16 @@ async def rewind(
     request = Rewind(
         tenant=tenant.name, session=session_id, turn=body.turn, position=body.position, version=version_of(if_match)
     )
+    return await shown(edge, tenant, request, response)
+
+
+@router.post("/{session_id}/expect")
+async def expect(
+    edge: EdgeOf, tenant: Caller, session_id: SessionId, body: Expectation, response: Response, if_match: IfMatch = None
+) -> Session:
+    """Says when the next turn is expected, such as when a tool will have ended. The session's state stays in memory, or
+    comes back in time. Refused while a turn is open."""
+    request = Expect(tenant=tenant.name, session=session_id, within=body.within, version=version_of(if_match))
     return await shown(edge, tenant, request, response)
 
 

@@ -16,11 +16,21 @@ from fastapi import Depends, Request
 from fastapi.security import HTTPBearer
 from starlette.datastructures import Headers
 
-from tenuto.base.errors import ConfigError, Draining, Forbidden, LimitReached, ModelNotFound, Overloaded, Unauthorized
+from tenuto.base.errors import (
+    ConfigError,
+    Draining,
+    Forbidden,
+    LimitReached,
+    ModelNotFound,
+    Overloaded,
+    TenutoError,
+    Unauthorized,
+)
 from tenuto.base.options import Policy, SessionAdapter
 from tenuto.base.views import ModelView
 from tenuto.base.wire.link import Link
-from tenuto.base.wire.messages import OpenSession, StartTurn
+from tenuto.base.wire.messages import Expect, OpenSession, StartTurn
+from tenuto.base.wire.messages import Request as Message
 from tenuto.serve.shared.idempotency import RequestKey
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.settings import EVERYONE, ServeSettings, Tenant
@@ -75,6 +85,7 @@ class Edge:
         self._background = Background()
         self.spawn = self._background.spawn
         self._parts: dict[tuple[object, str | None], Any] = {}  # objects of the interfaces
+        self.turns.on_end.append(self._expect_tools)
 
     @property
     def served_name(self) -> str:
@@ -125,6 +136,23 @@ class Edge:
         if tenant is None:
             raise Unauthorized("no valid API key; give one as Authorization: Bearer KEY")
         return tenant
+
+    def _expect_tools(self, turn: LiveTurn) -> None:
+        """Tells the engine which tools a turn has called, so that it expects the session's next turn when these have
+        usually ended."""
+        reading, key = turn.reading, turn.request.key
+        if reading is None or not reading.names or key is None or turn.result is None or not turn.result.committed:
+            return
+        said = turn.said()
+        if said is not None and said.calls:
+            calls, (tenant, session) = tuple(call.name for call in said.calls), key
+            expect = Expect(tenant=tenant, session=session, calls=calls, version=turn.result.version)
+            self.spawn(self._tell(expect))
+
+    async def _tell(self, request: Message[Any]) -> None:
+        """Sends a request that may be refused: its session may have ended or gone on meanwhile."""
+        with suppress(TenutoError):
+            await self.link.call(request)
 
     def part(self, kind: Callable[..., T], *arguments: Any, tenant: str | None = None) -> T:
         """Returns the object of this kind that the whole server shares, or that of one tenant. The first call makes it,
