@@ -29,7 +29,9 @@ from tests.sim.travels import leave_and_come, park_last
 class RandomWorld(MirroredWorld):
     """Random operations between the steps."""
 
-    def __init__(self, config: WorldConfig, ignored: Collection[str] = ()) -> None:
+    def __init__(  # noqa: C901 - one kind of world after the other
+        self, config: WorldConfig, ignored: Collection[str] = ()
+    ) -> None:
         super().__init__(config, ignored)
         operations = [
             (self.op_open, 6),

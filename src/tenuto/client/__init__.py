@@ -7,7 +7,7 @@ from tenuto.base.options import ChatOptions, RemoteOptions, TurnOptions
 from tenuto.base.tools.definitions import ToolCall
 from tenuto.base.turns import EndReason, Input, TurnResult, Usage
 from tenuto.base.views import AuditReport, Compacted, Erased, SessionInfo
-from tenuto.client.aio import AsyncSession, AsyncTurnStream
+from tenuto.client.aio import AsyncSession, AsyncToolResults, AsyncTurnStream
 from tenuto.client.compaction import CompactionOptions
 from tenuto.client.remote import (
     AsyncRemoteEngine,
@@ -19,13 +19,14 @@ from tenuto.client.remote import (
     connect,
     connect_async,
 )
-from tenuto.client.sync import Session, TurnStream
+from tenuto.client.sync import Session, ToolResults, TurnStream
 
 __all__ = [
     "AsyncRemoteEngine",
     "AsyncRemoteSession",
     "AsyncRemoteTurnStream",
     "AsyncSession",
+    "AsyncToolResults",
     "AsyncTurnStream",
     "AuditReport",
     "ChatOptions",
@@ -42,6 +43,7 @@ __all__ = [
     "SessionInfo",
     "TenutoError",
     "ToolCall",
+    "ToolResults",
     "TurnOptions",
     "TurnResult",
     "TurnStream",

@@ -13,11 +13,13 @@ from typing import ClassVar, Generic, Self, TypeVar, Unpack
 
 from tenuto.base.errors import EngineStopped
 from tenuto.base.options import ChatOptions, Policy, SessionAdapter
-from tenuto.base.tools.answers import AnswerPart
+from tenuto.base.tools.answer_part import AnswerPart
+from tenuto.base.tools.definitions import ToolCall
 from tenuto.base.turns import Delta, Input, Keep, TurnKind, TurnResult
 from tenuto.base.views import AuditReport, Erased, SessionInfo
 from tenuto.client.core import SessionCore, TurnReader
 from tenuto.client.faces import ClientBase, SessionBase, TurnStreamBase
+from tenuto.client.results import Results
 from tenuto.client.transport import Deliver, Event, Options, Transport
 
 T = TypeVar("T")
@@ -158,6 +160,12 @@ class AsyncTurnStream(TurnStreamBase):
             if self._reader.latest:
                 yield self._reader.latest
 
+    async def calls(self) -> AsyncIterator[ToolCall]:
+        """See `TurnStream.calls`."""
+        async for part in self.parts():
+            for call in part.calls:
+                yield call
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -233,6 +241,22 @@ class Mailbox:
                 events.put_nowait(event)
 
 
+class AsyncToolResults(Results):
+    """The asynchronous `ToolResults`."""
+
+    def __init__(self, session: AsyncSession, turn: TurnReader) -> None:
+        super().__init__(turn)
+        self._session = session
+        self._lock = asyncio.Lock()
+
+    async def add(self, call: ToolCall | str, content: str) -> None:
+        """See `ToolResults.add`."""
+        async with self._lock:
+            self.put(call, content)
+            if messages := self.due():
+                await self._session.draft(messages)
+
+
 class AsyncSession(SessionBase):
     """The asynchronous `Session`."""
 
@@ -275,6 +299,10 @@ class AsyncSession(SessionBase):
     async def draft(self, input: Input) -> None:  # noqa: A002 - as above
         """See `Session.draft`."""
         await _answer(self._core.draft(input))
+
+    def results(self, turn: AsyncTurnStream) -> AsyncToolResults:
+        """See `Session.results`."""
+        return AsyncToolResults(self, turn.reader)
 
     async def expect(self, within: float | None) -> SessionInfo:
         """See `Session.expect`."""

@@ -16,7 +16,8 @@ from tenuto.base.errors import InvalidRequest, TenutoError
 from tenuto.base.options import TOOL_OPTIONS, Policy, TurnOptions, turn_params
 from tenuto.base.plan import PARTS, MemoryPart
 from tenuto.base.sampling import MAX_TOKEN_ID
-from tenuto.base.tools.answers import AnswerPart, AnswerReader
+from tenuto.base.tools.answer_part import AnswerPart
+from tenuto.base.tools.answers import AnswerReader
 from tenuto.base.tools.definitions import NO_TOOLS
 from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.turns import Delta, Input, Keep, Transcript, TurnKind, TurnResult, turn_input

@@ -43,6 +43,11 @@ class TurnStreamBase:
         self._closer.atexit = False  # the engine's finalizer takes care of it
 
     @property
+    def reader(self) -> TurnReader:
+        """What has been read so far."""
+        return self._reader
+
+    @property
     def text(self) -> str:
         """All text read so far, unparsed."""
         return self._reader.text

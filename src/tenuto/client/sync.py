@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -10,11 +11,13 @@ from queue import SimpleQueue
 from typing import ClassVar, Generic, Self, TypeVar, Unpack
 
 from tenuto.base.options import ChatOptions, Policy, SessionAdapter
-from tenuto.base.tools.answers import AnswerPart
+from tenuto.base.tools.answer_part import AnswerPart
+from tenuto.base.tools.definitions import ToolCall
 from tenuto.base.turns import Delta, Input, Keep, TurnKind, TurnResult
 from tenuto.base.views import AuditReport, Erased, SessionInfo
 from tenuto.client.core import TurnReader
 from tenuto.client.faces import ClientBase, SessionBase, TurnStreamBase
+from tenuto.client.results import Results
 from tenuto.client.transport import Deliver, Event, Options
 
 SessionT = TypeVar("SessionT", bound="Session")
@@ -158,6 +161,12 @@ class TurnStream(TurnStreamBase, Closing):
             if self._reader.latest:
                 yield self._reader.latest
 
+    def calls(self) -> Iterator[ToolCall]:
+        """Iterates over tool calls, each as soon as its arguments are complete, so that a tool can start before the
+        turn ends."""
+        for part in self.parts():
+            yield from part.calls
+
     def tokens(self) -> Iterator[int]:
         """Iterates over output token ids as they arrive, instead of text. Like iteration over text, it can be stopped
         and resumed."""
@@ -186,6 +195,24 @@ class TurnStream(TurnStreamBase, Closing):
     def _next(self) -> Delta | None:
         self._unread.clear()
         return None if self._reader.ended else self._reader.take(self._events.get())
+
+
+class ToolResults(Results):
+    """The results of a turn's calls; see `Session.results`. Any thread may add them."""
+
+    def __init__(self, session: Session, turn: TurnReader) -> None:
+        super().__init__(turn)
+        self._session = session
+        self._lock = threading.Lock()
+
+    def add(self, call: ToolCall | str, content: str) -> None:
+        """Adds the result of a call, given itself or by its id, as text. Once the turn has been read to its end, the
+        results that follow one another from the first call on are computed at once. Raises `InvalidRequest`, and the
+        errors of `Session.draft`."""
+        with self._lock:
+            self.put(call, content)
+            if messages := self.due():
+                self._session.draft(messages)
 
 
 class Session(Closing, SessionBase):
@@ -227,6 +254,11 @@ class Session(Closing, SessionBase):
         """Computes input ahead of its turn. Call this with the whole input so far, and again whenever it changes.
         `turn` then continues from the prefix that its input shares with the draft."""
         self._core.draft(input).result()
+
+    def results(self, turn: TurnStream) -> ToolResults:
+        """Returns a collection for the results of the calls of this session's last turn. Each is computed when it
+        comes, in the order of the calls; `turn(results.messages)` then computes little besides its answer."""
+        return ToolResults(self, turn.reader)
 
     def expect(self, within: float | None) -> SessionInfo:
         """Says that the session's next turn comes in `within` seconds, such as when a tool will have ended; `None`: it

@@ -86,9 +86,8 @@ class RunningTurn(ABC):
         self.ended.set_exception(error)
         self._tell(error)
 
-    def called(self, version: int, names: Sequence[str]) -> None:
-        """Records that the turn, which committed as `version` of its session, has called tools of these names. A server
-        knows without being told."""
+    def called(self, version: int, names: Sequence[str]) -> None:  # noqa: B027 - a server knows without being told
+        """Records that the turn, which committed as `version` of its session, has called tools of these names."""
 
     def _tell(self, event: Event) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Expectations of a session's next turn: they decide who keeps memory, and bring parked state back ahead of the turn."""
+"""Expectations of sessions' next turns: they decide who keeps memory, and bring parked state back ahead of turns."""
 
 from __future__ import annotations
 

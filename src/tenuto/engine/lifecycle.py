@@ -18,7 +18,6 @@ from tenuto.session.changes import Change, ChangeKind
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 
-
 PARKS = ("pressure", "made way")
 """The reasons for which a session loses memory that is parked first."""
 

@@ -31,7 +31,6 @@ from tenuto.sched.batch import is_computed
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 
-
 FAILURES = {"copy": "copy failed"}
 """What the failures of a move are called where parked sessions are computed again; others are "unreadable"."""
 
@@ -423,7 +422,7 @@ class Parking:
         session.memory.drop()
         session.memory.lost = "parked"
 
-    def _acquire(  # noqa: PLR0913 - every part of what is wanted
+    def _acquire(
         self,
         parked: Parked,
         group: int,

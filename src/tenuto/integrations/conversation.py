@@ -11,7 +11,7 @@ from typing import Any, Unpack
 
 from tenuto.base.errors import IllegalTransition, NotFound, SessionClosed, TenutoError
 from tenuto.base.options import RemoteOptions
-from tenuto.base.tools.answers import AnswerPart
+from tenuto.base.tools.answer_part import AnswerPart
 from tenuto.base.turns import Usage
 from tenuto.client import AsyncRemoteEngine, AsyncRemoteSession, AsyncRemoteTurnStream
 from tenuto.integrations.chats import native_message

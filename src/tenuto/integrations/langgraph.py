@@ -22,7 +22,7 @@ from langgraph.checkpoint.memory import InMemorySaver
 from pydantic import ConfigDict, Field, PrivateAttr
 
 from tenuto.base.errors import NotFound, SessionBusy, SessionClosed, VersionMismatch
-from tenuto.base.tools.answers import AnswerPart
+from tenuto.base.tools.answer_part import AnswerPart
 from tenuto.client import RemoteEngine, RemoteSession, RemoteTurnStream, connect
 from tenuto.integrations.chats import native_message
 

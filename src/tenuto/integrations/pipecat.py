@@ -15,7 +15,7 @@ from pipecat.services.openai.base_llm import BaseOpenAILLMService
 
 from tenuto.base.errors import TenutoError
 from tenuto.base.options import RemoteOptions
-from tenuto.base.tools.answers import AnswerPart
+from tenuto.base.tools.answer_part import AnswerPart
 from tenuto.base.turns import Usage
 from tenuto.client import connect_async
 from tenuto.integrations.conversation import Conversation, Speech

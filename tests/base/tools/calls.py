@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from tenuto.base.tools.answers import AnswerPart, AnswerReader
+from tenuto.base.tools.answer_part import AnswerPart
+from tenuto.base.tools.answers import AnswerReader
 from tenuto.base.tools.definitions import ModelHabits
 
 TAGS, JSON, LIST = ModelHabits("tags"), ModelHabits("json"), ModelHabits("list")

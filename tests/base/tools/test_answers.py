@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.base.tools.answers import AnswerReader
+from tenuto.base.tools.answers import AnswerReader, Reading
 from tenuto.base.tools.definitions import ModelHabits
 from tenuto.base.tools.tool_use import ToolUse
 from tests.base.tools.calls import (
@@ -196,6 +196,28 @@ def test_a_long_call_is_decoded_once(habits: ModelHabits, text: str, monkeypatch
     monkeypatch.setattr(json.JSONDecoder, "raw_decode", counting)
     assert len(read(habits, list(text)).calls) == 1
     assert len(decoded) <= 2  # and once as it is checked
+
+
+@pytest.mark.parametrize("separator", [", ", "\n", "; ", ","])
+def test_forced_calls_are_told_as_soon_as_they_are_complete(separator: str) -> None:
+    one, two = '{"name": "weather", "arguments": {"city": "a}{["}}', '{"name": "clock", "arguments": {}}'
+    text = f"[{one}{separator}{two}]" if "," in separator else f"{one}{separator}{two}"
+    reading = Reading(ModelHabits("json"), ("weather", "clock"), forced=True)
+    reader, told = reading.reader("x"), list[tuple[int, str]]()
+    for at, letter in enumerate(text):
+        told += [(at, call.name) for call in reader.push(letter).calls]
+    assert told == [(text.index(one) + len(one) - 1, "weather"), (text.index(two) + len(two) - 1, "clock")]
+    assert not reader.finish()
+    whole = Reading(ModelHabits("json"), ("weather", "clock")).reader("x").read(text, ended=True)
+    assert whole == reading.reader("x").read(text, ended=True)
+
+
+def test_the_rest_of_a_forced_call_that_was_cut_short_is_text() -> None:
+    reading = Reading(ModelHabits("json"), ("weather",), forced=True)
+    said = reading.reader().read('{"name": "weather", "arguments": {}}\n{"name": "wea', ended=True)
+    assert [call.name for call in said.calls] == ["weather"]
+    assert said.text == '{"name": "wea'
+    assert reading.reader().read("[", ended=True).text == "["
 
 
 def test_without_tools_calls_are_text() -> None:

@@ -13,7 +13,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.tools.answers import AnswerPart, AnswerReader
+from tenuto.base.tools.answer_part import AnswerPart
+from tenuto.base.tools.answers import AnswerReader
 from tenuto.base.tools.call_grammars import calls_grammar, shape_of
 from tenuto.base.tools.definitions import CHANNELS, MARKS, THOUGHTS, ModelHabits, ToolFormat
 from tenuto.base.tools.definitions import TAGS as TAGGED_BY

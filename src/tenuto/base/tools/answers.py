@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tenuto.base.errors import InvalidRequest
+from tenuto.base.tools.answer_part import AnswerPart
 from tenuto.base.tools.call_text import CLOSE_FUNCTION, OPEN_FUNCTION, Scan, Types, functions_in, objects_in, overlap
 from tenuto.base.tools.channels import Header, content_end, header_of
 from tenuto.base.tools.definitions import TAGS, THOUGHTS, ModelHabits, ToolCall
@@ -21,47 +22,20 @@ from tenuto.base.tools.definitions import TAGS, THOUGHTS, ModelHabits, ToolCall
 OPEN_THOUGHT, CLOSE_THOUGHT = THOUGHTS
 
 
-@dataclass(slots=True)
-class AnswerPart:
-    """A part of an answer: its text, the thoughts before it, and calls."""
-
-    text: str = ""
-    reasoning: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.text or self.reasoning or self.calls)
-
-    def add(self, other: AnswerPart) -> None:
-        """Appends a later part."""
-        self.text += other.text
-        self.reasoning += other.reasoning
-        self.calls += other.calls
-
-    def message(self) -> dict[str, Any]:
-        """Returns the assistant's message of a conversation."""
-        message: dict[str, Any] = {"role": "assistant", "content": None if self.calls and not self.text else self.text}
-        if self.reasoning:
-            message["reasoning"] = self.reasoning
-        if self.calls:
-            message["tool_calls"] = [
-                {"id": call.id, "name": call.name, "arguments": call.arguments} for call in self.calls
-            ]
-        return message
-
-
 @dataclass(frozen=True, slots=True)
 class Reading:
     """The settings for parsing an answer: the format of its model, the `names` of the functions that it may call, and
-    the `types` of their parameters, needed if the model writes arguments without quotation marks."""
+    the `types` of their parameters, needed if the model writes arguments without quotation marks. `forced`: a grammar
+    allows nothing but calls."""
 
     habits: ModelHabits
     names: tuple[str, ...]
     types: Types = field(default_factory=dict)
+    forced: bool = False
 
     def reader(self, answer: str = "") -> AnswerReader:
         """Returns a parser. `answer`: an id of the answer; parsers with the same one give its calls the same ids."""
-        return AnswerReader(self.habits, self.names, answer, self.types)
+        return AnswerReader(self.habits, self.names, answer, self.types, forced=self.forced)
 
     def thought_tokens(self, pieces: Iterable[tuple[str, int]]) -> int:
         """Returns the number of tokens in thoughts. `pieces`: those of an answer, each its text and the number of its
@@ -74,15 +48,22 @@ class Reading:
 
 class AnswerReader:
     """Parses an answer as it arrives. Text that may still become a tag or a call is held back. `names`: the functions
-    that may be called; without any, calls are text. `types`: as in `Reading`. The ids of calls are derived from
-    `answer`, or random without one."""
+    that may be called; without any, calls are text. `types`, `forced`: as in `Reading`. The ids of calls are derived
+    from `answer`, or random without one."""
 
     def __init__(
-        self, habits: ModelHabits, names: Iterable[str] = (), answer: str = "", types: Types = MappingProxyType({})
+        self,
+        habits: ModelHabits,
+        names: Iterable[str] = (),
+        answer: str = "",
+        types: Types = MappingProxyType({}),
+        *,
+        forced: bool = False,
     ) -> None:
         self._habits = habits
         self._names = frozenset(names)
         self._types = types
+        self._forced = forced
         self._answer = answer or secrets.token_hex(12)
         self._called = 0
         self._rest = ""  # not yet passed on
@@ -258,6 +239,8 @@ class AnswerReader:
 
     def _json(self, said: AnswerPart, *, ended: bool) -> bool:
         """Parses an answer that consists only of calls."""
+        if self._forced:
+            return self._each(said, ended=ended)
         begun = self._rest.lstrip()
         if self._started or (begun and begun[0] not in "{["):
             return self._start(said, ended=ended)
@@ -270,6 +253,28 @@ class AnswerReader:
         if calls:
             self._rest = self._mark = ""
         return self._tell(said, len(self._rest))
+
+    def _each(self, said: AnswerPart, *, ended: bool) -> bool:
+        """Parses an answer that certainly consists of calls: each call as soon as it is complete. The rest of one that
+        was cut short is text."""
+        if self._scan is None:
+            start = self._rest.find("{")
+            if start < 0:
+                self._rest = "" if ended and self._called else self._rest  # a bracket that closes the list
+                self._forced = not ended
+                return bool(ended and self._rest)
+            self._rest, self._scan = self._rest[start:], Scan(0)
+        end = self._scan.end(self._rest)
+        if end is None and not ended:
+            return False
+        self._scan = None
+        calls = self._made(objects_in(self._rest[:end])) if end is not None else []
+        if not calls:
+            self._forced = False
+            return True
+        said.calls += calls
+        self._rest, self._mark = self._rest[end:], ""
+        return bool(self._rest)
 
     def _start(self, said: AnswerPart, *, ended: bool) -> bool:
         """Passes on text that turned out not to be a call; a control token with a call may still follow."""

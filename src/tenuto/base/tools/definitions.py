@@ -45,6 +45,10 @@ class ToolCall:
             raise wrong("a tool call", given, "name, arguments and id", param="tool_calls")
         return cls(**given)
 
+    def body(self) -> dict[str, str]:
+        """Returns the call as a part of an assistant's message."""
+        return {"id": self.id, "name": self.name, "arguments": self.arguments}
+
     def parsed(self) -> dict[str, Any]:
         """Parses the arguments. Raises `InvalidRequest`."""
         arguments = parsed_json("a tool call's arguments are not JSON", self.arguments or "{}", "tool_calls")

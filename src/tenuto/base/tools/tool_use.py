@@ -110,7 +110,7 @@ class ToolUse:
         names = tuple(each["name"] for each in self.chosen)
         typed = {each["name"]: _types(each.get("parameters")) for each in self.chosen}
         types = {name: found for name, found in typed.items() if found and habits.tools == "functions"}
-        return Reading(replace(habits, thinks=thinks), names, types)
+        return Reading(replace(habits, thinks=thinks), names, types, forced=self.choice == "required")
 
     def marks(self, habits: ModelHabits) -> tuple[tuple[str, int], ...]:
         """Returns the control tokens that must stay in the answer's text so that it can be parsed."""

@@ -25,8 +25,8 @@ class Tiers:
     """Parks and restores memory. Parked memory that is used last moves from host memory to disk, and is discarded from
     disk; see `UseOrder`. A unit that several parked sequences share is kept, moved and restored once.
 
-    Invariants: every `Parked` is in `_in_host`, whose units stay in host memory, or in `_on_disk`. `copies.disk_used` with `writes.size` never exceeds the disk's budget. A stored unit is only used
-    for a sequence whose tokens its content covers.
+    Invariants: every `Parked` is in `_in_host`, whose units stay in host memory, or in `_on_disk`. `copies.disk_used`
+    with `writes.size` never exceeds the disk's budget. A stored unit is only used for a sequence whose tokens its content covers.
     """
 
     def __init__(
@@ -83,7 +83,8 @@ class Tiers:
         self, position: int, kept: Sequence[Sequence[int]], names: Contents, expected: float | None = None
     ) -> Parked | None:
         """Copies the units of each group that a session keeps for its first `position` tokens; `names` are their
-        contents. `expected`: when the session is expected to use them again. Returns `None` if there is no room, copying failed, or computing the tokens again is faster."""
+        contents. `expected`: when the session is expected to use them again. Returns `None` if there is no room, copying
+        failed, or computing the tokens again is faster."""
         size = self.copies.bytes_of(map(len, kept))
         tier = "host" if size <= self._host_bytes else "disk"
         if tier == "disk" and self._disk is None:
@@ -151,7 +152,8 @@ class Tiers:
         return True
 
     def make_room(self, size: int, parked: Parked | None = None) -> bool:
-        """Discards memory on disk until `size` more bytes, for `parked`, fit: what is used last, and of that first what takes the fewest tokens to compute; see `victims`. Pinned memory and memory on its way to disk stay.
+        """Discards memory on disk until `size` more bytes, for `parked`, fit: what is used last, and of that
+        first what takes the fewest tokens to compute; see `victims`. Pinned memory and memory on its way to disk stay.
         Returns False if there is not enough room."""
         budget = self._disk.budget if self._disk is not None else 0
         while (lacking := self.copies.disk_used + self.writes.size + size - budget) > 0:

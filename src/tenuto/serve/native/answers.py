@@ -9,7 +9,7 @@ from fastapi import Response
 
 from tenuto.base.errors import TenutoError
 from tenuto.base.sampling import Candidate, TokenLogprob
-from tenuto.base.tools.answers import AnswerPart
+from tenuto.base.tools.answer_part import AnswerPart
 from tenuto.base.turns import Delta, joined
 from tenuto.base.views import SessionInfo, Ticket
 from tenuto.base.wire.bodies import body_of
@@ -73,8 +73,9 @@ class TurnAnswer(Answer):
         self._turn = turn
         self._number = position  # number of the last event
         self._reader = turn.reading.reader(turn.id) if turn.reading is not None else None
+        self._called = 0  # number of calls so far
         if self._reader is not None:
-            self._reader.push(joined(turn.deltas[:position]).text)
+            self._called = len(self._reader.push(joined(turn.deltas[:position]).text).calls)
 
     async def whole(self) -> dict[str, Any]:
         await self._turn.finished()
@@ -98,13 +99,22 @@ class TurnAnswer(Answer):
             return event("delta", Plain(delta.text, delta.tokens, delta.delivered), self._number)
         if delta.tokens or delta.text:
             said = reader.push(delta.text) if reader is not None else None
-            told = event("delta", _delta(delta, said), self._number)
+            told = self._calls(said) + event("delta", _delta(delta, said), self._number)
         if delta.result is not None:
             if reader is not None and (rest := reader.finish()):
-                told += event("delta", _delta(Delta(delivered=delta.delivered), rest))
+                told += self._calls(rest) + event("delta", _delta(Delta(delivered=delta.delivered), rest))
             ended = turn_body(self._turn).model_dump(exclude={"text", "tokens", "logprobs"}, exclude_none=True)
             told += event("committed" if delta.result.committed else "aborted", ended, self._number)
         return told
+
+    def _calls(self, said: AnswerPart | None) -> bytes:
+        """Returns an event for each call whose arguments are now complete. They come before the delta with the call, so
+        that a stream which breaks in between repeats them when it is resumed."""
+        made = b""
+        for call in said.calls if said is not None else ():
+            made += event("call", {"index": self._called, **call.body()})
+            self._called += 1
+        return made
 
 
 def _started(turn: LiveTurn, ticket: Ticket) -> bytes:

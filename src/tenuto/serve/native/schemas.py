@@ -444,7 +444,7 @@ EVENT = {
 }
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "The turn, or its events: `started`, `delta`, and last `committed`, `aborted` or `error`",
+        "description": "The turn, or its events: `started`, `delta`, `call`, last `committed`, `aborted` or `error`",
         "model": Turn,
         "content": {"text/event-stream": {"schema": EVENT}},
     }

@@ -8,7 +8,8 @@ from typing import Any
 
 from tenuto.base.errors import TenutoError
 from tenuto.base.sampling import TokenLogprob
-from tenuto.base.tools.answers import AnswerPart, AnswerReader
+from tenuto.base.tools.answer_part import AnswerPart
+from tenuto.base.tools.answers import AnswerReader
 from tenuto.base.turns import Delta, EndReason, TurnResult, joined
 from tenuto.serve.ollama.errors import FORM
 from tenuto.serve.shared.edge import Edge

@@ -8,7 +8,8 @@ from typing import Any
 
 from tenuto.base.options import TurnParams
 from tenuto.base.sampling import TokenLogprob
-from tenuto.base.tools.answers import AnswerPart, AnswerReader
+from tenuto.base.tools.answer_part import AnswerPart
+from tenuto.base.tools.answers import AnswerReader
 from tenuto.base.tools.definitions import ToolCall
 from tenuto.base.turns import Delta
 from tenuto.serve.openai.tools import input_of

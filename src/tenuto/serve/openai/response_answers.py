@@ -10,7 +10,8 @@ from typing import Any
 
 from tenuto.base.errors import TenutoError, TurnAborted
 from tenuto.base.sampling import TokenLogprob
-from tenuto.base.tools.answers import AnswerPart, Reading
+from tenuto.base.tools.answer_part import AnswerPart
+from tenuto.base.tools.answers import Reading
 from tenuto.base.tools.definitions import ToolCall
 from tenuto.base.turns import Delta, EndReason, TurnResult, Usage
 from tenuto.serve.openai.tools import input_of

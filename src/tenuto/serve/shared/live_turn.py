@@ -11,7 +11,8 @@ import msgspec
 
 from tenuto.base.errors import TenutoError
 from tenuto.base.options import TurnParams
-from tenuto.base.tools.answers import AnswerPart, Reading
+from tenuto.base.tools.answer_part import AnswerPart
+from tenuto.base.tools.answers import Reading
 from tenuto.base.tools.definitions import NO_TOOLS
 from tenuto.base.tools.variables import NO_VARIABLES
 from tenuto.base.turns import AbortGate, Delta, TurnResult, joined
