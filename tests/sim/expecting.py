@@ -39,7 +39,8 @@ def _expect(world: RandomWorld) -> None:
 def expect(world: RandomWorld, sid: str, within: float | None, calls: tuple[str, ...] = ()) -> None:
     session = world.session_of(sid)
     before = session.memory.computed, session.version
-    reasons = world._busy(world.naive[sid])
+    turn = world.naive[sid].turn
+    reasons = world._busy(world.naive[sid]) - ({"session_busy"} if turn is not None and turn.drafting else set())
     told = world.attempt(
         "expect",
         reasons,
@@ -85,7 +86,7 @@ def _comes_back(world: RandomWorld) -> None:
         return
     session = world.session_of(sid)
     position = engine.idle_memory.position(session)
-    if session.turn is not None or session.memory.computed or engine.occupation.has_turns or not position:
+    if not (_rests(world, session) and position):
         return
     if not engine.idle_memory.restorable(session, max(0, len(session.history) - 1)):
         return
@@ -94,10 +95,15 @@ def _comes_back(world: RandomWorld) -> None:
     expect(world, sid, AHEAD / 2)
     for _ in range(30):
         world.step()
-        if not world.is_open(sid) or session.memory.computed or engine.idle_memory.recomputed != failures:
+        if not world.is_open(sid) or engine.idle_memory.recomputed != failures:
             return
-    if room and session.turn is None and not engine.occupation.has_turns:
+    if room and _rests(world, session):
         world.found("expected", f"{sid} has room, and its state of {position} tokens does not come back")
+
+
+def _rests(world: RandomWorld, session: Session) -> bool:
+    """Whether nothing runs or waits, and the session has no turn and nothing in memory."""
+    return session.turn is None and not session.memory.computed and not world.engine.occupation.has_turns
 
 
 def _parked(world: RandomWorld, session: Session) -> bool:

@@ -42,11 +42,11 @@ class Return:
 class Expectations:
     """Knows when sessions' next turns are expected, and brings their parked state back before.
 
-    What comes back belongs to the expectations until all of it has arrived, and then to the session at once. Until then
-    the session is parked as before: a turn that starts meanwhile waits for the same copies. State comes back only while
-    no turn waits for room, to units that are free or that cached checkpoints and closed sessions have, beside those
-    that running turns need for their known tokens. While no turn runs either, idle sessions that are expected later
-    make way. It yields to every turn that needs its units.
+    State that comes back belongs to the expectations until all of it has arrived, and then to the session at once.
+    Until then the session is parked as before: a turn that starts meanwhile waits for the same copies. State comes back
+    only while no turn waits for room, to units that are free or that cached checkpoints and closed sessions have,
+    beside those that running turns need for their known tokens. While no turn runs either, idle sessions that are
+    expected later make way. It yields to every turn that needs its units.
 
     Invariant: the leases of `_coming` are those of this holder. An expectation has an entry in `_due` until it has
     passed, or the session's state has begun to come back.
@@ -72,9 +72,9 @@ class Expectations:
     # -- what is expected
 
     def expect(self, session: Session, within: float | None, calls: Names = ()) -> None:
-        """Expects the next turn of an idle session in `within` seconds; `None`: as soon as tools of these names, which
-        its last turn called, have taken before, unless something else is expected already; without names, expects
-        nothing."""
+        """Expects the next turn of a session without a submitted turn in `within` seconds; `None`: in the time that tools
+        of these names, which its last turn called, have taken before, unless something is expected already; without
+        names, expects nothing."""
         within = seconds("within", within)
         session.calls = calls or session.calls
         if within is None and calls:

@@ -179,10 +179,12 @@ class SessionOperations:
         self, session_id: str, within: float | None = None, *, calls: Sequence[str] = (), tenant: str = ""
     ) -> Session:
         """Expects the next turn of a session within so many seconds; `None`: no longer, or with `calls`, the names of
-        the tools that its last turn called, in the time that they took before. Raises `SessionBusy` if a turn is open,
-        and `InvalidRequest`."""
+        the tools that its last turn called, in the time that they took before. Raises `SessionBusy` if a turn is
+        open that is no draft, and `InvalidRequest`."""
         session = self._registry.get(session_id, tenant)
-        session.require_idle("expect a turn of")
+        session.require_open()
+        if session.turn is not None and not session.turn.drafting:
+            session.require_idle("expect a turn of")
         self._lifecycle.expectations.expect(session, within, tuple(sorted(set(calls))))
         return session
 

@@ -17,7 +17,8 @@ Names = tuple[str, ...]
 
 class ToolGaps:
     """Remembers how long after a turn that called tools the next turn came, in seconds, by the names of these tools.
-    What was used least recently is forgotten. No tenant's times have an effect on another's guesses."""
+    Tools and tenants that called nothing for longest are forgotten. No tenant's times have an effect on another's
+    guesses."""
 
     def __init__(self) -> None:
         self._tenants: OrderedDict[str, OrderedDict[Names, deque[float]]] = OrderedDict()

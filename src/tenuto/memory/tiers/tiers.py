@@ -26,7 +26,8 @@ class Tiers:
     disk; see `UseOrder`. A unit that several parked sequences share is kept, moved and restored once.
 
     Invariants: every `Parked` is in `_in_host`, whose units stay in host memory, or in `_on_disk`. `copies.disk_used`
-    with `writes.size` never exceeds the disk's budget. A stored unit is only used for a sequence whose tokens its content covers.
+    with `writes.size` never exceeds the disk's budget. A stored unit is only used for a sequence whose tokens its
+    content covers.
     """
 
     def __init__(
@@ -83,8 +84,8 @@ class Tiers:
         self, position: int, kept: Sequence[Sequence[int]], names: Contents, expected: float | None = None
     ) -> Parked | None:
         """Copies the units of each group that a session keeps for its first `position` tokens; `names` are their
-        contents. `expected`: when the session is expected to use them again. Returns `None` if there is no room, copying
-        failed, or computing the tokens again is faster."""
+        contents. `expected`: when the session is expected to use them again. Returns `None` if there is no room,
+        copying failed, or computing the tokens again is faster."""
         size = self.copies.bytes_of(map(len, kept))
         tier = "host" if size <= self._host_bytes else "disk"
         if tier == "disk" and self._disk is None:
