@@ -72,8 +72,8 @@ class Expectations:
     # -- what is expected
 
     def expect(self, session: Session, within: float | None, calls: Names = ()) -> None:
-        """Expects the next turn of a session without a submitted turn in `within` seconds; `None`: in the time that tools
-        of these names, which its last turn called, have taken before, unless something is expected already; without
+        """Expects the next turn of a session without a submitted turn in `within` seconds; `None`: in the time that the
+        tools of these names took before, which its last turn called, unless something is expected already; without
         names, expects nothing."""
         within = seconds("within", within)
         session.calls = calls or session.calls
