@@ -10,7 +10,9 @@ from tenuto.base.errors import TenutoError
 from tenuto.base.tools.answer_part import AnswerPart
 from tenuto.base.tools.answers import AnswerReader
 from tenuto.base.turns import Delta, EndReason, TurnResult, joined
+from tenuto.serve.anthropic.compactions import Compaction
 from tenuto.serve.anthropic.errors import FORM
+from tenuto.serve.anthropic.usage import usage_of
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure
 from tenuto.serve.shared.live_turn import LiveTurn
@@ -20,7 +22,8 @@ from tenuto.serve.shared.sse import Answer, event
 
 class MessageAnswer(Answer):
     """The answer of one turn. `name`: its id, if a thread keeps it. `end` is called at the end of the answer.
-    `applied`: reports on the edits made to the request's messages, `None` if it asked for none."""
+    `applied`: reports on the edits made to the request's messages, `None` if it asked for none.
+    `compaction`: that of the request's messages, if they were compacted."""
 
     def __init__(
         self,
@@ -31,9 +34,11 @@ class MessageAnswer(Answer):
         name: str | None = None,
         end: Callable[[], None] = lambda: None,
         applied: list[dict[str, Any]] | None = None,
+        compaction: Compaction | None = None,
     ) -> None:
         super().__init__(edge, [turn])
         self._ended = end
+        self._compaction = compaction
         self._edits = {"context_management": {"applied_edits": applied}} if applied is not None else {}
         self._turn = turn
         self._reader = reader
@@ -52,7 +57,7 @@ class MessageAnswer(Answer):
         result = await committed(self._edge, self._turn)
         said = self._reader.read(self._turn.reply().text, ended=True)
         self._called = bool(said.calls)
-        content: list[dict[str, Any]] = []
+        content: list[dict[str, Any]] = [self._compaction.block] if self._compaction is not None else []
         if said.reasoning:
             content.append({"type": "thinking", "thinking": said.reasoning, "signature": ""})
         if said.text:
@@ -72,7 +77,11 @@ class MessageAnswer(Answer):
         ticket = self._turn.ticket
         usage = {"input_tokens": ticket.prompt_tokens if ticket is not None else 0, "output_tokens": 0}
         opened = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-        return event("message_start", {"type": "message_start", "message": opened})
+        begun = event("message_start", {"type": "message_start", "message": opened})
+        if self._compaction is None:
+            return begun
+        self._index += 1
+        return begun + self._compaction.events(self._index)
 
     def news(self, _: int, deltas: list[Delta]) -> bytes:
         delta = joined(deltas)
@@ -131,15 +140,8 @@ class MessageAnswer(Answer):
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": stop}
 
-    def _usage(self, result: TurnResult) -> dict[str, int]:
-        """Returns the counts of tokens. Those that were computed and fill whole pages can be found again by requests
-        with the same beginning, and count as created."""
-        usage, model = result.usage, self._edge.model
-        kept = usage.prompt - usage.prompt % model.page_size if model.config.prefix_cache else 0
-        created = max(0, kept - usage.cached)
-        return {
-            "input_tokens": usage.prompt - usage.cached - created,
-            "cache_read_input_tokens": usage.cached,
-            "cache_creation_input_tokens": created,
-            "output_tokens": usage.generated,
-        }
+    def _usage(self, result: TurnResult) -> dict[str, Any]:
+        counts = usage_of(self._edge, result.usage)
+        if self._compaction is None:
+            return counts
+        return {**counts, "iterations": [self._compaction.iteration(self._edge), {"type": "message", **counts}]}

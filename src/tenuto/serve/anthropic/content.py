@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -18,15 +19,18 @@ class Block(ForeignObject):
 
     has_kinds = True
     ignored = frozenset({"cache_control", "caller", "citations", "data", "is_error", "signature", "toolset_name"})
+    undone: ClassVar[dict[str, tuple[Any, ...]]] = {"tool_changes": (None, []), "encrypted_content": (None,)}
 
-    type: Literal["text", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking"]
+    type: Literal["text", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking", "compaction"]
     text: str = ""
     thinking: str = ""
     id: str = Field("", max_length=256, description="Id of a `tool_use`.")
     name: str = Field("", max_length=256, description="Name of the function in a `tool_use`.")
     input: dict[str, Any] | None = None
     tool_use_id: str = Field("", max_length=256, description="In a `tool_result`, the id of the call that it answers.")
-    content: str | Messages[Block] | None = Field(None, description="Content of a `tool_result`.")
+    content: str | Messages[Block] | None = Field(
+        None, description="Content of a `tool_result`, or summary of a `compaction`."
+    )
     tool_name: str = Field("", max_length=256, description="In a `tool_reference`, the name of a tool that was found.")
 
 
@@ -60,3 +64,46 @@ class NewMessage(ForeignObject):
         if len(results) < len(self.content) or not results:
             messages.append(Message("user", text_of(self.content)))
         return messages
+
+
+INTRODUCTION = "The conversation before this was summarized:"
+"""The first line of the message that stands for a summary."""
+
+
+def since_compaction(messages: Sequence[NewMessage]) -> list[NewMessage]:
+    """Returns the messages with the last summary in the place of all that it covers. A block whose compaction failed
+    has no effect."""
+    for place in range(len(messages) - 1, -1, -1):
+        message = messages[place]
+        blocks = message.content if message.role == "assistant" and isinstance(message.content, list) else []
+        found = [number for number, block in enumerate(blocks) if block.type == "compaction" and block.content]
+        if found:
+            told = _text(f"{INTRODUCTION}\n\n{blocks[found[-1]].content}")
+            rest, later = blocks[found[-1] + 1 :], list(messages[place + 1 :])
+            if rest:
+                return [_of("user", [told]), _of("assistant", rest), *later]
+            if later and later[0].role == "user":  # many templates refuse two messages of the user
+                return [_of("user", [told, *_blocks_of(later[0])]), *later[1:]]
+            return [_of("user", [told]), *later]
+    return list(messages)
+
+
+def with_question(messages: Sequence[NewMessage], question: str) -> list[NewMessage]:
+    """Returns the messages with a question of the user at the end, as a part of the last message if that is the
+    user's."""
+    last = messages[-1]
+    if last.role != "user":
+        return [*messages, _of("user", [_text(question)])]
+    return [*messages[:-1], _of("user", [*_blocks_of(last), _text(question)])]
+
+
+def _text(text: str) -> Block:
+    return Block.model_validate({"type": "text", "text": text})
+
+
+def _of(role: Literal["user", "assistant"], blocks: list[Block]) -> NewMessage:
+    return NewMessage.model_construct(role=role, content=blocks)
+
+
+def _blocks_of(message: NewMessage) -> list[Block]:
+    return message.content if isinstance(message.content, list) else [_text(message.content)]

@@ -6,13 +6,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import Field
 
 from tenuto.base.checks import MAX_COUNT
 from tenuto.base.tools.definitions import MAX_TOOLS
 from tenuto.serve.anthropic.content import Block, NewMessage
 from tenuto.serve.shared.objects import ForeignObject
-from tenuto.serve.shared.undone import leave_undone
 
 CLEARED = "[the result of this call was cleared to save context]"
 """The content of a cleared result."""
@@ -20,8 +19,8 @@ TRIGGER = 100_000
 """Number of tokens above which results are cleared if the request does not say."""
 KEPT_USES = 3
 """Number of the latest results that stay if the request does not say."""
-COMPACT = "compact_20260112"
-"""An edit that this server leaves undone."""
+COMPACT_TRIGGER = 150_000
+"""Number of tokens above which messages are compacted if the request does not say."""
 MAX_EDITS = 16
 """Maximum number of edits in one request."""
 
@@ -145,26 +144,37 @@ class ClearThinking(ForeignObject):
         return edited, {"type": self.type, "cleared_thinking_turns": cleared, "cleared_input_tokens": saved}
 
 
-def _done_here(given: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    if isinstance(given, dict) and given.get("type") == COMPACT:
-        leave_undone(f"context_management.{COMPACT}")
-        return None
-    return validate(given)
+class Compact(ForeignObject):
+    """Replaces all messages by a summary, which the model writes."""
+
+    type: Literal["compact_20260112"]
+    trigger: InputTokens | None = Field(None, description="150,000 tokens if not given.")
+    instructions: str | None = Field(None, min_length=1, description="What asks the model for the summary.")
+    pause_after_compaction: bool | None = Field(None, description="The answer is the summary alone.")
+
+    async def wanted(self, messages: Messages, count: Count) -> bool:
+        """Whether the prompt has more tokens than the trigger."""
+        return await count(messages) > (self.trigger.value if self.trigger is not None else COMPACT_TRIGGER)
 
 
-Edit = Annotated[ClearToolUses | ClearThinking, WrapValidator(_done_here)]
+Edit = ClearToolUses | ClearThinking | Compact
 
 
 class ContextManagement(ForeignObject):
-    """The edits that clear older messages, in the order in which they are made."""
+    """The edits that clear older messages, in the order in which they are made. A compaction comes last."""
 
-    edits: Annotated[list[Edit | None], Field(fail_fast=True, max_length=MAX_EDITS)] | None = None
+    edits: Annotated[list[Edit], Field(fail_fast=True, max_length=MAX_EDITS)] | None = None
+
+    @property
+    def compact(self) -> Compact | None:
+        """The compaction, which follows all other edits, if the request asks for one."""
+        return next((edit for edit in self.edits or () if isinstance(edit, Compact)), None)
 
     async def apply(self, messages: Messages, count: Count) -> tuple[Messages, list[dict[str, Any]]]:
         """Returns the messages after the edits, and a report on each edit that was made."""
         reports: list[dict[str, Any]] = []
         for edit in self.edits or ():
-            if edit is not None:
+            if not isinstance(edit, Compact):
                 messages, report = await edit.apply(messages, count)
                 reports += [report] if report is not None else []
         return messages, reports

@@ -15,6 +15,7 @@ from tenuto.base.turns import last_role
 from tenuto.base.wire.messages import Tokenize
 from tenuto.serve.anthropic import threads
 from tenuto.serve.anthropic.answers import MessageAnswer
+from tenuto.serve.anthropic.compactions import Compaction, PausedAnswer, compacted
 from tenuto.serve.anthropic.content import NewMessage
 from tenuto.serve.anthropic.schemas import Conversation, MessagesBody
 from tenuto.serve.anthropic.threads import KeptTools, ThreadTools
@@ -24,7 +25,7 @@ from tenuto.serve.shared.run_turns import start_in_run
 from tenuto.serve.shared.runs import run_names
 from tenuto.serve.shared.schemas import REFUSALS
 from tenuto.serve.shared.settings import Tenant
-from tenuto.serve.shared.sse import respond, streamed, while_connected
+from tenuto.serve.shared.sse import Answer, respond, streamed, while_connected
 from tenuto.serve.shared.volatile import without_volatile_lines
 
 router = APIRouter(route_class=JsonRoute, prefix="/v1/messages", tags=["anthropic"], responses=REFUSALS)
@@ -46,7 +47,7 @@ async def begin(
     request_id: str,
     priority: int | None = None,
     run: Sequence[bytes] = (),
-) -> MessageAnswer:
+) -> Answer:
     """Starts the turn that answers messages, and returns its answer once the engine has accepted it. `priority`: that
     of the turn, if not the usual one. `run`: the names of its run."""
     adapter = edge.adapter(body.model)
@@ -58,6 +59,9 @@ async def begin(
                 unsupported=["context_management"],
             )
         applied = await _edit(edge, tenant, body)
+        compaction = await _compact(edge, tenant, body, adapter, run)
+        if compaction is not None and compaction.pauses:
+            return PausedAnswer(edge, compaction, adapter, request_id)
         continued = body.thread.continued() if body.thread is not None else None
         thread = await threads.find(edge, tenant, continued, kept) if continued is not None else None
         if thread is not None:
@@ -70,7 +74,9 @@ async def begin(
         reading = body.tool_use.reading(habits, start.params.grammar)
         if body.thread is None:
             turn = await start_in_run(edge, tenant, run, start, reading) or await edge.start(tenant, start)
-            return MessageAnswer(edge, turn, reading.reader(turn.id), request_id, applied=applied)
+            return MessageAnswer(
+                edge, turn, reading.reader(turn.id), request_id, applied=applied, compaction=compaction
+            )
         if thread is None:
             thread = threads.new_thread(body.tool_use.definitions, kept)
         turn = await threads.start_turn(edge, tenant, thread, start)
@@ -96,6 +102,18 @@ async def _edit(edge: Edge, tenant: Tenant, body: Conversation) -> list[dict[str
     messages, reports = await body.context_management.apply(body.messages, partial(_count, edge, tenant, body))
     body.messages = list(messages)
     return reports
+
+
+async def _compact(
+    edge: Edge, tenant: Tenant, body: MessagesBody, adapter: str | None, run: Sequence[bytes]
+) -> Compaction | None:
+    """Replaces the messages by a summary if the request asks for that and they are long enough."""
+    edit = body.context_management.compact if body.context_management is not None else None
+    if edit is None or not await edit.wanted(body.messages, partial(_count, edge, tenant, body)):
+        return None
+    compaction = await compacted(edge, tenant, body, edit, adapter, run)
+    body.messages = compaction.messages(body.messages)
+    return compaction
 
 
 async def _count(edge: Edge, tenant: Tenant, body: Conversation, messages: Sequence[NewMessage]) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.options import MAX_NEW_TOKENS
@@ -15,7 +15,7 @@ from tenuto.base.tools.grammar import Grammar
 from tenuto.base.tools.tool_use import ToolChoice as Choice
 from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.turns import Message
-from tenuto.serve.anthropic.content import Block, NewMessage, text_of
+from tenuto.serve.anthropic.content import Block, NewMessage, since_compaction, text_of
 from tenuto.serve.anthropic.edits import ContextManagement
 from tenuto.serve.anthropic.threads import ThreadField
 from tenuto.serve.shared.grammars import GrammarField, only_one
@@ -99,6 +99,11 @@ class Conversation(ForeignObject, TurnRequest):
     output_config: OutputConfig | None = Field(None, description="A JSON schema, which is enforced.")
     context_management: ContextManagement | None = Field(None, description="What to clear from older messages.")
     metadata: Any = Field(None, description="Its `user_id` helps to find the conversation's session.")
+
+    @field_validator("messages")
+    @classmethod
+    def _since_compaction(cls, messages: list[NewMessage]) -> list[NewMessage]:
+        return since_compaction(messages)
 
     def run_name(self) -> str | None:
         return text_in(self.metadata, "user_id")
