@@ -97,7 +97,7 @@ def test_a_stream_begins_with_the_summary(client: Anthropic) -> None:
         messages=messages,
         tools=[READ],
         extra_body={"temperature": 0.0},
-        context_management=compact(),  # type: ignore[arg-type]
+        context_management=compact(),
         betas=[BETA],
     ) as stream:
         kinds = [event.type for event in stream]
@@ -119,7 +119,7 @@ def test_an_answer_may_pause_after_the_summary(client: Anthropic, *, streams: bo
             max_tokens=4,
             messages=messages,
             tools=[READ],
-            context_management=management,  # type: ignore[arg-type]
+            context_management=management,
             betas=[BETA],
         ) as stream:
             answer: Any = stream.get_final_message()
