@@ -30,11 +30,12 @@ LISTED_TEXT: dict[str, Any] = {"annotations": [], "logprobs": []}
 @dataclass(frozen=True, slots=True)
 class Form:
     """The form of a response's items. `reading`: how its text is parsed. `customs`: names of custom tools. `scores`:
-    log-probabilities are shown."""
+    log-probabilities are shown. `first`: complete items that come before the answer."""
 
     reading: Reading
     customs: frozenset[str] = frozenset()
     scores: bool = False
+    first: tuple[dict[str, Any], ...] = ()
 
 
 def head_of(model: str, name: str, echoed: dict[str, Any]) -> dict[str, Any]:
@@ -87,6 +88,7 @@ class ResponseAnswer(Answer):
         self._keep = keep
         self._end = end
         self._after = after
+        self._first = form.first
         self._output: list[dict[str, Any]] = []
         self._open = ""  # type of the part being written; empty for none
         self._number = 0  # number of the next event
@@ -94,6 +96,7 @@ class ResponseAnswer(Answer):
 
     async def whole(self) -> dict[str, Any]:
         result = await committed(self._edge, self._turn)
+        self._begin_with_first()
         for delta in self._turn.deltas:
             self._read(delta)
         self._parts(self._reader.finish())
@@ -109,7 +112,15 @@ class ResponseAnswer(Answer):
     def opening(self) -> bytes:
         begun = self.view("in_progress")
         names = ("response.created", "response.in_progress")
-        return b"".join(self._event(name, response=begun) for name in names)
+        return b"".join([*(self._event(name, response=begun) for name in names), *self._begin_with_first()])
+
+    def _begin_with_first(self) -> list[bytes]:
+        """Adds the items that come before the answer."""
+        parts: list[bytes] = []
+        for item in self._first:
+            self._output.append(item)
+            parts += [self._of_item(f"response.output_item.{name}", item=item) for name in ("added", "done")]
+        return parts
 
     def news(self, _: int, deltas: list[Delta]) -> bytes:
         return b"".join([part for delta in deltas for part in self._read(delta)])

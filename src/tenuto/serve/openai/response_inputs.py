@@ -13,11 +13,11 @@ from tenuto.base.wire.messages import Tokenize
 from tenuto.serve.openai.conversation_routes import ConversationsOf
 from tenuto.serve.openai.conversations import Conversations, entry_of
 from tenuto.serve.openai.response_answers import usage_of
-from tenuto.serve.openai.response_schemas import CompactBody, InputBody, Item, compacted
+from tenuto.serve.openai.response_compactions import compaction_item, summarized
+from tenuto.serve.openai.response_schemas import CompactBody, InputBody, Item
 from tenuto.serve.openai.response_sessions import start_response
 from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.edge import Caller, EdgeOf
-from tenuto.serve.shared.samples import committed
 from tenuto.serve.shared.schemas import REFUSALS
 from tenuto.serve.shared.settings import hidden_session_id
 from tenuto.serve.shared.sse import while_connected
@@ -58,31 +58,18 @@ async def compact(
 ) -> dict[str, Any]:
     """Lets the model summarize a conversation. The result's items stand for the conversation in later requests: the
     input's user messages, and the summary. With `previous_response_id` only the new items are computed."""
-    edge.adapter(body.model)
-    name, habits, asking = hidden_session_id(), edge.model.habits, body.asking()
+    adapter = edge.adapter(body.model)
     with body.naming(edge.model.context_length):
         earlier = [*_earlier(conversations, body), *body.items]
-        start = asking.start(tenant, (), habits, variables=body.variables())
-        reading = asking.tool_use.reading(habits, start.params.grammar)
-        turn = await while_connected(request, start_response(edge, tenant, asking, start, name, earlier, stores=True))
-    try:
-        result = await while_connected(request, committed(edge, turn))
-    finally:
-        edge.turns.abandon(turn)
-        edge.spawn(edge.turns.close_if_open((tenant.name, name)))
-    said = reading.reader(turn.id).read(turn.reply().text, ended=True)
+        asking = body.asking(body.max_output_tokens)
+        summary, usage = await while_connected(request, summarized(edge, tenant, asking, earlier, adapter))
     users = [entry_of(item) for item in earlier if item.type == "message" and item.role == "user"]
-    summary = {
-        "id": f"cmp_{secrets.token_hex(12)}",
-        "type": "compaction",
-        "encrypted_content": compacted(said.text),
-    }
     return {
         "id": f"resp_{secrets.token_hex(16)}",
         "object": "response.compaction",
         "created_at": int(time.time()),
-        "output": [*users, summary],
-        "usage": usage_of(result.usage),
+        "output": [*users, compaction_item(summary)],
+        "usage": usage_of(usage),
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from tenuto.serve.openai.conversation_routes import After, ConversationsOf, Limi
 from tenuto.serve.openai.conversations import entry_of, page_of
 from tenuto.serve.openai.kept_responses import KeptResponses, Origin
 from tenuto.serve.openai.response_answers import Form, ResponseAnswer, head_of
+from tenuto.serve.openai.response_compactions import Compaction, compacted
 from tenuto.serve.openai.response_schemas import Item, ResponseBody
 from tenuto.serve.openai.response_sessions import start_response
 from tenuto.serve.openai.tools import customs_of
@@ -28,6 +29,7 @@ from tenuto.serve.shared.runs import run_names
 from tenuto.serve.shared.schemas import ID_LENGTH, ID_PATTERN, REFUSALS
 from tenuto.serve.shared.settings import Tenant
 from tenuto.serve.shared.sse import EventStream, respond, streamed, while_connected
+from tenuto.serve.shared.undone import leave_undone
 
 router = APIRouter(route_class=JsonRoute, prefix="/v1/responses", tags=["openai"], responses=REFUSALS)
 
@@ -64,13 +66,14 @@ async def create(
             start = body.start(tenant, (), habits, adapter=adapter, variables=body.variables())
             reading = body.tool_use.reading(habits, start.params.grammar)
             run, earlier = run_names(request.headers, body.run_name()), going_on.earlier
+            compaction = await while_connected(request, _compacted(edge, tenant, kept, body, earlier, adapter))
             starting = start_response(
                 edge,
                 tenant,
-                body,
+                compaction.body if compaction is not None else body,
                 start,
                 name,
-                earlier,
+                earlier if compaction is None else (),
                 run,
                 reading,
                 stores=stores,
@@ -80,7 +83,8 @@ async def create(
         except BaseException:
             going_on.end()
             raise
-    form = Form(reading, customs_of(body.tools), start.params.scores_output)
+    first = (compaction.item,) if compaction is not None else ()
+    form = Form(reading, customs_of(body.tools), start.params.scores_output, first)
     origin = Origin(turn.id, form, asyncio.Event() if body.background else None)
 
     def store(response: dict[str, Any]) -> None:
@@ -107,6 +111,20 @@ async def create(
     if body.stream:
         return EventStream(ResponseAnswer(edge, turn, head, form))
     return Response(msgspec.json.encode(answer.view("queued")), media_type="application/json")
+
+
+async def _compacted(
+    edge: Edge, tenant: Tenant, kept: KeptResponses, body: ResponseBody, earlier: Sequence[Item], adapter: str | None
+) -> Compaction | None:
+    """Compacts the conversation if the request asks for that and it is long. A conversation whose responses are not all
+    kept stays as it is."""
+    if body.compact_threshold is None:
+        return None
+    before = _before(kept, body) if body.previous_response_id is not None else earlier
+    if before is None:
+        leave_undone("context_management")
+        return None
+    return await compacted(edge, tenant, body, before, adapter)
 
 
 def _before(kept: KeptResponses, body: ResponseBody) -> list[Item] | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from tenuto.base.checks import MAX_COUNT
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.options import MAX_NEW_TOKENS
 from tenuto.base.sampling import MAX_TOKEN_ID
@@ -16,6 +16,7 @@ from tenuto.base.tools.definitions import ModelHabits, ToolCall
 from tenuto.base.tools.grammar import Grammar
 from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.turns import Message
+from tenuto.serve.openai.summaries import Summary
 from tenuto.serve.openai.templates import Templated
 from tenuto.serve.openai.tools import KINDS, FlatChoice, FlatTool, custom_call, tool_use
 from tenuto.serve.shared.compaction import ASKED, SUMMARY_TOKENS
@@ -59,23 +60,6 @@ RESULTS = ("function_call_output", "custom_tool_call_output")
 """Types of items with the result of a call."""
 
 
-SUMMARY = "tenuto-summary:"
-"""The beginning of a compaction's content, which is not secret: base64 of the summary follows."""
-
-
-def compacted(summary: str) -> str:
-    """Returns the content of a compaction."""
-    return SUMMARY + b64encode(summary.encode()).decode()
-
-
-def summary_in(content: str) -> str | None:
-    """Returns the summary in the content of a compaction, or `None` if this server did not write it."""
-    try:
-        return b64decode(content.removeprefix(SUMMARY), validate=True).decode() if content.startswith(SUMMARY) else None
-    except ValueError:
-        return None
-
-
 class Item(ForeignObject):
     """A message, a call, the result of a call, or thoughts, written by the client or copied from an earlier
     response."""
@@ -103,7 +87,7 @@ class Item(ForeignObject):
 
     @model_validator(mode="after")
     def _readable(self) -> Self:
-        if self.type == "compaction" and summary_in(self.encrypted_content or "") is None:
+        if self.type == "compaction" and Summary.of(self.encrypted_content or "") is None:
             raise unsupported("encrypted_content", "is not a summary of this server; allowed: its own")
         return self
 
@@ -138,6 +122,17 @@ class ConversationName(ForeignObject):
     id: str = Field(max_length=256)
 
 
+class Management(ForeignObject):
+    """A way to shorten a long conversation."""
+
+    has_kinds = True
+
+    type: Literal["compaction"]
+    compact_threshold: int | None = Field(
+        None, ge=1, le=MAX_COUNT, description="Number of tokens above which it is compacted; never if not given."
+    )
+
+
 LOGPROBS = "message.output_text.logprobs"
 """The value of `include` that asks for log-probabilities."""
 
@@ -155,7 +150,6 @@ class ResponseBody(Templated, TurnRequest):
         )
     )
     undone: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "context_management": NOTHING,
         "reasoning": (*NOTHING, {"effort": None}, {"effort": None, "summary": None}),
         "service_tier": (None, "auto", "default"),
         "truncation": (None, "disabled"),
@@ -200,6 +194,15 @@ class ResponseBody(Templated, TurnRequest):
     tool_choice: FlatChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
+    context_management: Annotated[list[Management], Field(max_length=16)] | None = Field(
+        None, description="Replaces a long conversation by a summary, which the response then begins with."
+    )
+
+    @property
+    def compact_threshold(self) -> int | None:
+        """The number of tokens above which the conversation is compacted; `None` for never."""
+        given = [each.compact_threshold for each in self.context_management or ()]
+        return min((each for each in given if each is not None), default=None)
 
     @cached_property
     def tool_use(self) -> ToolUse:
@@ -216,6 +219,16 @@ class ResponseBody(Templated, TurnRequest):
     def given(self) -> dict[str, Any]:
         asked = self.include is not None and LOGPROBS in self.include
         return {**super().given(), "logprobs": (self.top_logprobs or 0) if asked else None}
+
+    def asking(self, length: int | None = None) -> Self:
+        """Returns a request for a summary, of at most `length` tokens, to follow the items of this one. It stores
+        nothing."""
+        alone = {"store": False, "background": None, "tool_choice": "none", "text": None, "expect_within": None}
+        asked = {"input": ASKED, "max_output_tokens": length or SUMMARY_TOKENS, **alone}
+        made = self.model_copy(update=asked)
+        for name in ("items", "tool_use"):
+            made.__dict__.pop(name, None)
+        return made
 
     def check(self) -> None:
         """Raises `InvalidRequest` for conflicting fields."""
@@ -312,24 +325,30 @@ class CompactBody(InputBody):
 
     usual: ClassVar[dict[str, Any]] = {"temperature": 0.0}
 
-    def asking(self) -> CompactBody:
-        """Returns a request for the summary, to follow the items of this one. It stores nothing."""
-        length = self.max_output_tokens or SUMMARY_TOKENS
-        alone = {"store": False, "background": None, "tool_choice": "none"}
-        return self.model_copy(update={"input": ASKED, "max_output_tokens": length, **alone})
+
+def since_compaction(items: Sequence[Item]) -> list[Item]:
+    """Returns the items with the last summary in the place of those that it covers, except messages of the user."""
+    place = next((n for n in range(len(items) - 1, -1, -1) if items[n].type == "compaction"), None)
+    if place is None:
+        return list(items)
+    summary = Summary.of(items[place].encrypted_content or "")
+    begin = max(0, place - (summary.after if summary is not None else 0))
+    users = [item for item in items[:begin] if item.type == "message" and item.role == "user"]
+    return [*users, items[place], *items[begin:place], *items[place + 1 :]]
 
 
 def messages_of(items: Sequence[Item]) -> list[Message]:
     """Converts items to messages. Thoughts and calls become part of the assistant's message beside them."""
     messages: list[Message] = []
     thoughts = ""
-    for item in items:
+    for item in since_compaction(items):
         last = messages[-1] if messages else None
         if item.type == "reasoning":
             thoughts = text_of(item.content) or text_of(item.summary)
         elif item.type == "compaction":
-            summary = summary_in(item.encrypted_content or "")
-            messages.append(Message("system", f"The conversation before this was summarized:\n\n{summary}"))
+            summary = Summary.of(item.encrypted_content or "")
+            text = summary.text if summary is not None else ""
+            messages.append(Message("system", f"The conversation before this was summarized:\n\n{text}"))
         elif item.type in RESULTS:
             messages.append(Message("tool", text_of(item.output), tool_call_id=item.call_id))
         elif item.type in ("function_call", "custom_tool_call"):
