@@ -142,6 +142,7 @@ class RandomWorld(MirroredWorld):
             logprobs=None if rng.random() < 0.8 else rng.choice((0, 1, 3)),
             input_logprobs=scored,
             grammar=rng.choice(GRAMMARS) if self.config.grammars and rng.random() < 0.7 else None,
+            speculate=not self.config.headed or rng.random() < 0.8,
         )
         return limited(self.limiting, params) if self.config.limits else params
 

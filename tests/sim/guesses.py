@@ -1,4 +1,5 @@
-"""The proposers of worlds: their guesses are right, wrong, both, or those of the suffix index or a draft model."""
+"""The proposers of worlds: their guesses are right, wrong, both, or those of the suffix index, a draft model or the
+model's head."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from tenuto.sched.guesses import Guesses, NextStep, Proposer
 from tenuto.sched.suffix_proposer import SuffixProposer
 from tenuto.session.turn import Turn
 from tests.sim.drafts import WorldDraft
+from tests.sim.heads import WorldHead
 from tests.sim.letters import VOCAB
 
 if TYPE_CHECKING:  # a world has a proposer
@@ -41,7 +43,10 @@ class WorldProposer(Proposer):
 
 
 def proposer_of(world: World, kind: str) -> Proposer | None:
-    """Returns a new proposer of a kind in `RIGHT`, or of "suffixes", or a right or wrong "draft", or `None` for ""."""
+    """Returns a new proposer of a kind in `RIGHT`, or of "suffixes", a right or wrong "draft" or a "head"; without a
+    kind, `None`."""
+    if kind == "head":
+        return WorldHead(world)
     if kind.endswith("draft"):
         return WorldDraft(world, right=kind == "right draft")
     if kind == "suffixes":

@@ -28,6 +28,7 @@ from tests.sim.run import (
     ERASING,
     EXPECTING,
     GRAMMARS,
+    HEADED,
     LIMITED,
     OVERTAKING,
     PREFIXED,
@@ -162,7 +163,7 @@ def _plant_and_look(job: Job) -> Outcome:
             return Outcome(job.known, f"{type(error).__name__} in a story", process_time() - began)
         return Outcome(None, "survived its story", process_time() - began)
     steps, first = 0, () if job.known is None else (job.known,)
-    kinds = (0, PREFIXED, GRAMMARS, OVERTAKING, ADAPTED, LIMITED, DRAFTED, ERASING, REPLACING, EXPECTING)
+    kinds = (0, PREFIXED, GRAMMARS, OVERTAKING, ADAPTED, LIMITED, DRAFTED, ERASING, REPLACING, EXPECTING, HEADED)
     others = (first + seed for seed in range(PREFIXED) for first in kinds)
     for seed in chain(first, others):
         _set_timers()

@@ -49,6 +49,9 @@ REPLACING = 9 * 10**6
 EXPECTING = 10**7
 """The first seed of worlds in which the next turns of sessions are expected."""
 
+HEADED = 20 * 10**6
+"""The first seed of worlds in which the model's head for multi-token prediction guesses."""
+
 TRANSITIONS = (
     "open",
     "close",
@@ -145,7 +148,9 @@ def any_world(seed: int) -> WorldConfig:
     two of three tiers, every fourth a draft model, and in every third sessions start from memory of running turns. From
     `REPLACING` on, sessions take over others; every other world has tiers, every third a prefix cache, and every fifth
     adapters. From `EXPECTING` on, all worlds have tiers, and the next turns of sessions are expected; every other world
-    has a prefix cache, in every third sessions are erased, and in every fifth they have adapters."""
+    has a prefix cache, in every third sessions are erased, and in every fifth they have adapters. From
+    `HEADED` on, the model's head guesses; every other world has a prefix cache, every fourth tiers, every fifth grammars,
+    and in every third sessions start from memory of running turns."""
     return next(make(seed) for first, make in _KINDS if seed >= first)
 
 
@@ -159,6 +164,7 @@ def _kind(
     grammars: int = 0,
     overtaking: int = 0,
     drafted: int = 0,
+    headed: int = 0,
     adapters: int = 0,
     **same: Any,
 ) -> Callable[[int], WorldConfig]:
@@ -170,7 +176,11 @@ def _kind(
 
     def make(seed: int) -> WorldConfig:
         world = small_world(
-            seed, grammars=every(seed, grammars), overtaking=every(seed, overtaking), drafted=every(seed, drafted)
+            seed,
+            grammars=every(seed, grammars),
+            overtaking=every(seed, overtaking),
+            drafted=every(seed, drafted),
+            headed=every(seed, headed),
         )
         chosen = {"prefixes": every(seed, prefixes), "tiers": every(seed, tiers), "adapters": every(seed, adapters)}
         return replace(world, **{**chosen, **same})
@@ -187,6 +197,7 @@ def _expecting(seed: int) -> WorldConfig:
 
 
 _KINDS = (
+    (HEADED, _kind(prefixes=2, tiers=4, grammars=5, overtaking=3, headed=1)),
     (EXPECTING, _expecting),
     (REPLACING, _kind(prefixes=3, tiers=2, adapters=5, replacing=True)),
     (ERASING, _erasing),

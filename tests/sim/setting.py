@@ -59,12 +59,15 @@ class WorldConfig:
     overtaking: bool = False  # sessions start from memory that running turns compute, and are rewound into shared pages
     drafted: bool = False  # a draft model guesses
     expects: bool = False  # the next turns of sessions are expected
+    headed: bool = False  # the model's head for multi-token prediction guesses, where there is a group with pages
 
     @property
     def guesses(self) -> str:
         """The kind of proposer; see `tests.sim.guesses`."""
         if self.drafted:
             return ("right draft", "right draft", "wrong draft")[self.seed % 3]
+        if self.headed and any(group.paged for group in self.groups):
+            return "head"
         return ("mixed", "right", "mixed", "hostile", "suffixes")[self.seed // 2 % 5] if self.lookahead else ""
 
     @property
@@ -78,7 +81,14 @@ class WorldConfig:
         return self.pressure, "+".join(kind.value for kind in kinds)
 
 
-def small_world(seed: int, *, grammars: bool = False, overtaking: bool = False, drafted: bool = False) -> WorldConfig:
+def small_world(
+    seed: int,
+    *,
+    grammars: bool = False,
+    overtaking: bool = False,
+    drafted: bool = False,
+    headed: bool = False,
+) -> WorldConfig:
     """Returns a world of up to 32 sessions, recounted and compared after every other step or so. Consecutive seeds go
     through all mixes, pressure levels and overlaps; every third is drawn from wider ranges. With `overtaking` several
     turns can run at once, and pages have several slots."""
@@ -101,7 +111,7 @@ def small_world(seed: int, *, grammars: bool = False, overtaking: bool = False, 
             groups=tuple(groups),
             pressure=pressure,
             overlap=(seed // 7) % 2,
-            lookahead=rng.choice((2, 5)) if drafted else rng.choice((0, 3) if grammars else (0, 0, 3)),
+            lookahead=rng.choice((2, 5)) if drafted or headed else rng.choice((0, 3) if grammars else (0, 0, 3)),
             page_size=page_size,
             context=context,
             budget=running + rng.choice((1, 3, 8, 24, *((64, 150) if wide else ()))),
@@ -119,6 +129,7 @@ def small_world(seed: int, *, grammars: bool = False, overtaking: bool = False, 
             grammars=grammars,
             overtaking=overtaking,
             drafted=drafted,
+            headed=headed,
         ),
         most=256,
         rng=rng,

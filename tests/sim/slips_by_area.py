@@ -179,6 +179,16 @@ GUESSES = (
 those with guesses; what a tenant's sessions said is guessed for another. An input of a rejected guess is absorbed, or one twice; a state is kept where it does not stand; a row absorbs the
 inputs of its former turn, or those of another row."""
 
+HEADS = (
+    Slip("sched.predictor", "turn.tokens(end, end + 1)[0]", "turn.tokens(end - 1, end)[0]"),
+    Slip("sched.predictor", "self._batch.rows.limit[chosen] - ends - 1, self._most", "self._batch.rows.limit[chosen] - ends + 1, self._most"),
+    Slip("sched.predictor", "(samples > 0) & self._batch.speculates[chosen] & (limits > 0)", "(samples > 0) & (limits > 0)"),
+    Slip("sched.predictor", "(asked & live).nonzero()", "asked.nonzero()"),
+    Slip("engine.engine", "        progressed, planned = self._flights.land_guesses(), None\n        self._lifecycle.join()\n", "        self._lifecycle.join()\n        progressed, planned = self._flights.land_guesses(), None\n"),
+)  # fmt: skip
+"""The head for multi-token prediction is told a wrong token, is asked for guesses without a use or of turns that want none,
+or its guesses go to another turn. A turn begins before it has looked for memory."""
+
 DRAFTS = (
     Slip("sched.draft_tables", "lease.truncate(kept)", "lease.truncate(kept + 1)"),
     Slip("sched.draft_tables", "        self.sent = min(self.sent, kept)\n", ""),
@@ -247,6 +257,7 @@ BY_AREA = {
     "guesses": GUESSES,
     "replacements": REPLACEMENTS,
     "drafts": DRAFTS,
+    "heads": HEADS,
     "erasing": ERASING,
     "expectations": EXPECTATIONS,
 }

@@ -12,6 +12,7 @@ from tests.sim.run import (
     ERASING,
     EXPECTING,
     GRAMMARS,
+    HEADED,
     LIMITED,
     OVERTAKING,
     PINNED,
@@ -36,6 +37,7 @@ GRAMMAR_STEPS = 2_000
 LIMITED_STEPS = 1_500
 """Seeds of worlds in which many turns limit or name tokens."""
 DRAFTED_STEPS = 2_000
+HEADED_STEPS = 2_000
 """Seeds of worlds in which a draft model guesses."""
 ERASING_STEPS = 2_000
 """Seeds of worlds in which sessions are erased."""
@@ -96,6 +98,12 @@ def test_worlds_with_a_draft_model_stay_right():
     summary = run_worlds(range(DRAFTED, DRAFTED + DRAFTED_STEPS // WORLD_STEPS + 1), WORLD_STEPS)
     assert not summary.failures, "\n".join(f"seed {seed}: {report}" for seed, report in summary.failures.items())
     assert summary.steps >= DRAFTED_STEPS
+
+
+def test_worlds_with_a_head_for_multi_token_prediction_stay_right():
+    summary = run_worlds(range(HEADED, HEADED + HEADED_STEPS // WORLD_STEPS + 1), WORLD_STEPS)
+    assert not summary.failures, "\n".join(f"seed {seed}: {report}" for seed, report in summary.failures.items())
+    assert summary.steps >= HEADED_STEPS
 
 
 def test_worlds_whose_sessions_are_erased_stay_right():

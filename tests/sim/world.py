@@ -14,6 +14,7 @@ from tenuto.base.groups import Kind
 from tenuto.base.plan import Plan
 from tenuto.base.turns import EndReason, Keep, TurnResult, TurnState
 from tenuto.engine.engine import StepReport
+from tenuto.sched.predictor_proposer import PredictorProposer
 from tenuto.sched.suspects import MAX_FAILURES
 from tenuto.session.records import SavedSession
 from tenuto.session.session import Session
@@ -28,6 +29,7 @@ from tests.sim.disk import FaultyDisk
 from tests.sim.found import Found
 from tests.sim.grammars import LateMasks
 from tests.sim.guesses import proposer_of
+from tests.sim.heads import HeadedExecutor
 from tests.sim.journals import WorldJournal
 from tests.sim.letters import EOS, VOCAB
 from tests.sim.naive import Letters, NaiveSession, NaiveTurn
@@ -82,7 +84,9 @@ class World:
         config = self.config
         self.copies = SlowCopies(self._faults)
         self.masks = LateMasks(self._late)
-        self.executor: CheckedExecutor = CheckedExecutor(
+        proposer = proposer_of(self, config.guesses)
+        predictor = proposer if isinstance(proposer, PredictorProposer) else None
+        self.executor: CheckedExecutor = (HeadedExecutor if predictor else CheckedExecutor)(
             self,
             fail=lambda: self.step_fails(self.executor.collecting),
             written=lambda: self._faults.choice((0.0, 1.0, self._faults.random())),
@@ -99,7 +103,8 @@ class World:
             clock=self.clock,
             random=Random(config.seed + 1_000_003 * self.engines),
             text=partial(TextStream, Letters()) if config.text else None,  # type: ignore[arg-type]
-            proposer=proposer_of(self, config.guesses),
+            proposer=proposer,
+            predictor=predictor,
             masks=self.masks if config.grammars else None,
             disk=self.disk,
             carrier=self.copies,

@@ -138,8 +138,8 @@ class Engine:
         and audits."""
         self.pressure.begin_step()
         self._lifecycle.expire()
-        self._lifecycle.join()
         progressed, planned = self._flights.land_guesses(), None
+        self._lifecycle.join()
         if not (self.occupation.paused or self.occupation.released):
             self._admission.admit()
             self.expectations.step(self._admission)
