@@ -148,9 +148,9 @@ def any_world(seed: int) -> WorldConfig:
     two of three tiers, every fourth a draft model, and in every third sessions start from memory of running turns. From
     `REPLACING` on, sessions take over others; every other world has tiers, every third a prefix cache, and every fifth
     adapters. From `EXPECTING` on, all worlds have tiers, and the next turns of sessions are expected; every other world
-    has a prefix cache, in every third sessions are erased, and in every fifth they have adapters. From
-    `HEADED` on, the model's head guesses; every other world has a prefix cache, every fourth tiers, every fifth grammars,
-    and in every third sessions start from memory of running turns."""
+    has a prefix cache, in every third sessions are erased, and in every fifth they have adapters. From `HEADED` on, the
+    model's head guesses; every other world has a prefix cache, every fourth tiers, every fifth grammars, and in every
+    third sessions start from memory of running turns."""
     return next(make(seed) for first, make in _KINDS if seed >= first)
 
 

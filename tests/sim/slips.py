@@ -89,7 +89,7 @@ SLIPS = (
     Slip("sched.planner", "setdefault(-turns[order[index]].priority", "setdefault(turns[order[index]].priority"),
     Slip("sched.planner", "            rows.uncertain[chosen[list(proposal.guesses)]] = True\n", "            pass\n"),
     Slip("sched.admission", "ends = np.minimum(rows.expected[order] + ahead, rows.limit[order])", "ends = rows.scheduled[order]"),
-    Slip("sched.pressure", "sorted(self._rungs)", "sorted(self._rungs, reverse=True)"),
+    Slip("sched.pressure", "sorted(self._rungs):\n            for session", "sorted(self._rungs, reverse=True):\n            for session"),
     Slip("engine.gate", "return room if wanted is None", "return room - 1 if wanted is None"),
     Slip("engine.timers", "timer is Timer.TOTAL or not turn.started", "not turn.started"),
     Slip("engine.lifecycle", "turn.changed = self._clock.now()", "pass"),

@@ -123,7 +123,7 @@ def test_worlds_whose_next_turns_are_expected_stay_right():
     summary = run_worlds(range(EXPECTING, EXPECTING + EXPECTING_STEPS // WORLD_STEPS + 1), WORLD_STEPS)
     assert not summary.failures, "\n".join(f"seed {seed}: {report}" for seed, report in summary.failures.items())
     assert summary.steps >= EXPECTING_STEPS
-    assert sum(counter["return"] for counter in summary.counts.values()) > 20
+    assert sum(counter["return"] for counter in summary.counts.values()) > 5
 
 
 def test_large_worlds_stay_right():
