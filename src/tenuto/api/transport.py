@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from tenuto.api.compaction import compacted
 from tenuto.base.config import WorkerSettings
 from tenuto.base.errors import EngineStopped
 from tenuto.base.tools.definitions import ModelHabits
 from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.turns import Delta, Keep, last_role
-from tenuto.base.views import Ticket
+from tenuto.base.views import Compacted, Ticket
 from tenuto.base.wire.link import Calls, TurnNews, Waiting
 from tenuto.base.wire.messages import AbortTurn, Expect, Request, StartTurn, Stopped, Withdraw, answer_of
 from tenuto.client.transport import Deliver, Options, RunningTurn
@@ -84,6 +85,9 @@ class LocalTransport(Calls):
             self._streams.pop(call, None)
             raise
         return turn
+
+    def compact(self, session: str, first: int, last: int | None, options: Options) -> Future[Compacted]:
+        return compacted(self, self._habits, session, first, last, options)
 
     def post(self, request: Request[Any] | LocalTurn) -> None:
         """Queues a request; its answer is discarded unless `call` or `start` waits for it. A `LocalTurn` is withdrawn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -305,3 +306,8 @@ class Stats(View, frozen=True, kw_only=True):
     unsaved: int
     saved_bytes: int
     held_tokens: dict[str, int]
+
+
+def hidden_session_id() -> str:
+    """Returns a new id for a session that no request of a client can name."""
+    return f"~{secrets.token_hex(12)}"

@@ -16,7 +16,8 @@ from tenuto.base.options import ChatOptions, Policy, SessionAdapter
 from tenuto.base.tools.answer_part import AnswerPart
 from tenuto.base.tools.definitions import ToolCall
 from tenuto.base.turns import Delta, Input, Keep, TurnKind, TurnResult
-from tenuto.base.views import AuditReport, Erased, SessionInfo
+from tenuto.base.views import AuditReport, Compacted, Erased, SessionInfo
+from tenuto.client.compaction import CompactionOptions
 from tenuto.client.core import SessionCore, TurnReader
 from tenuto.client.faces import ClientBase, SessionBase, TurnStreamBase
 from tenuto.client.results import Results
@@ -333,6 +334,10 @@ class AsyncSession(SessionBase):
     async def rewind(self, turn: int | None = None, position: int | None = None) -> SessionInfo:
         """See `Session.rewind`."""
         return await _answer(self._core.rewind(turn, position))
+
+    async def compact(self, first: int = 1, last: int | None = None, **options: Unpack[CompactionOptions]) -> Compacted:
+        """See `Session.compact`. Cancelling the caller ends the compaction, and the session stays as it was."""
+        return await _answer(self._core.compact(first, last, options))
 
     async def erase(self) -> Erased:
         """See `Session.erase`."""

@@ -12,6 +12,7 @@ from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.turns import Input, turn_input
 from tenuto.base.views import Compacted
 from tenuto.base.wire.bodies import read_body
+from tenuto.client.transport import Options
 from tenuto.client.wire import input_body, turn_body, valid_answer
 
 
@@ -38,7 +39,7 @@ class CompactionOptions(TypedDict, total=False):
     if_version: int | None
 
 
-def compaction_body(first: int, last: int | None, options: CompactionOptions) -> dict[str, Any]:
+def compaction_body(first: int, last: int | None, options: Options) -> dict[str, Any]:
     """Returns the JSON body of a compaction of the turns `first` to `last`. Raises `InvalidRequest`."""
     allowed, asked = CompactionOptions.__annotations__.keys(), dict[str, Any](options)
     if unknown := asked.keys() - allowed:

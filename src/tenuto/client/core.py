@@ -21,7 +21,7 @@ from tenuto.base.tools.answers import AnswerReader
 from tenuto.base.tools.definitions import NO_TOOLS
 from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.turns import Delta, Input, Keep, Transcript, TurnKind, TurnResult, turn_input
-from tenuto.base.views import AuditReport, Erased, RecordPage, SessionInfo, SessionPage
+from tenuto.base.views import AuditReport, Compacted, Erased, RecordPage, SessionInfo, SessionPage
 from tenuto.base.wire import messages
 from tenuto.base.wire.document import read_document
 from tenuto.base.wire.state_file import StateFile
@@ -209,6 +209,9 @@ class SessionCore:
     def export_file(self, path: str | PathLike[str]) -> Future[None]:
         export = messages.ExportSession(tenant="", session=self.id, state=str(Path(path).absolute()))
         return mapped(self._call(export), lambda _: None)
+
+    def compact(self, first: int, last: int | None, options: Options) -> Future[Compacted]:
+        return self.engine.transport.compact(self.id, first, last, options)
 
     def erase(self) -> Future[Erased]:
         return self._call(messages.EraseSession(tenant="", session=self.id))

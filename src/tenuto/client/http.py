@@ -14,7 +14,7 @@ from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.views import Compacted, SessionInfo
 from tenuto.base.wire.messages import CloseSession, EraseSession, ExportSession, ImportSession, Request, StartTurn
 from tenuto.base.wire.state_file import StateFile
-from tenuto.client.compaction import CompactionOptions, compacted_from, compaction_body
+from tenuto.client.compaction import compacted_from, compaction_body
 from tenuto.client.connection import Connection
 from tenuto.client.feed import Feed, Source
 from tenuto.client.transport import Deliver, Options, RunningTurn
@@ -77,8 +77,7 @@ class HttpTransport:
         """Reads all events of a turn that was started earlier."""
         return Feed(self.connection, Source(session, turn_id=str(turn_id)), deliver)
 
-    def compact(self, session: str, first: int, last: int | None, options: CompactionOptions) -> Future[Compacted]:
-        """Replaces turns by a summary; see `RemoteSession.compact`. Raises `InvalidRequest`."""
+    def compact(self, session: str, first: int, last: int | None, options: Options) -> Future[Compacted]:
         body, version = compaction_body(first, last, options), version_in(options)
         return self.connection.call(self._compact(session_path(session), body, version))
 

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Self, Unpack
 
 from tenuto.base.options import RemoteOptions
 from tenuto.base.turns import Input, TurnResult
-from tenuto.base.views import Compacted
 from tenuto.client.aio import AsyncClient, AsyncSession, AsyncTurnStream
-from tenuto.client.compaction import CompactionOptions
 from tenuto.client.core import EngineCore, SessionCore, TurnReader
 from tenuto.client.http import HttpTransport
 from tenuto.client.socket_transport import SocketTransport
@@ -50,14 +48,6 @@ class RemoteSession(Session):
         """Streams a running or recently ended turn from its beginning. When the stream is dropped, the turn continues
         if it has other readers or was started to continue without any. Raises `NotFound`."""
         return RemoteTurnStream(self._engine, partial(_follow, self._engine.transport, self.id, turn_id))
-
-    def compact(self, first: int = 1, last: int | None = None, **options: Unpack[CompactionOptions]) -> Compacted:
-        """Replaces the turns `first` to `last` by one with a summary, which is given or written by the model; 1 is the
-        oldest turn, and without `last` all from `first` on are replaced. The summary and the turns behind it are
-        computed before the session changes, so its next turn computes only its own input. Raises `InvalidRequest`,
-        `ContextExceeded`, `IllegalTransition`, or `VersionMismatch` if the session is changed meanwhile other than by
-        new turns, without any change."""
-        return self._engine.transport.compact(self.id, first, last, options).result()
 
     @contextmanager
     def socket(self) -> Iterator[Self]:
@@ -114,10 +104,6 @@ class AsyncRemoteSession(AsyncSession):
     def follow(self, turn_id: str) -> AsyncRemoteTurnStream:
         """See `RemoteSession.follow`."""
         return AsyncRemoteTurnStream(self._engine, partial(_follow, self._engine.transport, self.id, turn_id))
-
-    async def compact(self, first: int = 1, last: int | None = None, **options: Unpack[CompactionOptions]) -> Compacted:
-        """See `RemoteSession.compact`. Cancelling the caller ends the compaction, and the session stays as it was."""
-        return await asyncio.wrap_future(self._engine.transport.compact(self.id, first, last, options))
 
     @asynccontextmanager
     async def socket(self) -> AsyncIterator[Self]:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from tenuto.base.errors import Disconnected, EngineStopped
 from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.turns import Delta
+from tenuto.base.views import Compacted
 from tenuto.base.wire.messages import AbortTurn, Draft, Request, Rewind, StartTurn
 from tenuto.client.connection import Connection
 from tenuto.client.feed import Feed, Source
@@ -59,6 +60,9 @@ class SocketTransport:
         if not self._concerns(request):
             return self._http.start(request, options, use, deliver)
         return SocketTurn(self._http.connection, self._socket, source_of(request, options, use), deliver)
+
+    def compact(self, session: str, first: int, last: int | None, options: Options) -> Future[Compacted]:
+        return self._http.compact(session, first, last, options)
 
     def request_stop(self) -> None:
         with suppress(EngineStopped):

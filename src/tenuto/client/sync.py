@@ -14,7 +14,8 @@ from tenuto.base.options import ChatOptions, Policy, SessionAdapter
 from tenuto.base.tools.answer_part import AnswerPart
 from tenuto.base.tools.definitions import ToolCall
 from tenuto.base.turns import Delta, Input, Keep, TurnKind, TurnResult
-from tenuto.base.views import AuditReport, Erased, SessionInfo
+from tenuto.base.views import AuditReport, Compacted, Erased, SessionInfo
+from tenuto.client.compaction import CompactionOptions
 from tenuto.client.core import TurnReader
 from tenuto.client.faces import ClientBase, SessionBase, TurnStreamBase
 from tenuto.client.results import Results
@@ -292,6 +293,14 @@ class Session(Closing, SessionBase):
     def rewind(self, turn: int | None = None, position: int | None = None) -> SessionInfo:
         """Cuts the history back to its first `turn` turns or `position` tokens."""
         return self._core.rewind(turn, position).result()
+
+    def compact(self, first: int = 1, last: int | None = None, **options: Unpack[CompactionOptions]) -> Compacted:
+        """Replaces the turns `first` to `last` by one with a summary, which is given or written by the model; 1 is the
+        oldest turn, and without `last` all from `first` on are replaced. The summary and the turns behind it are
+        computed before the session changes, so its next turn computes only its own input. Raises `InvalidRequest`,
+        `ContextExceeded`, `IllegalTransition`, or `VersionMismatch` if the session is changed meanwhile other than by
+        new turns, without any change."""
+        return self._core.compact(first, last, options).result()
 
     def erase(self) -> Erased:
         """Closes the session and overwrites all that is left of it in memory, tiers and the journal. An open turn is

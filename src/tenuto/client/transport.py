@@ -13,6 +13,7 @@ from tenuto.base.errors import EngineStopped, IllegalTransition, NotFound, Tenut
 from tenuto.base.tools.answers import Reading
 from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.turns import Delta, Keep, TurnResult
+from tenuto.base.views import Compacted
 from tenuto.base.wire.messages import Request, StartTurn
 from tenuto.client.futures import Steps, chained
 
@@ -45,6 +46,10 @@ class Transport(Protocol):
         """Starts a turn; with `use`, its answer is parsed for reasoning and tool calls. `request` has defaults for all
         options; a server applies its own to those missing in `options`. Raises `EngineStopped` if the transport is
         closed, and `InvalidRequest`."""
+
+    def compact(self, session: str, first: int, last: int | None, options: Options) -> Future[Compacted]:
+        """Replaces turns by a summary; see `Session.compact`. Raises `InvalidRequest`, and `EngineStopped` if the
+        transport is closed."""
 
     def request_stop(self) -> None:
         """Stops without waiting."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tenuto.base.compaction import ASKED, SUMMARY_TOKENS
 from tenuto.base.errors import TenutoError
 from tenuto.base.turns import Delta, Usage, last_role
 from tenuto.serve.anthropic.content import NewMessage, since_compaction, with_question
@@ -14,7 +15,6 @@ from tenuto.serve.anthropic.edits import Compact
 from tenuto.serve.anthropic.errors import FORM
 from tenuto.serve.anthropic.schemas import MessagesBody, ToolChoice
 from tenuto.serve.anthropic.usage import usage_of
-from tenuto.serve.shared.compaction import ASKED, SUMMARY_TOKENS
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure
 from tenuto.serve.shared.live_turn import LiveTurn

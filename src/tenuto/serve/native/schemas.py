@@ -10,6 +10,7 @@ from fastapi import Header, Path
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tenuto.base.checks import MAX_COUNT, MAX_SECONDS
+from tenuto.base.compaction import ASKED, SUMMARY_TOKENS
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.options import MAX_PRIORITY, OF_PREFILL, OPTIONS, TOOL_OPTIONS
 from tenuto.base.tools.definitions import MAX_TOOLS, ToolCall, flat_call
@@ -17,7 +18,6 @@ from tenuto.base.tools.grammar import Grammar
 from tenuto.base.tools.tool_use import NAME, ToolUse, unwrapped
 from tenuto.base.turns import Message, TurnInput
 from tenuto.base.views import Record
-from tenuto.serve.shared.compaction import ASKED, SUMMARY_TOKENS
 from tenuto.serve.shared.grammars import GrammarField, only_one
 from tenuto.serve.shared.schemas import (
     ID_LENGTH,

@@ -10,6 +10,7 @@ import msgspec
 from fastapi import APIRouter, Query, Response
 from fastapi import Request as HttpRequest
 
+from tenuto.base.compaction import Span
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.views import StateFilter
 from tenuto.base.wire.bodies import body_of
@@ -46,8 +47,7 @@ from tenuto.serve.native.schemas import (
 )
 from tenuto.serve.native.state_files import STATE_ANSWER, STATE_BODY, document_of, spool, spooled, streamed
 from tenuto.serve.shared.bodies import JsonRoute, in_parser
-from tenuto.serve.shared.compaction import Compaction as SessionCompaction
-from tenuto.serve.shared.compaction import Span
+from tenuto.serve.shared.compaction import compact as compacted
 from tenuto.serve.shared.edge import Caller, EdgeOf, open_message
 from tenuto.serve.shared.schemas import REFUSALS, Id
 from tenuto.serve.shared.settings import new_session_id
@@ -259,7 +259,7 @@ async def compact(
     with body.naming(edge.model.context_length):
         asking = body.start(tenant, [body.asked], habits)
         reading = body.tool_use.reading(habits, asking.params.grammar)
-        work = SessionCompaction(edge, tenant, session_id, span).run(given, asking, reading)
+        work = compacted(edge, tenant, session_id, span, given, asking, reading)
         done = await while_connected(request, work)
     response.headers["etag"] = etag(done.info.version)
     view = session_body(edge, tenant, done.info)

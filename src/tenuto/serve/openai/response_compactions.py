@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from tenuto.base.turns import Usage
+from tenuto.base.views import hidden_session_id
 from tenuto.base.wire.messages import Tokenize
 from tenuto.serve.openai.response_schemas import RESULTS, Item, ResponseBody
 from tenuto.serve.openai.response_sessions import start_response
 from tenuto.serve.openai.summaries import MAX_AFTER, Summary
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.samples import committed
-from tenuto.serve.shared.settings import Tenant, hidden_session_id
+from tenuto.serve.shared.settings import Tenant
 from tenuto.serve.shared.volatile import without_volatile_lines
 
 SAID = ("function_call", "custom_tool_call", "reasoning", "compaction")

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from tenuto.base.views import hidden_session_id
 from tenuto.base.wire.messages import Tokenize
 from tenuto.serve.openai.conversation_routes import ConversationsOf
 from tenuto.serve.openai.conversations import Conversations, entry_of
@@ -19,7 +20,6 @@ from tenuto.serve.openai.response_sessions import start_response
 from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.edge import Caller, EdgeOf
 from tenuto.serve.shared.schemas import REFUSALS
-from tenuto.serve.shared.settings import hidden_session_id
 from tenuto.serve.shared.sse import while_connected
 from tenuto.serve.shared.volatile import without_volatile_lines
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from tenuto.base.checks import MAX_COUNT
+from tenuto.base.compaction import ASKED, SUMMARY_TOKENS
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.options import MAX_NEW_TOKENS
 from tenuto.base.sampling import MAX_TOKEN_ID
@@ -19,7 +20,6 @@ from tenuto.base.turns import Message
 from tenuto.serve.openai.summaries import Summary
 from tenuto.serve.openai.templates import Templated
 from tenuto.serve.openai.tools import KINDS, FlatChoice, FlatTool, custom_call, tool_use
-from tenuto.serve.shared.compaction import ASKED, SUMMARY_TOKENS
 from tenuto.serve.shared.grammars import GrammarField, only_one
 from tenuto.serve.shared.objects import NOTHING, ForeignObject
 from tenuto.serve.shared.placing import placed

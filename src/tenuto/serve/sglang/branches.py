@@ -11,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tenuto.base.errors import InvalidRequest
+from tenuto.base.views import hidden_session_id
 from tenuto.base.wire.messages import Fork, OpenSession
 from tenuto.serve.sglang.schemas import SessionParams
 from tenuto.serve.shared.edge import Edge, open_message
 from tenuto.serve.shared.live_turn import LiveTurn
-from tenuto.serve.shared.settings import Tenant, hidden_session_id
+from tenuto.serve.shared.settings import Tenant
 
 MAX_ENDED = 4096
 """Maximum number of ended requests of one session that can be continued; the oldest are dropped."""

@@ -14,10 +14,11 @@ from tenuto.base.errors import DeadlinePassed, Draining, GrammarFailed, TurnAbor
 from tenuto.base.options import OF_PREFILL, TurnParams
 from tenuto.base.sampling import MAX_SEED
 from tenuto.base.turns import EndReason, TurnResult
+from tenuto.base.views import hidden_session_id
 from tenuto.base.wire.messages import CloseSession, Fork, StartTurn
 from tenuto.serve.shared.edge import Edge, Start, open_message
 from tenuto.serve.shared.live_turn import LiveTurn
-from tenuto.serve.shared.settings import Tenant, hidden_session_id
+from tenuto.serve.shared.settings import Tenant
 from tenuto.serve.shared.tasks import all_of
 
 MAX_SAMPLES = 128

@@ -246,8 +246,3 @@ def _is_loopback(host: str) -> bool:
 def new_session_id() -> str:
     """Returns a session id that cannot be guessed."""
     return f"session-{secrets.token_hex(12)}"
-
-
-def hidden_session_id() -> str:
-    """Returns an id for a session that the edge opens for itself. No request can name it."""
-    return f"~{secrets.token_hex(12)}"
