@@ -10,18 +10,16 @@ import pytest
 from tenuto.base.errors import IllegalTransition, InvalidRequest, MemoryReleased
 from tenuto.base.plan import PARTS
 from tenuto.base.turns import EndReason, TurnState
-from tenuto.exec.witness_hashes import WitnessWeights, advance, next_token
+from tenuto.exec.witness_hashes import WitnessWeights, advance, history_hash, next_token
 from tests.engine.stage import VOCABULARY, Stage, continuation, count_from, every_mix, every_overlap
 
 
 def said_with(weights: WitnessWeights, history: Sequence[int], tokens: int) -> list[int]:
     """Returns the witness's output after `history` with other weights."""
-    state, said = int(weights.start), list[int]()
-    for token in history:
-        state = advance(state, token)
+    state, said = history_hash(history, weights.mark), list[int]()
     for _ in range(tokens):
         said.append(next_token(state, VOCABULARY))
-        state = advance(state, said[-1])
+        state = advance(state, said[-1], weights.mark)
     return said
 
 

@@ -293,9 +293,9 @@ def test_each_row_reads_only_its_own_history_beside_a_far_longer_one(
     bench.run(*((row, 0, tokens, 0) for row, tokens in enumerate(histories)), tables=tables)
     read: list[int] = []
 
-    def advance_and_count(states, tokens, real=witness_hashes.advance_all):
+    def advance_and_count(states, tokens, weights, real=witness_hashes.advance_all):
         read.append(states.size)
-        return real(states, tokens)
+        return real(states, tokens, weights)
 
     for each in (module, witness_hashes):
         monkeypatch.setattr(each, "advance_all", advance_and_count)

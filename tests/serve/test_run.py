@@ -176,6 +176,8 @@ def test_a_server_without_its_engine_answers_503_until_it_ends() -> None:
 
 
 BODIES: dict[str, dict[str, object]] = {
+    "/update_weight_version": {"new_version": "a"},
+    "/v1/sessions/{session_id}/expect": {"within": 1},
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/a"},
     "/v1/unload_lora_adapter": {"lora_name": "a"},
     "/load_lora_adapter": {"lora_name": "a", "lora_path": "/a"},

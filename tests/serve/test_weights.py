@@ -154,3 +154,32 @@ def test_damaged_or_misshapen_weights_change_nothing(http: httpx.Client, others:
         assert http.post("/update_weights_from_disk", json=body).status_code == 400
     assert http.get("/get_model_info").json()["weight_version"] == version
     assert said(http, session, " and a list of") == expected
+
+
+def test_sessions_keep_their_state_if_they_are_to(http: httpx.Client, others: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(MODEL, copy)
+    session, twin = opened(http), opened(http)
+    parked = http.post(f"/v1/sessions/{session}/fork", json={}).json()["id"]
+    expected = said(http, twin, " and a list of")
+
+    def cached(name: str, text: str) -> tuple[str, int]:
+        body = {"input": text, "max_new_tokens": 12, "stream": False}
+        answer = http.post(f"/v1/sessions/{name}/turns", json=body).raise_for_status().json()
+        return answer["text"], answer["usage"]["cached_tokens"]
+
+    computed = http.get(f"/v1/sessions/{session}").json()["computed"]
+    assert computed > 0
+    asked(http, "/update_weights_from_disk", model_path=str(copy), keep_state=True, weight_version="copy")
+    assert cached(session, " and a list of") == (expected, computed)  # equal weights, so the state is right
+    found = http.get(f"/v1/sessions/{session}/tokens").json()
+    assert [span["weight_version"] for span in found["state"]][-1] == "copy"
+    asked(http, "/update_weights_from_disk", model_path=str(others), keep_state=True)
+    mixed, kept = cached(parked, " and a list of")
+    assert kept == computed
+    anew = opened(http)  # the same text, but under other weights from the beginning
+    assert cached(anew, " and a list of")[0] != expected
+    asked(http, "/update_weights_from_disk", model_path=str(others))
+    assert cached(session, " of")[1] == 0
+    asked(http, "/update_weights_from_disk", model_path=str(MODEL))
+    assert mixed != expected

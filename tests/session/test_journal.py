@@ -169,9 +169,9 @@ def test_a_journal_of_other_tokens_of_a_later_format_or_of_no_format_is_refused(
     with pytest.raises(ConfigError, match="tokens mean something else"):
         Journal(path, "others")
     db = sqlite3.connect(path)
-    db.execute("PRAGMA user_version = 5")
+    db.execute("PRAGMA user_version = 6")
     db.close()
-    with pytest.raises(ConfigError, match="format 5; supported: 1 to 4"):
+    with pytest.raises(ConfigError, match="format 6; supported: 1 to 5"):
         Journal(path, "tokens")
     other = path.with_name("notes.txt")
     other.write_text("These are notes and no journal. " * 100)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace as replace_
 
 from tenuto.base.errors import ConfigError
 from tenuto.base.options import Policy, SessionAdapter
 from tenuto.session.journal import Journal
 from tenuto.session.journal_files import check, compact
-from tenuto.session.journal_rows import APPLICATION
+from tenuto.session.journal_rows import ADDED, APPLICATION, checksum_of
+from tenuto.session.records import SavedSession
 from tests.present import present
 from tests.session.journals import SESSIONS, began, left_open, written
 from tests.session.test_journal import Journaled
@@ -60,6 +63,29 @@ def as_format_2(path: Path, older: Path) -> None:
     db.close()
 
 
+def as_format(version: int, path: Path) -> None:
+    """Turns a journal into one of format 3 or 4."""
+    left_open.pop().close()
+    db = sqlite3.connect(path)
+    (owner,) = db.execute("SELECT fingerprint FROM journal").fetchone()
+    for table, columns, key, salt in (
+        ("records", "session, number, start, input_end, end, conversation, cut", "session = ? AND number = ?", ()),
+        ("sessions", "id, tenant, name, policy, system, version, used, length, turns, results", "id = ?", (owner,)),
+    ):
+        db.execute(f"ALTER TABLE {table} DROP COLUMN {ADDED[table]}")
+        for row in db.execute(f"SELECT {columns} FROM {table}").fetchall():
+            values = checksum_of(*salt, *row), *row[: key.count("?")]
+            db.execute(f"UPDATE {table} SET checksum = ? WHERE {key}", values)
+    db.execute(f"PRAGMA user_version = {version}")
+    db.commit()
+    db.close()
+
+
+def without_stamps(saved: list[SavedSession]) -> list[SavedSession]:
+    """Returns the sessions as journals before format 5 have them."""
+    return [replace(each, records=tuple(replace_(record, made=None) for record in each.records)) for each in saved]
+
+
 def format_of(path: Path) -> int:
     db = sqlite3.connect(path)
     (found,) = db.execute("PRAGMA user_version").fetchone()
@@ -68,11 +94,11 @@ def format_of(path: Path) -> int:
 
 
 def test_a_journal_of_format_2_is_rewritten_with_checksums(path: Path, tmp_path: Path) -> None:
-    saved = written(path)
+    saved = without_stamps(written(path))
     older = tmp_path / "older"
     as_format_2(path, older)
     assert began(older) == (saved, None)
-    assert format_of(older) == 4
+    assert format_of(older) == 5
     db = sqlite3.connect(older)
     assert db.execute("SELECT count(*) FROM pieces").fetchone() == (14,)  # forks share them as before
     db.close()
@@ -81,7 +107,7 @@ def test_a_journal_of_format_2_is_rewritten_with_checksums(path: Path, tmp_path:
 
 
 def test_a_damaged_session_does_not_keep_a_journal_of_format_2_from_opening(path: Path, tmp_path: Path) -> None:
-    saved = written(path)
+    saved = without_stamps(written(path))
     older = tmp_path / "older"
     as_format_2(path, older)
     db = sqlite3.connect(older)
@@ -99,7 +125,7 @@ def test_a_damaged_session_does_not_keep_a_journal_of_format_2_from_opening(path
 def test_a_process_killed_while_it_rewrites_a_journal_loses_nothing(
     killed_in: str, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = written(path)
+    saved = without_stamps(written(path))
     older = tmp_path / "older"
     as_format_2(path, older)
 
@@ -116,21 +142,22 @@ def test_a_process_killed_while_it_rewrites_a_journal_loses_nothing(
     assert began(older) == (saved, None)
 
 
-def test_a_journal_of_format_3_is_read_as_it_is_and_gets_the_newest_format_with_the_first_change(path: Path) -> None:
-    saved = written(path)
-    left_open.pop().close()
-    db = sqlite3.connect(path)
-    db.execute("PRAGMA user_version = 3")
-    db.close()
+@pytest.mark.parametrize("older", [3, 4])
+def test_a_journal_of_an_older_format_is_read_as_it_is_and_gets_the_newest_with_the_first_change(
+    path: Path, older: int
+) -> None:
+    saved = without_stamps(written(path))
+    as_format(older, path)
     assert check(path).sound
     assert began(path) == (saved, None)
     compact(path)
-    assert (began(path), format_of(path)) == ((saved, None), 3)
+    assert (began(path), format_of(path)) == ((saved, None), older)
     talk, journal = Journaled(), Journal(path, "tokens")
     talk.engine.sessions.open("new")
     journal.write(talk.new_changes())
     journal.close()
-    assert format_of(path) == 4
+    assert format_of(path) == 5
+    assert check(path).sound
     assert began(path) == ([*saved, *talk.saved()], None)
 
 
@@ -145,5 +172,5 @@ def test_adapters_of_sessions_are_kept_and_versions_without_adapters_refuse_the_
     assert began(path) == (talk.saved(), None)
     assert [each.policy for each in talk.saved()] == [policy]
     monkeypatch.setattr("tenuto.session.journal.FORMAT", 3)  # as before there were adapters
-    with pytest.raises(ConfigError, match="of format 4; supported: 1 to 3"):
+    with pytest.raises(ConfigError, match="of format 5; supported: 1 to 3"):
         Journal(path, "tokens")

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tenuto.base.errors import IllegalTransition, InvalidRequest, SessionBusy, SessionClosed
 from tenuto.base.options import Policy, TurnParams
-from tenuto.base.turns import EndReason, TurnState
+from tenuto.base.turns import EndReason, OutputSpan, TurnState
 from tenuto.base.views import SessionState
-from tenuto.session.records import TurnRecord
+from tenuto.session.records import Made, TurnRecord
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 from tests.session.test_turn import make_session
@@ -67,9 +67,9 @@ def test_a_rewind_keeps_the_first_tokens_and_cuts_the_turn_it_falls_in(sizes: li
     assert covers(session)
     assert session.version == version + 1
     for cut, whole in zip(session.records, before, strict=False):
-        assert cut == TurnRecord(
-            whole.start, min(whole.input_end, position), min(whole.end, position), cut=position < whole.input_end
-        )
+        end, input_end = min(whole.end, position), min(whole.input_end, position)
+        made = Made((OutputSpan(end - input_end, "default"),))
+        assert cut == TurnRecord(whole.start, input_end, end, cut=position < whole.input_end, made=made)
 
 
 @given(turns, st.data())
@@ -110,10 +110,11 @@ def test_a_position_that_does_not_exist_is_refused_with_the_number_of_tokens(pos
 
 def test_a_regenerated_turn_replaces_the_output_and_keeps_its_input_and_boundary() -> None:
     session = session_with_turns((2, 2), (3, 4))
-    assert session.regenerated_turn() == TurnRecord(4, 7, 11)
+    assert session.regenerated_turn() == TurnRecord(4, 7, 11, made=Made((OutputSpan(4, "default"),)))
     say(session, [], [50, 51], base=7)
     assert list(session.history) == [0, 1, 2, 3, 4, 5, 6, 50, 51]
-    assert session.records == [TurnRecord(0, 2, 4), TurnRecord(4, 7, 9)]
+    made = Made((OutputSpan(2, "default"),))
+    assert session.records == [TurnRecord(0, 2, 4, made=made), TurnRecord(4, 7, 9, made=made)]
 
 
 @pytest.mark.parametrize("sizes", [[], [(3, 0)], [(2, 2), (1, 0)]], ids=str)

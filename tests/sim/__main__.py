@@ -16,6 +16,7 @@ from tests.sim.run import (
     PINNED,
     PREFIXED,
     REPLACING,
+    TRAINED,
     any_world,
     run_world,
     run_worlds,
@@ -43,6 +44,7 @@ def main() -> int:
     parser.add_argument("--erasing", action="store_true", help="small worlds in which sessions are erased")
     parser.add_argument("--replacing", action="store_true", help="small worlds whose sessions take over others")
     parser.add_argument("--expecting", action="store_true", help="small worlds whose sessions' next turns are expected")
+    parser.add_argument("--trained", action="store_true", help="small worlds whose weights are replaced")
     parser.add_argument("--least", type=int, default=0, help="fail if a transition was seen fewer times than this")
     parser.add_argument("--past", nargs="*", default=(), help="rules to ignore, to see what else is found")
     arguments = parser.parse_args()
@@ -62,6 +64,7 @@ def main() -> int:
             (arguments.erasing, ERASING),
             (arguments.replacing, REPLACING),
             (arguments.expecting, EXPECTING),
+            (arguments.trained, TRAINED),
         )
         first = arguments.first + sum(start for wanted, start in ranges if wanted)
         seeds = range(first, first + arguments.seeds)

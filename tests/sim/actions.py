@@ -29,9 +29,7 @@ from tests.sim.travels import leave_and_come, park_last
 class RandomWorld(MirroredWorld):
     """Random operations between the steps."""
 
-    def __init__(  # noqa: C901 - one kind of world after the other
-        self, config: WorldConfig, ignored: Collection[str] = ()
-    ) -> None:
+    def __init__(self, config: WorldConfig, ignored: Collection[str] = ()) -> None:
         super().__init__(config, ignored)
         operations = [
             (self.op_open, 6),
@@ -61,10 +59,12 @@ class RandomWorld(MirroredWorld):
             operations += expecting(self)
         if config.adapters:
             operations.append((partial(unload_and_load, self), 15))
-        if config.erases:
-            operations.append((partial(erase_some, self), 25))
-        if config.pins:
-            operations.append((self.op_pin, 20))
+        rare = (
+            (config.trains, partial(self.training.update, self), 15),
+            (config.erases, partial(erase_some, self), 25),
+            (config.pins, self.op_pin, 20),
+        )
+        operations += [(operation, number) for wanted, operation, number in rare if wanted]
         if config.tiers:
             operations += [
                 (self.op_park, 60),
@@ -129,6 +129,7 @@ class RandomWorld(MirroredWorld):
         if self.config.text and rng.random() < 0.5:
             stop = tuple(rng.sample(("ab", "bb", "abca", "aé", "c", "bé", "ccc", "ca", "€"), rng.choice((1, 2, 3))))
         scored = None if draft or rng.random() < 0.65 else rng.choice((0, 2))
+        scored = None if self.config.trains else scored  # which weights score it would have to be known
         params = TurnParams(
             max_new_tokens=most,
             sampling=Sampling(temperature=1.0, seed=rng.choice((0, rng.getrandbits(40), rng.getrandbits(40)))),
@@ -145,6 +146,9 @@ class RandomWorld(MirroredWorld):
             speculate=not self.config.headed or rng.random() < 0.8,
         )
         return limited(self.limiting, params) if self.config.limits else params
+
+    def _pooled(self, tokens: Sequence[int], params: TurnParams) -> TurnParams:
+        return params if self.config.trains else pooled(tokens, params)
 
     # -- operations
 
@@ -175,7 +179,7 @@ class RandomWorld(MirroredWorld):
         sid = self._idle()
         if sid is not None:
             tokens = self._tokens()
-            self.submit(sid, tokens, pooled(tokens, self._params()))
+            self.submit(sid, tokens, self._pooled(tokens, self._params()))
 
     def op_one_shot(self) -> None:
         """Sends a one-shot request: an ephemeral session that closes when its only turn ends."""
@@ -184,7 +188,7 @@ class RandomWorld(MirroredWorld):
             if self.rng.random() < 0.2:
                 self.adopt(sid, self._tokens(), [])
             tokens = self._tokens() or [1]
-            self.submit(sid, tokens, pooled(tokens, self._params()))
+            self.submit(sid, tokens, self._pooled(tokens, self._params()))
             if self.rng.random() < 0.3:
                 self.fork(sid)
 

@@ -65,7 +65,7 @@ class FaultyDisk:
         self._written = 0
         self.index = FaultyIndex(chance)
 
-    def become(self, identity: str) -> None:
+    def become(self, identity: str, *, keep: bool = False) -> None:
         """Does nothing: all files of the simulation have the same identity."""
 
     def write(self, units: Mapping[int, Sequence[NamedUnit]], *, cached: bool = True) -> UnitFile:

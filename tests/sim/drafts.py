@@ -14,7 +14,7 @@ import numpy as np
 from tenuto.base.groups import GroupSpec, Kind
 from tenuto.base.plan import Ints, Plan
 from tenuto.exec.witness import WitnessExecutor
-from tenuto.exec.witness_hashes import START, next_token, seeded, start_of
+from tenuto.exec.witness_hashes import mark_of, next_token, seeded
 from tenuto.sched.draft_model import DraftModel
 from tenuto.sched.draft_proposer import Candidate, DraftProposer
 from tenuto.sched.draft_tables import DraftTables
@@ -65,7 +65,7 @@ class WorldDraft(DraftProposer):
     def __init__(self, world: World, *, right: bool) -> None:
         config, rng = world.config, Random(world.config.seed * 13 + 2)
         self._world, self._rng = world, rng
-        self._start = START if right else int(start_of("another"))
+        self._mark = 0 if right else mark_of("another")
         self._eager = bool(config.seed // 3 % 2)
         one = -(-config.context // config.page_size)
         executor = DraftWitness(
@@ -109,7 +109,7 @@ class WorldDraft(DraftProposer):
 
     def _said(self, turn: Turn, length: int, count: int) -> list[int]:
         """Returns the `count` tokens that the draft model says after the turn's first `length`."""
-        ahead, said = TokenRun(self._start), list[int]()
+        ahead, said = TokenRun(mark=self._mark), list[int]()
         ahead.extend(turn.tokens(0, length))
         for _ in range(count):
             said.append(next_token(seeded(ahead.hashes[-1], turn.params.sampling.seed), VOCAB))

@@ -21,6 +21,7 @@ from tests.sim.planted import Catcher, Planted
 from tests.sim.slips import SLIPS
 from tests.sim.slips_by_area import BY_AREA
 from tests.sim.slips_of_kernels import INT8, RECURRENT
+from tests.sim.slips_of_training import OF_TRAINING
 
 CATCHERS = Path(__file__).with_name("catchers.json")
 JUSTIFIED: dict[str, str] = {
@@ -48,7 +49,7 @@ def everything() -> dict[str, Planted]:
     kinds = (FAULTS, FAULTS_OF_COPIES, FAULTS_OF_GRAMMARS, FAULTS_OF_JOURNALS, FAULTS_OF_KINDS, FAULTS_OF_SCHEDULE)
     for fault in chain(*kinds, FAULTS_OF_SHARING, FAULTS_OF_ADAPTERS, FAULTS_OF_LIMITS, FAULTS_OF_ERASING):
         planted[f"fault {fault.__name__}"] = fault
-    for slip in chain(SLIPS, *BY_AREA.values()):
+    for slip in chain(SLIPS, *BY_AREA.values(), OF_TRAINING):
         planted[f"slip {slip}"] = slip
     for native in (*INT8, *RECURRENT):
         planted[f"native {native}"] = native

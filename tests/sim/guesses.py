@@ -34,6 +34,7 @@ class WorldProposer(Proposer):
 
     def _guess(self, turn: Turn, limit: int) -> Guesses:
         naive = self._world.followed(turn)
+        self._world.training.follow(turn)
         if self._kind == "hostile":
             tokens = [(token + 1) % VOCAB for token in naive.guess(limit)]
             return Guesses(tokens, [1.0] * len(tokens))

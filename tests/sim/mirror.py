@@ -153,7 +153,7 @@ class MirroredWorld(World):
             self.tenants[session.id] = saved.policy.tenant
             limit = self._limit(saved.policy)
             self.naive[session.id] = naive.fork(len(naive.tokens), saved.policy, limit, self.clock.now())
-            self.naive[session.id].version = session.version
+            self.naive[session.id].version, self.naive[session.id].had = session.version, {}
             if session.history != naive.tokens:
                 self.found("history", f"{sid} differs when it is imported")
 

@@ -6,6 +6,7 @@ import codecs
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -19,35 +20,68 @@ PREFILL = TurnParams(max_new_tokens=0)
 """Appends input and generates nothing."""
 
 
+Marks = list[tuple[int, int]]
+"""The marks of the weights that compute a sequence, each with the position from which on it does."""
+Had = dict[int, int]
+"""How many tokens a sequence had at each update of the weights that kept them; it may have state of these tokens from
+before."""
+
+
+def _marks_by(marks: Marks, position: int) -> Marks:
+    return [marks[0], *(mark for mark in marks[1:] if mark[0] < position)]
+
+
+def _had_by(had: Had, position: int) -> Had:
+    return {update: min(count, position) for update, count in had.items()}
+
+
 class TokenRun:
-    """Tokens and the hash after each: `hashes[n]` covers the first n tokens."""
+    """Tokens and the hash after each: `hashes[n]` covers the first n tokens. The last of `marks` is that of later
+    tokens."""
 
-    __slots__ = ("hashes", "tokens")
+    __slots__ = ("hashes", "marks", "tokens")
 
-    def __init__(self, start: int = START) -> None:
+    def __init__(self, start: int = START, mark: int = 0) -> None:
         """`start`: the hash of no tokens."""
         self.tokens = array("i")
         self.hashes = array("Q", (start,))
+        self.marks: Marks = [(0, mark)]
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        state = self.hashes[-1]
+        state, (_, mark) = self.hashes[-1], self.marks[-1]
         for token in tokens:
-            state = advance(state, token)
+            state = advance(state, token, mark)
             self.tokens.append(token)
             self.hashes.append(state)
 
     def cut(self, position: int) -> None:
         del self.tokens[position:]
         del self.hashes[position + 1 :]
+        self.marks = _marks_by(self.marks, position)
 
     def head(self, position: int) -> TokenRun:
         """Returns a copy of the first `position` tokens."""
         copy = TokenRun()
         copy.tokens, copy.hashes = self.tokens[:position], self.hashes[: position + 1]
+        copy.marks = _marks_by(self.marks, position)
         return copy
+
+    def weighed(self, marks: Marks) -> TokenRun:
+        """Returns the same tokens, computed with the weights of these marks."""
+        if marks == self.marks:
+            return self
+        common = next((i for i, (a, b) in enumerate(zip(marks, self.marks, strict=False)) if a != b), None)
+        common = min(len(marks), len(self.marks)) if common is None else common
+        starts = [start for each in (marks, self.marks) for start, _ in each[common : common + 1]]
+        run = self.head(min([len(self), *starts]))
+        for (start, mark), (stop, _) in pairwise([*marks, (len(self), 0)]):
+            run.marks = [(0, mark)]
+            run.extend(self.tokens[max(start, len(run)) : stop])
+        run.marks = marks
+        return run
 
     def stored(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the hashes (uint64) and tokens (int64) that the witness stores in the slots of positions [start,
@@ -69,6 +103,7 @@ class NaiveSession:
         self.closing = False
         self.last_end = now
         self.counted_version = -1
+        self.had: Had = {}
 
     @property
     def tokens(self) -> array[int]:
@@ -76,12 +111,14 @@ class NaiveSession:
 
     def cut(self, position: int) -> None:
         self.history.cut(position)
+        self.had = _had_by(self.had, position)
         self.records = _cut(self.records, position)
         self.version += 1
 
     def fork(self, position: int, policy: Policy, limit: int, now: float) -> NaiveSession:
         child = NaiveSession(policy, limit, now)
         child.history = self.history.head(position)
+        child.had = _had_by(self.had, position)
         child.records = _cut(self.records, position)
         return child
 
@@ -98,6 +135,9 @@ class NaiveSession:
 
     def replace(self, source: NaiveSession) -> None:
         """Takes over the history of `source`."""
+        same = next((i for i, (a, b) in enumerate(zip(self.tokens, source.tokens, strict=False)) if a != b), None)
+        mine = _had_by(self.had, min(len(self.tokens), len(source.tokens)) if same is None else same)
+        self.had = {n: max(mine.get(n, 0), source.had.get(n, 0)) for n in {*mine, *source.had}}
         self.history = source.history.head(len(source.tokens))
         self.records = list(source.records)
         self.version += 1
@@ -127,6 +167,8 @@ class NaiveTurn:
         self.input = list(tokens)
         self.sequence = session.history.head(base)
         self.sequence.extend(tokens)
+        self.had = _had_by(session.had, base)
+        self.versions: list[tuple[int, str]] = []  # of weights, each with the length of the output when it was replaced
         self.params = TurnParams(max_new_tokens=0)
         self.most = 0
         self.replaces = False
@@ -155,6 +197,9 @@ class NaiveTurn:
     # -- fixed when the turn is opened
 
     def redraft(self, tokens: Sequence[int], now: float) -> None:
+        same = next((i for i, (a, b) in enumerate(zip(self.input, tokens, strict=False)) if a != b), None)
+        common = min(len(self.input), len(tokens)) if same is None else same
+        self.had = _had_by(self.had, self.base + common)
         self.input = list(tokens)
         self.sequence.cut(self.base)
         self.sequence.extend(tokens)

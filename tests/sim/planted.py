@@ -33,6 +33,7 @@ from tests.sim.run import (
     OVERTAKING,
     PREFIXED,
     REPLACING,
+    TRAINED,
     any_world,
     run_world,
 )
@@ -163,8 +164,8 @@ def _plant_and_look(job: Job) -> Outcome:
             return Outcome(job.known, f"{type(error).__name__} in a story", process_time() - began)
         return Outcome(None, "survived its story", process_time() - began)
     steps, first = 0, () if job.known is None else (job.known,)
-    kinds = (0, PREFIXED, GRAMMARS, OVERTAKING, ADAPTED, LIMITED, DRAFTED, ERASING, REPLACING, EXPECTING, HEADED)
-    others = (first + seed for seed in range(PREFIXED) for first in kinds)
+    earlier = (0, PREFIXED, GRAMMARS, OVERTAKING, ADAPTED, LIMITED, DRAFTED, ERASING, REPLACING, EXPECTING)
+    others = (first + seed for seed in range(PREFIXED) for first in (*earlier, TRAINED, HEADED))
     for seed in chain(first, others):
         _set_timers()
         summary = run_world(any_world(seed), WORLD_STEPS, job.past)

@@ -49,6 +49,9 @@ REPLACING = 9 * 10**6
 EXPECTING = 10**7
 """The first seed of worlds in which the next turns of sessions are expected."""
 
+TRAINED = 11 * 10**6
+"""The first seed of worlds whose weights are replaced."""
+
 HEADED = 20 * 10**6
 """The first seed of worlds in which the model's head for multi-token prediction guesses."""
 
@@ -148,9 +151,11 @@ def any_world(seed: int) -> WorldConfig:
     two of three tiers, every fourth a draft model, and in every third sessions start from memory of running turns. From
     `REPLACING` on, sessions take over others; every other world has tiers, every third a prefix cache, and every fifth
     adapters. From `EXPECTING` on, all worlds have tiers, and the next turns of sessions are expected; every other world
-    has a prefix cache, in every third sessions are erased, and in every fifth they have adapters. From `HEADED` on, the
-    model's head guesses; every other world has a prefix cache, every fourth tiers, every fifth grammars, and in every
-    third sessions start from memory of running turns."""
+    has a prefix cache, in every third sessions are erased, and in every fifth they have adapters. From `TRAINED` on,
+    weights are replaced, two of three worlds have tiers, every other one a prefix cache, in every third sessions start
+    from memory of running turns, every fourth has grammars, and in every fifth sessions take over others. From `HEADED`
+    on, the model's head guesses; every other world has a prefix cache, every fourth tiers, every fifth grammars, and in
+    every third sessions start from memory of running turns."""
     return next(make(seed) for first, make in _KINDS if seed >= first)
 
 
@@ -192,12 +197,18 @@ def _erasing(seed: int) -> WorldConfig:
     return replace(_kind(prefixes=2, overtaking=3, drafted=4, erases=True)(seed), tiers=seed % 3 > 0)
 
 
+def _trained(seed: int) -> WorldConfig:
+    world = _kind(prefixes=2, overtaking=3, grammars=4, trains=True)(seed)
+    return replace(world, tiers=seed % 3 > 0, replacing=seed % 5 == 0)
+
+
 def _expecting(seed: int) -> WorldConfig:
     return replace(_kind(prefixes=2, tiers=1, adapters=5, expects=True)(seed), erases=seed % 3 == 0)
 
 
 _KINDS = (
     (HEADED, _kind(prefixes=2, tiers=4, grammars=5, overtaking=3, headed=1)),
+    (TRAINED, _trained),
     (EXPECTING, _expecting),
     (REPLACING, _kind(prefixes=3, tiers=2, adapters=5, replacing=True)),
     (ERASING, _erasing),

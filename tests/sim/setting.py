@@ -60,6 +60,7 @@ class WorldConfig:
     drafted: bool = False  # a draft model guesses
     expects: bool = False  # the next turns of sessions are expected
     headed: bool = False  # the model's head for multi-token prediction guesses, where there is a group with pages
+    trains: bool = False  # weights are replaced, and sessions may keep their state
 
     @property
     def guesses(self) -> str:

@@ -26,7 +26,7 @@ HOLES = (
     Slip("engine.parking", "if not any(move in self.tiers.moves for move in each.moves)]", "if not all(move in self.tiers.moves for move in each.moves)]"),
     Slip("engine.parking", "return memory.computed if memory.computed < len(session.history) and not memory.arriving else 0", "return memory.computed"),
     Slip("engine.session_states", "            first += len(piece)", "            pass"),
-    Slip("engine.occupation", "self._executor.restore((), weights)\n        self._idle_memory.tiers.become(identity)", "self._executor.restore((), weights)"),
+    Slip("engine.occupation", "self._idle_memory.weights_change(self._sessions, identity, keep=keep)", "pass"),
     Slip("session.journal", "WHERE piece = ? LIMIT 2", "WHERE piece = ? LIMIT 1"),
     Slip("session.journal", "row = session, position, piece, length - position", "row = session, position, piece, length - position + 1"),
     Slip("session.prefixes", "        self.version += 1\n", ""),

@@ -5,15 +5,17 @@ those it has settled. Sessions at rest are compared again when they change, and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from tenuto.engine.engine import Engine
+from tenuto.memory.lineage import Lineage
 from tests.sim import internals
 from tests.sim.found import Found
 from tests.sim.internals import Pages, Slot
-from tests.sim.naive import NaiveSession, NaiveTurn, TokenRun
+from tests.sim.naive import Marks, NaiveSession, NaiveTurn, TokenRun
 
 Array = np.ndarray
 REFRESH = 64
@@ -43,8 +45,10 @@ class _Whole:
 class SlotChecker:
     """Compares the witness's slots with the histories."""
 
-    def __init__(self, page_size: int, groups: int, refresh: int = REFRESH) -> None:
-        """Sessions at rest are read again every `refresh` times, otherwise only if their stamp is new."""
+    def __init__(self, page_size: int, groups: int, marks: Callable[[Lineage], Marks], refresh: int = REFRESH) -> None:
+        """Sessions at rest are read again every `refresh` times, otherwise only if their stamp is new. `marks`: see
+        `Training`."""
+        self._marks = marks
         self._refresh = refresh
         self._size = page_size
         self._groups = groups
@@ -91,18 +95,20 @@ class SlotChecker:
                 continue  # a turn with nothing to compute has committed within this step
             if memory.arriving:
                 continue  # it is not read before it has arrived
-            stamp = (session, internals.stamp(session))
+            stamp = (session, internals.stamp(session), memory.lineage)
             part = self._parts.get(sid)
             if part is None or changed or part.stamp != stamp:
                 sequence = naive[sid].history
                 if memory.computed > len(sequence) and session.turn is not None:  # found elsewhere for the turn's input
                     sequence = turns[session.turn.number].sequence
+                sequence = sequence.weighed(self._marks(memory.lineage))
                 part = self._build(stamp, sid, *internals.needed_of_session(memory), sequence)
             fresh[sid] = part
             if memory.turn is not None and session.turn is not None:
                 turn = turns[session.turn.number]
                 needed = internals.needed_of_turn(memory)
-                moving.append(self._build(None, f"turn {turn.number} of {sid}", *needed, turn.sequence))
+                sequence = turn.sequence.weighed(self._marks(memory.turn.lineage))
+                moving.append(self._build(None, f"turn {turn.number} of {sid}", *needed, sequence))
         if changed or len(fresh) != len(self._parts) or any(fresh[sid] is not self._parts.get(sid) for sid in fresh):
             parts, whole = list(fresh.values()), _Whole()
             for group in range(self._groups):

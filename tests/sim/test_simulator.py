@@ -18,6 +18,7 @@ from tests.sim.run import (
     PINNED,
     PREFIXED,
     REPLACING,
+    TRAINED,
     run_worlds,
 )
 from tests.sim.slips import Slip
@@ -45,6 +46,8 @@ REPLACING_STEPS = 2_000
 """Seeds of worlds whose sessions take over others."""
 EXPECTING_STEPS = 2_000
 """Seeds of worlds in which the next turns of sessions are expected."""
+TRAINED_STEPS = 2_000
+"""Seeds of worlds whose weights are replaced."""
 WORLD_STEPS = 150
 
 LOOKED_FOR = 6_000
@@ -124,6 +127,12 @@ def test_worlds_whose_next_turns_are_expected_stay_right():
     assert not summary.failures, "\n".join(f"seed {seed}: {report}" for seed, report in summary.failures.items())
     assert summary.steps >= EXPECTING_STEPS
     assert sum(counter["return"] for counter in summary.counts.values()) > 5
+
+
+def test_worlds_whose_weights_are_replaced_stay_right():
+    summary = run_worlds(range(TRAINED, TRAINED + TRAINED_STEPS // WORLD_STEPS + 1), WORLD_STEPS)
+    assert not summary.failures, "\n".join(f"seed {seed}: {report}" for seed, report in summary.failures.items())
+    assert summary.steps >= TRAINED_STEPS
 
 
 def test_large_worlds_stay_right():

@@ -36,6 +36,7 @@ from tests.sim.naive import Letters, NaiveSession, NaiveTurn
 from tests.sim.setting import WorldConfig, engine_config
 from tests.sim.slots import Needed, SlotChecker
 from tests.sim.tenants import OfTenant, check_tenants
+from tests.sim.training import Training
 from tests.sim.transitions import Log, watched_engine
 from tests.sim.watch import Watch
 
@@ -71,6 +72,7 @@ class World:
             n * (config.page_size if group.paged else 1) for n, group in zip(config.units, config.groups, strict=True)
         ]
         self.disk = self._disk(config) if config.tiers else None
+        self.training = Training(self)
         self.tenants: dict[str, str] = {}  # of all sessions ever opened
         self.journal = WorldJournal(config.seed, ends=config.tiers)
         self.engines = 0  # the number begun so far
@@ -108,7 +110,9 @@ class World:
             masks=self.masks if config.grammars else None,
             disk=self.disk,
             carrier=self.copies,
+            identity=self.training.identities[-1],
         )
+        self.training.begin()
         if config.seed % 4:
             self.engine.snapshots.pause = self.engine.snapshots.delay = (
                 0.0  # often there is no time for saves otherwise
@@ -116,7 +120,9 @@ class World:
         for name, path in self.adapters.items():
             load(self.engine, name, path)
         self.engines += 1
-        self._slots = SlotChecker(config.page_size, len(config.groups), *([1] if config.prefixes else []))
+        self._slots = SlotChecker(
+            config.page_size, len(config.groups), self.training.marks, *([1] if config.prefixes else [])
+        )
         self.watch = Watch(self)
 
     def own(self, sid: str) -> OfTenant:
@@ -156,6 +162,7 @@ class World:
                 self.found("plan", f"step {plan.step} has row {row}, which no open turn has")
                 continue
             ends[turn.number] = start + count
+            self.training.follow(turn)
             naive.computed += count
             if turn.started and naive.first_start < 0:
                 naive.first_start = start
@@ -225,6 +232,7 @@ class World:
             self.found("expiry", f"sessions {lost} are gone, of {len(self.naive)}; {len(self.engine.registry)} remain")
             self.naive = {sid: naive for sid, naive in self.naive.items() if sid not in lost}
         self.watch.after(report)
+        self.training.check()
         if self.looking:
             try:
                 self._slots.compare(self.executor._slots, self.engine, self.naive, self.turns)
@@ -296,7 +304,7 @@ class World:
             self.engine.sessions.restore(each, journaled=True)
         self.engine.sessions.recover()
         for naive in lasting.values():
-            naive.turn, naive.closing, naive.last_end = None, False, self.clock.now()
+            naive.turn, naive.closing, naive.last_end, naive.had = None, False, self.clock.now(), {}
         self.audit()
 
     def _journaled(self, saved: list[SavedSession]) -> list[SavedSession]:
@@ -336,6 +344,7 @@ class World:
             output = turn.output[: result.kept]
             if session.turn is naive:
                 session.commit(naive.base, naive.input, output, replaces=naive.replaces)
+                session.had = {n: min(had, len(session.tokens)) for n, had in naive.had.items()}
         elif reason is EndReason.DEADLINE:
             if turn.number not in due:
                 self.found("deadlines", f"{turn!r} ended at {self.clock.now()} although not due")
@@ -389,6 +398,7 @@ class World:
         self, turn: Turn, naive: NaiveTurn, result: TurnResult
     ) -> None:
         session, usage = naive.session, result.usage
+        self.training.check_versions(turn, naive)
         if turn.session.history != naive.session.tokens:
             self.found("history", f"{naive.sid}: history differs after {turn!r}")
         if [(r.start, r.input_end, r.end) for r in turn.session.records] != session.records:

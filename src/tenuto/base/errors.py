@@ -122,6 +122,14 @@ class UnsupportedMediaType(TenutoError, code="unsupported_media_type", status=41
     """The body of a request has the wrong content type."""
 
 
+class NotAcceptable(TenutoError, code="not_acceptable", status=406):
+    """The request accepts no format in which the answer can be given."""
+
+
+class ExtraMissing(TenutoError, code="extra_missing", status=501):
+    """An optional library, which this needs, is not installed on the server."""
+
+
 class NoRoom(TenutoError, code="no_room", status=507):
     """The disk has no room for a file."""
 

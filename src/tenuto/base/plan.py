@@ -298,9 +298,10 @@ class Executor(Copier, Protocol):
         Any thread may call it, at any time. Raises `InvalidRequest` if they cannot replace the present ones,
         `ModelError` or `ConfigError`."""
 
-    def restore(self, parts: Collection[MemoryPart], weights: Weights | None) -> None:
+    def restore(self, parts: Collection[MemoryPart], weights: Weights | None, kept: Sequence[Ints] = ()) -> None:
         """Allocates the released `parts` again, and computes with `weights` from now on, which must be given if they
-        are among `parts`. The contents of units are undefined. No step is in flight. Raises `ConfigError`, having
+        are among `parts`. `kept`: units of each group whose contents stay; those of others are undefined, as are page
+        tables and kept inputs. No step is in flight. Raises `ConfigError`, having
         changed nothing, if there is not enough memory."""
 
     def read_adapter(self, path: str) -> AdapterWeights:

@@ -136,11 +136,19 @@ class Usage:
     recomputed: dict[str, int] = field(default_factory=dict, hash=False, metadata=named("recomputed_tokens"))
 
 
+class OutputSpan(msgspec.Struct, frozen=True, gc=False):
+    """Output tokens of a turn that the same weights have sampled: those after the span before, up to the first
+    `output_tokens` of the output. `weight_version`: the weights' version."""
+
+    output_tokens: int
+    weight_version: str
+
+
 @dataclass(frozen=True, slots=True)
 class TurnResult:
     """How a turn ended. `version` is the session's; `kept` the number of output tokens committed; `max_new_tokens` the
     effective value; `context_left` the tokens that still fit; `stop` the stop id, string or pattern that ended it, if
-    any."""
+    any. `weight_versions`: which weights sampled its output, kept or not; without output, those in use at its end."""
 
     reason: EndReason
     committed: bool
@@ -150,6 +158,7 @@ class TurnResult:
     max_new_tokens: int
     context_left: int
     stop: str | int | None = None
+    weight_versions: tuple[OutputSpan, ...] = ()
 
 
 class Delta(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -151,6 +151,12 @@ class ModelView(View, frozen=True, kw_only=True):
     adapters: list[AdapterView] = []
 
 
+class WeightsView(View, frozen=True, kw_only=True):
+    """The weights in use."""
+
+    weight_version: str
+
+
 class AdapterView(View, frozen=True, kw_only=True):
     """A loaded adapter: its name, the directory it was read from, and the digest of its weights."""
 

@@ -4,8 +4,9 @@ has the one to an engine in this process."""
 from tenuto.base import errors
 from tenuto.base.errors import TenutoError
 from tenuto.base.options import ChatOptions, RemoteOptions, TurnOptions
+from tenuto.base.tokens import ForkedAt, SessionTokens, StateSpan, TurnTokens
 from tenuto.base.tools.definitions import ToolCall
-from tenuto.base.turns import EndReason, Input, TurnResult, Usage
+from tenuto.base.turns import EndReason, Input, OutputSpan, TurnResult, Usage
 from tenuto.base.views import AuditReport, Compacted, Erased, SessionInfo
 from tenuto.client.aio import AsyncSession, AsyncToolResults, AsyncTurnStream
 from tenuto.client.compaction import CompactionOptions
@@ -34,19 +35,24 @@ __all__ = [
     "CompactionOptions",
     "EndReason",
     "Erased",
+    "ForkedAt",
     "Input",
+    "OutputSpan",
     "RemoteEngine",
     "RemoteOptions",
     "RemoteSession",
     "RemoteTurnStream",
     "Session",
     "SessionInfo",
+    "SessionTokens",
+    "StateSpan",
     "TenutoError",
     "ToolCall",
     "ToolResults",
     "TurnOptions",
     "TurnResult",
     "TurnStream",
+    "TurnTokens",
     "Usage",
     "connect",
     "connect_async",

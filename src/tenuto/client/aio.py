@@ -13,6 +13,7 @@ from typing import ClassVar, Generic, Self, TypeVar, Unpack
 
 from tenuto.base.errors import EngineStopped
 from tenuto.base.options import ChatOptions, Policy, SessionAdapter
+from tenuto.base.tokens import SessionTokens
 from tenuto.base.tools.answer_part import AnswerPart
 from tenuto.base.tools.definitions import ToolCall
 from tenuto.base.turns import Delta, Input, Keep, TurnKind, TurnResult
@@ -128,9 +129,16 @@ class AsyncClient(ClientBase, Generic[AsyncSessionT]):
         """See `Client.resume_memory_occupation`."""
         await _answer(self._core.resume_memory(tags))
 
-    async def update_weights_from_disk(self, model_path: str | PathLike[str], *, abort: bool = False) -> None:
+    async def update_weights_from_disk(
+        self,
+        model_path: str | PathLike[str],
+        *,
+        weight_version: str | None = None,
+        abort: bool = False,
+        keep_state: bool = False,
+    ) -> str:
         """See `Client.update_weights_from_disk`."""
-        await _answer(self._core.update_weights(model_path, abort=abort))
+        return await _answer(self._core.update_weights(model_path, weight_version, abort=abort, keep_state=keep_state))
 
     async def close(self) -> None:
         """See `Client.close`."""
@@ -276,6 +284,10 @@ class AsyncSession(SessionBase):
     async def history(self) -> list[int]:
         """The session's committed tokens."""
         return await _answer(self._core.history())
+
+    async def tokens(self) -> SessionTokens:
+        """See `Session.tokens`."""
+        return await _answer(self._core.tokens())
 
     def turn(self, input: Input = (), **options: Unpack[ChatOptions]) -> AsyncTurnStream:  # noqa: A002 - as above
         """See `Session.turn`. The turn starts at once; the engine's errors are raised at the first read of the

@@ -11,11 +11,12 @@ from typing import cast
 
 import msgspec
 
-from tenuto.base.checks import MAX_COUNT, flag, items, seconds, shown, whole
+from tenuto.base.checks import MAX_COUNT, flag, items, seconds, shown, whole, wrong
 from tenuto.base.errors import InvalidRequest, TenutoError
 from tenuto.base.options import TOOL_OPTIONS, Policy, TurnOptions, turn_params
 from tenuto.base.plan import PARTS, MemoryPart
 from tenuto.base.sampling import MAX_TOKEN_ID
+from tenuto.base.tokens import SessionTokens
 from tenuto.base.tools.answer_part import AnswerPart
 from tenuto.base.tools.answers import AnswerReader
 from tenuto.base.tools.definitions import NO_TOOLS
@@ -132,8 +133,19 @@ class EngineCore:
     def resume_memory(self, tags: Sequence[str] | None) -> Future[None]:
         return self.transport.call(messages.ResumeMemory(parts=_parts(tags)))
 
-    def update_weights(self, path: str | PathLike[str], *, abort: bool) -> Future[None]:
-        return self.transport.call(messages.UpdateWeights(path=str(path), abort=flag("abort", abort)))
+    def update_weights(
+        self, path: str | PathLike[str], version: str | None, *, abort: bool, keep_state: bool
+    ) -> Future[str]:
+        given: object = version
+        if given is not None and not (isinstance(given, str) and 0 < len(given) <= messages.MAX_WEIGHT_VERSION):
+            raise wrong(
+                "weight_version", version, f"1 to {messages.MAX_WEIGHT_VERSION} characters", param="weight_version"
+            )
+        use = messages.NewWeights(
+            version=version, abort=flag("abort", abort), keep_state=flag("keep_state", keep_state)
+        )
+        updated = self.transport.call(messages.UpdateWeights(path=str(path), use=use))
+        return mapped(updated, lambda weights: weights.weight_version)
 
     def sessions(self) -> Future[list[SessionInfo]]:
         def steps() -> Steps[list[SessionInfo]]:
@@ -202,6 +214,9 @@ class SessionCore:
 
     def _turns_from(self, first: int) -> Future[RecordPage]:
         return self._call(messages.ListTurns(tenant="", session=self.id, first=first, limit=PAGE))
+
+    def tokens(self) -> Future[SessionTokens]:
+        return mapped(self._call(messages.GetTokens(tenant="", session=self.id)), SessionTokens.of)
 
     def export(self) -> Future[bytes]:
         return mapped(self._call(messages.ExportSession(tenant="", session=self.id)), msgspec.json.encode)

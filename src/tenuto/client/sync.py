@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from typing import ClassVar, Generic, Self, TypeVar, Unpack
 
 from tenuto.base.options import ChatOptions, Policy, SessionAdapter
+from tenuto.base.tokens import SessionTokens
 from tenuto.base.tools.answer_part import AnswerPart
 from tenuto.base.tools.definitions import ToolCall
 from tenuto.base.turns import Delta, Input, Keep, TurnKind, TurnResult
@@ -122,11 +123,20 @@ class Client(Closing, ClientBase, Generic[SessionT]):
         """Allocates the memory and reads the weights again. Sessions compute their state again when they need it."""
         self._core.resume_memory(tags).result()
 
-    def update_weights_from_disk(self, model_path: str | PathLike[str], *, abort: bool = False) -> None:
-        """Switches to the weights of another model of the same shape. State computed with the old weights is not used
-        again. Open turns continue from their tokens, or with `abort` end. Raises `InvalidRequest`, without any change,
-        if the weights cannot be read or have another shape."""
-        self._core.update_weights(model_path, abort=abort).result()
+    def update_weights_from_disk(
+        self,
+        model_path: str | PathLike[str],
+        *,
+        weight_version: str | None = None,
+        abort: bool = False,
+        keep_state: bool = False,
+    ) -> str:
+        """Switches to the weights of another model of the same shape, and returns their version: `weight_version`, or
+        the number of updates. State computed with the old weights is not used again, unless with `keep_state`: then
+        sessions and their forks continue with the state they have, and no other session finds it. Open turns continue,
+        or with `abort` end. Raises `InvalidRequest`, without any change, if the weights cannot be read or have another
+        shape."""
+        return self._core.update_weights(model_path, weight_version, abort=abort, keep_state=keep_state).result()
 
     def close(self) -> None:
         """Stops an engine in this process; on a server, closes the sessions that this client opened without an id.
@@ -230,6 +240,11 @@ class Session(Closing, SessionBase):
     def history(self) -> list[int]:
         """The session's committed tokens."""
         return self._core.history().result()
+
+    def tokens(self) -> SessionTokens:
+        """Returns the session's committed tokens: who made each, log-probabilities, weights and seeds of turns, and the
+        session's place in the tree of forks."""
+        return self._core.tokens().result()
 
     def turn(self, input: Input = (), **options: Unpack[ChatOptions]) -> TurnStream:  # noqa: A002 - as above
         """Appends `input` and generates; without input, continues from the history. Raises `SessionBusy`,

@@ -14,6 +14,7 @@ import msgspec
 from tenuto.base.checks import MAX_COUNT, whole
 from tenuto.base.errors import InvalidRequest, NotFound, TenutoError
 from tenuto.base.options import OF_PREFILL, OF_SAMPLING, TOOL_OPTIONS, TurnParams
+from tenuto.base.tokens import PackedTokens, SessionTokens
 from tenuto.base.tools.grammar import Grammar
 from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.turns import Message, TurnInput, TurnKind
@@ -68,6 +69,7 @@ _EXCHANGES: dict[type, Callable[[Any], Exchange]] = {
         "POST", "/v1/sessions/import", msgspec.to_builtins(r.document), {"id": r.session}
     ),
     messages.ListTurns: lambda r: _of_session("GET", r, "/turns", first=r.first, limit=r.limit),
+    messages.GetTokens: lambda r: _of_session("GET", r, "/tokens"),
     messages.Draft: lambda r: _of_session("PUT", r, "/draft", {"input": input_body(r.input)}),
     messages.AbortTurn: lambda r: _of_session("POST", r, "/abort", {}),  # without a turn_id: the open turn
     messages.Detokenize: lambda r: Exchange("POST", "/detokenize", {"tokens": r.tokens}),
@@ -80,7 +82,14 @@ _EXCHANGES: dict[type, Callable[[Any], Exchange]] = {
     messages.ReleaseMemory: lambda r: Exchange("POST", "/release_memory_occupation", {"tags": r.parts}),
     messages.ResumeMemory: lambda r: Exchange("POST", "/resume_memory_occupation", {"tags": r.parts}),
     messages.UpdateWeights: lambda r: Exchange(
-        "POST", "/update_weights_from_disk", {"model_path": r.path, "abort_all_requests": r.abort}
+        "POST",
+        "/update_weights_from_disk",
+        {
+            "model_path": r.path,
+            "weight_version": r.use.version,
+            "abort_all_requests": r.use.abort,
+            "keep_state": r.use.keep_state,
+        },
     ),
     messages.EraseSession: lambda r: _of_session("DELETE", r, erase="true"),
     messages.CloseSession: lambda r: _of_session("DELETE", r, finish="true" if r.finish else "false"),
@@ -113,6 +122,8 @@ def _answer(kind: type, body: Any) -> Any:
         return SessionPage(sessions=sessions, more=body["next"] is not None)
     if kind is RecordPage:
         return RecordPage(records=msgspec.convert(body["data"], list[Record]), more=body["next"] is not None)
+    if kind is PackedTokens:
+        return msgspec.convert(body, SessionTokens).packed()
     if kind is str:  # the only one of them is a text of tokens
         return body["text"]
     return {bool: True, type(None): None}.get(kind, body)

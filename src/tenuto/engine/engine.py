@@ -25,6 +25,7 @@ from tenuto.engine.session_operations import SessionOperations
 from tenuto.engine.session_states import SessionStates
 from tenuto.engine.snapshots import Snapshots
 from tenuto.engine.turn_operations import TurnOperations
+from tenuto.memory.lineage import WeightsVersion
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Pool
 from tenuto.memory.shape import Shape
@@ -90,6 +91,7 @@ class Engine:
         self.config = config
         self.vocab_size = vocab_size
         self.memory = memory = Memory(executor.spec, units, Shape.of(config, executor.spec.page_size))
+        memory.weights = WeightsVersion(identity)
         executor.prepare(units, config.max_running, config.overlap, config.lookahead)
         self.core = core = Core(
             config=config,

@@ -12,6 +12,7 @@ from tenuto.base.checks import seconds
 from tenuto.base.views import SessionKey, SessionState
 from tenuto.engine.core import Core
 from tenuto.engine.parking import FAILURES
+from tenuto.memory.lineage import Lineage
 from tenuto.memory.pool import HolderKind, Lease
 from tenuto.memory.tiers.moves import Move
 from tenuto.sched.admission import Admission
@@ -30,13 +31,15 @@ AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """State of a session that is on its way back: that of the first `position` tokens at `version`."""
+    """State of a session that is on its way back: that of the first `position` tokens at `version`, with the weights
+    that computed it."""
 
     session: Session
     version: int
     position: int
     leases: Sequence[Lease]
     moves: Sequence[Move]
+    lineage: Lineage
 
 
 class Expectations:
@@ -140,7 +143,7 @@ class Expectations:
                 return
             del self._coming[session]
             session.memory.drop()
-            session.memory.receive(coming.position, coming.leases)
+            session.memory.receive(coming.position, coming.leases, coming.lineage)
             self._core.counts.note("return")
             self._note_memory(session)
 
@@ -158,7 +161,7 @@ class Expectations:
         if leases is None:
             return False
         moves = memory.bring_back(session, position, leases)
-        self._coming[session] = Return(session, session.version, position, leases, moves)
+        self._coming[session] = Return(session, session.version, position, leases, moves, memory.lineage(session))
         return True
 
     def _give_up(self, coming: Return) -> None:

@@ -12,6 +12,7 @@ from tenuto.engine.core import Core
 from tenuto.engine.flights import Flights
 from tenuto.engine.guard import guarded
 from tenuto.engine.lifecycle import Lifecycle
+from tenuto.memory.lineage import WeightsVersion
 
 
 class Occupation:
@@ -31,6 +32,7 @@ class Occupation:
         self._flights = flights
         self.paused = False
         self.released: frozenset[MemoryPart] = frozenset()
+        self._updates = 0  # the number of times that other weights were put to use
 
     @property
     def has_turns(self) -> bool:
@@ -91,22 +93,79 @@ class Occupation:
             self.released -= wanted
             if identity is not None:
                 self._vacate(park=False)
-                self._idle_memory.tiers.become(identity)
+                self._begin_version(identity, self._memory.weights.name)
 
     @guarded
-    def update(self, weights: Weights, identity: str = "", *, abort: bool = False) -> None:
-        """Computes with `weights` from now on; `identity` is the engine's new identity. Results of the old weights are
-        never used again: every session drops to its tokens, and parked memory is discarded. Submitted turns go on from
-        their tokens, or with `abort` end. Raises `IllegalTransition` if the weights are released, and `ConfigError`,
-        having replaced nothing, if there is not enough memory."""
+    def update(
+        self,
+        weights: Weights,
+        identity: str = "",
+        *,
+        version: str | None = None,
+        abort: bool = False,
+        keep_state: bool = False,
+    ) -> str:
+        """Computes with `weights` from now on; `identity` is the engine's new identity, and `version` their name, by
+        default the number of updates. Results of the old weights are never used again: every session drops to its
+        tokens, and parked memory is discarded. With `keep_state` sessions and their forks go on with the state they
+        have, on the device and parked, which no other session finds and no later process uses. Submitted turns go on,
+        or with `abort` end. Returns the version. Raises `IllegalTransition` if the weights are released, and
+        `ConfigError`, having replaced nothing, if there is not enough memory."""
         if "weights" in self.released:
             raise IllegalTransition("the weights are released; resume them before they are replaced")
-        for session in list(self._sessions) if abort else ():
+        if abort:
+            self._abort_turns()
+        if keep_state:
+            self._stand_still()
+        else:
+            self._vacate(park=False)
+        self._executor.restore((), weights, [pool.leased_units() for pool in self._memory.pools])
+        self._begin_version(identity, version, keep=keep_state)
+        return self._memory.weights.name
+
+    @guarded
+    def name_weights(self, version: str, *, abort: bool = False) -> None:
+        """Calls the weights in use `version` from now on. With `abort`, ends submitted turns."""
+        if abort:
+            self._abort_turns()
+        self._note_weights()
+        self._memory.weights = self._memory.weights._replace(name=version)
+
+    def _abort_turns(self) -> None:
+        for session in list(self._sessions):
             if session.turn is not None and not session.turn.drafting:
                 self._lifecycle.abort(session.turn, EndReason.ABORT)
-        self._vacate(park=False)
-        self._executor.restore((), weights)
-        self._idle_memory.tiers.become(identity)
+
+    def _note_weights(self) -> None:
+        """Records in open turns what the weights in use have sampled, before they or their name change."""
+        for session in self._sessions:
+            if session.turn is not None:
+                session.turn.note_weights(self._memory.weights.name)
+
+    def _begin_version(self, identity: str, version: str | None, *, keep: bool = False) -> None:
+        """Records that other weights are in use. With `keep`, some state of earlier ones stays."""
+        self._updates += 1
+        self._note_weights()
+        self._idle_memory.weights_change(self._sessions, identity, keep=keep)
+        name = version if version is not None else str(self._updates)
+        self._memory.weights = WeightsVersion(identity or f"update {self._updates}", name)
+        for session in self._sessions if keep else ():
+            self._lifecycle.note_memory(session)
+
+    def _stand_still(self) -> None:
+        """Lets running turns queue again with the memory of their settled tokens, and lands all steps in flight. Memory
+        that only served to be found by other sessions is released, and vectors are averaged anew."""
+        for turn in list(self._batch.running()):
+            self._lifecycle.pause(turn)
+        self._flights.land()
+        self._idle_memory.finish()
+        for session in list(self._sessions.prefixes):
+            self._lifecycle.flush(session)
+        for session in self._sessions:
+            if session.turn is not None and session.turn.pool is not None:
+                if session.memory.turn is not None:
+                    self._lifecycle.preempt(session.turn)
+                session.turn.pool.restart()
 
     def _vacate(self, *, park: bool) -> None:
         """Frees all units and lands all steps in flight; running turns queue again. With `park`, the memory of sessions

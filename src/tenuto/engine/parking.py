@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar
@@ -16,6 +16,7 @@ from tenuto.base.config import EngineConfig, user_path
 from tenuto.base.errors import InvariantError
 from tenuto.base.plan import Copier
 from tenuto.base.wire.state_file import CopiedState
+from tenuto.memory.lineage import Lineage, cut, is_pure
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Holder, HolderKind, Lease
 from tenuto.memory.rows import Longs
@@ -49,7 +50,8 @@ class Parking:
 
     Invariant: a session's parked memory is the state of the first tokens of its history, without the last token, as is
     its memory at rest. Units that are restored are compared with these tokens. Parked memory stays while the session is
-    on the device, so that only new units are copied when it leaves again.
+    on the device, so that only new units are copied when it leaves again. Each record says with which weights its state
+    was computed. Only state of the weights in use is saved for the next process.
     """
 
     holder_kind: ClassVar[HolderKind] = "copy"
@@ -79,7 +81,7 @@ class Parking:
         self._arriving: dict[Session, Arrival] = {}  # sessions whose open turns wait in their rows
         self._planned: tuple[Turn | None, int] = None, 0
         # the contents named last, which a restore needs several times: of a session, at a version and position
-        self._named: tuple[tuple[Session, int, int], list[list[Content]]] | None = None
+        self._named: tuple[tuple[Session, int, int, Lineage], list[list[Content]]] | None = None
         self.parked = 0  # total number of sessions parked
         self.restored = 0
         self.recomputed: Counter[str] = Counter()  # parked sessions that are computed again, by cause
@@ -113,8 +115,8 @@ class Parking:
         memory = session.memory
         if not self.restores or not self._settled(session):
             return False
-        names = self._contents(session, memory.computed)
-        parked = self.tiers.park(memory.computed, memory.kept(), names, session.expected)
+        names = self._contents(session, memory.computed, memory.lineage)
+        parked = self.tiers.park(memory.computed, memory.kept(), names, memory.lineage, session.expected)
         if parked is None:
             return False
         self._replace(session, parked)
@@ -122,9 +124,12 @@ class Parking:
         return True
 
     def savable(self, session: Session) -> int:
-        """Returns the number of tokens of the session's history whose state is in memory, on the device or parked."""
-        parked = self._sessions.get(session)
-        return max(self._settled(session), parked.position if parked is not None and parked in self.tiers else 0)
+        """Returns the number of tokens of the history whose state was computed with the weights in use, and is on the
+        device or parked."""
+        parked, position = self._sessions.get(session), self._settled(session) if session.memory.is_current else 0
+        if parked is not None and parked in self.tiers and is_pure(parked.lineage, self._memory.weights):
+            position = max(position, parked.position)
+        return position
 
     @staticmethod
     def _settled(session: Session) -> int:
@@ -141,7 +146,7 @@ class Parking:
         memory = session.memory
         if self._settled(session) >= position:
             kept = [units[first:end] for units, (first, end) in zip(memory.kept(), ranges, strict=True)]
-            return self.tiers.copies.take(kept, self._contents(session, position, ranges))
+            return self.tiers.copies.take(kept, self._contents(session, position, memory.lineage, ranges))
         parked = self._sessions[session]
         units = [stored[first:end] for stored, (first, end) in zip(parked.units, ranges, strict=True)]
         for unit in chain(*units):
@@ -153,12 +158,15 @@ class Parking:
         record = self.saves.record(session.key)
         if record is None or not record.unread:
             return record
-        return self.saves.learn(session.key, self._contents(session, record.position), whole=self.needs_whole)
+        names = self._contents(session, record.position, self._memory.current)
+        return self.saves.learn(session.key, names, whole=self.needs_whole)
 
     def lend(self, session: Session) -> LentUnits | None:
         """Lends the parked memory of a session, which another thread may read until `Tiers.take_back`."""
         parked = self._find(session)
-        return self.tiers.lend(parked, self._contents(session, parked.position)) if parked is not None else None
+        if parked is None:
+            return None
+        return self.tiers.lend(parked, self._contents(session, parked.position, parked.lineage))
 
     def records(self, session: Session) -> list[Parked]:
         """Returns the session's parked memory and its saved state, with all of their units."""
@@ -186,13 +194,15 @@ class Parking:
         record = self.saved(session)
         if record is None or not 0 < record.position < len(session.history):
             return None
-        shared = self.tiers.share(record, record.position, self._contents(session, record.position))
+        names = self._contents(session, record.position, self._memory.current)
+        shared = self.tiers.share(record, record.position, names, self._memory.current)
         self._replace(session, shared)
         return shared
 
     def hold(self, session: Session, state: CopiedState) -> bool:
         """Parks a session with state from another engine or process. Returns False if there is no room."""
-        parked = self.tiers.hold(state.position, state.groups, self._contents(session, state.position))
+        names = self._contents(session, state.position, self._memory.current)
+        parked = self.tiers.hold(state.position, state.groups, names, self._memory.current)
         self._replace(session, parked)
         self._note_unsaved(session)
         return parked is not None
@@ -217,6 +227,21 @@ class Parking:
             raise InvariantError(
                 f"session {session.id} of {len(session.history)} tokens is parked with the state of {parked.position}"
             )
+
+    def weights_change(self, sessions: Iterable[Session], identity: str, *, keep: bool) -> None:
+        """Called before other weights are in use, of this identity, while no copy is under way: ends all saved state.
+        With `keep`, sessions may use what they have parked and saved, until they are closed; otherwise nothing is
+        parked."""
+        if keep:
+            for session in sessions:
+                self._find(session)
+                self.saves.forget(session.key)
+        self.tiers.become(identity, keep=keep)
+
+    def is_parked_current(self, session: Session) -> bool:
+        """Whether all parked state of the session was computed with the weights in use."""
+        parked = self._find(session)
+        return parked is None or is_pure(parked.lineage, self._memory.weights)
 
     # -- changes of the session
 
@@ -261,7 +286,9 @@ class Parking:
     def _part(self, session: Session, parked: Parked, position: int) -> Parked | None:
         """Returns a second `Parked` of at most `position` tokens, or `None` if it could not be resumed."""
         position = self._resumable(parked, position)
-        return self.tiers.share(parked, position, self._contents(session, position)) if position else None
+        if not position:
+            return None
+        return self.tiers.share(parked, position, self._contents(session, position, parked.lineage), parked.lineage)
 
     def _resumable(self, parked: Parked, target: int) -> int:
         """Returns the highest position at or below `target` at which the parked memory can be resumed, or 0."""
@@ -277,19 +304,20 @@ class Parking:
         return [table.kept_units(position) for table in session.memory.tables]
 
     def _contents(
-        self, session: Session, position: int, ranges: Sequence[tuple[int, int]] | None = None
+        self, session: Session, position: int, lineage: Lineage, ranges: Sequence[tuple[int, int]] | None = None
     ) -> list[list[Content]]:
-        """Returns the contents of the units that are kept for a position, by group. `ranges`: the units [first, end) of
-        each group to name; `end` is the number of all units, or the range is empty."""
+        """Returns the contents of the units that are kept for a position and were computed with the weights of
+        `lineage`, by group. `ranges`: the units [first, end) of each group to name; `end` is the number of all units,
+        or the range is empty."""
         name, history, tables = session.digests.contents, session.history, session.memory.tables
         if ranges is not None:
             return [
-                name(history, table.kept_ranges(position, first)) if first < end else []
+                name(history, table.kept_ranges(position, first), lineage) if first < end else []
                 for table, (first, end) in zip(tables, ranges, strict=True)
             ]
-        wanted = session, session.version, position
+        wanted = session, session.version, position, cut(lineage, position)
         if self._named is None or self._named[0] != wanted:
-            self._named = wanted, [name(history, table.kept_ranges(position)) for table in tables]
+            self._named = wanted, [name(history, table.kept_ranges(position), lineage) for table in tables]
         return self._named[1]
 
     # -- restoring
@@ -343,7 +371,7 @@ class Parking:
         arrival = Arrival(turn, self.bring_back(session, position, leases))
         self._named = None
         session.memory.drop()
-        session.memory.receive(position, leases)
+        session.memory.receive(position, leases, self.lineage(session))
         if arrival.moves:
             self._arriving[session] = arrival
         else:
@@ -368,7 +396,12 @@ class Parking:
     def bring_back(self, session: Session, position: int, leases: Sequence[Lease]) -> list[Move]:
         """Begins to copy the state of the first `position` tokens to units that `acquire` returned. Returns the moves
         to wait for."""
-        return self.tiers.bring_back(self._sessions[session], leases, self._contents(session, position))
+        parked = self._sessions[session]
+        return self.tiers.bring_back(parked, leases, self._contents(session, position, parked.lineage))
+
+    def lineage(self, session: Session) -> Lineage:
+        """Returns the weights that computed the session's parked state."""
+        return self._sessions[session].lineage
 
     def awaits(self, turn: Turn) -> bool:
         """Whether the turn has to wait because its session's memory is arriving."""

@@ -16,7 +16,7 @@ from tenuto.engine.gate import TurnGate
 from tenuto.engine.guard import guarded
 from tenuto.engine.lifecycle import Lifecycle
 from tenuto.engine.snapshots import Snapshots
-from tenuto.session.records import SavedSession
+from tenuto.session.records import Made, SavedSession
 from tenuto.session.session import Session
 
 
@@ -123,15 +123,16 @@ class SessionOperations:
         conversation: Conversation | None = None,
         *,
         cut: bool = False,
+        made: Made | None = None,
         tenant: str = "",
     ) -> Session:
         """Commits a turn that was computed elsewhere: its tokens join the history, and are computed here when needed.
-        `conversation`, `cut`: see `TurnRecord`. Raises `SessionBusy`, `ContextExceeded` or `InvalidRequest`."""
+        `conversation`, `cut`, `made`: see `TurnRecord`. Raises `SessionBusy`, `ContextExceeded` or `InvalidRequest`."""
         given, answer = self._gate.read(tokens), self._gate.read(output)
         session = self._registry.get(session_id, tenant)
         session.require_idle("add a turn to")
         self._gate.allowed(session, len(session.history) + len(given) + len(answer), 0)
-        session.adopt(given, answer, self._clock.now(), conversation, cut)
+        session.adopt(given, answer, self._clock.now(), conversation, cut, made)
         self._registry.note_length(session)
         self._registry.watch(session)
         self._counts.note("adopt")
@@ -160,6 +161,10 @@ class SessionOperations:
             self._lifecycle.close(session)
             raise
         session.restore(saved)
+        origin = saved.origin
+        parent = self._registry.find(origin.parent, session.policy.tenant) if origin is not None else None
+        if origin is not None and parent is not None and parent.birth == origin.birth:
+            session.join(parent)
         self._registry.note_length(session)
         self._counts.note("restore")
         if not journaled:

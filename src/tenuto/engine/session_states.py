@@ -48,12 +48,15 @@ class SessionStates:
 
     @guarded
     def of(self, session_id: str, tenant: str = "") -> CopiedState | LentUnits:
-        """Returns a session's state: a copy, or its parked memory, which another thread may read until `take_back`.
-        Raises `SessionBusy` while a turn is open."""
+        """Returns a session's state: a copy, or its parked memory, which another thread may read until `take_back`; the
+        state of no tokens if other weights than those in use have computed any of it. Raises `SessionBusy` while a turn
+        is open."""
         session = self._registry.get(session_id, tenant)
         session.require_idle("export the state of")
-        memory = session.memory
+        memory, nothing = session.memory, CopiedState(0, [[] for _ in self._memory.groups])
         if self._idle_memory.position(session) < memory.computed:
+            if not memory.is_current:
+                return nothing
             try:
                 kept = memory.kept()
                 groups = [self._read(group, each) for group, each in enumerate(kept)]
@@ -62,7 +65,9 @@ class SessionStates:
                     f"the session's state cannot be copied: {error}; export the session without its state"
                 ) from error
             return CopiedState(memory.computed, groups)
-        return self._idle_memory.lend(session) or CopiedState(0, [[] for _ in self._memory.groups])
+        if not self._idle_memory.is_parked_current(session):
+            return nothing
+        return self._idle_memory.lend(session) or nothing
 
     def take_back(self, lent: LentUnits) -> None:
         """Ends the loan of parked memory, whether it was read or not."""
@@ -118,7 +123,7 @@ class SessionStates:
             for lease in leases:
                 lease.release()
             raise
-        session.memory.receive(file.header.position, leases)
+        session.memory.receive(file.header.position, leases, self._memory.current)
         self._lifecycle.note_memory(session)
         return True
 

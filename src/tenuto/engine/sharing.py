@@ -149,8 +149,9 @@ class Sharing:
     # -- while it has a row
 
     def started(self, turn: Turn) -> None:
-        """Records that the turn has got a row. It may wait there, and other turns may wait for it."""
-        if turn.drafting or turn.resume_position < self.index.page_size:
+        """Records that the turn has got a row. It may wait there, and other turns may wait for it, unless other weights
+        than those in use have computed some of what it continues."""
+        if turn.drafting or turn.resume_position < self.index.page_size or not self._is_current(turn):
             return
         self._running.add(turn)
         wait = self._worth_waiting(turn)
@@ -189,6 +190,12 @@ class Sharing:
             del self._waits[turn]
             self._batch.held.discard(self._batch.row_of(turn))
             yield turn, None if self._has_begun(turn) else self._find(turn)
+
+    @staticmethod
+    def _is_current(turn: Turn) -> bool:
+        """Whether the weights in use have computed all of the memory of the turn, which is in a row."""
+        memory = turn.session.memory.turn
+        return memory is None or memory.is_current
 
     @staticmethod
     def _has_begun(turn: Turn) -> bool:

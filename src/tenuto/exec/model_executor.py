@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -132,15 +132,15 @@ class ModelExecutor:
         wanted = path if path is not None else self._path
         return LoadedWeights(self._loader(wanted), wanted)
 
-    def restore(self, parts: Collection[MemoryPart], weights: Weights | None) -> None:
-        """See `Executor.restore`."""
+    def restore(self, parts: Collection[MemoryPart], weights: Weights | None, kept: Sequence[Ints] = ()) -> None:
+        """See `Executor.restore`. Units that stay are copied through host memory."""
         if self._in_flight:
             raise InvariantError("memory was restored with a step in flight")
         loaded = weights if isinstance(weights, LoadedWeights) else None
         before, after = self._forward, loaded.forward if loaded is not None else self._forward
         without = self._units_released and "kv_cache" not in parts
         if after is not None and not without and (after is not before or self._units_released):
-            self._allocate(before, after)
+            self._allocate(before, after, kept)
         if loaded is not None:
             if before is not None:
                 before.close()
@@ -150,18 +150,23 @@ class ModelExecutor:
         self._forward, self._units_released = after, without
         trim()
 
-    def _allocate(self, before: Forward | None, after: Forward) -> None:
-        """Allocates units for `after` in place of those of `before`. If it raises `ConfigError`, nothing has
-        changed."""
+    def _allocate(self, before: Forward | None, after: Forward, kept: Sequence[Ints]) -> None:
+        """Allocates units for `after` in place of those of `before`, of which those `kept` of each group keep their
+        contents. If it raises `ConfigError`, nothing has changed."""
         replaced = before is not None and before is not after and not self._units_released
+        contents: list[tuple[int, Ints, Bytes]] = []
         if before is not None and replaced:
+            held = ((group, units) for group, units in enumerate(kept) if len(units))
+            contents = [(group, units, before.read_units(group, units)) for group, units in held]
             before.release_units()
         try:
             after.prepare(*self._prepared)
         except ConfigError:
             if before is not None and replaced:
                 before.prepare(*self._prepared)
+                _write(before, contents)
             raise
+        _write(after, contents)
 
     # -- adapters
 
@@ -372,3 +377,8 @@ def _of_named(logits: Logits, tokens: Longs, chosen: Singles, named: Sequence[tu
         values = np.nan_to_num(chosen[outputs] + apart, nan=LEAST_LOGPROB)
         found[outputs, ragged_arange(counts)] = values.clip(LEAST_LOGPROB, 0)
     return found
+
+
+def _write(forward: Forward, contents: Iterable[tuple[int, Ints, Bytes]]) -> None:
+    for group, units, data in contents:
+        forward.write_units(group, units, list(data))

@@ -1,10 +1,11 @@
 """The witness: an executor without a model, which proves that every turn sees exactly its own history.
 
 It stores in every token slot the token and a running hash of all tokens up to it, and in every state slot the hash and
-the position. Before it computes a row, it reads the row's whole memory through the page tables and checks that each
-hash follows from the previous one and that all groups agree. If the row's history is known, it also checks the tokens:
-a page that is consistent in itself may belong to another turn. Kept inputs have a hash as well, and have to lead from
-the state that absorbs them to the row's first token.
+the position; and in every token slot the weights that computed it, which are part of its hash. Before it computes a
+row, it reads the row's whole memory through the page tables and checks that each hash follows from the previous one and
+that all groups agree. If the row's history is known, it also checks the tokens: a page that is consistent in itself may
+belong to another turn. Kept inputs have a hash as well, and have to lead from the state that absorbs them to the row's
+first token.
 
 The next token is a function of the hash and, for turns that are not greedy, of the seed, so that a repetition with
 another seed differs. A wrong page, stale slot or double use is detected at the step where it happens, or changes the
@@ -42,6 +43,7 @@ from tenuto.exec.witness_hashes import (
     advance_all,
     compare,
     follows,
+    mark_of,
     start_of,
     sums_of,
 )
@@ -49,6 +51,8 @@ from tenuto.exec.witness_inputs import KeptInputs
 from tenuto.exec.witness_sampler import WitnessSampler
 from tenuto.kernels.ragged import ragged_arange
 
+TOKEN_BITS = 40
+"""The number of low bits that a token or position takes beside the weights in a copied slot."""
 NEVER = np.int64(-1)
 """Token or position of a slot that was never written."""
 LOST = np.int64(-1)
@@ -57,8 +61,8 @@ MAX_IN_FLIGHT = 2
 """Maximum number of steps submitted and not yet collected."""
 
 
-Stored = tuple[int, Longs, Hashes, Longs]
-"""A group, some of its slots, and their contents: hashes, and tokens or positions."""
+Stored = tuple[int, Longs, Hashes, Longs, Longs]
+"""A group, some of its slots, and their contents: hashes, tokens or positions, and weights."""
 
 
 @dataclass(slots=True)
@@ -122,7 +126,7 @@ class WitnessExecutor:
         self._wait = wait
         self._eager = eager
         self._copy_fails = copy_fails
-        self._start = np.uint64(START)  # the hash of the empty history, which stands for the weights
+        self._weights = np.zeros(1, np.int64)  # the mark of the weights in use
         self._adapters: dict[int, np.uint64] = {}  # by slot: what the hash of the empty history is changed by
         self._units: tuple[int, ...] = ()
         self._flight: deque[_Step] = deque()  # the oldest first
@@ -146,6 +150,7 @@ class WitnessExecutor:
             (np.zeros(n * (size if g.paged else 1), np.uint64), np.full(n * (size if g.paged else 1), NEVER))
             for g, n in zip(self.spec.groups, units, strict=True)
         ]
+        self._computed_with = [np.zeros(len(tokens), np.int64) for _, tokens in self._slots]  # marks
 
     def release(self, parts: Collection[MemoryPart]) -> None:
         """See `Executor.release`. Releasing weights does nothing."""
@@ -155,18 +160,23 @@ class WitnessExecutor:
             self._allocate((0,) * len(self._units))
 
     def load(self, path: str | None) -> WitnessWeights:
-        """See `Executor.load`. Every `path` stands for different weights: it determines the hash of the empty
-        history."""
-        if path is None:
-            return WitnessWeights(self._start)
-        return WitnessWeights(start_of(path))
+        """See `Executor.load`. Every `path` stands for different weights."""
+        return WitnessWeights(mark_of(path) if path is not None else int(self._weights[0]))
 
-    def restore(self, parts: Collection[MemoryPart], weights: Weights | None) -> None:
-        """See `Executor.restore`."""
+    def restore(
+        self,
+        parts: Collection[MemoryPart],
+        weights: Weights | None,
+        kept: Sequence[Ints] = (),
+    ) -> None:
+        """See `Executor.restore`. With other weights, all units but those kept become unwritten."""
         if self._flight:
             raise InvariantError("memory was restored with a step in flight")
         if isinstance(weights, WitnessWeights):
-            self._start = weights.start
+            self._weights = np.array([weights.mark], np.int64)
+            for group, (_, tokens) in enumerate(self._slots):
+                units = tokens.reshape(-1, self._slots_of(group))
+                units[np.setdiff1d(np.arange(len(units)), kept[group] if kept else ())] = NEVER
         if "kv_cache" in parts:
             self._allocate(self._units)
 
@@ -189,7 +199,7 @@ class WitnessExecutor:
         slots = [0] * len(plan.rows) if plan.adapters is None else plan.adapters.tolist()
         if missing := set(slots) - {0, *self._adapters}:
             raise InvariantError(f"step {plan.step} has rows with the adapters {sorted(missing)}, which are not loaded")
-        return np.array([self._start ^ self._adapters.get(slot, np.uint64(0)) for slot in slots], np.uint64)
+        return np.array([np.uint64(START) ^ self._adapters.get(slot, np.uint64(0)) for slot in slots], np.uint64)
 
     def submit(self, plan: Plan) -> None:
         if len(self._flight) >= MAX_IN_FLIGHT:
@@ -227,15 +237,17 @@ class WitnessExecutor:
         return result
 
     def unit_bytes(self, group: int) -> int:
-        """See `Copier.unit_bytes`. Every slot has a hash and a token or position."""
+        """See `Copier.unit_bytes`. Every slot has a hash, and a token or position with the weights in its high bits."""
         return 16 * self._slots_of(group)
 
     def read_units(self, group: int, units: Ints) -> Bytes:
         """See `Copier.read_units`."""
         if self._copy_fails():
             raise CopyFailed("the witness was told to fail this copy")
-        parts = [stored.reshape(-1, self._slots_of(group))[units] for stored in self._slots[group]]
-        return np.concatenate([part.view(np.uint8) for part in parts], axis=1)
+        stored = *self._slots[group], self._computed_with[group]
+        hashes, tokens, weights = (each.reshape(-1, self._slots_of(group))[units] for each in stored)
+        together = np.where(tokens == NEVER, NEVER, tokens | weights << TOKEN_BITS)
+        return np.concatenate([part.view(np.uint8) for part in (hashes, together)], axis=1)
 
     def write_units(self, group: int, units: Ints, data: Sequence[Bytes]) -> None:
         """See `Copier.write_units`."""
@@ -243,8 +255,12 @@ class WitnessExecutor:
             raise CopyFailed("the witness was told to fail this copy")
         rows = np.stack(list(data))
         half = rows.shape[1] // 2
-        for stored, part in zip(self._slots[group], (rows[:, :half], rows[:, half:]), strict=True):
-            stored.reshape(-1, self._slots_of(group))[units] = np.ascontiguousarray(part).view(stored.dtype)
+        hashes, together = (np.ascontiguousarray(part).view(np.int64) for part in (rows[:, :half], rows[:, half:]))
+        never = together == NEVER
+        tokens, weights = together & ((1 << TOKEN_BITS) - 1), together >> TOKEN_BITS
+        parts = hashes.view(np.uint64), np.where(never, NEVER, tokens), np.where(never, 0, weights)
+        for stored, part in zip((*self._slots[group], self._computed_with[group]), parts, strict=True):
+            stored.reshape(-1, self._slots_of(group))[units] = part
 
     def _slots_of(self, group: int) -> int:
         return self.spec.page_size if self.spec.groups[group].paged else 1
@@ -307,17 +323,18 @@ class WitnessExecutor:
         """Records the contents of slots that the step being computed is about to write."""
         if self._written is not None:
             hashes, tokens = self._slots[group]
-            self._before.append((group, slots, hashes[slots], tokens[slots]))
+            self._before.append((group, slots, hashes[slots], tokens[slots], self._computed_with[group][slots]))
 
     def _take_back(self, step: _Step) -> None:
         """Undoes the writes of a failed step beyond the fraction `written()`."""
-        left = sum(len(slots) for _, slots, _, _ in step.before)
+        left = sum(len(slots) for _, slots, *_ in step.before)
         left -= int(left * self._written()) if self._written is not None else left
-        for group, slots, hashes, tokens in reversed(step.before):
+        for group, slots, hashes, tokens, weights in reversed(step.before):
             kept = max(0, len(slots) - left)
             left -= len(slots) - kept
             self._slots[group][0][slots[kept:]] = hashes[kept:]
             self._slots[group][1][slots[kept:]] = tokens[kept:]
+            self._computed_with[group][slots[kept:]] = weights[kept:]
 
     def _compute(self, plan: Plan, begins: Hashes) -> StepResult:
         self._update_tables(plan)
@@ -333,7 +350,7 @@ class WitnessExecutor:
         offsets = np.cumsum(counts) - counts
         for step in range(int(counts.max())):  # each row's step-th token
             live = counts > step
-            states[live] = advance_all(states[live], tokens[offsets[live] + step])
+            states[live] = advance_all(states[live], tokens[offsets[live] + step], self._weights)
             hashes[offsets[live] + step] = states[live]
         self._write(plan, rows, starts, counts, tokens, hashes, before)
         scored = self._sampler.score(plan.scores, hashes) if plan.scores is not None else None
@@ -354,12 +371,12 @@ class WitnessExecutor:
     def _copy_pages(self, plan: Plan) -> None:
         size = self.spec.page_size
         for i, copy in enumerate(plan.copies):
-            hashes, tokens = self._slots[self._paged[i]]
+            copied = *self._slots[self._paged[i]], self._computed_with[self._paged[i]]
             for source, target, slots in zip(
                 copy.sources.tolist(), copy.targets.tolist(), copy.slots.tolist(), strict=True
             ):
                 self._note(self._paged[i], np.arange(target * size, target * size + slots))
-                for slot in (hashes, tokens):
+                for slot in copied:
                     slot[target * size : target * size + slots] = slot[source * size : source * size + slots]
 
     def _read(self, plan: Plan, rows: Longs, starts: Longs, begins: Hashes) -> Hashes:
@@ -367,7 +384,8 @@ class WitnessExecutor:
         groups."""
         found = [self._read_pages(i, self.spec.groups[g], rows, starts, begins) for i, g in enumerate(self._paged)]
         for moves, group, kept in zip(plan.states, self._states, self._kept, strict=True):
-            found.append(kept.read(self._slots[group], moves, rows, starts, begins, trusting=self._trusting))
+            stored = self._slots[group]
+            found.append(kept.read(stored, moves, rows, starts, begins, self._weights, trusting=self._trusting))
         for other in found[1:]:
             if not self._trusting and (other != found[0]).any():
                 raise InvariantError(
@@ -395,7 +413,8 @@ class WitnessExecutor:
         pages = self._tables[index][rows[owner], numbers]
         if (pages == LOST).any():
             raise InvariantError(f"{kind}: a row's page table was lost in a failed step and not sent again")
-        hashes, tokens = (stored.reshape(-1, size)[pages] for stored in self._slots[self._paged[index]])
+        stored = *self._slots[self._paged[index]], self._computed_with[self._paged[index]]
+        hashes, tokens, weights = (each.reshape(-1, size)[pages] for each in stored)
         if not self._trusting:
             columns = np.arange(size)
             skipped = np.zeros(hashes.shape, bool)  # slots that the row does not read
@@ -406,7 +425,7 @@ class WitnessExecutor:
             if known is not None:
                 compare(kind, size, rows, first, starts, known, pages, tokens, ends - counts)
             skipped[ends - counts, first % size] |= first > 0  # a window begins here; the hash before it is not read
-            wrong = ~skipped & ~follows(hashes, tokens, numbers == 0, begins[owner[numbers == 0]])
+            wrong = ~skipped & ~follows(hashes, tokens, weights, numbers == 0, begins[owner[numbers == 0]])
             if wrong.any():
                 page, column = np.argwhere(wrong)[0]
                 row = owner[page]
@@ -435,6 +454,7 @@ class WitnessExecutor:
             self._note(group, slots)
             stored_hashes, stored_tokens = self._slots[group]
             stored_hashes[slots], stored_tokens[slots] = hashes, tokens
+            self._computed_with[group][slots] = self._weights
         after = hashes[counts.cumsum() - 1]
         for moves, group, kept in zip(plan.states, self._states, self._kept, strict=True):
             if len(np.unique(moves.writes)) != len(moves.writes):

@@ -21,17 +21,17 @@ START = 0x243F6A8885A308D3
 """The hash of the empty history."""
 
 
-def advance(state: int, token: int) -> int:
-    """Returns the hash of a history with hash `state` extended by `token`."""
-    mixed = ((state ^ (token + 1)) * MULTIPLIER) & MASK
+def advance(state: int, token: int, weights: int = 0) -> int:
+    """Returns the hash of a history with hash `state` extended by `token`, computed with the weights of this mark."""
+    mixed = ((state ^ (weights * MULTIPLIER & MASK) ^ (token + 1)) * MULTIPLIER) & MASK
     return mixed ^ (mixed >> 29)
 
 
-def history_hash(tokens: Sequence[int]) -> int:
-    """Returns the hash of a whole history, computed token by token."""
+def history_hash(tokens: Sequence[int], weights: int = 0) -> int:
+    """Returns the hash of a whole history, computed token by token with the weights of this mark."""
     state = START
     for token in tokens:
-        state = advance(state, token)
+        state = advance(state, token, weights)
     return state
 
 
@@ -67,9 +67,10 @@ def next_allowed(state: int, vocab_size: int, masked: Collection[int], allowed: 
     return int(tokens[next_token(state, len(tokens))])
 
 
-def advance_all(states: Hashes, tokens: Longs) -> Hashes:
-    """Applies `advance` to many histories."""
-    mixed = (states ^ (tokens + 1).astype(np.uint64)) * np.uint64(MULTIPLIER)
+def advance_all(states: Hashes, tokens: Longs, weights: Longs) -> Hashes:
+    """Applies `advance` to many histories. `weights`: their marks, or one mark for all, int64 [1]."""
+    marks = weights.astype(np.uint64) * np.uint64(MULTIPLIER)
+    mixed = (states ^ marks ^ (tokens + 1).astype(np.uint64)) * np.uint64(MULTIPLIER)
     return np.asarray(mixed ^ (mixed >> np.uint64(29)), np.uint64)
 
 
@@ -83,14 +84,16 @@ def vectors_of(states: Hashes) -> npt.NDArray[np.float32]:
     return np.ascontiguousarray(states).view(np.int8).reshape(-1, 8)[:, 2 : 2 + WIDTH].astype(np.float32)
 
 
-def follows(hashes: Hashes, tokens: Longs, beginnings: npt.NDArray[np.bool_], starts: Hashes) -> npt.NDArray[np.bool_]:
-    """Returns for each slot of consecutive pages, bool [pages, page_size], whether its hash follows from its token and
-    the hash before. The pages marked in `beginnings` begin a history, so the hashes before them are those in `starts`,
-    one for each of these pages."""
+def follows(
+    hashes: Hashes, tokens: Longs, weights: Longs, beginnings: npt.NDArray[np.bool_], starts: Hashes
+) -> npt.NDArray[np.bool_]:
+    """Returns for each slot of consecutive pages, bool [pages, page_size], whether its hash follows from its token, the
+    weights with which it was computed, and the hash before. The pages marked in `beginnings` begin a history, so the
+    hashes before them are those in `starts`, one for each of these pages."""
     before = np.empty_like(hashes)
     before.reshape(-1)[1:] = hashes.reshape(-1)[:-1]
     before[beginnings, 0] = starts
-    return np.asarray(advance_all(before, tokens) == hashes, np.bool_)
+    return np.asarray(advance_all(before, tokens, weights) == hashes, np.bool_)
 
 
 def compare(
@@ -127,8 +130,17 @@ def sums_of(asked: InputVectors, hashes: Hashes) -> Singles:
 
 
 def start_of(path: str) -> np.uint64:
-    """Returns a hash that stands for the weights or the adapter at `path`."""
+    """Returns a hash that stands for the adapter at `path`."""
     return np.uint64(int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest(), "little"))
+
+
+MARKS = 2**22
+"""The number of marks that weights may have."""
+
+
+def mark_of(path: str) -> int:
+    """Returns a mark that stands for the weights at `path`, less than `MARKS`."""
+    return int(start_of(f"weights {path}")) % MARKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +157,10 @@ class WitnessAdapter:
 
 @dataclass(frozen=True, slots=True)
 class WitnessWeights:
-    """The witness's weights: `start`, the hash of the empty history."""
+    """The witness's weights: `mark` is part of the hash after every token that is computed with them; 0 for those it
+    begins with."""
 
-    start: np.uint64
+    mark: int
 
     def close(self) -> None:
         """Does nothing; there is nothing to release."""

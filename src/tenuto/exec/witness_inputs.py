@@ -41,6 +41,7 @@ class KeptInputs:
         rows: Longs,
         starts: Longs,
         begins: Hashes,
+        weights: Longs,
         *,
         trusting: bool,
     ) -> Hashes:
@@ -59,10 +60,13 @@ class KeptInputs:
                 f"state slot {moves.reads[row]} is at {at[row]}{absorbed}, but its row computes from {starts[row]}"
             )
         found = np.where(zero, begins, hashes[np.maximum(moves.reads, 0)])
-        return self.absorb(moves, rows, at, found, trusting=trusting)
+        return self.absorb(moves, rows, at, found, weights, trusting=trusting)
 
-    def absorb(self, moves: StateMoves, rows: Longs, at: Longs, found: Hashes, *, trusting: bool) -> Hashes:
-        """Returns the hashes to which states lead once they have absorbed what `moves` says. The states stand at
+    def absorb(
+        self, moves: StateMoves, rows: Longs, at: Longs, found: Hashes, weights: Longs, *, trusting: bool
+    ) -> Hashes:
+        """Returns the hashes to which states lead once they have absorbed what `moves` says, which was computed with
+        `weights`. The states stand at
         positions `at`, int64 [rows], and have the hashes `found`. Raises `InvariantError`, unless `trusting`, if these
         inputs were not kept there for this history."""
         absorbs, found = moves.absorbs.astype(np.int64), found.copy()
@@ -76,7 +80,7 @@ class KeptInputs:
             )
         for i in range(int(absorbs.max(initial=0))):
             live = np.flatnonzero(absorbs > i)
-            found[live] = advance_all(found[live], self._tokens[rows[live], i])
+            found[live] = advance_all(found[live], self._tokens[rows[live], i], weights)
             strange = found[live] != self._hashes[rows[live], i]
             if strange.any() and not trusting:
                 index = live[strange][0]

@@ -140,7 +140,7 @@ def recount(
     audit = _Audit(memory, beside, in_flight)
     for holder in holders:
         leases = _leases_of(holder)
-        _check_floors(holder)
+        _check(holder)
         audit.holders += bool(leases)
         for lease in leases:
             audit.count(lease)
@@ -202,7 +202,7 @@ class AuditCycle(_Audit):
         leases = _leases_of(holder)
         unchanged = [lease for lease in leases if lease.counted_in != lease.pool.cycle]
         if unchanged or isinstance(holder, CommittedMemory):  # a shared checkpoint is checked once
-            _check_floors(holder)
+            _check(holder)
         self.holders += bool(unchanged) and holder not in self._changed
         units = 0
         for lease in unchanged:
@@ -223,11 +223,14 @@ def _expand(sessions: Iterable[SessionMemory], others: Iterable[Holder]) -> Iter
     yield from others
 
 
-def _check_floors(holder: Holder) -> None:
-    """Raises `InvariantError` if another sequence may write slots that the holder reads. Checks the present memory,
-    even if the holder's leases have changed since the audit began."""
+def _check(holder: Holder) -> None:
+    """Raises `InvariantError` if another sequence may write slots that the holder reads, or it is unknown with which
+    weights they were computed. Checks the present memory, even if the holder's leases have changed since the audit
+    began."""
     if isinstance(holder, CommittedMemory | Checkpoint):
         holder.check_floors()
+    if isinstance(holder, CommittedMemory):
+        holder.check_lineage()
 
 
 def _leases_of(holder: Holder) -> list[Lease]:

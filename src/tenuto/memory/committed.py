@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Self
 
 from tenuto.base.errors import InvariantError
 from tenuto.memory.checkpoints.checkpoint import Checkpoint
 from tenuto.memory.checkpoints.sequence import Checkpoints
+from tenuto.memory.lineage import Lineage, cut, is_pure
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Holder, HolderKind, Lease
 
@@ -17,8 +19,9 @@ class CommittedMemory:
     """A session's history in memory: the state of its first `computed` tokens, and older checkpoints. The open turn
     uses the same tables.
 
-    Invariant: if the model has groups other than full attention and `computed` > 0, the last checkpoint stands at
-    `computed` and is needed, while all others only save work; without such groups there are no checkpoints.
+    Invariants: if the model has groups other than full attention and `computed` > 0, the last checkpoint stands at
+    `computed` and is needed, while all others only save work; without such groups there are no checkpoints. `lineage`
+    says with which weights each of the `computed` tokens was computed.
     """
 
     def __init__(self, memory: Memory, name: str) -> None:
@@ -26,6 +29,7 @@ class CommittedMemory:
         self.holder_kind: HolderKind = "session"  # or "prefix", once the session is closed
         self.holder_name = name
         self.computed = 0
+        self.lineage: Lineage = ()
         self.arriving = False  # whether its units are still being copied in, so that a turn waits; written by `Parking`
         self.lost = ""  # why less than the history is in memory; written by the code that takes memory away
         self.tables = [group.table(self) for group in memory.groups]
@@ -34,6 +38,11 @@ class CommittedMemory:
     def leases(self) -> Iterator[Lease]:
         for table in self.tables:
             yield from table.leases()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether all of its state was computed with the weights in use, so that it means the same for any sequence."""
+        return is_pure(self.lineage, self.memory.weights)
 
     def resumable(self, target: int) -> int:
         """Returns the highest resumable position at or below `target`. Changes nothing."""
@@ -87,6 +96,7 @@ class CommittedMemory:
         kept = self.share_checkpoint(position, child)
         for mine, its in zip(self.tables, child.tables, strict=True):
             mine.fork(its, position)
+        child.lineage = self.lineage
         child.stand_at(position, kept)
         child.lost = self.lost
 
@@ -108,6 +118,12 @@ class CommittedMemory:
         for group, table in enumerate(self.tables):
             table.check_floors(self.computed, needed.parts[group] if needed is not None else None)
 
+    def check_lineage(self) -> None:
+        """Raises `InvariantError` unless it is known with which weights each token was computed; for the audit."""
+        starts = [stamp.start for stamp in self.lineage]
+        if starts[:1] != [0][: self.computed] or any(a >= b for a, b in pairwise([*starts, self.computed])):
+            raise InvariantError(f"{self.holder_name}: {self.computed} tokens were computed, with {self.lineage}")
+
     # -- leaving the device and coming back
 
     def kept(self) -> list[array[int]]:
@@ -121,9 +137,9 @@ class CommittedMemory:
         """The number of units in `kept()`; 0 if no token is in memory."""
         return sum(map(len, self.kept())) if self.computed else 0
 
-    def receive(self, position: int, units: Sequence[Lease]) -> None:
-        """Fills the empty memory up to `position` with `units`, one lease per group, which contain the state there. The
-        sequence reads these units but has not written them."""
+    def receive(self, position: int, units: Sequence[Lease], lineage: Lineage) -> None:
+        """Fills the empty memory up to `position` with `units`, one lease per group, which contain the state there, of
+        this lineage. The sequence reads these units but has not written them."""
         for lease in units:
             lease.pool.add_reader(lease.units, lease.pool.reads(position))
         made = Checkpoint(position, self.holder_name) if self.memory.needs_checkpoints else None
@@ -132,11 +148,12 @@ class CommittedMemory:
         if made is not None:
             made.parts = parts
             self.memory.cache.pin(made)
+        self.lineage = lineage
         self.stand_at(position, made)
 
     def stand_at(self, position: int, checkpoint: Checkpoint | None) -> None:
         """Ends the memory at `position`. `checkpoint`, pinned, stands there and is moved here."""
         if checkpoint is not None:
             self.checkpoints.push(checkpoint)
-        self.computed = position
+        self.computed, self.lineage = position, cut(self.lineage, position)
         self.lost = "no checkpoint"  # overwritten by the code that takes more away

@@ -15,6 +15,7 @@ from tenuto.memory.kinds.full import FullGroup
 from tenuto.memory.kinds.group import Group, Growth, MemoryChanges, Table
 from tenuto.memory.kinds.sliding import SlidingGroup
 from tenuto.memory.kinds.state import StateGroup
+from tenuto.memory.lineage import Lineage, Stamp, WeightsVersion
 from tenuto.memory.pool import Holder, Lease, Pool
 from tenuto.memory.rows import Longs, Rows
 from tenuto.memory.shape import Shape
@@ -147,8 +148,14 @@ class Memory:
         self.states = tuple(i for i, g in enumerate(spec.groups) if not g.paged)
         self.needs_checkpoints = any(group.needs_checkpoints for group in self.groups)
         self.stands_at_step_ends = any(group.stands_at_step_ends for group in self.groups)
+        self.weights = WeightsVersion()  # in use; written by `Occupation`
         self.cache = CheckpointCache(self.pools, [int(shape.checkpoint_share * n) for n in units])
         self._refuse_too_small()
+
+    @property
+    def current(self) -> Lineage:
+        """The lineage of state that was computed with the weights in use alone."""
+        return (Stamp(0, self.weights),)
 
     def _refuse_too_small(self) -> None:
         """Raises `ConfigError` if the longest turn does not fit the empty pools."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Literal, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from tenuto.base.errors import InvariantError
 
@@ -77,6 +78,10 @@ class Pool:
     def limbo(self) -> int:
         """The number of units that become free when the steps in flight settle and the copies under way end."""
         return sum(map(len, self._limbo)) + len(self._stranded)
+
+    def leased_units(self) -> npt.NDArray[np.int32]:
+        """Returns the units with at least one lease, in ascending order."""
+        return np.flatnonzero(self._counts).astype(np.int32)
 
     def acquire(self, count: int, holder: Holder) -> Lease | None:
         """Returns a lease on `count` fresh units, or `None` if fewer are free now."""

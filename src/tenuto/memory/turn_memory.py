@@ -11,6 +11,7 @@ from tenuto.memory.checkpoints.checkpoint import Checkpoint
 from tenuto.memory.checkpoints.sequence import Checkpoints
 from tenuto.memory.committed import CommittedMemory
 from tenuto.memory.kinds.group import NOWHERE, Growth
+from tenuto.memory.lineage import cut, extended, is_pure
 from tenuto.memory.pool import Holder, HolderKind, Lease
 
 
@@ -42,6 +43,7 @@ class TurnMemory:
         self._end_of_input: Checkpoint | None = None  # the checkpoint whose slots admission counted
         self.source = session.share_checkpoint(self.start, self)  # pinned
         self.row = -1
+        self.lineage = cut(session.lineage, self.start)  # of all tokens up to where it goes on
         self._scheduled = self.start  # while detached: the position where it goes on
         self._settled = self.start  # while detached: the settled position, at most `_scheduled`
         self.unsettled: Unsettled | None = None  # set by `_leave`; also written by `settle` and `truncate`
@@ -84,8 +86,14 @@ class TurnMemory:
         """Moves the registers into `row`. Returns the page table entries to send to the executor."""
         rows = self.memory.rows
         self.row = row
+        self.lineage = extended(self.lineage, self._scheduled, self.memory.weights)
         rows.computed[row], rows.scheduled[row], rows.kept[row] = self._settled, self._scheduled, 0
         return [growth for table in self._tables if (growth := table.attach(row)) is not None]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether all of its state was computed with the weights in use."""
+        return is_pure(self.lineage, self.memory.weights)
 
     def detach(self) -> None:
         """Leaves the row and keeps all units."""
@@ -103,6 +111,7 @@ class TurnMemory:
             for table in self._tables:
                 table.leave()
         self._scheduled, self._settled = position, min(position, self._settled)
+        self.lineage = cut(self.lineage, position)
         if self.unsettled is not None:
             self.unsettled = replace(self.unsettled, position=min(position, self.unsettled.position))
             if self.unsettled.position <= self._settled:
@@ -208,6 +217,7 @@ class TurnMemory:
             self.memory.cache.pin(kept)
         for mine, its in zip(self._tables, child.tables, strict=True):
             mine.fork_turn(its, position)
+        child.lineage = self.lineage
         child.stand_at(position, kept)
         child.lost = self.session.lost
 
@@ -283,6 +293,7 @@ class TurnMemory:
         self._release_source()
         session.checkpoints.cut(self.start + 1)
         session.checkpoints.absorb(self.checkpoints)
+        session.lineage = self.lineage
         session.stand_at(position, current)
         self._end()
 

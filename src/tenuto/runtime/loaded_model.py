@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tenuto.base.config import EngineConfig, cache_dir
 from tenuto.base.errors import ConfigError, IllegalTransition, InvalidRequest, ModelError, Overloaded, Unsupported
 from tenuto.base.plan import Weights
-from tenuto.base.views import AdapterView
-from tenuto.base.wire.messages import GetWeight, LoadAdapter, ReleaseMemory, ResumeMemory, UpdateWeights
+from tenuto.base.views import AdapterView, WeightsView
+from tenuto.base.wire.messages import (
+    GetWeight,
+    LoadAdapter,
+    NewWeights,
+    ReleaseMemory,
+    ResumeMemory,
+    UpdateWeights,
+)
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread.dispatcher import Dispatcher
 from tenuto.engine.thread.loop import EngineLoop
@@ -20,6 +27,8 @@ from tenuto.runtime.models import Model
 if TYPE_CHECKING:
     from tenuto.models.store import ModelFiles
     from tenuto.models.updates import UpdatedModels
+
+T = TypeVar("T")
 
 
 class LoadedModel:
@@ -39,16 +48,17 @@ class LoadedModel:
         """See `Model.fingerprint`. Replacing the weights does not change it."""
         return self.model.fingerprint
 
-    def execute(self, request: ReleaseMemory | ResumeMemory | UpdateWeights) -> None:
-        """Releases memory, allocates it again, or replaces the weights. Raises `Overloaded` if memory is short, and
-        `InvalidRequest` if the weights cannot be used."""
+    def execute(self, request: ReleaseMemory | ResumeMemory | UpdateWeights) -> WeightsView | None:
+        """Releases memory, allocates it again, or replaces the weights and describes them. Raises `Overloaded` if
+        memory is short, and `InvalidRequest` if the weights cannot be used."""
         match request:
             case ReleaseMemory():
                 self._loop.call(lambda _: self._dispatcher.execute(request)).result()
             case ResumeMemory():
                 self._resume(request)
             case UpdateWeights():
-                self._update(request)
+                return self._update(request.path, request.use)
+        return None
 
     def load_adapter(self, request: LoadAdapter) -> AdapterView:
         """Reads an adapter and loads it. Raises `InvalidRequest` if it cannot be used, and the errors of
@@ -76,7 +86,7 @@ class LoadedModel:
         if not same:
             self.model = model
 
-    def replace(self, tensors: Mapping[str, NamedTensor], *, abort: bool) -> None:
+    def replace(self, tensors: Mapping[str, NamedTensor], use: NewWeights) -> WeightsView:
         """Makes the engine use `tensors` in place of those of the weights in use. Raises like `execute`, and
         `Unsupported` for quantized weights; then nothing has changed."""
         from tenuto.models.updates import UpdatedModels  # noqa: PLC0415 - the witness does not need it
@@ -86,7 +96,7 @@ class LoadedModel:
             self._updated = UpdatedModels()
         try:
             directory = self._updated.write(files, tensors)
-            self._update(UpdateWeights(path=str(directory), abort=abort), param=None)
+            replaced = self._update(str(directory), use, param=None)
         except (ModelError, OSError) as error:
             self._updated.discard()
             raise InvalidRequest(f"the tensors cannot be used: {error}") from error
@@ -94,6 +104,7 @@ class LoadedModel:
             self._updated.discard()
             raise
         self._updated.keep(directory)
+        return replaced
 
     def weight(self, request: GetWeight) -> list[Any]:
         """Returns the first numbers or rows of a tensor of the weights in use. Raises `InvalidRequest`."""
@@ -124,24 +135,30 @@ class LoadedModel:
             )
         return resolve(self._path, cache_dir())
 
-    def _update(self, request: UpdateWeights, param: str | None = "model_path") -> None:
+    def _update(self, path: str, use: NewWeights, param: str | None = "model_path") -> WeightsView:
         try:
-            model = self.model.with_weights(request.path)
-            weights = model.executor.load(request.path)
+            model = self.model.with_weights(path)
+            weights = model.executor.load(path)
             identity = model.tier_identity(self._config)
         except (ModelError, ConfigError, OSError) as error:
             raise InvalidRequest(
-                f"the weights at {request.path!r} cannot be used: {error}; allowed: a whole model of the same shape",
+                f"the weights at {path!r} cannot be used: {error}; allowed: a whole model of the same shape",
                 param=param,
             ) from error
-        self._use(weights, lambda engine: engine.occupation.update(weights, identity, abort=request.abort))
-        self.model, self._path = model, request.path if model.path else ""
+        version = self._use(
+            weights,
+            lambda engine: engine.occupation.update(
+                weights, identity, version=use.version, abort=use.abort, keep_state=use.keep_state
+            ),
+        )
+        self.model, self._path = model, path if model.path else ""
+        return WeightsView(weight_version=version)
 
-    def _use(self, weights: Weights | None, work: Callable[[Engine], None]) -> None:
-        """Runs `work`, which makes the engine use `weights`, in the engine's thread; closes the weights if that fails.
-        Raises `Overloaded` if memory is short."""
+    def _use(self, weights: Weights | None, work: Callable[[Engine], T]) -> T:
+        """Runs `work`, which makes the engine use `weights`, in the engine's thread, and returns its result; closes the
+        weights if that fails. Raises `Overloaded` if memory is short."""
         try:
-            self._loop.call(work).result()
+            return self._loop.call(work).result()
         except BaseException as error:
             if weights is not None:
                 weights.close()

@@ -224,7 +224,7 @@ class Service:
         asked = self._loop.call(lambda _: self._dispatcher.execute(request))
         asked.add_done_callback(partial(self._reply, request))
 
-    def _move_memory(self, request: Request[None], work: Callable[[], None]) -> None:
+    def _move_memory(self, request: Request[T], work: Callable[[], T]) -> None:
         """Answers with the result of `work`, which releases, allocates or replaces the model's memory. Runs in the lane
         for files, so that no session is exported meanwhile."""
         self._answer_with(request, work)

@@ -47,7 +47,7 @@ class Trainers:
         loaded: LoadedModel,
         lanes: Lanes,
         answer: AnswerWith,
-        move_memory: Callable[[Request[None], Callable[[], None]], None],
+        move_memory: Callable[[Request[Any], Callable[[], Any]], None],
     ) -> None:
         """`move_memory`: like `answer`, for work that replaces weights."""
         self._loaded = loaded
@@ -102,12 +102,9 @@ class Trainers:
     def _replace(
         self, request: UpdateTensors | ReceiveTensors, tensors: Callable[[], Mapping[str, NamedTensor]]
     ) -> None:
-        def work() -> None:
-            self._loaded.replace(tensors(), abort=request.abort)
+        self._move(request, lambda: self._loaded.replace(tensors(), request.use))
 
-        self._move(request, work)
-
-    def _move(self, request: Request[None], work: Callable[[], None]) -> None:
+    def _move(self, request: Request[T], work: Callable[[], T]) -> None:
         self._lanes.files.put(0, partial(self._move_memory, request, work))
 
 

@@ -31,6 +31,7 @@ from tenuto.serve.llama_cpp import server as llama_cpp_server
 from tenuto.serve.metrics import Metrics
 from tenuto.serve.native import session_socket as native_socket
 from tenuto.serve.native import sessions as native_sessions
+from tenuto.serve.native import tokens as native_tokens
 from tenuto.serve.native import turns as native_turns
 from tenuto.serve.ollama import embeddings as ollama_embeddings
 from tenuto.serve.ollama import errors as ollama_errors
@@ -86,6 +87,7 @@ def build_app(edge: Edge, metrics: Metrics) -> FastAPI:
     edge.turns.on_end.append(metrics.turn_ended)
     for part in (
         native_sessions,
+        native_tokens,
         native_turns,
         native_socket,
         sglang,

@@ -37,6 +37,7 @@ from tenuto.session.journal_mending import (
     written_anew,
 )
 from tenuto.session.journal_rows import (
+    ADDED,
     APPLICATION,
     CHECKED,
     FORMAT,
@@ -44,6 +45,7 @@ from tenuto.session.journal_rows import (
     UNSOUND,
     Header,
     SessionRows,
+    added,
     checksum_of,
     insert,
 )
@@ -66,6 +68,7 @@ CREATE TABLE results (
 _PIECES = (
     "SELECT session, position, piece, length, history.checksum, pieces.checksum FROM history JOIN pieces ON id = piece"
 )
+_RECORDS = f"records ({RECORD}, checksum)"
 _LOG_BYTES = 2**22
 """The size to which SQLite cuts its log when it restarts it."""
 VACUUMED = 256
@@ -278,6 +281,9 @@ class Journal:
         opened = sum((change.kind == "open") - (change.kind in ("close", "erase")) for change in lasting)
         total = self._changes + len(lasting), self._sessions + opened
         with self._transaction():
+            if not added(self._db):
+                for table, column in ADDED.items():
+                    self._db.execute(f"ALTER TABLE {table} ADD COLUMN {column} BLOB")
             if self._count("user_version") < FORMAT:
                 self._db.execute(f"PRAGMA user_version = {FORMAT}")
             for change in lasting:
@@ -352,10 +358,11 @@ class Journal:
     def _seal(self, session: int, version: int, change: Change, length: int, turns: int, results: int) -> None:
         """Writes a session's row with its counts and its checksum. All values come from memory, since the row in the
         file may have been damaged."""
-        row = (*self._about(change.session), version, float(change.used), length, turns, results)
+        born = msgspec.msgpack.encode((change.session.birth, change.session.origin))
+        row = (*self._about(change.session), version, float(change.used), length, turns, results, born)
         self._db.execute(
             "UPDATE sessions SET tenant = ?, name = ?, policy = ?, system = ?, version = ?, used = ?, length = ?, "
-            "turns = ?, results = ?, checksum = ? WHERE id = ?",
+            "turns = ?, results = ?, born = ?, checksum = ? WHERE id = ?",
             (*row, checksum_of(self._fingerprint, session, *row), session),
         )
 
@@ -434,7 +441,7 @@ class Journal:
         query = f"SELECT {RECORD}, checksum FROM records WHERE session = ? AND number <= ?"
         for *old, own in self._db.execute(query, (shared, change.turns - len(change.records))).fetchall():
             row = (number, *old[1:])
-            insert(self._db, "records", (*row, checksum_of(*row) if own == checksum_of(*old) else UNSOUND))
+            insert(self._db, _RECORDS, (*row, checksum_of(*row) if own == checksum_of(*old) else UNSOUND))
 
     def _append(self, session: int, position: int, tokens: array[int]) -> None:
         if tokens:
@@ -450,5 +457,6 @@ class Journal:
         self._db.execute("DELETE FROM records WHERE session = ? AND number >= ?", (session, first))
         for number, record in enumerate(records, first):
             about = msgspec.json.encode(record.conversation) if record.conversation is not None else None
-            row = (session, number, record.start, record.input_end, record.end, about, int(record.cut))
-            insert(self._db, "records", (*row, checksum_of(*row)))
+            made = msgspec.msgpack.encode(record.made) if record.made is not None else None
+            row = (session, number, record.start, record.input_end, record.end, about, int(record.cut), made)
+            insert(self._db, _RECORDS, (*row, checksum_of(*row)))

@@ -18,9 +18,11 @@ from tenuto.session.journal_rows import (
     RECORD,
     RESULT,
     SCHEMA,
+    SESSION,
     DamagedSession,
     SessionRows,
     checksum_of,
+    columns_of,
     insert,
 )
 
@@ -98,8 +100,8 @@ def written_anew(path: Path, source: sqlite3.Connection, rows: SessionRows, fing
 
 def _copy(source: sqlite3.Connection, db: sqlite3.Connection, fingerprint: str, number: int, pieces: set[int]) -> None:
     """Copies one session, with those of its pieces that are not in `pieces` yet."""
-    query = "SELECT tenant, name, policy, system, version, used FROM sessions NOT INDEXED WHERE id = ?"
-    of_it = source.execute(query, (number,)).fetchone()
+    query = columns_of(source, "sessions", "tenant, name, policy, system, version, used, born")
+    *of_it, born = source.execute(f"SELECT {query} FROM sessions NOT INDEXED WHERE id = ?", (number,)).fetchone()
     history = source.execute(
         "SELECT position, piece, length, tokens FROM history JOIN pieces ON id = piece WHERE session = ? "
         "ORDER BY position",
@@ -116,12 +118,13 @@ def _copy(source: sqlite3.Connection, db: sqlite3.Connection, fingerprint: str, 
         length = position + count
     counts = []
     for table, columns in (("records", RECORD), ("results", RESULT)):
-        rows = source.execute(f"SELECT {columns} FROM {table} WHERE session = ?", (number,)).fetchall()
+        query = columns_of(source, table, columns)
+        rows = source.execute(f"SELECT {query} FROM {table} WHERE session = ?", (number,)).fetchall()
         for numbered in rows:
-            insert(db, table, (*numbered, checksum_of(*numbered)))
+            insert(db, f"{table} ({columns}, checksum)", (*numbered, checksum_of(*numbered)))
         counts.append(len(rows))
-    about = number, *of_it, length, *counts
-    insert(db, "sessions", (*about, checksum_of(fingerprint, *about)))
+    about = number, *of_it, length, *counts, born
+    insert(db, f"sessions ({SESSION}, checksum)", (*about, checksum_of(fingerprint, *about)))
 
 
 def take_place(path: Path, db: sqlite3.Connection, new: Path, lock_seconds: float) -> sqlite3.Connection:

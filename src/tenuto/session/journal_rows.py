@@ -16,13 +16,17 @@ import msgspec
 from tenuto.base.errors import InvalidRequest
 from tenuto.base.options import Policy
 from tenuto.base.wire.document import Conversation
-from tenuto.session.records import SavedSession, TurnRecord
+from tenuto.session.records import Made, Origin, SavedSession, TurnRecord
 
-FORMAT = 4
-"""The format of new journals. Its rows are those of format 3, except that a policy may name an adapter, which versions
-that know only format 3 would ignore."""
+FORMAT = 5
+"""The format of new journals. In format 4, rows are those of format 3, except that a policy may name an adapter, which
+versions that know only format 3 would ignore. Format 5 adds the columns of `ADDED`."""
 CHECKED = 3
 """The first format with checksums and counts. A journal of it becomes one of `FORMAT` with the first change."""
+STAMPED = 5
+"""The first format with the columns of `ADDED`."""
+ADDED = {"records": "made", "sessions": "born"}
+"""Columns that older formats do not have, and which are their tables' last ones."""
 APPLICATION = 0x54454E55
 """The application id in the file's header (TENU), which distinguishes a journal from files of other programs."""
 UNSOUND = -1
@@ -38,7 +42,7 @@ CREATE TABLE journal (
 CREATE TABLE sessions (
     id INTEGER PRIMARY KEY, tenant TEXT NOT NULL, name TEXT NOT NULL, policy BLOB NOT NULL, system TEXT,
     version INTEGER NOT NULL, used REAL, length INTEGER NOT NULL, turns INTEGER NOT NULL, results INTEGER NOT NULL,
-    checksum INTEGER NOT NULL, UNIQUE (tenant, name)
+    checksum INTEGER NOT NULL, born BLOB, UNIQUE (tenant, name)
 );
 CREATE TABLE pieces (id INTEGER PRIMARY KEY, tokens BLOB NOT NULL, checksum INTEGER NOT NULL);
 CREATE TABLE history (
@@ -48,7 +52,7 @@ CREATE TABLE history (
 CREATE INDEX users_of_pieces ON history (piece);
 CREATE TABLE records (
     session INTEGER NOT NULL, number INTEGER NOT NULL, start INTEGER NOT NULL, input_end INTEGER NOT NULL,
-    end INTEGER NOT NULL, conversation BLOB, cut INTEGER NOT NULL, checksum INTEGER NOT NULL,
+    end INTEGER NOT NULL, conversation BLOB, cut INTEGER NOT NULL, checksum INTEGER NOT NULL, made BLOB,
     PRIMARY KEY (session, number)
 ) WITHOUT ROWID;
 CREATE TABLE results (
@@ -59,14 +63,16 @@ CREATE TABLE results (
 # `history`: tokens [position, position + length) of a session are the first `length` tokens of the piece. `tokens`:
 # int32, little-endian. `policy` and `conversation`: JSON. `records`: numbered from 1. `used`: the time of the last
 # written change, in seconds since the epoch. `results`: MessagePack, see `KeptTurns`; numbered in the order of commits.
+# `made`: MessagePack, see `Made`. `born`: MessagePack, the session's `birth` and `origin`. Both are NULL in rows of
+# older formats.
 #
 # `checksum`: see `checksum_of`; it covers the tokens of a piece, and the whole row in other tables. In `history` it
 # also covers the checksum of the piece, and in `sessions` the model's fingerprint. A session counts its tokens, turns
 # and results, and `journal` counts sessions, so that missing rows are detected too. `changes`: the number of changes
 # ever written; see `Acknowledged`.
 
-SESSION = "id, tenant, name, policy, system, version, used, length, turns, results"
-RECORD = "session, number, start, input_end, end, conversation, cut"
+SESSION = "id, tenant, name, policy, system, version, used, length, turns, results, born"
+RECORD = "session, number, start, input_end, end, conversation, cut, made"
 RESULT = "number, session, key, turn"
 
 Value = int | float | str | bytes | None
@@ -83,6 +89,8 @@ class DamagedSession:
 
 _encode = msgspec.msgpack.Encoder().encode
 _policies = msgspec.json.Decoder(Policy)
+_made = msgspec.msgpack.Decoder(Made)
+_born = msgspec.msgpack.Decoder(tuple[int, Origin | None])
 
 
 class Unsound(Exception):
@@ -94,12 +102,23 @@ _DAMAGE = (sqlite3.Error, Unsound, ValueError, TypeError, msgspec.MsgspecError, 
 
 
 def checksum_of(*values: Value) -> int:
-    """Returns the CRC-32 of values and their types."""
-    return zlib.crc32(_encode(values))
+    """Returns the CRC-32 of values and their types, without a `None` at the end, so that rows to which a column was
+    added keep their checksums."""
+    return zlib.crc32(_encode(values if values[-1] is not None else values[:-1]))
 
 
 def _text(data: bytes | None) -> str:
     return (data or b"").decode(errors="replace")
+
+
+def added(db: sqlite3.Connection) -> bool:
+    """Whether the tables have the columns of `ADDED`."""
+    return int(db.execute("PRAGMA user_version").fetchone()[0]) >= STAMPED
+
+
+def columns_of(db: sqlite3.Connection, table: str, columns: str) -> str:
+    """Returns `columns`, with NULL in place of the one that the file lacks because its format is older."""
+    return columns if added(db) or table not in ADDED else columns.replace(f", {ADDED[table]}", ", NULL")
 
 
 def insert(db: sqlite3.Connection, table: str, row: tuple[Value, ...]) -> int | None:
@@ -109,7 +128,7 @@ def insert(db: sqlite3.Connection, table: str, row: tuple[Value, ...]) -> int | 
 
 def check(name: str, row: Sequence[Value], given: object) -> None:
     """Raises `Unsound` unless `given` is the checksum of the row."""
-    if zlib.crc32(_encode(row)) != given:
+    if checksum_of(*row) != given:
         raise Unsound(f"a row of {name} is damaged")
 
 
@@ -216,7 +235,9 @@ class SessionRows:
 
     def _sessions(self, numbers: list[int]) -> list[SavedSession]:
         """Returns the sessions with these ascending numbers."""
-        columns = f"{SESSION}, checksum" if self._checked else "id, tenant, name, policy, system, version, used, 0"
+        columns = f"{columns_of(self._db, 'sessions', SESSION)}, checksum"
+        if not self._checked:
+            columns = "id, tenant, name, policy, system, version, used, NULL, 0"
         query = f"SELECT {columns} FROM sessions NOT INDEXED WHERE id BETWEEN ? AND ? ORDER BY id"
         rows = self._db.execute(query, (numbers[0], numbers[-1])).fetchall()
         if [row[0] for row in rows] != numbers:
@@ -224,14 +245,17 @@ class SessionRows:
         histories, records, results = self._histories(numbers), self._records(numbers), self._results(numbers)
         found = []
         for *row, own in rows:
-            number, _, name, policy, system, version, used, *counts = row
+            number, _, name, policy, system, version, used, *counts, born = row
             tokens, turns, kept = histories[number], records[number], results[number]
             if self._checked:
                 check("sessions", (self._fingerprint, *row), own)
                 if counts != [len(tokens), len(turns), len(kept)]:
                     raise Unsound("one of its rows is missing")
             about = _policies.decode(policy)
-            found.append(SavedSession(name, about, system, version, tokens, tuple(turns), tuple(kept), used))
+            birth, origin = _born.decode(born) if born is not None else (number, None)
+            found.append(
+                SavedSession(name, about, system, version, tokens, tuple(turns), tuple(kept), used, birth, origin)
+            )
         return found
 
     def _histories(self, numbers: list[int]) -> dict[int, array[int]]:
@@ -255,11 +279,12 @@ class SessionRows:
     def _records(self, numbers: list[int]) -> dict[int, list[TurnRecord]]:
         found: defaultdict[int, list[TurnRecord]] = defaultdict(list)
         rows = self._numbered("records", RECORD, numbers)
-        for session, _, start, input_end, end, conversation, cut, _ in rows:
+        for session, _, start, input_end, end, conversation, cut, made, _ in rows:
             about = self._conversations.get(conversation)
             if about is None and conversation is not None:
                 about = self._conversations[conversation] = msgspec.json.decode(conversation, type=Conversation)
-            found[session].append(TurnRecord(start, input_end, end, about, bool(cut)))
+            stamps = _made.decode(made) if made is not None else None
+            found[session].append(TurnRecord(start, input_end, end, about, bool(cut), stamps))
         return found
 
     def _results(self, numbers: list[int]) -> dict[int, list[tuple[str, bytes]]]:
@@ -272,6 +297,7 @@ class SessionRows:
         """Yields the rows of sessions, each session's in the order of their numbers, with
         their checksums."""
         own = "checksum" if self._checked else "0"
+        columns = columns_of(self._db, table, columns)
         query = f"SELECT {columns}, {own} FROM {table} WHERE session BETWEEN ? AND ? ORDER BY session, number"
         for row in self._db.execute(query, (numbers[0], numbers[-1])):
             if self._checked:

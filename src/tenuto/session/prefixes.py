@@ -50,8 +50,10 @@ class PrefixIndex:
 
     def enter(self, session: Session) -> list[Session]:
         """Enters a session that has committed or whose memory has changed, under all full pages that are in both its
-        history and its memory. Returns the kept sessions that it covers from now on."""
-        pages = min(session.memory.computed, len(session.history)) // self.page_size
+        history and its memory; none if other weights than those in use have computed any of it. Returns the kept
+        sessions that it covers from now on."""
+        usable = session.memory.computed if session.memory.is_current else 0
+        pages = min(usable, len(session.history)) // self.page_size
         entered = self._entered.get(session, 0)
         if pages <= entered:
             self._leave(session, pages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from array import array
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from tenuto.base.wire.document import Conversation
 from tenuto.memory.session_memory import SessionMemory
 from tenuto.memory.tiers.contents import Digests
 from tenuto.session.common import common_prefix
-from tenuto.session.records import SavedSession, TurnRecord, cut_records
+from tenuto.session.records import Made, Origin, SavedSession, TurnRecord, cut_records
 from tenuto.session.results import KeptTurns
 from tenuto.session.suffixes import SessionSuffixes
 
@@ -51,6 +52,10 @@ class Session:
         self.state = SessionState.OPEN
         self.history = array("i")
         self.records: list[TurnRecord] = []
+        self.birth = secrets.randbits(63)  # no other session has the same
+        self.origin: Origin | None = None  # where it was forked, if it was
+        self.parent: Session | None = None  # the session of its origin, while that is open
+        self.forks: dict[Session, None] = {}  # the open sessions whose parent it is
         self.version = 0  # raised by every commit, rewind and replacement
         self.turn: Turn | None = None  # the open turn; set by the engine, cleared by the turn's end
         self.last_turn_end = now
@@ -98,6 +103,7 @@ class Session:
         if not self.policy.lasting:
             return 0
         fixed = SESSION_BYTES + len((self.system or "").encode())
+        fixed += sum(len(record.made.logprobs) for record in self.records if record.made is not None)
         return fixed + 4 * len(self.history) + RECORD_BYTES * len(self.records) + self.results.size
 
     @property
@@ -127,7 +133,7 @@ class Session:
         replaced = self.records.pop() if turn.replaces else None
         del self.history[turn.base_length :]
         start = replaced.start if replaced is not None else turn.base_length
-        self._extend(start, turn.input, output, turn.conversation)
+        self._extend(start, turn.input, output, turn.conversation, made=turn.made(len(output)))
         valid = turn.base_length if turn.replaces else turn.prompt_length
         if self.memory.turn is not None:
             self.memory.turn.commit(self._last(), valid)
@@ -141,9 +147,11 @@ class Session:
         now: float,
         conversation: Conversation | None = None,
         cut: bool = False,
+        made: Made | None = None,
     ) -> None:
-        """Commits a turn that was computed elsewhere and ends now; only its tokens are known here."""
-        self._extend(len(self.history), tokens, output, conversation, cut=cut)
+        """Commits a turn that was computed elsewhere and ends now; only its tokens, and how they were `made`, are known
+        here."""
+        self._extend(len(self.history), tokens, output, conversation, cut=cut, made=made)
         self.memory.lost = "adopted"
         self.turn_ended(now)
 
@@ -155,6 +163,7 @@ class Session:
         conversation: Conversation | None,
         *,
         cut: bool = False,
+        made: Made | None = None,
     ) -> None:
         """Adds `tokens` and `output` to the history, and the record of their turn, which begins at `start`."""
         self.digests.cut(len(self.history))  # there may have been others
@@ -162,7 +171,7 @@ class Session:
         input_end = len(self.history)
         self.history.extend(output)
         if len(self.history) > start:  # an empty append leaves no record
-            self.records.append(TurnRecord(start, input_end, len(self.history), conversation, cut))
+            self.records.append(TurnRecord(start, input_end, len(self.history), conversation, cut, made))
         self.version += 1
 
     def saved(self) -> SavedSession:
@@ -175,6 +184,8 @@ class Session:
             self.history[:],
             tuple(self.records),
             results=self.results.all(),
+            birth=self.birth,
+            origin=self.origin,
         )
 
     def restore(self, saved: SavedSession) -> None:
@@ -183,6 +194,7 @@ class Session:
         self.records = list(saved.records)
         self.version = saved.version
         self.results = KeptTurns(saved.results)
+        self.birth, self.origin = saved.birth if saved.birth is not None else self.birth, saved.origin
         self.memory.lost = "restored"
 
     def turn_ended(self, now: float) -> None:
@@ -229,9 +241,16 @@ class Session:
         self.check_position(position)
         child.history = self.history[:position]
         child.records = cut_records(self.records, position)
+        child.origin = Origin(self.id, self.birth, position, len(child.records))
+        child.join(self)
         if self.suffixes is not None:
             child.suffixes = self.suffixes.fork(position)
         self.memory.fork(child.memory, max(0, position - 1))
+
+    def join(self, parent: Session) -> None:
+        """Becomes one of the open forks of its parent."""
+        self.parent = parent
+        parent.forks[self] = None
 
     def replace_history(self, source: Session) -> tuple[int, int]:
         """Replaces the history by that of `source`, whose memory is shared if it can be resumed farther than the own
@@ -280,4 +299,9 @@ class Session:
         if self.turn is not None:
             raise SessionBusy(f"cannot close session {self.id}: its turn is {self.turn.state.value}")
         self.state = SessionState.CLOSED
+        if self.parent is not None:
+            del self.parent.forks[self]
+        for child in self.forks:
+            child.parent = None
+        self.parent, self.forks = None, {}
         self.memory.holder_kind = "prefix"

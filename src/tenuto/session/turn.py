@@ -14,9 +14,10 @@ from tenuto.base.checks import shown
 from tenuto.base.errors import ContextExceeded, IllegalTransition, InvalidRequest
 from tenuto.base.options import TurnParams
 from tenuto.base.sampling import TokenLogprob
-from tenuto.base.turns import Delta, EndReason, TurnResult, TurnState, Usage
+from tenuto.base.turns import Delta, EndReason, OutputSpan, TurnResult, TurnState, Usage
 from tenuto.base.wire.document import Conversation
 from tenuto.session.pool import Pool
+from tenuto.session.records import Made, Versions, cut_versions
 from tenuto.session.results import Once
 from tenuto.session.session import Session
 from tenuto.text.constraint import Constraint
@@ -75,6 +76,7 @@ class Turn:
         self.conversation: Conversation | None = None  # the conversation up to its input; set when it is submitted
         self.text: TextStream | None = None  # set when it is submitted, as is the next
         self.constraint: Constraint | None = None  # the grammar of its output, until it has ended
+        self.versions: list[OutputSpan] = []  # see `Made`; of its output until the weights changed last
         self.stop: str | int | None = None  # the stop that ended it; written by the settler, as are the next two
         self.output_logprobs: list[TokenLogprob] = []  # one for each output token, if requested
         self.input_scores: list[TokenLogprob] = []  # of leading input tokens with a predecessor, if requested
@@ -222,6 +224,21 @@ class Turn:
         self.release_memory()
         return self._end(reason, now, committed=False, kept=0)
 
+    def note_weights(self, name: str) -> None:
+        """Records that the weights called `name` have sampled its output since the last call."""
+        self.versions.append(OutputSpan(len(self.output), name))
+
+    def _versions(self, kept: int) -> Versions:
+        """Returns the weights that sampled its first `kept` output tokens."""
+        now = self.session.memory.memory.weights.name
+        return cut_versions((*self.versions, OutputSpan(len(self.output), now)), kept)
+
+    def made(self, kept: int) -> Made:
+        """Returns how its first `kept` output tokens were made."""
+        sampling = self.params.sampling
+        logprobs = array("f", (entry.logprob for entry in self.output_logprobs[:kept]))
+        return Made(self._versions(kept), sampling.seed if kept and not sampling.greedy else None, logprobs.tobytes())
+
     def _end(self, reason: EndReason, now: float, *, committed: bool, kept: int) -> TurnResult:
         session = self.session
         self.constraint = self.trail = self.outlook = None  # the automaton may be large
@@ -236,7 +253,15 @@ class Turn:
             dict(self.recomputed),
         )
         self.result = TurnResult(
-            reason, committed, session.version, kept, usage, self.max_new_tokens, session.context_left, self.stop
+            reason,
+            committed,
+            session.version,
+            kept,
+            usage,
+            self.max_new_tokens,
+            session.context_left,
+            self.stop,
+            self._versions(len(self.output)),
         )
         return self.result
 

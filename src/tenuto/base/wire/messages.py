@@ -16,6 +16,7 @@ from tenuto.base.config import Limits
 from tenuto.base.errors import EngineStopped, TenutoError
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.plan import MemoryPart
+from tenuto.base.tokens import PackedTokens
 from tenuto.base.tools.definitions import NO_TOOLS, Tools
 from tenuto.base.tools.variables import NO_VARIABLES, Variables
 from tenuto.base.turns import Delta, Keep, TurnInput, TurnKind
@@ -33,6 +34,7 @@ from tenuto.base.views import (
     Stats,
     Ticket,
     TokenizerView,
+    WeightsView,
 )
 from tenuto.base.wire.document import SessionDocument
 
@@ -126,6 +128,10 @@ class ListTurns(OfSession[RecordPage], frozen=True, kw_only=True):
 
     first: int = 1
     limit: int = 100
+
+
+class GetTokens(OfSession[PackedTokens], frozen=True, kw_only=True):
+    """List all committed tokens with who made them, and the session's place in the tree of forks."""
 
 
 class StartTurn(Request[Ticket], frozen=True, kw_only=True):
@@ -297,21 +303,41 @@ class ResumeMemory(Request[None], frozen=True, kw_only=True):
     parts: list[MemoryPart]
 
 
-class UpdateWeights(Request[None], frozen=True, kw_only=True):
-    """Compute with the weights at `path` from now on, and drop all state that earlier weights computed. With `abort`
-    open turns are aborted; otherwise they continue."""
+MAX_WEIGHT_VERSION = 256
+"""The most characters of the version of weights."""
+
+
+class NewWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """How other weights are put to use. `version`: their name, by default the number of updates. With `abort` open
+    turns are aborted; otherwise they continue. With `keep_state` sessions keep the state that earlier weights computed;
+    otherwise it is dropped."""
+
+    version: str | None = None
+    abort: bool = False
+    keep_state: bool = False
+
+
+class UpdateWeights(Request[WeightsView], frozen=True, kw_only=True):
+    """Compute with the weights at `path` from now on."""
 
     path: str
+    use: NewWeights = NewWeights()
+
+
+class NameWeights(Request[None], frozen=True, kw_only=True):
+    """Call the weights in use `version` from now on. With `abort` open turns are aborted."""
+
+    version: str
     abort: bool = False
 
 
-class UpdateTensors(Request[None], frozen=True, kw_only=True):
+class UpdateTensors(Request[WeightsView], frozen=True, kw_only=True):
     """Like `UpdateWeights`, with some tensors in place of those in use; see `read_tensors` (`bucket`: its
     `flattened`)."""
 
     pickled: bytes
     bucket: bool = False
-    abort: bool = False
+    use: NewWeights = NewWeights()
 
 
 class JoinGroup(Request[None], frozen=True, kw_only=True):
@@ -330,7 +356,7 @@ class LeaveGroup(Request[None], frozen=True, kw_only=True):
     group: str
 
 
-class ReceiveTensors(Request[None], frozen=True, kw_only=True):
+class ReceiveTensors(Request[WeightsView], frozen=True, kw_only=True):
     """Like `UpdateTensors`, with tensors that the trainer broadcasts; see `WeightGroups.receive`."""
 
     group: str
@@ -338,7 +364,7 @@ class ReceiveTensors(Request[None], frozen=True, kw_only=True):
     dtypes: list[str]
     shapes: list[list[int]]
     bucket: bool = False
-    abort: bool = False
+    use: NewWeights = NewWeights()
 
 
 class GetWeight(Request[list[Any]], frozen=True, kw_only=True):

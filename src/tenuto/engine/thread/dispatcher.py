@@ -12,6 +12,7 @@ from tenuto.base.checks import MAX_COUNT, whole
 from tenuto.base.config import Limits
 from tenuto.base.errors import ContextExceeded, InvalidRequest, InvariantError, LimitReached, NotFound
 from tenuto.base.options import Policy, SessionAdapter, TurnParams
+from tenuto.base.tokens import PackedTokens
 from tenuto.base.views import AdapterView, FoundTurn, RecordPage, SessionInfo, SessionPage, Stats, Ticket
 from tenuto.base.wire.document import Conversation, SessionDocument
 from tenuto.base.wire.messages import (
@@ -27,9 +28,11 @@ from tenuto.base.wire.messages import (
     Fork,
     GetSession,
     GetStats,
+    GetTokens,
     ImportSession,
     ListSessions,
     ListTurns,
+    NameWeights,
     OfSession,
     OpenSession,
     Pause,
@@ -199,6 +202,10 @@ class Dispatcher:
         return RecordPage(records=page, more=first - 1 + len(page) < len(session.records))
 
     @_execute.register
+    def _(self, command: GetTokens, _: None) -> PackedTokens:
+        return views.tokens(self._engine, self._of(command))
+
+    @_execute.register
     def _(self, command: Fork, _: None) -> SessionInfo:
         child = self._engine.sessions.fork(
             command.session,
@@ -236,7 +243,13 @@ class Dispatcher:
             raise ContextExceeded.of(length, target.limit, target.limit, exact=True)
         for record, given, output in zip(records, moved, outputs, strict=True):
             self._engine.sessions.adopt(
-                target.id, given, output, record.conversation, cut=record.cut, tenant=target.policy.tenant
+                target.id,
+                given,
+                output,
+                record.conversation,
+                cut=record.cut,
+                made=record.made,
+                tenant=target.policy.tenant,
             )
 
     @_execute.register
@@ -385,6 +398,10 @@ class Dispatcher:
     @_execute.register
     def _(self, command: ReleaseMemory, _: None) -> None:
         self._engine.occupation.release(command.parts)
+
+    @_execute.register
+    def _(self, command: NameWeights, _: None) -> None:
+        self._engine.occupation.name_weights(command.version, abort=command.abort)
 
     @_execute.register
     def _(self, _command: GetStats, _: None) -> Stats:

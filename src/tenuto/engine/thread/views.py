@@ -8,9 +8,11 @@ from typing import TypeVar
 
 import msgspec
 
+from tenuto.base.tokens import ForkedAt, PackedTokens, PackedTurn, StateSpan
 from tenuto.base.views import PoolReport, Record, SessionInfo, Stats, Ticket
 from tenuto.engine.engine import Engine
 from tenuto.memory.pool import Lease
+from tenuto.session.records import Origin, TurnRecord
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 
@@ -103,6 +105,42 @@ def records(session: Session, first: int, limit: int) -> list[Record]:
         )
         for i, record in enumerate(page)
     ]
+
+
+def tokens(engine: Engine, session: Session) -> PackedTokens:
+    """Returns the session's committed tokens and who made them. Hidden sessions are not part of the tree of forks."""
+    memory, origin, parent = session.memory, session.origin, session.parent
+    return PackedTokens(
+        session=session.id,
+        version=session.version,
+        weight_version=engine.memory.weights.name,
+        computed_tokens=memory.computed,
+        state=[StateSpan(start=stamp.start, weight_version=stamp.weights.name) for stamp in memory.lineage],
+        turns=[_turn(number, record) for number, record in enumerate(session.records, 1)],
+        parent=_forked(origin.parent, origin, is_open=parent is not None) if origin is not None else None,
+        children=[
+            _forked(child.id, child.origin, is_open=True)
+            for child in session.forks
+            if child.origin is not None and not child.policy.hidden
+        ],
+        tokens=session.history.tobytes(),
+    )
+
+
+def _forked(other: str, at: Origin, *, is_open: bool) -> ForkedAt:
+    return ForkedAt(session=other, turn=at.turns, position=at.position, open=is_open)
+
+
+def _turn(number: int, record: TurnRecord) -> PackedTurn:
+    made = record.made
+    return PackedTurn(
+        turn=number,
+        input_tokens=record.input_end - record.start,
+        output_tokens=record.end - record.input_end,
+        logprobs=made.logprobs if made is not None and made.logprobs else None,
+        seed=made.seed if made is not None else None,
+        weight_versions=list(made.versions) if made is not None else [],
+    )
 
 
 def ticket(turn: Turn, *, echo: bool) -> Ticket:

@@ -106,8 +106,9 @@ class Disk(Protocol):
     def index(self) -> Index:
         """The sessions whose state the files hold, for the process that uses the store next."""
 
-    def become(self, identity: str) -> None:
-        """Changes the identity of units that are written from now on; older units are never read again."""
+    def become(self, identity: str, *, keep: bool = False) -> None:
+        """Changes the identity of units that are written from now on. Older units are never read again, unless this
+        process has written or taken over their files (`keep`)."""
 
     def write(self, units: Mapping[int, Sequence[NamedUnit]], *, cached: bool = True) -> UnitFile:
         """Writes units by group; `cached`: whether they may be read again soon. Raises `DiskFailed`, having kept

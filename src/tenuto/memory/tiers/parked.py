@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tenuto.base.errors import InvariantError
 from tenuto.base.plan import Bytes
 from tenuto.base.views import SessionKey
+from tenuto.memory.lineage import Lineage
 from tenuto.memory.tiers.contents import Content, Contents
 from tenuto.memory.tiers.disk import UnitCopy, UnitFile
 from tenuto.memory.tiers.moves import Move
@@ -73,12 +74,14 @@ def recounted(found: Mapping[StoredUnit, int], unread: Iterable[Parked]) -> tupl
 class Parked:
     """The memory of the first `position` tokens of a sequence, off the device: the units of each group, in order.
     `trial`: it is restored even if that seems slower than computing it, so that restoring is measured again. `pinned`:
-    it never makes room for others, because a thread reads it, or units are being added. `key`: the session under which
-    the disk's index lists it, if it does. `unread`: the files of an earlier process with its units, which are not known
-    until the index is read. `expected`: when it is expected to be used again, if that is known."""
+    it never makes room for others, because a thread reads it, or units are being added. `lineage`: the weights that
+    computed it; empty for a record of saved state, which the weights in use have computed. `key`: the session under
+    which the disk's index lists it, if it does. `unread`: the files of an earlier process with its units, which are not
+    known until the index is read. `expected`: when it is expected to be used again, if that is known."""
 
     position: int
     units: list[list[StoredUnit]]
+    lineage: Lineage = ()
     trial: bool = False
     pinned: bool = False
     key: SessionKey | None = None

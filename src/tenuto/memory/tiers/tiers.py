@@ -9,6 +9,7 @@ from itertools import chain
 from tenuto.base.errors import InvariantError
 from tenuto.base.plan import Bytes, Copier
 from tenuto.base.use_order import UseOrder
+from tenuto.memory.lineage import Lineage, cut
 from tenuto.memory.pool import Lease, Pool
 from tenuto.memory.tiers.contents import Contents
 from tenuto.memory.tiers.copies import Copies
@@ -61,13 +62,14 @@ class Tiers:
     def __len__(self) -> int:
         return len(self._in_host) + len(self._on_disk)
 
-    def become(self, identity: str) -> None:
-        """Changes the identity of units' contents. Nothing may be parked."""
-        if len(self):
+    def become(self, identity: str, *, keep: bool = False) -> None:
+        """Changes the identity of the state that is saved from now on, and begins an empty index. Nothing may be
+        parked, unless it may be used by those who have parked it (`keep`)."""
+        if len(self) and not keep:
             raise InvariantError(f"{len(self)} sequences of another identity are parked")
         self._identity = identity
         if self._disk is not None:
-            self._disk.become(identity)
+            self._disk.become(identity, keep=keep)
             self.clear_index()
 
     def clear_index(self) -> None:
@@ -81,11 +83,16 @@ class Tiers:
     # -- parking
 
     def park(
-        self, position: int, kept: Sequence[Sequence[int]], names: Contents, expected: float | None = None
+        self,
+        position: int,
+        kept: Sequence[Sequence[int]],
+        names: Contents,
+        lineage: Lineage,
+        expected: float | None = None,
     ) -> Parked | None:
         """Copies the units of each group that a session keeps for its first `position` tokens; `names` are their
-        contents. `expected`: when the session is expected to use them again. Returns `None` if there is no room,
-        copying failed, or computing the tokens again is faster."""
+        contents, with the weights of `lineage`. `expected`: when the session is expected to use them again. Returns
+        `None` if there is no room, copying failed, or computing the tokens again is faster."""
         size = self.copies.bytes_of(map(len, kept))
         tier = "host" if size <= self._host_bytes else "disk"
         if tier == "disk" and self._disk is None:
@@ -96,14 +103,16 @@ class Tiers:
         copied = self.copies.take(kept, names, in_host=tier == "host")
         if copied is None:
             return None
-        parked = Parked(position, copied, trial=not worth, expected=expected)
+        parked = Parked(position, copied, lineage, trial=not worth, expected=expected)
         self._to_host(parked)
         return self._fitted(parked)
 
-    def hold(self, position: int, groups: Sequence[Sequence[Bytes]], names: Contents) -> Parked | None:
-        """Parks units of each group that were never on the device; `names` are their contents. Returns `None` if there
-        is no room."""
-        parked = Parked(position, self.copies.hold(groups, names))
+    def hold(
+        self, position: int, groups: Sequence[Sequence[Bytes]], names: Contents, lineage: Lineage
+    ) -> Parked | None:
+        """Parks units of each group that were never on the device; `names` are their contents, with the weights of
+        `lineage`. Returns `None` if there is no room."""
+        parked = Parked(position, self.copies.hold(groups, names), lineage)
         self._to_host(parked)
         return self._fitted(parked)
 
@@ -254,7 +263,7 @@ class Tiers:
     def lend(self, parked: Parked, names: Contents) -> LentUnits:
         """Lends the units of `parked` to another thread, which may read them until `take_back`. `names`: see
         `bring_back`."""
-        shared = self.share(parked, parked.position, names)
+        shared = self.share(parked, parked.position, names, parked.lineage)
         shared.pinned = True
         return LentUnits.of(shared, names, self._disk)
 
@@ -273,11 +282,12 @@ class Tiers:
             if parked in kept:
                 kept.add(parked, expected)
 
-    def share(self, parked: Parked, position: int, names: Contents) -> Parked:
+    def share(self, parked: Parked, position: int, names: Contents, lineage: Lineage) -> Parked:
         """Returns a second `Parked` for the first `position` tokens, with the first units of each group. `names`: see
-        `bring_back`."""
+        `bring_back`; they were derived with `lineage`."""
         parked.check(names)
-        shared = Parked(position, [stored[: len(held)] for stored, held in zip(parked.units, names, strict=True)])
+        units = [stored[: len(held)] for stored, held in zip(parked.units, names, strict=True)]
+        shared = Parked(position, units, cut(lineage, position))
         for unit in shared:
             unit.references += 1
         if parked in self._in_host:

@@ -63,6 +63,7 @@ class UnitFiles:
         self._directory = directory
         self.budget = budget
         self._identity = identity
+        self._readable = {identity}  # identities of files that may be read
         self._used = 0
         self._counting = threading.Lock()  # guards `_used`, since one thread writes while another removes
         try:
@@ -81,8 +82,9 @@ class UnitFiles:
         self._direct = DirectWriter()
         self.index = StateIndex(directory / INDEX)
 
-    def become(self, identity: str) -> None:
+    def become(self, identity: str, *, keep: bool = False) -> None:
         self._identity = identity
+        self._readable = {identity, *(self._readable if keep else ())}
 
     def write(self, units: Mapping[int, Sequence[NamedUnit]], *, cached: bool = True) -> UnitFile:
         size = sum(unit.data.nbytes for group in units.values() for unit in group)
@@ -119,7 +121,7 @@ class UnitFiles:
                 metadata = header["__metadata__"]
                 if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
                     raise DiskFailed("read", f"{path} is of another format or version")
-                if metadata.get("identity") != self._identity:
+                if metadata.get("identity") not in self._readable:
                     raise DiskFailed("foreign", f"{path} has units of another model")
                 sums, names = json.loads(metadata["checksums"]), json.loads(metadata["contents"])
                 found: dict[int, list[NamedUnit]] = {}

@@ -275,6 +275,57 @@ class NewCompaction(WithTools):
         return turn_input(self.input)
 
 
+class TokenSpan(BaseModel):
+    """Output tokens that the same weights have sampled: those up to the first `output_tokens` of the turn's output,
+    after the span before."""
+
+    output_tokens: int
+    weight_version: str
+
+
+class TokenState(BaseModel):
+    """Tokens whose state in memory the same weights have computed: those from `start` on, up to the next span."""
+
+    start: int
+    weight_version: str
+
+
+class TokenTurn(BaseModel):
+    """A committed turn. `output_ids` were sampled, `input_ids` were not. `logprobs`: of the output tokens, or `null` if
+    the turn did not ask for them. `seed`: `null` if the likeliest tokens were chosen. `weight_versions`: empty if they
+    are not known."""
+
+    turn: int
+    input_ids: list[int]
+    output_ids: list[int]
+    logprobs: list[float] | None
+    seed: int | None
+    weight_versions: list[TokenSpan]
+
+
+class TokenFork(BaseModel):
+    """The other session of a fork, and where the two part: after `turn` turns and `position` tokens."""
+
+    session: str
+    turn: int
+    position: int
+    open: bool
+
+
+class TokenList(BaseModel):
+    """A session's committed tokens, with who made them. `weight_version`: of the weights in use. `state`: the weights
+    that computed the state of the first `computed_tokens` tokens, which is in memory. `children`: open forks."""
+
+    session: str
+    version: int
+    weight_version: str
+    computed_tokens: int
+    state: list[TokenState]
+    turns: list[TokenTurn]
+    parent: TokenFork | None
+    children: list[TokenFork]
+
+
 class FileStanding(Object):
     """The state of the conversation at a turn's end: whether it has a system message and other messages, the last role,
     and a digest of its tools."""
@@ -416,7 +467,8 @@ class Usage(BaseModel):
 
 class Turn(BaseModel):
     """A turn. Once it has ended, its `reason` is stop, length, appended, abort, deadline, grammar or failed, and `kept`
-    is the number of output tokens committed. `message`: the parsed answer, if the request had `tools`."""
+    is the number of output tokens committed. `message`: the parsed answer, if the request had `tools`.
+    `weight_versions`: which weights sampled its output."""
 
     id: str
     session_id: str
@@ -434,6 +486,7 @@ class Turn(BaseModel):
     context_left: int | None = None
     max_new_tokens: int | None = None
     usage: Usage | None = None
+    weight_versions: list[TokenSpan] | None = None
 
 
 EVENT = {

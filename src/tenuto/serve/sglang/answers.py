@@ -97,7 +97,7 @@ def _plain(edge: Edge, running: Running, result: TurnResult | None) -> dict[str,
         "id": running.rid,
         "finish_reason": _finish_reason(result, len(reply.token_ids)) if result is not None else None,
         "prompt_tokens": ticket.prompt_tokens,
-        "weight_version": edge.weights.version,
+        "weight_version": result.weight_versions[-1].weight_version if result is not None else edge.weights.version,
         "completion_tokens": len(reply.token_ids),
         "cached_tokens": _cached(running, result) if result is not None else None,
     }

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from tenuto.base.errors import InvalidRequest
+from tenuto.base.wire.messages import MAX_WEIGHT_VERSION, NewWeights
 from tenuto.serve.sglang.schemas import SGLangObject
 
 MAX_TENSORS = 2**16
@@ -26,14 +27,26 @@ class UpdateRequest(SGLangObject):
     weight_version: str | None = Field(
         None,
         min_length=1,
-        max_length=256,
+        max_length=MAX_WEIGHT_VERSION,
         description="Their version in answers; by default the number of updates.",
     )
     abort_all_requests: bool | None = Field(
         None, description="End open requests; otherwise they continue from their tokens."
     )
+    keep_state: bool | None = Field(
+        None,
+        description="Sessions and their forks go on with the state that earlier weights computed. No other session "
+        "finds it. Otherwise all state is computed again.",
+    )
     torch_empty_cache: bool | None = Field(None, description="No effect: free memory is always returned.")
     selector: Literal["target", "all"] | None = Field(None, description="No effect: there is one model.")
+
+    @property
+    def use(self) -> NewWeights:
+        """How the weights are put to use."""
+        return NewWeights(
+            version=self.weight_version, abort=bool(self.abort_all_requests), keep_state=bool(self.keep_state)
+        )
 
 
 class UpdateFromDiskRequest(UpdateRequest):
@@ -42,14 +55,24 @@ class UpdateFromDiskRequest(UpdateRequest):
     model_path: str = Field(
         min_length=1, max_length=4096, description="A model of the same shape: a directory, a GGUF file or a hub id."
     )
-    flush_cache: Literal[True] | None = Field(
-        None, description="No effect: state computed with other weights is never used."
+    flush_cache: bool | None = Field(
+        None, description="False is only allowed with `keep_state`, which decides whether earlier state is used."
     )
     load_format: Literal["auto"] | None = None
     is_async: bool | None = Field(None, description="No effect: weights are always read while requests continue.")
     keep_pause: bool | None = Field(None, description="No effect: a pause lasts until it is ended.")
     recapture_cuda_graph: bool | None = Field(None, description="No effect.")
     token_step: int | None = Field(None, description="No effect.")
+
+    @property
+    def use(self) -> NewWeights:
+        """How the weights are put to use. Raises `InvalidRequest` if state is to stay without `keep_state`."""
+        if self.flush_cache is False and not self.keep_state:
+            raise InvalidRequest(
+                "flush_cache is false; allowed: true, or false with keep_state, which keeps the state of sessions",
+                param="flush_cache",
+            )
+        return super().use
 
 
 class PartialUpdateRequest(UpdateRequest):
@@ -84,6 +107,13 @@ class TensorsRequest(PartialUpdateRequest):
                 f"serialized_named_tensors[0] is not base64 ({error}); allowed: base64 of a pickle",
                 param="serialized_named_tensors",
             ) from error
+
+
+class WeightVersionRequest(SGLangObject):
+    """A name for the weights in use."""
+
+    new_version: str = Field(min_length=1, max_length=MAX_WEIGHT_VERSION)
+    abort_all_requests: bool = True
 
 
 class GroupRequest(SGLangObject):

@@ -6,10 +6,12 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body
 
+from tenuto.base.views import WeightsView
 from tenuto.base.wire.messages import (
     GetWeight,
     JoinGroup,
     LeaveGroup,
+    NameWeights,
     ReceiveTensors,
     Request,
     UpdateTensors,
@@ -21,11 +23,11 @@ from tenuto.serve.sglang.weight_schemas import (
     TensorsRequest,
     UpdateFromDiskRequest,
     UpdateFromGroupRequest,
-    UpdateRequest,
     WeightRequest,
+    WeightVersionRequest,
 )
 from tenuto.serve.shared.bodies import JsonRoute
-from tenuto.serve.shared.edge import Admin, Edge, EdgeOf
+from tenuto.serve.shared.edge import Admin, Caller, Edge, EdgeOf
 from tenuto.serve.shared.schemas import REFUSALS
 
 router = APIRouter(route_class=JsonRoute, tags=["sglang"], responses=REFUSALS)
@@ -33,18 +35,18 @@ router = APIRouter(route_class=JsonRoute, tags=["sglang"], responses=REFUSALS)
 
 @router.post("/update_weights_from_disk")
 async def update_from_disk(edge: EdgeOf, _: Admin, body: UpdateFromDiskRequest) -> dict[str, Any]:
-    """Switches to other weights. Sessions and open turns keep their tokens, whose state is computed again. Weights that
-    are damaged or of another shape are refused without any change."""
-    request = UpdateWeights(path=body.model_path, abort=bool(body.abort_all_requests))
-    return await _updated(edge, request, body, f"the weights are those at {body.model_path}", body.model_path)
+    """Switches to other weights. Sessions and open turns keep their tokens, whose state is computed again, unless
+    `keep_state` is set. Weights that are damaged or of another shape are refused without any change."""
+    request = UpdateWeights(path=body.model_path, use=body.use)
+    return await _updated(edge, request, f"the weights are those at {body.model_path}", body.model_path)
 
 
 @router.post("/update_weights_from_tensor")
 async def update_from_tensor(edge: EdgeOf, _: Admin, body: TensorsRequest) -> dict[str, Any]:
     """Replaces some tensors of the weights, all of them or, after an error, none. Otherwise as
     `/update_weights_from_disk`."""
-    request = UpdateTensors(pickled=body.pickled(), bucket=body.bucket, abort=bool(body.abort_all_requests))
-    return await _updated(edge, request, body, "the tensors are in use")
+    request = UpdateTensors(pickled=body.pickled(), bucket=body.bucket, use=body.use)
+    return await _updated(edge, request, "the tensors are in use")
 
 
 @router.post("/update_weights_from_distributed")
@@ -57,17 +59,31 @@ async def update_from_group(edge: EdgeOf, _: Admin, body: UpdateFromGroupRequest
         dtypes=body.dtypes,
         shapes=body.shapes,
         bucket=body.bucket,
-        abort=bool(body.abort_all_requests),
+        use=body.use,
     )
-    return await _updated(edge, request, body, "the tensors are in use")
+    return await _updated(edge, request, "the tensors are in use")
 
 
-async def _updated(
-    edge: Edge, request: Request[None], body: UpdateRequest, message: str, path: str | None = None
-) -> dict[str, Any]:
-    await edge.link.call(request)
-    edge.weights.updated(path, body.weight_version)
-    return {"success": True, "message": message, "num_paused_requests": 0}
+async def _updated(edge: Edge, request: Request[WeightsView], message: str, path: str | None = None) -> dict[str, Any]:
+    version = (await edge.link.call(request)).weight_version
+    edge.weights.updated(path, version)
+    return {"success": True, "message": message, "num_paused_requests": 0, "weight_version": version}
+
+
+@router.post("/update_weight_version")
+async def name_weights(edge: EdgeOf, _: Admin, body: WeightVersionRequest) -> dict[str, Any]:
+    """Gives the weights in use another version. Open requests end, unless `abort_all_requests` is false."""
+    await edge.link.call(NameWeights(version=body.new_version, abort=body.abort_all_requests))
+    edge.weights.updated(None, body.new_version)
+    return {"success": True, "message": "the weights have another version", "new_version": body.new_version}
+
+
+@router.get("/get_weight_version")
+@router.get("/weight_version")
+async def weight_version(edge: EdgeOf, _: Caller) -> dict[str, str]:
+    """Returns the version of the weights in use."""
+    edge.require_engine()
+    return {"weight_version": edge.weights.version}
 
 
 @router.post("/init_weights_update_group")

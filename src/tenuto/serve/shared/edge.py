@@ -55,13 +55,10 @@ class ServedWeights:
     def __init__(self) -> None:
         self.version = "default"
         self.path: str | None = None
-        self._updates = 0
 
-    def updated(self, path: str | None, version: str | None) -> None:
-        """Records a switch to the weights at `path`, by default to tensors in place of some of them. `version` defaults
-        to the number of updates."""
-        self._updates += 1
-        self.path, self.version = path or self.path, version or str(self._updates)
+    def updated(self, path: str | None, version: str) -> None:
+        """Records a switch to the weights at `path`, or to tensors in place of some of them."""
+        self.path, self.version = path or self.path, version
 
 
 class Edge:
