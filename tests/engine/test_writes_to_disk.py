@@ -103,11 +103,11 @@ def test_a_write_that_fails_while_a_snapshot_waits_for_it_loses_no_other_session
     slow.copies.moves[:] = writes
     write, tried = disk.write, []
 
-    def fails_once(units: Mapping[int, Sequence[NamedUnit]]) -> UnitFile:
+    def fails_once(units: Mapping[int, Sequence[NamedUnit]], *, cached: bool = True) -> UnitFile:
         tried.append(units)
         if len(tried) == 1:
             raise DiskFailed("write", "once")
-        return write(units)
+        return write(units, cached=cached)
 
     monkeypatch.setattr(disk, "write", fails_once)
     monkeypatch.setattr("tenuto.memory.tiers.writes.MAX_LEAVING", tiers.copies.host_used + 1)
