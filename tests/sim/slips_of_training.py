@@ -13,8 +13,6 @@ OF_TRAINING = (
         "self.lineage = extended(self.lineage, self._scheduled, self.memory.weights)",
         "self.lineage = self.memory.current",
     ),
-    Slip("memory.turn_memory", "self.lineage = cut(session.lineage, self.start)", "self.lineage = session.lineage"),
-    Slip("memory.turn_memory", "        self.lineage = cut(self.lineage, position)\n", ""),
     Slip("memory.turn_memory", "        session.lineage = self.lineage\n", ""),
     Slip(
         "memory.turn_memory", "        child.lineage = self.lineage\n", "        child.lineage = self.session.lineage\n"

@@ -101,7 +101,7 @@ class Training:
         numbers = [self.identities.index(stamp.weights.identity) for stamp in lineage]
         if sorted(set(numbers)) != numbers:
             self._world.found("weights", f"{owner} has state of weights in this order: {numbers}")
-        ends = [end for _, end in pairwise([*(stamp.start for stamp in lineage), computed])]
+        ends = [min(end, computed) for _, end in pairwise([*(stamp.start for stamp in lineage), computed])]
         for update in range(len(self.identities) - 1):
             first = had.get(update, 0)  # tokens from here on came later
             if any(end > first and number <= update for number, end in zip(numbers, ends, strict=True)):

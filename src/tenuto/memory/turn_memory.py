@@ -11,7 +11,7 @@ from tenuto.memory.checkpoints.checkpoint import Checkpoint
 from tenuto.memory.checkpoints.sequence import Checkpoints
 from tenuto.memory.committed import CommittedMemory
 from tenuto.memory.kinds.group import NOWHERE, Growth
-from tenuto.memory.lineage import cut, extended, is_pure
+from tenuto.memory.lineage import extended, is_pure
 from tenuto.memory.pool import Holder, HolderKind, Lease
 
 
@@ -43,7 +43,7 @@ class TurnMemory:
         self._end_of_input: Checkpoint | None = None  # the checkpoint whose slots admission counted
         self.source = session.share_checkpoint(self.start, self)  # pinned
         self.row = -1
-        self.lineage = cut(session.lineage, self.start)  # of all tokens up to where it goes on
+        self.lineage = session.lineage  # of its tokens; where it goes on, the rest is replaced when it gets a row
         self._scheduled = self.start  # while detached: the position where it goes on
         self._settled = self.start  # while detached: the settled position, at most `_scheduled`
         self.unsettled: Unsettled | None = None  # set by `_leave`; also written by `settle` and `truncate`
@@ -111,7 +111,6 @@ class TurnMemory:
             for table in self._tables:
                 table.leave()
         self._scheduled, self._settled = position, min(position, self._settled)
-        self.lineage = cut(self.lineage, position)
         if self.unsettled is not None:
             self.unsettled = replace(self.unsettled, position=min(position, self.unsettled.position))
             if self.unsettled.position <= self._settled:
