@@ -43,7 +43,7 @@ CHUNK = 512
 class Steps:
     """Rows of one executor, each with its own `context` token slots."""
 
-    def __init__(self, executor: ModelExecutor, rows: int, context: int) -> None:
+    def __init__(self, executor: ModelExecutor, rows: int, context: int, vocab: int = 40_000) -> None:
         self.executor = executor
         self._pages = pages = -(-context // PAGE)
         executor.prepare((rows * pages,), rows)
@@ -51,7 +51,7 @@ class Steps:
         self._table = TableChanges(table // pages, table % pages, table)
         self._filled = np.zeros(rows, np.int32)  # pages of each row
         self._sampling = tuple((row, RowSampling(GREEDY)) for row in range(rows))
-        self._tokens = np.random.default_rng(0).integers(0, 40_000, 10_000).astype(np.int32)
+        self._tokens = np.random.default_rng(0).integers(0, vocab, 10_000).astype(np.int32)
 
     def fill(self, rows: int, context: int) -> None:
         """Gives `rows` rows the state of at least `context` tokens: the first row computes it, the others get copies.

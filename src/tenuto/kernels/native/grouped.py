@@ -37,7 +37,7 @@ class Grouped:
         def split(rows: Bytes) -> Blocks:
             quants, scales = self._parts(rows, inputs)
             kept = (scales[0].astype(np.float16),) if self.halves else tuple(scales)
-            return Blocks(quants, kept, 1 if self.numbers is PanelFormat.FP8 else 4)
+            return Blocks(quants, kept, 2 if self.numbers is PanelFormat.FP8 else 4)
 
         return Conversion(_WITH_HALVES[self.numbers] if self.halves else self.numbers, split)
 

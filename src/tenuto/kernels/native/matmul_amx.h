@@ -77,19 +77,24 @@ template <class Format, class Use> INLINE const uint8_t *unpack(const Panel &pan
   if constexpr (Format::QUANTIZED) {
     unpack_quants<Format>(panel, b, out, between);
   } else {
-    constexpr int VECTOR_BYTES = Format::BLOCK_BYTES / BLOCK;
+    constexpr int PAIR_BYTES = Format::BLOCK_BYTES / (BLOCK / 2);
     f32x16 factor = splat(1 + TRUNCATION);
     if constexpr (Format::SCALED)
       factor = factor * Format::Layout::scale(panel.behind<Format>(), b, 0);
+    auto put = [&](int row, f32x16 first, f32x16 second) __attribute__((always_inline)) {
+      _mm512_store_si512(out + row * 64, truncated_pair((__m512)(first * factor), (__m512)(second * factor)));
+    };
 #pragma GCC unroll 4
     for (int quarter = 0; quarter < 4; quarter++) {
-      for (int i = 0; i < 4; i++) {
-        const uint8_t *vectors = block + (4 * quarter + i) * 2 * VECTOR_BYTES;
-        __builtin_prefetch(vectors + PREFETCH_DISTANCE, 0, 2);
-        if constexpr (!std::is_same_v<Format, BF16>)
-          _mm512_store_si512(out + (4 * quarter + i) * 64,
-                             truncated_pair((__m512)(Format::weights(vectors) * factor),
-                                            (__m512)(Format::weights(vectors + VECTOR_BYTES) * factor)));
+      for (int row = 4 * quarter; row < 4 * (quarter + 1); row++) {
+        const uint8_t *pair = block + row * PAIR_BYTES;
+        __builtin_prefetch(pair + PREFETCH_DISTANCE, 0, 2);
+        if constexpr (std::is_same_v<Format, F16>) {
+          put(row, float16_to_float(pair), float16_to_float(pair + 32));
+        } else if constexpr (std::is_same_v<Format, FP8>) {
+          const u32x16 both = e4m3_pairs(pair);
+          put(row, as<f32x16>(both << 16), as<f32x16>(both & 0xFFFF0000u));
+        }
       }
       between(quarter);
     }

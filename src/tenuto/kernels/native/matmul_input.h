@@ -14,16 +14,13 @@ enum class InputType { BF16, INT8, F32 };
 // The number of rows from which tiles are faster, although weights have to be unpacked for them; measured with one core
 // of a Xeon with AMX.
 constexpr int rows_for_tiles(PanelFormat format) { return format == PanelFormat::F16 ? 4 : 5; }
-// Whether weights of `format` are multiplied with float32 inputs, where there are no tiles.
-constexpr bool takes_floats(PanelFormat format) {
-  return format == PanelFormat::F32 || format == PanelFormat::F16 || format == PanelFormat::FP8;
-}
 // Returns the type of `rows` input rows for products with a matrix of `format`. Tiles multiply bfloat16, except with
 // float32 weights.
 constexpr InputType input_type(PanelFormat format, int rows) {
-  if (format == PanelFormat::BF16 || (TENUTO_AMX && format != PanelFormat::F32 && rows >= rows_for_tiles(format)))
+  if (format == PanelFormat::BF16 || format == PanelFormat::FP8 ||
+      (TENUTO_AMX && format != PanelFormat::F32 && rows >= rows_for_tiles(format)))
     return InputType::BF16;
-  return takes_floats(format) ? InputType::F32 : InputType::INT8;
+  return format == PanelFormat::F32 || format == PanelFormat::F16 ? InputType::F32 : InputType::INT8;
 }
 
 // Quants of the input have 8 bits, or 15 bits as 128 * quants + fine. Blocks have 15 bits if their highest square is

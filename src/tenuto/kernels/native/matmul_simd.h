@@ -96,45 +96,24 @@ static void add_fine(const Panel &panel, const Input &x, const OutlierBlocks::En
   }
 }
 
-// Does the same with bfloat16 weights, in two sums, so that an addition need not wait for the one before.
-template <int ROWS> static void bf16_rows(const uint8_t *panel, const Input &x, int tile, int from, float *out) {
+// Does the same with pairs of bfloat16 or FP8 weights, in two sums, so that an addition need not wait for the one
+// before. The sums of scaled weights are scaled after each block.
+template <class Format, int ROWS>
+static void pair_rows(const Panel &panel, const Input &x, int tile, int from, float *out) {
+  constexpr int64_t VECTOR_BYTES = Format::BLOCK_BYTES / (BLOCK / 2);
   int64_t at = (int64_t)tile * x.blocks * LANES + from;
-  f32x16 even[ROWS] = {}, odd[ROWS] = {};
+  const uint8_t *vector = panel.data;
+  f32x16 even[ROWS] = {}, odd[ROWS] = {}, acc[ROWS] = {};
   for (int b = 0; b < x.blocks; b++, at += LANES) {
-    for (int j = 0; j < BLOCK / 2; j += 2, panel += 128) {
-      __builtin_prefetch(panel + PREFETCH_DISTANCE, 0, 2);
-      __builtin_prefetch(panel + PREFETCH_DISTANCE + 64, 0, 2);
-      const Pairs first = load_pairs(panel), second = load_pairs(panel + 64);
+    for (int j = 0; j < BLOCK / 2; j += 2, vector += 2 * VECTOR_BYTES) {
+      for (int i = 0; i < 2 * VECTOR_BYTES; i += 64)
+        __builtin_prefetch(vector + PREFETCH_DISTANCE + i, 0, 2);
+      const Pairs first = Format::pairs(vector), second = Format::pairs(vector + VECTOR_BYTES);
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; r++) {
         const PairElement *values = x.pairs + (at + r) * BLOCK + 2 * j;
         even[r] = dot_pair(even[r], first, pair_at(values));
         odd[r] = dot_pair(odd[r], second, pair_at(values + 2));
-      }
-    }
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < ROWS; r++)
-    store(out + r * LANES, even[r] + odd[r]);
-}
-
-// Does the same with weights of float32, float16 or FP8. The sums of scaled weights are scaled after each block.
-template <class Format, int ROWS>
-static void float_rows(const Panel &panel, const Input &x, int tile, int from, float *out) {
-  constexpr int64_t VECTOR_BYTES = Format::BLOCK_BYTES / BLOCK;
-  int64_t at = (int64_t)tile * x.blocks * LANES + from;
-  const uint8_t *vector = panel.data;
-  f32x16 even[ROWS] = {}, odd[ROWS] = {}, acc[ROWS] = {};
-  for (int b = 0; b < x.blocks; b++, at += LANES) {
-    for (int j = 0; j < BLOCK; j += 2, vector += 2 * VECTOR_BYTES) {
-      for (int i = 0; i < 2 * VECTOR_BYTES; i += 64)
-        __builtin_prefetch(vector + PREFETCH_DISTANCE + i, 0, 2);
-      const f32x16 first = Format::weights(vector), second = Format::weights(vector + VECTOR_BYTES);
-#pragma GCC unroll 16
-      for (int r = 0; r < ROWS; r++) {
-        const float *values = x.floats + (at + r) * BLOCK + j;
-        even[r] += first * values[0];
-        odd[r] += second * values[1];
       }
     }
     if constexpr (Format::SCALED) {
@@ -149,14 +128,38 @@ static void float_rows(const Panel &panel, const Input &x, int tile, int from, f
     store(out + r * LANES, Format::SCALED ? acc[r] : even[r] + odd[r]);
 }
 
+// Does the same with weights of float32 or float16.
+template <class Format, int ROWS>
+static void float_rows(const uint8_t *panel, const Input &x, int tile, int from, float *out) {
+  constexpr int64_t VECTOR_BYTES = Format::BLOCK_BYTES / BLOCK;
+  int64_t at = (int64_t)tile * x.blocks * LANES + from;
+  f32x16 even[ROWS] = {}, odd[ROWS] = {};
+  for (int b = 0; b < x.blocks; b++, at += LANES) {
+    for (int j = 0; j < BLOCK; j += 2, panel += 2 * VECTOR_BYTES) {
+      for (int i = 0; i < 2 * VECTOR_BYTES; i += 64)
+        __builtin_prefetch(panel + PREFETCH_DISTANCE + i, 0, 2);
+      const f32x16 first = Format::weights(panel), second = Format::weights(panel + VECTOR_BYTES);
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; r++) {
+        const float *values = x.floats + (at + r) * BLOCK + j;
+        even[r] += first * values[0];
+        odd[r] += second * values[1];
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; r++)
+    store(out + r * LANES, even[r] + odd[r]);
+}
+
 template <class Format, int ROWS>
 INLINE void multiply_rows(const Panel &panel, const Input &x, int tile, int from, float *out) {
-  if constexpr (std::is_same_v<Format, BF16>)
-    bf16_rows<ROWS>(panel.data, x, tile, from, out);
-  else if constexpr (Format::QUANTIZED)
+  if constexpr (Format::QUANTIZED)
     quantized_rows<Format, ROWS>(panel, x, tile, from, out);
+  else if constexpr (std::is_same_v<Format, F32> || std::is_same_v<Format, F16>)
+    float_rows<Format, ROWS>(panel.data, x, tile, from, out);
   else
-    float_rows<Format, ROWS>(panel, x, tile, from, out);
+    pair_rows<Format, ROWS>(panel, x, tile, from, out);
 }
 
 // Multiplies rows `first` to `last` of the input, `first` a multiple of 16, by a panel: float [last - first][16].

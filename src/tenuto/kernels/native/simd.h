@@ -86,6 +86,20 @@ INLINE Pairs load_pairs(const void *p) {
 }
 INLINE f32x16 dot_pair(f32x16 acc, Pairs a, Pair b) { return acc + a.first * b.first + a.second * b.second; }
 #endif
+#if !(TENUTO_AVX512 && TENUTO_BF16)
+// Returns 16 pairs of floats of 8 bits (E4M3, arXiv:2209.05433). Their bits become those of a float32 that is 2^120
+// times too small.
+INLINE Pairs e4m3_pairs(const void *p) {
+  const u32x16 v = widened(load<u16x16>(p));
+  const f32x16 first = as<f32x16>((v & 0x80u) << 24 | (v & 0x7Fu) << 20) * 0x1p120f,
+               second = as<f32x16>((v & 0x8000u) << 16 | (v & 0x7F00u) << 12) * 0x1p120f;
+#if TENUTO_BF16
+  return as<u32x16>(first) >> 16 | as<u32x16>(second);
+#else
+  return {first, second};
+#endif
+}
+#endif
 INLINE Pair pair_at(const PairElement *p) {
   Pair pair;
   memcpy(&pair, p, sizeof pair);

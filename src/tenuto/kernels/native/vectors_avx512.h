@@ -51,6 +51,18 @@ INLINE void store_bytes(uint8_t *to, int index, u32x16 v) {
 #if TENUTO_BF16
 // Rounds to bfloat16, as `to_bf16_bits` does.
 INLINE u16x16 rounded_to_bf16(f32x16 v) { return (u16x16)_mm512_cvtneps_pbh((__m512)v); }
+// Returns 16 pairs of floats of 8 bits (E4M3, arXiv:2209.05433) as bfloat16. Those without a leading one, the multiples
+// of 2^-9 below 2^-6, come from a table.
+INLINE u32x16 e4m3_pairs(const void *p) {
+  alignas(64) static constexpr uint16_t SMALL[32] = {0, 0x3B00, 0x3B80, 0x3BC0, 0x3C00, 0x3C20, 0x3C40, 0x3C60};
+  const __m512i x = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)p));
+  const __m512i size = _mm512_slli_epi16(_mm512_and_si512(x, _mm512_set1_epi16(0x7F)), 4);
+  const __m512i normal = _mm512_add_epi16(size, _mm512_set1_epi16(0x3C00));
+  const __mmask32 small = _mm512_testn_epi16_mask(x, _mm512_set1_epi16(0x78));
+  const __m512i both = _mm512_mask_permutexvar_epi16(normal, small, x, _mm512_load_si512(SMALL));
+  // The sign: x << 8 & 0x8000 | both.
+  return (u32x16)_mm512_ternarylogic_epi32(_mm512_slli_epi16(x, 8), _mm512_set1_epi16((short)0x8000), both, 0xEA);
+}
 // Adds to each lane of `acc` the dot product of a pair of bfloat16 in `a` and the pair `b`.
 INLINE f32x16 dot_bf16(f32x16 acc, u32x16 a, uint32_t b) {
   return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)_mm512_set1_epi32((int)b));

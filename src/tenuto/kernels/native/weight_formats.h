@@ -213,6 +213,7 @@ template <int block_bytes, bool scaled = false> struct Unquantized {
 
 // Lane n of vector j has the pair w[2 j], w[2 j + 1].
 struct BF16 : Unquantized<16 * 64> {
+  INLINE Pairs pairs(const uint8_t *vector) { return load_pairs(vector); }
   INLINE float weight(const uint8_t *block, int k, int lane) {
     return float_of(load<uint16_t>(block + (k / 2) * 64 + lane * 4 + (k % 2) * 2));
   }
@@ -230,15 +231,14 @@ struct F32 : Unquantized<32 * 64> {
   INLINE float weight(const uint8_t *block, int k, int lane) { return load<float>(block + k * 64 + lane * 4); }
 };
 
-// Vector j has w[j], floats of 8 bits (E4M3, arXiv:2209.05433): their bits become those of a float32 that is 2^120
-// times too small.
+// Lane n of vector j has the pair w[2 j], w[2 j + 1] of floats of 8 bits (E4M3).
 struct FP8 : Unquantized<32 * 16, true> {
   typedef Floats<false> Layout;
-  INLINE f32x16 weights(const uint8_t *vector) {
-    const u32x16 bits = load_bytes(vector);
-    return as<f32x16>((bits & 0x80u) << 24 | (bits & 0x7Fu) << 20) * 0x1p120f;
+  INLINE Pairs pairs(const uint8_t *vector) { return e4m3_pairs(vector); }
+  INLINE float weight(const uint8_t *block, int k, int lane) {
+    const uint32_t bits = block[k / 2 * 32 + lane * 2 + k % 2];
+    return float_of((uint16_t)((bits & 0x80) << 8 | (bits & 0x7F) << 4)) * 0x1p120f;
   }
-  INLINE float weight(const uint8_t *block, int k, int lane) { return lane_of(weights(block + k * 16), lane); }
 };
 
 // Calls `use` with an object of the struct for `format`, so that `use` is compiled for each.
