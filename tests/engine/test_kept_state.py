@@ -416,3 +416,19 @@ def test_a_fork_of_a_parked_session_has_state_of_the_same_weights() -> None:
     assert turn.result.usage.cached == again
     assert list(turn.output) == said([*history, 8], [(0, 0), (first, second), (again, third)], 4)
     assert stage.starts("fork") == [(0, "default"), (first, "1"), (again, "2")]
+
+
+def test_tokens_computed_again_under_other_weights_are_counted_as_such() -> None:
+    stage = Weighed()
+    session = stage.committed()
+    computed = session.memory.computed
+    stage.update("new", keep_state=False)
+    turn = stage.say("s", [7], 4)
+    stage.play()
+    assert turn.result is not None
+    assert turn.result.usage.recomputed == {"weights changed": computed}
+    stage.update("newer", keep_state=True)
+    turn = stage.say("s", [7], 4)
+    stage.play()
+    assert turn.result is not None
+    assert turn.result.usage.recomputed == {}

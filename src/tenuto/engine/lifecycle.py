@@ -217,14 +217,14 @@ class Lifecycle:
             self._queue.push(turn)  # computed again when there is room
         self.note_memory(session)
 
-    def flush(self, session: Session) -> bool:
-        """Drops a session without a running turn to its tokens, on the device and in tiers. Returns whether it held
-        anything on the device."""
+    def flush(self, session: Session, why: str = "flushed") -> bool:
+        """Drops a session without a running turn to its tokens, on the device and in tiers; `why` is counted when they
+        are computed again. Returns whether it held anything on the device."""
         self._idle_memory.forget(session)
         self.expectations.forget(session)
         held = session.memory.computed > 0 or session.memory.turn is not None
         while session.memory.computed or session.memory.turn is not None:
-            self.drop(session, "flushed")
+            self.drop(session, why)
         return held
 
     def note_memory(self, session: Session) -> None:

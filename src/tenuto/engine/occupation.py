@@ -14,6 +14,9 @@ from tenuto.engine.guard import guarded
 from tenuto.engine.lifecycle import Lifecycle
 from tenuto.memory.lineage import WeightsVersion
 
+NEW_WEIGHTS = "weights changed"
+"""The reason why tokens are computed again under other weights."""
+
 
 class Occupation:
     """Determines whether the engine computes. It plans no steps while it is `paused`, or while the system has parts of
@@ -171,11 +174,12 @@ class Occupation:
         """Frees all units and lands all steps in flight; running turns queue again. With `park`, the memory of sessions
         is parked as far as there is room; otherwise it is discarded, in tiers too."""
         self._lifecycle.expectations.withdraw_all()
+        why = "preempted" if park else NEW_WEIGHTS
         for turn in list(self._batch.running()):
-            self._lifecycle.preempt(turn)
+            self._lifecycle.preempt(turn, why)
         for session in [*self._sessions, *self._sessions.prefixes]:
             if not park:
-                self._lifecycle.flush(session)
+                self._lifecycle.flush(session, NEW_WEIGHTS)
                 if session.turn is not None and session.turn.pool is not None:
                     session.turn.pool.restart()
             while session.memory.computed or session.memory.turn is not None:
