@@ -76,6 +76,13 @@ def codex(fetched: Fetched, place: Path) -> str:
 
 def opencode(fetched: Fetched, place: Path) -> str:
     """Runs OpenCode, from npm, over OpenAI's chat interface. Returns its version."""
+    record, version = record_opencode(fetched, place)
+    _show(record)
+    return version
+
+
+def record_opencode(fetched: Fetched, place: Path) -> tuple[Recording, str]:
+    """Runs OpenCode. Returns its requests and its version."""
     programs, version = fetched.npm("opencode-ai")
     note = place / "project" / "note.txt"
     _write(note)
@@ -90,8 +97,7 @@ def opencode(fetched: Fetched, place: Path) -> str:
             _expect(any(event["part"].get("text") == ANSWER for event in events), "no answer is the model's", events)
             if len(more) == 1:
                 _expect(NOTE in _text_of(events, "tool_use"), "the file's text is in no tool result", events)
-    _show(record)
-    return version
+    return record, version
 
 
 def _opencode_settings(url: str) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""A proxy between a client and a server, which records how many tokens of earlier requests were not computed again."""
+"""A proxy between a client and a server, which records requests, and how many tokens of earlier ones were not computed
+again."""
 
 from __future__ import annotations
 
@@ -45,16 +46,27 @@ class Counted:
         return cls(usage[f"{prompt}_tokens"], cached, usage[f"{answer}_tokens"])
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request: its path, its headers and its body, a JSON object."""
+
+    path: str
+    headers: Mapping[str, str]
+    body: dict[str, Any]
+
+
 @dataclass(slots=True)
 class Recording:
-    """The requests that were answered in a session, by session and in order."""
+    """The requests that were answered in a session, in order, and their token counts by session."""
 
     url: str
     sessions: dict[str, list[Counted]] = field(default_factory=dict)
+    requests: list[Asked] = field(default_factory=list)
 
-    def add(self, session: str, body: bytes) -> None:
-        """Adds a request with the `body` of its answer."""
-        if (usage := _usage(body)) is not None:
+    def add(self, session: str, asked: Asked, answer: bytes) -> None:
+        """Adds a request with the body of its answer."""
+        self.requests.append(asked)
+        if (usage := usage_of(answer)) is not None:
             self.sessions.setdefault(session, []).append(Counted.of(usage))
 
     def reuse(self, requests: int) -> list[tuple[int, int]]:
@@ -73,7 +85,7 @@ class Recording:
         return found
 
 
-def _usage(body: bytes) -> dict[str, Any] | None:
+def usage_of(body: bytes) -> dict[str, Any] | None:
     """Returns the complete usage in an answer, which may be a stream of events; later events add to earlier ones."""
     lines = body.split(b"\n")
     events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")] or [json.loads(body)]
@@ -95,13 +107,10 @@ def recording(url: str) -> Iterator[Recording]:
             yield
 
     async def forward(request: Request) -> StreamingResponse:
-        headers = [(name, value) for name, value in request.headers.raw if name not in (b"host", b"accept-encoding")]
-        asked = client.build_request(
-            request.method,
-            httpx.URL(path=request.url.path, query=request.url.query.encode()),
-            headers=headers,
-            content=await request.body(),
-        )
+        headers = {name: value for name, value in request.headers.items() if name not in ("host", "accept-encoding")}
+        given = await request.body()
+        url = httpx.URL(path=request.url.path, query=request.url.query.encode())
+        asked = client.build_request(request.method, url, headers=headers, content=given)
         answer = await client.send(asked, stream=True)
 
         async def body() -> AsyncIterator[bytes]:
@@ -110,7 +119,7 @@ def recording(url: str) -> Iterator[Recording]:
                 whole += piece
                 yield piece
             if answer.is_success and (session := answer.headers.get(SESSION)) is not None:
-                record.add(session, whole)
+                record.add(session, Asked(request.url.path, headers, json.loads(given)), whole)
 
         told = {name: value for name, value in answer.headers.items() if name not in ("date", "server")}
         return StreamingResponse(body(), answer.status_code, told)

@@ -137,6 +137,23 @@ def _vllm_environment(setting: Setting) -> dict[str, str]:
     }
 
 
+Served = tuple[Sequence[str], Mapping[str, str]]
+"""A server's command, which gets a `--port` option, and its environment."""
+
+
+def llama_server(setting: Setting, context: int) -> Served | None:
+    """Returns llama.cpp's server for one conversation, with its own chat templates; `None` if it is not installed."""
+    program = setting.peers / LLAMA_PROGRAMS / "llama-server"
+    options = ["--model", str(setting.gguf), "--threads", str(setting.threads), "--parallel", "1", "--jinja"]
+    return ([str(program), *options, "--ctx-size", str(context)], {}) if program.exists() else None
+
+
+def vllm_server(setting: Setting, context: int) -> Served | None:
+    """Returns vLLM's server; `None` if it is not installed."""
+    command = [*_vllm(setting, Shape(1, 1)), "--max-model-len", str(context)]
+    return (command, _vllm_environment(setting)) if (setting.peers / "vllm" / "version").exists() else None
+
+
 def _openvino(kept_as: str) -> Command:
     """Returns OpenVINO's command; `kept_as` is its name for the type of keys and values."""
 

@@ -11,6 +11,7 @@ import pytest
 
 from bench.clients.caller import ANSWER, write_caller
 from bench.clients.recording import recording
+from bench.clients.replay import replay
 from tests.serve.server import serving
 
 
@@ -48,6 +49,11 @@ def test_a_recording_counts_the_earlier_tokens_that_were_reused() -> None:
         ask(long, said, "two", session="a")
         [(reused, earlier)] = record.reuse(2)
         assert 300 < earlier - 1 <= reused <= earlier
+        with serving("--model", "witness") as other:
+            first, second = replay(other.url, record.requests)
+        assert (first.computed, first.prompt + 8) == (first.prompt, earlier)
+        assert second.computed < second.prompt - 300
+        assert first.seconds > 0 < second.seconds
         with pytest.raises(AssertionError, match="no session has 3 requests"):
             record.reuse(3)
         ask(long, "changed", "two", session="a")  # forks at the beginning
