@@ -51,7 +51,7 @@ def test_a_recording_counts_the_earlier_tokens_that_were_reused() -> None:
         assert 300 < earlier - 1 <= reused <= earlier
         with serving("--model", "witness") as other:
             first, second = replay(other.url, record.requests)
-        assert (first.computed, first.prompt + 8) == (first.prompt, earlier)
+        assert 300 < first.computed == first.prompt < earlier
         assert second.computed < second.prompt - 300
         assert first.seconds > 0 < second.seconds
         with pytest.raises(AssertionError, match="no session has 3 requests"):
