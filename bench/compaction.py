@@ -1,4 +1,4 @@
-"""What a compaction saves: `python -m bench.compaction [MODEL]`.
+"""Measures the savings of a compaction: `python -m bench.compaction [MODEL]`.
 
 A session of twelve turns has its turns 2 to 10 replaced by a given summary. Then it takes a turn. Beside it, in the
 same run, the compacted history and the same question are sent as one request, without a session and without shared
