@@ -278,6 +278,11 @@ def is_parked(engine: Engine, session: Session) -> bool:
     return engine.idle_memory.position(session) > 0
 
 
+def coming_back(engine: Engine) -> set[Session]:
+    """Returns the sessions whose state comes back before their turns."""
+    return set(engine.expectations._coming)
+
+
 def copying(engine: Engine) -> bool:
     """Returns whether copies to the device are under way."""
     return engine.idle_memory.copying

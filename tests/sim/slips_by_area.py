@@ -234,6 +234,7 @@ EXPECTATIONS = (
     Slip("engine.expectations", "        return [lease for each in self._coming.values() for lease in each.leases]\n", "        return []\n"),
     Slip("engine.expectations", "memory.lacking(session, position) + pledged, rest", "memory.lacking(session, position), rest"),
     Slip("engine.expectations", "            if failures:\n", "            if False:\n"),
+    Slip("engine.expectations", "        if memory.restorable(session, last) != position:\n", "        if False:\n"),
     Slip("engine.expectations", "            if not self._begin(session, admission):\n", "            if self._begin(session, admission):\n"),
     Slip("engine.lifecycle", "        self._idle_memory.forget(session)\n        self.expectations.forget(session)\n", "        self._idle_memory.forget(session)\n"),
     Slip("engine.lifecycle", "        self.expectations.met(turn.session)\n", ""),

@@ -45,6 +45,7 @@ class Watch:
         # with their turns, and the tokens they have in memory
         self._pinned: dict[Session, tuple[Turn | None, int]] = {}
         self._trimmed = self._evicted = 0  # checkpoints evicted before the step: to keep the budget, and in all
+        self._coming: set[Session] = set()  # whose state came back early before the step
         self._first = 0, world.steps  # the first in the queue, and the last step at which it did not fit
         self._progress = world.steps
         self._executed = 0
@@ -75,6 +76,7 @@ class Watch:
         there = [s for s in world.engine.registry if s.policy.pinned and not s.memory.arriving]
         self._pinned = {s: (s.turn, s.memory.computed) for s in there}
         self._trimmed, self._evicted = internals.trimmed(world.engine), world.engine.memory.cache.evicted
+        self._coming = internals.coming_back(world.engine)
         self._judged = False
         self._planned = set()
         self._slow = set()
@@ -155,6 +157,8 @@ class Watch:
             return
         if world.engine.memory.cache.evicted != self._evicted:
             return  # a session may have yielded so that a checkpoint could be evicted
+        if not self._coming <= internals.coming_back(world.engine):
+            return  # state that came back early was given up after others had yielded
         if internals.copying(world.engine):
             return  # yielded units may be freed only when copies end
         if world.config.overlap and len(world.engine.batch) == world.config.running:  # for a row: it could not pause

@@ -149,7 +149,8 @@ class Expectations:
 
     def _begin(self, session: Session, admission: Admission) -> bool:
         """Begins to bring the state of an idle session back. Returns False if it is not parked, or has no room."""
-        memory, position = self._memory, self._memory.restorable(session, max(0, len(session.history) - 1))
+        memory, last = self._memory, max(0, len(session.history) - 1)
+        position = memory.restorable(session, last)
         if not position or self._core.queue.submitted:
             return False
         busy = len(self._core.batch) or self._coming
@@ -157,6 +158,8 @@ class Expectations:
         pledged = admission.pledged(self._core.batch.running(), later=True)
         if not self._pressure.make_way(lambda: memory.lacking(session, position) + pledged, rest):
             return False
+        if memory.restorable(session, last) != position:
+            return False  # sessions that made way were parked, and took its place in a tier
         leases = memory.acquire(session, position, self)
         if leases is None:
             return False
