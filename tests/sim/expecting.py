@@ -89,7 +89,7 @@ def _comes_back(world: RandomWorld) -> None:
     position = engine.idle_memory.position(session)
     if not (_rests(world, session) and position):
         return
-    if not engine.idle_memory.restorable(session, max(0, len(session.history) - 1)):
+    if not _restorable(world, session):
         return
     room = bool((engine.idle_memory.lacking(session, position) <= engine.memory.free()).all())
     failures = engine.idle_memory.recomputed.copy()
@@ -98,8 +98,13 @@ def _comes_back(world: RandomWorld) -> None:
         world.step()
         if not world.is_open(sid) or engine.idle_memory.recomputed != failures:
             return
-    if room and _rests(world, session) and session not in internals.coming_back(engine):
+    waits = _rests(world, session) and session not in internals.coming_back(engine)
+    if room and waits and _restorable(world, session):
         world.found("expected", f"{sid} has room, and its state of {position} tokens does not come back")
+
+
+def _restorable(world: RandomWorld, session: Session) -> bool:
+    return world.engine.idle_memory.restorable(session, max(0, len(session.history) - 1)) > 0
 
 
 def _rests(world: RandomWorld, session: Session) -> bool:

@@ -157,8 +157,8 @@ class Watch:
             return
         if world.engine.memory.cache.evicted != self._evicted:
             return  # a session may have yielded so that a checkpoint could be evicted
-        if not self._coming <= internals.coming_back(world.engine):
-            return  # state that came back early was given up after others had yielded
+        if self._coming != internals.coming_back(world.engine):
+            return  # others yielded to state that comes back early, or before it was given up
         if internals.copying(world.engine):
             return  # yielded units may be freed only when copies end
         if world.config.overlap and len(world.engine.batch) == world.config.running:  # for a row: it could not pause

@@ -47,8 +47,8 @@ class Expectations:
 
     State that comes back belongs to the expectations until all of it has arrived, and then to the session at once.
     Until then the session is parked as before: a turn that starts meanwhile waits for the same copies. State comes back
-    only while no turn waits for room, to units that are free or that cached checkpoints and closed sessions have,
-    beside those that running turns need for their known tokens. While no turn runs either, idle sessions that are
+    only while no turn or draft waits for room, to units that are free or that cached checkpoints and closed sessions
+    have, beside those that running turns need for their known tokens. While no turn runs either, idle sessions that are
     expected later make way. It yields to every turn that needs its units.
 
     Invariant: the leases of `_coming` are those of this holder. An expectation has an entry in `_due` until it has
@@ -151,7 +151,7 @@ class Expectations:
         """Begins to bring the state of an idle session back. Returns False if it is not parked, or has no room."""
         memory, last = self._memory, max(0, len(session.history) - 1)
         position = memory.restorable(session, last)
-        if not position or self._core.queue.submitted:
+        if not position or len(self._core.queue):
             return False
         busy = len(self._core.batch) or self._coming
         rest = None if busy or session.expected is None else max(0.0, session.expected - self._clock.now())
