@@ -14,6 +14,9 @@ from tenuto.exec.words import words_of
 from tenuto.kernels.ragged import ragged_arange
 
 
+_ALL = np.uint32(0xFFFFFFFF)
+
+
 class WitnessSampler:
     """Samples for the rows of a witness. `last`: each row's latest sample."""
 
@@ -63,8 +66,8 @@ class WitnessSampler:
         allowed: dict[int, Words] = {}
         for each in masks:
             words = each.allowed.result()
-            if words is not None:
-                allowed.update(enumerate(words, each.place))
+            if words is not None:  # a mask of all tokens does not limit them
+                allowed |= {i: mask for i, mask in enumerate(words, each.place) if not (mask == _ALL).all()}
         for i, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
             asked = self._asking.get(row)
             masked = asked.masked if asked is not None and position < asked.masked_before else ()
