@@ -1,9 +1,9 @@
 """`python -m bench.forks [LENGTH...]`: what it takes to begin a sub-agent's session as a fork of its parent's.
 
-A parent's conversation of each length is under way. A child, named by OpenCode's headers, sends the same conversation
-with another message at its end. The time of its request is compared with that of the same request once the child has
-its own session, which was rewound to where it began: that takes the child's own tokens alone. The time of a fork itself
-is that of `POST /v1/sessions/ID/fork`, beside a request that only reads the session. Medians; the model is hand-made
+A parent's conversation of each length goes on, one message after the other. Between its messages, children, named by
+OpenCode's headers, send the conversation's beginning with a message of the same length. A child's request takes a fork
+and its own tokens; the parent's takes its own tokens alone. The time of a fork itself is that of
+`POST /v1/sessions/ID/fork`, beside a request that only reads the session. Medians; the model is hand-made
 (`bench.clients.caller`), with a token for each byte.
 """
 
@@ -25,7 +25,7 @@ from tenuto.serve.shared.answer_headers import SESSION
 
 LENGTHS = (1024, 8192, 65_536)
 ROUNDS = 40
-OWN = "The sub-agent's own message."
+OWN, CHILDS = "What is next, if anything?", "What shall a sub-agent do?"
 
 
 def seconds(ask: Callable[..., httpx.Response], *given: Any, **more: Any) -> float:
@@ -47,24 +47,23 @@ def measure(http: httpx.Client, length: int) -> str:
         ).raise_for_status()
 
     answer = ask(parent, messages)
-    session = answer.headers[SESSION]
-    said = answer.json()["choices"][0]["message"]["content"]
-    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": OWN}]
-    forked, own, forks, reads, cached = [], [], [], [], 0
+    said = {"role": "assistant", "content": answer.json()["choices"][0]["message"]["content"]}
+    own = [said, {"role": "user", "content": OWN}]
+    beginning, session = [*messages, said, {"role": "user", "content": CHILDS}], answer.headers[SESSION]
+    forked, alone, forks, reads, cached = [], [], [], [], 0
     for number in range(ROUNDS):
+        messages += own
+        alone.append(seconds(ask, parent, messages))
         name = f"{parent}-child-{number}"
         began = time.perf_counter()
-        answer = ask(name, messages, **{"x-parent-session-id": parent})
+        answer = ask(name, beginning, **{"x-parent-session-id": parent})
         forked.append(time.perf_counter() - began)
-        child, cached = answer.headers[SESSION], answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-        http.post(f"/v1/sessions/{child}/rewind", json={"turn": 1}).raise_for_status()
-        own.append(seconds(ask, name, messages))
-        copy = f"{name}-copy"
-        forks.append(seconds(http.post, f"/v1/sessions/{session}/fork", json={"id": copy}))
+        cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        forks.append(seconds(http.post, f"/v1/sessions/{session}/fork", json={"id": f"{name}-copy"}))
         reads.append(seconds(http.get, f"/v1/sessions/{session}"))
-        for each in (child, copy):
+        for each in (answer.headers[SESSION], f"{name}-copy"):
             http.delete(f"/v1/sessions/{each}").raise_for_status()
-    times = [1000 * median(each) for each in (forked, own, forks, reads)]
+    times = [1000 * median(each) for each in (forked, alone, forks, reads)]
     return f"{length:>8} {cached:>8} {times[0]:>10.2f} {times[1]:>10.2f} {times[2]:>10.2f} {times[3]:>10.2f}"
 
 
