@@ -13,7 +13,6 @@ from tenuto.exec.witness_hashes import Hashes, Longs, next_allowed, next_unmaske
 from tenuto.exec.words import words_of
 from tenuto.kernels.ragged import ragged_arange
 
-
 _ALL = np.uint32(0xFFFFFFFF)
 
 
