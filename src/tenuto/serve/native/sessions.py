@@ -26,10 +26,9 @@ from tenuto.base.wire.messages import (
     Rewind,
     Trim,
 )
+from tenuto.serve.native.answer_schemas import Compaction, ErasedSession, RecordList, Session, SessionList, etag
 from tenuto.serve.native.answers import session_body, shown
 from tenuto.serve.native.schemas import (
-    Compaction,
-    ErasedSession,
     Expectation,
     IfMatch,
     NewCompaction,
@@ -37,12 +36,8 @@ from tenuto.serve.native.schemas import (
     NewSession,
     NewTrim,
     Position,
-    RecordList,
-    Session,
     SessionFile,
     SessionId,
-    SessionList,
-    etag,
     version_of,
 )
 from tenuto.serve.native.state_files import STATE_ANSWER, STATE_BODY, document_of, spool, spooled, streamed

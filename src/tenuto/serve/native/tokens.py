@@ -13,7 +13,8 @@ from tenuto.base.arrow import parquet_of, stream_of
 from tenuto.base.errors import NotAcceptable
 from tenuto.base.tokens import PackedTokens, SessionTokens
 from tenuto.base.wire.messages import GetTokens
-from tenuto.serve.native.schemas import SessionId, TokenList, etag
+from tenuto.serve.native.answer_schemas import TokenList, etag
+from tenuto.serve.native.schemas import SessionId
 from tenuto.serve.shared.bodies import JsonRoute, in_parser
 from tenuto.serve.shared.edge import Caller, EdgeOf
 from tenuto.serve.shared.schemas import REFUSALS

@@ -13,19 +13,16 @@ from tenuto.base.checks import MAX_COUNT
 from tenuto.base.errors import IllegalTransition, InvalidRequest, SessionBusy
 from tenuto.base.turns import TurnKind, check_keep, last_role
 from tenuto.base.wire.messages import AbortTurn, Draft
+from tenuto.serve.native.answer_schemas import STREAMED, Session, Turn, etag
 from tenuto.serve.native.answers import TurnAnswer, shown, turn_body
 from tenuto.serve.native.schemas import (
-    STREAMED,
     Abort,
     IfMatch,
     NewAppend,
     NewDraft,
     NewTurn,
-    Session,
     SessionId,
-    Turn,
     TurnId,
-    etag,
     turn_input,
     version_of,
 )
