@@ -149,8 +149,9 @@ def llama_server(setting: Setting, context: int) -> Served | None:
 
 
 def vllm_server(setting: Setting, context: int) -> Served | None:
-    """Returns vLLM's server; `None` if it is not installed."""
-    command = [*_vllm(setting, Shape(1, 1)), "--max-model-len", str(context)]
+    """Returns vLLM's server, which looks for calls of tools in answers; `None` if it is not installed."""
+    calls = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    command = [*_vllm(setting, Shape(1, 1)), *calls, "--max-model-len", str(context)]
     return (command, _vllm_environment(setting)) if (setting.peers / "vllm" / "version").exists() else None
 
 
