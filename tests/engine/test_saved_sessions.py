@@ -78,7 +78,12 @@ class Talk:
             except TenutoError as error:
                 said.append((error.code, str(error)))
             self.play()
-        return [*said, session.saved()]
+        return [*said, exported(session.saved())]
+
+
+def exported(saved: SavedSession) -> SavedSession:
+    """Returns the saved session as exports have it: without how its turns were made."""
+    return replace(saved, records=tuple(msgspec.structs.replace(each, made=None) for each in saved.records))
 
 
 def moved(saved: SavedSession) -> SavedSession:
@@ -112,7 +117,7 @@ def test_a_session_rebuilt_from_its_records_continues_the_same_way(
     third = Talk()
     policy = Policy(metadata=saved.policy.metadata)
     imported = third.do(ImportSession(session=saved.session, policy=policy, document=in_a_file(here, saved.session)))
-    assert imported.saved() == saved
+    assert imported.saved() == exported(saved)
     assert there.goes_on(rebuilt) == here.goes_on(session) == third.goes_on(imported)
     there.engine.audit()
 

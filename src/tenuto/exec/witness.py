@@ -129,6 +129,7 @@ class WitnessExecutor:
         self._weights = np.zeros(1, np.int64)  # the mark of the weights in use
         self._adapters: dict[int, np.uint64] = {}  # by slot: what the hash of the empty history is changed by
         self._units: tuple[int, ...] = ()
+        self._slots: list[tuple[Hashes, Longs]] = []
         self._flight: deque[_Step] = deque()  # the oldest first
         self._losing: list[_Step] = []  # steps whose rows are lost once all of them are computed
         self._trusting = False  # whether the step being computed is void: its reads are not verified

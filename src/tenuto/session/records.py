@@ -63,6 +63,11 @@ class TurnRecord(msgspec.Struct, frozen=True, gc=False):
     cut: bool = False
     made: Made | None = None
 
+    @property
+    def logprob_bytes(self) -> int:
+        """The size of its log-probabilities."""
+        return len(self.made.logprobs) if self.made is not None else 0
+
 
 class Origin(msgspec.Struct, frozen=True, gc=False):
     """Where a session was forked: from the first `position` tokens of the session `parent`, which are its first `turns`

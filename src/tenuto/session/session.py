@@ -52,6 +52,7 @@ class Session:
         self.state = SessionState.OPEN
         self.history = array("i")
         self.records: list[TurnRecord] = []
+        self._logprob_bytes = 0  # the sum of those of the records
         self.birth = secrets.randbits(63)  # no other session has the same
         self.origin: Origin | None = None  # where it was forked, if it was
         self.parent: Session | None = None  # the session of its origin, while that is open
@@ -102,8 +103,7 @@ class Session:
         """The approximate size of the session in a journal, as if it shared no pieces with others."""
         if not self.policy.lasting:
             return 0
-        fixed = SESSION_BYTES + len((self.system or "").encode())
-        fixed += sum(len(record.made.logprobs) for record in self.records if record.made is not None)
+        fixed = SESSION_BYTES + len((self.system or "").encode()) + self._logprob_bytes
         return fixed + 4 * len(self.history) + RECORD_BYTES * len(self.records) + self.results.size
 
     @property
@@ -131,6 +131,7 @@ class Session:
         """Commits `turn`: adds its input and `output` to the history, and its memory, except for the last token, to the
         session's memory."""
         replaced = self.records.pop() if turn.replaces else None
+        self._logprob_bytes -= replaced.logprob_bytes if replaced is not None else 0
         del self.history[turn.base_length :]
         start = replaced.start if replaced is not None else turn.base_length
         self._extend(start, turn.input, output, turn.conversation, made=turn.made(len(output)))
@@ -172,7 +173,12 @@ class Session:
         self.history.extend(output)
         if len(self.history) > start:  # an empty append leaves no record
             self.records.append(TurnRecord(start, input_end, len(self.history), conversation, cut, made))
+            self._logprob_bytes += self.records[-1].logprob_bytes
         self.version += 1
+
+    def _set_records(self, records: list[TurnRecord]) -> None:
+        self.records = records
+        self._logprob_bytes = sum(record.logprob_bytes for record in records)
 
     def saved(self) -> SavedSession:
         """Returns the session as its last commit left it."""
@@ -191,7 +197,7 @@ class Session:
     def restore(self, saved: SavedSession) -> None:
         """Fills this new session with the saved history."""
         self.history.extend(saved.tokens)
-        self.records = list(saved.records)
+        self._set_records(list(saved.records))
         self.version = saved.version
         self.results = KeptTurns(saved.results)
         self.birth, self.origin = saved.birth if saved.birth is not None else self.birth, saved.origin
@@ -229,7 +235,7 @@ class Session:
         self.require_idle("rewind")
         self.check_position(position)
         del self.history[position:]
-        self.records = cut_records(self.records, position)
+        self._set_records(cut_records(self.records, position))
         self.version += 1
         if self.suffixes is not None:
             self.suffixes.cut(position)
@@ -240,7 +246,7 @@ class Session:
         open turn is not part of it."""
         self.check_position(position)
         child.history = self.history[:position]
-        child.records = cut_records(self.records, position)
+        child._set_records(cut_records(self.records, position))
         child.origin = Origin(self.id, self.birth, position, len(child.records))
         child.join(self)
         if self.suffixes is not None:
@@ -263,7 +269,7 @@ class Session:
                 break
             same += 1
         self.history[kept:] = source.history[kept:]
-        self.records[same:] = source.records[same:]
+        self._set_records(self.records[:same] + source.records[same:])
         self.version += 1
         self.digests.cut(kept)
         if self.suffixes is not None:
@@ -290,7 +296,8 @@ class Session:
         tokens = len(self.history)
         self.history[:] = array("i", bytes(self.history.itemsize * tokens))
         del self.history[:]
-        self.records, self.results, self.suffixes = [], KeptTurns(), None
+        self._set_records([])
+        self.results, self.suffixes = KeptTurns(), None
         return tokens
 
     def close(self) -> None:
