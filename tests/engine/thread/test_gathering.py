@@ -17,7 +17,7 @@ from tenuto.base.options import TurnParams
 from tenuto.base.turns import Delta
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread import gathering
-from tenuto.engine.thread.gathering import EXPECTED_SECONDS, MOST_SECONDS, QUIET_SECONDS, Gathering
+from tenuto.engine.thread.gathering import EXPECTED_SECONDS, JUST_SECONDS, MOST_SECONDS, QUIET_SECONDS, Gathering
 from tenuto.engine.thread.loop import EngineLoop
 from tenuto.exec.witness import WitnessExecutor
 from tenuto.session.session import Session
@@ -46,6 +46,9 @@ class Watched:
         self.gathering.begin([turn], now)
         return turn
 
+    def seconds(self, now: float) -> float:
+        return self.gathering.seconds(now, only_begins=self.stage.engine.only_begins)
+
     def finish(self, now: float) -> None:
         while self.stage.engine.queued or len(self.stage.engine.batch):
             self.gathering.note(self.stage.engine.step().changes, now)
@@ -55,26 +58,72 @@ def test_a_lone_session_never_waits() -> None:
     watched = Watched(1)
     for turn in range(3):
         watched.begin(watched.sessions[0], NOW + turn)
-        assert watched.gathering.seconds(NOW + turn) == 0
+        assert watched.seconds(NOW + turn) == 0
         watched.finish(NOW + turn)
 
 
 def test_the_first_turn_waits_for_the_others_until_all_have_arrived() -> None:
     watched = Watched(3)
     for number, session in enumerate(watched.sessions):
-        assert watched.gathering.seconds(NOW) > 0
+        assert number == 0 or watched.seconds(NOW) > 0
         watched.begin(session, NOW + number * MOMENT)
-    assert watched.gathering.seconds(NOW + 3 * MOMENT) == 0
+    assert watched.seconds(NOW + 3 * MOMENT) == 0
     watched.finish(NOW + 1)
     watched.begin(watched.sessions[2], NOW + 1 + MOMENT)
-    assert watched.gathering.seconds(NOW + 1 + MOMENT) == pytest.approx(QUIET_SECONDS)
+    assert watched.seconds(NOW + 1 + MOMENT) == pytest.approx(QUIET_SECONDS)
+
+
+def test_turns_of_forks_and_of_sessions_that_committed_at_other_times_do_not_wait() -> None:
+    watched = Watched(1)
+    parent = watched.sessions[0]
+    watched.begin(parent, NOW)
+    watched.finish(NOW + 0.01)
+    child = watched.stage.engine.sessions.fork(parent.id, child="child")
+    watched.note(NOW + 0.012)
+    watched.begin(child, NOW + 0.012)
+    assert watched.seconds(NOW + 0.012) == 0
+    watched.finish(NOW + 0.02)
+    watched.begin(parent, NOW + 0.02 + JUST_SECONDS)
+    assert watched.seconds(NOW + 0.02 + JUST_SECONDS) == 0
+    watched.finish(NOW + 0.03)
+
+
+def test_a_turn_waits_for_one_that_has_only_just_committed() -> None:
+    watched = Watched(2)
+    first, second = watched.sessions
+    for session, at in ((first, NOW), (second, NOW + 0.01)):
+        watched.begin(session, at)
+        watched.finish(at)
+    watched.begin(first, NOW + 0.01 + JUST_SECONDS / 2)
+    assert watched.seconds(NOW + 0.01 + JUST_SECONDS / 2) > 0
+
+
+def test_a_step_with_running_turns_does_not_wait() -> None:
+    watched = Watched(3)
+    watched.begin(watched.sessions[0], NOW)
+    watched.stage.engine.step()
+    assert len(watched.stage.engine.batch)
+    watched.begin(watched.sessions[1], NOW)
+    assert watched.seconds(NOW) == 0
+
+
+def test_whom_a_turn_waited_for_is_forgotten_when_it_begins() -> None:
+    watched = Watched(2)
+    watched.begin(watched.sessions[0], NOW)
+    begun = NOW + QUIET_SECONDS
+    assert watched.seconds(begun) == 0
+    watched.finish(begun)
+    child = watched.stage.engine.sessions.fork("s0", child="child")
+    watched.note(begun)
+    watched.begin(child, begun)
+    assert watched.seconds(begun) == 0
 
 
 def test_the_wait_ends_once_no_more_turns_arrive() -> None:
     watched = Watched(2)
     watched.begin(watched.sessions[0], NOW)
-    assert watched.gathering.seconds(NOW + QUIET_SECONDS - MOMENT) == pytest.approx(MOMENT)
-    assert watched.gathering.seconds(NOW + QUIET_SECONDS + MOMENT) == 0
+    assert watched.seconds(NOW + QUIET_SECONDS - MOMENT) == pytest.approx(MOMENT)
+    assert watched.seconds(NOW + QUIET_SECONDS + MOMENT) == 0
 
 
 def test_closed_and_long_absent_sessions_are_not_expected() -> None:
@@ -82,20 +131,20 @@ def test_closed_and_long_absent_sessions_are_not_expected() -> None:
     watched.stage.engine.sessions.close("s1")
     watched.note(NOW)
     watched.begin(watched.sessions[0], NOW)
-    assert watched.gathering.seconds(NOW) > 0
+    assert watched.seconds(NOW) > 0
     watched.stage.engine.sessions.close("s2")
     watched.note(NOW)
-    assert watched.gathering.seconds(NOW) == 0
+    assert watched.seconds(NOW) == 0
     late = Watched(2)
     late.begin(late.sessions[0], NOW + EXPECTED_SECONDS)
-    assert late.gathering.seconds(NOW + EXPECTED_SECONDS) == 0
+    assert late.seconds(NOW + EXPECTED_SECONDS) == 0
 
 
 def test_a_turn_does_not_wait_forever_while_sessions_keep_opening() -> None:
     watched = Watched(2)
     watched.begin(watched.sessions[0], NOW)
     now, opened = NOW, 0
-    while watched.gathering.seconds(now) > 0:
+    while watched.seconds(now) > 0:
         now, opened = now + MOMENT, opened + 1
         watched.stage.engine.sessions.open(f"more-{opened}")
         watched.note(now)

@@ -10,10 +10,15 @@ from tenuto.session.turn import Turn
 
 EXPECTED_SECONDS = 0.1
 """The time for which the next turn of a session is expected after it was opened or its last turn has committed."""
+JUST_SECONDS = 0.001
+"""The time after a commit in which nobody can have sent the session's next turn yet."""
 QUIET_SECONDS = 0.008
 """The time without new turns after which waiting ends; several times as long as a server takes for a request."""
 MOST_SECONDS = 0.05
 """The longest time that a turn waits for others."""
+
+OPENED = 0.0
+"""Stands for the moment of sessions that were opened and have had no turn since."""
 
 
 class Gathering:
@@ -21,44 +26,60 @@ class Gathering:
 
     When the turns of several sessions end with the same step, as in a batch of rollouts, their next turns arrive within
     milliseconds, but one by one. If the first were computed alone, all others would wait for it, and its session would
-    be a step ahead of them from then on. So turns wait while others are expected. The turn of a single session never
-    waits. In the worst case a turn waits `QUIET_SECONDS` for one that does not come.
+    be a step ahead of them from then on. So a turn waits for sessions whose last turns committed together with that of
+    its own session, or just before it came. The first turns of newly opened sessions wait for each other. No other turn
+    waits: not that of a fork, nor of a session whose turns end alone. In the worst case a turn waits `QUIET_SECONDS`
+    for one that does not come.
 
     Invariant: `_expected` has the times from which sessions' next turns are expected, in ascending order."""
 
     def __init__(self) -> None:
-        self._expected: dict[Session, float] = {}
+        self._expected: dict[Session, tuple[float, float]] = {}  # with the moment that its session shares with others
+        self._awaited: set[float] = set()  # the moments of the sessions that waiting turns wait for
         self._last = 0.0  # the time of the last submitted turn, commit or opened session
+        self._committed = 0.0  # the moment of the last commit
         self._deadline: float | None = None  # the latest time at which the waiting turns begin
 
     def note(self, changes: Iterable[Change], now: float) -> None:
-        """Records changes of sessions that have just happened."""
+        """Records changes of sessions that have just happened, commits of one step together."""
         for change in changes:
             self._expected.pop(change.session, None)
-            if change.kind in ("open", "commit"):
-                self._expected[change.session] = self._last = now
+            if change.kind == "open":
+                self._expected[change.session] = now, OPENED
+                self._last = now
+            elif change.kind == "commit":
+                self._expected[change.session] = now, now
+                self._last = self._committed = now
         self._forget(now)
 
     def begin(self, turns: Iterable[Turn], now: float) -> None:
         """Records turns that were just submitted."""
         for turn in turns:
-            self._expected.pop(turn.session, None)
+            own = self._expected.pop(turn.session, None)
+            if own is not None:
+                self._awaited.add(own[1])
+                if now < self._committed + JUST_SECONDS:
+                    self._awaited.add(self._committed)
             self._last = now
 
-    def seconds(self, now: float) -> float:
-        """Returns how long to wait for the next turn; 0 if the step should be computed now."""
+    def seconds(self, now: float, *, only_begins: bool) -> float:
+        """Returns how long to wait for the next turn; 0 if the step should be computed now. `only_begins`: whether the
+        step would only begin turns; else it does not wait."""
         self._forget(now)
-        if self._deadline is None:
-            self._deadline = now + MOST_SECONDS
-        left = min(self._last + QUIET_SECONDS, self._deadline) - now if self._expected else 0.0
+        left = 0.0
+        if only_begins and any(moment in self._awaited for _, moment in self._expected.values()):
+            if self._deadline is None:
+                self._deadline = now + MOST_SECONDS
+            left = min(self._last + QUIET_SECONDS, self._deadline) - now
         if left <= 0:
             self._deadline = None
+            self._awaited.clear()
         return max(0.0, left)
 
     def _forget(self, now: float) -> None:
         """Removes sessions whose next turn has not come in time."""
         while self._expected:
             session = next(iter(self._expected))
-            if now < self._expected[session] + EXPECTED_SECONDS:
+            if now < self._expected[session][0] + EXPECTED_SECONDS:
                 break
             del self._expected[session]

@@ -150,7 +150,8 @@ class EngineLoop:
         try:
             while self._obey(wait):
                 self._after_round()
-                if self._engine.only_begins and (wait := self._gathering.seconds(self._engine.now())) > 0:
+                only_begins = self._engine.only_begins
+                if (wait := self._gathering.seconds(self._engine.now(), only_begins=only_begins)) > 0:
                     continue
                 report = self._engine.step()
                 for turn in report.progressed:
