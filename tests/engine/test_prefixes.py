@@ -307,6 +307,19 @@ def test_every_full_page_is_hashed_once() -> None:
     assert hashed(stage.engine) - before == (turn.length - 1) // PAGE
 
 
+def test_a_fork_hashes_only_its_own_pages() -> None:
+    stage = make()
+    stage.committed("s", 60)
+    before = hashed(stage.engine)
+    child = stage.engine.sessions.fork("s", child="child", position=50)
+    assert hashed(stage.engine) == before
+    stage.say("child", count_from(500, 30), 7)
+    stage.play()
+    anew = PrefixIndex(PAGE)
+    anew.enter(child)
+    assert stage.engine.prefixes._hashes[child][: len(anew._hashes[child])] == anew._hashes[child]
+
+
 @every_mix
 def test_colliding_hashes_cost_only_cache_hits(mix, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tenuto.session.prefixes._digest", lambda before, tokens: 0)

@@ -73,6 +73,7 @@ class SessionOperations:
         forked = self.open(child, policy, parent.system)
         self._counts.replayed["fork"] += parent.memory.replayed(max(0, at - 1))
         parent.fork(forked, at)
+        self._lifecycle.sharing.index.forked(parent, forked)
         self._registry.note_length(forked)
         self._lifecycle.note_memory(forked)
         self._counts.note("fork", TurnState.RUNNING if parent.has_running_turn else None)

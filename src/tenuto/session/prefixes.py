@@ -62,10 +62,15 @@ class PrefixIndex:
         alike: list[Session] = []
         for number in hashes[entered:pages]:
             self._owners.setdefault(number, {})[session] = None
-            alike += islice(_others(self._kept.get(number, {}), session), MAX_COMPARED)
+            if number in self._kept:
+                alike += islice(_others(self._kept[number], session), MAX_COMPARED)
         self._entered[session] = pages
         self.version += 1
         return [other for other in alike if self._covers(session, other)]
+
+    def forked(self, parent: Session, child: Session) -> None:
+        """Spares hashing for a child that has just been forked from its parent, whose scope it has."""
+        self._hashes[child] = self._hashes.get(parent, [])[: len(child.history) // self.page_size]
 
     def changed(self, session: Session, kept: int) -> None:
         """Removes the session's entries and hashes past its first `kept` tokens, after later tokens have changed."""
