@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from tenuto.base.groups import MemorySpec
 from tenuto.base.plan import Bytes, Ints, Plan
-from tenuto.kernels.sampling import Choice, Masks
+from tenuto.kernels.sampling import Choice, Masks, Options
 from tenuto.models.adapter import Adapter
 from tenuto.models.config import ModelConfig
 
@@ -93,11 +93,12 @@ class Forward(Protocol):
         """Computes `tokens`, int32 [sum(plan.counts)], and the sums of `plan.vectors`. `outputs`, int32 [outputs], are
         the indices in `tokens` after which logits are wanted."""
 
-    def decode(self, plan: Plan, tokens: Callable[[], Ints], choice: Callable[[], Choice]) -> Callable[[], Ints] | None:
+    def decode(self, plan: Plan, tokens: Callable[[], Ints], options: Options) -> Callable[[], Ints] | None:
         """Starts a step that needs no masks and whose samples need no edited logits, and does not wait for it. It
         computes `tokens()`, int32 [tokens], in which `PREVIOUS_SAMPLE` stands for what the row sampled last, in such a
-        step, and samples by `choice()` alone. Returns a function that waits for the sampled tokens and returns them,
-        int32 [samples]. Returns None, having done nothing, if `plan` must be computed by `apply` and `run`."""
+        step, and samples by `options`, [row ids], alone. Returns a function that waits for the sampled tokens and
+        returns them, int32 [samples]. Returns None, having done nothing, if `plan` must be computed by `apply` and
+        `run`."""
 
     def remember(self, plan: Plan, following: Ints) -> None:
         """Stores the head's keys and values for the tokens that `run` has just computed. `following`, int32 [tokens]:

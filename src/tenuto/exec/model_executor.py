@@ -265,17 +265,16 @@ class ModelExecutor:
         """Lets the device carry out a step alone; see `Forward.decode`."""
         if not self._options.plain:
             return None
-        rows, places = plan.rows.astype(np.int64), plan.starts.astype(np.int64) + 1
 
         def tokens() -> Ints:
             return plan.tokens if self._unknown is not None else self._tokens(plan)
 
-        found = self.forward.decode(plan, tokens, partial(self._options.choice, rows, places))
+        found = self.forward.decode(plan, tokens, self._options.records)
         if found is not None:
-            self._unknown = partial(self._put_sampled, rows, found)
+            self._unknown = partial(self._put_sampled, plan.rows, found)
         return found
 
-    def _put_sampled(self, rows: Longs, tokens: Callable[[], Ints]) -> None:
+    def _put_sampled(self, rows: Ints, tokens: Callable[[], Ints]) -> None:
         self._last_sampled[rows] = tokens()
 
     def _computed(self, plan: Plan) -> StepResult:

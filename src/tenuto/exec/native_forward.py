@@ -15,7 +15,7 @@ from tenuto.exec.forward import Longs, Outputs, Singles, describe
 from tenuto.kernels.native import library
 from tenuto.kernels.native.library import GroupStep, Library, OpKind, Step
 from tenuto.kernels.native.sampling import sample, score
-from tenuto.kernels.sampling import Choice, Masks
+from tenuto.kernels.sampling import Choice, Masks, Options
 from tenuto.models.adapter import Adapter
 from tenuto.models.config import Attention
 from tenuto.models.native.low_rank import PackedAdapter, PlacedAdapter
@@ -187,7 +187,7 @@ class NativeForward:
         self,
         plan: Plan,  # noqa: ARG002 - used by other forward passes
         tokens: Callable[[], Ints],  # noqa: ARG002
-        choice: Callable[[], Choice],  # noqa: ARG002
+        options: Options,  # noqa: ARG002
     ) -> Callable[[], Ints] | None:
         """See `Forward.decode`; every step is computed by `apply` and `run`."""
         return None

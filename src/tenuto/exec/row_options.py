@@ -11,7 +11,7 @@ from tenuto.base.plan import RowSampling, Words
 from tenuto.exec.forward import Logits, Longs
 from tenuto.exec.token_counts import TokenCounts
 from tenuto.exec.words import words_of
-from tenuto.kernels.sampling import Choice, uniforms
+from tenuto.kernels.sampling import OPTIONS, Choice, Options, uniforms
 
 NOT_ASKED = -1
 
@@ -43,8 +43,8 @@ class RowOptions:
     """
 
     def __init__(self, rows: int, vocab: int) -> None:
-        self._temperature, self._top_k = np.zeros(rows), np.zeros(rows, np.int64)
-        self._top_p, self._min_p, self._seed = np.ones(rows), np.zeros(rows), np.zeros(rows, np.int64)
+        self.records: Options = np.zeros(rows, OPTIONS)  # of all rows; the owner reads them
+        self.records["top_p"] = 1.0
         self._top = np.full(rows, NOT_ASKED)
         self._biased = np.zeros(rows, np.bool_)
         self._biases: dict[int, _Biases] = {}
@@ -57,8 +57,7 @@ class RowOptions:
     def start(self, row: int, new: RowSampling) -> None:
         """Sets the options of a row."""
         options = new.sampling
-        self._temperature[row], self._top_k[row], self._top_p[row] = options.temperature, options.top_k, options.top_p
-        self._min_p[row], self._seed[row] = options.min_p, options.seed
+        self.records[row] = options.temperature, options.top_p, options.min_p, options.top_k, options.seed
         limited = options.logit_bias or options.allowed_ids or new.masked
         asks = options.penalised or limited or new.top is not None
         if not asks and row not in self._asking:
@@ -91,12 +90,12 @@ class RowOptions:
 
     def draws(self, rows: Longs) -> bool:
         """Whether any of `rows` is not greedy."""
-        return bool(self._temperature[rows].any())
+        return bool(self.records["temperature"][rows].any())
 
     def choice(self, rows: Longs, positions: Longs) -> Choice:
         """Returns the parameters for choosing the tokens of `rows` at `positions`, both int64 [n]."""
-        uniform = uniforms(self._seed[rows], positions)
-        return Choice(self._temperature[rows], self._top_k[rows], self._top_p[rows], self._min_p[rows], uniform)
+        given = {name: np.ascontiguousarray(self.records[name][rows]) for name in OPTIONS.names or ()}
+        return Choice(uniform=uniforms(given.pop("seed"), positions), **given)
 
     def edit(self, logits: Logits, rows: Longs, positions: Longs, guesses: Longs) -> None:
         """Applies biases, masks and penalties to the logits of `rows` in place. `guesses`: see `TokenCounts`."""

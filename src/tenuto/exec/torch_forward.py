@@ -16,7 +16,7 @@ from tenuto.exec.forward import Longs, Outputs, Singles, describe
 from tenuto.exec.torch_memory import Memories, indices
 from tenuto.kernels.elements import Element
 from tenuto.kernels.ragged import ragged_arange
-from tenuto.kernels.sampling import Choice, Masks
+from tenuto.kernels.sampling import Choice, Masks, Options
 from tenuto.kernels.torch_sampling import mask, sample, score
 from tenuto.models.adapter import Adapter
 from tenuto.models.block import AdaptedTokens, StepMemory
@@ -127,7 +127,7 @@ class TorchForward:
         self,
         plan: Plan,  # noqa: ARG002 - used by other forward passes
         tokens: Callable[[], Ints],  # noqa: ARG002
-        choice: Callable[[], Choice],  # noqa: ARG002
+        options: Options,  # noqa: ARG002
     ) -> Callable[[], Ints] | None:
         """See `Forward.decode`; every step is computed by `apply` and `run`."""
         return None

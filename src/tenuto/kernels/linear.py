@@ -10,6 +10,10 @@ import torch
 from torch.nn import functional
 
 from tenuto.kernels.fused import compiles
+from tenuto.kernels.quantized import Quantized
+
+Weight = torch.Tensor | Quantized
+"""A matrix of weights; quantized ones need our own kernels."""
 
 _FEW_ROWS = 64
 """Up to this number of rows MKL's float32 product is faster with the weights on the left, because it does not have to
@@ -23,9 +27,12 @@ whose results a second kernel adds up. With 4,096 inputs and outputs it takes 13
 and 63 (an H200, bfloat16, PyTorch 2.11)."""
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Multiplies `x` [rows, inputs] by the transpose of `weight` [outputs, inputs], and adds `bias` [outputs]. Returns
     [rows, outputs], contiguous. A batch of decodes, with few rows, spends most of its time here."""
+    if isinstance(weight, Quantized):
+        found: torch.Tensor = import_module("tenuto.kernels.gpu.quantized").linear(x, weight, bias)
+        return found
     if x.is_cuda and len(x) <= _FEW_ROWS_GPU and len(weight) <= _FEW_OUTPUTS and x.element_size() == 2:
         return _few_rows(x.device)(x, weight, bias)
     if x.device.type != "cpu" or x.dtype != torch.float32 or not 1 < len(x) <= _FEW_ROWS:

@@ -14,6 +14,21 @@ Longs = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
 
 
+OPTIONS = np.dtype(
+    [
+        ("temperature", np.float64),
+        ("top_p", np.float64),
+        ("min_p", np.float64),
+        ("top_k", np.int64),
+        ("seed", np.int64),
+    ]
+)
+"""Sampling options of a row, see `Choice`, and the seed of its random numbers."""
+
+Options = npt.NDArray[np.void]
+"""Records of `OPTIONS`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """Sampling options and random numbers of a batch, one entry per row, on the host.

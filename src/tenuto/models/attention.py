@@ -22,9 +22,9 @@ class AttentionBlock:
         outputs = dict(zip("qkv", self._outputs, strict=True))
         self._inner = {f"{part}{n}_proj": size for n, size in outputs.items()}
         self._outer = {f"{part}o_proj": hidden}
-        self._qkv = room.stacked({f"{part}{n}_proj.weight": size for n, size in outputs.items()}, hidden)
+        self._qkv = room.factors({f"{part}{n}_proj.weight": size for n, size in outputs.items()}, hidden)
         self._qkv_bias = room.stacked({f"{part}{n}_proj.bias": size for n, size in outputs.items()}) if s.bias else None
-        self._out = room.matrix(f"{part}o_proj.weight", hidden, width)
+        self._out = room.factor(f"{part}o_proj.weight", hidden, width)
         self._out_bias = room.matrix(f"{part}o_proj.bias", hidden) if s.out_bias else None
         self._norms = [Norm(f"{part}{n}_norm", s.head_dim, epsilon, room) for n in "qk"] if s.qk_norm else None
         self._sinks = room.floats(f"{part}sinks", s.heads) if s.sinks else None

@@ -5,14 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
+from gguf import GGMLQuantizationType as Kind
 from torch.nn import functional
 
 from tenuto.base.errors import ModelError
 from tenuto.kernels.fused import Fused
+from tenuto.kernels.linear import Weight
+from tenuto.kernels.native.grouped import Grouped
 from tenuto.kernels.recurrent import Piece, Slots, convolve
+from tenuto.models.quantized_places import QuantizedPlace, type_of
 from tenuto.models.rope import Rope
 
 
@@ -62,24 +67,52 @@ class Room:
     `ModelCheckpoint.weights`); they may be views of larger ones. All methods raise `ModelError`, before they allocate,
     if more than `left` elements are needed."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, left: int, fused: Fused | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        left: int,
+        fused: Fused | None = None,
+        kinds: Mapping[str, Kind | Grouped] | None = None,
+    ) -> None:
         """`left` is derived from the size of the model's files, so that a wrong configuration cannot exhaust memory.
-        `fused`: the device's own kernels, if there are any."""
+        `fused`: the device's own kernels, if there are any. They compute with weights that are stored as `kinds`, by
+        name, in their bits, if they can."""
         self.device = device
         self.dtype = dtype
         self.fused = fused
-        self.places: dict[str, torch.Tensor] = {}
+        self.places: dict[str, torch.Tensor | QuantizedPlace] = {}
         self._left = left
+        self._kinds = kinds if kinds is not None and fused is not None else {}
 
     def matrix(self, name: str, *shape: int) -> torch.Tensor:
         """Returns the tensor of a weight in the model's element type."""
-        self.places[name] = self.empty(shape, self.dtype)
-        return self.places[name]
+        place = self.places[name] = self.empty(shape, self.dtype)
+        return place
+
+    def factor(self, name: str, outputs: int, inputs: int) -> Weight:
+        """Returns the matrix of a weight that inputs are multiplied by, for `linear`."""
+        return self.factors({name: outputs}, inputs)
+
+    def factors(self, outputs: Mapping[str, int], inputs: int) -> Weight:
+        """Returns one matrix of several weights that the same inputs are multiplied by, like `stacked`."""
+        total = sum(outputs.values())
+        numbers = type_of([self._kinds.get(name) for name in outputs], inputs)
+        if numbers is None:
+            return self.stacked(outputs, inputs)
+        self._take(total * inputs, (total, inputs))
+        found = numbers.empty(total, self.device)
+        firsts = accumulate(outputs.values(), initial=0)
+        self.places |= {
+            name: QuantizedPlace(found, first, count)
+            for (name, count), first in zip(outputs.items(), firsts, strict=False)
+        }
+        return found
 
     def floats(self, name: str, *shape: int) -> torch.Tensor:
         """Returns the float32 tensor of a weight."""
-        self.places[name] = self.empty(shape, torch.float32)
-        return self.places[name]
+        place = self.places[name] = self.empty(shape, torch.float32)
+        return place
 
     def stacked(self, outputs: Mapping[str, int], *inputs: int) -> torch.Tensor:
         """Returns the tensor of weights that are computed together, stacked in their order: [sum of outputs, inputs].
@@ -90,10 +123,13 @@ class Room:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Returns a tensor without places."""
-        self._left -= math.prod(shape)
+        self._take(math.prod(shape), shape)
+        return torch.empty(shape, device=self.device, dtype=dtype)
+
+    def _take(self, elements: int, shape: tuple[int, ...]) -> None:
+        self._left -= elements
         if self._left < 0:
             raise ModelError(f"the model's configuration needs a tensor of shape {list(shape)}; its files hold less")
-        return torch.empty(shape, device=self.device, dtype=dtype)
 
 
 class Norm:

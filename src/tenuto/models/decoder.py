@@ -32,6 +32,7 @@ from tenuto.models.gated_delta import GatedDeltaBlock
 from tenuto.models.mamba import MambaBlock
 from tenuto.models.mamba2 import Mamba2Block
 from tenuto.models.mlp import MlpBlock
+from tenuto.models.quantized_places import QuantizedPlace
 from tenuto.models.tensors import tensor_of
 from tenuto.models.weights import StoredWeight, without_place, wrong_shape
 
@@ -100,7 +101,7 @@ class _Predictor:
     def __init__(self, config: ModelConfig, room: Room) -> None:
         hidden, epsilon = config.hidden, config.norm_eps
         self._norms = [Norm(f"{PREDICTOR}pre_fc_norm_{of}", hidden, epsilon, room) for of in ("embedding", "hidden")]
-        self._join = room.matrix(f"{PREDICTOR}fc.weight", hidden, 2 * hidden)
+        self._join = room.factor(f"{PREDICTOR}fc.weight", hidden, 2 * hidden)
         self._layers = _layers(config, config.predictor, f"{PREDICTOR}layers.", room, config.layers)
         self._norm = Norm(f"{PREDICTOR}norm", hidden, epsilon, room)
 
@@ -144,12 +145,12 @@ class Decoder:
         self.dtype = dtype
         stored = dict(weights) if weights is not None else None
         held = sum(math.prod(weight.shape) for weight in stored.values()) if stored is not None else sys.maxsize
-        room = Room(
-            device, dtype, 2 * held + _SPARE, fused
-        )  # spare, so that a slightly wrong shape is reported by name
+        kinds = {name: weight.kind for name, weight in (stored or {}).items()}
+        # spare, so that a slightly wrong shape is reported by name
+        room = Room(device, dtype, 2 * held + _SPARE, fused, kinds)
         size = config.vocab, config.hidden
         self._embedding = room.matrix("model.embed_tokens.weight", *size)
-        self._head = self._embedding if config.tied else room.matrix("lm_head.weight", *size)
+        self._head = self._embedding if config.tied else room.factor("lm_head.weight", *size)
         self._norm = Norm("model.norm", config.hidden, config.norm_eps, room)
         self._layers = _layers(config, config.layers, "model.layers.", room)
         self._predictor = _Predictor(config, room) if config.predictor else None
@@ -215,16 +216,17 @@ class Decoder:
         return (logits / c.logit_cap).tanh_().mul_(c.logit_cap) if c.logit_cap else logits
 
 
-def _randomise(places: Mapping[str, torch.Tensor]) -> None:
+def _randomise(places: Mapping[str, torch.Tensor | QuantizedPlace]) -> None:
     """Sets all weights to random numbers: those of matrices so small that outputs stay finite, others around 1."""
     for place in places.values():
+        assert isinstance(place, torch.Tensor)  # others have a stored type
         if place.dim() > 1:
             place.normal_(std=place.shape[-1] ** -0.5)
         else:
             place.uniform_(0.5, 1.5)
 
 
-def _fill(places: dict[str, torch.Tensor], weights: Mapping[str, StoredWeight]) -> None:
+def _fill(places: dict[str, torch.Tensor | QuantizedPlace], weights: Mapping[str, StoredWeight]) -> None:
     """Copies all weights to their places, which it takes out of `places`."""
     for name, weight in weights.items():
         place = places.pop(name, None)
@@ -232,6 +234,9 @@ def _fill(places: dict[str, torch.Tensor], weights: Mapping[str, StoredWeight]) 
             raise without_place(name)
         if place.shape != weight.shape:
             raise wrong_shape(name, weight.shape, place.shape)
-        place.copy_(tensor_of(weight))
+        if isinstance(place, QuantizedPlace):
+            place.fill(weight)
+        else:
+            place.copy_(tensor_of(weight))
     if places:
         raise ModelError(f"the model's files lack {len(places)} tensors, among them {min(places)!r}")

@@ -28,13 +28,13 @@ class GatedDeltaBlock:
         self._scan = gated_delta_scan(room.device, room.dtype)
         self._served = s.value_heads // s.key_heads
         self._values = s.value_heads * s.value_dim
-        self._qkvz = room.matrix(f"{part}in_proj_qkvz.weight", 2 * (s.key_heads * s.key_dim + self._values), hidden)
-        self._ba = room.matrix(f"{part}in_proj_ba.weight", 2 * s.value_heads, hidden)
+        self._qkvz = room.factor(f"{part}in_proj_qkvz.weight", 2 * (s.key_heads * s.key_dim + self._values), hidden)
+        self._ba = room.factor(f"{part}in_proj_ba.weight", 2 * s.value_heads, hidden)
         self._conv = room.matrix(f"{part}conv1d.weight", s.convolved, 1, s.kernel)
         self._log_rates = room.floats(f"{part}A_log", s.value_heads)
         self._decay_bias = room.floats(f"{part}dt_bias", s.value_heads)
         self._norm = Norm(f"{part}norm", s.value_dim, epsilon, room)
-        self._out = room.matrix(f"{part}out_proj.weight", hidden, self._values)
+        self._out = room.factor(f"{part}out_proj.weight", hidden, self._values)
 
     def __call__(self, x: torch.Tensor, layer: int, step: Step) -> torch.Tensor:
         """`x` and the result are [tokens, hidden]."""

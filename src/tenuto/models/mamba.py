@@ -19,16 +19,16 @@ class MambaBlock:
         """The names of its weights begin with `name`."""
         s, part = shape, f"{name}mamba."
         self._shape, self._fused = s, room.fused
-        self._in = room.matrix(f"{part}in_proj.weight", 2 * s.channels, hidden)
+        self._in = room.factor(f"{part}in_proj.weight", 2 * s.channels, hidden)
         self._in_bias = room.matrix(f"{part}in_proj.bias", 2 * s.channels) if s.proj_bias else None
         self._conv = room.matrix(f"{part}conv1d.weight", s.channels, 1, s.kernel)
         self._conv_bias = room.matrix(f"{part}conv1d.bias", s.channels) if s.conv_bias else None
-        self._select = room.matrix(f"{part}x_proj.weight", s.rank + 2 * s.state, s.channels)
-        self._steps = room.matrix(f"{part}dt_proj.weight", s.channels, s.rank)
+        self._select = room.factor(f"{part}x_proj.weight", s.rank + 2 * s.state, s.channels)
+        self._steps = room.factor(f"{part}dt_proj.weight", s.channels, s.rank)
         self._step_bias = room.floats(f"{part}dt_proj.bias", s.channels)
         self._log_rates = room.floats(f"{part}A_log", s.channels, s.state)
         self._skip = room.floats(f"{part}D", s.channels)
-        self._out = room.matrix(f"{part}out_proj.weight", hidden, s.channels)
+        self._out = room.factor(f"{part}out_proj.weight", hidden, s.channels)
         self._out_bias = room.matrix(f"{part}out_proj.bias", hidden) if s.proj_bias else None
 
     def __call__(self, x: torch.Tensor, layer: int, step: Step) -> torch.Tensor:

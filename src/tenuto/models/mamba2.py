@@ -20,7 +20,7 @@ class Mamba2Block:
         self._shape, self._fused = s, room.fused
         self._scan_rows = mamba2_scan(room.device)
         inputs = s.channels + s.convolved + s.heads
-        self._in = room.matrix(f"{part}in_proj.weight", inputs, hidden)
+        self._in = room.factor(f"{part}in_proj.weight", inputs, hidden)
         self._in_bias = room.matrix(f"{part}in_proj.bias", inputs) if s.proj_bias else None
         self._conv = room.matrix(f"{part}conv1d.weight", s.convolved, 1, s.kernel)
         parts = zip(s.convolved_parts, s.input_scales, strict=True)
@@ -30,7 +30,7 @@ class Mamba2Block:
         self._step_bias = room.floats(f"{part}dt_bias", s.heads)
         self._skip = room.floats(f"{part}D", s.heads)
         self._norm = Norm(f"{part}norm", s.channels, epsilon, room, groups=s.groups) if s.normed else None
-        self._out = room.matrix(f"{part}out_proj.weight", hidden, s.channels)
+        self._out = room.factor(f"{part}out_proj.weight", hidden, s.channels)
         self._out_bias = room.matrix(f"{part}out_proj.bias", hidden) if s.proj_bias else None
 
     def __call__(self, x: torch.Tensor, layer: int, step: Step) -> torch.Tensor:

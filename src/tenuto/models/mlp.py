@@ -19,8 +19,8 @@ class MlpBlock:
         parts = ["up_proj"] if shape.activation in UNGATED else ["gate_proj", "up_proj"]
         self._inner = {f"{name}{part}": shape.width for part in parts}
         self._outer = {f"{name}down_proj": hidden}
-        self._gate_up = room.stacked({f"{part}.weight": width for part, width in self._inner.items()}, hidden)
-        self._down = room.matrix(f"{name}down_proj.weight", hidden, shape.width)
+        self._gate_up = room.factors({f"{part}.weight": width for part, width in self._inner.items()}, hidden)
+        self._down = room.factor(f"{name}down_proj.weight", hidden, shape.width)
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """`x` and the result are [tokens, hidden]."""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.gpu import Eager, Rows, attention, model
+from bench.gpu.models import TYPES, Eager, Rows, attention, model, stored
 from tenuto.base.sampling import GREEDY, Sampling
 from tenuto.exec.gpu.forward import GpuForward
 from tenuto.exec.model_executor import ModelExecutor
@@ -47,3 +47,17 @@ def test_captured_steps_sample_what_plain_pytorch_samples(name: str, sampling: S
         executor.close()
     assert results[0] == results[1] == results[2]
     assert (queue.captured, queue.runs) == (1, 5)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_quantized_weights_in_their_bits_give_the_tokens_of_decoded_ones(name: str) -> None:
+    config = model(2, 64, [attention(2, 1, 32)], 96, 101, 128)
+    prompts = np.random.default_rng(1).integers(0, config.vocab, (3, 33)).astype(np.int32)
+    results = []
+    for fused in (None, FUSED):
+        with torch.inference_mode():
+            made = Decoder(config, stored(config, TYPES[name]), DEVICE, torch.float32, fused)
+        executor = ModelExecutor(TorchForward(made, 32) if fused is None else GpuForward(made, 32, HostQueue()))
+        results.append(Rows(executor, 3, 128, DRAWN).turns(prompts, 4).tolist())
+        executor.close()
+    assert results[0] == results[1]

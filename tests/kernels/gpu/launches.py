@@ -12,12 +12,14 @@ from functools import partial
 
 import torch
 
-from tenuto.kernels.gpu import attention
+from tenuto.kernels.gpu import attention, quantized
 from tenuto.kernels.gpu.activations import gated
 from tenuto.kernels.gpu.linear import linear
 from tenuto.kernels.gpu.norms import add_rms_norm, gated_norm, rms_norm
 from tenuto.kernels.gpu.recurrent import convolve_step, gated_delta_step, mamba2_step, mamba_step
 from tenuto.kernels.gpu.sampling import sample
+from tenuto.kernels.gpu.steps import Entries, begin, change, finish
+from tenuto.kernels.quantized import Numbers, Quantized
 from tenuto.kernels.recurrent import Slots
 from tenuto.models.block import GATES, UNGATED
 
@@ -105,13 +107,34 @@ def mamba(dtype: torch.dtype, channels: int, size: int) -> None:
     gated_norm(found, x[:, None], None)
 
 
+def stepping() -> None:
+    """Begins and ends a step with a state group and a page table."""
+    shared = {"counts": (3, 2), "numbers": (3, 8, 64), "tokens": (3, 64)}
+    given = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in shared.items()}
+    one, sampled = torch.zeros(1, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
+    entries = Entries(**given, options=torch.zeros(3, 64, 5, dtype=torch.float64), turn=one, place=one)
+    rows = begin(entries, 5, 64, sampled)
+    change(entries, 0, 5, torch.zeros(64, 100, dtype=torch.int32))
+    finish(entries, rows, torch.zeros(64, dtype=torch.int64), sampled)
+
+
 def multiplying(dtype: torch.dtype, inputs: int, outputs: int) -> None:
     for rows in (1, 16):
         linear(torch.zeros(rows, inputs, dtype=dtype), torch.zeros(1, dtype=dtype).expand(outputs, inputs))
 
 
+def dequantizing(numbers: Numbers, inputs: int, outputs: int, group: int, *, minima: bool = False) -> None:
+    """Multiplies by a quantized matrix: few rows, more, more whose inputs are divided, and many."""
+    words = torch.zeros(1, dtype=torch.int32).expand(outputs, inputs // numbers.chunk, 32)
+    scales = torch.zeros(1, dtype=torch.float16).expand(-(-inputs // group), outputs)
+    weight = Quantized(numbers, inputs, group, words, scales, scales if minima else None)
+    for rows in (1, 16, 32, 64, 512):
+        quantized.linear(torch.zeros(rows, inputs, dtype=torch.bfloat16), weight)
+
+
 _HALF = frozenset({"decode", "prefill"})
 _LINEAR = frozenset({"_linear"})
+_QUANTIZED = frozenset({"_few", "_many"})
 LAUNCHES = {
     "attention of Llama 3": Launch(partial(attending, torch.bfloat16, 128, 32, 8), _HALF),
     "attention of Qwen 3": Launch(partial(attending, torch.float16, 128, 16, 8, more=True), _HALF),
@@ -137,5 +160,10 @@ LAUNCHES = {
     "product of few rows": Launch(partial(multiplying, torch.bfloat16, 4096, 6144), _LINEAR),
     "product of few rows and many outputs": Launch(partial(multiplying, torch.float16, 4096, 128_256), _LINEAR),
     "product of few rows and uneven inputs": Launch(partial(multiplying, torch.bfloat16, 1584, 4096), _LINEAR),
+    "4 bits": Launch(partial(dequantizing, Numbers.INT4, 4096, 28_672, 128), _QUANTIZED),
+    "4 bits with minima": Launch(partial(dequantizing, Numbers.INT4, 4096, 4096, 32, minima=True), _QUANTIZED),
+    "8 bits": Launch(partial(dequantizing, Numbers.INT8, 4096, 6144, 4096), _QUANTIZED),
+    "FP8": Launch(partial(dequantizing, Numbers.FP8, 14_336, 4096, 128), _QUANTIZED),
+    "ends of steps": Launch(stepping),
     "product of few rows in float32": Launch(partial(multiplying, torch.float32, 4096, 4096)),
 }

@@ -10,13 +10,14 @@ import torch
 
 from tenuto.base.plan import Ints, Plan
 from tenuto.exec.forward import Longs
-from tenuto.exec.gpu.decodes import Decodes, bucket_of
+from tenuto.exec.gpu.decodes import bucket_of, captured
 from tenuto.exec.gpu.memory import GpuPages
 from tenuto.exec.gpu.queue import Queue
+from tenuto.exec.gpu.ring import Ring
 from tenuto.exec.torch_forward import TorchForward, TorchLogits
 from tenuto.exec.torch_memory import Memories
 from tenuto.kernels.gpu.sampling import sample
-from tenuto.kernels.sampling import Choice, Masks
+from tenuto.kernels.sampling import Choice, Masks, Options
 from tenuto.kernels.torch_sampling import mask
 from tenuto.models.config import Experts
 from tenuto.models.decoder import Decoder
@@ -51,35 +52,39 @@ class GpuForward(TorchForward):
         self._waits = any(isinstance(layer.feed_forward, Experts) for layer in model.config.layers)
 
     def _memories(self, units: tuple[int, ...], rows: int, most_kept: int) -> Memories:
-        """Also allocates a slot for rows without work in each group of states."""
-        self._decodes: dict[int, Decodes] = {}  # by number of rows
-        self._sampled = torch.zeros(rows + 1, dtype=torch.int32, device=self._device)
-        more = tuple(n + (not group.paged) for n, group in zip(units, self.spec.groups, strict=True))
+        """Also allocates what captured steps need."""
         pages = partial(GpuPages, self.config.max_context)
-        return Memories(self._groups, more, rows, most_kept, self.spec.page_size, self._device, pages)
+        memories = Memories(self._groups, units, rows, most_kept, self.spec.page_size, self._device, pages)
+        self._decodes: dict[int, Callable[[], None]] = {}  # captured steps, by number of rows
+        self._sampled = torch.zeros(rows, dtype=torch.int32, device=self._device)
+        self._ring = Ring(self._queue, bucket_of(rows), len(memories.states), len(memories.pages), self._device)
+        return memories
 
-    @torch.inference_mode()
-    def decode(self, plan: Plan, tokens: Callable[[], Ints], choice: Callable[[], Choice]) -> Callable[[], Ints] | None:
+    def decode(self, plan: Plan, tokens: Callable[[], Ints], options: Options) -> Callable[[], Ints] | None:
         """See `Forward.decode`."""
-        if self._waits or not _simple(plan):
+        if self._waits or not _simple(plan, self._ring.most):
             return None
         rows = bucket_of(len(plan.rows))
-        if rows not in self._decodes:
-            self._decodes[rows] = Decodes(self._model, self.memories, self._sampled, rows, self._queue)
-        decodes = self._decodes[rows]
-        return decodes.start(plan, tokens(), choice()) if decodes.holds(plan) else None
+        step = self._decodes.get(rows)
+        if step is None:
+            with torch.inference_mode():
+                step = captured(self._model, self.memories, self._sampled, rows, self._ring)
+            self._decodes[rows] = step
+        return self._ring.start(step, plan, tokens(), options)
 
     def release_units(self) -> None:
         self._decodes.clear()
         super().release_units()
 
 
-def _simple(plan: Plan) -> bool:
-    """Whether a plan only computes and samples one token of each row, and copies no page."""
+def _simple(plan: Plan, most: int) -> bool:
+    """Whether a plan only computes and samples one token of each row, copies no page, and changes at most `most`
+    entries of a page table. Every row of a plan computes at least one token."""
+    rows = len(plan.rows)
     return (
-        len(plan.rows) > 0
-        and bool((plan.counts == 1).all() and (plan.samples == 1).all())
-        and not any(len(copies.sources) for copies in plan.copies)
-        and not any(moves.absorbs.any() or moves.keeps.any() for moves in plan.states)
+        0 < rows == len(plan.tokens) == np.count_nonzero(plan.samples)
         and (plan.scores, plan.vectors, plan.adapters, plan.predictor, plan.masks) == (None, None, None, None, ())
+        and not any(len(copies.sources) for copies in plan.copies)
+        and not any(np.count_nonzero(moves.absorbs) or np.count_nonzero(moves.keeps) for moves in plan.states)
+        and all(len(changes.rows) <= most for changes in plan.tables)
     )

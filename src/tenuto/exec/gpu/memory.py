@@ -24,8 +24,8 @@ class GpuPages:
     """The `Pages` of a group for kernels on a GPU.
 
     `pages` is [layers, units, 2, kv_heads, page_size, head_dim], keys before values, so that a page of one layer is
-    contiguous. `table`, int32 [row ids + 1, pages of the longest sequence], never moves, so that captured steps can
-    refer to it; its last row belongs to no sequence.
+    contiguous. `table`, int32 [row ids, pages of the longest sequence], never moves, so that captured steps can refer
+    to it.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class GpuPages:
         self.pages = torch.zeros(
             (layers, units, 2, shape.kv_heads, page_size, shape.head_dim), device=device, dtype=element
         )
-        self.table = torch.zeros((rows + 1, -(-longest // page_size)), device=device, dtype=torch.int32)
+        self.table = torch.zeros((rows, -(-longest // page_size)), device=device, dtype=torch.int32)
 
     @property
     def units(self) -> tuple[torch.Tensor, int]:

@@ -1,4 +1,4 @@
-"""The queue of a GPU's work: captured steps, and host memory that copies need not wait for."""
+"""The queue of a GPU's work: captured steps, and host memory that they address."""
 
 from __future__ import annotations
 
@@ -25,19 +25,18 @@ class Queue(Protocol):
     """The work of one device in order. Work is queued without waiting for it."""
 
     def pinned(self, size: int) -> torch.Tensor:
-        """Returns host memory, uint8 [size], that the device copies from and to while the host goes on."""
+        """Returns host memory, uint8 [size], that the device addresses."""
 
     def mark(self) -> Mark:
         """Returns a mark, not recorded yet."""
 
-    def capture(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """Captures `work`, which reads and writes tensors at fixed addresses. Returns a function that queues it, and
-        the tensor with its result, which every run replaces."""
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Captures `work`, which reads and writes tensors at fixed addresses, and may run it before. Returns a function
+        that queues it."""
 
 
 class CudaQueue:
-    """The `Queue` of a CUDA device's current stream. Captured work shares one pool of memory: results are valid until
-    other captured work runs."""
+    """The `Queue` of a CUDA device's current stream. Captured work shares one pool of memory for what it computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -51,7 +50,7 @@ class CudaQueue:
         """See `Queue.mark`."""
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def capture(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """See `Queue.capture`. Other threads may use the device meanwhile."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -63,5 +62,6 @@ class CudaQueue:
         torch.cuda.current_stream(self._device).wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=beside, capture_error_mode="thread_local"):
-            result = work()
-        return graph.replay, result
+            work()
+        replay: Callable[[], None] = graph.replay
+        return replay

@@ -1,0 +1,149 @@
+"""`python -m bench.gpu`: checks and measures everything that computes on a GPU, in less than eight minutes.
+
+It checks every kernel against PyTorch, runs small models under the memory checker, compares turns token by token
+(captured steps with steps queued one kernel at a time, and both with the reference), and measures. Weights are random
+and made on the device. It writes `gpu.json` and a table, `gpu.md`, into a folder.
+
+Limits are measured in the same run: the bandwidth of a copy on the device, and the rate of a large matrix product.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.gpu import checks, server, speed
+from bench.gpu.models import EIGHT, TYPES, TimedQueue, executor, stored
+from tenuto.exec.gpu.forward import GpuForward
+
+
+@dataclass
+class Report:
+    """The results of a run, written to `folder` after each part, so that an interrupted run leaves some."""
+
+    folder: Path
+    found: dict[str, Any]
+
+    def part(self, name: str, work: Callable[[], Any]) -> Any:
+        """Runs a part of the report. An error becomes its result, and the other parts are still run."""
+        begin = time.perf_counter()
+        try:
+            result = work()
+        except Exception as error:  # noqa: BLE001 - an error is a finding
+            result = f"failed: {type(error).__name__}: {error}"[:2000]
+        self.found[name] = result
+        print(f"[{time.perf_counter() - begin:5.1f} s] {name}: {json.dumps(result)}", flush=True)
+        (self.folder / "gpu.json").write_text(json.dumps(self.found, indent=1))
+        return result
+
+
+def table(found: dict[str, Any]) -> str:
+    """Returns the measurements of a report as Markdown, as far as there are any."""
+    limit = found["limits"]
+    lines = [
+        f"{found['gpu']}, PyTorch {found['torch']}. A copy on the device moves {limit['bytes'] / 1e12:.2f} TB/s; a",
+        f"product of 8,192 x 8,192 matrices in bfloat16 makes {limit['flops'] / 1e12:.0f} TFLOP/s.",
+        "",
+        "| weights | sequences | ms a step | tokens/s | of the bandwidth | host, us a step | its launch |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name, one in found.items():
+        if name.startswith("decode ") and isinstance(one, dict):
+            weights, batch = name.removeprefix("decode ").rsplit(" ", 1)
+            speed, share = f"{one['ms']:.2f} | {one['tokens_s']:,.0f}", f"{one['of_bandwidth']:.2f}"
+            host = f"{one['host_us']:.0f} | {one['launch_us']:.0f}"
+            lines.append(f"| {weights} | {batch} | {speed} | {share} | {host} |")
+    for name, one in found.items():
+        if name.startswith("prefill ") and isinstance(one, dict):
+            speed, rate = f"{one['tokens_s']:,.0f} tokens/s", f"{one['of_rate']:.2f} of the rate"
+            weights = name.removeprefix("prefill ")
+            lines += ["", f"A prompt of {one['tokens']:,} tokens, {weights}: {one['ms']:.0f} ms, {speed}, {rate}."]
+    if isinstance(parked := found.get("parking"), dict):
+        out, back, most = (f"{parked[way]:.0f} GB/s" for way in ("out_gb_s", "back_gb_s", "limit_gb_s"))
+        lines += ["", f"Parked pages leave at {out} and come back at {back}; a pinned copy makes {most}."]
+    for part in ("products", "recurrent"):
+        if isinstance(each := found.get(part), dict):
+            columns = list(next(iter(each.values())))
+            lines += ["", f"| {part} | {' | '.join(columns)} |", f"| --- |{' ---: |' * len(columns)}"]
+            lines += [f"| {name} | {' | '.join(f'{one[c]:.2f}' for c in columns)} |" for name, one in each.items()]
+    return "\n".join([*lines, ""])
+
+
+SPEED = ("decode", "quantized", "prefill", "parking", "products", "recurrent")
+PARTS = ("turns", "kernels", "prompts", "waiting", "sanitizer", "server", *SPEED)
+
+
+def main() -> None:
+    """Runs all parts, or those named."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="folder for the report")
+    parser.add_argument("--only", nargs="*", default=list(PARTS), choices=PARTS, help="the parts to run")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    properties = torch.cuda.get_device_properties(0)
+    report = Report(options.out, {"gpu": properties.name, "torch": torch.__version__})
+    print(f"{properties.name}, PyTorch {torch.__version__}", flush=True)
+    works: dict[str, Callable[[], Any]] = {
+        "turns": checks.same_turns,
+        "kernels": lambda: checks.kernels(options.out),
+        "prompts": checks.prompts_in_bfloat16,
+        "waiting": checks.steps_without_waiting,
+        "sanitizer": lambda: checks.memory_checker(options.out),
+        "server": server.conversations,
+    }
+    for part, work in works.items():
+        if part in options.only:
+            report.part(part, work)
+    measured(report, set(options.only))
+
+
+def measured(report: Report, parts: set[str]) -> None:
+    """Runs the measurements, of which the larger ones are of a model of 8 billion parameters."""
+    if not parts & set(SPEED):
+        return
+    limit = report.part("limits", speed.limits)
+    if wanted := parts & {"decode", "prefill", "parking"}:
+        _in_bfloat16(report, wanted, limit)
+    if "quantized" in parts:
+        for name in ("int4", "fp8"):
+            _quantized(report, name, limit)
+    if "products" in parts:
+        report.part("products", partial(speed.products, limit["bytes"], limit["flops"]))
+    if "recurrent" in parts:
+        report.part("recurrent", partial(speed.recurrent, limit["bytes"]))
+    (report.folder / "gpu.md").write_text(table(report.found))
+
+
+def _in_bfloat16(report: Report, parts: set[str], limit: dict[str, float]) -> None:
+    queue = TimedQueue()
+    with executor(EIGHT, torch.bfloat16, GpuForward, queue=queue) as made:
+        if "decode" in parts:
+            for batch in speed.BATCHES:
+                report.part(f"decode bfloat16 {batch}", partial(speed.decoding, made, batch, limit["bytes"], queue))
+            report.part("kernels of decode 1", partial(speed.longest_kernels, made, 1))
+        if "prefill" in parts:
+            report.part("prefill bfloat16", partial(speed.prefilling, made, limit["flops"]))
+        if "parking" in parts:
+            report.part("parking", partial(speed.parking, made))
+
+
+def _quantized(report: Report, name: str, limit: dict[str, float]) -> None:
+    queue, kind = TimedQueue(), TYPES[name]
+    with executor(EIGHT, torch.bfloat16, GpuForward, stored(EIGHT, kind), queue) as made:
+        for batch in (1, 16, 64):
+            work = partial(speed.decoding, made, batch, limit["bytes"], queue, kind)
+            report.part(f"decode {name} {batch}", work)
+        report.part(f"kernels of decode {name} 1", partial(speed.longest_kernels, made, 1))
+        report.part(f"prefill {name}", partial(speed.prefilling, made, limit["flops"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Checks of what computes on a GPU: kernels, turns, memory, and that no step waits."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bench.gpu.models import SMALL, TYPES, Eager, Rows, attention, executor, model, stored
+from tenuto.base.plan import Ints
+from tenuto.base.sampling import GREEDY, Sampling
+from tenuto.exec.gpu.forward import GpuForward
+from tenuto.exec.torch_forward import TorchForward
+from tenuto.kernels.native.grouped import Grouped
+from tenuto.models.config import ModelConfig
+
+DRAWN = Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=3)
+SANITIZER_SECONDS = 100.0
+"""Time for the memory checker, which runs everything many times slower."""
+
+
+def same_turns() -> dict[str, str]:
+    """Compares turns of small models in float32, greedy and sampled."""
+    found: dict[str, str] = {}
+    for name, config in SMALL.items():
+        for sampling in (GREEDY, DRAWN):
+            how = "greedy" if sampling is GREEDY else "sampled"
+            found |= _compared(f"{name}, {how}", config, sampling)
+    for name, kind in TYPES.items():
+        found |= _compared(f"{name}, sampled", SMALL["full attention"], DRAWN, kind)
+    return found
+
+
+def _compared(name: str, config: ModelConfig, sampling: Sampling, numbers: Grouped | None = None) -> dict[str, str]:
+    """Compares the tokens that each way of computing samples. With `numbers`, the weights are quantized."""
+    prompts = np.random.default_rng(1).integers(0, config.vocab, (5, 150)).astype(np.int32)
+    results: dict[str, Ints] = {}
+    found: dict[str, str] = {}
+    for kind in (TorchForward, Eager, GpuForward):
+        weights = stored(config, numbers) if numbers is not None else None
+        with executor(config, torch.float32, kind, weights) as made:
+            results[kind.__name__] = Rows(made, 5, 512, sampling).turns(prompts, 200)
+    captured = results["GpuForward"]
+    for other in ("Eager", "TorchForward"):
+        differing = (results[other] != captured).any(axis=1)
+        at = int(differing.argmax()) if differing.any() else None
+        shown = "same tokens" if at is None else f"differ from step {at} of {len(captured)}"
+        found[f"{name}: captured steps and {other}"] = shown
+    return found
+
+
+def prompts_in_bfloat16() -> dict[str, dict[str, float]]:
+    """Compares the logits of a prompt in bfloat16, by our kernels and by PyTorch, with those in float32: the length of
+    the difference over that of the logits, and how many tokens have another likeliest one."""
+    found = {}
+    for name, one in {"heads of 128": attention(16, 4, 128), "windows": attention(16, 4, 64, window=300)}.items():
+        config = model(4, 2048, [one], 5632, 8000, 4096)
+        prompts = np.random.default_rng(2).integers(0, config.vocab, (3, 700)).astype(np.int32)
+        results = {}
+        for what, kind, dtype in (
+            ("float32", TorchForward, torch.float32),
+            ("PyTorch", TorchForward, torch.bfloat16),
+            ("our kernels", GpuForward, torch.bfloat16),
+        ):
+            with executor(config, dtype, kind, stored(config, None)) as made:
+                plan = Rows(made, len(prompts), 1024).plan(prompts)
+                results[what] = made.logits(replace(plan, samples=plan.counts))
+        exact = results.pop("float32")
+        for what, logits in results.items():
+            apart = float(np.linalg.norm(logits - exact) / np.linalg.norm(exact))
+            others = float((logits.argmax(axis=1) != exact.argmax(axis=1)).mean())
+            found[f"{name}: {what}"] = {"difference": apart, "other tokens": others}
+    return found
+
+
+def kernels(folder: Path) -> str:
+    """Runs the kernels' tests on the device; returns pytest's last line."""
+    log = folder / "kernels.txt"
+    options = ["-q", "-n", "8", "--maxfail", "5", "--no-header", "--noconftest", "-c", os.devnull, "--rootdir", "."]
+    paths = ["tests/kernels/gpu", "tests/exec/gpu", "--ignore", "tests/kernels/gpu/test_compiled.py"]  # needs no GPU
+    command = [sys.executable, "-m", "pytest", *options, "-p", "no:cacheprovider", *paths]
+    with log.open("w") as file:
+        subprocess.run(  # noqa: S603 - our own command
+            command, stdout=file, stderr=subprocess.STDOUT, timeout=240, check=False
+        )
+    return log.read_text().strip().splitlines()[-1]
+
+
+def memory_checker(folder: Path) -> dict[str, str]:
+    """Runs a few steps of small models under `compute-sanitizer`, queued kernel by kernel and captured; returns its
+    last lines. Without PyTorch's cache of memory, which captures need, it knows where every tensor ends."""
+    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(tool).exists():
+        return {"not run": "there is no compute-sanitizer"}
+    runs = {"kernel by kernel": ("Eager", "1"), "captured": ("GpuForward", "0")}
+    logs = {name: folder / f"sanitizer-{kind}.txt" for name, (kind, _) in runs.items()}
+    children = {}
+    for name, (kind, uncached) in runs.items():
+        child = [sys.executable, "-c", f"import bench.gpu.checks as c; c.few_steps(c.{kind})"]
+        with logs[name].open("w") as file:
+            children[name] = subprocess.Popen(  # noqa: S603 - our own command
+                [tool, "--tool", "memcheck", *child],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": uncached},
+            )
+    end, found = time.monotonic() + SANITIZER_SECONDS, {}
+    for name, process in children.items():
+        try:
+            process.wait(max(1.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        lines = logs[name].read_text().strip().splitlines() or ["no output"]
+        found[name] = " | ".join(lines[-3:]) if process.returncode else lines[-1]
+    return found
+
+
+def few_steps(kind: type[GpuForward]) -> None:
+    """Computes a prompt and a few decodes of each small model, cut to two layers."""
+    for name, config in SMALL.items():
+        with executor(replace(config, layers=config.layers[:2]), torch.float32, kind) as made:
+            rows = Rows(made, 3, 256)
+            rows.turns(np.ones((3, 70), np.int32), 3, overlap=0)
+        torch.cuda.synchronize()
+        print(name, "computed", flush=True)
+
+
+def steps_without_waiting() -> str:
+    """Computes decode steps while PyTorch raises an error for every call that waits for the device."""
+    with executor(SMALL["full attention"], torch.bfloat16, GpuForward) as made:
+        rows = Rows(made, 4, 256)
+        tokens = rows.turns(np.ones((4, 40), np.int32), 4)[-1]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            rows.decode(tokens, 8)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return "no call waited for the device"

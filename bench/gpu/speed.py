@@ -1,0 +1,299 @@
+"""Measurements on a GPU, beside the bandwidth and the rate that it reaches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from bench.gpu.models import CUDA, EIGHT, TYPES, Rows, TimedQueue, random_matrix
+from bench.spread import repeated
+from tenuto.exec.model_executor import ModelExecutor
+from tenuto.kernels.gpu import quantized
+from tenuto.kernels.gpu.recurrent import convolve_step, gated_delta_step, mamba2_step, mamba_step
+from tenuto.kernels.native.grouped import Grouped
+from tenuto.kernels.recurrent import Slots
+from tenuto.models.config import Attention, Mlp, ModelConfig
+from tenuto.models.quantized_places import QuantizedPlace, type_of
+
+BATCHES = (1, 4, 16, 64, 128, 256)
+CONTEXT = 2048
+DECODES = 48
+"""Steps of one measurement of decoding."""
+
+PROMPT = 8192
+PARKED = 2**30
+"""Bytes that a measurement of parked state moves."""
+
+
+def timed(work: Callable[[], object], times: int = 5) -> float:
+    """Returns the least seconds that `work` takes on the device."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    least = float("inf")
+    work()
+    for _ in range(times):
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        least = min(least, begin.elapsed_time(end) / 1e3)
+    return least
+
+
+def limits() -> dict[str, float]:
+    """Measures the bandwidth of a copy, in bytes read and written a second, and the rate of a product of 8192 x 8192
+    bfloat16 matrices, in floating-point operations a second."""
+    a = torch.empty(2**31, dtype=torch.uint8, device=CUDA)
+    b = torch.empty_like(a)
+    x, y = (torch.randn(8192, 8192, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
+    return {"bytes": 2 * len(a) / timed(lambda: b.copy_(a)), "flops": 2 * 8192**3 / timed(lambda: x @ y)}
+
+
+def weight_bytes(config: ModelConfig, numbers: Grouped | None = None) -> int:
+    """Returns the bytes of weights that a decode step reads: all but the embedding, in 16 bits, but for matrices of
+    layers whose type is `numbers`."""
+    head = config.vocab * config.hidden
+    layers = parameters(config) - head
+    return 2 * head + (2 * layers if numbers is None else int(layers * bytes_each(numbers)))
+
+
+def bytes_each(numbers: Grouped) -> float:
+    """Returns the bytes of a weight on the device, with its part of the scale and of the minimum."""
+    scale = 2 if numbers.halves else 4 * len(numbers.numbers.scales)
+    return numbers.numbers.quant_bytes / 32 + scale / numbers.group
+
+
+def parameters(config: ModelConfig) -> int:
+    """Returns the number of weights that every token is multiplied by; all layers have attention."""
+    found = config.vocab * config.hidden
+    for layer in config.layers:
+        assert isinstance(layer.mixer, Attention)
+        assert isinstance(layer.feed_forward, Mlp)
+        a = layer.mixer
+        found += (
+            config.hidden * (2 * a.heads + 2 * a.kv_heads) * a.head_dim + 3 * config.hidden * layer.feed_forward.width
+        )
+    return found
+
+
+def kv_bytes(config: ModelConfig, tokens: int) -> int:
+    """Returns the bytes of keys and values of `tokens` tokens, in 16 bits."""
+    mixers = [mixer for mixer in config.mixers if isinstance(mixer, Attention)]
+    return sum(4 * mixer.kv_heads * mixer.head_dim for mixer in mixers) * tokens
+
+
+def decoding(
+    made: ModelExecutor, batch: int, bandwidth: float, queue: TimedQueue, numbers: Grouped | None = None
+) -> dict[str, float]:
+    """Measures decode steps of `batch` rows at `CONTEXT` tokens, each submitted before the one before it is
+    collected. `host_us`: the time that the host takes to queue a step; `launch_us`: the part of it in which the driver
+    launches the captured step. `numbers`: the type of the layers' matrices."""
+    rows = Rows(made, batch, CONTEXT + 4 * DECODES)
+    rows.fill(CONTEXT)
+    first = np.ones(batch, np.int32)
+    rows.decode(first, DECODES)
+    context = rows.at + DECODES / 2  # on average
+    begin = time.perf_counter()
+    rows.decode(first, DECODES)
+    seconds = (time.perf_counter() - begin) / DECODES
+    torch.cuda.synchronize()
+    host: list[float] = []
+    queue.seconds.clear()
+    for _ in range(DECODES):
+        plan = rows.plan(first[:, None])
+        begin = time.perf_counter()
+        wait = made.queue(plan)
+        host.append(time.perf_counter() - begin)
+        wait()
+    moved = weight_bytes(EIGHT, numbers) + kv_bytes(EIGHT, 1) * batch * context
+    made.forward.release_units()
+    return {
+        "ms": 1e3 * seconds,
+        "tokens_s": batch / seconds,
+        "of_bandwidth": moved / seconds / bandwidth,
+        "host_us": 1e6 * float(np.median(host)),
+        "launch_us": 1e6 * float(np.median(queue.seconds)),
+    }
+
+
+def longest_kernels(made: ModelExecutor, batch: int) -> dict[str, float]:
+    """Returns the milliseconds of a decode step in the kernels that take longest, by name."""
+    rows = Rows(made, batch, CONTEXT + DECODES)
+    rows.fill(CONTEXT)
+    first = np.ones(batch, np.int32)
+    rows.decode(first, 2)
+    found = profiled(lambda: rows.decode(first, 4))
+    made.forward.release_units()
+    return {name: each / 4 for name, each in found.items()}
+
+
+def profiled(work: Callable[[], object]) -> dict[str, float]:
+    """Returns the milliseconds that the device spends in each kernel of `work`, the 14 longest."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        work()
+        torch.cuda.synchronize()
+    events = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
+    return {f"{event.key[:60]} x{event.count}": round(event.self_device_time_total / 1e3, 4) for event in events[:14]}
+
+
+def prefilling(made: ModelExecutor, rate: float) -> dict[str, Any]:
+    """Measures a prompt of `PROMPT` tokens computed in one step."""
+    attended = sum(mixer.heads * mixer.head_dim for mixer in EIGHT.mixers if isinstance(mixer, Attention))
+    head = EIGHT.vocab * EIGHT.hidden
+    work = 2 * (parameters(EIGHT) - head) * PROMPT + 2 * PROMPT * PROMPT * attended
+    tokens = np.random.default_rng(0).integers(0, EIGHT.vocab, (1, PROMPT)).astype(np.int32)
+    rows = Rows(made, 1, PROMPT)
+
+    def once() -> float:
+        rows.at = 0
+        begin = time.perf_counter()
+        rows.run(tokens)
+        return time.perf_counter() - begin
+
+    seconds = repeated(once, 5).median
+    longest = profiled(once)
+    made.forward.release_units()
+    return {
+        "longest": longest,
+        "tokens": PROMPT,
+        "ms": 1e3 * seconds,
+        "tokens_s": PROMPT / seconds,
+        "of_rate": work / seconds / rate,
+    }
+
+
+def products(bandwidth: float, rate: float) -> dict[str, dict[str, float]]:
+    """Measures products with quantized matrices of the model's shapes, beside PyTorch's with bfloat16. `of_limit`: the
+    time that the bytes of weights or the operations take at least, over the measured time."""
+    found = {}
+    for outputs, inputs in ((6144, 4096), (28_672, 4096), (4096, 14_336)):
+        plain = [torch.randn(outputs, inputs, device=CUDA, dtype=torch.bfloat16) for _ in range(3)]
+        for name, kind in TYPES.items():
+            numbers = type_of([kind], inputs)
+            assert numbers is not None
+            weight = random_matrix(np.random.default_rng(0), kind, outputs, inputs)
+            own = [numbers.empty(outputs, CUDA) for _ in range(max(2, 2**27 // (outputs * inputs // 2)))]
+            for one in own:
+                QuantizedPlace(one, 0, outputs).fill(weight)
+            for rows in (1, 16, 64, 4096):
+                x = torch.randn(rows, inputs, device=CUDA, dtype=torch.bfloat16)
+                ours = timed(partial(_each, partial(quantized.linear, x), own)) / len(own)
+                torchs = timed(partial(_each, partial(functional.linear, x), plain)) / len(plain)
+                least = max(own[0].bytes / bandwidth, 2 * rows * outputs * inputs / rate)
+                found[f"{name}, {inputs} to {outputs}, {rows} rows"] = {
+                    "us": 1e6 * ours,
+                    "of_limit": least / ours,
+                    "bfloat16_us": 1e6 * torchs,
+                }
+    return found
+
+
+def _each(work: Callable[[Any], object], values: Iterable[Any]) -> None:
+    for value in values:
+        work(value)
+
+
+def recurrent(bandwidth: float) -> dict[str, dict[str, float]]:
+    """Measures decode steps of recurrent layers. `of_bandwidth`: the time to read and write the states once, over the
+    measured time."""
+    made: dict[str, Callable[[int], tuple[Callable[[], object], int]]] = {
+        "gated delta net": _delta,
+        "Mamba-2": _mamba2,
+        "Mamba": _mamba,
+    }
+    found = {}
+    for name, make in made.items():
+        for rows in (16, 64, 256):
+            work, moved = make(rows)
+            seconds = timed(partial(_each, lambda each: each(), [work] * 8)) / 8
+            found[f"{name}, {rows} rows"] = {"us": 1e6 * seconds, "of_bandwidth": moved / seconds / bandwidth}
+    return found
+
+
+def _slots(rows: int, convolution: tuple[int, ...], recurrent: tuple[int, ...]) -> tuple[Slots, int]:
+    """Returns slots with random states for `rows` rows, each written where it was read, and the bytes that a step
+    moves."""
+    first = torch.randn(rows, *convolution, device=CUDA, dtype=torch.bfloat16)
+    second = torch.randn(rows, *recurrent, device=CUDA)
+    each = torch.arange(rows, device=CUDA)
+    return Slots(first, second, each, each), 2 * sum(part.numel() * part.element_size() for part in (first, second))
+
+
+def _delta(rows: int) -> tuple[Callable[[], object], int]:
+    """Returns a step of Qwen3-Next's layer, and the bytes of its states."""
+    channels = 2 * 16 * 128 + 32 * 128
+    slots, moved = _slots(rows, (channels, 3), (32, 128, 128))
+    inputs, weight = (
+        torch.randn(*shape, device=CUDA, dtype=torch.bfloat16) for shape in ((rows, channels), (channels, 1, 4))
+    )
+    strengths, rates = torch.randn(rows, 64, device=CUDA, dtype=torch.bfloat16), torch.randn(32, device=CUDA)
+
+    def work() -> torch.Tensor:
+        convolved = convolve_step(inputs, weight, None, slots)
+        return gated_delta_step(convolved, strengths, rates, rates, slots, 16)
+
+    return work, moved
+
+
+def _mamba2(rows: int) -> tuple[Callable[[], object], int]:
+    """Returns a step of the 2.7B model's layer, and the bytes of its states."""
+    channels = 80 * 64 + 2 * 128
+    slots, moved = _slots(rows, (channels, 3), (80, 64, 128))
+    inputs, weight = (
+        torch.randn(*shape, device=CUDA, dtype=torch.bfloat16) for shape in ((rows, channels), (channels, 1, 4))
+    )
+    steps, each = torch.randn(rows, 80, device=CUDA, dtype=torch.bfloat16), torch.randn(80, device=CUDA)
+
+    def work() -> torch.Tensor:
+        return mamba2_step(convolve_step(inputs, weight, None, slots), steps, each, each, each, slots)
+
+    return work, moved
+
+
+def _mamba(rows: int) -> tuple[Callable[[], object], int]:
+    """Returns a step of the 2.8B model's layer, and the bytes of its states."""
+    channels, size = 5120, 16
+    slots, moved = _slots(rows, (channels, 3), (channels, size))
+    inputs, weight = (
+        torch.randn(*shape, device=CUDA, dtype=torch.bfloat16) for shape in ((rows, channels), (channels, 1, 4))
+    )
+    b, c = torch.randn(2, rows, size, device=CUDA, dtype=torch.bfloat16)
+    rates, each = torch.randn(channels, size, device=CUDA), torch.randn(channels, device=CUDA)
+
+    def work() -> torch.Tensor:
+        return mamba_step(convolve_step(inputs, weight, None, slots), inputs, each, b, c, rates, each, slots)
+
+    return work, moved
+
+
+def parking(made: ModelExecutor) -> dict[str, float]:
+    """Measures the bandwidth with which pages move to the host and back, beside the limit of pinned copies."""
+    count = PARKED // made.unit_bytes(0)
+    made.prepare((count,), 1)
+    units = np.arange(count, dtype=np.int32)
+    moved = count * made.unit_bytes(0)
+    data = made.read_units(0, units)
+    out = repeated(lambda: _seconds(lambda: made.read_units(0, units)), 3).median
+    back = repeated(lambda: _seconds(lambda: made.write_units(0, units, list(data))), 3).median
+    host, device = (
+        torch.empty(moved, dtype=torch.uint8, pin_memory=True),
+        torch.empty(moved, dtype=torch.uint8, device=CUDA),
+    )
+    limit = timed(lambda: host.copy_(device, non_blocking=True))
+    return {
+        "bytes": moved,
+        "out_gb_s": moved / out / 1e9,
+        "back_gb_s": moved / back / 1e9,
+        "limit_gb_s": moved / limit / 1e9,
+    }
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin

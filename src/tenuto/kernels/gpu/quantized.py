@@ -1,0 +1,239 @@
+"""Multiplication by quantized weights on a CUDA device. They are read in their bits, and become numbers of the inputs'
+element type, rounded once, just before they are multiplied.
+
+Two kernels compute outputs times rows, because the factor on the left may stay in registers. For few rows, which are
+limited by how fast the weights can be read, each warp has a slice of the inputs. For more, a program has a tile, and
+where there are few tiles, their inputs are divided among several programs, whose sums a second kernel adds up.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tenuto.kernels.gpu.attention import shared_memory
+from tenuto.kernels.quantized import LANES, Numbers, Quantized
+
+_FEW = 16
+"""Up to this many rows are few."""
+_NARROW = 8192
+"""Matrices with fewer outputs have smaller blocks and more slices, so that enough is loaded at a time."""
+_PROGRAMS = 256
+"""Inputs are divided until there are about as many programs."""
+_STAGE = 80 * 1024
+"""Bytes of shared memory that one stage of a large tile takes."""
+_SWATH = 8
+"""Neighbouring programs compute this many tiles of rows with the same weights, then the next weights."""
+
+_LANES = tl.constexpr(LANES)
+_INT4, _INT8, _FP8 = (tl.constexpr(i) for i in range(3))
+_KINDS = {Numbers.INT4: 0, Numbers.INT8: 1, Numbers.FP8: 2}
+
+
+def linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Multiplies `x` [rows, inputs] by the transpose of `weight` and adds `bias` [outputs]. Sums are float32, in an
+    order that does not depend on other rows, but differs between few rows and more. The rows of `x` are contiguous.
+    Returns [rows, outputs] in the element type of `x`."""
+    rows, inputs = x.shape
+    outputs, chunks = weight.words.shape[:2]
+    found = torch.empty((rows, outputs), device=x.device, dtype=x.dtype)
+    given = x, weight.words, weight.scales, weight.minima, bias, found, rows, inputs, outputs, chunks, x.stride(0)
+    constants = {
+        "KIND": _KINDS[weight.numbers],
+        "GROUP": weight.group,
+        "GROUPS": len(weight.scales),
+        "CHUNK": weight.numbers.chunk,
+    }
+    if rows <= _FEW:
+        block, slices, stages = few_constants(rows, outputs)
+        even = inputs % (slices * weight.numbers.chunk) == 0
+        _few[(triton.cdiv(outputs, block),)](
+            *given, EVEN=even, BLOCK=block, ROWS=_FEW, SLICES=slices, **constants, num_warps=slices, num_stages=stages
+        )
+        return found
+    block, tile, warps, stages = many_constants(rows, x.element_size(), shared_memory(x.device))
+    tiles = triton.cdiv(outputs, block) * triton.cdiv(rows, tile)
+    splits = max(1, min(_PROGRAMS // tiles, chunks // 4)) if rows <= 64 else 1
+    parts = torch.empty((splits, rows, outputs), device=x.device) if splits > 1 else None
+    even = inputs == chunks * weight.numbers.chunk
+    _many[(tiles, splits)](
+        *given, parts, EVEN=even, BLOCK=block, ROWS=tile, SWATH=_SWATH, **constants, num_warps=warps, num_stages=stages
+    )
+    if parts is not None:
+        _add_up[(triton.cdiv(outputs, 1024), rows)](parts, bias, found, rows, outputs, SPLITS=splits, BLOCK=1024)
+    return found
+
+
+def few_constants(rows: int, outputs: int) -> tuple[int, int, int]:
+    """Returns the outputs of a block of few rows, the warps that its inputs are divided among, and the stages of its
+    loads."""
+    narrow = outputs < _NARROW
+    return 16 * (1 + (rows > 4)) * (1 + (not narrow)), 8 if narrow else 4, 2
+
+
+def many_constants(rows: int, element_size: int, shared: int) -> tuple[int, int, int, int]:
+    """Returns the outputs and rows of a tile, its warps and the stages of its loads. `shared`: the bytes of shared
+    memory that a program may use."""
+    if rows > 64 and shared >= 2 * _STAGE and element_size == 2:
+        return 128, 128, 8, 2
+    return 64, 32 if rows <= 32 else 64, 4, 2
+
+
+@triton.jit
+def _numbers(words, scale, minimum, PLACE: tl.constexpr, KIND: tl.constexpr):
+    """Returns the weights, float32, whose numbers are number PLACE of words; see `kernels.quantized`. Bits of integers
+    become those of a float between a power of two and the next, without a conversion."""
+    if KIND == _FP8:
+        # Sign, exponent and mantissa where float32 has its own; the value is 2 ** 120 times too small.
+        bits = ((words << (24 - 8 * PLACE)) >> 4) & -0x78100000
+        return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36 * scale
+    each: tl.constexpr = 4 if KIND == _INT4 else 8
+    at: tl.constexpr = 12 + each * PLACE % 8
+    shift: tl.constexpr = each * PLACE - at
+    moved = words >> shift if shift > 0 else words << -shift
+    bits = moved & (2**each - 1 << at) | (150 - at << 23)
+    return bits.to(tl.float32, bitcast=True) * scale + (minimum - 2.0 ** (23 - at) * scale)
+
+
+@triton.jit
+def _scaled(scales, minima, place, KIND: tl.constexpr):
+    """Returns scales and minima, float32."""
+    scale = tl.load(scales + place).to(tl.float32)
+    if KIND == _FP8:
+        minimum = scale  # not used
+    elif minima is not None:
+        minimum = tl.load(minima + place).to(tl.float32)
+    else:
+        minimum = scale * (-8.0 if KIND == _INT4 else -128.0)
+    return scale, minimum
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _few(
+    x,
+    words,
+    scales,
+    minima,
+    bias,
+    found,
+    rows,
+    inputs,
+    outputs,
+    chunks,
+    stride,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    SLICES: tl.constexpr,
+):
+    """A program computes BLOCK outputs of all rows. Each warp adds up every SLICES-th chunk."""
+    output = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    kept = tl.minimum(output, outputs - 1)  # outputs behind the last are computed like it, and not stored
+    row = tl.arange(0, ROWS)
+    lane = tl.arange(0, _LANES)
+    own = words + kept.to(tl.int64)[None, :, None] * chunks * _LANES + lane[None, None, :]
+    values = x + row.to(tl.int64)[None, None, :] * stride + lane[None, :, None]
+    present = (row < rows)[None, None, :]
+    sums = tl.zeros([SLICES, BLOCK, ROWS], tl.float32)
+    for first in range(0, chunks, SLICES):
+        chunk = first + tl.arange(0, SLICES)
+        if EVEN:
+            w = tl.load(own + chunk[:, None, None] * _LANES)
+        else:
+            w = tl.load(own + chunk[:, None, None] * _LANES, mask=(chunk < chunks)[:, None, None], other=0)
+        for place in tl.static_range(CHUNK // _LANES):
+            at = chunk * CHUNK + place * _LANES
+            if place * _LANES % GROUP == 0:
+                group = tl.minimum(at // GROUP, GROUPS - 1)[:, None] * outputs + kept[None, :]
+                scale, minimum = _scaled(scales, minima, group, KIND)
+            if EVEN:
+                v = tl.load(values + at[:, None, None], mask=present, other=0.0)
+            else:
+                v = tl.load(values + at[:, None, None], mask=present & (at < inputs)[:, None, None], other=0.0)
+            weights = _numbers(w, scale[:, :, None], minimum[:, :, None], place, KIND).to(x.dtype.element_ty)
+            sums = tl.dot(weights, v, sums, input_precision="ieee")
+    total = tl.sum(sums, axis=0)
+    if bias is not None:
+        total += tl.load(bias + kept).to(tl.float32)[:, None]
+    spots = found + row.to(tl.int64)[None, :] * outputs + output[:, None]
+    tl.store(spots, total.to(found.dtype.element_ty), mask=(row < rows)[None, :] & (output < outputs)[:, None])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _many(
+    x,
+    words,
+    scales,
+    minima,
+    bias,
+    found,
+    rows,
+    inputs,
+    outputs,
+    chunks,
+    stride,
+    parts,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    SWATH: tl.constexpr,
+):
+    """A program computes BLOCK outputs of ROWS rows, from one part of the inputs. Its grid is [tiles, parts of the
+    inputs]. With `parts`, float32 [parts, rows, outputs], it stores sums there."""
+    tall, wide = tl.cdiv(rows, ROWS), tl.cdiv(outputs, BLOCK)
+    swath = tl.program_id(0) // (SWATH * wide)
+    height = tl.minimum(tall - swath * SWATH, SWATH)
+    within = tl.program_id(0) % (SWATH * wide)
+    row = (swath * SWATH + within % height) * ROWS + tl.arange(0, ROWS)
+    output = within // height * BLOCK + tl.arange(0, BLOCK)
+    kept = tl.minimum(output, outputs - 1)
+    lane = tl.arange(0, _LANES)
+    own = words + kept.to(tl.int64)[:, None] * chunks * _LANES + lane[None, :]
+    values = x + tl.minimum(row, rows - 1).to(tl.int64)[None, :] * stride + lane[:, None]
+    each = tl.cdiv(chunks, tl.num_programs(1))
+    begin = tl.program_id(1) * each
+    sums = tl.zeros([BLOCK, ROWS], tl.float32)
+    for chunk in range(begin, tl.minimum(begin + each, chunks)):
+        w = tl.load(own + chunk * _LANES)
+        for place in tl.static_range(CHUNK // _LANES):
+            at = chunk * CHUNK + place * _LANES
+            if place * _LANES % GROUP == 0:
+                group = tl.minimum(at // GROUP, GROUPS - 1) * outputs + kept
+                scale, minimum = _scaled(scales, minima, group, KIND)
+            if EVEN:
+                v = tl.load(values + at)
+            else:
+                v = tl.load(values + at, mask=(at < inputs) & (row < rows)[None, :], other=0.0)
+            weights = _numbers(w, scale[:, None], minimum[:, None], place, KIND).to(x.dtype.element_ty)
+            sums = tl.dot(weights, v, sums, input_precision="ieee")
+    inside = (row < rows)[None, :] & (output < outputs)[:, None]
+    spots = row.to(tl.int64)[None, :] * outputs + output[:, None]
+    if parts is not None:
+        tl.store(parts + tl.program_id(1).to(tl.int64) * rows * outputs + spots, sums, mask=inside)
+    else:
+        if bias is not None:
+            sums += tl.load(bias + kept).to(tl.float32)[:, None]
+        tl.store(found + spots, sums.to(found.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_up(parts, bias, found, rows, outputs, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """A program adds up BLOCK outputs of a row."""
+    output = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = output < outputs
+    spots = tl.program_id(1).to(tl.int64) * outputs + output
+    total = tl.zeros([BLOCK], tl.float32)
+    for split in range(SPLITS):
+        total += tl.load(parts + split * rows.to(tl.int64) * outputs + spots, mask=inside, other=0.0)
+    if bias is not None:
+        total += tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)
+    tl.store(found + spots, total.to(found.dtype.element_ty), mask=inside)

@@ -1,0 +1,147 @@
+"""Products with quantized weights on GPUs are those with the weights they stand for."""
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf import quants
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tenuto.kernels.gpu.quantized import linear
+from tenuto.kernels.native.formats import PanelFormat
+from tenuto.kernels.native.grouped import E4M3, Grouped
+from tenuto.kernels.quantized import Numbers, Quantized, packed
+from tenuto.models.quantized_places import QuantizedPlace, type_of
+from tenuto.models.weights import StoredWeight
+from tests.kernels.gpu.conftest import DEVICE
+
+TYPES = [torch.float16, torch.float32]
+
+
+def quantized(numbers: Numbers, outputs: int, inputs: int, group: int, minima: bool) -> tuple[Quantized, torch.Tensor]:
+    """Returns a random matrix, and its weights, float64."""
+    generator = torch.Generator().manual_seed(outputs + inputs + group)
+    values = torch.randint(0, 2**numbers.bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
+    if numbers is Numbers.FP8:
+        values &= 0xBF  # values up to 2, no NaN
+    groups = -(-inputs // group)
+    scales = (torch.rand(groups, outputs, generator=generator) + 0.5).half()
+    least = torch.randn(groups, outputs, generator=generator) if minima and numbers is not Numbers.FP8 else None
+    found = Quantized(
+        numbers,
+        inputs,
+        group,
+        packed(values, numbers).to(DEVICE),
+        scales.to(DEVICE),
+        None if least is None else least.to(DEVICE),
+    )
+    of_input = torch.arange(inputs) // group
+    scale = scales.double()[of_input].T
+    if numbers is Numbers.FP8:
+        return found, torch.from_numpy(E4M3)[values.long()].double() * scale
+    if least is None:
+        return found, (values.double() - 2 ** (numbers.bits - 1)) * scale
+    return found, values.double() * scale + least.double()[of_input].T
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    numbers=st.sampled_from(Numbers),
+    rows=st.sampled_from([0, 1, 3, 5, 16, 17, 33, 70]),
+    inputs=st.sampled_from([32, 96, 256, 352, 1056]),
+    outputs=st.sampled_from([1, 15, 70, 130]),
+    group=st.sampled_from([32, 64, 128, 0]),
+    biased=st.booleans(),
+    minima=st.booleans(),
+    dtype=st.sampled_from(TYPES),
+)
+def test_rows_are_multiplied_by_quantized_matrices_of_any_shape(
+    numbers, rows, inputs, outputs, group, biased, minima, dtype
+) -> None:
+    generator = torch.Generator().manual_seed(rows + inputs)
+    x = torch.randn(rows, inputs + 8, generator=generator).to(dtype)[:, :inputs]
+    bias = torch.randn(outputs, generator=generator).to(dtype) if biased else None
+    weight, expected = quantized(numbers, outputs, inputs, group or inputs, minima)
+    found = linear(x.to(DEVICE), weight, None if bias is None else bias.to(DEVICE)).cpu()
+    wanted = x.double() @ expected.T
+    wanted = wanted if bias is None else wanted + bias.double()
+    bound = 2e-3 if dtype == torch.float16 else 1e-5
+    scale = float(expected.square().mean().sqrt()) * inputs**0.5
+    torch.testing.assert_close(found.double(), wanted, rtol=bound, atol=bound * scale * 2)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_rows_product_with_a_quantized_matrix_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(70, 256, generator=generator).to(dtype).to(DEVICE)
+    weight, _ = quantized(Numbers.INT4, 40, 256, 64, minima=True)
+    spoilt = x.clone()
+    spoilt[3] = torch.nan
+    for rows in (5, 16, 20, 70):
+        others = [i for i in range(rows) if i != 3]
+        assert torch.equal(linear(spoilt[:rows], weight)[others], linear(x[:rows], weight)[others])
+
+
+def grouped(numbers: PanelFormat, group: int, halves: bool) -> StoredWeight:
+    """Returns a random matrix [35, 192], as a safetensors file's becomes one."""
+    generator = np.random.default_rng(group)
+    kind = Grouped(numbers, group, halves)
+    shape, groups = (35, 192), -(-192 // group)
+    data = generator.integers(0, 256, (35, 6 * numbers.quant_bytes), dtype=np.uint8)
+    if numbers is PanelFormat.FP8:
+        data &= 0xBF
+    scales = generator.uniform(0.5, 1.5, (35, groups)).astype(np.float16).astype(np.float32)
+    signed = scales * (-8 if numbers is PanelFormat.INT4 else -128)
+    minima = [] if numbers is PanelFormat.FP8 else [signed if halves else signed + scales * np.float32(2.5)]
+    whole = np.concatenate([data, *(each.view(np.uint8) for each in (scales, *minima))], axis=1)
+    return StoredWeight(kind, shape, lambda: whole)
+
+
+def ggml(kind: Kind) -> StoredWeight:
+    """Returns a random matrix [35, 512], as a GGUF file has it."""
+    values = np.random.default_rng(1).normal(size=(35, 512)).astype(np.float32)
+    if kind is Kind.Q4_K:  # the package cannot make it
+        blocks = np.random.default_rng(2).integers(0, 256, (35, 2, 144), dtype=np.uint8)
+        blocks[..., :4] = np.array([0.01, 0.02], np.float16).view(np.uint8)
+        data = blocks.reshape(35, -1)
+    else:
+        data = quants.quantize(values, kind)
+    return StoredWeight(kind, (35, 512), lambda: data)
+
+
+STORED = {
+    "4 bits": grouped(PanelFormat.INT4, 64, halves=True),
+    "4 bits with zeros": grouped(PanelFormat.INT4, 32, halves=False),
+    "4 bits, a scale for each output": grouped(PanelFormat.INT4, 192, halves=True),
+    "8 bits": grouped(PanelFormat.INT8, 192, halves=True),
+    "8 bits with zeros": grouped(PanelFormat.INT8, 64, halves=False),
+    "FP8": grouped(PanelFormat.FP8, 128, halves=False),
+    **{kind.name: ggml(kind) for kind in (Kind.Q4_0, Kind.Q4_1, Kind.Q8_0, Kind.Q4_K)},
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_stored_weights_keep_their_bits_and_mean_the_same(name: str) -> None:
+    stored = STORED[name]
+    outputs, inputs = stored.shape
+    kind = type_of([stored.kind, stored.kind], inputs)
+    assert kind is not None
+    matrix = kind.empty(2 * outputs, DEVICE)
+    for part in range(2):
+        QuantizedPlace(matrix, part * outputs, outputs).fill(stored)
+    found = linear(torch.eye(inputs, device=DEVICE), matrix).cpu().T
+    expected = torch.from_numpy(stored.decode())
+    bound = 2e-3 if stored.kind is Kind.Q4_K else 5e-4 if "4" in name else 1e-4  # of the scales, which are about 1
+    for part in range(2):
+        torch.testing.assert_close(found[part * outputs : (part + 1) * outputs], expected, rtol=bound, atol=bound)
+    assert matrix.bytes < 2 * outputs * inputs * 1.4 * kind.numbers.bits / 8 + 2 * outputs * 256
+
+
+def test_weights_that_differ_in_type_or_have_one_the_kernels_do_not_know_are_decoded() -> None:
+    four, eight = STORED["4 bits"].kind, STORED["8 bits"].kind
+    assert type_of([four, eight], 192) is None
+    assert type_of([Kind.Q6_K], 256) is None
+    assert type_of([Kind.BF16], 256) is None
+    assert type_of([None], 256) is None
+    assert type_of([four], 48) is None
