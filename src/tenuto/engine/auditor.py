@@ -36,6 +36,9 @@ class Auditor:
         self._every = core.config.audit_every
         self._since = 0  # steps since the last cycle began
         self._cycle: AuditCycle | None = None
+        self._clock = core.clock
+        self.last: AuditReport | None = None  # of the last recount that was complete
+        self.last_at = 0.0  # when it was
         self._told: list[Told] = []  # callbacks for the report of the cycle in progress
         self._asked: list[Told] = []  # callbacks for the report of the next cycle
         self.work = 0  # total of `AuditCycle.work`
@@ -52,7 +55,11 @@ class Auditor:
     def recount(self, flights: Iterable[Flight]) -> AuditReport:
         """Recounts everything now; `flights` are the steps in flight. Raises `InvariantError`."""
         self._check_rows()
-        return recount(self._memory, self._holders(), self._touched(flights), self._beside)
+        return self._keep(recount(self._memory, self._holders(), self._touched(flights), self._beside))
+
+    def _keep(self, report: AuditReport) -> AuditReport:
+        self.last, self.last_at = report, self._clock.now()
+        return report
 
     @property
     def awaited(self) -> bool:
@@ -84,6 +91,7 @@ class Auditor:
         if report is not None:
             self._cycle = None
             self.cycles += 1
+            self._keep(report)
             waited, self._told = self._told, []
             for told in waited:
                 told(report)

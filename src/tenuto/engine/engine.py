@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from random import Random
 
 from tenuto.base.clock import Clock
 from tenuto.base.config import EngineConfig
-from tenuto.base.errors import ConfigError
+from tenuto.base.errors import ConfigError, IllegalTransition, Overloaded
+from tenuto.base.map_views import MapPart, TraceView
 from tenuto.base.plan import Executor
 from tenuto.base.views import AuditReport
 from tenuto.engine.adapter_operations import AdapterOperations
@@ -24,7 +25,9 @@ from tenuto.engine.parking import Parking
 from tenuto.engine.session_operations import SessionOperations
 from tenuto.engine.session_states import SessionStates
 from tenuto.engine.snapshots import Snapshots
+from tenuto.engine.trace import Trace
 from tenuto.engine.turn_operations import TurnOperations
+from tenuto.engine.watch import Watch
 from tenuto.memory.lineage import WeightsVersion
 from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Pool
@@ -128,6 +131,7 @@ class Engine:
         self.expectations = lifecycle.expectations
         self.auditor = Auditor(core, (self._admission, self.expectations))
         self.erasure = Erasure(core, lifecycle, self.occupation, self._flights, self.auditor)
+        self._watch = Watch(core, self.auditor, self._flights)
         self.steps = 0  # number of calls of `step`
         self.transitions = self.counts.transitions
         self.totals = self.counts.totals
@@ -203,6 +207,30 @@ class Engine:
         """Requests a recount as by `audit`, spread over the next steps, and calls `told` with its report. An error it
         finds stops the engine."""
         self.auditor.ask(told)
+
+    # -- for those who watch
+
+    def look(self, *, fresh: bool = False, again: Iterable[int] = (), end: bool = False) -> MapPart:
+        """Returns what has changed on the map since the last look; with `end`, nobody looks any more. See
+        `Watch.look`."""
+        part = self._watch.look(steps=self.steps, pools=self.pools, fresh=fresh, again=again)
+        if end:
+            self._watch.end()
+        return part
+
+    def begin_trace(self) -> None:
+        """Begins to record steps. Raises `Overloaded` while a trace is being made."""
+        if self._flights.trace is not None:
+            raise Overloaded("a trace is being made; try again when it has ended")
+        self._flights.trace = Trace(self.now(), self.core.clock.wall())
+
+    def end_trace(self) -> TraceView:
+        """Ends the trace and returns it. Raises `IllegalTransition` if none was begun."""
+        trace, self._flights.trace = self._flights.trace, None
+        if trace is None:
+            raise IllegalTransition("no trace is being made")
+        waiting = [s.turn for s in self.registry if s.turn is not None and not s.turn.drafting]
+        return trace.end(self.now(), waiting)
 
     @property
     def counted_work(self) -> tuple[int, int, int]:

@@ -7,11 +7,14 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 
+import numpy as np
+
 from tenuto.base.errors import InvariantError, StepFailed
 from tenuto.base.plan import StepResult
 from tenuto.base.turns import EndReason
 from tenuto.engine.core import Core
 from tenuto.engine.lifecycle import Lifecycle
+from tenuto.engine.trace import Trace
 from tenuto.sched.guesses import NO_GUESSES
 from tenuto.sched.planner import Flight, Planner, Proposal
 from tenuto.sched.settle import Settler
@@ -44,6 +47,10 @@ class Flights:
         self._suspects = suspects
         self._flights: deque[Flight] = deque()
         self._began = 0.0  # the time when the oldest step in flight was submitted, or the step before it ended
+        self.computed = 0  # tokens that steps have computed, in total
+        self.sampled = 0  # tokens that became output
+        self.seconds = 0.0  # the time that these steps took
+        self.trace: Trace | None = None  # records steps, if there is one
         self._void = 0  # the last step whose result is dropped because an earlier step failed
 
     def __len__(self) -> int:
@@ -137,6 +144,10 @@ class Flights:
         self._planner.times.note(len(flight.rows), len(flight.plan.tokens), ended - self._began - guessing)
         if len(flight.plan.tokens) >= PREFILL_TOKENS * len(flight.rows):
             self._idle_memory.tiers.rates.note("compute", len(flight.plan.tokens), ended - self._began)
+        self.computed += len(flight.plan.tokens)
+        self.seconds += ended - self._began
+        if self.trace is not None:
+            self.trace.step(flight, self._turns(flight), self._began, ended)
         self._began = ended
 
     def is_void(self, flight: Flight) -> bool:
@@ -146,6 +157,7 @@ class Flights:
     def settle(self, flight: Flight, result: StepResult) -> list[Turn]:
         """Settles the results of a step, and ends the turns that are done. Returns the turns with new output."""
         settled = self._settler.settle(flight, result)
+        self.sampled += settled.sampled
         if self._suspects:
             self._suspects.step_succeeded()
         for turn, reason in settled.ended:
@@ -205,7 +217,12 @@ class Flights:
             for masks in flight.plan.masks:
                 give_up(masks.allowed)
 
+    def _turns(self, flight: Flight) -> list[Turn | None]:
+        """Returns the turn of each row of a flight, `None` if it has left it."""
+        same = self._memory.rows.run[flight.rows] == flight.runs
+        turns: list[Turn | None] = np.where(same, self._batch.turns[flight.rows], None).tolist()
+        return turns
+
     def _live(self, flight: Flight) -> list[Turn]:
         """Returns the turns of a flight that are still in their rows."""
-        same = self._memory.rows.run[flight.rows] == flight.runs
-        return list(self._batch.turns[flight.rows[same]])
+        return [turn for turn in self._turns(flight) if turn is not None]

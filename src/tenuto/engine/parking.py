@@ -168,6 +168,14 @@ class Parking:
             return None
         return self.tiers.lend(parked, self._contents(session, parked.position, parked.lineage))
 
+    def parked_at(self, session: Session) -> tuple[int, str]:
+        """Returns the number of tokens whose memory is parked, and the tier from which it would come back; 0 and "" if
+        there are none. Changes nothing."""
+        parked = self._sessions.get(session)
+        if parked is None or parked not in self.tiers:
+            return 0, ""
+        return parked.position, "disk" if parked.on_disk else "host"
+
     def records(self, session: Session) -> list[Parked]:
         """Returns the session's parked memory and its saved state, with all of their units."""
         found = self._sessions.get(session), self.saved(session)

@@ -221,6 +221,19 @@ class SessionOperations:
             raise SessionBusy(f"cannot drop session {session_id}: its turn is running")
         return int(self._lifecycle.flush(session))
 
+    @guarded
+    def park(self, session_id: str, *, tenant: str = "") -> Session:
+        """Moves an idle session off the device: to a tier, or if there is none with room, to its tokens, from which it is
+        computed again. Raises `SessionBusy` if a turn is open, and `InvalidRequest` if the session is pinned."""
+        session = self._registry.get(session_id, tenant)
+        session.require_idle("park")
+        if session.policy.pinned:
+            raise InvalidRequest(f"session {session_id} is pinned; allowed: a session that is not")
+        self._lifecycle.expectations.forget(session)
+        if session.memory.computed:
+            self._lifecycle.drop(session, "made way")
+        return session
+
     def leave_device(self, sessions: Iterable[Session]) -> None:
         """Moves these sessions off the device, except those that have an open turn by now."""
         for session in sessions:

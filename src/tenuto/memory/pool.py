@@ -209,9 +209,13 @@ class Pool:
             places = f"{len(self._free)} free + {self.limbo} in limbo + {self.leased} leased"
             raise InvariantError(f"{self.name}: {places} of {self.capacity} units")
 
+    def in_limbo(self) -> list[int]:
+        """Returns the units in limbo."""
+        return [*(unit for released in self._limbo for unit in released), *self._stranded]
+
     def unused(self) -> tuple[list[int], list[int]]:
         """Returns copies of the free list and of limbo, for the audit."""
-        return list(self._free), [*(unit for released in self._limbo for unit in released), *self._stranded]
+        return list(self._free), self.in_limbo()
 
     def begin_cycle(self, count: Callable[[Lease], None]) -> None:
         """Begins an audit: from now on, before a lease changes for the first time, `count` is called with it. Leases

@@ -26,14 +26,17 @@ from tenuto.base.wire.messages import (
     AbortTurn,
     AnyReply,
     Audit,
+    BeginTrace,
     Describe,
     DescribeTokenizer,
     Detokenize,
     Draft,
     DropMemory,
+    EndTrace,
     ExportSession,
     GetStats,
     ImportSession,
+    Look,
     OpenSession,
     Pause,
     Request,
@@ -71,6 +74,10 @@ log = logging.getLogger("tenuto.runtime")
 T = TypeVar("T")
 
 NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
+
+
+OfEngine = GetStats | DropMemory | Pause | Resume | UnloadAdapter | Look | BeginTrace | EndTrace
+"""Commands whose answers need not wait for the journal."""
 
 
 class Service:
@@ -154,7 +161,7 @@ class Service:
                 self._outbox.answer(request, self._describe)
             case Audit():
                 self._loop.audit().add_done_callback(partial(self._reply, request))
-            case GetStats() | DropMemory() | Pause() | Resume() | UnloadAdapter():
+            case _ if isinstance(request, OfEngine):
                 self._ask(request)
             case _ if isinstance(request, OfTrainers):
                 self._trainers.take(request)

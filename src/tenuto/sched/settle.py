@@ -21,8 +21,10 @@ from tenuto.session.turn import Turn
 @dataclass(slots=True)
 class Settled:
     """The outcome of a step: turns with new output, turns that end with the reason, and prefill-only turns that are
-    fully computed. `stuck`: turns whose text is incomplete although their grammar allows no further token."""
+    fully computed. `stuck`: turns whose text is incomplete although their grammar allows no further token. `sampled`:
+    the number of tokens that became output."""
 
+    sampled: int = 0
     progressed: list[Turn] = field(default_factory=list)
     stuck: list[Turn] = field(default_factory=list)
     ended: list[tuple[Turn, EndReason]] = field(default_factory=list)
@@ -95,6 +97,7 @@ class Settler:
         for turn, token in zip(turns, tokens.tolist(), strict=True):
             turn.output.append(token)
         settled.progressed = turns
+        settled.sampled = len(turns)
         stopped = (batch.stop_ids[chosen] == tokens[:, None]).any(axis=1)
         for index in batch.has_text[chosen].nonzero()[0].tolist():
             text = turns[index].text
@@ -152,6 +155,7 @@ class Settler:
         self.guessed[guessed.source] += len(guesses)
         for place, token in enumerate(sampled[: accepted + 1]):
             turn.output.append(token)
+            settled.sampled += 1
             if place < accepted:
                 turn.accepted += 1
                 self.accepted[guessed.source] += 1

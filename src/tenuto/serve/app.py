@@ -20,7 +20,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tenuto.base.errors import InvalidRequest, Overloaded, RequestTimeout, TenutoError, TooLarge, Unauthorized
 from tenuto.base.heap import give_back
-from tenuto.serve import adapters, admin, documents, models
+from tenuto.serve import adapters, admin, documents, models, pages
+from tenuto.serve import map as map_routes
 from tenuto.serve.anthropic import batch_routes as anthropic_batches
 from tenuto.serve.anthropic import errors as anthropic_errors
 from tenuto.serve.anthropic import routes as anthropic
@@ -116,6 +117,8 @@ def build_app(edge: Edge, metrics: Metrics) -> FastAPI:
         models,
         adapters,
         admin,
+        map_routes,
+        pages,
         documents,
     ):
         app.include_router(part.router)

@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import HTMLResponse, RedirectResponse
+from fastapi.responses import HTMLResponse
 
 router = APIRouter(include_in_schema=False)
 
@@ -25,12 +25,6 @@ td, th { text-align: left; vertical-align: top; border-top: 1px solid #8883; pad
 @media (prefers-color-scheme: dark) { body { background: #111; color: #ddd; } a { color: #8bf; } }
 """
 _FIRST_SENTENCE = re.compile(r".*?[^.]\.(?=\s|$)", re.DOTALL)
-
-
-@router.get("/", response_class=RedirectResponse)
-async def root() -> str:
-    """Redirects to `/docs`."""
-    return "/docs"
 
 
 @router.get("/docs", response_class=HTMLResponse)

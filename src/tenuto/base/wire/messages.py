@@ -19,6 +19,7 @@ from tenuto.base.plan import MemoryPart
 from tenuto.base.tokens import PackedTokens
 from tenuto.base.tools.definitions import NO_TOOLS, Tools
 from tenuto.base.tools.variables import NO_VARIABLES, Variables
+from tenuto.base.map_views import MapPart, TraceView
 from tenuto.base.turns import Delta, Keep, TurnInput, TurnKind
 from tenuto.base.views import (
     AdapterView,
@@ -395,6 +396,29 @@ class Audit(Request[AuditReport], frozen=True, kw_only=True):
 
 class GetStats(Request[Stats], frozen=True, kw_only=True):
     """Return the engine's counters."""
+
+
+class Look(Request[MapPart], frozen=True, kw_only=True):
+    """Return what has changed on the map since the last look, also what is not acknowledged yet. `fresh`: all of it.
+    `again`: the numbers of sessions to describe in any case. `end`: nobody looks any more."""
+
+    fresh: bool = False
+    again: list[int] = []
+    end: bool = False
+
+
+class BeginTrace(Request[None], frozen=True, kw_only=True):
+    """Begin to record steps."""
+
+
+class EndTrace(Request[TraceView], frozen=True, kw_only=True):
+    """Return the steps since `BeginTrace`, and stop recording."""
+
+
+class ParkSession(OfSession[SessionInfo], frozen=True, kw_only=True):
+    """Move an idle session off the device: to a tier, or if there is none with room, to its tokens."""
+
+    version: int | None = None
 
 
 class Detokenize(Request[str], frozen=True, kw_only=True):

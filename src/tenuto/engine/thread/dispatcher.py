@@ -11,16 +11,19 @@ from typing import Any, TypeVar
 from tenuto.base.checks import MAX_COUNT, whole
 from tenuto.base.config import Limits
 from tenuto.base.errors import ContextExceeded, InvalidRequest, InvariantError, LimitReached, NotFound
+from tenuto.base.map_views import MapPart, TraceView
 from tenuto.base.options import Policy, SessionAdapter, TurnParams
 from tenuto.base.tokens import PackedTokens
 from tenuto.base.views import AdapterView, FoundTurn, RecordPage, SessionInfo, SessionPage, Stats, Ticket
 from tenuto.base.wire.document import Conversation, SessionDocument
 from tenuto.base.wire.messages import (
     AbortTurn,
+    BeginTrace,
     CloseSession,
     CopyTurns,
     Draft,
     DropMemory,
+    EndTrace,
     EraseSession,
     Expect,
     ExportSession,
@@ -32,9 +35,11 @@ from tenuto.base.wire.messages import (
     ImportSession,
     ListSessions,
     ListTurns,
+    Look,
     NameWeights,
     OfSession,
     OpenSession,
+    ParkSession,
     Pause,
     ReleaseMemory,
     ReplaceHistory,
@@ -67,7 +72,7 @@ T = TypeVar("T")
 MAX_LISTED = 1000
 """The most sessions or turns on one page."""
 
-Versioned = StartTurn | Draft | Fork | Trim | Rewind | ReplaceHistory | CloseSession | EraseSession | Expect
+Versioned = StartTurn | Draft | Fork | Trim | Rewind | ReplaceHistory | CloseSession | EraseSession | Expect | ParkSession
 Limited = StartTurn | Draft | Fork | Trim | OpenSession | ImportSession
 
 
@@ -278,6 +283,10 @@ class Dispatcher:
         return self._info(session)
 
     @_execute.register
+    def _(self, command: ParkSession, _: None) -> SessionInfo:
+        return self._info(self._engine.sessions.park(command.session, tenant=command.tenant))
+
+    @_execute.register
     def _(self, command: CloseSession, _: None) -> None:
         self._engine.sessions.close(command.session, finish=command.finish, tenant=command.tenant)
 
@@ -406,6 +415,18 @@ class Dispatcher:
     @_execute.register
     def _(self, _command: GetStats, _: None) -> Stats:
         return views.stats(self._engine)
+
+    @_execute.register
+    def _(self, command: Look, _: None) -> MapPart:
+        return self._engine.look(fresh=command.fresh, again=command.again, end=command.end)
+
+    @_execute.register
+    def _(self, _command: BeginTrace, _: None) -> None:
+        self._engine.begin_trace()
+
+    @_execute.register
+    def _(self, _command: EndTrace, _: None) -> TraceView:
+        return self._engine.end_trace()
 
 
 def _once(command: StartTurn) -> Once | None:

@@ -115,7 +115,7 @@ class EventStream(Response):
         self._client = client_of(scope)
         try:
             with suppress(ClientDisconnect):
-                await _until_disconnected(scope, receive, self._send(send))
+                await until_disconnected(scope, receive, self._send(send))
         finally:
             self._answer.leave()
 
@@ -226,10 +226,11 @@ def streamed(description: str, kind: str = EVENTS) -> dict[int | str, dict[str, 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Returns the result of `work`. If the client disconnects first, cancels `work` and raises `ClientDisconnect`."""
-    return await _until_disconnected(request.scope, request.receive, work)
+    return await until_disconnected(request.scope, request.receive, work)
 
 
-async def _until_disconnected(scope: Scope, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def until_disconnected(scope: Scope, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The same for the request with this scope."""
     client, task = client_of(scope), asyncio.current_task()
     assert task is not None
     gone = False
@@ -256,7 +257,7 @@ async def _until_disconnected(scope: Scope, receive: Receive, work: Coroutine[An
 
 
 async def _watching(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The implementation of `_until_disconnected` with plain ASGI."""
+    """The implementation of `until_disconnected` with plain ASGI."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(receive))
     try:

@@ -1,0 +1,217 @@
+"""The map as the edge knows it: what the engine has told, put together and written as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tenuto.base.map_views import MappedPool, MappedSession, MapPart
+
+Units = npt.NDArray[np.int32]
+
+KINDS = ("turn", "session", "prefix", "checkpoint", "cached")
+"""The kinds of holders that belong to sessions. A unit that several of them hold for one session counts for the
+first."""
+AGAIN = 64
+"""The most sessions to ask about again after one look."""
+
+_json = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A session on the map: its tenant, its description as JSON, and the units that it has of each pool."""
+
+    tenant: str
+    text: bytes
+    units: tuple[Units, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What the map says besides sessions, as JSON: `whole`, and the part that does not tell tenants of others."""
+
+    whole: bytes
+    own: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a look has changed. `again`: numbers of sessions that seem to have given up units."""
+
+    head: Head
+    sessions: dict[int, Shown]
+    gone: list[int]
+    again: list[int]
+    more: bool
+
+
+def ranges(units: Units) -> list[int]:
+    """Returns ascending numbers as pairs: the first of each run, and the length of the run."""
+    if not len(units):
+        return []
+    starts = np.flatnonzero(np.diff(units, prepend=units[0] - 2) != 1)
+    lengths = np.diff(starts, append=len(units))
+    pairs: list[int] = np.stack([units[starts], lengths], axis=1).ravel().tolist()
+    return pairs
+
+
+class MapState:
+    """Puts looks together.
+
+    A session's units are known from the last look that described it, and which units are leased from every look. Where
+    the two differ, sessions have changed since they were described: units that are leased and that no session is known
+    to have are shown as those of `other` holders, and sessions whose units are free are asked about again.
+
+    `_claimed` counts, for every unit, the sessions that have it; `_owner` is one of them, or one that had it.
+    """
+
+    def __init__(self) -> None:
+        self.sessions: dict[int, Shown] = {}
+        self.pools: list[dict[str, Any]] = []
+        self._claimed: list[Units] = []
+        self._owner: list[Units] = []
+        self._units: dict[int, tuple[Units, ...]] = {}
+
+    def read(self, part: MapPart) -> News:
+        """Reads the next look. `sessions` is not changed, so that another thread may use it; see `take`."""
+        if not self._claimed:
+            self.pools = [
+                {"name": pool.name, "capacity": pool.capacity, "slots": pool.slots, "unit_bytes": pool.unit_bytes}
+                for pool in part.pools
+            ]
+            self._claimed = [np.zeros(pool.capacity, np.int32) for pool in part.pools]
+            self._owner = [np.zeros(pool.capacity, np.int32) for pool in part.pools]
+        shown = {session.number: self._shown(session) for session in part.sessions}
+        for number, each in shown.items():
+            self._claim(number, each.units)
+        for number in part.gone:
+            self._claim(number, ())
+        again: set[int] = set()
+        pools = []
+        for index, pool in enumerate(part.pools):
+            leased = np.unpackbits(np.frombuffer(pool.leased, np.uint8), count=pool.capacity).astype(np.bool_)
+            claimed = self._claimed[index] > 0
+            again.update(self._owner[index][claimed & ~leased].tolist())
+            pools.append(self._pool(pool, np.flatnonzero(leased & ~claimed).astype(np.int32)))
+        head = self._head(part, pools)
+        return News(head, shown, part.gone, sorted(again)[:AGAIN], part.more)
+
+    def take(self, news: News) -> dict[int, Shown]:
+        """Takes over what `read` returned. Returns the sessions whose descriptions have changed."""
+        changed = {
+            number: shown
+            for number, shown in news.sessions.items()
+            if number not in self.sessions or self.sessions[number].text != shown.text
+        }
+        self.sessions.update(news.sessions)
+        return changed
+
+    def _claim(self, number: int, units: Sequence[Units]) -> None:
+        """Records the units that a session has now, instead of those that it had."""
+        for claimed, before in zip(self._claimed, self._units.pop(number, ()), strict=False):
+            claimed[before] -= 1
+        for claimed, owner, now in zip(self._claimed, self._owner, units, strict=False):
+            claimed[now] += 1
+            owner[now] = number
+        if units:
+            self._units[number] = tuple(units)
+
+    def _shown(self, session: MappedSession) -> Shown:
+        held: list[list[Any]] = []
+        every: list[Units] = []
+        for pool in range(len(self.pools)):
+            found = np.zeros(0, np.int32)
+            for place, kind in enumerate(KINDS):
+                leases = [each.units for each in session.held if each.pool == pool and each.kind == kind]
+                if not leases:
+                    continue
+                new = np.setdiff1d(np.frombuffer(b"".join(leases), np.int32), found)
+                found = np.concatenate([found, new])
+                if len(new):
+                    held.append([pool, place, ranges(new)])
+            every.append(found)
+        return Shown(session.tenant, _json.encode(_description(session, held)), tuple(every))
+
+    @staticmethod
+    def _pool(pool: MappedPool, other: Units) -> dict[str, Any]:
+        limbo = np.sort(np.frombuffer(pool.limbo, np.int32))
+        return {"free": pool.free, "limbo": ranges(limbo), "other": ranges(other)}
+
+    @staticmethod
+    def _head(part: MapPart, pools: list[dict[str, Any]]) -> Head:
+        own = {"t": round(part.now, 3), "more": part.more}
+        whole = {
+            **own,
+            "steps": part.steps,
+            "open": part.open,
+            "running": part.running,
+            "rows": part.rows,
+            "queued": part.queued,
+            "computed": part.computed,
+            "generated": part.generated,
+            "busy": round(part.busy, 4),
+            "restored": part.restored,
+            "tiers": part.tiers,
+            "moves": part.tier_moves,
+            "pools": pools,
+            "audit": None if part.audit is None else {**_audit(part), "age": round(part.audited, 1)},
+        }
+        return Head(_json.encode(whole), _json.encode(own))
+
+
+def _audit(part: MapPart) -> dict[str, Any]:
+    report = part.audit
+    assert report is not None
+    return {
+        "holders": report.holders,
+        "leases": report.leases,
+        "pools": {pool.name: dict(pool.by_holder) for pool in report.pools},
+    }
+
+
+def _description(session: MappedSession, held: list[list[Any]]) -> dict[str, Any]:
+    turn = session.turn
+    view: dict[str, Any] = {
+        "n": session.number,
+        "id": session.session,
+        "tenant": session.tenant,
+        "state": session.state,
+        "listed": session.listed,
+        "pinned": session.pinned,
+        "parent": session.parent,
+        "forked": session.forked,
+        "turns": session.turns,
+        "recent": session.recent,
+        "tokens": session.tokens,
+        "computed": session.computed,
+        "parked": session.parked,
+        "tier": session.tier,
+        "saved": session.saved,
+        "since": round(session.since, 2),
+        "arriving": session.arriving,
+        "held": held,
+    }
+    if turn is not None:
+        view["turn"] = {
+            "n": turn.number,
+            "phase": turn.phase,
+            "why": turn.why,
+            "prompt": turn.prompt,
+            "cached": turn.cached,
+            "computed": turn.computed,
+            "output": turn.output,
+            "limit": turn.limit,
+            "arrived": round(turn.arrived, 2),
+        }
+    return view
+
+
+def visible(sessions: Iterable[tuple[int, Shown]], tenant: str | None) -> list[bytes]:
+    """Returns the descriptions of those sessions that a tenant may see; `None`: all."""
+    return [shown.text for _, shown in sessions if tenant is None or shown.tenant == tenant]
