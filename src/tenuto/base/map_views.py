@@ -8,7 +8,8 @@ from tenuto.base.views import AuditReport, View
 
 Phase = Literal["drafting", "queued", "restoring", "sharing", "prefill", "decode", "paused", "preempted"]
 """What an open turn does. `restoring`: its session's state is being copied to the device; `sharing`: another turn
-computes the beginning that both have; `paused`: it gave up its row and kept its memory; `preempted`: it gave up both."""
+computes the beginning that both have; `paused`: it gave up its row and kept its memory; `preempted`: it gave up
+both."""
 
 
 class MappedUnits(View, frozen=True, kw_only=True):
@@ -37,9 +38,10 @@ class MappedTurn(View, frozen=True, kw_only=True):
 
 class MappedSession(View, frozen=True, kw_only=True):
     """A session with all that it holds. `number`: its name on the map, which no other session gets. `parent`: that of
-    the open session it was forked from; `forked`: the tokens that it had then. `listed`: clients see it in lists. `turns`: the number of
-    its turns; `recent`: input and output tokens of the last ones. `parked`: tokens whose state is in `tier`; `saved`:
-    those whose state is on disk for the next process. `since`: when its last turn ended, on the engine's clock."""
+    the open session it was forked from; `forked`: the tokens that it had then. `listed`: clients see it in lists.
+    `turns`: the number of its turns; `recent`: input and output tokens of the last ones. `parked`: tokens whose state
+    is in `tier`; `saved`: those whose state is on disk for the next process. `since`: when its last turn ended, on the
+    engine's clock."""
 
     number: int
     tenant: str

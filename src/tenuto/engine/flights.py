@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 
-import numpy as np
-
 from tenuto.base.errors import InvariantError, StepFailed
 from tenuto.base.plan import StepResult
 from tenuto.base.turns import EndReason
@@ -220,8 +218,8 @@ class Flights:
     def _turns(self, flight: Flight) -> list[Turn | None]:
         """Returns the turn of each row of a flight, `None` if it has left it."""
         same = self._memory.rows.run[flight.rows] == flight.runs
-        turns: list[Turn | None] = np.where(same, self._batch.turns[flight.rows], None).tolist()
-        return turns
+        turns = self._batch.turns[flight.rows].tolist()
+        return [turn if live else None for turn, live in zip(turns, same.tolist(), strict=True)]
 
     def _live(self, flight: Flight) -> list[Turn]:
         """Returns the turns of a flight that are still in their rows."""

@@ -223,8 +223,8 @@ class SessionOperations:
 
     @guarded
     def park(self, session_id: str, *, tenant: str = "") -> Session:
-        """Moves an idle session off the device: to a tier, or if there is none with room, to its tokens, from which it is
-        computed again. Raises `SessionBusy` if a turn is open, and `InvalidRequest` if the session is pinned."""
+        """Moves an idle session off the device: to a tier, or if there is none with room, to its tokens, from which it
+        is computed again. Raises `SessionBusy` if a turn is open, and `InvalidRequest` if the session is pinned."""
         session = self._registry.get(session_id, tenant)
         session.require_idle("park")
         if session.policy.pinned:

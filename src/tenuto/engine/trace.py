@@ -21,8 +21,8 @@ class Trace:
         self._entries = 0
 
     def step(self, flight: Flight, turns: list[Turn | None], began: float, ended: float) -> None:
-        """Records a step that has been collected and is not settled yet. `turns`: those of its rows, `None` if they have
-        left."""
+        """Records a step that has been collected and is not settled yet. `turns`: those of its rows, `None` if they
+        have left."""
         self._entries += len(turns)
         if self._entries > MAX_ENTRIES:
             return

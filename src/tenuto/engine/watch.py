@@ -8,8 +8,7 @@ from itertools import islice
 
 import numpy as np
 
-from tenuto.base.map_views import MappedPool, MappedSession, MappedTurn, MappedUnits, MapPart, Phase
-from tenuto.base.turns import TurnState
+from tenuto.base.map_views import MapPart, MappedPool, MappedSession, MappedTurn, MappedUnits, Phase
 from tenuto.base.views import SessionState
 from tenuto.engine.auditor import Auditor
 from tenuto.engine.core import Core
@@ -196,20 +195,22 @@ class Watch:
 
     def _phase(self, turn: Turn) -> tuple[Phase, str]:
         """Returns what the turn does, and why."""
-        core, memory = self._core, turn.session.memory.turn
-        if turn.state is TurnState.DRAFTING:
-            return "drafting", ""
-        if turn.state is TurnState.QUEUED:
-            if not core.memory.rows.free:
-                return "queued", "every row is taken"
-            return "queued", "memory is short" if core.batch.crowded else ""
-        if turn.state is TurnState.PREEMPTED:
-            if memory is not None:
+        if turn.running:
+            return self._running(turn)
+        if turn.preempted:
+            if turn.session.memory.turn is not None:
                 return "paused", "its row went to another tenant"
             return "preempted", "its memory went to earlier turns"
-        if core.idle_memory.awaits(turn):
+        if turn.drafting:
+            return "drafting", ""
+        crowded = "memory is short" if self._core.batch.crowded else ""
+        return "queued", crowded if self._core.memory.rows.free else "every row is taken"
+
+    def _running(self, turn: Turn) -> tuple[Phase, str]:
+        memory = turn.session.memory.turn
+        if self._core.idle_memory.awaits(turn):
             return "restoring", "its state comes back from a tier"
-        if memory is not None and memory.row in core.batch.held:
+        if memory is not None and memory.row in self._core.batch.held:
             return "sharing", "another turn computes the same beginning"
         if turn.output:
             return "decode", ""

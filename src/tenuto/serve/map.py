@@ -42,8 +42,8 @@ class MapAction(Object):
 @router.get("/map/feed", response_class=Response, responses=streamed("The map"))
 async def feed(edge: EdgeOf, tenant: Caller, request: Request) -> Response:
     """Returns who holds which units of memory, and what the open turns do; never any text. To clients that accept
-    `text/event-stream`, it then streams what changes, at most four times a second. Callers without an admin key see only
-    their own sessions."""
+    `text/event-stream`, it then streams what changes, at most four times a second. Callers without an admin key see
+    only their own sessions."""
     edge.require_engine()
     found = edge.part(MapFeed, edge)
     if EVENTS in request.headers.get("accept", ""):

@@ -139,7 +139,7 @@ class MapFeed:
     def picture(self, viewer: Viewer, head: Head) -> msgspec.Raw:
         """Returns the whole map as a viewer sees it, as JSON."""
         keyed = bool(self._edge.settings.tenants)
-        about = {
+        about: dict[str, object] = {
             "model": self._edge.served_name,
             "compute": self._edge.model.compute,
             "tenant": viewer.caller.name if keyed else None,
@@ -166,7 +166,13 @@ def _body(
     gone: list[int] | None = None,
     about: dict[str, object] | None = None,
 ) -> msgspec.Raw:
-    parts = [b'{"head":', head.whole if viewer.tenant is None else head.own, b',"sessions":[', b",".join(sessions), b"]"]
+    parts = [
+        b'{"head":',
+        head.whole if viewer.tenant is None else head.own,
+        b',"sessions":[',
+        b",".join(sessions),
+        b"]",
+    ]
     if gone:
         parts += [b',"gone":', msgspec.json.encode(gone)]
     if about is not None:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tenuto.base.map_views import MappedPool, MappedSession, MapPart
+from tenuto.base.map_views import MapPart, MappedPool, MappedSession
 
 Units = npt.NDArray[np.int32]
 

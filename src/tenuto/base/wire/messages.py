@@ -14,12 +14,12 @@ import msgspec
 
 from tenuto.base.config import Limits
 from tenuto.base.errors import EngineStopped, TenutoError
+from tenuto.base.map_views import MapPart, TraceView
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.plan import MemoryPart
 from tenuto.base.tokens import PackedTokens
 from tenuto.base.tools.definitions import NO_TOOLS, Tools
 from tenuto.base.tools.variables import NO_VARIABLES, Variables
-from tenuto.base.map_views import MapPart, TraceView
 from tenuto.base.turns import Delta, Keep, TurnInput, TurnKind
 from tenuto.base.views import (
     AdapterView,

@@ -72,7 +72,9 @@ T = TypeVar("T")
 MAX_LISTED = 1000
 """The most sessions or turns on one page."""
 
-Versioned = StartTurn | Draft | Fork | Trim | Rewind | ReplaceHistory | CloseSession | EraseSession | Expect | ParkSession
+Versioned = (
+    StartTurn | Draft | Fork | Trim | Rewind | ReplaceHistory | CloseSession | EraseSession | Expect | ParkSession
+)
 Limited = StartTurn | Draft | Fork | Trim | OpenSession | ImportSession
 
 
