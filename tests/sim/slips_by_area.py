@@ -18,6 +18,14 @@ ERASING = (
 )  # fmt: skip
 """Erasures leave something behind."""
 
+MAPS = (
+    Slip("sched.pressure", "            self.noted[session] = None\n", "            pass\n"),
+    Slip("engine.watch", "        noted |= dict.fromkeys(turn.session for turn in running)\n", ""),
+    Slip("engine.watch", "            for holder in session.memory.holders()\n", "            for holder in (session.memory,)\n"),
+    Slip("engine.watch", "                elif session in self._numbers:", "                elif False:"),
+)  # fmt: skip
+"""The map shows other holders than there are."""
+
 HOLES = (
     Slip("memory.pool", "        self.generation[unit] += 1\n\n    def take_alone", "\n    def take_alone"),
     Slip("memory.kinds.paged", "elif position % self.page_size == 0 or not self.has_tail(page, position):", "elif position % self.page_size == 0:"),
@@ -251,6 +259,7 @@ although it failed; its units are lost, or taken from turns to which they were p
 
 BY_AREA = {
     "holes": HOLES,
+    "maps": MAPS,
     "grammars": GRAMMARS,
     "thinning": THINNING,
     "gathering": GATHERING,

@@ -32,6 +32,7 @@ from tests.sim.guesses import proposer_of
 from tests.sim.heads import HeadedExecutor
 from tests.sim.journals import WorldJournal
 from tests.sim.letters import EOS, VOCAB
+from tests.sim.mapped import Mapped
 from tests.sim.naive import Letters, NaiveSession, NaiveTurn
 from tests.sim.setting import WorldConfig, engine_config
 from tests.sim.slots import Needed, SlotChecker
@@ -40,6 +41,7 @@ from tests.sim.training import Training
 from tests.sim.transitions import Log, watched_engine
 from tests.sim.watch import Watch
 
+MAPPED_EVERY = 6  # steps between two looks at the map
 PATIENCE = 6000  # steps a submitted turn may take from its opening to its end
 SELF_ENDED = (EndReason.STOP, EndReason.LENGTH, EndReason.APPENDED)
 
@@ -124,6 +126,7 @@ class World:
             config.page_size, len(config.groups), self.training.marks, *([1] if config.prefixes else [])
         )
         self.watch = Watch(self)
+        self._mapped = Mapped(self.engine)
 
     def own(self, sid: str) -> OfTenant:
         """Returns the tenant of a present or past session, as keyword arguments of the engine's operations."""
@@ -200,7 +203,7 @@ class World:
 
     # -- the loop
 
-    def step(self) -> StepReport:  # noqa: C901 - one rule after the other
+    def step(self) -> StepReport:  # noqa: C901, PLR0912 - one rule after the other
         """Runs one step of the engine and checks everything that must hold after it."""
         now = self.clock.now()
         timeout = self.engine.config.draft_timeout
@@ -233,6 +236,8 @@ class World:
             self.naive = {sid: naive for sid, naive in self.naive.items() if sid not in lost}
         self.watch.after(report)
         self.training.check()
+        if self.steps % MAPPED_EVERY == 0 and (wrong := self._mapped.look()) is not None:
+            self.found("map", wrong)
         if self.looking:
             try:
                 self._slots.compare(self.executor._slots, self.engine, self.naive, self.turns)

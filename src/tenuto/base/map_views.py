@@ -79,7 +79,7 @@ class MappedPool(View, frozen=True, kw_only=True):
 
 
 class MapPart(View, frozen=True, kw_only=True):
-    """What has changed on the map since the last look, or as much of it as there was time for (`more`). `now`: the
+    """The changes on the map since the last look, or the first of them if time was short (`more`). `now`: the
     engine's clock, in seconds. `sessions`: those that may have changed; `gone`: the numbers of those that no longer
     hold anything. `computed`, `generated`: tokens since the start; `busy`: the seconds that the steps took. `audit`:
     the last complete recount, `audited` seconds ago."""

@@ -131,7 +131,7 @@ class Engine:
         self.expectations = lifecycle.expectations
         self.auditor = Auditor(core, (self._admission, self.expectations))
         self.erasure = Erasure(core, lifecycle, self.occupation, self._flights, self.auditor)
-        self._watch = Watch(core, self.auditor, self._flights)
+        self._watch = Watch(core, self.pressure, self.auditor, self._flights)
         self.steps = 0  # number of calls of `step`
         self.transitions = self.counts.transitions
         self.totals = self.counts.totals

@@ -45,6 +45,7 @@ class SessionOperations:
     ) -> Session:
         session = self._registry.open(session_id, self._adapters.resolve(policy), system, idle)
         self._counts.note("open")
+        self._lifecycle.pressure.note(session)
         if not journaled:
             self._lifecycle.note("open", session)
         return session

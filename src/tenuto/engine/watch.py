@@ -1,4 +1,4 @@
-"""What has changed on the map since the last look, for those who watch the engine."""
+"""The changes on the map since the last look, for viewers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tenuto.engine.auditor import Auditor
 from tenuto.engine.core import Core
 from tenuto.engine.flights import Flights
 from tenuto.memory.pool import Pool
+from tenuto.sched.pressure import Pressure
 from tenuto.session.registry import Registry
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
@@ -33,28 +34,30 @@ RECENT = 48
 
 class Watch:
     """Describes sessions that may have changed since the last look, within a limited time; the others wait for the next
-    look. Between looks it costs what `Registry` does to note sessions.
+    look. Between looks it costs what `Pressure` does to note sessions.
 
     Sessions that were noted first are described first. Sessions with running turns are noted at every look, since their
     turns grow without being noted.
     """
 
-    def __init__(self, core: Core, auditor: Auditor, flights: Flights) -> None:
+    def __init__(self, core: Core, pressure: Pressure, auditor: Auditor, flights: Flights) -> None:
         self._core = core
+        self._pressure = pressure
         self._auditor = auditor
         self._flights = flights
         self._registry: Registry = core.registry
-        self._numbers: OrderedDict[Session, int] = OrderedDict()  # those described, the next for `ROUND` first
+        self._numbers: OrderedDict[Session, int] = OrderedDict()  # those described, the next for `round` first
         self._sessions: dict[int, Session] = {}
         self._last = 0
+        self.round = ROUND
 
     @property
     def watching(self) -> bool:
-        return self._registry.noted is not None
+        return self._pressure.noted is not None
 
     def end(self) -> None:
         """Forgets everything; nobody looks any more."""
-        self._registry.noted = None
+        self._pressure.noted = None
         self._numbers.clear()
         self._sessions.clear()
 
@@ -63,14 +66,14 @@ class Watch:
         sessions to describe in any case."""
         if fresh or not self.watching:
             self.end()
-            self._registry.noted = dict.fromkeys([*self._registry, *self._registry.prefixes])
-        noted = self._registry.noted
+            self._pressure.noted = dict.fromkeys([*self._registry, *self._registry.prefixes])
+        noted = self._pressure.noted
         assert noted is not None
         running = self._core.batch.running()
         noted |= dict.fromkeys(turn.session for turn in running)
         again_sessions = [self._sessions[number] for number in again if number in self._sessions]
         noted |= dict.fromkeys(again_sessions)
-        for session in list(islice(self._numbers, ROUND)):
+        for session in list(islice(self._numbers, self.round)):
             self._numbers.move_to_end(session)
             noted[session] = None
         described, gone = self._describe(noted, BUSY_SECONDS if running else IDLE_SECONDS)

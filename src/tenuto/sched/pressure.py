@@ -95,6 +95,7 @@ class Pressure:
         self._closed: dict[Session, _Closed] = {}
         self._closed_counts = [np.zeros(pool.capacity, np.int32) for pool in memory.pools]
         self._needed: Counter[Checkpoint] = Counter()
+        self.noted: dict[Session, None] | None = None  # since `Watch` last looked; `None` while nobody watches
         self._may_yield = MAX_YIELDS  # yields left in this step
         self.unfinished = False  # a turn has less room than it needs in this step and gets more in the next
 
@@ -104,6 +105,8 @@ class Pressure:
 
     def note(self, session: Session) -> None:
         """Updates the rung of a session whose state has changed."""
+        if self.noted is not None:
+            self.noted[session] = None
         place = self._place(session)
         old = self._places.pop(session, None)
         if old is not None:

@@ -31,7 +31,7 @@ router = APIRouter(route_class=JsonRoute, tags=["operations"], responses=REFUSAL
 
 
 class MapAction(Object):
-    """What to do with a session. `abort` rolls its open turn back, `park` moves it off the device, `close` closes it.
+    """An operation on a session. `abort` rolls its open turn back, `park` moves it off the device, `close` closes it.
     `tenant`: the caller's if it is not given; others need an admin key."""
 
     action: Literal["abort", "park", "close"]

@@ -1,7 +1,7 @@
-"""The feed of the map: what has changed, for everybody who looks, at most four times a second.
+"""The feed of the map: its changes, for all viewers, at most four times a second.
 
-While nobody looks, the engine is not asked anything. While somebody does, it is asked once for all viewers. A viewer
-that reads slowly gets what has changed since it last read, in one piece.
+Without viewers, the engine is not asked anything. With viewers, it is asked once for all of them. A viewer that reads
+slowly gets all changes since it last read as one event.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COMPLETE_SECONDS = 5.0
 
 
 class Viewer:
-    """One who looks: what has changed since the last event for it. `tenant`: whose sessions it sees; `None`: all."""
+    """A viewer, with the changes since the last event for it. It sees the sessions of `tenant`, or all (`None`)."""
 
     def __init__(self, tenant: Tenant) -> None:
         self.caller = tenant
@@ -60,14 +60,15 @@ class Viewer:
 
 
 class MapFeed:
-    """The state of the map while somebody looks, and those who look."""
+    """The viewers, and the state of the map while there are any."""
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
         self._viewers: set[Viewer] = set()
         self._state = MapState()
         self._head: Head | None = None
-        self._complete = asyncio.Event()
+        self._complete = False  # all sessions have been described
+        self._begun = self._ended = 0  # numbers of looks
         self._asking: asyncio.Task[None] | None = None
         self._error: TenutoError | None = None
 
@@ -88,20 +89,20 @@ class MapFeed:
             self._viewers.discard(viewer)
 
     async def _ask(self) -> None:
-        """Asks the engine for as long as somebody looks."""
+        """Asks the engine as long as there are viewers."""
         self._state, self._head, self._error = MapState(), None, None
-        self._complete.clear()
+        self._complete = False
         loop, again, fresh = asyncio.get_running_loop(), list[int](), True
         try:
             while self._viewers:
-                began = loop.time()
+                began, self._begun = loop.time(), self._begun + 1
                 part = await self._edge.link.call(Look(fresh=fresh, again=again))
                 news = await asyncio.to_thread(self._state.read, part)
                 gone = {number: self._state.sessions.pop(number).tenant for number in news.gone}
                 changed = self._state.take(news)
                 self._head, again, fresh = news.head, news.again, False
-                if not news.more:
-                    self._complete.set()
+                self._complete = self._complete or not news.more
+                self._ended = self._begun
                 for viewer in self._viewers:
                     viewer.tell(changed, gone)
                 pause = FILLING if news.more and not part.running else INTERVAL
@@ -128,12 +129,16 @@ class MapFeed:
         return self._head
 
     async def whole(self, tenant: Tenant) -> bytes:
-        """Returns the map as JSON, once all sessions have been described or `COMPLETE_SECONDS` are over."""
+        """Returns the map as JSON, as a look shows it that begins after this call, once all sessions have been
+        described or `COMPLETE_SECONDS` are over."""
         with self.viewer(tenant) as viewer:
+            before = self._begun
             head = await self.first(viewer)
             with suppress(TimeoutError):
                 async with asyncio.timeout(COMPLETE_SECONDS):
-                    await self._complete.wait()
+                    while self._error is None and not (self._complete and self._ended > before):
+                        viewer.news.clear()
+                        await viewer.news.wait()
             return bytes(self.picture(viewer, self._head or head))
 
     def picture(self, viewer: Viewer, head: Head) -> msgspec.Raw:

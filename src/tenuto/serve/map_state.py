@@ -34,7 +34,7 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What the map says besides sessions, as JSON: `whole`, and the part that does not tell tenants of others."""
+    """The totals of the map, as JSON: all of them, and those that tenants may see."""
 
     whole: bytes
     own: bytes
@@ -42,7 +42,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What a look has changed. `again`: numbers of sessions that seem to have given up units."""
+    """The changes of a look. `again`: numbers of sessions that seem to have given up units."""
 
     head: Head
     sessions: dict[int, Shown]

@@ -49,7 +49,6 @@ class Registry:
         self._expiries: list[tuple[float, int, SessionKey]] = []  # a heap; times are too early if a turn came since
         self._watched: dict[SessionKey, int] = {}  # session -> its live entry
         self._resting: list[Session] = []  # sessions for the next `take_resting`
-        self.noted: dict[Session, None] | None = None  # those that may have changed; `None` while nobody watches
         self.more_expired = False  # whether more sessions were due than the last `expired` found
         self._entries = count(1)
 
@@ -149,14 +148,8 @@ class Registry:
         spec = self._memory.spec
         return sum(session_units(group, spec.page_size, computed) for group in spec.groups) if computed else 0
 
-    def _note(self, session: Session) -> None:
-        """Notes for those who watch that the session may have changed."""
-        if self.noted is not None:
-            self.noted[session] = None
-
     def note_length(self, session: Session) -> None:
         """Updates the counters after the length of the session's history may have changed."""
-        self._note(session)
         use = self._tenants[session.policy.tenant]
         use.tokens += len(session.history) - session.counted
         session.counted = len(session.history)
@@ -166,7 +159,6 @@ class Registry:
 
     def note_units(self, session: Session) -> None:
         """Updates the counters after the number of units that the session keeps on the device may have changed."""
-        self._note(session)
         use = self._tenants.get(session.policy.tenant)
         if use is not None and session.key in self._sessions:
             units = session.memory.kept_units
@@ -176,13 +168,11 @@ class Registry:
 
     def note_turn(self, session: Session) -> None:
         """Updates the indexes after the session's open turn has changed, or its draft has been submitted."""
-        self._note(session)
         self._tenants[session.policy.tenant].place(session)
 
     def close(self, session: Session, *, keep: bool = False) -> None:
         """Closes and removes a session without an open turn. With `keep` its memory stays, to be shared as a prefix."""
         session.close()
-        self._note(session)
         del self._sessions[session.key]
         if session.policy.pinned:
             self.pins.remove(session.limit)

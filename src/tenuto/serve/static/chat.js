@@ -322,7 +322,7 @@ function App() {
     return () => removeEventListener("scroll", scrolled);
   }, []);
   useEffect(() => {
-    if (stuck.current || store.running?.turn.state === "waiting") end.current?.scrollIntoView({ block: "end" });
+    if (branch().turns.length && (stuck.current || store.running?.turn.state === "waiting")) end.current?.scrollIntoView({ block: "end" });
   });
   const { turns } = branch();
   const { model } = store;

@@ -107,7 +107,7 @@ export class Grid {
         this.pulsing.push(unit);
       }
     } else if (pool.place[unit] === 2) one = this.other;
-    if (this.chosen && !belongs) {
+    if (this.chosen && !belongs && one !== this.free) {
       one = mix(one, this.page, 0.8);
       if (two) two = mix(two, this.page, 0.8);
     }

@@ -121,7 +121,6 @@ function Figures() {
   const figure = (name, value, unit = "") =>
     html`<div><dt>${name}</dt><dd>${value}${unit && html`<small>${unit}</small>`}</dd></div>`;
   const at = store.past ? store.series[1][store.series[0].findLastIndex((t) => t <= store.when)] ?? 0 : store.rates.tokens;
-  const saved = all.reduce((sum, session) => sum + (session.turn?.cached > 0 ? session.turn.cached : 0), 0);
   return html`<dl class="figures" aria-label="Figures">
     ${whole && figure("memory in use", (inUse(world) * 100).toFixed(inUse(world) < 0.1 ? 1 : 0), "%")}
     ${figure("open sessions", number(open.length))}
@@ -129,7 +128,6 @@ function Figures() {
     ${figure("waiting", number(whole ? head.queued : all.filter((s) => s.turn?.phase === "queued").length))}
     ${figure("output", at < 100 ? at.toFixed(1) : number(at), "tokens/s")}
     ${whole && figure("step", store.rates.step ? (store.rates.step * 1000).toFixed(store.rates.step < 0.01 ? 1 : 0) : "–", "ms")}
-    ${figure("in cache now", number(saved), "tokens")}
   </dl>`;
 }
 
