@@ -21,7 +21,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -220,9 +220,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--layers", type=int, default=0, help="with draft models, beside a model of so many layers")
     parser.add_argument("--head", action="store_true", help="guess with the model's head for multi-token prediction")
+    parser.add_argument("--only", default="", help="workloads whose names begin like this")
     arguments = parser.parse_args()
+    workloads = {name: each for name, each in WORKLOADS.items() if name.startswith(arguments.only)}
     if not arguments.layers:
-        measure(arguments.model, arguments.kernels, arguments.rounds, head=arguments.head)
+        measure(arguments.model, arguments.kernels, workloads, arguments.rounds, head=arguments.head)
         return
     source = pull_default(cache_dir())
     with TemporaryDirectory() as directory:
@@ -230,14 +232,22 @@ def main() -> None:
         wrong = str(with_layers(source, Path(directory) / "wrong.gguf", WRONG))
         for name, draft in (("none", None), (DEFAULT_MODEL, DEFAULT_MODEL), (f"its first {WRONG} layers", wrong)):
             print(f"draft model: {name}")
-            measure(large, arguments.kernels, arguments.rounds, draft)
+            measure(large, arguments.kernels, workloads, arguments.rounds, draft)
 
 
-def measure(name: str, kernels: str, rounds: int, draft: str | None = None, *, head: bool = False) -> None:
+def measure(
+    name: str,
+    kernels: str,
+    workloads: Mapping[str, Callable[[int], Round]],
+    rounds: int,
+    draft: str | None = None,
+    *,
+    head: bool = False,
+) -> None:
     """Compares an engine that guesses, with a draft model or its head if they are asked for, with one that does not."""
     plain, guessing = Side(name, kernels, guesses=False), Side(name, kernels, guesses=True, draft=draft, head=head)
     print(plain.model.compute)
-    for title, workload in WORKLOADS.items():
+    for title, workload in workloads.items():
         found = list(pairs(plain, guessing, workload, rounds))
         assert all(plainly.outputs == guessed.outputs for plainly, guessed in found), "guesses changed tokens"
         print(f"{title:20} {compared(found)}", flush=True)
