@@ -53,6 +53,7 @@ def _compared(name: str, config: ModelConfig, sampling: Sampling, numbers: Group
         at = int(differing.argmax()) if differing.any() else None
         shown = "same tokens" if at is None else f"differ from step {at} of {len(captured)}"
         found[f"{name}: captured steps and {other}"] = shown
+        print(f"{name}: captured steps and {other}: {shown}", flush=True)
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from bench.gpu.models import CUDA, EIGHT, TYPES, Rows, TimedQueue, random_matrix
 from bench.spread import repeated
+from tenuto.exec.gpu.queue import CudaQueue
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.kernels.gpu import quantized
 from tenuto.kernels.gpu.recurrent import convolve_step, gated_delta_step, mamba2_step, mamba_step
@@ -43,6 +44,16 @@ def timed(work: Callable[[], object], times: int = 5) -> float:
         end.synchronize()
         least = min(least, begin.elapsed_time(end) / 1e3)
     return least
+
+
+def captured(work: Callable[[Any], object], values: Sequence[Any]) -> float:
+    """Returns the seconds on the device of one `work(value)`, without the time of the host."""
+
+    def each() -> None:
+        for value in values:
+            work(value)
+
+    return timed(CudaQueue(CUDA).capture(each)) / len(values)
 
 
 def limits() -> dict[str, float]:
@@ -182,8 +193,8 @@ def products(bandwidth: float, rate: float) -> dict[str, dict[str, float]]:
                 QuantizedPlace(one, 0, outputs).fill(weight)
             for rows in (1, 16, 64, 4096):
                 x = torch.randn(rows, inputs, device=CUDA, dtype=torch.bfloat16)
-                ours = timed(partial(_each, partial(quantized.linear, x), own)) / len(own)
-                torchs = timed(partial(_each, partial(functional.linear, x), plain)) / len(plain)
+                ours = captured(partial(quantized.linear, x), own)
+                torchs = captured(partial(functional.linear, x), plain)
                 least = max(own[0].bytes / bandwidth, 2 * rows * outputs * inputs / rate)
                 found[f"{name}, {inputs} to {outputs}, {rows} rows"] = {
                     "us": 1e6 * ours,
@@ -191,11 +202,6 @@ def products(bandwidth: float, rate: float) -> dict[str, dict[str, float]]:
                     "bfloat16_us": 1e6 * torchs,
                 }
     return found
-
-
-def _each(work: Callable[[Any], object], values: Iterable[Any]) -> None:
-    for value in values:
-        work(value)
 
 
 def recurrent(bandwidth: float) -> dict[str, dict[str, float]]:
@@ -210,7 +216,7 @@ def recurrent(bandwidth: float) -> dict[str, dict[str, float]]:
     for name, make in made.items():
         for rows in (16, 64, 256):
             work, moved = make(rows)
-            seconds = timed(partial(_each, lambda each: each(), [work] * 8)) / 8
+            seconds = captured(lambda each: each(), [work] * 8)
             found[f"{name}, {rows} rows"] = {"us": 1e6 * seconds, "of_bandwidth": moved / seconds / bandwidth}
     return found
 

@@ -8,6 +8,8 @@ where there are few tiles, their inputs are divided among several programs, whos
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -15,14 +17,18 @@ import triton.language as tl
 from tenuto.kernels.gpu.attention import shared_memory
 from tenuto.kernels.quantized import LANES, Numbers, Quantized
 
-_FEW = 16
+_FEW = 4
 """Up to this many rows are few."""
 _NARROW = 8192
-"""Matrices with fewer outputs have smaller blocks and more slices, so that enough is loaded at a time."""
+"""Matrices with fewer outputs have smaller blocks of few rows and more slices, so that enough is loaded at a time."""
+_ROWS = 16
+"""The rows of a block of few rows: the least that tensor cores compute."""
 _PROGRAMS = 256
 """Inputs are divided until there are about as many programs."""
-_STAGE = 80 * 1024
-"""Bytes of shared memory that one stage of a large tile takes."""
+_LARGE = 160 * 1024
+"""Bytes of shared memory that a large tile takes."""
+_REGISTERS = 224
+"""Registers of a thread; without a bound, the compiler sometimes takes so few that it has to spill some."""
 _SWATH = 8
 """Neighbouring programs compute this many tiles of rows with the same weights, then the next weights."""
 
@@ -46,38 +52,52 @@ def linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None = None)
         "CHUNK": weight.numbers.chunk,
     }
     if rows <= _FEW:
-        block, slices, stages = few_constants(rows, outputs)
+        block, slices, stages = few_constants(outputs)
         even = inputs % (slices * weight.numbers.chunk) == 0
         _few[(triton.cdiv(outputs, block),)](
-            *given, EVEN=even, BLOCK=block, ROWS=_FEW, SLICES=slices, **constants, num_warps=slices, num_stages=stages
+            *given, EVEN=even, BLOCK=block, ROWS=_ROWS, SLICES=slices, **constants, num_warps=slices, num_stages=stages
         )
         return found
-    block, tile, warps, stages = many_constants(rows, x.element_size(), shared_memory(x.device))
+    block, tile, warps, stages = many_constants(rows, large=x.element_size() == 2 and has_large_tiles(x.device))
     tiles = triton.cdiv(outputs, block) * triton.cdiv(rows, tile)
     splits = max(1, min(_PROGRAMS // tiles, chunks // 4)) if rows <= 64 else 1
     parts = torch.empty((splits, rows, outputs), device=x.device) if splits > 1 else None
     even = inputs == chunks * weight.numbers.chunk
     _many[(tiles, splits)](
-        *given, parts, EVEN=even, BLOCK=block, ROWS=tile, SWATH=_SWATH, **constants, num_warps=warps, num_stages=stages
+        *given,
+        parts,
+        EVEN=even,
+        BLOCK=block,
+        ROWS=tile,
+        SWATH=_SWATH,
+        **constants,
+        num_warps=warps,
+        num_stages=stages,
+        maxnreg=_REGISTERS,
     )
     if parts is not None:
         _add_up[(triton.cdiv(outputs, 1024), rows)](parts, bias, found, rows, outputs, SPLITS=splits, BLOCK=1024)
     return found
 
 
-def few_constants(rows: int, outputs: int) -> tuple[int, int, int]:
+@functools.cache
+def has_large_tiles(device: torch.device) -> bool:
+    """Whether a program can have a large tile: shared memory suffices, and sums are in registers. In the tensor memory
+    of newer GPUs, each of a chunk's products would take the place of all sums."""
+    return shared_memory(device) >= _LARGE and torch.cuda.get_device_capability(device) < (10, 0)
+
+
+def few_constants(outputs: int) -> tuple[int, int, int]:
     """Returns the outputs of a block of few rows, the warps that its inputs are divided among, and the stages of its
     loads."""
-    narrow = outputs < _NARROW
-    return 16 * (1 + (rows > 4)) * (1 + (not narrow)), 8 if narrow else 4, 2
+    return (16, 8, 2) if outputs < _NARROW else (32, 4, 2)
 
 
-def many_constants(rows: int, element_size: int, shared: int) -> tuple[int, int, int, int]:
-    """Returns the outputs and rows of a tile, its warps and the stages of its loads. `shared`: the bytes of shared
-    memory that a program may use."""
-    if rows > 64 and shared >= 2 * _STAGE and element_size == 2:
-        return 128, 128, 8, 2
-    return 64, 32 if rows <= 32 else 64, 4, 2
+def many_constants(rows: int, *, large: bool) -> tuple[int, int, int, int]:
+    """Returns the outputs and rows of a tile, its warps and the stages of its loads."""
+    if rows > 64:
+        return (128, 128, 8, 2) if large else (64, 64, 4, 2)
+    return 64, min(max(triton.next_power_of_2(rows), 16), 64), 4, 2 if rows > 32 else 3
 
 
 @triton.jit
