@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 demo: $(STAMP)
 	$(BIN)/tenuto pull
-	$(BIN)/tenuto demo --model $(MODEL)
+	$(BIN)/tenuto demo --model $(MODEL) $(if $(KEEP),--keep)
 
 # `pytest` alone runs in one process. Here there is one a core, and one more, since some tests wait for servers; in each one
 # thread of torch: more would only wait for each other. The model is fetched before, so that they do not all fetch it.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
+import httpx
 import pytest
 from rich.console import Console
 
@@ -17,7 +19,20 @@ def test_the_demo_shows_everything_it_promises(smollm2_path: Path, monkeypatch: 
     monkeypatch.setattr(demo, "ANSWER_TOKENS", 4)
     monkeypatch.setattr(demo, "LONG", 200)
     out = io.StringIO()
-    demo.run_demo(console=Console(file=out, width=80))
+    pages = []
+
+    class LookAtTheMap:
+        """Takes the place of the wait for Ctrl-C."""
+
+        def wait(self) -> None:
+            found = re.search(r"(http://\S+/map)", out.getvalue())
+            assert found is not None
+            pages.append(httpx.get(found[1]).raise_for_status().text)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "threading", SimpleNamespace(Event=LookAtTheMap))
+    demo.run_demo(console=Console(file=out, width=80), keep=True)
+    assert "map.js" in pages[0]
     shown = out.getvalue()
     assert "\x1b" not in shown
     rows = re.findall(r"^ +(\d+) +(\d+) +(\d+) +(\d+) +[\d.]+ s +(\d+) +[\d.]+ s +[\d.]+ *$", shown, re.MULTILINE)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -81,8 +82,11 @@ class Round:
     resent: Cost
 
 
-def run_demo(model: str = "smollm2", device: str = "cpu", console: Console | None = None) -> None:
-    """Runs the demonstration. Raises the errors of `Engine` if the model cannot be used."""
+def run_demo(
+    model: str = "smollm2", device: str = "cpu", console: Console | None = None, *, keep: bool = False
+) -> None:
+    """Runs the demonstration; with `keep`, its last server goes on until Ctrl-C. Raises the errors of `Engine` if the
+    model cannot be used."""
     show = Demo(console or Console(highlight=False, soft_wrap=True), time.perf_counter())
     show.out.print(f"Loading {model} ...")
     # Without the prefix cache: resent prompts would otherwise find the sessions' state in memory.
@@ -97,7 +101,7 @@ def run_demo(model: str = "smollm2", device: str = "cpu", console: Console | Non
         show.audit(engine)
     with tempfile.TemporaryDirectory() as directory:
         show.killed_server(model, device, Path(directory) / "journal")
-        show.restored_session(model, device, Path(directory))
+        show.restored_session(model, device, Path(directory), keep=keep)
 
 
 class Demo:
@@ -226,7 +230,7 @@ class Demo:
             self.out.print(f"The first turn {_spent(after)}: its history was computed again.")
             self.out.print(str(engine.audit()))
 
-    def restored_session(self, model: str, device: str, directory: Path) -> None:
+    def restored_session(self, model: str, device: str, directory: Path, *, keep: bool) -> None:
         """Restarts a server and continues a session from its state on disk, and a copy of it from its tokens."""
         self._title("A stopped server restarts: a session is restored from disk, and a copy of it is computed again")
         kept = ("--disk-tier", str(directory / "tier"), "--no-prefix-cache")
@@ -247,6 +251,17 @@ class Demo:
                 said = turn.text
             self._said("long", question, said)
             self.out.print(str(engine.audit()))
+            self._map(url, keep=keep)
+
+    def _map(self, url: str, *, keep: bool) -> None:
+        """Prints where the map of the last server is or, unless it is kept, how to see one."""
+        self._title("See it: who holds which memory, in a browser")
+        if not keep:
+            self.out.print("KEEP=1 make demo, or tenuto demo --keep, leaves this server running and shows it at /map.")
+            return
+        self.out.print(f"{url}/map shows this server's sessions; {url}/ talks to it. Ctrl-C ends both.")
+        with suppress(KeyboardInterrupt):
+            threading.Event().wait()
 
     def _title(self, text: str) -> None:
         self.out.print(f"\n{text}", style="bold")

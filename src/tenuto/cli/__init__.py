@@ -102,17 +102,23 @@ def chat(
 
 @app.command()
 @with_options("model", "device")
-def demo(**given: Any) -> None:
+def demo(
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Leave the last server running until Ctrl-C, and show its map.")
+    ] = False,
+    **given: Any,
+) -> None:
     """Watch sessions at work on a real model: what a turn costs, barge-in, fork, rewind, the audit, and a kill -9.
 
     \b
     Examples:
       tenuto demo
       tenuto demo --device cuda
+      tenuto demo --keep
     """
     from tenuto.demo import run_demo  # noqa: PLC0415 - see the module's docstring
 
-    run_demo(**read_flags(given))
+    run_demo(**read_flags(given), keep=keep)
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})

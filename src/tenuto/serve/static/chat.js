@@ -28,7 +28,8 @@ function keep() {
 
 async function start() {
   try {
-    store.model = await json("GET", "/v1/engine");
+    const [engine, models] = await Promise.all([json("GET", "/v1/engine"), json("GET", "/v1/models")]);
+    store.model = { name: models.data[0].id, ...engine };
     store.key = "";
   } catch (error) {
     if (error.status === 401) store.key = error.message;
@@ -326,7 +327,7 @@ function App() {
   });
   const { turns } = branch();
   const { model } = store;
-  return html`<${Header} page="chat" about=${model?.model ?? ""}>
+  return html`<${Header} page="chat" about=${model?.name ?? ""}>
       <button class="plain" onClick=${() => setSettings(true)}>Settings</button>
     <//>
     ${store.key && html`<${KeyDialog} message=${store.key} done=${() => { store.key = ""; start(); }} />`}

@@ -29,6 +29,7 @@ export class Grid {
     this.gap = size >= 10 ? 2 * scale : size >= 4 ? scale : 0;
     this.canvas.width = columns * this.cell;
     this.canvas.height = rows * this.cell;
+    this.canvas.dataset.size = size;
     this.canvas.style.width = `${columns * size}px`;
     this.canvas.style.height = `${rows * size}px`;
     this.image = this.context.createImageData(this.canvas.width, this.canvas.height);

@@ -102,6 +102,8 @@ function choose(session) {
 let ended = null;
 function connect() {
   ended?.();
+  store.state = { name: "lost", text: "connecting" };
+  changed();
   ended = follow(take, (name, message) => {
     store.state = { name, text: { live: "live", lost: "no connection", key: "key needed" }[name] };
     store.message = message ?? "";
@@ -185,7 +187,7 @@ function PoolView({ index }) {
     dark.addEventListener("change", themed);
     let frame;
     const draw = (time) => {
-      grid.current.choose(store.chosen);
+      grid.current.choose(shown().sessions.get(store.chosen)?.held.length ? store.chosen : 0);
       grid.current.draw(shown(), time);
       frame = requestAnimationFrame(draw);
     };
@@ -566,13 +568,13 @@ function Past() {
   const back = end - value;
   const move = (event) => {
     const t = Number(event.target.value);
-    look(t >= end - 0.5 ? null : t);
+    look(t > end - 0.3 ? null : t);
   };
   const text = store.past ? `${ago(back)} ago` : "now";
   return html`<section class="past" aria-label="The last ten minutes">
     <div class="when"><b>${text}</b><span class="quiet">${store.past ? "the map as it was" : "tokens/s, memory"}</span></div>
     <div class="plot" ref=${box} aria-hidden="true"></div>
-    <input type="range" min=${start} max=${end} step="0.25" value=${value} onInput=${move} aria-label="Moment to show" aria-valuetext=${text} />
+    <input type="range" min=${start} max=${end} step="0.5" value=${value} onInput=${move} aria-label="Moment to show" aria-valuetext=${text} />
     <div class="end"><button disabled=${!store.past} onClick=${() => look(null)}>Live</button></div>
   </section>`;
 }
