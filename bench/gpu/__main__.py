@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ def table(found: dict[str, Any]) -> str:
         if name.startswith("decode ") and isinstance(one, dict):
             weights, batch = name.removeprefix("decode ").rsplit(" ", 1)
             speed, share = f"{one['ms']:.2f} | {one['tokens_s']:,.0f}", f"{one['of_bandwidth']:.2f}"
-            host = f"{one['host_us']:.0f} | {one['launch_us']:.0f}"
+            host = f"{one['host_us']:.0f} ({one['host_low_us']:.0f}-{one['host_high_us']:.0f}) | {one['launch_us']:.0f}"
             lines.append(f"| {weights} | {batch} | {speed} | {share} | {host} |")
     for name, one in found.items():
         if name.startswith("prefill ") and isinstance(one, dict):
@@ -109,6 +110,7 @@ def measured(report: Report, parts: set[str]) -> None:
     """Runs the measurements, of which the larger ones are of a model of 8 billion parameters."""
     if not parts & set(SPEED):
         return
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # a thread that moves between cores is slower
     limit = report.part("limits", speed.limits)
     if wanted := parts & {"decode", "prefill", "parking"}:
         _in_bfloat16(report, wanted, limit)

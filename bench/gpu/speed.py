@@ -24,6 +24,8 @@ from tenuto.models.quantized_places import QuantizedPlace, type_of
 
 BATCHES = (1, 4, 16, 64, 128, 256)
 CONTEXT = 2048
+HOST = 150
+"""Steps of one measurement of the host's time."""
 DECODES = 48
 """Steps of one measurement of decoding."""
 
@@ -104,7 +106,7 @@ def decoding(
     """Measures decode steps of `batch` rows at `CONTEXT` tokens, each submitted before the one before it is
     collected. `host_us`: the time that the host takes to queue a step; `launch_us`: the part of it in which the driver
     launches the captured step. `numbers`: the type of the layers' matrices."""
-    rows = Rows(made, batch, CONTEXT + 4 * DECODES)
+    rows = Rows(made, batch, CONTEXT + 2 * DECODES + HOST)
     rows.fill(CONTEXT)
     first = np.ones(batch, np.int32)
     rows.decode(first, DECODES)
@@ -115,12 +117,15 @@ def decoding(
     torch.cuda.synchronize()
     host: list[float] = []
     queue.seconds.clear()
-    for _ in range(DECODES):
-        plan = rows.plan(first[:, None])
+    plans = [rows.plan(first[:, None]) for _ in range(HOST)]
+    waits = []
+    for plan in plans:  # as in a server, a step is queued while the one before it is computed
         begin = time.perf_counter()
-        wait = made.queue(plan)
+        waits.append(made.queue(plan))
         host.append(time.perf_counter() - begin)
-        wait()
+        if len(waits) > 1:
+            waits.pop(0)()
+    waits.pop()()
     moved = weight_bytes(EIGHT, numbers) + kv_bytes(EIGHT, 1) * batch * context
     made.forward.release_units()
     return {
@@ -128,6 +133,8 @@ def decoding(
         "tokens_s": batch / seconds,
         "of_bandwidth": moved / seconds / bandwidth,
         "host_us": 1e6 * float(np.median(host)),
+        "host_low_us": 1e6 * float(np.quantile(host, 0.1)),
+        "host_high_us": 1e6 * float(np.quantile(host, 0.9)),
         "launch_us": 1e6 * float(np.median(queue.seconds)),
     }
 

@@ -10,6 +10,7 @@ import torch
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 
+from tenuto.base.errors import ModelError
 from tenuto.kernels.native.formats import FORMATS, Blocks, Bytes, PanelFormat
 from tenuto.kernels.native.grouped import BLOCK, Grouped
 from tenuto.kernels.quantized import LANES, Numbers, Quantized, packed
@@ -25,6 +26,8 @@ _TYPES: dict[PanelFormat, tuple[Numbers, tuple[torch.dtype, torch.dtype | None]]
 }
 """Numbers, and the types of scales and minima, of the panels whose blocks our kernels for GPUs compute with."""
 
+_MOST_SCALE = 128
+"""Kernels multiply scales of FP8 by 2 ** 120."""
 _TOGETHER = 2048
 """The number of outputs that are rearranged at a time."""
 
@@ -81,7 +84,8 @@ class QuantizedPlace:
         return self.count, self.matrix.inputs
 
     def fill(self, weight: StoredWeight) -> None:
-        """Copies a weight of the type and shape that the place was made for."""
+        """Copies a weight of the type and shape that the place was made for. Raises `ModelError` for scales of FP8
+        with which a weight could not be a float32 on the way."""
         rows, own = weight.read(), self.matrix
         for begin in range(0, self.count, _TOGETHER):
             blocks = _split(rows[begin : begin + _TOGETHER], weight.kind, own.inputs)
@@ -90,6 +94,8 @@ class QuantizedPlace:
             if own.numbers is Numbers.INT4:
                 quants = torch.cat((quants & 15, quants >> 4), dim=-1)
             own.words[part] = packed(quants.flatten(1), own.numbers)
+            if own.numbers is Numbers.FP8 and not (np.abs(blocks.scales[0]) < _MOST_SCALE).all():
+                raise ModelError(f"an FP8 matrix has scales that are not numbers below {_MOST_SCALE}")
             own.scales[:, part] = _moved(blocks.scales[0], own.words).t()
             if own.minima is not None:
                 own.minima[:, part] = _moved(blocks.scales[1], own.words).t()

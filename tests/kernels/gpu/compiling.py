@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from tenuto.kernels.gpu import attention, quantized
+from tenuto.kernels.gpu import attention
 from tests.kernels.gpu.compiled import SHARED, Compiled
 from tests.kernels.gpu.launches import LAUNCHES
 
@@ -48,7 +48,6 @@ def main(capability: int) -> None:
     driver.set_active(Absent(capability))
     launched, JITFunction.run = JITFunction.run, run
     attention.shared_memory = lambda _: SHARED[capability]  # type: ignore[assignment]
-    quantized.has_large_tiles = lambda _: capability == 90  # type: ignore[assignment]
     for name, launch in LAUNCHES.items():  # noqa: B007 (`run` reads the name)
         launch.call()
     print(json.dumps([asdict(each) for each in found]))

@@ -124,17 +124,18 @@ def multiplying(dtype: torch.dtype, inputs: int, outputs: int) -> None:
 
 
 def dequantizing(numbers: Numbers, inputs: int, outputs: int, group: int, *, minima: bool = False) -> None:
-    """Multiplies by a quantized matrix: few rows, more, more whose inputs are divided, and many."""
+    """Multiplies by a quantized matrix: few rows, more, and more whose inputs are divided; and decodes it."""
     words = torch.zeros(1, dtype=torch.int32).expand(outputs, inputs // numbers.chunk, 32)
     scales = torch.zeros(1, dtype=torch.float16).expand(-(-inputs // group), outputs)
     weight = Quantized(numbers, inputs, group, words, scales, scales if minima else None)
-    for rows in (1, 16, 32, 64, 512):
+    quantized.decoded(weight, torch.bfloat16)
+    for rows in (1, 16, 32, 64):
         quantized.linear(torch.zeros(rows, inputs, dtype=torch.bfloat16), weight)
 
 
 _HALF = frozenset({"decode", "prefill"})
 _LINEAR = frozenset({"_linear"})
-_QUANTIZED = frozenset({"_few", "_many"})
+_QUANTIZED = frozenset({"_many"})
 LAUNCHES = {
     "attention of Llama 3": Launch(partial(attending, torch.bfloat16, 128, 32, 8), _HALF),
     "attention of Qwen 3": Launch(partial(attending, torch.float16, 128, 16, 8, more=True), _HALF),

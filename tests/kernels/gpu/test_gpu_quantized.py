@@ -8,6 +8,7 @@ from gguf import quants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tenuto.base.errors import ModelError
 from tenuto.kernels.gpu.quantized import linear
 from tenuto.kernels.native.formats import PanelFormat
 from tenuto.kernels.native.grouped import E4M3, Grouped
@@ -136,6 +137,16 @@ def test_stored_weights_keep_their_bits_and_mean_the_same(name: str) -> None:
     for part in range(2):
         torch.testing.assert_close(found[part * outputs : (part + 1) * outputs], expected, rtol=bound, atol=bound)
     assert matrix.bytes < 2 * outputs * inputs * 1.4 * kind.numbers.bits / 8 + 2 * outputs * 256
+
+
+def test_scales_with_which_weights_of_8_bits_overflow_are_an_error() -> None:
+    stored = STORED["FP8"]
+    kind = type_of([stored.kind], 192)
+    assert kind is not None
+    whole = stored.read().copy()
+    whole[3, 192:196] = np.array([200.0], np.float32).view(np.uint8)
+    with pytest.raises(ModelError, match="scales that are not numbers below 128"):
+        QuantizedPlace(kind.empty(35, DEVICE), 0, 35).fill(StoredWeight(stored.kind, stored.shape, lambda: whole))
 
 
 def test_weights_that_differ_in_type_or_have_one_the_kernels_do_not_know_are_decoded() -> None:

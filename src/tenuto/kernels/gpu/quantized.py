@@ -1,32 +1,29 @@
-"""Multiplication by quantized weights on a CUDA device. They are read in their bits, and become numbers of the inputs'
-element type, rounded once, just before they are multiplied.
+"""Multiplication by quantized weights on a CUDA device. They are read in their bits, and become numbers just before
+they are multiplied.
 
-Two kernels compute outputs times rows, because the factor on the left may stay in registers. For few rows, which are
-limited by how fast the weights can be read, each warp has a slice of the inputs. For more, a program has a tile, and
-where there are few tiles, their inputs are divided among several programs, whose sums a second kernel adds up.
+For one or two rows, threads multiply the weights that they have read. For more, tensor cores multiply, and weights are
+rounded to the inputs' element type. They are the factor on the left, because it may stay in registers. Where there are
+few tiles of outputs and rows, inputs are divided among several programs, whose sums another kernel adds up. For many
+rows, the matrix is decoded for the time of the product.
 """
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
+from torch.nn import functional
 
-from tenuto.kernels.gpu.attention import shared_memory
 from tenuto.kernels.quantized import LANES, Numbers, Quantized
 
-_FEW = 4
+_FEW = 2
 """Up to this many rows are few."""
-_NARROW = 8192
-"""Matrices with fewer outputs have smaller blocks of few rows and more slices, so that enough is loaded at a time."""
-_ROWS = 16
-"""The rows of a block of few rows: the least that tensor cores compute."""
 _PROGRAMS = 256
 """Inputs are divided until there are about as many programs."""
-_LARGE = 160 * 1024
-"""Bytes of shared memory that a large tile takes."""
+_MANY = 192
+"""For more rows, it is faster to decode a matrix once, for the time of the product, and to let PyTorch multiply."""
+_DECODED = 64
+"""The number of outputs that a program decodes at a time."""
 _REGISTERS = 224
 """Registers of a thread; without a bound, the compiler sometimes takes so few that it has to spill some."""
 _SWATH = 8
@@ -39,12 +36,26 @@ _KINDS = {Numbers.INT4: 0, Numbers.INT8: 1, Numbers.FP8: 2}
 
 def linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Multiplies `x` [rows, inputs] by the transpose of `weight` and adds `bias` [outputs]. Sums are float32, in an
-    order that does not depend on other rows, but differs between few rows and more. The rows of `x` are contiguous.
-    Returns [rows, outputs] in the element type of `x`."""
+    order that does not depend on other rows, but on their number. The rows of `x` are contiguous. Returns [rows,
+    outputs] in the element type of `x`."""
     rows, inputs = x.shape
     outputs, chunks = weight.words.shape[:2]
     found = torch.empty((rows, outputs), device=x.device, dtype=x.dtype)
-    given = x, weight.words, weight.scales, weight.minima, bias, found, rows, inputs, outputs, chunks, x.stride(0)
+    if rows == 0:
+        return found
+    given = (
+        x,
+        weight.words,
+        weight.scales,
+        weight.minima,
+        bias,
+        found,
+        rows,
+        inputs,
+        outputs,
+        chunks,
+        x.stride(0),
+    )
     constants = {
         "KIND": _KINDS[weight.numbers],
         "GROUP": weight.group,
@@ -52,13 +63,15 @@ def linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None = None)
         "CHUNK": weight.numbers.chunk,
     }
     if rows <= _FEW:
-        block, slices, stages = few_constants(outputs)
-        even = inputs % (slices * weight.numbers.chunk) == 0
+        block, together, warps = few_constants(rows)
+        even = inputs % (together * weight.numbers.chunk) == 0
         _few[(triton.cdiv(outputs, block),)](
-            *given, EVEN=even, BLOCK=block, ROWS=_ROWS, SLICES=slices, **constants, num_warps=slices, num_stages=stages
+            *given, EVEN=even, BLOCK=block, ROWS=rows, PARTS=together, **constants, num_warps=warps
         )
         return found
-    block, tile, warps, stages = many_constants(rows, large=x.element_size() == 2 and has_large_tiles(x.device))
+    if rows > _MANY:
+        return functional.linear(x, decoded(weight, x.dtype), bias)
+    block, tile, warps, stages = many_constants(rows)
     tiles = triton.cdiv(outputs, block) * triton.cdiv(rows, tile)
     splits = max(1, min(_PROGRAMS // tiles, chunks // 4)) if rows <= 64 else 1
     parts = torch.empty((splits, rows, outputs), device=x.device) if splits > 1 else None
@@ -80,24 +93,35 @@ def linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None = None)
     return found
 
 
-@functools.cache
-def has_large_tiles(device: torch.device) -> bool:
-    """Whether a program can have a large tile: shared memory suffices, and sums are in registers. In the tensor memory
-    of newer GPUs, each of a chunk's products would take the place of all sums."""
-    return shared_memory(device) >= _LARGE and torch.cuda.get_device_capability(device) < (10, 0)
+def decoded(weight: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the weights in `dtype`, [outputs, inputs]."""
+    outputs, chunks = weight.words.shape[:2]
+    found = torch.empty((outputs, weight.inputs), device=weight.words.device, dtype=dtype)
+    _decode[(triton.cdiv(outputs, _DECODED), chunks)](
+        weight.words,
+        weight.scales,
+        weight.minima,
+        found,
+        weight.inputs,
+        outputs,
+        chunks,
+        KIND=_KINDS[weight.numbers],
+        GROUP=weight.group,
+        GROUPS=len(weight.scales),
+        CHUNK=weight.numbers.chunk,
+        BLOCK=_DECODED,
+    )
+    return found
 
 
-def few_constants(outputs: int) -> tuple[int, int, int]:
-    """Returns the outputs of a block of few rows, the warps that its inputs are divided among, and the stages of its
-    loads."""
-    return (16, 8, 2) if outputs < _NARROW else (32, 4, 2)
+def few_constants(rows: int) -> tuple[int, int, int]:
+    """Returns the outputs of a block of few rows, the chunks that are loaded at a time, and the warps."""
+    return (32, 2, 4) if rows == 1 else (64, 2, 8)
 
 
-def many_constants(rows: int, *, large: bool) -> tuple[int, int, int, int]:
+def many_constants(rows: int) -> tuple[int, int, int, int]:
     """Returns the outputs and rows of a tile, its warps and the stages of its loads."""
-    if rows > 64:
-        return (128, 128, 8, 2) if large else (64, 64, 4, 2)
-    return 64, min(max(triton.next_power_of_2(rows), 16), 64), 4, 2 if rows > 32 else 3
+    return 64, min(max(triton.next_power_of_2(rows), 16), 64), 4, 3
 
 
 @triton.jit
@@ -105,9 +129,10 @@ def _numbers(words, scale, minimum, PLACE: tl.constexpr, KIND: tl.constexpr):
     """Returns the weights, float32, whose numbers are number PLACE of words; see `kernels.quantized`. Bits of integers
     become those of a float between a power of two and the next, without a conversion."""
     if KIND == _FP8:
-        # Sign, exponent and mantissa where float32 has its own; the value is 2 ** 120 times too small.
+        # Sign, exponent and mantissa where float32 has its own; the value is 2 ** 120 times too small, the scale as
+        # much too large.
         bits = ((words << (24 - 8 * PLACE)) >> 4) & -0x78100000
-        return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36 * scale
+        return bits.to(tl.float32, bitcast=True) * scale
     each: tl.constexpr = 4 if KIND == _INT4 else 8
     at: tl.constexpr = 12 + each * PLACE % 8
     shift: tl.constexpr = each * PLACE - at
@@ -121,6 +146,7 @@ def _scaled(scales, minima, place, KIND: tl.constexpr):
     """Returns scales and minima, float32."""
     scale = tl.load(scales + place).to(tl.float32)
     if KIND == _FP8:
+        scale *= 1.329227995784916e36  # 2 ** 120, see `_numbers`
         minimum = scale  # not used
     elif minima is not None:
         minimum = tl.load(minima + place).to(tl.float32)
@@ -137,7 +163,7 @@ def _few(
     minima,
     bias,
     found,
-    rows,
+    rows,  # noqa: ARG001 - both kernels are given the same
     inputs,
     outputs,
     chunks,
@@ -149,39 +175,31 @@ def _few(
     EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    SLICES: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """A program computes BLOCK outputs of all rows. Each warp adds up every SLICES-th chunk."""
+    """A program computes BLOCK outputs of all rows, PARTS chunks at a time. Each thread adds up its own lanes."""
     output = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    kept = tl.minimum(output, outputs - 1)  # outputs behind the last are computed like it, and not stored
+    kept = tl.minimum(output, outputs - 1)[None, :, None, None]  # those behind the last are computed, and not stored
     row = tl.arange(0, ROWS)
-    lane = tl.arange(0, _LANES)
-    own = words + kept.to(tl.int64)[None, :, None] * chunks * _LANES + lane[None, None, :]
-    values = x + row.to(tl.int64)[None, None, :] * stride + lane[None, :, None]
-    present = (row < rows)[None, None, :]
-    sums = tl.zeros([SLICES, BLOCK, ROWS], tl.float32)
-    for first in range(0, chunks, SLICES):
-        chunk = first + tl.arange(0, SLICES)
-        if EVEN:
-            w = tl.load(own + chunk[:, None, None] * _LANES)
-        else:
-            w = tl.load(own + chunk[:, None, None] * _LANES, mask=(chunk < chunks)[:, None, None], other=0)
+    lane = tl.arange(0, _LANES)[None, None, None, :]
+    part = tl.arange(0, PARTS)[None, None, :, None]
+    own = words + kept.to(tl.int64) * chunks * _LANES + lane
+    values = x + row.to(tl.int64)[:, None, None, None] * stride + lane
+    sums = tl.zeros([ROWS, BLOCK, PARTS, _LANES], tl.float32)
+    for first in range(0, chunks, PARTS):
+        chunk = first + part
+        w = tl.load(own + chunk * _LANES) if EVEN else tl.load(own + chunk * _LANES, mask=chunk < chunks, other=0)
         for place in tl.static_range(CHUNK // _LANES):
             at = chunk * CHUNK + place * _LANES
             if place * _LANES % GROUP == 0:
-                group = tl.minimum(at // GROUP, GROUPS - 1)[:, None] * outputs + kept[None, :]
-                scale, minimum = _scaled(scales, minima, group, KIND)
-            if EVEN:
-                v = tl.load(values + at[:, None, None], mask=present, other=0.0)
-            else:
-                v = tl.load(values + at[:, None, None], mask=present & (at < inputs)[:, None, None], other=0.0)
-            weights = _numbers(w, scale[:, :, None], minimum[:, :, None], place, KIND).to(x.dtype.element_ty)
-            sums = tl.dot(weights, v, sums, input_precision="ieee")
-    total = tl.sum(sums, axis=0)
+                scale, minimum = _scaled(scales, minima, tl.minimum(at // GROUP, GROUPS - 1) * outputs + kept, KIND)
+            v = tl.load(values + at) if EVEN else tl.load(values + at, mask=at < inputs, other=0.0)
+            sums += _numbers(w, scale, minimum, place, KIND) * v.to(tl.float32)
+    total = tl.sum(tl.sum(sums, axis=3), axis=2)
     if bias is not None:
-        total += tl.load(bias + kept).to(tl.float32)[:, None]
-    spots = found + row.to(tl.int64)[None, :] * outputs + output[:, None]
-    tl.store(spots, total.to(found.dtype.element_ty), mask=(row < rows)[None, :] & (output < outputs)[:, None])
+        total += tl.load(bias + tl.minimum(output, outputs - 1)).to(tl.float32)[None, :]
+    spots = found + row.to(tl.int64)[:, None] * outputs + output[None, :]
+    tl.store(spots, total.to(found.dtype.element_ty), mask=(output < outputs)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -246,6 +264,37 @@ def _many(
 
 
 @triton.jit
+def _decode(
+    words,
+    scales,
+    minima,
+    found,
+    inputs,
+    outputs,
+    chunks,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program decodes a chunk of BLOCK outputs. Its grid is [blocks, chunks]."""
+    output = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    kept = tl.minimum(output, outputs - 1)
+    lane = tl.arange(0, _LANES)
+    chunk = tl.program_id(1)
+    w = tl.load(words + (kept.to(tl.int64)[:, None] * chunks + chunk) * _LANES + lane[None, :])
+    spots = found + output.to(tl.int64)[:, None] * inputs + lane[None, :]
+    for place in tl.static_range(CHUNK // _LANES):
+        at = chunk * CHUNK + place * _LANES
+        if place * _LANES % GROUP == 0:
+            group = tl.minimum(at // GROUP, GROUPS - 1) * outputs + kept
+            scale, minimum = _scaled(scales, minima, group, KIND)
+        weights = _numbers(w, scale[:, None], minimum[:, None], place, KIND)
+        tl.store(spots + at, weights.to(found.dtype.element_ty), mask=(output < outputs)[:, None] & (at < inputs))
+
+
+@triton.jit(do_not_specialize=["rows"])
 def _add_up(parts, bias, found, rows, outputs, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     """A program adds up BLOCK outputs of a row."""
     output = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
