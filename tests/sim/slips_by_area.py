@@ -73,12 +73,12 @@ GATHERING = (
     Slip("engine.thread.gathering", "if now < self._expected[session][0] + EXPECTED_SECONDS:", "if now < self._expected[session][0]:"),
     Slip("engine.thread.gathering", "self._deadline = now + MOST_SECONDS", "self._deadline = now + 60 * MOST_SECONDS"),
     Slip("engine.thread.gathering", "        if left <= 0:\n            self._deadline = None", "        if left < 0:\n            self._deadline = None"),
-    Slip("engine.thread.gathering", "own = self._expected.pop(turn.session, None)", "own = self._expected.get(turn.session)"),
+    Slip("engine.thread.gathering", "self._expected.pop(turn.session, None)", "self._expected.get(turn.session)"),
     Slip("engine.thread.gathering", "            self._expected.pop(change.session, None)\n            if", "            if"),
     Slip("engine.thread.gathering", "            self._last = now\n\n    def seconds", "\n    def seconds"),
     Slip("engine.thread.gathering", "            self._awaited.clear()\n", ""),
-    Slip("engine.thread.gathering", "if now < self._committed + JUST_SECONDS:", "if False:"),
-    Slip("engine.thread.gathering", "if now < self._committed + JUST_SECONDS:", "if True:"),
+    Slip("engine.thread.gathering", "            self._run += only_begins\n", ""),
+    Slip("engine.thread.gathering", "self._run += only_begins", "self._run += 1"),
     Slip("engine.thread.gathering", "if only_begins and any(", "if any("),
 )  # fmt: skip
 

@@ -17,7 +17,7 @@ from tenuto.base.options import TurnParams
 from tenuto.base.turns import Delta
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread import gathering
-from tenuto.engine.thread.gathering import EXPECTED_SECONDS, JUST_SECONDS, MOST_SECONDS, QUIET_SECONDS, Gathering
+from tenuto.engine.thread.gathering import EXPECTED_SECONDS, MOST_SECONDS, QUIET_SECONDS, Gathering
 from tenuto.engine.thread.loop import EngineLoop
 from tenuto.exec.witness import WitnessExecutor
 from tenuto.session.session import Session
@@ -50,7 +50,9 @@ class Watched:
         return self.gathering.seconds(now, only_begins=self.stage.engine.only_begins)
 
     def finish(self, now: float) -> None:
+        """Computes the turns, whether or not they should wait, and records their commits."""
         while self.stage.engine.queued or len(self.stage.engine.batch):
+            self.seconds(now)
             self.gathering.note(self.stage.engine.step().changes, now)
 
 
@@ -73,29 +75,32 @@ def test_the_first_turn_waits_for_the_others_until_all_have_arrived() -> None:
     assert watched.seconds(NOW + 1 + MOMENT) == pytest.approx(QUIET_SECONDS)
 
 
-def test_turns_of_forks_and_of_sessions_that_committed_at_other_times_do_not_wait() -> None:
+def test_turns_of_forks_and_of_sessions_that_take_turns_alone_do_not_wait() -> None:
     watched = Watched(1)
     parent = watched.sessions[0]
     watched.begin(parent, NOW)
-    watched.finish(NOW + 0.01)
+    watched.finish(NOW + MOMENT)
     child = watched.stage.engine.sessions.fork(parent.id, child="child")
-    watched.note(NOW + 0.012)
-    watched.begin(child, NOW + 0.012)
-    assert watched.seconds(NOW + 0.012) == 0
-    watched.finish(NOW + 0.02)
-    watched.begin(parent, NOW + 0.02 + JUST_SECONDS)
-    assert watched.seconds(NOW + 0.02 + JUST_SECONDS) == 0
-    watched.finish(NOW + 0.03)
+    watched.note(NOW + 2 * MOMENT)
+    for number, session in enumerate((child, parent, child)):
+        now = NOW + (3 + 2 * number) * MOMENT
+        watched.begin(session, now)
+        assert watched.seconds(now) == 0
+        watched.finish(now + MOMENT)
 
 
-def test_a_turn_waits_for_one_that_has_only_just_committed() -> None:
+def test_turns_that_were_computed_together_wait_for_each_other_although_they_ended_at_different_steps() -> None:
     watched = Watched(2)
     first, second = watched.sessions
-    for session, at in ((first, NOW), (second, NOW + 0.01)):
-        watched.begin(session, at)
-        watched.finish(at)
-    watched.begin(first, NOW + 0.01 + JUST_SECONDS / 2)
-    assert watched.seconds(NOW + 0.01 + JUST_SECONDS / 2) > 0
+    watched.begin(first, NOW)
+    watched.stage.engine.step()
+    watched.begin(second, NOW)
+    assert watched.seconds(NOW) == 0
+    watched.finish(NOW)
+    watched.begin(first, NOW + MOMENT)
+    assert watched.seconds(NOW + MOMENT) > 0
+    watched.begin(second, NOW + 2 * MOMENT)
+    assert watched.seconds(NOW + 2 * MOMENT) == 0
 
 
 def test_a_step_with_running_turns_does_not_wait() -> None:
