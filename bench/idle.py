@@ -29,14 +29,14 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def fill(url: str, sessions: int) -> None:
-    """Opens sessions and runs a turn on each."""
+async def fill(url: str, sessions: int, tokens: int = 8) -> None:
+    """Opens sessions and runs a turn with so many input tokens on each."""
     places = asyncio.Semaphore(AT_ONCE)
 
     async def one(http: httpx.AsyncClient, number: int) -> None:
         async with places:
             session = (await http.post("/v1/sessions", json={})).json()["id"]
-            body = {"input": [number % 1000] * 8, "max_new_tokens": 1, "stream": False}
+            body = {"input": [number % 1000] * tokens, "max_new_tokens": 1, "stream": False}
             (await http.post(f"/v1/sessions/{session}/turns", json=body)).raise_for_status()
 
     async with httpx.AsyncClient(base_url=url, timeout=600) as http:

@@ -116,18 +116,16 @@ function connect() {
 function Figures() {
   const world = shown();
   const { head } = world;
-  const all = [...world.sessions.values()];
-  const open = all.filter((session) => session.state !== "closed");
-  const running = all.filter((s) => s.turn && !["queued", "drafting", "paused", "preempted"].includes(s.turn.phase));
+  const facts = world.counts();
   const whole = head.pools !== undefined;
   const figure = (name, value, unit = "") =>
     html`<div><dt>${name}</dt><dd>${value}${unit && html`<small>${unit}</small>`}</dd></div>`;
   const at = store.past ? store.series[1][store.series[0].findLastIndex((t) => t <= store.when)] ?? 0 : store.rates.tokens;
   return html`<dl class="figures" aria-label="Figures">
     ${whole && figure("memory in use", (inUse(world) * 100).toFixed(inUse(world) < 0.1 ? 1 : 0), "%")}
-    ${figure("open sessions", number(open.length))}
-    ${figure("running turns", number(running.length), whole ? `of ${head.rows}` : "")}
-    ${figure("waiting", number(whole ? head.queued : all.filter((s) => s.turn?.phase === "queued").length))}
+    ${figure("open sessions", number(facts.open))}
+    ${figure("running turns", number(facts.running), whole ? `of ${head.rows}` : "")}
+    ${figure("waiting", number(whole ? head.queued : facts.queued))}
     ${figure("output", at < 100 ? at.toFixed(1) : number(at), "tokens/s")}
     ${whole && figure("step", store.rates.step ? (store.rates.step * 1000).toFixed(store.rates.step < 0.01 ? 1 : 0) : "–", "ms")}
   </dl>`;
@@ -148,7 +146,7 @@ const SUM = [
 const BAR = { turn: "#5b7fae", session: "var(--accent)", split: "#5ca2b0", hatch: "#8d9c58", closed: "#a39a8e", other: "#78849a", limbo: "#8d8a86", free: "transparent" };
 
 function Sum({ pool }) {
-  const sum = pool.sum();
+  const sum = pool.sum(shown().head);
   const parts = SUM.map(([name, kind, of]) => [name, kind, of(sum)]).filter(([name, , count]) => count || name === "free");
   return html`
     <div class="bar" aria-hidden="true">
@@ -157,7 +155,7 @@ function Sum({ pool }) {
 }
 
 function Equation({ pool }) {
-  const sum = pool.sum();
+  const sum = pool.sum(shown().head);
   const parts = SUM.map(([name, , of]) => [name, of(sum)]).filter(([name, count]) => count || name === "free");
   return html`<p class="sum">
     <span class="equals"><b>${number(pool.capacity)}</b> units</span>
@@ -310,7 +308,7 @@ function Turns() {
     draw();
     return () => cancelAnimationFrame(frame);
   }, []);
-  const open = [...world.sessions.values()].filter((session) => session.turn).length;
+  const open = world.counts().turns;
   const title = html`<div class="heading"><h2 id="turns">Turns</h2>
     <span class="quiet">the last minute · ${open ? `${open} open` : "none is open"}${rows.length < open ? `, ${rows.length} shown` : ""}</span>
   </div>`;
@@ -358,7 +356,15 @@ function Graph() {
   }, []);
   const wanted = (session) =>
     (every || session.listed || session.turn) && session.state !== "closed" && session.id.includes(search);
-  const { rows, hidden } = ordered(world.sessions, wanted);
+  const memo = useRef({});
+  const key = `${search}|${every}|${store.past ? store.when : "now"}`;
+  const pause = Math.min(2000, world.sessions.size / 4); // milliseconds: ordering thousands of sessions takes a while
+  if (memo.current.key !== key || memo.current.world !== world || performance.now() > memo.current.at + pause)
+    memo.current = { key, world, at: performance.now(), ...ordered(world.sessions, wanted) };
+  const rows = memo.current.rows
+    .map(({ session, depth }) => ({ session: world.sessions.get(session.n), depth }))
+    .filter(({ session }) => session);
+  const { hidden } = memo.current;
   const label = `${rows.length} sessions as lines on a scale of tokens; forks leave their parents' lines`;
   return html`<section aria-labelledby="forks">
     <div class="heading"><h2 id="forks">Sessions and forks</h2>
@@ -391,12 +397,10 @@ function Graph() {
 function Tiers() {
   const world = shown();
   const { tiers = {}, moves = {}, restored = 0 } = world.head;
-  const all = [...world.sessions.values()];
-  const there = (tier) => all.filter((session) => session.parked && session.tier === tier).length;
-  const on = all.filter((session) => session.held.length).length;
+  const facts = world.counts();
   const used = world.pools.reduce((sum, pool) => sum + (pool.capacity - (pool.free ?? pool.capacity)) * pool.unit_bytes, 0);
   const exists = "host" in tiers;
-  const saved = all.filter((session) => session.saved).length;
+  const { saved } = facts;
   const tier = (name, big, more, off) =>
     html`<div class=${off ? "tier off" : "tier"}><h3>${name}</h3><p class="big">${big}</p><p class="quiet">${more}</p></div>`;
   const flow = (out, back) => html`<div class="flow" aria-hidden="true"><span>${out}</span><i></i><i class="back"></i><span>${back}</span></div>`;
@@ -405,11 +409,11 @@ function Tiers() {
       exists ? "where the state of sessions is" : "none is configured: sessions that make room are computed again"
     }</span></div>
     <div class="tiers">
-      ${tier("Device", amount(used), `${number(on)} sessions`)}
+      ${tier("Device", amount(used), `${number(facts.onDevice)} sessions`)}
       ${flow(`${number(moves.host ?? 0)} units`, `${number(restored)} sessions`)}
-      ${tier("Host memory", exists ? amount(tiers.host) : "–", `${number(there("host"))} sessions`, !exists)}
+      ${tier("Host memory", exists ? amount(tiers.host) : "–", `${number(facts.host)} sessions`, !exists)}
       ${flow(`${number(moves.disk ?? 0)} units`, `${number(moves.device ?? 0)} units`)}
-      ${tier("Disk", exists ? amount(tiers.disk) : "–", saved ? `${number(there("disk"))} parked, ${number(saved)} saved` : `${number(there("disk"))} sessions`, !exists || (!tiers.disk && !saved))}
+      ${tier("Disk", exists ? amount(tiers.disk) : "–", saved ? `${number(facts.disk)} parked, ${number(saved)} saved` : `${number(facts.disk)} sessions`, !exists || (!tiers.disk && !saved))}
     </div>
   </section>`;
 }

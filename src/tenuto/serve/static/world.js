@@ -43,7 +43,8 @@ class Pool {
   }
 
   // Returns the number of units by what they are; they add up to the capacity unless sessions are still to be described.
-  sum() {
+  sum(head) {
+    if (this.summed === head) return this.lastSum;
     const sum = { free: 0, limbo: 0, shared: 0, other: 0, kinds: [0, 0, 0, 0, 0] };
     for (let unit = 0; unit < this.capacity; unit++) {
       if (this.place[unit] === 1) sum.limbo++;
@@ -52,6 +53,8 @@ class Pool {
       else if (this.place[unit] === 2) sum.other++;
       else sum.free++;
     }
+    this.summed = head;
+    this.lastSum = sum;
     return sum;
   }
 }
@@ -88,10 +91,12 @@ export class World {
     this.about = about;
     this.head = head;
     this.sessions = new Map();
+    this.facts = null; // made when they are wanted
     this.pools = about.pools.map((pool, index) => new Pool(pool, index));
   }
 
   apply({ head, sessions, gone = [] }) {
+    this.facts = null;
     for (const number of gone) {
       const session = this.sessions.get(number);
       if (session) this.#release(session);
@@ -143,6 +148,25 @@ export class World {
       }
       pool.touch(unit);
     }
+  }
+
+  // Returns counts of sessions.
+  counts() {
+    if (this.facts) return this.facts;
+    const facts = { open: 0, running: 0, queued: 0, turns: 0, onDevice: 0, host: 0, disk: 0, saved: 0 };
+    for (const session of this.sessions.values()) {
+      if (session.state !== "closed") facts.open++;
+      if (session.held.length) facts.onDevice++;
+      if (session.parked) facts[session.tier]++;
+      if (session.saved) facts.saved++;
+      const phase = session.turn?.phase;
+      if (!phase) continue;
+      facts.turns++;
+      if (phase === "queued") facts.queued++;
+      else if (phase !== "drafting" && phase !== "paused" && phase !== "preempted") facts.running++;
+    }
+    this.facts = facts;
+    return facts;
   }
 
   // Returns the sessions that hold a unit, each with the kind of its lease.
