@@ -4,7 +4,8 @@ A server of the witness gets 120,000 pages and 10,000 idle sessions, which hold 
 installed, the page is opened, and while a few sessions take turns, its frames are counted and the time to its first
 paint is taken. Then 32 turns run without end. The tokens of the server, and the CPU time of its engine, are counted in
 pairs of windows, one with a viewer and one without. The viewer is a plain reader, since a browser would take the
-server's cores. Last, the pages' part of the wheel is weighed.
+server's cores. On a machine that does other work these ratios mean little; so the time that looks take in the engine's
+thread is also measured without a server.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from pathlib import Path
 
 import httpx
 
+from bench.engine_step import make
 from bench.idle import fill
 from bench.server import Processes, server
+from tenuto.engine.engine import Engine
+from tenuto.serve.map_feed import INTERVAL
 
 SESSIONS = 10_000
 TOKENS = 280
@@ -36,6 +40,10 @@ WINDOW = 4.0
 PAIRS = 8
 FRAMES_SECONDS = 10
 CHANGES_A_SECOND = 20
+LOOKS = 30
+ROUNDS = 7
+STEPS = 40
+"""Between two looks."""
 SOURCES = Path(__file__).parents[1] / "src" / "tenuto"
 PARTS = ("serve/static", "serve/map.py", "serve/map_feed.py", "serve/map_state.py", "serve/pages.py", "serve/trace.py",
     "engine/watch.py", "engine/trace.py", "base/map_views.py")  # fmt: skip
@@ -112,16 +120,18 @@ class Tokens:
 
 
 async def endless(url: str, ended: asyncio.Event, tokens: Tokens) -> None:
-    """Runs turns until the end."""
+    """Runs turns of 3,000 tokens, one after the other, until the end."""
 
     async def one(http: httpx.AsyncClient, number: int) -> None:
-        session = (await http.post("/v1/sessions", json={})).json()["id"]
-        body = {"input": [number] * 8, "max_new_tokens": 200_000, "ignore_eos": True}
-        async with http.stream("POST", f"/v1/sessions/{session}/turns", json=body) as answer:
-            async for piece in answer.aiter_raw():
-                tokens.count += piece.count(b"event: delta")
-                if ended.is_set():
-                    return
+        while not ended.is_set():
+            session = (await http.post("/v1/sessions", json={})).json()["id"]
+            body = {"input": [number] * 8, "max_new_tokens": 3000, "ignore_eos": True}
+            async with http.stream("POST", f"/v1/sessions/{session}/turns", json=body) as answer:
+                async for piece in answer.aiter_raw():
+                    tokens.count += piece.count(b"event: delta")
+                    if ended.is_set():
+                        return
+            await http.delete(f"/v1/sessions/{session}")
 
     limits = httpx.Limits(max_connections=RUNNING + 4)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
@@ -172,7 +182,7 @@ def viewer(url: str) -> Iterator[None]:
         reading.join()
 
 
-FILLED_SECONDS = 1.0
+FILLED_SECONDS = 5.0
 """Time for the first events to arrive before a window begins."""
 
 
@@ -205,6 +215,40 @@ def throughput(processes: Processes, pairs: int) -> None:
         print(f"watched            {statistics.median(ratios):.3f} times the {name} ({told})")
 
 
+def stretches(engine: Engine, *, watched: bool) -> tuple[float, float]:
+    """Returns the thread's seconds for `STEPS` steps, and for the look after them, each the median of `LOOKS`."""
+    steps, looks = list[float](), list[float]()
+    for _ in range(LOOKS):
+        began = time.thread_time()
+        for _ in range(STEPS):
+            engine.step()
+        between = time.thread_time()
+        if watched:
+            engine.look()
+        steps.append(between - began)
+        looks.append(time.thread_time() - between)
+    return statistics.median(steps), statistics.median(looks)
+
+
+def of_the_thread(sessions: int) -> None:
+    """Measures the share of the engine's thread that looks take, with 32 running turns beside idle sessions. The
+    thread's own time is counted, and stretches with and without looks take turns."""
+    engine = make(RUNNING, parked=sessions).engine
+    ratios, looks = [], []
+    for _ in range(ROUNDS):
+        alone, _ = stretches(engine, watched=False)
+        engine.look(fresh=True)
+        while engine.look().more:
+            pass
+        watched, look = stretches(engine, watched=True)
+        engine.look(end=True)
+        ratios.append(watched / alone)
+        looks.append(look)
+    look = statistics.median(looks)
+    print(f"a look             {1000 * look:.2f} ms of the engine's thread, {100 * look / INTERVAL:.2f}% of its time")
+    print(f"steps beside looks {statistics.median(ratios):.3f} times as long ({min(ratios):.3f} to {max(ratios):.3f})")
+
+
 def wheel_part() -> int:
     """Returns the size that the pages have in a wheel, in bytes."""
     packed = io.BytesIO()
@@ -225,8 +269,9 @@ def main() -> None:
     parser.add_argument("--model", default="witness")
     arguments = parser.parse_args()
     print(f"in the wheel       {wheel_part() / 1024:.0f} KiB")
+    of_the_thread(arguments.sessions)
     memory = ("--memory", str(MEMORY)) if arguments.model == "witness" else ()
-    with server(arguments.model, 262_144 if arguments.model == "witness" else 8192, *memory) as processes:
+    with server(arguments.model, 8192, *memory) as processes:
         asyncio.run(fill(processes.url, arguments.sessions, TOKENS))
         in_the_browser(processes.url, arguments.sessions)
         throughput(processes, arguments.pairs)

@@ -25,7 +25,7 @@ IDLE_SECONDS = 0.02
 """The time that a look may take otherwise."""
 VISITS = 8
 """The number of sessions described between two looks at the clock."""
-ROUND = 64
+ROUND = 32
 """The number of sessions that each look describes again although nothing seems to have changed: older checkpoints may
 have been evicted, or parked state may have moved."""
 RECENT = 48

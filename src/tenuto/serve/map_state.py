@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tenuto.base.map_views import MapPart, MappedPool, MappedSession
+from tenuto.base.map_views import MapPart, MappedPool, MappedSession, MappedUnits
 
 Units = npt.NDArray[np.int32]
 
@@ -51,6 +51,32 @@ class News:
     more: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a session holds: its leases as they were told, `[pool, kind, ranges]` for viewers, and its units by pool."""
+
+    leases: list[MappedUnits]
+    shown: list[list[Any]]
+    units: tuple[Units, ...]
+
+    @classmethod
+    def of(cls, leases: list[MappedUnits], pools: int) -> _Held:
+        shown: list[list[Any]] = []
+        every: list[Units] = []
+        for pool in range(pools):
+            found = np.zeros(0, np.int32)
+            for place, kind in enumerate(KINDS):
+                mine = [each.units for each in leases if each.pool == pool and each.kind == kind]
+                if not mine:
+                    continue
+                new = np.setdiff1d(np.frombuffer(b"".join(mine), np.int32), found)
+                found = np.concatenate([found, new])
+                if len(new):
+                    shown.append([pool, place, ranges(new)])
+            every.append(found)
+        return cls(leases, shown, tuple(every))
+
+
 def ranges(units: Units) -> list[int]:
     """Returns ascending numbers as pairs: the first of each run, and the length of the run."""
     if not len(units):
@@ -77,6 +103,7 @@ class MapState:
         self._claimed: list[Units] = []
         self._owner: list[Units] = []
         self._units: dict[int, tuple[Units, ...]] = {}
+        self._held: dict[int, _Held] = {}
 
     def read(self, part: MapPart) -> News:
         """Reads the next look. `sessions` is not changed, so that another thread may use it; see `take`."""
@@ -92,6 +119,7 @@ class MapState:
             self._claim(number, each.units)
         for number in part.gone:
             self._claim(number, ())
+            self._held.pop(number, None)
         again: set[int] = set()
         pools = []
         for index, pool in enumerate(part.pools):
@@ -112,31 +140,23 @@ class MapState:
         self.sessions.update(news.sessions)
         return changed
 
-    def _claim(self, number: int, units: Sequence[Units]) -> None:
+    def _claim(self, number: int, units: tuple[Units, ...]) -> None:
         """Records the units that a session has now, instead of those that it had."""
+        if units and self._units.get(number) is units:
+            return
         for claimed, before in zip(self._claimed, self._units.pop(number, ()), strict=False):
             claimed[before] -= 1
         for claimed, owner, now in zip(self._claimed, self._owner, units, strict=False):
             claimed[now] += 1
             owner[now] = number
         if units:
-            self._units[number] = tuple(units)
+            self._units[number] = units
 
     def _shown(self, session: MappedSession) -> Shown:
-        held: list[list[Any]] = []
-        every: list[Units] = []
-        for pool in range(len(self.pools)):
-            found = np.zeros(0, np.int32)
-            for place, kind in enumerate(KINDS):
-                leases = [each.units for each in session.held if each.pool == pool and each.kind == kind]
-                if not leases:
-                    continue
-                new = np.setdiff1d(np.frombuffer(b"".join(leases), np.int32), found)
-                found = np.concatenate([found, new])
-                if len(new):
-                    held.append([pool, place, ranges(new)])
-            every.append(found)
-        return Shown(session.tenant, _json.encode(_description(session, held)), tuple(every))
+        before = self._held.get(session.number)
+        if before is None or before.leases != session.held:
+            before = self._held[session.number] = _Held.of(session.held, len(self.pools))
+        return Shown(session.tenant, _json.encode(_description(session, before.shown)), before.units)
 
     @staticmethod
     def _pool(pool: MappedPool, other: Units) -> dict[str, Any]:
