@@ -28,12 +28,7 @@ def test_flags_without_effect_here_are_accepted() -> None:
         assert any('"tenuto.audit"' in line for line in server.lines)
 
 
-def test_more_than_one_device_is_refused() -> None:
-    with pytest.raises(ConfigError, match="tp_size is 2; allowed: 1"):
-        check(given(), 2)
-
-
 @pytest.mark.parametrize("wrong", [("--nonsense",), ("x",), ("--mamba-a=1", "x"), ("--mamba-a", "1", "2")])
 def test_unknown_flags_are_refused(wrong: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match="there is"):
-        check(given(*wrong), 1)
+        check(given(*wrong))

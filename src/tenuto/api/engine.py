@@ -25,6 +25,7 @@ class ModelOptions(EngineOptions, total=False):
     page_size: int
     kernels: str
     kv_cache_dtype: str
+    tensor_parallel: int
     lora_modules: Sequence[str]
     journal: str | None
 

@@ -218,6 +218,12 @@ class WorkerSettings:
     kv_cache_dtype: str = option(
         "auto", "Keys and values in memory: 16 bits on CPUs, or half of it (native kernels only).", ("auto", "int8")
     )
+    tensor_parallel: int = option(
+        1,
+        "Processes that compute the model together, each on its own device, or on the CPU with its share of cores.",
+        Bounds(1, 64),
+        names={"cli": ("--tp-size", "--tp", "--tensor-parallel-size")},
+    )
     lora_modules: tuple[str, ...] = option(
         (), "An adapter (LoRA) to load, as NAME=PATH of a directory that PEFT wrote. May be repeated."
     )

@@ -210,5 +210,9 @@ class StepFailed(Exception):
     """An executor could not finish a step. The engine preempts the turns in it; no caller sees this."""
 
 
+class ExecutorLost(Exception):
+    """A process that computes a part of the model has ended, or the parts no longer agree. The engine stops."""
+
+
 class InvariantError(Exception):
     """A bug in Tenuto: memory or state breaks a rule. The engine stops and reports; values are never clamped."""

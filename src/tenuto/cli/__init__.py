@@ -129,7 +129,6 @@ def serve(
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Show every option's value and source, and exit.")
     ] = False,
-    tp_size: sglang.OneDevice = 1,
     **given: Any,
 ) -> None:
     """Serve sessions over HTTP: natively, and to clients of OpenAI's and SGLang's interfaces.
@@ -149,7 +148,7 @@ def serve(
     from tenuto.cli.serve import run_server  # noqa: PLC0415 - loaded where it is used
     from tenuto.cli.settings import ServerSettings  # noqa: PLC0415 - loaded where it is used
 
-    sglang.check(context, tp_size)
+    sglang.check(context)
     settings = ServerSettings.resolve(given, config)
     if show_config:
         settings.show()

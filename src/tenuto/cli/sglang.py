@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
 from tenuto.base.errors import ConfigError
 
-OneDevice = Annotated[
-    int,
-    typer.Option("--tp-size", "--tp", "--tensor-parallel-size", help="Accepted for users of SGLang: 1.", hidden=True),
-]
 ALWAYS = ("--enable-streaming-session", "--enable-mixed-chunk", "--enable-metrics")
 """Flags of features that are always on here."""
 TUNING = ("--mamba-", "--max-mamba-cache-size")
@@ -19,11 +13,9 @@ TUNING = ("--mamba-", "--max-mamba-cache-size")
 to what sessions need, and state is float32."""
 
 
-def check(context: typer.Context, tp_size: int) -> None:
+def check(context: typer.Context) -> None:
     """Raises `ConfigError` unless the unparsed rest of the command line only has flags that are accepted and
     ignored."""
-    if tp_size != 1:
-        raise ConfigError(f"tp_size is {tp_size}; allowed: 1, as a model is on one device")
     value_may_follow = False
     for argument in context.args:
         if argument.startswith(TUNING):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -17,12 +17,11 @@ from tenuto.kernels.elements import Element, KVCacheDtype
 from tenuto.kernels.native.build import VARIANTS, Machine, Unavailable, library
 from tenuto.kernels.native.library import Library, loaded
 from tenuto.models.adapter import Adapter, Translation, read_adapter
-from tenuto.models.checkpoint import ModelCheckpoint, open_checkpoint
-from tenuto.models.config import PREDICTOR, ModelConfig
+from tenuto.models.checkpoint import ModelCheckpoint, open_checkpoint, weights_of
+from tenuto.models.config import ModelConfig
 from tenuto.models.native.obstacle import obstacle
 from tenuto.models.native.program import NativeProgram
 from tenuto.models.store import ModelFiles, resolve
-from tenuto.models.weights import StoredWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +32,9 @@ class ExecutorOptions:
     CPU and bfloat16 elsewhere. `context` is the maximum number of tokens of a session, by default the model's limit;
     some models rotate queries and keys differently for long contexts. `kernels` is one of `KERNELS`; native ones are
     compiled into `cache` and unavailable without it. `predictor`: whether the model's head for multi-token prediction
-    is loaded, if it has one. `kv_cache_dtype` is a `KVCacheDtype`; values other than `auto`
-    need native kernels. `say` receives a message before kernels are compiled, which takes some seconds, and the reason
-    if plain PyTorch is used as a fallback.
+    is loaded, if it has one. `kv_cache_dtype` is a `KVCacheDtype`; values other than `auto` need native kernels.
+    `tensor_parallel`: the number of processes that compute the model together. `say` receives a message before kernels
+    are compiled, which takes some seconds, and the reason if plain PyTorch is used as a fallback.
     """
 
     page_size: int
@@ -45,6 +44,7 @@ class ExecutorOptions:
     kernels: str = "auto"
     kv_cache_dtype: str = "auto"
     predictor: bool = False
+    tensor_parallel: int = 1
     cache: Path | None = None
     machine: Machine = field(default_factory=Machine.this)
     say: Callable[[str], None] = lambda _: None
@@ -105,7 +105,7 @@ def _forward(
     if not options.predictor:
         config = replace(config, predictor=())
     native = _native_forward(config, checkpoint, options, wide)
-    return native if native is not None else _torch_forward(config, checkpoint, options)
+    return native if native is not None else _torch_forward(config, files, checkpoint, options)
 
 
 def _differing(first: ModelConfig, second: ModelConfig) -> list[str]:
@@ -115,30 +115,16 @@ def _differing(first: ModelConfig, second: ModelConfig) -> list[str]:
     return [name for name in names if getattr(first, name) != getattr(second, name)]
 
 
-def _torch_forward(config: ModelConfig, checkpoint: ModelCheckpoint, options: ExecutorOptions) -> Forward:
-    import torch  # noqa: PLC0415 - takes a second or more, and native kernels do not need it
+def _torch_forward(
+    config: ModelConfig, files: ModelFiles, checkpoint: ModelCheckpoint, options: ExecutorOptions
+) -> Forward:
+    from tenuto.exec.parallel.forward import parallel_forward  # noqa: PLC0415 - needs torch
+    from tenuto.exec.torch_load import Part, torch_forward  # noqa: PLC0415 - needs torch, which takes a second
 
-    from tenuto.exec.torch_forward import TorchForward  # noqa: PLC0415 - needs torch
-    from tenuto.kernels.fused import compiles  # noqa: PLC0415 - needs torch
-    from tenuto.models.decoder import Decoder  # noqa: PLC0415 - needs torch
-
-    usual = Element.FLOAT32 if is_cpu(options.device) else Element.BFLOAT16
-    dtype = getattr(torch, options.dtype or usual)
-    weights = _weights(checkpoint, config)
-    device = torch.device(options.device)
-    if options.kernels == "torch" or not compiles(device):
-        return TorchForward(Decoder(config, weights, device, dtype), options.page_size)
-    from tenuto.exec.gpu.forward import GpuForward  # noqa: PLC0415 - needs Triton
-    from tenuto.exec.gpu.queue import CudaQueue  # noqa: PLC0415
-    from tenuto.kernels.gpu.fused import FUSED  # noqa: PLC0415
-
-    decoder = Decoder(config, weights, device, dtype, FUSED)
-    return GpuForward(decoder, options.page_size, CudaQueue(device))
-
-
-def _weights(checkpoint: ModelCheckpoint, config: ModelConfig) -> Iterator[tuple[str, StoredWeight]]:
-    """Yields the weights, without those of a head that `config` leaves out."""
-    return (each for each in checkpoint.weights() if config.predictor or not each[0].startswith(PREDICTOR))
+    part = Part(files, config, options.page_size, options.device, options.dtype, options.kernels)
+    if options.tensor_parallel > 1:
+        return parallel_forward(part, options.tensor_parallel, checkpoint)
+    return torch_forward(part, weights_of(checkpoint, config))
 
 
 def _native_forward(
@@ -146,11 +132,12 @@ def _native_forward(
 ) -> Forward | None:
     """Builds the forward pass with native kernels; None if plain PyTorch must compute."""
     device, dtype, kernels, cache = options.device, options.dtype, options.kernels, options.cache
-    if kernels == "torch" or not is_cpu(device) or dtype not in (None, "bfloat16") or cache is None:
+    apart = options.tensor_parallel > 1
+    if kernels == "torch" or not is_cpu(device) or dtype not in (None, "bfloat16") or cache is None or apart:
         if kernels in VARIANTS:
             raise ConfigError(
-                f"kernels {kernels!r} need a cache to be compiled into, and are for the CPU and dtype bfloat16; "
-                f"here: {device}, {dtype}"
+                f"kernels {kernels!r} need a cache to be compiled into, and are for the CPU, dtype bfloat16 and one "
+                f"process; here: {device}, {dtype}, {options.tensor_parallel}"
             )
         _refuse_bytes(options, f"they are for the CPU and dtype bfloat16; here: {kernels}, {device}, {dtype}")
         return None
@@ -196,7 +183,7 @@ def _packed(
     kv_type, plain = KVCacheDtype(options.kv_cache_dtype), options.dtype is not None
     try:
         return NativeProgram(
-            config, _weights(checkpoint, config), options.page_size, plain=plain, kv_cache_dtype=kv_type, wide=wide
+            config, weights_of(checkpoint, config), options.page_size, plain=plain, kv_cache_dtype=kv_type, wide=wide
         )
     except OSError as error:
         raise ConfigError(f"there is no memory for the model's weights: {error}") from error

@@ -16,7 +16,7 @@ class AttentionBlock:
     def __init__(self, shape: Attention, hidden: int, epsilon: float, name: str, room: Room) -> None:
         """The names of its weights begin with `name`."""
         s, part = shape, f"{name}self_attn."
-        self._shape = s
+        self._shape, self._sum = s, room.ranks.sum
         width, kv_width = s.heads * s.head_dim, s.kv_heads * s.head_dim
         self._outputs = [2 * width if s.gated else width, kv_width, kv_width]
         outputs = dict(zip("qkv", self._outputs, strict=True))
@@ -45,4 +45,5 @@ class AttentionBlock:
         if gate is not None:
             found = found * gate.sigmoid()
         found = found.reshape(len(x), -1)
-        return scaled(step.adapt(linear(found, self._out, self._out_bias), found, self._outer), s.out_scale)
+        found = self._sum(step.adapt(linear(found, self._out, self._out_bias), found, self._outer))
+        return scaled(found, s.out_scale)

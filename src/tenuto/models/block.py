@@ -19,6 +19,7 @@ from tenuto.kernels.native.grouped import Grouped
 from tenuto.kernels.recurrent import Piece, Slots, convolve
 from tenuto.models.quantized_places import QuantizedPlace, type_of
 from tenuto.models.rope import Rope
+from tenuto.models.shards import ALONE, Ranks
 
 
 def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
@@ -74,13 +75,15 @@ class Room:
         left: int,
         fused: Fused | None = None,
         kinds: Mapping[str, Kind | Grouped] | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         """`left` is derived from the size of the model's files, so that a wrong configuration cannot exhaust memory.
         `fused`: the device's own kernels, if there are any. They compute with weights that are stored as `kinds`, by
-        name, in their bits, if they can."""
+        name, in their bits, if they can. `ranks`: the processes that compute the model together."""
         self.device = device
         self.dtype = dtype
         self.fused = fused
+        self.ranks = ranks
         self.places: dict[str, torch.Tensor | QuantizedPlace] = {}
         self._left = left
         self._kinds = kinds if kinds is not None and fused is not None else {}

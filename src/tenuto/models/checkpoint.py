@@ -8,7 +8,7 @@ from typing import Protocol
 from tenuto.base.errors import ModelError
 from tenuto.formats.gguf_file import GgufFile
 from tenuto.models.adapter import Translation
-from tenuto.models.config import ModelConfig
+from tenuto.models.config import PREDICTOR, ModelConfig
 from tenuto.models.gguf import GgufCheckpoint
 from tenuto.models.hf import HfCheckpoint
 from tenuto.models.store import FileFormat, ModelFiles
@@ -35,6 +35,11 @@ class ModelCheckpoint(Protocol):
     def translation(self) -> Translation:
         """The translation of matrices with any number of inputs, named as in the model's Hugging Face directory, to our
         names and layout. Those with unknown names are passed on. It does not refer to this object."""
+
+
+def weights_of(checkpoint: ModelCheckpoint, config: ModelConfig) -> Iterator[tuple[str, StoredWeight]]:
+    """Yields the weights, without those of a head that `config` leaves out."""
+    return (each for each in checkpoint.weights() if config.predictor or not each[0].startswith(PREDICTOR))
 
 
 def open_checkpoint(files: ModelFiles, opened: GgufFile | None = None) -> ModelCheckpoint:

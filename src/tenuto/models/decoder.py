@@ -33,6 +33,7 @@ from tenuto.models.mamba import MambaBlock
 from tenuto.models.mamba2 import Mamba2Block
 from tenuto.models.mlp import MlpBlock
 from tenuto.models.quantized_places import QuantizedPlace
+from tenuto.models.shards import ALONE, Ranks
 from tenuto.models.tensors import tensor_of
 from tenuto.models.weights import StoredWeight, without_place, wrong_shape
 
@@ -136,10 +137,12 @@ class Decoder:
         device: torch.device,
         dtype: torch.dtype,
         fused: Fused | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         """`weights` have the names and layout of `ModelCheckpoint.weights`; `None` stands for random ones, made on the
-        device, for measurements. `fused`: the device's own kernels, if there are any. Raises `ModelError` if a weight
-        is missing, unknown or of the wrong shape."""
+        device, for measurements. `fused`: the device's own kernels, if there are any. `ranks`: the processes that
+        compute the model together; config and weights are those of this one's part. Raises `ModelError` if a weight is
+        missing, unknown or of the wrong shape."""
         self.config = config
         self.device = device
         self.dtype = dtype
@@ -147,8 +150,9 @@ class Decoder:
         held = sum(math.prod(weight.shape) for weight in stored.values()) if stored is not None else sys.maxsize
         kinds = {name: weight.kind for name, weight in (stored or {}).items()}
         # spare, so that a slightly wrong shape is reported by name
-        room = Room(device, dtype, 2 * held + _SPARE, fused, kinds)
-        size = config.vocab, config.hidden
+        room = Room(device, dtype, 2 * held + _SPARE, fused, kinds, ranks)
+        self._ranks = ranks
+        size = -(-config.vocab // ranks.size), config.hidden
         self._embedding = room.matrix("model.embed_tokens.weight", *size)
         self._head = self._embedding if config.tied else room.factor("lm_head.weight", *size)
         self._norm = Norm("model.norm", config.hidden, config.norm_eps, room)
@@ -184,10 +188,19 @@ class Decoder:
         return stream.sum()
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
-        c, x = self.config, functional.embedding(tokens, self._embedding)
+        c, x = self.config, self._looked_up(tokens)
         if c.embedding_scale == 1:
             return x
         return x * torch.tensor(c.embedding_scale, dtype=self.dtype)  # the factor is rounded first, as in the reference
+
+    def _looked_up(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Returns rows of the embedding, of which each rank has some."""
+        if self._ranks.size == 1:
+            return functional.embedding(tokens, self._embedding)
+        own = tokens - self._ranks.rank * len(self._embedding)
+        here = (own >= 0) & (own < len(self._embedding))
+        found = functional.embedding(own.clamp(0, len(self._embedding) - 1), self._embedding)
+        return self._ranks.sum(found * here[:, None])
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns the output of the last norm for `hidden`, [tokens, hidden]."""
@@ -210,7 +223,7 @@ class Decoder:
     def projected(self, normed: torch.Tensor) -> torch.Tensor:
         """Returns the logits, float32 [tokens, vocab], of normed outputs, [tokens, hidden]."""
         c = self.config
-        logits = linear(normed, self._head).float()
+        logits = self._ranks.join(linear(normed, self._head).float())[:, : c.vocab]
         if c.logit_scale != 1:
             logits *= c.logit_scale
         return (logits / c.logit_cap).tanh_().mul_(c.logit_cap) if c.logit_cap else logits

@@ -18,7 +18,7 @@ class ExpertsBlock:
 
     def __init__(self, shape: Experts, hidden: int, name: str, room: Room) -> None:
         """The names of its weights begin with `name`."""
-        s, self._shape, self._fused = shape, shape, room.fused
+        s, self._shape, self._fused, self._sum = shape, shape, room.fused, room.ranks.sum
         parts = ["up_proj"] if s.activation in UNGATED else ["gate_proj", "up_proj"]
         inner, down = dict.fromkeys(parts, s.width), {"down_proj": hidden}
         self._router = room.matrix(f"{name}gate.weight", s.count, hidden)
@@ -48,6 +48,7 @@ class ExpertsBlock:
         for expert in torch.unique(chosen).tolist():
             tokens, places = (chosen == expert).nonzero(as_tuple=True)
             result.index_add_(0, tokens, self._compute(expert, x[tokens]) * weights[tokens, places, None])
+        result = self._sum(result)
         if self._shared is None:
             return result
         shared = self._shared(x, step)

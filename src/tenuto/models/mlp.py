@@ -15,7 +15,7 @@ class MlpBlock:
 
     def __init__(self, shape: Mlp, hidden: int, name: str, room: Room) -> None:
         """The names of its weights begin with `name`."""
-        self._shape, self._fused = shape, room.fused
+        self._shape, self._fused, self._sum = shape, room.fused, room.ranks.sum
         parts = ["up_proj"] if shape.activation in UNGATED else ["gate_proj", "up_proj"]
         self._inner = {f"{name}{part}": shape.width for part in parts}
         self._outer = {f"{name}down_proj": hidden}
@@ -27,4 +27,4 @@ class MlpBlock:
         s = self._shape
         projected = step.adapt(linear(x, self._gate_up), x, self._inner)
         activated = activate(s.activation, projected, s.gate_scale, self._fused)
-        return scaled(step.adapt(linear(activated, self._down), activated, self._outer), s.out_scale)
+        return scaled(self._sum(step.adapt(linear(activated, self._down), activated, self._outer)), s.out_scale)

@@ -19,7 +19,7 @@ from tenuto.base.errors import ConfigError
 from tenuto.base.groups import GroupSpec, Kind, MemorySpec
 from tenuto.base.plan import Executor
 from tenuto.engine.engine import Engine
-from tenuto.exec.device import spare_bytes, total_bytes
+from tenuto.exec.device import is_cpu, spare_bytes, total_bytes
 from tenuto.exec.witness import WitnessExecutor
 from tenuto.exec.witness_hashes import WIDTH as WITNESS_WIDTH
 from tenuto.memory.memory import kept_bytes, session_bytes, units_for_budget
@@ -158,7 +158,7 @@ def load_model(settings: WorkerSettings) -> Model:
     if name is None:
         return _load(settings)
     alone: EngineOptions = {**settings.config, "speculate": "off"}
-    draft = _load(replace(settings, model=name, kv_cache_dtype="auto", config=alone))
+    draft = _load(replace(settings, model=name, kv_cache_dtype="auto", tensor_parallel=1, config=alone))
     try:
         return _load(settings).with_draft(draft)  # the draft model first: the other gets the memory that is left
     except BaseException:
@@ -170,6 +170,8 @@ def _load(settings: WorkerSettings) -> Model:
     """Loads one model. Raises `ModelError` or `ConfigError`."""
     kind, _, step_seconds = settings.model.partition(":")
     if kind == WITNESS:
+        if settings.tensor_parallel != 1:
+            raise ConfigError(f"tensor_parallel is {settings.tensor_parallel}; allowed for the witness: 1")
         if (given := settings.kv_cache_dtype) != "auto":
             raise ConfigError(f"kv_cache_dtype is {given!r}; allowed for the witness, which has none: auto")
         return _witness(settings.model, settings.page_size, step_seconds)
@@ -198,6 +200,7 @@ def _load(settings: WorkerSettings) -> Model:
             context=engine_config(settings.config).context_length,
             kernels=settings.kernels,
             kv_cache_dtype=settings.kv_cache_dtype,
+            tensor_parallel=settings.tensor_parallel,
             predictor=engine_config(settings.config).speculate == "mtp",
             cache=cache_dir(),
             say=log.warning,
@@ -220,7 +223,7 @@ def _load(settings: WorkerSettings) -> Model:
         chat,
         settings.model,
         str(files.path),
-        spare_bytes(settings.device),
+        spare_bytes(settings.device) * (1 if is_cpu(settings.device) else settings.tensor_parallel),
         forward.description,
         weights,
         config.ropes(),

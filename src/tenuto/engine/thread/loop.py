@@ -11,7 +11,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar, cast
 
-from tenuto.base.errors import EngineStopped, InvariantError, NotAcknowledged, TenutoError
+from tenuto.base.errors import EngineStopped, ExecutorLost, InvariantError, NotAcknowledged, TenutoError
 from tenuto.base.sampling import TokenLogprob
 from tenuto.base.turns import Delta
 from tenuto.base.views import AuditReport
@@ -162,6 +162,9 @@ class EngineLoop:
                 self._after_round()
                 busy = report.worked or report.ended or self._engine.auditor.awaited
                 wait = 0.0 if busy else IDLE_SECONDS
+        except ExecutorLost as error:
+            stopped = Stopped(reason="the engine stopped", detail=str(error))
+            log.error("the engine stopped: %s", error)  # noqa: TRY400 - no bug, so no traceback
         except Exception as error:  # the engine's state is unknown
             stopped = Stopped(reason="the engine stopped", detail=f"{type(error).__name__}: {error}")
             log.exception("the engine stopped; this is a bug, and here is the report")

@@ -1,0 +1,1 @@
+"""A forward pass whose parts are computed by several processes: tensor parallelism."""
