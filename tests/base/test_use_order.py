@@ -37,12 +37,12 @@ def test_the_order_is_that_of_the_distance_to_the_last_or_the_next_use(items: li
     began = clock.now()
     items.sort(key=lambda item: item[0])
     for number, (used, expected) in enumerate(items):
-        clock.advance(began + used - clock.now())
+        clock.advance(max(0.0, began + used - clock.now()))
         order.add(number, None if expected is None else began + expected)
     gone = set(data.draw(st.lists(st.integers(0, 11))))
     for number in gone:
         order.discard(number)
-    clock.advance(began + 100 - clock.now())
+    clock.advance(max(0.0, began + 100 - clock.now()))
     kept = [number for number in range(len(items)) if number not in gone]
     rests = {n: abs(clock.now() - (began + (items[n][0] if items[n][1] is None else items[n][1]))) for n in kept}  # type: ignore[operator]
     found = [rests[number] for number in order.longest_first()]

@@ -216,11 +216,11 @@ NOT_A_NUMBER = torch.tensor(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
         (changed(gptq(4, 64, symmetric=True), "qzeros", lambda part: None), r"lack .*\.qzeros, a part of a quantized"),
         (changed(gptq(4, 64, symmetric=True), "scales", lambda part: part[:, 1:]), r"scales is of shape .*; expected"),
         (changed(awq(64), "qweight", lambda part: part.short()), r"qweight is of type I16; supported: I32"),
-        (changed(awq(64), "qzeros", lambda part: part[1:]), r"qzeros is of shape .*; expected: \[6, "),
+        (changed(awq(64), "qzeros", lambda part: part[1:]), r"qzeros is of shape .*; expected: \["),
         (packed_words(4, 16, symmetric=True), "24 scales for 384 inputs; supported: one for a multiple of 32"),
         (
             changed(packed_words(4, 64, symmetric=True), "weight_shape", lambda part: part // 2),
-            r"weight_packed is of shape .*; expected: \[192, ",
+            r"weight_packed is of shape .*; expected: \[",
         ),
         (changed(fp8("block"), "weight_scale", lambda part: part[:, 1:]), "but its scales of"),
         (changed(fp8("channel"), "weight", lambda part: NOT_A_NUMBER.expand(part.shape)), "not numbers"),

@@ -1,4 +1,4 @@
-"""A browser for all tests of pages, and a page for each, which must not report an error."""
+"""A browser for tests of pages that run one after the other, and a page for each, which must not report an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # while it runs, no other test could run an event loop in this thread
 def chromium() -> Iterator[Browser]:
     pytest.importorskip("playwright", reason="tests of pages need playwright")
     if CHROMIUM is None:
@@ -24,7 +24,9 @@ def chromium() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(chromium: Browser) -> Iterator[Page]:
-    context = chromium.new_context(viewport={"width": 1280, "height": 900}, accept_downloads=True)
+    context = chromium.new_context(
+        viewport={"width": 1280, "height": 900}, accept_downloads=True, reduced_motion="reduce"
+    )
     context.set_default_timeout(20_000)
     page = context.new_page()
     errors: list[str] = []

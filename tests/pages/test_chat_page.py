@@ -16,9 +16,12 @@ if TYPE_CHECKING:
 
 
 def ask(page: Page, text: str) -> None:
+    """Sends a message, and waits until it is shown, whose answer may have ended by then."""
     page.get_by_label("Your message").fill(text)
+    turns = page.locator(".turn")
+    before = turns.count()
     page.keyboard.press("Enter")
-    page.get_by_role("button", name="Interrupt").wait_for()
+    eventually(lambda: turns.count() == before + 1)
 
 
 def answered(page: Page) -> None:
