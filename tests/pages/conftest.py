@@ -1,4 +1,4 @@
-"""A browser for tests of pages that run one after the other, and a page for each, which must not report an error."""
+"""A browser for the tests of a file, and a page for each, which must not report an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 
-@pytest.fixture(scope="package")  # while it runs, no other test could run an event loop in this thread
+@pytest.fixture(scope="module")  # while it runs, no other test could run an event loop in this thread
 def chromium() -> Iterator[Browser]:
     pytest.importorskip("playwright", reason="tests of pages need playwright")
     if CHROMIUM is None:
