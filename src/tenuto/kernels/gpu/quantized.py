@@ -1,7 +1,7 @@
 """Multiplication by quantized weights on a CUDA device. They are read in their bits, and become numbers just before
 they are multiplied.
 
-For one or two rows, threads multiply the weights that they have read. For more, tensor cores multiply, and weights are
+For one row, threads multiply the weights that they have read. For more, tensor cores multiply, and weights are
 rounded to the inputs' element type. They are the factor on the left, because it may stay in registers. Where there are
 few tiles of outputs and rows, inputs are divided among several programs, whose sums another kernel adds up. For many
 rows, the matrix is decoded for the time of the product.
@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from tenuto.kernels.quantized import LANES, Numbers, Quantized
 
-_FEW = 2
-"""Up to this many rows are few."""
+_NARROW = 8192
+"""With fewer outputs, more warps share a program of one row, because there are few programs."""
 _PROGRAMS = 256
 """Inputs are divided until there are about as many programs."""
 _MANY = 192
@@ -43,41 +43,34 @@ def linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None = None)
     found = torch.empty((rows, outputs), device=x.device, dtype=x.dtype)
     if rows == 0:
         return found
-    given = (
-        x,
-        weight.words,
-        weight.scales,
-        weight.minima,
-        bias,
-        found,
-        rows,
-        inputs,
-        outputs,
-        chunks,
-        x.stride(0),
-    )
     constants = {
         "KIND": _KINDS[weight.numbers],
         "GROUP": weight.group,
         "GROUPS": len(weight.scales),
         "CHUNK": weight.numbers.chunk,
     }
-    if rows <= _FEW:
-        block, together, warps = few_constants(rows)
+    factors = x, weight.words, weight.scales, weight.minima, bias, found
+    if rows == 1:
+        block, together, warps = one_constants(weight)
         even = inputs % (together * weight.numbers.chunk) == 0
-        _few[(triton.cdiv(outputs, block),)](
-            *given, EVEN=even, BLOCK=block, ROWS=rows, PARTS=together, **constants, num_warps=warps
+        _one[(triton.cdiv(outputs, block),)](
+            *factors, inputs, outputs, chunks, EVEN=even, BLOCK=block, PARTS=together, **constants, num_warps=warps
         )
         return found
     if rows > _MANY:
         return functional.linear(x, decoded(weight, x.dtype), bias)
-    block, tile, warps, stages = many_constants(rows)
+    block, tile, warps, stages = many_constants(rows, weight.numbers.bits)
     tiles = triton.cdiv(outputs, block) * triton.cdiv(rows, tile)
     splits = max(1, min(_PROGRAMS // tiles, chunks // 4)) if rows <= 64 else 1
     parts = torch.empty((splits, rows, outputs), device=x.device) if splits > 1 else None
     even = inputs == chunks * weight.numbers.chunk
     _many[(tiles, splits)](
-        *given,
+        *factors,
+        rows,
+        inputs,
+        outputs,
+        chunks,
+        x.stride(0),
         parts,
         EVEN=even,
         BLOCK=block,
@@ -114,14 +107,17 @@ def decoded(weight: Quantized, dtype: torch.dtype) -> torch.Tensor:
     return found
 
 
-def few_constants(rows: int) -> tuple[int, int, int]:
-    """Returns the outputs of a block of few rows, the chunks that are loaded at a time, and the warps."""
-    return (32, 2, 4) if rows == 1 else (64, 2, 8)
+def one_constants(weight: Quantized) -> tuple[int, int, int]:
+    """Returns the outputs of a block of one row, the chunks that are loaded at a time, and the warps."""
+    if len(weight.words) < _NARROW:
+        return (16, 8, 16) if weight.minima is None else (8, 4, 8)  # minima take registers
+    return 32, weight.numbers.bits // 4, 4
 
 
-def many_constants(rows: int) -> tuple[int, int, int, int]:
+def many_constants(rows: int, bits: int) -> tuple[int, int, int, int]:
     """Returns the outputs and rows of a tile, its warps and the stages of its loads."""
-    return 64, min(max(triton.next_power_of_2(rows), 16), 64), 4, 3
+    tile = min(max(triton.next_power_of_2(rows), 16), 64)
+    return 128 if tile == 16 or (tile == 64 and bits == 8) else 64, tile, 4, 3
 
 
 @triton.jit
@@ -155,51 +151,63 @@ def _scaled(scales, minima, place, KIND: tl.constexpr):
     return scale, minimum
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _few(
+@triton.jit
+def _tiny_numbers(words, scale, minimum, PLACE: tl.constexpr, KIND: tl.constexpr):
+    """Returns what `_numbers` does, 2 ** 64 times too small. One instruction takes the bits of a number out of a word:
+    where float32 has the highest bits of its mantissa and the lowest of its exponent, they count up from 0."""
+    if KIND == _FP8:
+        return _numbers(words, scale * 5.421010862427522e-20, minimum, PLACE, KIND)  # 2 ** -64
+    each: tl.constexpr = 4 if KIND == _INT4 else 8
+    at: tl.constexpr = 16 + each * PLACE % 8
+    shift: tl.constexpr = each * PLACE - at
+    moved = words >> shift if shift > 0 else words << -shift
+    bits = (moved & (2**each - 1 << at)).to(tl.float32, bitcast=True)  # the number times 2 ** (at - 149)
+    return bits * (scale * 2.0 ** (85 - at)) + minimum * 5.421010862427522e-20
+
+
+@triton.jit
+def _one(
     x,
     words,
     scales,
     minima,
     bias,
     found,
-    rows,  # noqa: ARG001 - both kernels are given the same
     inputs,
     outputs,
     chunks,
-    stride,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     CHUNK: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """A program computes BLOCK outputs of all rows, PARTS chunks at a time. Each thread adds up its own lanes."""
+    """A program computes BLOCK outputs of the row, PARTS chunks at a time, while it loads the next ones. Each thread
+    adds up its own lanes."""
     output = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    kept = tl.minimum(output, outputs - 1)[None, :, None, None]  # those behind the last are computed, and not stored
-    row = tl.arange(0, ROWS)
-    lane = tl.arange(0, _LANES)[None, None, None, :]
-    part = tl.arange(0, PARTS)[None, None, :, None]
+    last = tl.minimum(output, outputs - 1)  # outputs behind the last are computed like it, and not stored
+    kept = last[:, None, None]
+    lane = tl.arange(0, _LANES)[None, None, :]
+    part = tl.arange(0, PARTS)[None, :, None]
     own = words + kept.to(tl.int64) * chunks * _LANES + lane
-    values = x + row.to(tl.int64)[:, None, None, None] * stride + lane
-    sums = tl.zeros([ROWS, BLOCK, PARTS, _LANES], tl.float32)
+    sums = tl.zeros([BLOCK, PARTS, _LANES], tl.float32)
+    following = tl.load(own + part * _LANES, mask=part < chunks, other=0)
     for first in range(0, chunks, PARTS):
         chunk = first + part
-        w = tl.load(own + chunk * _LANES) if EVEN else tl.load(own + chunk * _LANES, mask=chunk < chunks, other=0)
+        w = following
+        following = tl.load(own + (chunk + PARTS) * _LANES, mask=chunk + PARTS < chunks, other=0)
         for place in tl.static_range(CHUNK // _LANES):
             at = chunk * CHUNK + place * _LANES
             if place * _LANES % GROUP == 0:
                 scale, minimum = _scaled(scales, minima, tl.minimum(at // GROUP, GROUPS - 1) * outputs + kept, KIND)
-            v = tl.load(values + at) if EVEN else tl.load(values + at, mask=at < inputs, other=0.0)
-            sums += _numbers(w, scale, minimum, place, KIND) * v.to(tl.float32)
-    total = tl.sum(tl.sum(sums, axis=3), axis=2)
+            v = tl.load(x + at + lane) if EVEN else tl.load(x + at + lane, mask=at < inputs, other=0.0)
+            sums += _tiny_numbers(w, scale, minimum, place, KIND) * v.to(tl.float32)
+    total = tl.sum(tl.sum(sums, axis=2), axis=1) * 1.8446744073709552e19  # 2 ** 64
     if bias is not None:
-        total += tl.load(bias + tl.minimum(output, outputs - 1)).to(tl.float32)[None, :]
-    spots = found + row.to(tl.int64)[:, None] * outputs + output[None, :]
-    tl.store(spots, total.to(found.dtype.element_ty), mask=(output < outputs)[None, :])
+        total += tl.load(bias + last).to(tl.float32)
+    tl.store(found + output, total.to(found.dtype.element_ty), mask=output < outputs)
 
 
 @triton.jit(do_not_specialize=["rows"])
