@@ -16,27 +16,35 @@ template <int MOST, class Use> INLINE void with_count(int count, Use use) {
 }
 
 // Computes attention of query rows to a span, a chunk at a time, so that it stays in the first cache while all rows use
-// it: by MOST rows while there are as many, and then by up to `FEW_ROWS`. `attend_rows(row, count, from, to)` attends
-// to blocks, with a constant count.
-template <int MOST, class Use> INLINE void attend_by_chunks(const Span &span, const QueryRows &rows, Use attend_rows) {
+// it: by MOST rows while there are as many, and then by up to `FEW_ROWS`. `attend_rows(row, count, from, to, ahead)`
+// attends to blocks, with a constant count. `ahead`, unless it is null, is the chunk to prefetch meanwhile.
+template <int MOST, class Use>
+INLINE void attend_by_chunks(const Span &span, const QueryRows &rows, const Span *next, Use attend_rows) {
   for (int start = span.from, end; start < span.to; start = end) {
     end = Blocks::chunk_end(start, span.to);
+    const Span *then = end < span.to ? &span : next;
+    Chunk ahead;
+    if (then) {
+      ahead = then->blocks.chunk(then == &span ? end : then->from, then->to);
+      std::fill(ahead.at + ahead.count, ahead.at + CHUNK, ahead.at[ahead.count - 1]);
+    }
     for (int r = 0, now; r < rows.count; r += now) {
       const int left = rows.count - r;
       now = left >= MOST ? MOST : std::min(left, FEW_ROWS);
       const int seen = std::min(end, span.blocks.cache.block_of(rows.end(r + now - 1) - 1) + 1);
       if (seen <= start)
         continue;
+      const Chunk *const prefetched = then && r == 0 ? &ahead : nullptr;
       if (now == MOST)
-        attend_rows(r, std::integral_constant<int, MOST>(), start, seen);
+        attend_rows(r, std::integral_constant<int, MOST>(), start, seen, prefetched);
       else
-        with_count<std::min(FEW_ROWS, MOST)>(now, [&](auto count) { attend_rows(r, count, start, seen); });
+        with_count<std::min(FEW_ROWS, MOST)>(now, [&](auto count) { attend_rows(r, count, start, seen, prefetched); });
     }
   }
 }
 
 // Computes attention of query rows to a span. `next`, unless it is null, is the span that this thread most likely
-// attends to afterwards; tiles prefetch it.
+// attends to afterwards.
 static void attend(const Span &span, const QueryRows &rows, float cap, const Span *next) {
   const KvType type = span.blocks.cache.type;
 #if TENUTO_AMX
@@ -50,12 +58,13 @@ static void attend(const Span &span, const QueryRows &rows, float cap, const Spa
   }
   if (type == KvType::INT8) {
     const QuantizedQueries queries(rows);
-    attend_by_chunks<INT8_ATTENTION_ROWS>(span, rows, [&](int row, auto count, int from, int to) {
-      attend_int8<decltype(count)::value>(span.blocks, rows, queries, row, from, to, cap);
-    });
+    attend_by_chunks<INT8_ATTENTION_ROWS>(
+        span, rows, next, [&](int row, auto count, int from, int to, const Chunk *ahead) {
+          attend_int8<decltype(count)::value>(span.blocks, rows, queries, row, from, to, ahead, cap);
+        });
   } else {
-    attend_by_chunks<ATTENTION_ROWS>(span, rows, [&](int row, auto count, int from, int to) {
-      attend_pairs<KvBf16, decltype(count)::value>(span.blocks, rows, row, from, to, cap);
+    attend_by_chunks<ATTENTION_ROWS>(span, rows, next, [&](int row, auto count, int from, int to, const Chunk *ahead) {
+      attend_pairs<KvBf16, decltype(count)::value>(span.blocks, rows, row, from, to, ahead, cap);
     });
   }
 }

@@ -20,9 +20,7 @@ INLINE int64_t partial_bytes(int head_dim) { return 64 + 4 * (int64_t)head_dim; 
 // The number of groups of 16 query rows that attend together: with tiles their results fit into the L2 cache, and
 // otherwise into L1.
 constexpr int MAX_GROUPS = TENUTO_AMX ? 12 : 3;
-constexpr int CHUNK = 8; // blocks whose scores are computed together
-// Number of blocks that keys are prefetched ahead. The CPU's own prefetcher needs longer runs than one block.
-constexpr int PREFETCH_BLOCKS = 2;
+constexpr int CHUNK = 8;            // blocks whose scores are computed together
 constexpr float MASKED = -INFINITY; // the score of a masked key
 
 // Query rows that attend together: of neighbouring tokens, each with the query heads that share a KV head. Queries are

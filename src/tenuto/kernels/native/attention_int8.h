@@ -96,19 +96,19 @@ static __attribute__((noinline)) ChunkWeights softmax_chunk_int8(const float *sc
 // Does what `score_pairs` does, for an INT8 cache.
 template <int ROWS, int BLOCKS>
 INLINE void score_int8(const Cache &cache, const Chunk &chunk, int first, const QuantizedQueries &queries, int row,
-                       const char *const *next, bool prefetch, float (*scores)[CHUNK * LANES]) {
+                       const Chunk *ahead, float (*scores)[CHUNK * LANES]) {
   const int dim = cache.head_dim;
   f32x16 sums[ROWS][BLOCKS] = {};
-  for (int b = 0; b < BLOCKS && prefetch; b++)
-    __builtin_prefetch(KvInt8::scales(cache, next[first + b], 0));
+  for (int b = 0; b < BLOCKS && ahead; b++)
+    __builtin_prefetch(KvInt8::scales(cache, ahead->at[first + b], 0), 0, 2);
   for (int part = 0; part < KvInt8::parts(cache); part++) {
     Dot coarse[ROWS][BLOCKS], fine[ROWS][BLOCKS];
     for (int d = part * BLOCK; d < std::min(dim, (part + 1) * BLOCK); d += 4) {
-      if (prefetch)
+      if (ahead)
 #pragma GCC unroll 8
         for (int b = 0; b < BLOCKS; b++) {
-          __builtin_prefetch(next[first + b] + d * LANES);
-          __builtin_prefetch(chunk.values(first + b) + d * LANES);
+          __builtin_prefetch(ahead->at[first + b] + d * LANES, 0, 2);
+          __builtin_prefetch(ahead->values(first + b) + d * LANES, 0, 2);
         }
       u32x16 keys[BLOCKS];
 #pragma GCC unroll 8
@@ -173,7 +173,7 @@ INLINE void add_values_int8(const Chunk &chunk, const QueryRows &rows, int row, 
 template <int ROWS>
 static __attribute__((noinline)) void attend_int8(const Blocks &blocks, const QueryRows &rows,
                                                   const QuantizedQueries &queries, int row, int from, int to,
-                                                  float cap) {
+                                                  const Chunk *ahead, float cap) {
   const Cache &cache = blocks.cache;
   alignas(64) float scores[ROWS][CHUNK * LANES], value_scales[CHUNK * LANES];
   alignas(64) uint8_t coarse_weights[ROWS][CHUNK * LANES], fine_weights[ROWS][CHUNK * LANES];
@@ -182,13 +182,11 @@ static __attribute__((noinline)) void attend_int8(const Blocks &blocks, const Qu
   for (int start = from, count; start < to; start += count) {
     const Chunk chunk = blocks.chunk(start, to);
     count = chunk.count;
-    const char *next[CHUNK];
     for (int i = 0; i < count; i++) {
-      next[i] = blocks.at(std::min(start + i + PREFETCH_BLOCKS, blocks.count - 1));
       store(value_scales + i * LANES, bf16_to_float(KvInt8::scales(cache, chunk.at[i], KvInt8::parts(cache))));
     }
     for_parts<blocks_at_once(2 * ROWS)>(count, [&](int i, auto so_many) {
-      score_int8<ROWS, decltype(so_many)::value>(cache, chunk, i, queries, row, next, row == 0, scores);
+      score_int8<ROWS, decltype(so_many)::value>(cache, chunk, i, queries, row, ahead, scores);
     });
     for (int r = 0; r < ROWS; r++) {
       ends.mask(chunk, r, scores[r]);

@@ -57,27 +57,15 @@ public:
           ranges_.push_back({row, head, query, end - query});
       }
     groups_ = 0, slots_ = 0;
-    const int team = work_.team.size();
-    if ((int)ranges_.size() >= 8 * team) {
-      for (const QueryRange &range : ranges_)
-        add_tasks(range, false);
-    } else { // long ranges: equal numbers for all members, the rest divided; short ones: divided by chunks
-      auto is_long = [&](const QueryRange &range) { return range.queries * queries_per_kv() >= LANES * team; };
-      const int each = (int)std::count_if(ranges_.begin(), ranges_.end(), is_long) / team;
-      for (int member = 0; member < team; member++) {
-        int i = 0;
-        for (const QueryRange &range : ranges_) {
-          const int from = range.queries * member / team, to = range.queries * (member + 1) / team;
-          if (is_long(range) && i >= each * team)
-            add_tasks({range.row, range.head, range.query + from, to - from}, false);
-          else if (is_long(range) && i / each == member)
-            add_tasks(range, false);
-          i += is_long(range);
-        }
-      }
-      for (const QueryRange &range : ranges_)
-        if (!is_long(range))
-          add_tasks(range, true);
+    const int heads = pages_.cache.kv_heads;
+    const bool many = (int)ranges_.size() >= 8 * work_.team.size();
+    if (!many)
+      share_long_ranges();
+    for (size_t i = 0; i < ranges_.size(); i += heads) {
+      if (many && query_rows(ranges_[i]) > LANES)
+        std::for_each_n(&ranges_[i], heads, [&](const QueryRange &range) { add_task(range); });
+      else if (many || !is_long(ranges_[i]))
+        add_by_chunks(ranges_[i]);
     }
     if (slots_ > partial_room_) {
       const int64_t room = slots_ + slots_ / 4;
@@ -135,7 +123,7 @@ public:
       if (finished_[task.group].fetch_add(1, std::memory_order_acq_rel) + 1 < task.parts)
         continue;
       finished_[task.group].store(0, std::memory_order_relaxed);
-      for (int r = 0; r < task.range.queries * queries_per_kv(); r++) {
+      for (int r = 0; r < query_rows(task.range); r++) {
         PartialAttention *result = partial(task, 0, r);
         for (int part = 1; part < task.parts; part++)
           add_partial(result, partial(task, part, r), dim());
@@ -157,13 +145,45 @@ public:
   }
 
 private:
-  void add_tasks(const QueryRange &range, bool by_chunks) {
+  int query_rows(const QueryRange &range) const { return range.queries * queries_per_kv(); }
+  bool is_long(const QueryRange &range) const { return query_rows(range) >= LANES * work_.team.size(); }
+  int chunk_of(int position) const { return pages_.cache.block_of(position) / CHUNK; }
+
+  // Adds a task for all chunks.
+  void add_task(const QueryRange &range) {
     const int at = work_.step->starts[range.row] + range.query;
-    const int from = pages_.cache.block_of(pages_.first_seen(at)) / CHUNK;
-    const int parts = by_chunks ? pages_.cache.block_of(at + range.queries - 1) / CHUNK + 1 - from : 1;
+    tasks_.push_back({range, chunk_of(pages_.first_seen(at)), 0, 1, groups_++, slots_});
+    slots_ += query_rows(range);
+  }
+
+  // Adds tasks for long ranges: equal numbers for all members, the rest divided.
+  void share_long_ranges() {
+    const int team = work_.team.size();
+    const auto all = std::count_if(ranges_.begin(), ranges_.end(), [&](const auto &range) { return is_long(range); });
+    const int each = (int)all / team;
+    for (int member = 0; member < team; member++) {
+      int i = 0;
+      for (const QueryRange &range : ranges_) {
+        const int from = range.queries * member / team, to = range.queries * (member + 1) / team;
+        if (is_long(range) && i >= each * team)
+          add_task({range.row, range.head, range.query + from, to - from});
+        else if (is_long(range) && i / each == member)
+          add_task(range);
+        i += is_long(range);
+      }
+    }
+  }
+
+  // Adds a task for each chunk of a range and of the same range of the heads that follow it. Those for one chunk are
+  // neighbours, as what they read is in a page: memory is faster the longer the runs that are read.
+  void add_by_chunks(QueryRange range) {
+    const int at = work_.step->starts[range.row] + range.query, heads = pages_.cache.kv_heads;
+    const int from = chunk_of(pages_.first_seen(at)), parts = chunk_of(at + range.queries - 1) + 1 - from;
+    const int64_t size = (int64_t)query_rows(range) * parts;
     for (int part = 0; part < parts; part++)
-      tasks_.push_back({range, from, part, parts, groups_, slots_});
-    slots_ += (int64_t)range.queries * queries_per_kv() * parts, groups_++;
+      for (range.head = 0; range.head < heads; range.head++)
+        tasks_.push_back({range, from, part, parts, groups_ + range.head, slots_ + range.head * size});
+    slots_ += heads * size, groups_ += heads;
   }
 
   int dim() const { return pages_.cache.head_dim; }
@@ -172,7 +192,7 @@ private:
   int max_tokens() const { return std::max(1, MAX_GROUPS * LANES / queries_per_kv()); }
   // Returns the result of a query row for one part.
   PartialAttention *partial(const AttentionTask &task, int part, int row) const {
-    const int64_t slot = task.slot + (int64_t)part * task.range.queries * queries_per_kv() + row;
+    const int64_t slot = task.slot + (int64_t)part * query_rows(task.range) + row;
     return (PartialAttention *)(partials_.as<char>() + slot * partial_bytes(dim()));
   }
 
@@ -229,7 +249,7 @@ private:
     const int row = task.range.row, token = work_.batch.first(row) + task.range.query;
     const QueryRows rows = {work_.query(token, task.range.head, queries_per_kv(), dim()),
                             (char *)partial(task, task.part, 0),
-                            task.range.queries * queries_per_kv(),
+                            query_rows(task.range),
                             work_.batch.position(token),
                             queries_per_kv(),
                             pages_.window(),

@@ -6,19 +6,19 @@
 #include "attention_blocks.h"
 
 // Computes the scores of ROWS query rows, [ROWS][CHUNK * LANES], with blocks `first` to `first + BLOCKS` of a chunk. A
-// score is one sum over the dimensions in their order, so it does not depend on ROWS and BLOCKS. `next`: of each block,
-// the block to prefetch; `prefetch`: whether to do that.
+// score is one sum over the dimensions in their order, so it does not depend on ROWS and BLOCKS. `ahead`, unless it is
+// null, has blocks to prefetch.
 template <class Kv, int ROWS, int BLOCKS>
-INLINE void score_pairs(const Chunk &chunk, int first, const QueryRows &rows, int row, const char *const *next,
-                        bool prefetch, float (*scores)[CHUNK * LANES]) {
+INLINE void score_pairs(const Chunk &chunk, int first, const QueryRows &rows, int row, const Chunk *ahead,
+                        float (*scores)[CHUNK * LANES]) {
   using Element = typename Kv::Element;
   f32x16 sums[ROWS][BLOCKS] = {};
   for (int d = 0; d < rows.head_dim; d += 2) {
-    if (prefetch)
+    if (ahead)
 #pragma GCC unroll 8
       for (int b = 0; b < BLOCKS; b++) {
-        __builtin_prefetch((const Element *)next[first + b] + d * LANES);
-        __builtin_prefetch((const Element *)chunk.values(first + b) + d * LANES);
+        __builtin_prefetch((const Element *)ahead->at[first + b] + d * LANES, 0, 2);
+        __builtin_prefetch((const Element *)ahead->values(first + b) + d * LANES, 0, 2);
       }
     Pairs keys[BLOCKS];
 #pragma GCC unroll 8
@@ -73,18 +73,15 @@ INLINE void add_value_pairs(const Chunk &chunk, const QueryRows &rows, int row, 
 // that is 0. `Kv` unpacks pairs of dimensions of 16 keys, and pairs of values of 16 dimensions.
 template <class Kv, int ROWS>
 static __attribute__((noinline)) void attend_pairs(const Blocks &blocks, const QueryRows &rows, int row, int from,
-                                                   int to, float cap) {
+                                                   int to, const Chunk *ahead, float cap) {
   alignas(64) float scores[ROWS][CHUNK * LANES];
   alignas(64) PairElement weights[ROWS][CHUNK * LANES];
   const RowEnds<ROWS> ends(rows, row);
   for (int start = from, count; start < to; start += count) {
     const Chunk chunk = blocks.chunk(start, to);
     count = chunk.count;
-    const char *next[CHUNK];
-    for (int i = 0; i < count; i++)
-      next[i] = blocks.at(std::min(start + i + PREFETCH_BLOCKS, blocks.count - 1));
     for_parts<blocks_at_once(ROWS)>(count, [&](int i, auto so_many) {
-      score_pairs<Kv, ROWS, decltype(so_many)::value>(chunk, i, rows, row, next, row == 0, scores);
+      score_pairs<Kv, ROWS, decltype(so_many)::value>(chunk, i, rows, row, ahead, scores);
     });
     float correction[ROWS];
     for (int r = 0; r < ROWS; r++) {
