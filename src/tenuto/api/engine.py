@@ -26,6 +26,7 @@ class ModelOptions(EngineOptions, total=False):
     kernels: str
     kv_cache_dtype: str
     tensor_parallel: int
+    share_weights: bool
     lora_modules: Sequence[str]
     journal: str | None
 

@@ -224,6 +224,10 @@ class WorkerSettings:
         Bounds(1, 64),
         names={"cli": ("--tp-size", "--tp", "--tensor-parallel-size")},
     )
+    share_weights: bool = option(
+        default=False,
+        description="Have one copy of the packed weights for all processes: a file in the cache (native kernels only).",
+    )
     lora_modules: tuple[str, ...] = option(
         (), "An adapter (LoRA) to load, as NAME=PATH of a directory that PEFT wrote. May be repeated."
     )

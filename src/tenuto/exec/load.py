@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 
+from tenuto import models
 from tenuto.base.config import KERNELS, cache_dir, user_path
 from tenuto.base.errors import ConfigError, InvalidRequest
 from tenuto.exec.device import check_device, is_cpu, usable_cores
 from tenuto.exec.forward import Forward
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward
+from tenuto.kernels import native
 from tenuto.kernels.elements import Element, KVCacheDtype
 from tenuto.kernels.native.build import VARIANTS, Machine, Unavailable, library
 from tenuto.kernels.native.library import Library, loaded
+from tenuto.kernels.native.shared_memory import PrivateMemory, WeightMemory, shared_memory
 from tenuto.models.adapter import Adapter, Translation, read_adapter
 from tenuto.models.checkpoint import ModelCheckpoint, open_checkpoint, weights_of
 from tenuto.models.config import ModelConfig
+from tenuto.models.digest import WeightsDigest
 from tenuto.models.native.obstacle import obstacle
 from tenuto.models.native.program import NativeProgram
 from tenuto.models.store import ModelFiles, resolve
@@ -33,8 +38,10 @@ class ExecutorOptions:
     some models rotate queries and keys differently for long contexts. `kernels` is one of `KERNELS`; native ones are
     compiled into `cache` and unavailable without it. `predictor`: whether the model's head for multi-token prediction
     is loaded, if it has one. `kv_cache_dtype` is a `KVCacheDtype`; values other than `auto` need native kernels.
-    `tensor_parallel`: the number of processes that compute the model together. `say` receives a message before kernels
-    are compiled, which takes some seconds, and the reason if plain PyTorch is used as a fallback.
+    `tensor_parallel`: the number of processes that compute the model together. `share_weights`: whether processes with
+    the same `cache`, model and options have one copy of the weights, a file there; needs native kernels. `say` receives
+    a message before kernels are compiled, which takes some seconds, and the reason if plain PyTorch is used as a
+    fallback.
     """
 
     page_size: int
@@ -45,6 +52,7 @@ class ExecutorOptions:
     kv_cache_dtype: str = "auto"
     predictor: bool = False
     tensor_parallel: int = 1
+    share_weights: bool = False
     cache: Path | None = None
     machine: Machine = field(default_factory=Machine.this)
     say: Callable[[str], None] = lambda _: None
@@ -104,8 +112,8 @@ def _forward(
     config = checkpoint.config.within(min(options.context or longest, longest))
     if not options.predictor:
         config = replace(config, predictor=())
-    native = _native_forward(config, checkpoint, options, wide)
-    return native if native is not None else _torch_forward(config, files, checkpoint, options)
+    forward = _native_forward(config, files, checkpoint, options, wide)
+    return forward if forward is not None else _torch_forward(config, files, checkpoint, options)
 
 
 def _differing(first: ModelConfig, second: ModelConfig) -> list[str]:
@@ -128,7 +136,11 @@ def _torch_forward(
 
 
 def _native_forward(
-    config: ModelConfig, checkpoint: ModelCheckpoint, options: ExecutorOptions, wide: frozenset[int] | None
+    config: ModelConfig,
+    files: ModelFiles,
+    checkpoint: ModelCheckpoint,
+    options: ExecutorOptions,
+    wide: frozenset[int] | None,
 ) -> Forward | None:
     """Builds the forward pass with native kernels; None if plain PyTorch must compute."""
     device, dtype, kernels, cache = options.device, options.dtype, options.kernels, options.cache
@@ -139,28 +151,29 @@ def _native_forward(
                 f"kernels {kernels!r} need a cache to be compiled into, and are for the CPU, dtype bfloat16 and one "
                 f"process; here: {device}, {dtype}, {options.tensor_parallel}"
             )
-        _refuse_bytes(options, f"they are for the CPU and dtype bfloat16; here: {kernels}, {device}, {dtype}")
+        _refuse(options, f"they are for the CPU and dtype bfloat16; here: {kernels}, {device}, {dtype}")
         return None
     try:
         found = _native(config, cache, options)
-        packed = _packed(config, checkpoint, options, wide)
+        packed = _packed(config, files, checkpoint, options, wide)
         return NativeForward(found, packed, threads=usable_cores())
     except Unavailable as reason:
         if kernels != "auto":
             raise ConfigError(f"kernels {kernels!r} cannot be used: {reason}") from reason
-        _refuse_bytes(options, str(reason))
+        _refuse(options, str(reason))
         options.say(f"Plain PyTorch computes: {reason}")
         return None
 
 
-def _refuse_bytes(options: ExecutorOptions, reason: str) -> None:
-    """Raises `ConfigError` unless `kv_cache_dtype` is `auto`, the only one without native kernels. `reason`: why these
-    cannot compute."""
+def _refuse(options: ExecutorOptions, reason: str) -> None:
+    """Raises `ConfigError` if there are options that need native kernels. `reason`: why these cannot compute."""
     if options.kv_cache_dtype != KVCacheDtype.AUTO:
         raise ConfigError(
             f"kv_cache_dtype is {options.kv_cache_dtype!r}, which needs native kernels: {reason}; allowed with "
             f"plain PyTorch: {KVCacheDtype.AUTO.value}"
         )
+    if options.share_weights:
+        raise ConfigError(f"share_weights needs native kernels: {reason}; allowed with plain PyTorch: false")
 
 
 def _native(config: ModelConfig, cache: Path, options: ExecutorOptions) -> Library:
@@ -178,12 +191,34 @@ def _native(config: ModelConfig, cache: Path, options: ExecutorOptions) -> Libra
 
 
 def _packed(
-    config: ModelConfig, checkpoint: ModelCheckpoint, options: ExecutorOptions, wide: frozenset[int] | None
+    config: ModelConfig,
+    files: ModelFiles,
+    checkpoint: ModelCheckpoint,
+    options: ExecutorOptions,
+    wide: frozenset[int] | None,
 ) -> NativeProgram:
     kv_type, plain = KVCacheDtype(options.kv_cache_dtype), options.dtype is not None
-    try:
+
+    def program(memory: WeightMemory) -> NativeProgram:
+        weights = weights_of(checkpoint, config)
         return NativeProgram(
-            config, weights_of(checkpoint, config), options.page_size, plain=plain, kv_cache_dtype=kv_type, wide=wide
+            config, weights, options.page_size, plain=plain, kv_cache_dtype=kv_type, wide=wide, memory=memory
         )
+
+    try:
+        if not options.share_weights or options.cache is None:
+            return program(PrivateMemory())
+        key = repr((WeightsDigest(files).stamps, config, plain, kv_type, wide and sorted(wide), _sources()))
+        with shared_memory(options.cache / "weights", sha256(key.encode()).hexdigest()) as memory:
+            return program(memory)
     except OSError as error:
         raise ConfigError(f"there is no memory for the model's weights: {error}") from error
+
+
+def _sources() -> bytes:
+    """Returns a digest of the code that packs weights."""
+    digest = sha256()
+    for directory in (native.__path__[0], models.__path__[0]):
+        for path in sorted(Path(directory).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.digest()

@@ -202,6 +202,7 @@ def _load(settings: WorkerSettings) -> Model:
             kv_cache_dtype=settings.kv_cache_dtype,
             tensor_parallel=settings.tensor_parallel,
             predictor=engine_config(settings.config).speculate == "mtp",
+            share_weights=settings.share_weights,
             cache=cache_dir(),
             say=log.warning,
         ),

@@ -11,6 +11,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from tenuto.kernels.native.formats import FORMATS, Blocks, Conversion, PanelFormat
 from tenuto.kernels.native.library import Matrix
+from tenuto.kernels.native.shared_memory import PrivateMemory, WeightMemory
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
@@ -22,12 +23,16 @@ _AT_ONCE = 2**20  # bytes of a file that are packed at once, so that intermediat
 
 
 class Arena:
-    """Memory for weights, in large pages where the system has them. Arrays live as long as the arena.
+    """Memory for weights. Arrays live as long as the arena. With memory that is `filled`, arrays have their contents
+    already, and must be asked for in the order in which they were filled.
 
-    Invariant: `_chunks` are private mappings; the last has `_free` bytes left at its end.
+    Invariant: `_chunks` are those of `_memory`; the last has `_free` bytes left at its end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: WeightMemory | None = None) -> None:
+        """`memory` is by default that of this process."""
+        self._memory = memory or PrivateMemory()
+        self.filled = self._memory.filled
         self._chunks: list[Bytes] = []
         self._free = 0
         self.size = 0  # bytes in use
@@ -35,26 +40,21 @@ class Arena:
     def floats(self, values: npt.NDArray[np.float32]) -> int:
         """Returns the address of a copy of `values`, float32 [n], padded with zeros to a multiple of 32."""
         room = self.array((-(-len(values) // BLOCK) * BLOCK * 4,))
-        room.view(np.float32)[: len(values)] = values
+        if not self.filled:
+            room.view(np.float32)[: len(values)] = values
         return room.ctypes.data
 
     def array(self, shape: tuple[int, ...]) -> Bytes:
-        """Returns zeros, uint8, aligned to 64 bytes."""
+        """Returns zeros, uint8, aligned to 64 bytes, or what is there if it is filled."""
         size = -(-int(np.prod(shape)) // 64) * 64
         if size > self._free:
-            self._grow(size)
+            self._free = -(-max(size, _CHUNK_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+            self._chunks.append(self._memory.chunk(self._free))
         chunk = self._chunks[-1]
         start = len(chunk) - self._free
         self._free -= size
         self.size += size
         return chunk[start : start + int(np.prod(shape))].reshape(shape)
-
-    def _grow(self, least: int) -> None:
-        self._free = max(least, _CHUNK_BYTES)
-        mapped = mmap.mmap(-1, self._free, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-        self._chunks.append(np.frombuffer(mapped, np.uint8))
 
 
 def pack_quantized(data: Bytes, kind: GGMLQuantizationType, arena: Arena) -> Matrix:
@@ -76,7 +76,7 @@ def pack_blocks(data: Bytes, inputs: int, conversion: Conversion, arena: Arena, 
     panels = -(-outputs // LANES)
     packed = arena.array((panels, _stride(conversion.format, count, group)))
     step = max(1, _AT_ONCE // (LANES * data.shape[1]))
-    for first in range(0, panels, step):
+    for first in range(0, panels if not arena.filled else 0, step):
         rows = data[first * LANES : (first + step) * LANES]
         if len(rows) % LANES:
             rows = np.concatenate((rows, np.zeros((-len(rows) % LANES, rows.shape[1]), np.uint8)))
@@ -114,7 +114,7 @@ def pack_floats(rows: Iterable[Words], outputs: int, inputs: int, panel_format: 
     packed = arena.array((panels, columns * LANES * item))
     lanes = packed.view(np.dtype(f"u{item}")).reshape(panels, columns // together, LANES, together)
     done = 0
-    for piece in rows:
+    for piece in rows if not arena.filled else ():
         count = -(-len(piece) // LANES)
         padded = np.zeros((count * LANES, columns), piece.dtype)
         padded[: len(piece), :inputs] = piece

@@ -12,6 +12,7 @@ from tenuto.kernels.native.formats import FORMATS, PanelFormat
 from tenuto.kernels.native.grouped import BLOCK, Grouped
 from tenuto.kernels.native.library import Matrix
 from tenuto.kernels.native.pack import LANES, Arena, pack_blocks, pack_floats, pack_quantized
+from tenuto.kernels.native.shared_memory import WeightMemory
 from tenuto.models.weights import Floats, Longs, StoredWeight, without_place, wrong_shape
 
 _PANELS: dict[Kind | Grouped, PanelFormat] = {
@@ -35,12 +36,14 @@ class Panels:
     once. Matrices keep their stored type, or with `plain` become bfloat16. But matrices that are multiplied by the same
     input become float32 unless all are quantized or all have one type of floats."""
 
-    def __init__(self, weights: Iterable[tuple[str, StoredWeight]], *, plain: bool) -> None:
-        """`weights` are those of `ModelCheckpoint.weights`. All methods raise `ModelError` if a weight is missing or of
-        a wrong shape."""
+    def __init__(
+        self, weights: Iterable[tuple[str, StoredWeight]], *, plain: bool, memory: WeightMemory | None = None
+    ) -> None:
+        """`weights` are those of `ModelCheckpoint.weights`. `memory`: see `Arena`. All methods raise `ModelError` if a
+        weight is missing or of a wrong shape."""
         self._weights = dict(weights)
         self._plain = plain
-        self._arena = Arena()
+        self._arena = Arena(memory)
         self.names: dict[int, str] = {}
         """The names of matrices, without `.weight`, by the address of their packed data."""
 

@@ -11,6 +11,7 @@ from tenuto.kernels.elements import Element, KVCacheDtype
 from tenuto.kernels.native import library
 from tenuto.kernels.native.library import Matrix, Op, OpKind
 from tenuto.kernels.native.pack import LANES
+from tenuto.kernels.native.shared_memory import WeightMemory
 from tenuto.models.config import PREDICTOR, Layer, ModelConfig
 from tenuto.models.groups import layer_groups, memory_spec
 from tenuto.models.native.building import Building, group_of, op
@@ -39,9 +40,11 @@ class NativeProgram:
         plain: bool = False,
         kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO,
         wide: frozenset[int] | None = None,
+        memory: WeightMemory | None = None,
     ) -> None:
         """`weights` are those of `ModelCheckpoint.weights`; with `plain` they are converted to bfloat16. Weights that
-        replace others pass the `wide` of those (see `key_scales`). Raises `ModelError` if a weight is missing, unknown
+        replace others pass the `wide` of those (see `key_scales`). They are packed into `memory`, by default that of
+        this process. Raises `ModelError` if a weight is missing, unknown
         or of a wrong shape, or if there is an `obstacle`."""
         reason = obstacle(config)
         if reason is not None:
@@ -49,7 +52,7 @@ class NativeProgram:
         self.config = config
         self.plain = plain
         self.kv_cache_dtype = kv_cache_dtype
-        self._panels = Panels(weights, plain=plain)
+        self._panels = Panels(weights, plain=plain, memory=memory)
         scaled = kv_cache_dtype.scaled_keys
         keys = key_scales(config, self._panels, wide) if scaled else KeyScales({}, frozenset())
         self.wide = keys.wide
