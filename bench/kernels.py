@@ -1,4 +1,4 @@
-"""`python -m bench.kernels`: steps of the default model with all kernels that this machine can run.
+"""`python -m bench.kernels`: steps of the default model, or of a larger one, with all kernels that this machine can run.
 
 A decode step takes at least the time for reading the weights once, and the keys and values of all sequences. This limit
 is measured in the same run, by PyTorch reading as many bytes with as many threads. Figures are medians, with the
@@ -16,18 +16,21 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from bench.random_models import EIGHT, ONE, TYPES, stored
 from bench.spread import Spread, repeated
 from tenuto.base.config import DEFAULT_MODEL, cache_dir
 from tenuto.base.plan import Ints, PageCopies, Plan, RowSampling, TableChanges
 from tenuto.base.sampling import GREEDY
+from tenuto.exec.device import usable_cores
 from tenuto.exec.forward import Forward
 from tenuto.exec.load import ExecutorOptions, load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward
 from tenuto.kernels.elements import KVCacheDtype
-from tenuto.kernels.native.build import Machine
-from tenuto.kernels.native.library import OpKind
+from tenuto.kernels.native.build import Machine, library
+from tenuto.kernels.native.library import OpKind, loaded
 from tenuto.models.config import Attention
+from tenuto.models.native.program import NativeProgram
 from tenuto.models.store import resolve
 
 PAGE = 32
@@ -36,6 +39,8 @@ DECODES = ((1, 0), (1, 512), (1, 3072), (4, 512), (16, 512), (32, 512))
 """Rows and context of the decode steps that are measured."""
 
 
+SHAPES = {"1B": ONE, "8B": EIGHT}
+"""Larger models, whose layers' matrices have 4 bits in groups of 128 and whose other weights are bfloat16."""
 CHUNK = 512
 """Tokens computed per step when sequences are filled."""
 
@@ -96,12 +101,19 @@ class Steps:
 
 
 @contextmanager
-def executor_of(kernels: str, kv_cache_dtype: str = "auto") -> Iterator[ModelExecutor]:
-    """Gives an executor of the default model with `kernels` and keys and values of type `kv_cache_dtype`."""
-    files, cache = resolve(DEFAULT_MODEL, cache_dir()), cache_dir()
-    executor = load_executor(
-        files, ExecutorOptions(PAGE, kernels=kernels, kv_cache_dtype=kv_cache_dtype, cache=cache, say=print)
-    )
+def executor_of(kernels: str, kv_cache_dtype: str = "auto", shape: str | None = None) -> Iterator[ModelExecutor]:
+    """Gives an executor with `kernels` and keys and values of type `kv_cache_dtype`, of the default model, or of a
+    `shape` of `SHAPES` with random weights."""
+    cache = cache_dir()
+    if shape is None:
+        options = ExecutorOptions(PAGE, kernels=kernels, kv_cache_dtype=kv_cache_dtype, cache=cache, say=print)
+        executor = load_executor(resolve(DEFAULT_MODEL, cache), options)
+    else:
+        config = SHAPES[shape]
+        weights = stored(config, TYPES["int4"])
+        program = NativeProgram(config, weights, PAGE, kv_cache_dtype=KVCacheDtype(kv_cache_dtype))
+        native = loaded(library(cache, Machine.this(), kernels, print))
+        executor = ModelExecutor(NativeForward(native, program, usable_cores()))
     try:
         yield executor
     finally:
@@ -218,9 +230,9 @@ class Figures:
         return repeated(lambda: self._steps.run(rows, start, count), self._times)
 
 
-def show(kernels: str, kv_cache_dtype: str, times: int) -> None:
+def show(kernels: str, kv_cache_dtype: str, times: int, shape: str | None = None) -> None:
     """Prints the figures of `kernels`."""
-    with executor_of(kernels, kv_cache_dtype) as executor:
+    with executor_of(kernels, kv_cache_dtype, shape) as executor:
         figures, forward = Figures(executor, times), executor.forward
         sizes = f"weights {figures.weight_bytes / 1e6:.0f} MB, {figures.token_bytes} bytes a token"
         print(f"\n{figures.description}; {sizes}")
@@ -243,12 +255,12 @@ def main() -> None:
     parser.add_argument("kernels", nargs="*", help="by default all native ones that this machine can run, and torch")
     parser.add_argument("--times", type=int, default=15, help="number of measurements for each figure")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=list(KVCacheDtype), help="native kernels only")
+    parser.add_argument("--shape", choices=SHAPES, help="of a larger model with random weights; native kernels only")
     arguments = parser.parse_args()
-    everything = (
-        Machine.this().variants() if arguments.kv_cache_dtype != "auto" else [*Machine.this().variants(), "torch"]
-    )
+    native = Machine.this().variants()
+    everything = native if arguments.kv_cache_dtype != "auto" or arguments.shape else [*native, "torch"]
     for kernels in arguments.kernels or everything:
-        show(kernels, arguments.kv_cache_dtype, arguments.times)
+        show(kernels, arguments.kv_cache_dtype, arguments.times, arguments.shape)
 
 
 if __name__ == "__main__":

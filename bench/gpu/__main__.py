@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from bench.gpu import checks, server, speed
-from bench.gpu.models import EIGHT, TYPES, TimedQueue, executor, stored
+from bench.gpu.models import TimedQueue, executor
+from bench.random_models import EIGHT, TYPES, stored
 from tenuto.exec.gpu.forward import GpuForward
 
 

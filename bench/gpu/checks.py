@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.gpu.models import SMALL, TYPES, Eager, Rows, attention, executor, model, stored
+from bench.gpu.models import SMALL, Eager, Rows, executor
+from bench.random_models import TYPES, attention, model, stored
 from tenuto.base.plan import Ints
 from tenuto.base.sampling import GREEDY, Sampling
 from tenuto.exec.gpu.forward import GpuForward

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from bench.gpu.models import CUDA, EIGHT, TYPES, Rows, TimedQueue, random_matrix
+from bench.gpu.models import CUDA, Rows, TimedQueue
+from bench.random_models import EIGHT, TYPES, random_matrix
 from bench.spread import repeated
 from tenuto.exec.gpu.queue import CudaQueue
 from tenuto.exec.model_executor import ModelExecutor

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from bench.gpu.models import TYPES, Eager, Rows, attention, model, stored
+from bench.gpu.models import Eager, Rows
+from bench.random_models import TYPES, attention, model, stored
 from tenuto.base.sampling import GREEDY, Sampling
 from tenuto.exec.gpu.forward import GpuForward
 from tenuto.exec.model_executor import ModelExecutor
