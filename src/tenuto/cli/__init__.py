@@ -156,6 +156,22 @@ def serve(
         run_server(settings)
 
 
+@app.command()
+def top(url: sessions.Url = sessions.DEFAULT_URL, api_key: sessions.ApiKey = None) -> None:
+    """Watch a server's memory, sessions and turns in the terminal, and abort, park or close them.
+
+    It shows what the server's /map shows in a browser, with the rights of the key. Needs: pip install "tenuto[top]"
+
+    \b
+    Examples:
+      tenuto top
+      TENUTO_API_KEY=... tenuto top --url http://host:8000
+    """
+    from tenuto.cli.top.run import run_top  # noqa: PLC0415 - loaded where it is used
+
+    run_top(url, api_key)
+
+
 app.add_typer(sessions.app, name="sessions")
 app.add_typer(journal.app, name="journal")
 

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tenuto.base.errors import Overloaded, TenutoError
+from tenuto.base.map_feed import About
 from tenuto.base.wire.messages import Look
 from tenuto.serve.map_state import Head, MapState, Shown, visible
 from tenuto.serve.shared.client import client_of
@@ -144,13 +145,13 @@ class MapFeed:
     def picture(self, viewer: Viewer, head: Head) -> msgspec.Raw:
         """Returns the whole map as a viewer sees it, as JSON."""
         keyed = bool(self._edge.settings.tenants)
-        about: dict[str, object] = {
-            "model": self._edge.served_name,
-            "compute": self._edge.model.compute,
-            "tenant": viewer.caller.name if keyed else None,
-            "admin": viewer.caller.admin,
-            "pools": self._state.pools,
-        }
+        about = About(
+            model=self._edge.served_name,
+            compute=self._edge.model.compute,
+            tenant=viewer.caller.name if keyed else None,
+            admin=viewer.caller.admin,
+            pools=self._state.pools,
+        )
         viewer.changed, viewer.gone = {}, {}
         viewer.news.clear()
         return _body(head, viewer, visible(self._state.sessions.items(), viewer.tenant), about=about)
@@ -169,7 +170,7 @@ def _body(
     sessions: list[bytes],
     *,
     gone: list[int] | None = None,
-    about: dict[str, object] | None = None,
+    about: About | None = None,
 ) -> msgspec.Raw:
     parts = [
         b'{"head":',

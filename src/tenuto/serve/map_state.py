@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tenuto.base.map_views import MapPart, MappedPool, MappedSession, MappedUnits
+from tenuto.base.map_feed import (
+    KINDS,
+    Holding,
+    OwnHead,
+    PoolAbout,
+    Ranges,
+    ShownAudit,
+    ShownPool,
+    ShownSession,
+    ShownTurn,
+    WholeHead,
+)
+from tenuto.base.map_views import MapPart, MappedPool, MappedSession, MappedTurn, MappedUnits
 
 Units = npt.NDArray[np.int32]
 
-KINDS = ("turn", "session", "prefix", "checkpoint", "cached")
-"""The kinds of holders that belong to sessions. A unit that several of them hold for one session counts for the
-first."""
 AGAIN = 64
 """The most sessions to ask about again after one look."""
 
@@ -53,15 +61,15 @@ class News:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What a session holds: its leases as they were told, `[pool, kind, ranges]` for viewers, and its units by pool."""
+    """What a session holds: its leases as they were told, as viewers get it, and its units by pool."""
 
     leases: list[MappedUnits]
-    shown: list[list[Any]]
+    shown: list[Holding]
     units: tuple[Units, ...]
 
     @classmethod
     def of(cls, leases: list[MappedUnits], pools: int) -> _Held:
-        shown: list[list[Any]] = []
+        shown: list[Holding] = []
         every: list[Units] = []
         for pool in range(pools):
             found = np.zeros(0, np.int32)
@@ -72,18 +80,18 @@ class _Held:
                 new = np.setdiff1d(np.frombuffer(b"".join(mine), np.int32), found)
                 found = np.concatenate([found, new])
                 if len(new):
-                    shown.append([pool, place, ranges(new)])
+                    shown.append((pool, place, ranges(new)))
             every.append(found)
         return cls(leases, shown, tuple(every))
 
 
-def ranges(units: Units) -> list[int]:
-    """Returns ascending numbers as pairs: the first of each run, and the length of the run."""
+def ranges(units: Units) -> Ranges:
+    """Returns ascending units in pairs."""
     if not len(units):
         return []
     starts = np.flatnonzero(np.diff(units, prepend=units[0] - 2) != 1)
     lengths = np.diff(starts, append=len(units))
-    pairs: list[int] = np.stack([units[starts], lengths], axis=1).ravel().tolist()
+    pairs: Ranges = np.stack([units[starts], lengths], axis=1).ravel().tolist()
     return pairs
 
 
@@ -99,7 +107,7 @@ class MapState:
 
     def __init__(self) -> None:
         self.sessions: dict[int, Shown] = {}
-        self.pools: list[dict[str, Any]] = []
+        self.pools: list[PoolAbout] = []
         self._claimed: list[Units] = []
         self._owner: list[Units] = []
         self._units: dict[int, tuple[Units, ...]] = {}
@@ -109,7 +117,7 @@ class MapState:
         """Reads the next look. `sessions` is not changed, so that another thread may use it; see `take`."""
         if not self._claimed:
             self.pools = [
-                {"name": pool.name, "capacity": pool.capacity, "slots": pool.slots, "unit_bytes": pool.unit_bytes}
+                PoolAbout(name=pool.name, capacity=pool.capacity, slots=pool.slots, unit_bytes=pool.unit_bytes)
                 for pool in part.pools
             ]
             self._claimed = [np.zeros(pool.capacity, np.int32) for pool in part.pools]
@@ -156,80 +164,85 @@ class MapState:
         before = self._held.get(session.number)
         if before is None or before.leases != session.held:
             before = self._held[session.number] = _Held.of(session.held, len(self.pools))
-        return Shown(session.tenant, _json.encode(_description(session, before.shown)), before.units)
+        return Shown(session.tenant, _json.encode(_session(session, before.shown)), before.units)
 
     @staticmethod
-    def _pool(pool: MappedPool, other: Units) -> dict[str, Any]:
+    def _pool(pool: MappedPool, other: Units) -> ShownPool:
         limbo = np.sort(np.frombuffer(pool.limbo, np.int32))
-        return {"free": pool.free, "limbo": ranges(limbo), "other": ranges(other)}
+        return ShownPool(free=pool.free, limbo=ranges(limbo), other=ranges(other))
 
     @staticmethod
-    def _head(part: MapPart, pools: list[dict[str, Any]]) -> Head:
-        own = {"t": round(part.now, 3), "more": part.more}
-        whole = {
-            **own,
-            "steps": part.steps,
-            "open": part.open,
-            "running": part.running,
-            "rows": part.rows,
-            "queued": part.queued,
-            "computed": part.computed,
-            "generated": part.generated,
-            "busy": round(part.busy, 4),
-            "restored": part.restored,
-            "tiers": part.tiers,
-            "moves": part.tier_moves,
-            "pools": pools,
-            "audit": None if part.audit is None else {**_audit(part), "age": round(part.audited, 1)},
-        }
+    def _head(part: MapPart, pools: list[ShownPool]) -> Head:
+        own = OwnHead(t=round(part.now, 3), more=part.more)
+        whole = WholeHead(
+            t=own.t,
+            more=own.more,
+            steps=part.steps,
+            open=part.open,
+            running=part.running,
+            rows=part.rows,
+            queued=part.queued,
+            computed=part.computed,
+            generated=part.generated,
+            busy=round(part.busy, 4),
+            restored=part.restored,
+            tiers=part.tiers,
+            moves=part.tier_moves,
+            pools=pools,
+            audit=_audit(part),
+        )
         return Head(_json.encode(whole), _json.encode(own))
 
 
-def _audit(part: MapPart) -> dict[str, Any]:
+def _audit(part: MapPart) -> ShownAudit | None:
     report = part.audit
-    assert report is not None
-    return {
-        "holders": report.holders,
-        "leases": report.leases,
-        "pools": {pool.name: dict(pool.by_holder) for pool in report.pools},
-    }
+    if report is None:
+        return None
+    return ShownAudit(
+        holders=report.holders,
+        leases=report.leases,
+        pools={pool.name: dict(pool.by_holder) for pool in report.pools},
+        age=round(part.audited, 1),
+    )
 
 
-def _description(session: MappedSession, held: list[list[Any]]) -> dict[str, Any]:
-    turn = session.turn
-    view: dict[str, Any] = {
-        "n": session.number,
-        "id": session.session,
-        "tenant": session.tenant,
-        "state": session.state,
-        "listed": session.listed,
-        "pinned": session.pinned,
-        "parent": session.parent,
-        "forked": session.forked,
-        "turns": session.turns,
-        "recent": session.recent,
-        "tokens": session.tokens,
-        "computed": session.computed,
-        "parked": session.parked,
-        "tier": session.tier,
-        "saved": session.saved,
-        "since": round(session.since, 2),
-        "arriving": session.arriving,
-        "held": held,
-    }
-    if turn is not None:
-        view["turn"] = {
-            "n": turn.number,
-            "phase": turn.phase,
-            "why": turn.why,
-            "prompt": turn.prompt,
-            "cached": turn.cached,
-            "computed": turn.computed,
-            "output": turn.output,
-            "limit": turn.limit,
-            "arrived": round(turn.arrived, 2),
-        }
-    return view
+def _session(session: MappedSession, held: list[Holding]) -> ShownSession:
+    return ShownSession(
+        n=session.number,
+        id=session.session,
+        tenant=session.tenant,
+        state=session.state,
+        listed=session.listed,
+        pinned=session.pinned,
+        version=session.version,
+        parent=session.parent,
+        forked=session.forked,
+        turns=session.turns,
+        recent=session.recent,
+        tokens=session.tokens,
+        computed=session.computed,
+        parked=session.parked,
+        tier=session.tier,
+        saved=session.saved,
+        since=round(session.since, 2),
+        arriving=session.arriving,
+        held=held,
+        turn=_turn(session.turn) if session.turn is not None else None,
+    )
+
+
+def _turn(turn: MappedTurn) -> ShownTurn:
+    return ShownTurn(
+        n=turn.number,
+        phase=turn.phase,
+        why=turn.why,
+        prompt=turn.prompt,
+        cached=turn.cached,
+        computed=turn.computed,
+        output=turn.output,
+        limit=turn.limit,
+        arrived=round(turn.arrived, 2),
+    )
 
 
 def visible(sessions: Iterable[tuple[int, Shown]], tenant: str | None) -> list[bytes]:

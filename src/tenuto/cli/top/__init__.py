@@ -1,0 +1,1 @@
+"""The command `tenuto top`: the map of a server in a terminal."""
