@@ -1,4 +1,4 @@
-"""`python -m bench.kernels`: steps of the default model, or of a larger one, with all kernels that this machine can run.
+"""`python -m bench.kernels`: steps of the default model, or of larger ones, with all kernels that this machine can run.
 
 A decode step takes at least the time for reading the weights once, and the keys and values of all sequences. This limit
 is measured in the same run, by PyTorch reading as many bytes with as many threads. Figures are medians, with the

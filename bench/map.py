@@ -1,11 +1,13 @@
-"""The cost of the map: `python -m bench.map [--sessions N] [--pairs N]`.
+"""The cost of the map: `python -m bench.map [--sessions N] [--blocks N] [--only PART]`.
 
 A server of the witness gets 120,000 pages and 10,000 idle sessions, which hold 90,000 of them. In Chromium, if it is
 installed, the page is opened, and while a few sessions take turns, its frames are counted and the time to its first
-paint is taken. Then 32 turns run without end. The tokens of the server, and the CPU time of its engine, are counted in
-pairs of windows, one with a viewer and one without. The viewer is a plain reader, since a browser would take the
-server's cores. On a machine that does other work these ratios mean little; so the time that looks take in the engine's
-thread is also measured without a server.
+paint is taken (`--only page`). Then 32 turns run without end, and steps and CPU time are counted in short windows with
+and without a viewer (`--only windows`). The viewer is a plain reader, since a browser would take the server's cores.
+Each figure is the median of ratios within blocks of four windows, with an interval for the median in brackets. While
+turns run, describing 10,000 sessions takes longer than windows last, and each look takes all of its two milliseconds.
+With `--sessions 500` the map is complete, as it is for one who has looked for a while. The time that looks take in the
+engine's thread is also measured without a server (`--only thread`).
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import threading
 import time
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -27,6 +30,7 @@ import httpx
 from bench.engine_step import make
 from bench.idle import fill
 from bench.server import Processes, server
+from bench.spread import Spread
 from tenuto.engine.engine import Engine
 from tenuto.serve.map_feed import INTERVAL
 
@@ -36,8 +40,11 @@ TOKENS = 280
 MEMORY = 512 * 120_000
 """In bytes: the witness's pages have 512."""
 RUNNING = 32
-WINDOW = 4.0
-PAIRS = 8
+OUTPUT = 7900
+WINDOW = 1.5
+BLOCKS = 24
+FILLED_SECONDS = 5.0
+"""The longest wait for the map to be complete before watched windows begin."""
 FRAMES_SECONDS = 10
 CHANGES_A_SECOND = 20
 LOOKS = 30
@@ -46,7 +53,8 @@ STEPS = 40
 """Between two looks."""
 SOURCES = Path(__file__).parents[1] / "src" / "tenuto"
 PARTS = ("serve/static", "serve/map.py", "serve/map_feed.py", "serve/map_state.py", "serve/pages.py", "serve/trace.py",
-    "engine/watch.py", "engine/trace.py", "base/map_views.py")  # fmt: skip
+    "engine/watch.py", "engine/trace.py", "base/map_views.py", "base/map_feed.py", "cli/top", "client/map_reader.py",
+    "client/map_turns.py", "client/map_world.py")  # fmt: skip
 COUNT_FRAMES = """seconds => new Promise(done => {
     const times = [];
     const frame = now => {
@@ -112,107 +120,120 @@ def in_the_browser(url: str, sessions: int) -> None:
         print(f"frames             {rate:.1f} a second; 99 of 100 within {late:.0f} ms, the longest {gaps[-1]:.0f} ms")
 
 
-class Tokens:
-    """The number of events with tokens that the readers of endless turns have got."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-
-async def endless(url: str, ended: asyncio.Event, tokens: Tokens) -> None:
-    """Runs turns of 3,000 tokens, one after the other, until the end."""
+async def endless(url: str, ended: asyncio.Event) -> None:
+    """Runs turns, one after the other, until the end. Their output is not streamed, so reading it costs nothing."""
 
     async def one(http: httpx.AsyncClient, number: int) -> None:
-        while not ended.is_set():
+        while True:
             session = (await http.post("/v1/sessions", json={})).json()["id"]
-            body = {"input": [number] * 8, "max_new_tokens": 3000, "ignore_eos": True}
-            async with http.stream("POST", f"/v1/sessions/{session}/turns", json=body) as answer:
-                async for piece in answer.aiter_raw():
-                    tokens.count += piece.count(b"event: delta")
-                    if ended.is_set():
-                        return
+            body = {"input": [number] * 8, "max_new_tokens": OUTPUT, "ignore_eos": True, "stream": False}
+            await http.post(f"/v1/sessions/{session}/turns", json=body)
             await http.delete(f"/v1/sessions/{session}")
 
     limits = httpx.Limits(max_connections=RUNNING + 4)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
-        await asyncio.gather(*(one(http, number) for number in range(RUNNING)))
+        turns = [asyncio.ensure_future(one(http, number)) for number in range(RUNNING)]
+        await ended.wait()
+        for turn in turns:
+            turn.cancel()
+        await asyncio.gather(*turns, return_exceptions=True)
 
 
-def engine_seconds(pid: int) -> float:
+@contextmanager
+def running(url: str) -> Iterator[None]:
+    """Runs turns without end inside the context, in a thread."""
+    loop, ended = asyncio.new_event_loop(), asyncio.Event()
+    thread = threading.Thread(target=lambda: loop.run_until_complete(endless(url, ended)))
+    thread.start()
+    try:
+        time.sleep(2)
+        yield
+    finally:
+        loop.call_soon_threadsafe(ended.set)
+        thread.join()
+        loop.close()
+
+
+def process_seconds(pid: int) -> float:
     """Returns the CPU time of all threads of a process, in seconds."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 @contextmanager
-def running(url: str) -> Iterator[Tokens]:
-    """Runs turns without end inside the context, in a thread."""
-    ended, tokens = asyncio.Event(), Tokens()
-    thread = threading.Thread(target=lambda: asyncio.run(endless(url, ended, tokens)))
-    thread.start()
-    try:
-        time.sleep(2)
-        yield tokens
-    finally:
-        ended.set()
-        thread.join()
-
-
-@contextmanager
-def viewer(url: str) -> Iterator[None]:
-    """Reads the feed inside the context, in a thread."""
-    ended = threading.Event()
+def viewer(url: str) -> Iterator[bool]:
+    """Reads the feed inside the context, in a thread. Yields whether the map was complete when the context began, which
+    waits for that at most `FILLED_SECONDS`."""
+    ended, complete = threading.Event(), threading.Event()
 
     def read() -> None:
         with (
             httpx.Client(base_url=url, timeout=60) as http,
             http.stream("GET", "/map/feed", headers={"accept": "text/event-stream"}) as answer,
         ):
-            for _ in answer.iter_raw():
+            for piece in answer.iter_raw():
+                if b'"more":false' in piece:
+                    complete.set()
                 if ended.is_set():
                     return
 
     reading = threading.Thread(target=read)
     reading.start()
     try:
-        time.sleep(FILLED_SECONDS)
-        yield
+        yield complete.wait(FILLED_SECONDS)
     finally:
         ended.set()
         reading.join()
+        time.sleep(2 * INTERVAL)  # the edge ends its looks
 
 
-FILLED_SECONDS = 5.0
-"""Time for the first events to arrive before a window begins."""
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The server in a window: steps a second, and CPU seconds of the engine and of both processes a step."""
+
+    rate: float
+    engine: float
+    server: float
+
+    @staticmethod
+    def of(http: httpx.Client, processes: Processes) -> Window:
+        """Measures the next `WINDOW` seconds."""
+
+        def read() -> tuple[float, float, float, float]:
+            steps = http.get("/get_server_info").json()["internal_states"][0]["steps"]
+            return steps, time.monotonic(), process_seconds(processes.engine), process_seconds(processes.edge)
+
+        before = read()
+        time.sleep(WINDOW)
+        steps, seconds, engine, edge = (late - early for early, late in zip(before, read(), strict=True))
+        return Window(steps / seconds, engine / steps, (engine + edge) / steps)
 
 
-def window(tokens: Tokens, engine: int) -> tuple[float, float]:
-    """Returns the tokens a second in a window, and the CPU seconds of the engine for each token."""
-    count, cpu, began = tokens.count, engine_seconds(engine), time.monotonic()
-    time.sleep(WINDOW)
-    made, spent, passed = tokens.count - count, engine_seconds(engine) - cpu, time.monotonic() - began
-    return made / passed, spent / made
-
-
-def throughput(processes: Processes, pairs: int) -> None:
-    """Compares windows with and without a viewer, in pairs that follow each other."""
-    rates: list[float] = []
-    costs: list[float] = []
-    alone: list[tuple[float, float]] = []
-    with running(processes.url) as tokens:
-        for number in range(pairs):
-            found: dict[bool, tuple[float, float]] = {}
-            for watched in (number % 2 == 0, number % 2 == 1):
-                with viewer(processes.url) if watched else nullcontext():
-                    found[watched] = window(tokens, processes.engine)
-            rates.append(found[True][0] / found[False][0])
-            costs.append(found[True][1] / found[False][1])
-            alone.append(found[False])
-    print(f"unwatched          {statistics.median(rate for rate, _ in alone):.0f} tokens a second")
-    for name, ratios in (("tokens a second", rates), ("engine's CPU time", costs)):
-        ratios.sort()
-        told = f"median of {pairs} pairs, {ratios[0]:.3f} to {ratios[-1]:.3f}"
-        print(f"watched            {statistics.median(ratios):.3f} times the {name} ({told})")
+def throughput(processes: Processes, blocks: int) -> None:
+    """Compares windows with and without a viewer. A block is a window without, two with, and one without; so what the
+    machine does meanwhile counts for both alike, also if it grows or shrinks steadily."""
+    ratios: dict[str, list[float]] = {
+        "steps a second": [],
+        "engine's CPU time a step": [],
+        "server's CPU time a step": [],
+    }
+    alone: list[float] = []
+    complete = 0
+    with running(processes.url), httpx.Client(base_url=processes.url, timeout=60) as http:
+        for _ in range(blocks):
+            first = Window.of(http, processes)
+            with viewer(processes.url) as filled:
+                watched = Window.of(http, processes), Window.of(http, processes)
+            unwatched = first, Window.of(http, processes)
+            complete += filled
+            alone += [each.rate for each in unwatched]
+            for name, part in zip(ratios, ("rate", "engine", "server"), strict=True):
+                with_viewer, without = (sum(getattr(each, part) for each in pair) for pair in (watched, unwatched))
+                ratios[name].append(with_viewer / without)
+    print(f"unwatched          {statistics.median(alone):.0f} steps a second with {RUNNING} turns")
+    print(f"watched            {blocks} blocks; in {complete} of them the map was complete before the windows")
+    for name, found in ratios.items():
+        print(f"  {name:<25}{Spread.of_median(found).shown('.3f')} times that without a viewer")
 
 
 def stretches(engine: Engine, *, watched: bool) -> tuple[float, float]:
@@ -265,16 +286,23 @@ def main() -> None:
     """Prints the figures."""
     parser = argparse.ArgumentParser(prog="python -m bench.map", description=__doc__)
     parser.add_argument("--sessions", type=int, default=SESSIONS)
-    parser.add_argument("--pairs", type=int, default=PAIRS)
+    parser.add_argument("--blocks", type=int, default=BLOCKS)
+    parser.add_argument("--only", choices=("thread", "page", "windows"))
     parser.add_argument("--model", default="witness")
     arguments = parser.parse_args()
+    only = arguments.only
     print(f"in the wheel       {wheel_part() / 1024:.0f} KiB")
-    of_the_thread(arguments.sessions)
+    if only in (None, "thread"):
+        of_the_thread(arguments.sessions)
+    if only == "thread":
+        return
     memory = ("--memory", str(MEMORY)) if arguments.model == "witness" else ()
     with server(arguments.model, 8192, *memory) as processes:
         asyncio.run(fill(processes.url, arguments.sessions, TOKENS))
-        in_the_browser(processes.url, arguments.sessions)
-        throughput(processes, arguments.pairs)
+        if only in (None, "page"):
+            in_the_browser(processes.url, arguments.sessions)
+        if only in (None, "windows"):
+            throughput(processes, arguments.blocks)
 
 
 if __name__ == "__main__":

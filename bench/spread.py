@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,16 @@ class Spread:
     def of(cls, values: Sequence[float]) -> Spread:
         """Returns the spread of `values`. Raises `statistics.StatisticsError` if they are empty."""
         return cls(statistics.median(values), min(values), max(values))
+
+    @classmethod
+    def of_median(cls, values: Sequence[float]) -> Spread:
+        """Returns the median of `values`, and the bounds between which the median of all possible measurements lies 95
+        times of 100, whatever their distribution (the sign test's interval); the extremes if there are too few."""
+        ordered, outside = sorted(values), 0
+        while sum(math.comb(len(ordered), k) for k in range(outside + 1)) <= 0.025 * 2 ** len(ordered):
+            outside += 1
+        least = max(0, outside - 1)
+        return cls(statistics.median(ordered), ordered[least], ordered[-1 - least])
 
     def scaled(self, factor: float) -> Spread:
         """Returns the spread multiplied by `factor`, to change the unit."""

@@ -68,7 +68,7 @@ class _Events:
                 self._sampled.add(number)
 
     def _slice(self, turn: TracedTurn, name: str, began: float, ended: float, **more: int) -> None:
-        event = self._event("X", TURNS, self._thread(turn), name, max(began, self._trace.began), ended)
+        event = self._event("X", TURNS, self._thread(turn), name, began, ended)
         self._events.append({**event, "args": {"turn": turn.number, **more}})
 
     def _thread(self, turn: TracedTurn) -> int:
@@ -90,7 +90,8 @@ class _Events:
         return event
 
     def _micro(self, moment: float) -> float:
-        return round((moment - self._trace.began) * 1e6, 1)
+        """Returns microseconds since the beginning of the trace; a step may have begun before."""
+        return round(max(0.0, moment - self._trace.began) * 1e6, 1)
 
 
 def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
