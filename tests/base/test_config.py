@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.base.config import EngineConfig, EngineOptions, cache_dir, engine_config, lasting_cache_dir, user_path
+from tenuto.base.config import (
+    EngineConfig,
+    EngineOptions,
+    cache_dir,
+    engine_config,
+    lasting_cache_dir,
+    trace_exporters,
+    user_path,
+)
 from tenuto.base.errors import ConfigError
 
 
@@ -81,3 +89,29 @@ def test_a_path_in_an_unknown_home_directory_is_refused(monkeypatch: pytest.Monk
     assert user_path("~/journal") == Path("/home/someone/journal")
     with pytest.raises(ConfigError, match=r"'~nobody-of-this-name/journal' begins with ~.*set HOME"):
         user_path("~nobody-of-this-name/journal")
+
+
+@pytest.mark.parametrize(
+    ("environ", "exporters"),
+    [
+        ({}, ()),
+        ({"OTEL_SERVICE_NAME": "x", "OTEL_TRACES_SAMPLER": "always_on"}, ()),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x"}, ("otlp_proto_http",)),
+        (
+            {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://x", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
+            ("otlp_proto_grpc",),
+        ),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x", "OTEL_TRACES_EXPORTER": "none"}, ()),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x", "OTEL_SDK_DISABLED": "True"}, ()),
+        ({"OTEL_TRACES_EXPORTER": "console, otlp"}, ("console", "otlp_proto_http")),
+    ],
+)
+def test_traces_are_exported_only_if_opentelemetry_s_variables_ask_for_it(
+    environ: dict[str, str], exporters: tuple[str, ...]
+) -> None:
+    assert trace_exporters(environ) == exporters
+
+
+def test_a_protocol_without_an_exporter_is_refused() -> None:
+    with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_PROTOCOL is 'http/json'; allowed: http/protobuf, grpc"):
+        trace_exporters({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"})

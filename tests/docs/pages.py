@@ -12,7 +12,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "te
 PRESENT = [page for page in PAGES if page.name != "CHANGELOG.md"]
 """The pages about the current code."""
 FENCE = re.compile(
-    r"^(?:<!-- not run: (?P<reason>.+) -->\n)?```(?P<language>\S*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
+    r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?```(?P<language>\S*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
 )
 
 

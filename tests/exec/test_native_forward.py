@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from tenuto.base.config import cache_dir
 from tenuto.base.errors import ConfigError, ModelError
-from tenuto.exec.device import usable_cores
+from tenuto.exec.device import machine_bytes, usable_cores
 from tenuto.exec.load import ExecutorOptions, load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward
@@ -282,6 +282,13 @@ def test_the_number_of_threads_stays_within_the_cpu_quota(tmp_path: Path) -> Non
     ):
         quota.write_text(written)
         assert usable_cores(quota) == expected
+
+
+def test_the_memory_that_is_shared_stays_within_the_limit_of_the_control_group(tmp_path: Path) -> None:
+    physical, limit = machine_bytes(tmp_path / "missing"), tmp_path / "memory.max"
+    for written, expected in (("max\n", physical), ("1073741824\n", 2**30), (f"{2 * physical}\n", physical)):
+        limit.write_text(written)
+        assert machine_bytes(limit) == expected
 
 
 @needs_variant

@@ -276,6 +276,31 @@ def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     }
 
 
+_OTLP_EXPORTERS = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
+
+
+def trace_exporters(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Returns the names under which OpenTelemetry's packages register the exporters of traces that its standard
+    variables ask for: those of `OTEL_TRACES_EXPORTER`, or OTLP's if only an endpoint is set. There are none without
+    these variables. Raises `ConfigError` for a protocol of OTLP that has no exporter.
+
+    Source: opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables."""
+    endpoints = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    asked = environ.get("OTEL_TRACES_EXPORTER") or ("otlp" if any(map(environ.get, endpoints)) else "none")
+    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return ()
+    named = [name.strip() for name in asked.split(",")]
+    return tuple(_otlp_exporter(environ) if name == "otlp" else name for name in named if name not in ("", "none"))
+
+
+def _otlp_exporter(environ: Mapping[str, str]) -> str:
+    names = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+    protocol = next(filter(None, map(environ.get, names)), "http/protobuf")
+    if protocol not in _OTLP_EXPORTERS:
+        raise ConfigError(f"{names[1]} is {shown(protocol)}; allowed: {', '.join(_OTLP_EXPORTERS)}")
+    return _OTLP_EXPORTERS[protocol]
+
+
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """Returns the directory of downloaded models and compiled kernels: `$TENUTO_CACHE`, else `tenuto` in
     `$XDG_CACHE_HOME` or `~/.cache`. If that does not exist and cannot be created (no home, or a read-only one), it is

@@ -148,7 +148,8 @@ class OutputSpan(msgspec.Struct, frozen=True, gc=False):
 class TurnResult:
     """How a turn ended. `version` is the session's; `kept` the number of output tokens committed; `max_new_tokens` the
     effective value; `context_left` the tokens that still fit; `stop` the stop id, string or pattern that ended it, if
-    any. `weight_versions`: which weights sampled its output, kept or not; without output, those in use at its end."""
+    any. `weight_versions`: which weights sampled its output, kept or not; without output, those in use at its end.
+    `queued`: seconds from its arrival at the engine until it began to compute, or to its end; ignored by `==`."""
 
     reason: EndReason
     committed: bool
@@ -159,6 +160,7 @@ class TurnResult:
     context_left: int
     stop: str | int | None = None
     weight_versions: tuple[OutputSpan, ...] = ()
+    queued: float = field(default=0.0, compare=False, metadata=named("queued_seconds"))
 
 
 class Delta(msgspec.Struct, array_like=True, frozen=True, gc=False):

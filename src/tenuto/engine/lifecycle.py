@@ -105,8 +105,9 @@ class Lifecycle:
             self._first_run(turn)
 
     def _first_run(self, turn: Turn) -> None:
-        """Records, once, how many tokens a submitted turn that begins to compute has found in memory."""
+        """Records, once, how many tokens a submitted turn that begins to compute has found in memory, and when."""
         if turn.cached < 0:
+            turn.begun = self._clock.now()
             turn.cached = min(continues_from(turn), turn.prompt_length)
             turn.computed_before = turn.computed_tokens
             self._note_recomputed(turn)

@@ -45,7 +45,7 @@ def spare_bytes(device: str) -> int:
         import torch  # noqa: PLC0415 - loaded where it is used
 
         return int(torch.cuda.mem_get_info(device)[0] * SHARE_OF_DEVICE)
-    return int(_machine_bytes() * SHARE_OF_MACHINE)
+    return int(machine_bytes() * SHARE_OF_MACHINE)
 
 
 def total_bytes(device: str) -> int:
@@ -58,7 +58,7 @@ def total_bytes(device: str) -> int:
             return int(torch.cuda.get_device_properties(device).total_memory)
     except (RuntimeError, AssertionError) as error:  # PyTorch's errors for a missing device
         raise ConfigError(f"there is no device {device!r} whose memory could be shared: {error}") from None
-    return _machine_bytes()
+    return machine_bytes()
 
 
 def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
@@ -80,5 +80,12 @@ def _is_cuda(device: str) -> bool:
     return torch.device(device).type == "cuda"
 
 
-def _machine_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def machine_bytes(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
+    """Returns the bytes of the machine's memory, or of its control group's `limit` if that is less (format: "max" or
+    bytes, see the kernel's `cgroup-v2.rst`)."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        allowed = limit.read_text(encoding="ascii").strip()
+    except OSError:
+        return physical
+    return min(physical, int(allowed)) if allowed.isdecimal() else physical

@@ -56,6 +56,7 @@ class Metrics:
             return Histogram(f"tenuto_{name}_seconds", text, buckets=buckets, registry=registry)
 
         self._first = histogram("time_to_first_token", "From a turn's request to its first token", _FIRST)
+        self._queue = histogram("queue_time", "From a turn's request until it began to compute", _FIRST)
         self._between = histogram("inter_token_latency", "From a turn's token to its next", _BETWEEN)
         self._whole = histogram("e2e_turn_latency", "From a turn's request to its end", _WHOLE)
         self._ended = Counter(
@@ -86,6 +87,8 @@ class Metrics:
         reason = turn.result.reason.value if turn.result is not None else "engine_stopped"
         self._ended.labels(reason, str(turn.committed).lower()).inc()
         self._whole.observe(time.perf_counter() - turn.requested_at)
+        if turn.waited is not None:
+            self._queue.observe(turn.waited)
 
     def request_ended(self, method: str, route: str | None, status: int) -> None:
         """Counts an answered request. `route`: the path with its parameters' names, or `None` if no route matched."""

@@ -9,11 +9,12 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import structlog
 import uvicorn
 
+from tenuto.base.config import trace_exporters
 from tenuto.base.errors import ConfigError, EngineStopped, ModelError
 from tenuto.base.views import ModelView
 from tenuto.base.wire.link import Link
@@ -25,6 +26,9 @@ from tenuto.serve.protocol import BoundedProtocol, BoundedSocket, ConnectionLimi
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.settings import ServeSettings
 from tenuto.serve.unread import SEND_BUFFER_BYTES, UnreadConnections
+
+if TYPE_CHECKING:
+    from tenuto.serve.tracing import Tracing
 
 log = structlog.get_logger("tenuto.server")
 
@@ -71,15 +75,35 @@ async def serve(
     """Serves `engine` over HTTP until SIGTERM or SIGINT. `ready` is called with the model and the address once requests
     are accepted. Raises `ModelError` or `ConfigError`, or `EngineStopped` if the engine ends by itself, once open
     requests are answered."""
-    with listen(settings) as listening:
-        try:
-            link = await ProcessLink.open(engine)
-        except EngineStopped as error:
-            raise ModelError(f"{error} before its model was loaded") from error
-        try:
-            await _serve(link, link.model, settings, listening, ready)
-        finally:
-            await link.close()
+    tracing = _tracing()
+    try:
+        with listen(settings) as listening:
+            try:
+                link = await ProcessLink.open(engine)
+            except EngineStopped as error:
+                raise ModelError(f"{error} before its model was loaded") from error
+            try:
+                await _serve(link, link.model, settings, listening, ready, tracing)
+            finally:
+                await link.close()
+    finally:
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
+
+
+def _tracing() -> Tracing | None:
+    """Returns what traces turns if OpenTelemetry's variables ask for it. Raises `ConfigError`."""
+    exporters = trace_exporters()
+    if not exporters:
+        return None
+    try:
+        from tenuto.serve.tracing import Tracing  # noqa: PLC0415 - needs the extra `otel`
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"OpenTelemetry's variables ask for traces, but {error.name} is not installed; allowed: pip install "
+            "'tenuto[otel]', or OTEL_TRACES_EXPORTER=none"
+        ) from error
+    return Tracing.to(exporters)
 
 
 async def _serve(
@@ -88,12 +112,16 @@ async def _serve(
     settings: ServeSettings,
     listening: socket.socket,
     ready: Callable[[ModelView, str], None],
+    tracing: Tracing | None,
 ) -> None:
     edge, metrics = Edge(link, model, settings), Metrics()
     limits = ConnectionLimits(_connections(settings.max_connections), settings.header_seconds)
     protocol = partial(BoundedProtocol, limits, lambda status: metrics.request_ended("other", None, status), form_of)
+    app = build_app(edge, metrics)
+    if tracing is not None:
+        tracing.attach(app, edge)
     config = uvicorn.Config(
-        build_app(edge, metrics),
+        app,
         http=cast("type[asyncio.Protocol]", protocol),
         ws=BoundedSocket,
         ws_max_size=settings.max_body_bytes,

@@ -64,7 +64,8 @@ class Turn:
         self.failed_end = 0  # the planned end of its last failed step; lowered when a draft changes
         self.sought = -1  # version of the prefix index at its last lookup; written by `Sharing`, as is the next
         self.looked = ""  # the outcome of that lookup: one of `HITS` and `MISSES`
-        self.cached = -1  # prompt tokens found in memory when it first ran; set by the engine, as is the next
+        self.cached = -1  # prompt tokens found in memory when it first ran; set by the engine, as are the next two
+        self.begun: float | None = None  # when it began to compute, likewise
         self.computed_before = 0  # tokens it had computed as a draft before that
         self.recomputed = Counter[str]()  # tokens computed again, by reason; written by the engine
         self.prediction = array("i")  # what the caller expects its output to be; set when it is submitted
@@ -262,6 +263,7 @@ class Turn:
             session.context_left,
             self.stop,
             self._versions(len(self.output)),
+            (self.begun if self.begun is not None else now) - self.arrival,
         )
         return self.result
 

@@ -157,7 +157,8 @@ class Usage(BaseModel):
 class Turn(BaseModel):
     """A turn. Once it has ended, its `reason` is stop, length, appended, abort, deadline, grammar or failed, and `kept`
     is the number of output tokens committed. `message`: the parsed answer, if the request had `tools`.
-    `weight_versions`: which weights sampled its output."""
+    `weight_versions`: which weights sampled its output. `queued_seconds`: how long it waited in the engine until it
+    began to compute."""
 
     id: str
     session_id: str
@@ -176,6 +177,7 @@ class Turn(BaseModel):
     max_new_tokens: int | None = None
     usage: Usage | None = None
     weight_versions: list[TokenSpan] | None = None
+    queued_seconds: float | None = None
 
 
 EVENT = {

@@ -36,7 +36,8 @@ class LiveTurn:
         self.continues = continues
         self.once = once
         self.requested_at = time.perf_counter()
-        self.first_at: float | None = None  # when its first tokens came; by the same clock, like the next
+        self.accepted_at: float | None = None  # when the engine had accepted it; by the same clock, like the next two
+        self.first_at: float | None = None  # when its first tokens came
         self.last_at = self.requested_at  # when its last delta came
         self.deltas: list[Delta] = []
         self.ticket: Ticket | None = None  # set once, by `deliver`, like the next two
@@ -78,6 +79,13 @@ class LiveTurn:
         """Number of leading output tokens whose text readers have received."""
         return self._gate.delivered
 
+    @property
+    def waited(self) -> float | None:
+        """Seconds from the request until the turn began to compute, or to its end; `None` if it has no result."""
+        if self.accepted_at is None or self.result is None:
+            return None
+        return self.accepted_at - self.requested_at + self.result.queued
+
     def require_accepted(self) -> None:
         """Raises the error with which the engine refused the turn, if it did."""
         if self.error is not None and self.ticket is None:
@@ -93,7 +101,7 @@ class LiveTurn:
                     self._add(delta)
             case Ticket():
                 self._drop_contents()
-                self.ticket = news
+                self.ticket, self.accepted_at = news, time.perf_counter()
                 self.answered.set()
             case _:
                 self.fail(news)

@@ -36,6 +36,8 @@ class Turns:
         self._keys = IdempotencyKeys()
         self._background = Background()
         self.open = Counter[str]()  # open turns, by tenant
+        # Called, in the context of its request, with every turn that goes to the engine.
+        self.on_start: list[Callable[[LiveTurn], None]] = []
         self.on_delta: list[Callable[[LiveTurn, Delta], None]] = []  # called with every delta of a turn
         self.on_end: list[Callable[[LiveTurn], None]] = []  # called with every accepted turn that ends
 
@@ -108,6 +110,8 @@ class Turns:
                 request = await self._begin(turn, turn.request.key, queue=queue)
             if request is None:
                 return
+            for heard in self.on_start:
+                heard(turn)
             await self._link.start(request, partial(self._deliver, turn))
         except TenutoError as error:
             turn.fail(error)
