@@ -1,6 +1,8 @@
-"""A wheel with kernels serves machines without a compiler."""
+"""A wheel with kernels serves machines without a compiler, users without a home, and packages that cannot be
+written."""
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -10,10 +12,18 @@ from pathlib import Path
 
 import pytest
 
+from tenuto.base.config import cache_dir
 from tenuto.kernels.native.build import Machine
 
 ROOT = Path(__file__).parents[2]
 HERE = Machine.this()
+
+
+def _unprivileged() -> list[str]:
+    """Returns what runs a command as a user without a name, where the system allows that; else nothing."""
+    command = ["unshare", "--user", "--map-user=12345", "--map-group=12345"]
+    allowed = shutil.which(command[0]) and subprocess.run([*command, "true"], capture_output=True, check=False)
+    return command if allowed and allowed.returncode == 0 else []
 
 
 @pytest.mark.skipif(not (HERE.compiler and HERE.variants()), reason="no compiler, or no variant for this CPU")
@@ -40,13 +50,15 @@ def test_from_a_wheel_and_without_a_compiler_the_packages_kernels_answer(tmp_pat
     zipfile.ZipFile(wheel).extractall(packages)
     # Dependencies are those of this environment, but not its Tenuto: paths in a .pth file have no .pth files of theirs.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HOME")}
+    for path in packages.rglob("*"):
+        path.chmod(path.stat().st_mode & ~0o222)
     done = subprocess.run(
-        [python, str(ROOT / "tests" / "packaging" / "without_compiler.py")],
+        [*_unprivileged(), python, str(ROOT / "tests" / "packaging" / "without_compiler.py")],
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env=environment,
+        env={**environment, "TENUTO_CACHE": str(cache_dir())},
         check=False,
     )
     assert done.returncode == 0, done.stderr
