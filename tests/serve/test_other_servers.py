@@ -44,7 +44,7 @@ def told(stream: str) -> list[tuple[str, dict[str, Any]]]:
     for part in stream.strip().split("\n\n"):
         lines = dict(line.split(": ", 1) for line in part.split("\n"))
         data = json.loads(lines["data"])
-        for name in ("id", "turn_id", "delivered", "usage", "context_left"):
+        for name in ("id", "turn_id", "delivered", "usage", "context_left", "queued_seconds"):
             data.pop(name, None)
         if events and events[-1][0] == lines["event"] == "delta":
             for name in ("text", "tokens"):

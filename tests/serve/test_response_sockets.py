@@ -12,6 +12,7 @@ from openai import OpenAI
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.connection import Connection
 
+from tenuto.serve.shared.sockets import MAX_WAITING
 from tests.eventually import eventually
 from tests.serve import sockets
 from tests.serve.server import Server, serving
@@ -125,7 +126,7 @@ def test_a_client_that_sends_too_far_ahead_is_disconnected(witness: Server) -> N
     with opened(witness) as socket:
         send(socket, max_output_tokens=100_000)
         with pytest.raises(ConnectionClosed) as closed:  # noqa: PT012 - which call notices depends on the moment
-            for _ in range(40):
+            for _ in range(MAX_WAITING + 20):
                 send(socket)
             while True:
                 socket.recv(timeout=20)

@@ -12,6 +12,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.connection import Connection
 
+from tenuto.serve.shared.sockets import MAX_WAITING
 from tests.eventually import eventually
 from tests.serve.server import Server, serving
 from tests.serve.sockets import opened, received
@@ -186,7 +187,7 @@ def test_a_turn_that_continues_outlives_its_socket(witness: Server, session: str
 
 def test_a_client_that_sends_too_far_ahead_is_disconnected(slow_witness: Server, slow_session: str) -> None:
     with joined(slow_witness, slow_session) as socket, pytest.raises(ConnectionClosed) as closed:  # noqa: PT012 - which call notices depends on the moment
-        for _ in range(40):
+        for _ in range(MAX_WAITING + 20):
             send(socket, "turn", input="x", max_new_tokens=4000)
         while True:
             socket.recv(timeout=20)

@@ -138,7 +138,7 @@ class TopApp(App[TenutoError]):
         """Shows every event of the feed, until an error that will not pass."""
         event = self._first
         try:
-            while True:
+            while self.screen_stack:  # it is empty once the program ends
                 self._take(event)
                 event = await asyncio.wrap_future(self._reader.next())
         except TenutoError as error:

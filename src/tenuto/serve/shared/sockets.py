@@ -25,7 +25,7 @@ from tenuto.serve.shared.invalid import refusal_of
 from tenuto.serve.shared.schemas import Object
 from tenuto.serve.shared.settings import ServeSettings, Tenant
 
-MAX_WAITING = 16
+MAX_WAITING = 256
 """Maximum number of messages of a client that are not answered yet; together they may be as long as one body."""
 TOO_MANY = 1008
 """WebSocket's code for messages that violate a policy (RFC 6455, section 7.4.1)."""
