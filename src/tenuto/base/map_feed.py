@@ -57,7 +57,7 @@ class ShownSession(View, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ShownPool(View, frozen=True, kw_only=True):
-    """What changes of a pool. `other`: units that no known session holds."""
+    """The fields of a pool that change. `other`: units that no known session holds."""
 
     free: int
     limbo: Ranges
@@ -99,7 +99,7 @@ class WholeHead(OwnHead, frozen=True, kw_only=True):
 
 
 class PoolAbout(View, frozen=True, kw_only=True):
-    """What stays as it is of a pool; see `MappedPool`."""
+    """The fields of a pool that never change; see `MappedPool`."""
 
     name: str
     capacity: int

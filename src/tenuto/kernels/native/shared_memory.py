@@ -93,8 +93,10 @@ def shared_memory(directory: Path, key: str) -> Iterator[SharedMemory]:
         part = path.with_suffix(_PART)
         file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         fcntl.flock(file, fcntl.LOCK_SH)
+        memory = SharedMemory(file, filled=False)
         try:
-            yield SharedMemory(file, filled=False)
+            yield memory
+            os.fsync(file)  # after a crash of the machine, a file with the final name might otherwise be zeros
             part.rename(path)
         except BaseException:
             part.unlink()
