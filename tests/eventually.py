@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "the condition never held"
         time.sleep(0.01)

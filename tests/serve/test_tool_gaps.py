@@ -116,28 +116,34 @@ def running(server: Server) -> float:
 def responses(server: Server, seed: int) -> Iterator[str]:
     """Yields the types of a streamed response's events."""
     function: Any = {"type": "function", "strict": False, **WEATHER}
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-").responses.create(
-        model="default",
-        input="What is the weather in Rome?",
-        tools=[function],
-        tool_choice="required",
-        max_output_tokens=800,
-        stream=True,
-        extra_body={"seed": seed},
-    ) as stream:
+    with (
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="-") as client,
+        client.responses.create(
+            model="default",
+            input="What is the weather in Rome?",
+            tools=[function],
+            tool_choice="required",
+            max_output_tokens=800,
+            stream=True,
+            extra_body={"seed": seed},
+        ) as stream,
+    ):
         yield from (event.type for event in stream)
 
 
 def messages(server: Server, seed: int) -> Iterator[str]:
     """Yields the types of a streamed message's events."""
     tool: Any = {"name": "weather", "input_schema": WEATHER["parameters"]}
-    with Anthropic(base_url=server.url, api_key="-").messages.stream(
-        model="default",
-        max_tokens=800,
-        messages=[{"role": "user", "content": f"What is the weather in Rome? {seed}"}],
-        tools=[tool],
-        tool_choice={"type": "any"},
-    ) as stream:
+    with (
+        Anthropic(base_url=server.url, api_key="-") as client,
+        client.messages.stream(
+            model="default",
+            max_tokens=800,
+            messages=[{"role": "user", "content": f"What is the weather in Rome? {seed}"}],
+            tools=[tool],
+            tool_choice={"type": "any"},
+        ) as stream,
+    ):
         yield from (event.type for event in stream)
 
 

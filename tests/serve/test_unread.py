@@ -7,8 +7,7 @@ import json
 import os
 import signal
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -19,6 +18,7 @@ import uvloop
 from starlette.types import Receive, Scope, Send
 
 from tenuto.serve.unread import CHECKS, SEND_BUFFER_BYTES, UnreadConnections, WatchedConnection
+from tests.eventually import eventually
 from tests.serve.server import END_SECONDS, Server, serving
 from tests.serve.test_native import turn
 
@@ -57,13 +57,6 @@ def asked(server: Server, path: str, body: dict[str, Any]) -> socket.socket:
     connection = connected(server.url)
     connection.sendall(head.encode() + content)
     return connection
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never held"
-        time.sleep(0.05)
 
 
 def is_broken(connection: socket.socket) -> bool:

@@ -17,7 +17,8 @@ from tenuto.engine.thread.loop import EngineLoop
 from tenuto.session.changes import Change
 from tenuto.session.turn import Turn
 from tests.engine.thread import loops
-from tests.engine.thread.test_loop import LONG, eventually, make_engine
+from tests.engine.thread.test_loop import LONG, make_engine
+from tests.eventually import eventually
 from tests.present import present
 
 T = TypeVar("T")

@@ -18,7 +18,8 @@ from tenuto.engine.thread.loop import EngineLoop
 from tenuto.session.changes import Change
 from tenuto.session.journal import Journal
 from tests.engine.thread import loops
-from tests.engine.thread.test_loop import eventually, make_engine
+from tests.engine.thread.test_loop import make_engine
+from tests.eventually import eventually
 
 
 class Stand:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -25,6 +24,7 @@ from tenuto.engine.thread.loop import COMMANDS_SECONDS, EngineLoop
 from tenuto.exec.witness import WitnessExecutor
 from tenuto.session.turn import Turn
 from tests.engine.thread import loops
+from tests.eventually import eventually
 
 VOCABULARY = 97
 LONG = TurnParams(max_new_tokens=4000)
@@ -59,13 +59,6 @@ def begin(
 ) -> tuple[SimpleQueue[Event], Future[Turn]]:
     events: SimpleQueue[Event] = SimpleQueue()
     return events, loops.start(loop, lambda engine: engine.turns.submit(session_id, tokens, params), events.put)
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never held"
-        time.sleep(0.01)
 
 
 def test_a_turn_reports_its_tokens_and_finally_its_result(loop: EngineLoop) -> None:

@@ -165,8 +165,10 @@ def test_the_prompt_of_n_samples_is_computed_and_counted_once(client: OpenAI) ->
 def test_n_samples_count_as_sessions_of_their_tenant(tmp_path: Any) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text('[[keys]]\ntenant = "small"\nkey = "k"\nadmin = true\nlimits = { sessions = 3 }\n')
-    with serving("--model", "witness", "--keys", str(keys)) as server:
-        client = OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0)
+    with (
+        serving("--model", "witness", "--keys", str(keys)) as server,
+        OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0) as client,
+    ):
 
         def closed_again() -> bool:
             try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,14 +52,6 @@ def chunks(response: httpx.Response) -> Iterator[Any]:
 
 def refusal(response: httpx.Response) -> tuple[int, str]:
     return response.status_code, response.json()["error"]["message"]
-
-
-def eventually(holds: Any) -> None:
-    for _ in range(200):
-        if holds():
-            return
-        time.sleep(0.02)
-    pytest.fail("the condition never held")
 
 
 def tail(answer: dict[str, Any]) -> tuple[int, int]:

@@ -12,8 +12,9 @@ from uuid import uuid4
 import httpx
 import pytest
 
+from tests.eventually import eventually
 from tests.serve.server import serving
-from tests.serve.sglang.calls import LONG, chunks, eventually, generate, opened, refusal, request, tail
+from tests.serve.sglang.calls import LONG, chunks, generate, opened, refusal, request, tail
 
 # -- one request
 

@@ -11,8 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.eventually import eventually
 from tests.serve.server import Server
-from tests.serve.sglang.calls import LONG, chunks, closed, eventually, generate, opened, refusal, request, tail
+from tests.serve.sglang.calls import LONG, chunks, closed, generate, opened, refusal, request, tail
+
+
+def sessions(http: httpx.Client) -> int:
+    return http.get("/get_server_info").json()["internal_states"][0]["sessions"]
+
 
 # -- sessions that are only appended to
 
@@ -205,15 +211,14 @@ def test_a_rolled_back_request_cannot_be_continued_but_the_one_before_can(
 
 
 def test_a_chain_of_requests_needs_one_hidden_session(http: httpx.Client, regular: str) -> None:
-    sessions = lambda: http.get("/get_server_info").json()["internal_states"][0]["sessions"]  # noqa: E731
-    before, after = sessions(), None
+    before, after = sessions(http), None
     for n in range(6):
         generate(http, [n + 1], session=regular, rid=f"r{n}", after=after)
         after = f"r{n}"
-    assert sessions() == before + 1
+    assert sessions(http) == before + 1
     assert http.get("/v1/sessions", params={"after": regular[:-1]}).json()["data"] == []
     closed(http, regular)
-    eventually(lambda: sessions() == before)
+    eventually(lambda: sessions(http) == before)
 
 
 def test_prompt_logprobs_of_a_branch_start_at_its_own_tokens(smollm2: httpx.Client) -> None:
@@ -273,10 +278,11 @@ def test_any_requests_to_a_session_see_the_tokens_they_continue(witness: Server,
                 timer.join()
             closed(http, name)
 
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(client, range(4)))
     with witness.client() as http:
-        eventually(lambda: http.get("/get_server_info").json()["internal_states"][0]["sessions"] == 0)
+        before = sessions(http)
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(client, range(4)))
+        eventually(lambda: sessions(http) <= before)
     witness.audit()
 
 

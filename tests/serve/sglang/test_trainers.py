@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.eventually import eventually
 from tests.serve.server import Server, serving
-from tests.serve.sglang.calls import eventually
 
 SLIME_PARAMS: dict[str, Any] = {
     "temperature": 1.0,
