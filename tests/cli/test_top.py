@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
-import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +13,9 @@ import httpx
 import pytest
 
 from tenuto.cli.top import run
-from tenuto.client.connection import Connection
-from tenuto.client.map_reader import MapReader
 from tests.cli.inside import run_inside
 from tests.cli.test_cli import TENUTO, Terminal
+from tests.cli.watching import seen, shows, watching
 from tests.serve.server import Server, serving
 from tests.serve.test_native import events, turn
 
@@ -29,7 +26,6 @@ pytest.importorskip("textual", reason="the terminal's map needs textual")
 
 KEYS = '[[keys]]\ntenant = "ann"\nkey = "ann-secret"\n[[keys]]\ntenant = "bob"\nkey = "bob-secret"\n'
 ENDLESS = {"input": [1, 2, 3], "max_new_tokens": 1900, "ignore_eos": True}
-SECONDS = 20
 
 
 @pytest.fixture(scope="module")
@@ -57,34 +53,6 @@ def family(http: httpx.Client) -> httpx.Client:
     http.post("/v1/sessions/parent/fork", json={"id": "child", "turn": 1})
     turn(http, "/v1/sessions/child", input=[7] * 50, max_new_tokens=20)
     return http
-
-
-@asynccontextmanager
-async def watching(url: str, key: str | None = None) -> AsyncIterator[Pilot[Any]]:
-    from tenuto.cli.top.app import TopApp  # noqa: PLC0415 - an extra
-
-    connection = Connection(url, key)
-    try:
-        reader = MapReader(connection)
-        app = TopApp(reader, await asyncio.wrap_future(reader.next()), url)
-        async with app.run_test(size=(80, 24), notifications=True) as pilot:
-            yield pilot
-    finally:
-        await asyncio.to_thread(connection.close)
-
-
-def seen(pilot: Pilot[Any]) -> str:
-    """Returns what is on the screen."""
-    return "\n".join(strip.text for strip in pilot.app.screen._compositor.render_strips())
-
-
-async def shows(pilot: Pilot[Any], pattern: str) -> re.Match[str]:
-    """Waits until the screen matches."""
-    deadline = time.monotonic() + SECONDS
-    while (found := re.search(pattern, seen(pilot))) is None:
-        assert time.monotonic() < deadline, f"no {pattern!r} in\n{seen(pilot)}"
-        await pilot.pause(0.05)
-    return found
 
 
 async def choose(pilot: Pilot[Any], session: str) -> None:

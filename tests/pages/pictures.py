@@ -1,7 +1,8 @@
-"""`python -m tests.pages.pictures`: makes the pictures of the pages in `docs/`, from a server of the default model."""
+"""`python -m tests.pages.pictures`: makes the pictures in `docs/`, from a server of the default model."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +13,12 @@ import httpx
 from tenuto.base.config import cache_dir
 from tenuto.demo import QUESTIONS
 from tenuto.models.store import pull_default
+from tests.cli.watching import shows, watching
 from tests.pages.browser import browser
 from tests.serve.server import Server, serving
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Browser, Page
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -81,6 +83,26 @@ def of_chat(page: Page) -> None:
     page.get_by_role("button", name="Send").wait_for(timeout=120_000)
 
 
+async def terminal(url: str) -> str:
+    """Returns an SVG of `tenuto top` after some seconds, with the first session chosen and turns under way."""
+    async with watching(url, size=(100, 24)) as pilot:
+        await pilot.press("down")
+        await pilot.pause(9)
+        await shows(pilot, r"decode .*\d\.\d *\n")
+        return pilot.app.export_screenshot(title="tenuto top")
+
+
+def of_the_terminal(chromium: Browser, svg: str) -> None:
+    page = chromium.new_page(viewport={"width": 1280, "height": 860})
+    page.set_content(svg)
+    page.add_style_tag(content="body { margin: 0 } svg { display: block; width: 1280px }")
+    size = page.locator("svg").bounding_box()
+    assert size is not None
+    page.set_viewport_size({"width": round(size["width"]), "height": round(size["height"])})
+    picture(page, "top")
+    page.close()
+
+
 def main() -> None:
     model = str(pull_default(cache_dir()))
     arguments = ("--model", model, "--served-model-name", "smollm2", "--context-length", "2048", "--memory", "140MiB")
@@ -89,22 +111,25 @@ def main() -> None:
         ("map-dark", "/map", "dark", of_a_session),
         ("chat", "/", "light", of_chat),
     ]
-    with serving(*arguments, "--host-tier", "64MiB", "--page-size", "16") as server, browser() as chromium:
+    with serving(*arguments, "--host-tier", "64MiB", "--page-size", "16") as server:
         httpx.get(f"{server.url}/health").raise_for_status()
         ended = threading.Event()
         talking = threading.Thread(target=conversations, args=(server, ended))
         talking.start()
         try:
-            for name, path, scheme, prepare in pictures:
-                if path == "/":
-                    ended.set()
-                    talking.join()
-                context = chromium.new_context(viewport={"width": 1280, "height": 860}, color_scheme=scheme)  # type: ignore[arg-type]
-                page = context.new_page()
-                page.goto(server.url + path)
-                prepare(page)
-                picture(page, name)
-                context.close()
+            svg = asyncio.run(terminal(server.url))  # before the browser, which has a loop of its own
+            with browser() as chromium:
+                of_the_terminal(chromium, svg)
+                for name, path, scheme, prepare in pictures:
+                    if path == "/":
+                        ended.set()
+                        talking.join()
+                    context = chromium.new_context(viewport={"width": 1280, "height": 860}, color_scheme=scheme)  # type: ignore[arg-type]
+                    page = context.new_page()
+                    page.goto(server.url + path)
+                    prepare(page)
+                    picture(page, name)
+                    context.close()
         finally:
             ended.set()
             talking.join()
