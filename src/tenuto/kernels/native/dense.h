@@ -188,19 +188,22 @@ INLINE void gate_block(const Matrix &gate, const Matrix &up, int block, const Te
       product(up, 2 * block, panels, from, member.outliers, first, last, ups, member.buffer.as<uint8_t>());
     else
       ups = gates;
-    for (int row = first; row < last; row++) {
-      f32x16 out[2] = {};
-      for (int p = 0; p < panels; p++) {
-        const int64_t at = p * step + (int64_t)(row - first) * LANES;
-        const int panel = 2 * block + p;
-        f32x16 gate_input = load<f32x16>(gates + at) + bias_of(gate, panel);
-        f32x16 up_input = load<f32x16>(ups + at) + bias_of(up, panel);
+    for (int p = 0; p < panels; p++) { // apart from `set` below, so that both loops are short enough to overlap
+      const int panel = 2 * block + p;
+      const f32x16 gate_bias = bias_of(gate, panel), up_bias = bias_of(up, panel);
+      float *at = gates + p * step;
+      for (int row = first; row < last; row++, at += LANES) {
+        f32x16 gate_input = load<f32x16>(at) + gate_bias, up_input = load<f32x16>(at + (ups - gates)) + up_bias;
         if (adapters)
           gate_input = adapters->add(gate_input, op, 0, panel, row),
           up_input = adapters->add(up_input, op, 1, panel, row);
-        out[p] = activate(op.activation, op.gate_scale == 1.0f ? gate_input : gate_input * op.gate_scale, up_input);
+        gate_input = op.gate_scale == 1.0f ? gate_input : gate_input * op.gate_scale;
+        store(at, activate(op.activation, gate_input, up_input));
       }
-      to.set(row, block, out[0], out[1]);
+    }
+    for (int row = first; row < last; row++) {
+      const float *at = gates + (int64_t)(row - first) * LANES;
+      to.set(row, block, load<f32x16>(at), panels > 1 ? load<f32x16>(at + step) : f32x16{});
     }
   }
 }
