@@ -32,3 +32,21 @@ done_with() {
     echo "$2" >"$1/version"
     echo "$1: $2"
 }
+
+# The programs $3... of llama.cpp or a fork, compiled for this CPU from the sources at $1 into $2. Needs `environment` with
+# cmake and ninja first.
+compiled() {
+    local sources="$1" build="$2" flags=""
+    shift 2
+    # GCC 12 drops the stores that fill the configuration of AMX tiles, and the program dies.
+    if grep -qw amx_tile /proc/cpuinfo && [ "$(g++ -dumpversion | cut -d. -f1)" -le 12 ]; then
+        echo "GCC 12 or older: building without AMX"
+        flags="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+    fi
+    cmake -S "$sources" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_C_FLAGS="$flags" -DCMAKE_CXX_FLAGS="$flags" \
+        -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF "${OPTIONS[@]}" \
+        >"$HERE/cmake.log" 2>&1 || fail "cmake could not set up the build; see $HERE/cmake.log"
+    nice -n 10 cmake --build "$build" -j "$JOBS" --target "$@" >"$HERE/build.log" 2>&1 ||
+        fail "the build failed; see $HERE/build.log"
+    "$build/bin/llama-server" --version >/dev/null 2>&1 || fail "$build/bin/llama-server does not run"
+}

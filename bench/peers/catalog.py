@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
-from bench.peers.conversations import CompletionsConversation, LlamaConversation
+from bench.peers.conversations import CompletionsConversation, IkLlamaConversation, LlamaConversation
 from bench.peers.workload import Shape
 from tenuto.base.config import DEFAULT_MODEL, cache_dir
 from tenuto.cli.bench_apis import BenchConversation, TenutoConversation
@@ -107,9 +107,9 @@ def _tenuto_inside(kv_cache_dtype: str) -> Command:
     return command
 
 
-def _llama(attention: str) -> Command:
+def _llama(attention: str, programs: str = LLAMA_PROGRAMS) -> Command:
     def command(setting: Setting, shape: Shape) -> list[str]:
-        program, threads = str(setting.peers / LLAMA_PROGRAMS / "llama-server"), str(setting.threads)
+        program, threads = str(setting.peers / programs / "llama-server"), str(setting.threads)
         options = ["--model", str(setting.gguf), "--threads", threads, "--parallel", str(shape.sessions)]
         return [program, *options, "--ctx-size", str(shape.sessions * _context(shape)), "--flash-attn", attention]
 
@@ -195,6 +195,13 @@ PEERS = (
         _LLAMA_API,
         "llamacpp",
         single=True,
+    ),
+    Peer(
+        "ikllamacpp",
+        "ik_llama.cpp",
+        _llama("on", "ikllamacpp/build/bin"),
+        Server(IkLlamaConversation, "resend", "/health"),
+        "ikllamacpp",
     ),
     Peer(
         "vllm",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from tenuto.cli.bench_apis import Arrival, BenchConversation, Counts, OpenAIConversation
+from tenuto.cli.bench_apis import Arrival, BenchConversation, BenchRequest, Counts, OpenAIConversation
+from tenuto.cli.bench_http import BenchHttp, TimedEvent
 
 
 class LlamaConversation(BenchConversation):
@@ -14,23 +15,48 @@ class LlamaConversation(BenchConversation):
 
     histories = ("resend",)
 
-    async def turn(self, given: list[int]) -> AsyncIterator[Arrival | Counts]:
-        self._history += given
+    async def _events(self, prompt: Sequence[int | str], **options: Any) -> list[TimedEvent]:
+        """Sends a prompt of tokens and texts, and returns the events of the answer."""
         body = {
-            "prompt": self._history,
+            "prompt": prompt,
             "n_predict": self._request.output_tokens,
             "temperature": 0,
             "ignore_eos": True,
             "cache_prompt": True,
-            "return_tokens": True,
             "stream": True,
+            **options,
         }
-        for when, _, data in await self._http.events("/completion", body, {"connection": "close"}):
+        return await self._http.events("/completion", body, {"connection": "close"})
+
+    async def turn(self, given: list[int]) -> AsyncIterator[Arrival | Counts]:
+        self._history += given
+        for when, _, data in await self._events(self._history, return_tokens=True):
             if ids := data.get("tokens"):
                 self._history += ids
                 yield Arrival(when, len(ids))
             if data.get("stop"):
                 yield Counts(data["tokens_evaluated"], data["timings"]["cache_n"], data["tokens_predicted"])
+
+
+class IkLlamaConversation(LlamaConversation):
+    """Does the same with the server of ik_llama.cpp, which streams only text. So the history has the texts of outputs,
+    and the server makes tokens of them again."""
+
+    def __init__(self, http: BenchHttp, request: BenchRequest, name: str) -> None:
+        super().__init__(http, request, name)
+        self._said: list[int | str] = []
+
+    async def turn(self, given: list[int]) -> AsyncIterator[Arrival | Counts]:
+        self._said += given
+        text = ""
+        for when, _, data in await self._events(self._said):
+            if piece := data.get("content"):
+                text += piece
+                yield Arrival(when, 1)
+            if data.get("stop"):
+                prompt = data["tokens_evaluated"]
+                yield Counts(prompt, prompt - data["timings"]["prompt_n"], data["tokens_predicted"])
+        self._said.append(text)
 
 
 class CompletionsConversation(OpenAIConversation):

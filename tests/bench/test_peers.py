@@ -16,7 +16,7 @@ import pytest
 
 from bench.peers.__main__ import parse
 from bench.peers.catalog import PEERS, Peer, Setting
-from bench.peers.conversations import CompletionsConversation, LlamaConversation
+from bench.peers.conversations import CompletionsConversation, IkLlamaConversation, LlamaConversation
 from bench.peers.picture import draw
 from bench.peers.processes import started
 from bench.peers.report import Results, document, table
@@ -167,7 +167,7 @@ def test_peers_and_shapes_can_be_selected() -> None:
 class Scripted(BaseHTTPRequestHandler):
     """Answers like llama.cpp's server and vLLM: three tokens, in two pieces."""
 
-    prompts: list[list[int]] = []  # noqa: RUF012 - of the one server there is
+    prompts: list[list[int | str]] = []  # noqa: RUF012 - of the one server there is
 
     def do_GET(self) -> None:
         self._send(json.dumps({"data": [{"id": "model"}]}).encode())
@@ -179,7 +179,9 @@ class Scripted(BaseHTTPRequestHandler):
         pieces: list[dict[str, Any]]
         if self.path == "/completion":
             last = {"tokens": [], "stop": True, "tokens_evaluated": len(prompt), "tokens_predicted": 3}
-            pieces = [{"tokens": [1]}, {"tokens": [2, 3]}, {**last, "timings": {"cache_n": len(prompt) - 5}}]
+            timings = {"cache_n": len(prompt) - 5, "prompt_n": 5}
+            pieces = [{"tokens": [1], "content": "One "}, {"tokens": [2, 3], "content": "two"}]
+            pieces.append({**last, "timings": timings})
         else:
             usage = {"prompt_tokens": len(prompt), "completion_tokens": 3}
             details = {"prompt_tokens_details": {"cached_tokens": len(prompt) - 5}}
@@ -217,3 +219,11 @@ def test_peers_receive_the_whole_history_as_token_ids(scripted: str, kind: type[
     assert Scripted.prompts == [first, [*first, 1, 2, 3, *second]]
     assert [turn.counts for turn in timed] == [Counts(48, 43, 3), Counts(99, 94, 3)]
     assert [len(turn.gaps) for turn in timed] == [2, 2]
+
+
+def test_a_peer_that_streams_only_text_receives_the_text_again(scripted: str) -> None:
+    work = workload(Shape(1, 2), 0, WORDS, output=3)
+    timed, _ = asyncio.run(measure(httpx.URL(scripted), None, IkLlamaConversation, "resend", work, lambda: None))
+    first, second = work.inputs(0)
+    assert Scripted.prompts == [first, [*first, "One two", *second]]
+    assert [turn.counts for turn in timed] == [Counts(48, 43, 3), Counts(97, 92, 3)]
