@@ -22,7 +22,7 @@ def a_missing_row_is_not_noticed() -> Any:
     """Row counts are not compared."""
 
     def make(original: Any) -> Any:
-        def histories(self: rows.SessionRows, numbers: list[int]) -> Any:
+        def histories(self: rows.StoredSessions, numbers: list[int]) -> Any:
             self._checked = True
             found = original(self, numbers)
             self._checked = False
@@ -30,7 +30,7 @@ def a_missing_row_is_not_noticed() -> Any:
 
         return histories
 
-    return replaced(rows.SessionRows, "_histories", make)
+    return replaced(rows.StoredSessions, "_histories", make)
 
 
 def sessions_read_together_with_a_damaged_one_are_dropped() -> Any:

@@ -35,8 +35,8 @@ HOLES = (
     Slip("engine.parking", "return memory.computed if memory.computed < len(session.history) and not memory.arriving else 0", "return memory.computed"),
     Slip("engine.session_states", "            first += len(piece)", "            pass"),
     Slip("engine.occupation", "self._idle_memory.weights_change(self._sessions, identity, keep=keep)", "pass"),
-    Slip("session.journal", "WHERE piece = ? LIMIT 2", "WHERE piece = ? LIMIT 1"),
-    Slip("session.journal", "row = session, position, piece, length - position", "row = session, position, piece, length - position + 1"),
+    Slip("session.journal_changes", "WHERE piece = ? LIMIT 2", "WHERE piece = ? LIMIT 1"),
+    Slip("session.journal_changes", "row = session, position, piece, length - position", "row = session, position, piece, length - position + 1"),
     Slip("session.prefixes", "        self.version += 1\n", ""),
     Slip("sched.admission", "                    self._room_for = None\n", "                    pass\n"),
 )  # fmt: skip

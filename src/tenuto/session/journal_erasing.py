@@ -8,12 +8,11 @@ acknowledged.
 
 from __future__ import annotations
 
-import sqlite3
 from dataclasses import dataclass
 
 from tenuto.base.errors import InvariantError
 from tenuto.session.changes import ErasedRows
-from tenuto.session.journal_rows import checksum_of
+from tenuto.session.journal_rows import Database, checksum_of
 
 _TABLES = (("sessions", "id"), ("history", "session"), ("records", "session"), ("results", "session"))
 """The tables with rows of sessions, and their columns with the session's number."""
@@ -30,7 +29,7 @@ class RowsToErase:
     shared: dict[str, int]
 
     @classmethod
-    def of(cls, db: sqlite3.Connection, number: int) -> RowsToErase:
+    def of(cls, db: Database, number: int) -> RowsToErase:
         """Returns the rows of a session."""
         users = (
             "FROM history AS own JOIN history AS other ON other.piece = own.piece WHERE own.session = ? AND "
@@ -38,14 +37,14 @@ class RowsToErase:
         )
         used = {piece for (piece,) in db.execute(f"SELECT other.piece {users}", (number,))}
         every = {piece for (piece,) in db.execute("SELECT piece FROM history WHERE session = ?", (number,))}
-        common = (
-            f"SELECT other.session AS id, sum(min(own.length, other.length)) AS tokens {users} GROUP BY other.session"
-        )
-        shared = dict(db.execute(f"SELECT name, tokens FROM sessions JOIN ({common}) USING (id)", (number,)))
+        least = "CASE WHEN own.length < other.length THEN own.length ELSE other.length END"
+        common = f"SELECT other.session AS id, sum({least}) AS tokens {users} GROUP BY other.session"
+        query = f"SELECT name, tokens FROM sessions JOIN ({common}) AS common USING (id)"
+        shared = {name: int(tokens) for name, tokens in db.execute(query, (number,))}
         pieces = sorted(every - used)
         return cls(number, _count(db, number) + len(pieces), pieces, shared)
 
-    def require_gone(self, db: sqlite3.Connection) -> ErasedRows:
+    def require_gone(self, db: Database) -> ErasedRows:
         """Returns what was removed. Raises `InvariantError` if any of it is still there."""
         left = _count(db, self.number)
         for piece in self.pieces:
@@ -55,21 +54,21 @@ class RowsToErase:
         return ErasedRows(self.rows, self.shared)
 
 
-def _count(db: sqlite3.Connection, number: int) -> int:
+def _count(db: Database, number: int) -> int:
     return sum(
         int(db.execute(f"SELECT count(*) FROM {table} WHERE {column} = ?", (number,)).fetchone()[0])
         for table, column in _TABLES
     )
 
 
-def too_long(db: sqlite3.Connection) -> list[int]:
+def too_long(db: Database) -> list[int]:
     """Returns the pieces with an end that no session has."""
     longest = "SELECT piece, max(length) AS most FROM history GROUP BY piece"
-    query = f"SELECT id FROM pieces JOIN ({longest}) ON id = piece WHERE length(tokens) > 4 * most"
+    query = f"SELECT id FROM pieces JOIN ({longest}) AS longest ON id = piece WHERE length(tokens) > 4 * most"
     return [piece for (piece,) in db.execute(query).fetchall()]
 
 
-def cut_to_use(db: sqlite3.Connection, piece: int) -> None:
+def cut_to_use(db: Database, piece: int) -> None:
     """Cuts a piece where the longest part ends that a session has of it, unless it or one of its uses is damaged."""
     users = db.execute("SELECT session, position, length, checksum FROM history WHERE piece = ?", (piece,)).fetchall()
     kept = 4 * max((length for _, _, length, _ in users), default=0)

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -72,7 +72,7 @@ CREATE TABLE results (
 # ever written; see `Acknowledged`.
 
 SESSION = "id, tenant, name, policy, system, version, used, length, turns, results, born"
-RECORD = "session, number, start, input_end, end, conversation, cut, made"
+RECORD = 'session, number, start, input_end, "end", conversation, cut, made'
 RESULT = "number, session, key, turn"
 
 Value = int | float | str | bytes | None
@@ -126,6 +126,40 @@ def insert(db: sqlite3.Connection, table: str, row: tuple[Value, ...]) -> int | 
     return db.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", row).lastrowid
 
 
+class Rows(Protocol):
+    """The result of a query, as in Python's interface of databases."""
+
+    @property
+    def rowcount(self) -> int: ...
+
+    def fetchone(self) -> Any: ...
+
+    def fetchall(self) -> list[Any]: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+class Database(Protocol):
+    """A database with the tables of a journal. A `?` in a query stands for a value."""
+
+    def execute(self, query: str, values: Sequence[Value] = (), /) -> Rows: ...
+
+    def insert(self, table: str, row: Sequence[Value], number: str = "") -> int:
+        """Inserts a row, which ends with its checksum. Returns the row's number if a column has it, named `number`."""
+
+
+class SqliteDatabase:
+    """A `Database` in a file of SQLite."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self.execute = db.execute
+        self._db = db
+
+    def insert(self, table: str, row: Sequence[Value], number: str = "") -> int:  # noqa: ARG002 - SQLite knows it
+        """See `Database.insert`."""
+        return insert(self._db, table, tuple(row)) or 0
+
+
 def check(name: str, row: Sequence[Value], given: object) -> None:
     """Raises `Unsound` unless `given` is the checksum of the row."""
     if checksum_of(*row) != given:
@@ -142,18 +176,104 @@ class Header(NamedTuple):
     sessions: int
 
 
-class SessionRows:
-    """Reads the sessions of a journal so that a damaged one affects no other: many at a time, and one by one where that
-    fails.
+class StoredSessions:
+    """Reads sessions from the tables of a database.
 
     `checked`: whether the rows have checksums and counts.
     """
 
-    def __init__(self, db: sqlite3.Connection, fingerprint: str, *, checked: bool = True) -> None:
-        self._db = db
+    _scan = ""  # how to read the table of sessions without its index
+
+    def __init__(self, db: Database, fingerprint: str, *, checked: bool = True) -> None:
+        self._database = db
         self._fingerprint = fingerprint
         self._checked = checked
         self._conversations: dict[bytes, Conversation] = {}  # decoded; most are equal
+
+    def _columns(self, table: str, columns: str) -> str:  # noqa: ARG002 - older files lack some of a table's
+        return columns
+
+    def together(self, numbers: list[int]) -> list[SavedSession]:
+        """Returns the sessions with these ascending numbers. Raises `Unsound`, and other errors of damage."""
+        columns = f"{self._columns('sessions', SESSION)}, checksum"
+        if not self._checked:
+            columns = "id, tenant, name, policy, system, version, used, NULL, 0"
+        query = f"SELECT {columns} FROM sessions{self._scan} WHERE id BETWEEN ? AND ? ORDER BY id"
+        rows = self._database.execute(query, (numbers[0], numbers[-1])).fetchall()
+        if [row[0] for row in rows] != numbers:
+            raise Unsound("its row is missing")
+        histories, records, results = self._histories(numbers), self._records(numbers), self._results(numbers)
+        found = []
+        for *row, own in rows:
+            number, _, name, policy, system, version, used, *counts, born = row
+            tokens, turns, kept = histories[number], records[number], results[number]
+            if self._checked:
+                check("sessions", (self._fingerprint, *row), own)
+                if counts != [len(tokens), len(turns), len(kept)]:
+                    raise Unsound("one of its rows is missing")
+            about = _policies.decode(policy)
+            birth, origin = _born.decode(born) if born is not None else (number, None)
+            found.append(
+                SavedSession(name, about, system, version, tokens, tuple(turns), tuple(kept), used, birth, origin)
+            )
+        return found
+
+    def _histories(self, numbers: list[int]) -> dict[int, array[int]]:
+        found: defaultdict[int, array[int]] = defaultdict(lambda: array("i"))
+        sums = "history.checksum, pieces.checksum" if self._checked else "0, 0"
+        query = (
+            f"SELECT session, position, piece, length, tokens, {sums} FROM history JOIN pieces ON id = piece "
+            "WHERE session BETWEEN ? AND ? ORDER BY session, position"
+        )
+        rows = self._database.execute(query, (numbers[0], numbers[-1]))
+        for session, position, piece, length, data, own, content in rows:
+            if self._checked:
+                check("history", (session, position, piece, length, content), own)
+                check("pieces", (data,), content)
+            tokens = found[session]
+            if position != len(tokens) or not 0 <= 4 * length <= len(data):
+                raise Unsound(f"a piece at {position} with {len(data) // 4} tokens follows {len(tokens)} tokens")
+            tokens.frombytes(data[: 4 * length])
+        return found
+
+    def _records(self, numbers: list[int]) -> dict[int, list[TurnRecord]]:
+        found: defaultdict[int, list[TurnRecord]] = defaultdict(list)
+        rows = self._numbered("records", RECORD, numbers)
+        for session, _, start, input_end, end, conversation, cut, made, _ in rows:
+            about = self._conversations.get(conversation)
+            if about is None and conversation is not None:
+                about = self._conversations[conversation] = msgspec.json.decode(conversation, type=Conversation)
+            stamps = _made.decode(made) if made is not None else None
+            found[session].append(TurnRecord(start, input_end, end, about, bool(cut), stamps))
+        return found
+
+    def _results(self, numbers: list[int]) -> dict[int, list[tuple[str, bytes]]]:
+        found: defaultdict[int, list[tuple[str, bytes]]] = defaultdict(list)
+        for _, session, key, turn, _ in self._numbered("results", RESULT, numbers):
+            found[session].append((key, turn))
+        return found
+
+    def _numbered(self, table: str, columns: str, numbers: list[int]) -> Iterator[tuple[Any, ...]]:
+        """Yields the rows of sessions, each session's in the order of their numbers, with
+        their checksums."""
+        own = "checksum" if self._checked else "0"
+        columns = self._columns(table, columns)
+        query = f"SELECT {columns}, {own} FROM {table} WHERE session BETWEEN ? AND ? ORDER BY session, number"
+        for row in self._database.execute(query, (numbers[0], numbers[-1])):
+            if self._checked:
+                check(table, row[:-1], row[-1])
+            yield row
+
+
+class SessionRows(StoredSessions):
+    """Reads the sessions of a journal so that a damaged one affects no other: many at a time, and one by one where that
+    fails."""
+
+    _scan = " NOT INDEXED"
+
+    def __init__(self, db: sqlite3.Connection, fingerprint: str, *, checked: bool = True) -> None:
+        super().__init__(SqliteDatabase(db), fingerprint, checked=checked)
+        self._db = db
         self._names: defaultdict[int, dict[tuple[str, str], None]] | None = None  # read once a session is damaged
         self.damaged: list[DamagedSession] = []
         self.sound: list[int] = []  # the numbers of sessions read without damage
@@ -164,7 +284,7 @@ class SessionRows:
         for first in range(0, len(numbers), TOGETHER):
             some = numbers[first : first + TOGETHER]
             try:
-                found = self._sessions(some)
+                found = self.together(some)
             except _DAMAGE:
                 yield from self._one_by_one(some)
             else:
@@ -175,12 +295,15 @@ class SessionRows:
     def _one_by_one(self, numbers: list[int]) -> Iterator[SavedSession]:
         for number in numbers:
             try:
-                (saved,) = self._sessions([number])
+                (saved,) = self.together([number])
             except _DAMAGE as error:
                 self.damaged.append(DamagedSession(*self._name(number), str(error)))
             else:
                 self.sound.append(number)
                 yield saved
+
+    def _columns(self, table: str, columns: str) -> str:
+        return columns_of(self._db, table, columns)
 
     def header(self) -> Header | None:
         """Returns the row about the whole journal; `None` if it is damaged or missing."""
@@ -232,74 +355,3 @@ class SessionRows:
                         self._names[found][_text(tenant), _text(name)] = None
         tenants, names = zip(*self._names[number], strict=True) if number in self._names else ((), ())
         return " or ".join(dict.fromkeys(tenants)), " or ".join(dict.fromkeys(names)) or f"number {number}"
-
-    def _sessions(self, numbers: list[int]) -> list[SavedSession]:
-        """Returns the sessions with these ascending numbers."""
-        columns = f"{columns_of(self._db, 'sessions', SESSION)}, checksum"
-        if not self._checked:
-            columns = "id, tenant, name, policy, system, version, used, NULL, 0"
-        query = f"SELECT {columns} FROM sessions NOT INDEXED WHERE id BETWEEN ? AND ? ORDER BY id"
-        rows = self._db.execute(query, (numbers[0], numbers[-1])).fetchall()
-        if [row[0] for row in rows] != numbers:
-            raise Unsound("its row is missing")
-        histories, records, results = self._histories(numbers), self._records(numbers), self._results(numbers)
-        found = []
-        for *row, own in rows:
-            number, _, name, policy, system, version, used, *counts, born = row
-            tokens, turns, kept = histories[number], records[number], results[number]
-            if self._checked:
-                check("sessions", (self._fingerprint, *row), own)
-                if counts != [len(tokens), len(turns), len(kept)]:
-                    raise Unsound("one of its rows is missing")
-            about = _policies.decode(policy)
-            birth, origin = _born.decode(born) if born is not None else (number, None)
-            found.append(
-                SavedSession(name, about, system, version, tokens, tuple(turns), tuple(kept), used, birth, origin)
-            )
-        return found
-
-    def _histories(self, numbers: list[int]) -> dict[int, array[int]]:
-        found: defaultdict[int, array[int]] = defaultdict(lambda: array("i"))
-        sums = "history.checksum, pieces.checksum" if self._checked else "0, 0"
-        query = (
-            f"SELECT session, position, piece, length, tokens, {sums} FROM history JOIN pieces ON id = piece "
-            "WHERE session BETWEEN ? AND ? ORDER BY session, position"
-        )
-        rows = self._db.execute(query, (numbers[0], numbers[-1]))
-        for session, position, piece, length, data, own, content in rows:
-            if self._checked:
-                check("history", (session, position, piece, length, content), own)
-                check("pieces", (data,), content)
-            tokens = found[session]
-            if position != len(tokens) or not 0 <= 4 * length <= len(data):
-                raise Unsound(f"a piece at {position} with {len(data) // 4} tokens follows {len(tokens)} tokens")
-            tokens.frombytes(data[: 4 * length])
-        return found
-
-    def _records(self, numbers: list[int]) -> dict[int, list[TurnRecord]]:
-        found: defaultdict[int, list[TurnRecord]] = defaultdict(list)
-        rows = self._numbered("records", RECORD, numbers)
-        for session, _, start, input_end, end, conversation, cut, made, _ in rows:
-            about = self._conversations.get(conversation)
-            if about is None and conversation is not None:
-                about = self._conversations[conversation] = msgspec.json.decode(conversation, type=Conversation)
-            stamps = _made.decode(made) if made is not None else None
-            found[session].append(TurnRecord(start, input_end, end, about, bool(cut), stamps))
-        return found
-
-    def _results(self, numbers: list[int]) -> dict[int, list[tuple[str, bytes]]]:
-        found: defaultdict[int, list[tuple[str, bytes]]] = defaultdict(list)
-        for _, session, key, turn, _ in self._numbered("results", RESULT, numbers):
-            found[session].append((key, turn))
-        return found
-
-    def _numbered(self, table: str, columns: str, numbers: list[int]) -> Iterator[tuple[Any, ...]]:
-        """Yields the rows of sessions, each session's in the order of their numbers, with
-        their checksums."""
-        own = "checksum" if self._checked else "0"
-        columns = columns_of(self._db, table, columns)
-        query = f"SELECT {columns}, {own} FROM {table} WHERE session BETWEEN ? AND ? ORDER BY session, number"
-        for row in self._db.execute(query, (numbers[0], numbers[-1])):
-            if self._checked:
-                check(table, row[:-1], row[-1])
-            yield row
