@@ -23,6 +23,7 @@ from tests.serve.server import serving
 
 CLASSES = (WorkerSettings, EngineConfig, ServeSettings)
 NOT_OPTIONS = {"config": "it has the options of `EngineConfig`", "tenants": "they are read from `keys` and two keys"}
+NOT_OPTIONS["fleet_secret"] = "it is read from `fleet_secret_file`"
 
 Show = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -63,7 +64,7 @@ def test_every_field_is_a_flag_a_variable_and_a_key_or_has_a_reason_not_to_be(sh
         if each.metadata["internal"]:
             reasons[each.name] = each.metadata["internal"]
     assert sorted(names) == sorted({*SERVER, *reasons}), "a name is used twice, or is no option without a reason"
-    assert set(reasons) == {"config", "tenants", "lookahead", "tenant_weights"}
+    assert set(reasons) == {"config", "tenants", "fleet_secret", "lookahead", "tenant_weights"}
     text = run("serve", "--help").stdout
     flags = re.findall(r"^  (--[\w-]+)", text, re.MULTILINE)
     assert len(flags) == len(set(flags))
@@ -86,9 +87,12 @@ def test_every_option_is_read_from_its_variable(show: Show) -> None:
     }
     given |= {"TENUTO_DISK_TIER": "tier", "TENUTO_JOURNAL": "kept", "TENUTO_LORA_MODULES": "a=adapter"}
     given |= {"TENUTO_DTYPE": "bfloat16", "TENUTO_MEMORY": "0.5", "TENUTO_API_KEY": "k", "TENUTO_ADMIN_API_KEY": "a"}
+    of_fleet = {"TENUTO_FLEET": "postgresql://db/fleet", "TENUTO_ADVERTISE": "http://10.0.0.1:8000"}
+    assert shown(show(**of_fleet))["advertise"] == ('"http://10.0.0.1:8000"', "variable TENUTO_ADVERTISE")
+    assert shown(show(**of_fleet))["fleet"] == ("********", "variable TENUTO_FLEET")
     found = shown(show(**given))
     for name, (value, source) in found.items():
-        if name != "keys":
+        if name not in ("keys", "fleet", "advertise", "fleet_secret_file"):
             assert source == f"variable TENUTO_{name.upper()}"
             assert value == defaults.get(name, value)
     assert found["served_model_name"][0] == '["a", "b"]'
@@ -153,11 +157,30 @@ def test_keys_are_masked(show: Show) -> None:
         ("max_running = 600\n", r"mixed_budget is 512; allowed: more than max_running \(600\)"),
         ("host = '0.0.0.0'\n", r"API key"),
         ("keys = 'none.toml'\n", r"key file none\.toml cannot be used"),
+        ("fleet = 'postgresql://db/x'\n", r"fleet and advertise are given alone; allowed: both, or neither"),
+        ("advertise = 'http://db:1'\n", r"fleet and advertise are given alone"),
+        ("fleet = 'x'\nadvertise = 'a:1'\n", r"advertise is 'a:1'; allowed: a URL such as"),
+        ("fleet = 'x'\nadvertise = 'http://a:1'\njournal = 'j'\n", r"fleet and journal are given; allowed: one"),
+        ("fleet_lease = 0.1\n", r"fleet_lease is 0\.1; allowed"),
+        ("fleet_secret_file = 'no'\n", r"the file with the fleet's secret, no, cannot be used"),
         ("port = \n", r"tenuto\.toml cannot be used: .*line 1"),
     ],
 )
 def test_an_error_in_the_file_is_one_line_that_names_it(show: Show, file: str, error: str) -> None:
     assert re.search(error, refused(show(file=file)))
+
+
+def test_the_secret_of_a_fleet_is_a_line_that_can_be_sent(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text("0123456789abcdef\n")
+    settings = ServeSettings(fleet_secret_file=str(path))
+    assert settings.fleet_secret == "0123456789abcdef"
+    assert "0123456789abcdef" not in repr(settings)
+    for unfit in ("0123456789abcde", "two words of a secret", "a-secret-with-\N{LATIN SMALL LETTER E WITH ACUTE}", ""):
+        path.write_text(unfit, encoding="utf-8")
+        with pytest.raises(ConfigError, match="secret") as refusal:
+            ServeSettings(fleet_secret_file=str(path))
+        assert not unfit or unfit not in str(refusal.value)
 
 
 @pytest.mark.parametrize(

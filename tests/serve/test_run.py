@@ -150,12 +150,10 @@ def test_a_server_without_its_engine_answers_503_until_it_ends() -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         answers = runner.run(ask_everything())
     other = {place: status for place, status in answers.items() if status != 503}
-    of_turns = ("get /v1/sessions/{session_id}/turns/{turn_id}", "get /v1/sessions/{session_id}/turns/{turn_id}/events")
     known = {
         "get /metrics": 200,
         "post /v1/sessions/import": 400,
         "post /v1/sessions/import/state": 415,
-        **dict.fromkeys(of_turns, 404),
     }
     of_weights = (f"update_weights_from_{source}" for source in ("disk", "tensor", "distributed"))
     known |= dict.fromkeys((f"post /{route}" for route in (*of_weights, "init_weights_update_group")), 400)

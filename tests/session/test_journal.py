@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sqlite3
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,11 +17,17 @@ from tenuto.base.errors import ConfigError, TenutoError
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.wire.messages import StartTurn
 from tenuto.engine.engine import StepReport
+from tenuto.engine.thread.journaling import AnyJournal
 from tenuto.session.changes import Change
 from tenuto.session.journal import Journal
+from tenuto.session.journal_rows import StoredSessions
+from tenuto.session.postgres.database import Database
+from tenuto.session.postgres.journal import PostgresJournal
+from tenuto.session.postgres.replicas import Replicas
 from tenuto.session.records import SavedSession
 from tenuto.session.results import MAX_RESULTS
 from tests.engine.test_saved_sessions import STEPS, Talk, take
+from tests.postgres import database
 
 ENDINGS = ("close", "ephemeral", "branch")
 
@@ -47,12 +55,35 @@ class Journaled(Talk):
         return [session.saved() for session in self.engine.registry if not session.policy.ephemeral]
 
 
+def opened(kind: str, path: Path) -> AnyJournal:
+    """Returns a new journal: in a file at `path`, or of a fleet's only replica."""
+    if kind == "sqlite":
+        return Journal(path, "tokens")
+    url = database()
+    replicas = Replicas(Database(url), "tokens")
+    replicas.join("http://a", 60)
+    replicas.db.close()
+    return PostgresJournal(Database(url), "tokens", replicas.number)
+
+
+def all_in(journal: Any) -> list[SavedSession]:
+    """Returns all sessions in a journal, in the order in which they were opened."""
+    if isinstance(journal, Journal):
+        return list(journal.sessions())
+    numbers = [number for (number,) in journal._db.execute("SELECT id FROM sessions ORDER BY id")]
+    stored = StoredSessions(journal._db, "tokens")
+    return [saved for number in numbers for saved in stored.together([number])]
+
+
 def reopened(path: Path) -> list[SavedSession]:
     journal = Journal(path, "tokens")
     try:
         return list(journal.sessions())
     finally:
         journal.close()
+
+
+KINDS = ("sqlite", "postgres")
 
 
 def end(talk: Journaled, ending: str, n: int) -> None:
@@ -69,17 +100,18 @@ def end(talk: Journaled, ending: str, n: int) -> None:
         talk.engine.sessions.close(passing.id)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=60, deadline=None)
 @given(
     steps=st.lists(st.tuples(st.sampled_from((*STEPS, *ENDINGS)), st.integers(0, 9)), max_size=14),
     together=st.integers(1, 5),
 )
-def test_sessions_come_back_as_they_were_committed(steps: list[tuple[str, int]], together: int) -> None:
+def test_sessions_come_back_as_they_were_committed(kind: str, steps: list[tuple[str, int]], together: int) -> None:
     talk = Journaled()
     session = talk.open("Be brief.")
     with TemporaryDirectory() as directory:
         path = Path(directory) / "journal"
-        journal = Journal(path, "tokens")
+        journal = opened(kind, path)
         for number, (step, n) in enumerate([("chat", 3), *steps]):
             try:
                 if step in ENDINGS:
@@ -94,10 +126,11 @@ def test_sessions_come_back_as_they_were_committed(steps: list[tuple[str, int]],
                 session = next(iter(talk.engine.registry))
             if number % together == 0:
                 journal.write(talk.new_changes())
-                assert list(journal.sessions()) == talk.saved()
+                assert all_in(journal) == talk.saved()
         journal.write(talk.new_changes())
+        assert all_in(journal) == talk.saved()
         journal.close()
-        assert reopened(path) == talk.saved()
+        assert kind == "postgres" or reopened(path) == talk.saved()
 
 
 @pytest.fixture
@@ -112,13 +145,13 @@ def journal(path: Path) -> Iterator[Journal]:
     opened.close()
 
 
-def counts(journal: Journal) -> dict[str, int]:
+def counts(journal: Any) -> dict[str, int]:
     """Returns the number of rows of each table."""
     tables = ("sessions", "pieces", "history", "records")
     return {table: journal._db.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in tables}
 
 
-def test_a_fork_stores_no_token_again_and_nothing_remains_of_closed_sessions(talk: Journaled, journal: Journal) -> None:
+def test_a_fork_stores_no_token_again_and_nothing_remains_of_closed_sessions(talk: Journaled, journal: Any) -> None:
     session = talk.open()
     for _ in range(10):
         talk.begin(session, [1] * 50, 5)
@@ -231,7 +264,19 @@ def test_a_journal_of_an_earlier_format_is_upgraded(talk: Journaled, path: Path)
     assert len(reopened(path)) == 3
 
 
-def test_results_are_kept_for_a_while_and_deleted_with_their_session(talk: Journaled, journal: Journal) -> None:
+def test_what_only_an_erased_session_had_of_a_shared_piece_is_cut_off(talk: Journaled, journal: Any) -> None:
+    talk.begin(talk.open(), [1] * 20, 0)
+    talk.play()
+    for kept, child in ((10, "t"), (5, "u")):
+        talk.engine.sessions.fork("s", position=kept, child=child)
+    journal.write(talk.new_changes())
+    talk.engine.erasure.erase("s")
+    journal.write(talk.new_changes())
+    ((tokens,),) = journal._db.execute("SELECT tokens FROM pieces").fetchall()
+    assert bytes(tokens) == array("i", [1] * 10).tobytes()
+
+
+def test_results_are_kept_for_a_while_and_deleted_with_their_session(talk: Journaled, journal: Any) -> None:
     session = talk.open()
     for number in range(MAX_RESULTS + 5):
         command = StartTurn(
@@ -241,7 +286,7 @@ def test_results_are_kept_for_a_while_and_deleted_with_their_session(talk: Journ
         talk.dispatcher.execute(command, prepared)
         talk.play()
         journal.write(talk.new_changes())
-    (saved,) = journal.sessions()
+    (saved,) = all_in(journal)
     assert saved == session.saved()
     assert [key for key, _ in saved.results] == [f"key {number}" for number in range(5, MAX_RESULTS + 5)]
     restored = Talk().engine.sessions.restore(saved)
@@ -262,7 +307,7 @@ def test_results_are_kept_for_a_while_and_deleted_with_their_session(talk: Journ
     assert not journal._db.execute("SELECT count(*) FROM results").fetchone()[0]
 
 
-def test_hidden_sessions_leave_no_trace(talk: Journaled, journal: Journal) -> None:
+def test_hidden_sessions_leave_no_trace(talk: Journaled, journal: Any) -> None:
     hidden = talk.engine.sessions.open("hidden", Policy(hidden=True))
     talk.begin(hidden, [1, 2, 3], 2)
     talk.play()
@@ -275,12 +320,10 @@ def test_every_write_is_flushed(journal: Journal) -> None:
     assert journal._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
-def test_a_session_rewound_within_a_turn_comes_back_without_an_extra_token(
-    talk: Journaled, path: Path, journal: Journal
-) -> None:
+def test_a_session_rewound_within_a_turn_comes_back_without_an_extra_token(talk: Journaled, journal: Any) -> None:
     session = talk.open()
     talk.begin(session, [1] * 50, 5)
     talk.play()
     talk.engine.sessions.rewind("s", position=20)
     journal.write(talk.new_changes())
-    assert [list(one.tokens) for one in journal.sessions()] == [[1] * 20]
+    assert [list(one.tokens) for one in all_in(journal)] == [[1] * 20]

@@ -8,6 +8,7 @@ from tenuto.engine.auditor import Auditor
 from tenuto.engine.erasure import Erasure
 from tenuto.memory.tiers import erasing
 from tenuto.session.journal import Journal
+from tenuto.session.journal_changes import ChangeTables
 from tenuto.session.journal_erasing import RowsToErase
 from tenuto.session.registry import Registry
 from tenuto.session.session import Session
@@ -87,27 +88,27 @@ def a_journal_row_is_left() -> Any:
     """The rows of turns stay, and nobody looks for them."""
 
     def make(original: Any) -> Any:
-        def remove(self: Journal, session: int) -> None:
+        def remove(self: ChangeTables, session: int) -> None:
             self._cut(session, 0)
             self._db.execute("DELETE FROM sessions WHERE id = ?", (session,))
 
         return remove
 
-    return replaced(Journal, "_remove", make)
+    return replaced(ChangeTables, "remove", make)
 
 
 def a_piece_of_history_is_left() -> Any:
     """The tokens stay, without a session that uses them, and nobody looks for them."""
 
     def make(original: Any) -> Any:
-        def remove(self: Journal, session: int) -> None:
+        def remove(self: ChangeTables, session: int) -> None:
             for table, column in (("history", "session"), ("records", "session"), ("sessions", "id")):
                 self._db.execute(f"DELETE FROM {table} WHERE {column} = ?", (session,))
 
         return remove
 
     return together(
-        replaced(Journal, "_remove", make),
+        replaced(ChangeTables, "remove", make),
         replaced(RowsToErase, "require_gone", lambda original: lambda self, db: self),
     )
 

@@ -56,9 +56,9 @@ SECONDS = 30
 MAX_MEMORY = 3 << 30
 """In bytes: an endless step may also use up memory."""
 
-WITH_MODELS = {
+UNDER_PYTEST = {
     f"tests/exec/test_{name}.py" for name in ("kv_cache_dtype", "model_executor", "native_forward", "state_slots")
-}
+} | {"tests/session/test_fleet_journals.py"}
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 _FAULTS: list[object] = []
@@ -107,8 +107,8 @@ def look_for_all(jobs: Iterable[Job]) -> Iterator[Outcome]:
 
 def needs_pytest(catcher: Catcher | None) -> bool:
     """Returns whether the catcher is a test of executors, whose fixtures take seconds to make models and longer to
-    compile."""
-    return isinstance(catcher, str) and catcher.partition("::")[0] in WITH_MODELS
+    compile, or one that starts PostgreSQL, which only pytest ends."""
+    return isinstance(catcher, str) and catcher.partition("::")[0] in UNDER_PYTEST
 
 
 def _run_pytest(job: Job) -> Outcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -31,6 +32,8 @@ SPECULATE = ("auto", "suffix", "mtp", "off")
 LEVELS = ("debug", "info", "warning", "error")
 OTHER_VARIABLES = ("TENUTO_CACHE", "TENUTO_URL")
 """Environment variables that set no option: the directory of models, and the URL of a client's server."""
+
+_REPLICA = re.compile(r"http://[^/?#@\s]+")
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
@@ -234,6 +237,16 @@ class WorkerSettings:
     journal: str | None = option(
         None, "File that keeps committed sessions for the next process that is given it. none: they end.", parse_path
     )
+    fleet: str | None = option(
+        None,
+        "PostgreSQL database of a fleet, as postgresql://USER@HOST/NAME, whose replicas share all sessions.",
+        parse_path,
+        secret=True,
+    )
+    advertise: str | None = option(None, "URL at which the other replicas of the fleet reach this one.", parse_path)
+    fleet_lease: float = option(
+        1.5, "Seconds after its last heartbeat until other replicas take over this one's sessions.", Bounds(0.5, 60.0)
+    )
     log_level: str = option("info", "What is logged, at least.", LEVELS)
     config: EngineOptions = field(default_factory=EngineOptions)
 
@@ -242,6 +255,12 @@ class WorkerSettings:
         engine_config(self.config)
         if len(self.adapters) < len(self.lora_modules):
             raise ConfigError("lora_modules have a name twice; allowed: different names")
+        if (self.fleet is None) != (self.advertise is None):
+            raise ConfigError("fleet and advertise are given alone; allowed: both, or neither")
+        if self.fleet is not None and self.journal is not None:
+            raise ConfigError("fleet and journal are given; allowed: one of them: a fleet's database has the sessions")
+        if self.advertise is not None and not _REPLICA.fullmatch(self.advertise):
+            raise ConfigError(f"advertise is {shown(self.advertise)}; allowed: a URL such as http://10.0.0.1:8000")
 
     @property
     def adapters(self) -> dict[str, str]:

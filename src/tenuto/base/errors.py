@@ -177,6 +177,14 @@ class NotAcknowledged(TenutoError, code="not_acknowledged", status=503):
     lost."""
 
 
+class SessionDamaged(TenutoError, code="session_damaged", status=500):
+    """The session's rows in the database of its fleet are damaged, so it is not served."""
+
+
+class Misdirected(TenutoError, code="misdirected", status=421):
+    """Another replica has forwarded a request for a session that this one does not own."""
+
+
 class DeadlinePassed(TenutoError, code="deadline_passed", status=504):
     """A turn waited for its session until one of its deadlines had passed."""
 

@@ -13,6 +13,7 @@ import msgspec
 from tenuto.base.config import EngineConfig
 from tenuto.base.embedding import EmbeddingHabits
 from tenuto.base.fill import FillTokens
+from tenuto.base.tools.answers import Reading
 from tenuto.base.tools.definitions import ModelHabits
 from tenuto.base.turns import Delta, TurnState
 from tenuto.base.wire.bodies import named
@@ -216,8 +217,8 @@ class Ticket(View, frozen=True, kw_only=True):
 
 class KeptTurn(View, frozen=True, kw_only=True):
     """A committed turn that was started with an idempotency key, kept to answer repeated requests. `digest`: the digest
-    of the request. `name`: the turn's name, see `messages.StartTurn`. `omitted`: the size in bytes if the answer was
-    too large to be kept, else 0; then `output` has only the turn's result, and `ticket` has no prompt."""
+    of the request. `name`, `reading`: see `messages.StartTurn`. `omitted`: the size in bytes if the answer was too
+    large to be kept, else 0; then `output` has only the turn's result, and `ticket` has no prompt."""
 
     key: str
     digest: bytes
@@ -225,6 +226,7 @@ class KeptTurn(View, frozen=True, kw_only=True):
     ticket: Ticket
     output: Delta
     omitted: int = 0
+    reading: Reading | None = None
 
 
 class FoundTurn(View, frozen=True, kw_only=True):
@@ -317,3 +319,40 @@ class Stats(View, frozen=True, kw_only=True):
 def hidden_session_id() -> str:
     """Returns a new id for a session that no request of a client can name."""
     return f"~{secrets.token_hex(12)}"
+
+
+class ReplicaView(View, frozen=True, kw_only=True):
+    """A replica of a fleet. `live`: whether its lease has not ended. `idle_seconds`: since its last heartbeat, by the
+    database's clock. `sessions`: the number that it owns."""
+
+    replica: int
+    url: str
+    live: bool
+    idle_seconds: float
+    lease_seconds: float
+    sessions: int
+
+
+class Place(View, frozen=True, kw_only=True):
+    """Where a session of a fleet is. `exists`: whether there is one of this name. `url`: of the replica that owns it;
+    `None` if that is the one that was asked, or there is none. `begun`: the request of a turn that its last owner had
+    accepted, as a `StartTurn` in MessagePack; only for the caller whose question made this replica the owner."""
+
+    exists: bool
+    url: str | None = None
+    begun: bytes | None = None
+
+
+class FleetView(View, frozen=True, kw_only=True):
+    """A fleet, as its replica number `replica` sees it in the database."""
+
+    replica: int
+    replicas: list[ReplicaView]
+
+
+class Membership(View, frozen=True, kw_only=True):
+    """A replica's part in its fleet. `secret`: shared by its replicas. `lease`: see `ReplicaView.lease_seconds`."""
+
+    replica: int
+    secret: str
+    lease: float

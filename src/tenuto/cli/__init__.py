@@ -12,7 +12,7 @@ import typer
 from tenuto.base.config import DEFAULT_MODEL
 from tenuto.base.errors import TenutoError
 from tenuto.base.options import OPTIONS, TurnOptions
-from tenuto.cli import journal, sessions, sglang
+from tenuto.cli import fleet, journal, sessions, sglang
 from tenuto.cli.options import SERVER, read_flags, with_options
 
 CHAT_TOKENS = 1024
@@ -174,6 +174,7 @@ def top(url: sessions.Url = sessions.DEFAULT_URL, api_key: sessions.ApiKey = Non
 
 app.add_typer(sessions.app, name="sessions")
 app.add_typer(journal.app, name="journal")
+app.add_typer(fleet.app, name="fleet")
 
 
 @app.command()

@@ -34,7 +34,8 @@ def run_server(settings: ServerSettings) -> None:
         HeapKeeper().start()
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(serve(engine, settings.serve, partial(_ready, settings)))
+                in_fleet = settings.worker.fleet is not None
+                runner.run(serve(engine, settings.serve, partial(_ready, settings), in_fleet=in_fleet))
         except EngineStopped as error:
             typer.echo(f"tenuto: {error}", err=True)
             raise typer.Exit(ENGINE_ENDED) from None

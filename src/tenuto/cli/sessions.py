@@ -53,10 +53,10 @@ def sessions() -> None:
 @app.command()
 def ls(url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: AsJson = False) -> None:
     """List open sessions, by id."""
-    with _connected(url, api_key) as connection:
+    with connected(url, api_key) as connection:
         found = _listed(connection, "/v1/sessions", "after")
     if as_json:
-        _show_json(found)
+        show_json(found)
         return
     rows = [
         [view["id"], _state(view), *(str(view[name]) for name in ("turns", "tokens", "context_left")), *_times(view)]
@@ -71,11 +71,11 @@ def show(session_id: Id, url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json
     from tenuto.client.wire import session_path  # noqa: PLC0415 - help is fast
 
     path = session_path(session_id)
-    with _connected(url, api_key) as connection:
+    with connected(url, api_key) as connection:
         view = connection.call(connection.ask("GET", path)).result()
         turns = _listed(connection, f"{path}/turns", "first")
     if as_json:
-        _show_json({**view, "history": turns})
+        show_json({**view, "history": turns})
         return
     for name, value in view.items():
         if value not in (None, {}):
@@ -162,7 +162,7 @@ def import_(
 
     query: dict[str, Any] = {} if new_id is None else {"id": new_id}
     try:
-        with _connected(url, api_key) as connection, _on_disk(file) as path:
+        with connected(url, api_key) as connection, _on_disk(file) as path:
             with path.open("rb") as opened:
                 has_state = is_state_file(opened.read(16))
             if has_state:
@@ -190,7 +190,7 @@ def close(
     """Close sessions. With --erase, print a receipt for each."""
     for session_id in session_ids:
         if erase:
-            _show_json(
+            show_json(
                 _ask("DELETE", session_id, f"?erase=true&finish={'true' if finish else 'false'}", None, url, api_key)
             )
             continue
@@ -201,7 +201,7 @@ def close(
 def _export_state(session_id: str, file: str, url: str, api_key: str | None) -> None:
     from tenuto.client.wire import session_path  # noqa: PLC0415 - help is fast
 
-    with _connected(url, api_key) as connection, tempfile.TemporaryDirectory() as directory:
+    with connected(url, api_key) as connection, tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "session" if file == "-" else Path(file)
         connection.call(connection.download(f"{session_path(session_id)}/export/state", path)).result()
         if file == "-":
@@ -222,7 +222,8 @@ def _on_disk(file: str) -> Iterator[Path]:
 
 
 @contextmanager
-def _connected(url: str, api_key: str | None) -> Iterator[Connection]:
+def connected(url: str, api_key: str | None) -> Iterator[Connection]:
+    """Yields a connection to a server, and closes it."""
     from tenuto.client.connection import Connection  # noqa: PLC0415 - help is fast
 
     connection = Connection(url, api_key)
@@ -236,7 +237,7 @@ def _ask(method: str, session_id: str, action: str, body: dict[str, Any] | None,
     """Sends a request about one session and returns the answer."""
     from tenuto.client.wire import session_path  # noqa: PLC0415 - help is fast
 
-    with _connected(url, api_key) as connection:
+    with connected(url, api_key) as connection:
         return connection.call(connection.ask(method, session_path(session_id) + action, body)).result()
 
 
@@ -253,14 +254,15 @@ def _listed(connection: Connection, path: str, cursor: str) -> list[dict[str, An
         query = {cursor: page["next"]}
 
 
-def _show_json(value: Any) -> None:
+def show_json(value: Any) -> None:
+    """Prints a value as JSON."""
     typer.echo(json.dumps(value, indent=2))
 
 
 def _show_session(view: dict[str, Any], as_json: bool, text: str) -> None:
     """Prints a session as JSON, or what `text` shows of it."""
     if as_json:
-        _show_json(view)
+        show_json(view)
     else:
         typer.echo(text.format_map(view))
 

@@ -64,6 +64,17 @@ class Lifecycle:
         self._outcomes.changes.append(change)
         return change
 
+    def record(self, turn: Turn, request: bytes) -> None:
+        """Records the request of a submitted turn, by which another replica can begin it again, until it ends."""
+        turn.recorded = True
+        self._note_turn("begin", turn.session, request)
+
+    def _note_turn(self, kind: ChangeKind, session: Session, request: bytes = b"") -> None:
+        """Records a change that leaves the history as it is."""
+        kept, same = len(session.history), len(session.records)
+        change = Change.of(kind, session, kept, used=self._clock.wall(), same=same, request=request)
+        self._outcomes.changes.append(change)
+
     def enqueue(self, turn: Turn, event: str) -> None:
         """Queues a submitted turn. `event` names the operation that submitted it."""
         self._counts.note(event)
@@ -354,6 +365,8 @@ class Lifecycle:
         self._leave_row(turn)
         self._counts.note(reason.value, turn.state)
         turn.abort(reason, self._clock.now())
+        if turn.recorded:
+            self._note_turn("drop", turn.session)
         self._turn_ended(turn)
 
     def _turn_ended(self, turn: Turn) -> None:
@@ -383,10 +396,19 @@ class Lifecycle:
         """Closes and removes a session without an open turn. It keeps no memory."""
         return self._close(session, "erase", keep=False)
 
-    def _close(self, session: Session, kind: ChangeKind, *, keep: bool) -> Change:
+    def leave(self, session: Session) -> None:
+        """Removes a session without an open turn that another engine continues. It keeps no memory."""
+        self._idle_memory.forget(session)
+        self._remove(session, "leave", keep=False)
+        self._sessions.note_left(session)
+
+    def _remove(self, session: Session, event: str, *, keep: bool) -> None:
         self._sessions.close(session, keep=keep)
         self.note_memory(session)
-        self._counts.note(kind)
+        self._counts.note(event)
+
+    def _close(self, session: Session, kind: ChangeKind, *, keep: bool) -> Change:
+        self._remove(session, kind, keep=keep)
         return self.note(kind, session, kept=len(session.history))
 
     def expire(self) -> None:

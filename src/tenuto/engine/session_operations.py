@@ -211,6 +211,18 @@ class SessionOperations:
         self._lifecycle.close(session)
 
     @guarded
+    def leave(self, session: Session) -> None:
+        """Removes a session that another replica owns by now, if it is still here: its turn is aborted, its memory is
+        dropped, and nothing is journaled."""
+        if self._registry.find(session.id, session.policy.tenant) is not session:
+            return
+        if session.turn is not None:
+            session.turn.recorded = False  # the other replica has its request
+            self._lifecycle.abort(session.turn, EndReason.ABORT)
+        if session.state is not SessionState.CLOSED:
+            self._lifecycle.leave(session)
+
+    @guarded
     def drop(self, session_id: str | None = None, *, tenant: str = "") -> int:
         """Drops a session, or all sessions, without a running turn to its tokens, which are computed again when needed.
         Returns the number of sessions that held memory."""

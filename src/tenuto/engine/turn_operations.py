@@ -111,6 +111,11 @@ class TurnOperations:
         self._lifecycle.enqueue(turn, "regenerate")
         return turn
 
+    @guarded
+    def record(self, turn: Turn, request: bytes) -> None:
+        """Has the journal keep the request of a turn that was just submitted, until the turn ends."""
+        self._lifecycle.record(turn, request)
+
     @staticmethod
     def _keep_output(turn: Turn, once: Once | None) -> None:
         """Sets the turn's idempotency key; its whole text is then kept for the result."""

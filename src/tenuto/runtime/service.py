@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from tenuto.base.config import EngineConfig, WorkerSettings, user_path
-from tenuto.base.errors import ConfigError, TenutoError
+from tenuto.base.errors import ConfigError, NotFound, TenutoError
 from tenuto.base.heap import give_back
 from tenuto.base.interpreter import without_collections
 from tenuto.base.tools.definitions import ModelHabits
@@ -59,6 +59,7 @@ from tenuto.memory.memory import kept_bytes
 from tenuto.runtime.intake import Input, Intake
 from tenuto.runtime.lanes import Lanes
 from tenuto.runtime.loaded_model import LoadedModel
+from tenuto.runtime.member import Member, OfFleet
 from tenuto.runtime.models import Model, build_engine, load_model, memory_bytes, server_budget
 from tenuto.runtime.outbox import Outbox
 from tenuto.runtime.preparation import Preparer, size_of
@@ -67,6 +68,7 @@ from tenuto.runtime.texts import Texts
 from tenuto.runtime.trainers import OfTrainers, Trainers
 from tenuto.session.journal import Journal
 from tenuto.session.journal_mending import Damage
+from tenuto.session.postgres.database import Database
 from tenuto.text.masks import MaskThreads
 
 log = logging.getLogger("tenuto.runtime")
@@ -97,15 +99,20 @@ class Service:
         send: Callable[[AnyReply], None],
         acknowledger: Acknowledger | None = None,
         journal: Journal | None = None,
+        member: Member | None = None,
         adapters: Mapping[str, str] = NO_ADAPTERS,
     ) -> None:
         """`adapters`: the directories of adapters, by their names. With a `journal`, its sessions are restored, and
-        later changes are written to it before they are acknowledged. Raises `ConfigError`."""
+        later changes are written to it before they are acknowledged. As the `member` of a fleet, sessions are taken
+        over when they are needed, and changes are written to the fleet's journal. Raises `ConfigError`."""
         self._executor = model.executor
         self._config = config
         self._masks = MaskThreads()
         with ExitStack() as undo:  # releases files on failure, so that a retry can open them
             undo.callback(self._masks.close)
+            if member is not None:
+                undo.callback(member.close)
+                undo.callback(member.journal.close)
             if journal is not None:
                 undo.callback(journal.close)
             kept = config if journal is not None else replace(config, checkpoint_rate=0)  # else nobody finds the state
@@ -119,7 +126,9 @@ class Service:
             engine.sessions.recover()
             undo.pop_all()
         self._log_snapshot("memory of sessions found")
-        self._writer = JournalWriter(journal) if journal is not None else None
+        written = journal or (member.journal if member is not None else None)
+        self._writer = JournalWriter(written) if written is not None else None
+        self._member, self._outlived = member, journal is not None
         self._describe = _description(model, engine, [*engine.core.adapters])
         self._renderer = Renderer(model.chat, model.tokenizer)
         self._texts = Texts(model.tokenizer)
@@ -130,6 +139,8 @@ class Service:
         self._loop = EngineLoop(engine, self._stopped, self._flush, self._writer or acknowledger)
         if self._writer is not None:
             self._writer.start(self._loop.wake)
+        if member is not None:
+            member.start(engine, self._loop)
         self._loaded = LoadedModel(model, config, self._loop, self._dispatcher)
         self._trainers = Trainers(self._loaded, self._lanes, self._answer_with, self._move_memory)
         self._session_files = SessionFiles(self._loaded, self._loop, self._dispatcher, engine.states)
@@ -141,6 +152,8 @@ class Service:
         self._loop.close()
         if self._writer is not None:
             self._writer.close()
+        if self._member is not None:
+            self._member.close()
         self._lanes.close()
         self._loaded.close()
         self._outbox.close()
@@ -163,14 +176,14 @@ class Service:
                 self._loop.audit().add_done_callback(partial(self._reply, request))
             case _ if isinstance(request, OfEngine):
                 self._ask(request)
+            case _ if isinstance(request, OfFleet):
+                self._of_fleet(request)
             case _ if isinstance(request, OfTrainers):
                 self._trainers.take(request)
             case DescribeTokenizer() | Detokenize() | TokenTexts() | Tokenize():
                 self._convert(request)
-            case Withdraw():
-                self._outbox.answer(request, self._intake.withdraw(request.name))
-            case StartTurn() | Draft():
-                self._admit(request)
+            case StartTurn() | Draft() | Withdraw():
+                self._take_in(request)
             case OpenSession():
                 self._renderer.check_system(request.system, self._config.context_length)
                 self._execute(request, lambda _: self._dispatcher.execute(request))
@@ -178,6 +191,11 @@ class Service:
                 self._move(request)
             case _:
                 self._execute(request, lambda _: self._dispatcher.execute(request))
+
+    def _of_fleet(self, request: OfFleet) -> None:
+        if self._member is None:
+            raise NotFound("this server is not a replica of a fleet; see --fleet")
+        self._member.take(request, partial(self._outbox.answer, request), partial(self._outbox.refuse, request.call))
 
     def _convert(self, request: DescribeTokenizer | Detokenize | TokenTexts | Tokenize) -> None:
         """Answers with the text of tokens, the tokens of a text, or the tokenizer itself."""
@@ -248,7 +266,10 @@ class Service:
 
         self._loop.execute(work, reply, ends=isinstance(request, AbortTurn))
 
-    def _admit(self, request: StartTurn | Draft) -> None:
+    def _take_in(self, request: StartTurn | Draft | Withdraw) -> None:
+        if isinstance(request, Withdraw):
+            self._outbox.answer(request, self._intake.withdraw(request.name))
+            return
         self._intake.put(
             Input(
                 command=request,
@@ -319,14 +340,13 @@ class Service:
     def _release_engine(self) -> None:
         """Releases the stopped engine's memory. If a journal keeps its sessions, saves their state in the disk tier
         first, if there is one."""
-        outlived = self._writer is not None
-        if outlived and self._engine.fuse.broken is None:
+        if self._outlived and self._engine.fuse.broken is None:
             try:
                 self._engine.sessions.save()
                 self._log_snapshot("memory of sessions saved")
             except Exception:
                 log.exception("the memory of sessions could not be saved; it will be computed again")
-        self._engine.end(keep=outlived)
+        self._engine.end(keep=self._outlived)
 
     def _log_snapshot(self, event: str) -> None:
         counts = self._engine.snapshots.counts
@@ -341,7 +361,23 @@ def open_service(settings: WorkerSettings, send: Callable[[AnyReply], None]) -> 
     memory = memory_bytes(settings)
     if memory is None:
         memory = server_budget(model, config)
-    return Service(model, config, memory, send, journal=open_journal(settings, model), adapters=settings.adapters)
+    return Service(
+        model,
+        config,
+        memory,
+        send,
+        journal=open_journal(settings, model),
+        member=join_fleet(settings, model),
+        adapters=settings.adapters,
+    )
+
+
+def join_fleet(settings: WorkerSettings, model: Model) -> Member | None:
+    """Joins the fleet of the settings, if they name one. Raises `ConfigError` or `ExtraMissing`."""
+    if settings.fleet is None:
+        return None
+    connect = partial(Database, settings.fleet)
+    return Member(connect, model.fingerprint, settings.advertise or "", settings.fleet_lease)
 
 
 def open_journal(settings: WorkerSettings, model: Model) -> Journal | None:

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tenuto.base.errors import InvalidRequest, Overloaded, RequestTimeout, TenutoError, TooLarge, Unauthorized
+from tenuto.base.errors import Disconnected, InvalidRequest, TenutoError
 from tenuto.base.heap import give_back
 from tenuto.serve import adapters, admin, documents, models, pages
 from tenuto.serve import map as map_routes
@@ -26,6 +26,9 @@ from tenuto.serve.anthropic import batch_routes as anthropic_batches
 from tenuto.serve.anthropic import errors as anthropic_errors
 from tenuto.serve.anthropic import routes as anthropic
 from tenuto.serve.exchange import Exchange
+from tenuto.serve.fleet import routes as fleet_routes
+from tenuto.serve.fleet.fleet import Fleet
+from tenuto.serve.fleet.forwarding import Forwarding
 from tenuto.serve.llama_cpp import errors as llama_cpp_errors
 from tenuto.serve.llama_cpp import routes as llama_cpp_completions
 from tenuto.serve.llama_cpp import server as llama_cpp_server
@@ -71,8 +74,9 @@ TRIM_SECONDS = 1.0
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
-def build_app(edge: Edge, metrics: Metrics) -> FastAPI:
-    """Builds the ASGI application of an edge. `metrics` counts its turns and requests."""
+def build_app(edge: Edge, metrics: Metrics, fleet: Fleet | None = None) -> FastAPI:
+    """Builds the ASGI application of an edge. `metrics` counts its turns and requests. `fleet`: that of which it is a
+    replica."""
     app = FastAPI(
         title="Tenuto",
         description="An LLM inference server in which the session, not the request, owns model state.",
@@ -117,6 +121,7 @@ def build_app(edge: Edge, metrics: Metrics) -> FastAPI:
         models,
         adapters,
         admin,
+        fleet_routes,
         map_routes,
         pages,
         documents,
@@ -127,6 +132,8 @@ def build_app(edge: Edge, metrics: Metrics) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(ClientDisconnect, _gone)
+    if fleet is not None:
+        app.add_middleware(Forwarding, fleet=fleet)
     app.add_middleware(Envelope, edge=edge, metrics=metrics)
     if edge.settings.allowed_origins:  # answers preflight requests itself, without a key
         app.add_middleware(
@@ -233,6 +240,8 @@ class Envelope:
         with structlog.contextvars.bound_contextvars(request_id=scope["state"]["request_id"]):
             try:
                 await self._answer(scope, headers, exchange)
+            except Disconnected:
+                raise  # the connection to the replica that answers a client on a WebSocket is broken
             except Exception:
                 log.exception("failed")
                 if exchange.status:
@@ -265,7 +274,9 @@ class Envelope:
                 self._edge.tenant(headers)  # refuses a request without a key before its body is read
             scope[TEXTS] = exchange.texts
             await self._app(scope, exchange.receive, exchange.send)
-        except (Overloaded, RequestTimeout, TooLarge, Unauthorized) as error:
+        except TenutoError as error:
+            if exchange.status:
+                raise
             _forget_frames(error)
             await exchange.refuse(scope, failure_response(scope, Failure.of(error)))
         else:

@@ -20,6 +20,7 @@ from tenuto.base.views import ModelView
 from tenuto.base.wire.link import Link
 from tenuto.serve.app import build_app, form_of
 from tenuto.serve.engine_process import EngineProcess
+from tenuto.serve.fleet.fleet import Fleet
 from tenuto.serve.metrics import Metrics
 from tenuto.serve.process import ProcessLink
 from tenuto.serve.protocol import BoundedProtocol, BoundedSocket, ConnectionLimits
@@ -70,11 +71,15 @@ def _connections(wanted: int) -> int:
 
 
 async def serve(
-    engine: EngineProcess, settings: ServeSettings, ready: Callable[[ModelView, str], None] = lambda *_: None
+    engine: EngineProcess,
+    settings: ServeSettings,
+    ready: Callable[[ModelView, str], None] = lambda *_: None,
+    *,
+    in_fleet: bool = False,
 ) -> None:
-    """Serves `engine` over HTTP until SIGTERM or SIGINT. `ready` is called with the model and the address once requests
-    are accepted. Raises `ModelError` or `ConfigError`, or `EngineStopped` if the engine ends by itself, once open
-    requests are answered."""
+    """Serves `engine` over HTTP until SIGTERM or SIGINT. `in_fleet`: it is a replica of a fleet. `ready` is called with
+    the model and the address once requests are accepted. Raises `ModelError` or `ConfigError`, or `EngineStopped` if
+    the engine ends by itself, once open requests are answered."""
     tracing = _tracing()
     try:
         with listen(settings) as listening:
@@ -83,7 +88,7 @@ async def serve(
             except EngineStopped as error:
                 raise ModelError(f"{error} before its model was loaded") from error
             try:
-                await _serve(link, link.model, settings, listening, ready, tracing)
+                await _serve(link, link.model, settings, listening, ready, tracing, in_fleet=in_fleet)
             finally:
                 await link.close()
     finally:
@@ -113,11 +118,14 @@ async def _serve(
     listening: socket.socket,
     ready: Callable[[ModelView, str], None],
     tracing: Tracing | None,
+    *,
+    in_fleet: bool,
 ) -> None:
     edge, metrics = Edge(link, model, settings), Metrics()
+    fleet = await Fleet.enter(edge) if in_fleet else None
     limits = ConnectionLimits(_connections(settings.max_connections), settings.header_seconds)
     protocol = partial(BoundedProtocol, limits, lambda status: metrics.request_ended("other", None, status), form_of)
-    app = build_app(edge, metrics)
+    app = build_app(edge, metrics, fleet)
     if tracing is not None:
         tracing.attach(app, edge)
     config = uvicorn.Config(
@@ -158,6 +166,8 @@ async def _serve(
     await asyncio.wait({serving}, timeout=CLOSING_SECONDS / 2)
     unread.give_up()
     await serving
+    if fleet is not None:
+        fleet.peers.close()
     for task in (watching, *ends):
         task.cancel()
     if link.stopped is not None and not asked:

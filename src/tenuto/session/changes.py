@@ -10,7 +10,9 @@ from tenuto.session.records import TurnRecord
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 
-ChangeKind = Literal["open", "fork", "restore", "adopt", "commit", "rewind", "replace", "close", "erase"]
+ChangeKind = Literal[
+    "open", "fork", "restore", "adopt", "begin", "drop", "commit", "rewind", "replace", "close", "erase"
+]
 
 
 @dataclass(slots=True)
@@ -30,7 +32,9 @@ class Change:
     After the change, the history consists of its first `kept` tokens from before (for a fork: of the parent), then
     `tokens`. There are `turns` records: those from before (or of the parent), except that the last ones are `records`.
 
-    `erase` is a `close` that leaves nothing of the session in the journal's files.
+    `erase` is a `close` that leaves nothing of the session in the journal's files. `begin` and `drop` leave the history
+    as it is: a turn was accepted whose `request` is recorded, so that another replica can begin it again, or it was
+    rolled back.
 
     `turn`: the committed turn. `parent`: the parent of a fork; forks and restored sessions are opened by an earlier,
     separate change. `result`: the key and the kept result of a turn with an idempotency key. `forgotten`: keys whose
@@ -49,6 +53,7 @@ class Change:
     result: tuple[str, bytes] | None = None
     forgotten: tuple[str, ...] = ()
     used: float = 0.0
+    request: bytes = b""
     erased: ErasedRows = field(default_factory=ErasedRows)
 
     @property
@@ -66,6 +71,7 @@ class Change:
         parent: Session | None = None,
         used: float = 0.0,
         same: int | None = None,
+        request: bytes = b"",
     ) -> Change:
         """Returns the change just made to `session`. `same`: the number of leading records that it left, if not all but
         the last, or none where no tokens were kept. Keeps the result of a turn with an idempotency key from now on."""
@@ -92,4 +98,5 @@ class Change:
             result,
             tuple(forgotten),
             used,
+            request,
         )

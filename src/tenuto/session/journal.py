@@ -280,8 +280,7 @@ class Journal:
             write_header(self._db, self._fingerprint, self._id, *total)
         self._changes, self._sessions = total
         if erases:
-            self._tables.all_cut()
-            self._log_holds = True
+            self._log_holds, self._tables.untrimmed = True, set()
         self._acknowledged.write(self._id, self._changes)
         return frozenset()
 

@@ -33,8 +33,9 @@ class ChangeTables:
         """`fingerprint`: see `Journal`."""
         self._db = db
         self._fingerprint = fingerprint
-        # pieces that several sessions use, and whose ends perhaps none has; unknown until `cut_all`
-        self._untrimmed: set[int] | None = None
+        # pieces that several sessions use, and whose ends perhaps none has; unknown until the caller, having committed
+        # a `cut_all`, empties it
+        self.untrimmed: set[int] | None = None
 
     def write(self, change: Change) -> None:
         """Writes a change of a lasting session."""
@@ -67,12 +68,8 @@ class ChangeTables:
 
     def cut_all(self) -> None:
         """Cuts all pieces where the longest part ends that a session still has, once a session is erased."""
-        for piece in too_long(self._db) if self._untrimmed is None else self._untrimmed:
+        for piece in too_long(self._db) if self.untrimmed is None else self.untrimmed:
             cut_to_use(self._db, piece)
-
-    def all_cut(self) -> None:
-        """Notes that what `cut_all` did is committed."""
-        self._untrimmed = set()
 
     @staticmethod
     def _about(session: Session) -> tuple[str, str, bytes, str | None]:
@@ -143,8 +140,8 @@ class ChangeTables:
         users = self._db.execute(f"{_PIECES} WHERE piece = ? LIMIT 2", (piece,)).fetchall()
         if not users:
             self._db.execute("DELETE FROM pieces WHERE id = ?", (piece,))
-        if len(users) > 1 and self._untrimmed is not None:
-            self._untrimmed.add(piece)
+        if len(users) > 1 and self.untrimmed is not None:
+            self.untrimmed.add(piece)
         if len(users) != 1:
             return
         ((session, position, _, length, own, content),) = users

@@ -97,7 +97,7 @@ class Unsound(Exception):
     """Raised if a row is damaged or missing."""
 
 
-_DAMAGE = (sqlite3.Error, Unsound, ValueError, TypeError, msgspec.MsgspecError, InvalidRequest)
+DAMAGE = (sqlite3.Error, Unsound, ValueError, TypeError, msgspec.MsgspecError, InvalidRequest)
 """What reading a damaged row raises."""
 
 
@@ -285,7 +285,7 @@ class SessionRows(StoredSessions):
             some = numbers[first : first + TOGETHER]
             try:
                 found = self.together(some)
-            except _DAMAGE:
+            except DAMAGE:
                 yield from self._one_by_one(some)
             else:
                 self.sound += some
@@ -296,7 +296,7 @@ class SessionRows(StoredSessions):
         for number in numbers:
             try:
                 (saved,) = self.together([number])
-            except _DAMAGE as error:
+            except DAMAGE as error:
                 self.damaged.append(DamagedSession(*self._name(number), str(error)))
             else:
                 self.sound.append(number)

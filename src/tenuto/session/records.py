@@ -84,7 +84,8 @@ class Origin(msgspec.Struct, frozen=True, gc=False):
 class SavedSession:
     """A session as plain data, without its memory, which can be computed again. A session rebuilt from this data, in
     the same engine or in another, continues in the same way. `results`: see `KeptTurns`. `used`: the time of its last
-    recorded use, in seconds since the epoch. `birth`, `origin`: see `Session`; unknown for one from another engine."""
+    recorded use, in seconds since the epoch. `birth`, `origin`, `epoch`: see `Session`; unknown for one from another
+    engine. `begun`: the request of a turn that another replica had accepted and not ended; see `messages.StartTurn`."""
 
     session: str
     policy: Policy
@@ -96,6 +97,8 @@ class SavedSession:
     used: float | None = field(default=None, compare=False)
     birth: int | None = field(default=None, compare=False)
     origin: Origin | None = field(default=None, compare=False)
+    epoch: int = field(default=0, compare=False)
+    begun: bytes | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         """Raises `InvalidRequest` if the records do not cover the tokens."""

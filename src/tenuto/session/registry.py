@@ -9,7 +9,7 @@ from random import Random
 
 from tenuto.base.checks import check_unicode, wrong
 from tenuto.base.clock import Clock
-from tenuto.base.errors import AlreadyExists, IllegalTransition, NotFound, Overloaded
+from tenuto.base.errors import AlreadyExists, IllegalTransition, NotAcknowledged, NotFound, Overloaded
 from tenuto.base.options import Policy
 from tenuto.base.views import SessionKey, SessionState, StateFilter
 from tenuto.memory.memory import Memory, session_units
@@ -29,6 +29,9 @@ REST_SHARE = 0.5
 """The part of its TTL after which an idle session should leave the device, if it can be brought back."""
 MAX_EXPIRED = 128
 """The most sessions that one call of `expired` finds to expire or leave the device; others follow at the next call."""
+LOST = "another replica has the session; ask again"
+MAX_LEFT = 10_000
+"""The most sessions of which is known that they have left."""
 GRACE_SECONDS = 60.0
 """The least time that a restored session stays open, unless its TTL is shorter, so that a restart may take as long."""
 
@@ -51,6 +54,7 @@ class Registry:
         self._resting: list[Session] = []  # sessions for the next `take_resting`
         self.more_expired = False  # whether more sessions were due than the last `expired` found
         self._entries = count(1)
+        self._left: dict[SessionKey, None] = {}  # sessions that another replica continues, in the order of leaving
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -63,9 +67,12 @@ class Registry:
         return self._sessions.get((tenant, session_id))
 
     def get(self, session_id: str, tenant: str = "") -> Session:
-        """Returns the tenant's session with this id. Raises `NotFound`."""
+        """Returns the tenant's session with this id. Raises `NotFound`, or `NotAcknowledged` if another replica
+        continues it."""
         session = self.find(session_id, tenant)
         if session is None:
+            if (tenant, session_id) in self._left:
+                raise NotAcknowledged(LOST)
             raise NotFound(f"there is no session {session_id!r}; it was never opened, was closed, or has expired")
         return session
 
@@ -101,6 +108,7 @@ class Registry:
             idle = min(idle, max(0.0, policy.ttl - GRACE_SECONDS))
         session = Session(session_id, policy, memory, limit, self._clock.now() - max(0.0, idle), system)
         self._sessions[session.key] = session
+        self.forget_left(session.key)
         if policy.tenant not in self._tenants:
             self._tenants[policy.tenant] = Tenant()
         self._tenants[policy.tenant].add(session)
@@ -186,6 +194,16 @@ class Registry:
         self._tenants[name].remove(session)
         if not self._tenants[name].sessions:
             del self._tenants[name]
+
+    def note_left(self, session: Session) -> None:
+        """Remembers that another replica continues a closed session."""
+        self._left[session.key] = None
+        if len(self._left) > MAX_LEFT:
+            del self._left[next(iter(self._left))]
+
+    def forget_left(self, key: SessionKey) -> None:
+        """Forgets that a session has left: it is back, or it is closed."""
+        self._left.pop(key, None)
 
     def use_prefix(self, session: Session) -> None:
         """Marks a kept closed session as the most recently used."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from tenuto.base.tools.answers import Reading
 from tenuto.base.turns import Delta, TurnResult
 from tenuto.base.views import KeptTurn, Ticket
 
@@ -35,6 +36,11 @@ class KeptTurns:
         found = self._turns.get(key)
         return msgspec.msgpack.decode(found, type=KeptTurn) if found is not None else None
 
+    def named(self, name: str) -> KeptTurn | None:
+        """Returns the turn of this name."""
+        kept = (msgspec.msgpack.decode(turn, type=KeptTurn) for turn in self._turns.values())
+        return next((turn for turn in kept if turn.name == name), None)
+
     def add(self, key: str, turn: bytes) -> list[str]:
         """Adds a turn. Returns the keys of the turns that are no longer kept."""
         gone = [key] if self._remove(key) else []
@@ -55,12 +61,13 @@ class KeptTurns:
 class Once:
     """The idempotency key of a turn; encodes the result that is kept when the turn commits."""
 
-    __slots__ = ("_digest", "_ticket", "key", "name")
+    __slots__ = ("_digest", "_reading", "_ticket", "key", "name")
 
-    def __init__(self, key: str, digest: bytes, name: str) -> None:
+    def __init__(self, key: str, digest: bytes, name: str, reading: Reading | None = None) -> None:
         self.key = key
         self.name = name
         self._digest = digest
+        self._reading = reading
         self._ticket: Ticket | None = None
 
     def accepted(self, ticket: Ticket) -> None:
@@ -72,7 +79,9 @@ class Once:
         ticket = self._ticket
         assert ticket is not None
         whole = msgspec.structs.replace(output, result=result)
-        kept = KeptTurn(key=self.key, digest=self._digest, name=self.name, ticket=ticket, output=whole)
+        kept = KeptTurn(
+            key=self.key, digest=self._digest, name=self.name, ticket=ticket, output=whole, reading=self._reading
+        )
         encoded = msgspec.msgpack.encode(kept)
         if len(encoded) <= MAX_BYTES:
             return encoded

@@ -57,6 +57,7 @@ class Session:
         self.origin: Origin | None = None  # where it was forked, if it was
         self.parent: Session | None = None  # the session of its origin, while that is open
         self.forks: dict[Session, None] = {}  # the open sessions whose parent it is
+        self.epoch = 0  # in a fleet, of this replica's ownership; written by the journal's thread, and at a restore
         self.version = 0  # raised by every commit, rewind and replacement
         self.turn: Turn | None = None  # the open turn; set by the engine, cleared by the turn's end
         self.last_turn_end = now
@@ -201,6 +202,7 @@ class Session:
         self.version = saved.version
         self.results = KeptTurns(saved.results)
         self.birth, self.origin = saved.birth if saved.birth is not None else self.birth, saved.origin
+        self.epoch = saved.epoch
         self.memory.lost = "restored"
 
     def turn_ended(self, now: float) -> None:

@@ -84,6 +84,7 @@ class Turn:
         self.pool: Pool | None = None  # of its vector, if requested; set when it is submitted
         self.result: TurnResult | None = None
         self.once: Once | None = None  # its idempotency key; set when it is submitted
+        self.recorded = False  # whether its request is in the journal; written by the life cycle
 
     def __repr__(self) -> str:
         return f"<{self.name} {self.state.value}>"

@@ -15,6 +15,7 @@ from tenuto.base.turns import Delta, EndReason, TurnResult
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread.loop import EngineLoop
 from tenuto.session.changes import Change
+from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 from tests.engine.thread import loops
 from tests.engine.thread.test_loop import LONG, make_engine
@@ -34,6 +35,7 @@ class Journal:
         self.most: int | None = None
         self.failing = False
         self.changes: list[Change] = []
+        self.lost: list[Session] = []
         self._calls = calls
         self._history: list[int] = []  # number of changes, call by call
 
@@ -53,6 +55,10 @@ class Journal:
             return commits[self.safe] if self.safe < len(commits) else len(self.changes)
         self._history.append(len(self.changes))
         return self._history[-self._calls - 1] if len(self._history) > self._calls else 0
+
+    def take_lost(self) -> Sequence[Session]:
+        lost, self.lost = self.lost, []
+        return lost
 
 
 class Stand:
@@ -305,4 +311,23 @@ def test_an_acknowledger_that_miscounts_stops_the_engine(safe: int) -> None:
     while not isinstance(event := stand.told.get(timeout=20)[1], EngineStopped):
         assert not isinstance(event, Delta) or event.result is None
     assert "acknowledged" in str(event)
+    stand.loop.close()
+
+
+def test_a_session_that_another_replica_owns_is_dropped_and_its_turns_end_unacknowledged() -> None:
+    journal = Journal()
+    stand = Stand(journal)
+    stand.open("a")
+    session = stand.loop.call(lambda engine: engine.registry.get("a")).result(20)
+    told: list[object] = []
+    loops.start(stand.loop, lambda engine: engine.turns.submit("a", [1], LONG), told.append)
+    eventually(lambda: len(told) > 2)
+    journal.lost = [session]
+    with pytest.raises(NotAcknowledged, match="another replica has the session"):
+        stand.loop.execute(lambda engine: engine.sessions.open("b")).result(20)
+    eventually(lambda: isinstance(told[-1], NotAcknowledged))
+    assert stand.loop.call(lambda engine: [each.id for each in engine.registry]).result(20) == ["b"]
+    assert [change.kind for change in journal.changes] == ["open", "open"]
+    assert stand.loop.execute(lambda engine: engine.sessions.open("a").id).result(20) == "a"
+    stand.loop.audit().result(20)
     stand.loop.close()

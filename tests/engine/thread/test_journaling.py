@@ -17,6 +17,7 @@ from tenuto.engine.thread.journaling import JournalWriter
 from tenuto.engine.thread.loop import EngineLoop
 from tenuto.session.changes import Change
 from tenuto.session.journal import Journal
+from tenuto.session.session import Session
 from tests.engine.thread import loops
 from tests.engine.thread.test_loop import make_engine
 from tests.eventually import eventually
@@ -126,10 +127,10 @@ def test_an_engine_closed_while_the_disk_is_full_ends(stand: Stand, path: Path) 
 def test_errors_other_than_the_disks_also_hold_everything_back(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     write, failing = stand.journal.write, [True]
 
-    def fail(changes: Sequence[Change]) -> None:
+    def fail(changes: Sequence[Change]) -> frozenset[Session]:
         if failing:
             raise MemoryError
-        write(changes)
+        return write(changes)
 
     monkeypatch.setattr(stand.journal, "write", fail)
     with pytest.raises(NotAcknowledged, match="cannot be written: MemoryError"):
@@ -142,9 +143,9 @@ def test_errors_other_than_the_disks_also_hold_everything_back(stand: Stand, mon
 def test_nothing_is_reported_while_it_is_being_written(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     write, go = stand.journal.write, threading.Event()
 
-    def wait(changes: Sequence[Change]) -> None:
+    def wait(changes: Sequence[Change]) -> frozenset[Session]:
         go.wait(20)
-        write(changes)
+        return write(changes)
 
     stand.open("a")
     monkeypatch.setattr(stand.journal, "write", wait)

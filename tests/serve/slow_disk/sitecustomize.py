@@ -10,6 +10,7 @@ from tenuto.memory.tiers.state_index import StateIndex
 from tenuto.memory.tiers.unit_files import UnitFiles
 from tenuto.session.changes import Change
 from tenuto.session.journal import Journal
+from tenuto.session.session import Session
 
 SECONDS = 0.03
 
@@ -18,9 +19,9 @@ _write_units = UnitFiles.write
 _apply = StateIndex.apply
 
 
-def _write_slowly(journal: Journal, changes: Iterable[Change]) -> None:
+def _write_slowly(journal: Journal, changes: Iterable[Change]) -> frozenset[Session]:
     time.sleep(SECONDS)
-    _write(journal, changes)
+    return _write(journal, changes)
 
 
 Journal.write = _write_slowly  # type: ignore[method-assign, assignment]

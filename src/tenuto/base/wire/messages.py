@@ -18,6 +18,7 @@ from tenuto.base.map_views import MapPart, TraceView
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.plan import MemoryPart
 from tenuto.base.tokens import PackedTokens
+from tenuto.base.tools.answers import Reading
 from tenuto.base.tools.definitions import NO_TOOLS, Tools
 from tenuto.base.tools.variables import NO_VARIABLES, Variables
 from tenuto.base.turns import Delta, Keep, TurnInput, TurnKind
@@ -25,8 +26,11 @@ from tenuto.base.views import (
     AdapterView,
     AuditReport,
     Erased,
+    FleetView,
     FoundTurn,
+    Membership,
     ModelView,
+    Place,
     RecordPage,
     SessionInfo,
     SessionKey,
@@ -149,7 +153,9 @@ class StartTurn(Request[Ticket], frozen=True, kw_only=True):
     the same. `None`: that of the session. `continues`: the output continues the last message of the input, which is one
     of the assistant. `closed`, of an ephemeral session: the input ends where the template ends its last message, and
     nothing asks for an answer. `most`, of an ephemeral session: only so many of the prompt's tokens are used, the last
-    ones, or, if it is negative, the first.
+    ones, or, if it is negative, the first. `resumable`: the journal of the fleet has the request before it is answered,
+    and another replica that takes the session over begins the turn again. `reading`: how its answer is parsed, for that
+    replica.
     """
 
     kind: TurnKind
@@ -170,6 +176,8 @@ class StartTurn(Request[Ticket], frozen=True, kw_only=True):
     continues: bool = False
     closed: bool = False
     most: int | None = None
+    resumable: bool = False
+    reading: Reading | None = None
 
     @property
     def key(self) -> SessionKey | None:
@@ -178,10 +186,11 @@ class StartTurn(Request[Ticket], frozen=True, kw_only=True):
 
 
 class FindTurn(OfSession[FoundTurn], frozen=True, kw_only=True):
-    """Find the committed turn of this session that was started with an idempotency key, in this or an earlier
-    process."""
+    """Find a committed turn of this session that was started with an idempotency key, in this or another process: by
+    the key, or without one by its name; see `StartTurn`."""
 
-    once: str
+    once: str | None = None
+    name: str = ""
 
 
 class Draft(OfSession[SessionInfo], frozen=True, kw_only=True):
@@ -455,6 +464,19 @@ class Tokenize(Request[bytes], frozen=True, kw_only=True):
     markup: bool = False
     generate: bool = True
     closed: bool = False
+
+
+class Locate(OfSession[Place], frozen=True, kw_only=True):
+    """Say which replica of the fleet owns a session. If its owner's lease has ended, the replica that is asked takes it
+    over first."""
+
+
+class GetFleet(Request[FleetView], frozen=True, kw_only=True):
+    """Describe the fleet."""
+
+
+class Enter(Request[Membership], frozen=True, kw_only=True):
+    """Say which replica of the fleet this is."""
 
 
 AnyRequest: Any = reduce(or_, {*Request.__subclasses__(), *OfSession.__subclasses__()} - {OfSession})

@@ -8,9 +8,11 @@ from functools import singledispatchmethod
 from itertools import islice
 from typing import Any, TypeVar
 
+import msgspec
+
 from tenuto.base.checks import MAX_COUNT, whole
 from tenuto.base.config import Limits
-from tenuto.base.errors import ContextExceeded, InvalidRequest, InvariantError, LimitReached, NotFound
+from tenuto.base.errors import ContextExceeded, InvalidRequest, InvariantError, LimitReached, NotAcknowledged, NotFound
 from tenuto.base.map_views import MapPart, TraceView
 from tenuto.base.options import Policy, SessionAdapter, TurnParams
 from tenuto.base.tokens import PackedTokens
@@ -153,7 +155,7 @@ class Dispatcher:
         `execute` raises `Outdated`. Returns `None` if the session cannot be read."""
         try:
             return self._basis(command)
-        except (NotFound, LookupError):  # the session may change while it is read
+        except (NotFound, NotAcknowledged, LookupError):  # the session may change while it is read
             return None
 
     def _basis(self, command: StartTurn | Draft) -> Basis:
@@ -306,6 +308,9 @@ class Dispatcher:
             turn = self._only_turn(command, _given(prepared))
         else:
             turn = self._turn(command.session, command, _given(prepared))
+        if command.resumable:
+            again = msgspec.structs.replace(command, version=turn.session.version)
+            self._engine.turns.record(turn, msgspec.msgpack.encode(again))
         ticket = views.ticket(turn, echo=command.echo)
         if turn.once is not None:
             turn.once.accepted(ticket)
@@ -313,8 +318,12 @@ class Dispatcher:
 
     @_execute.register
     def _(self, command: FindTurn, _: None) -> FoundTurn:
-        session = self._engine.registry.find(command.session, command.tenant)
-        return FoundTurn(turn=session.results.find(command.once) if session is not None else None)
+        try:
+            session = self._engine.registry.get(command.session, command.tenant)
+        except NotFound:
+            return FoundTurn()
+        found = session.results.find(command.once) if command.once is not None else session.results.named(command.name)
+        return FoundTurn(turn=found)
 
     def _regenerate(self, command: StartTurn, prepared: Prepared | None) -> Turn:
         if command.session is None:
@@ -432,7 +441,7 @@ class Dispatcher:
 
 
 def _once(command: StartTurn) -> Once | None:
-    return Once(*command.once, command.name) if command.once is not None else None
+    return Once(*command.once, command.name, command.reading) if command.once is not None else None
 
 
 def _given(prepared: Prepared | None) -> Prepared:

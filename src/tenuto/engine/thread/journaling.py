@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Protocol
 
 from tenuto.base.errors import NotAcknowledged
 from tenuto.session.changes import Change
-from tenuto.session.journal import Journal
+from tenuto.session.journal_mending import Damage
+from tenuto.session.records import SavedSession
+from tenuto.session.session import Session
 
 log = logging.getLogger("tenuto.journal")
 
@@ -18,17 +21,37 @@ IDLE_SECONDS = 2.0
 """The time without changes after which all free space is given back."""
 
 
+class AnyJournal(Protocol):
+    """What a journal of any database does; see `Journal`."""
+
+    @property
+    def path(self) -> object: ...
+
+    def close(self) -> None: ...
+
+    def sessions(self) -> Iterator[SavedSession]: ...
+
+    def mend(self) -> Damage | None: ...
+
+    def write(self, changes: Iterable[Change]) -> Collection[Session]: ...
+
+    def forget_erased(self) -> None: ...
+
+    def tidy(self, *, whole: bool = False) -> bool: ...
+
+
 class JournalWriter:
     """An `Acknowledger` that writes every change to a journal. While writing fails, no change is acknowledged, and
     unwritten changes are tried again every `RETRY_SECONDS`."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: AnyJournal) -> None:
         self._journal = journal
         self._wake: Callable[[], None] = lambda: None  # set before the thread starts
         self._changed = threading.Condition()
         # All under the lock of `_changed`:
         self._waiting: list[Change] = []
         self._durable = 0
+        self._lost: list[Session] = []
         self._failure: str | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="tenuto-journal", daemon=True)
@@ -48,6 +71,12 @@ class JournalWriter:
                 raise NotAcknowledged(self._failure)
             return self._durable
 
+    def take_lost(self) -> Sequence[Session]:
+        """Implements `Acknowledger.take_lost`."""
+        with self._changed:
+            lost, self._lost = self._lost, []
+            return lost
+
     def close(self) -> None:
         """Writes waiting changes, if possible, and closes the journal."""
         with self._changed:
@@ -64,10 +93,15 @@ class JournalWriter:
                 self._tidy(whole=True)
                 continue
             untidy = True
-            if not (self._tried(lambda: self._journal.write(changes)) and self._tried(self._journal.forget_erased)):
+            if not (self._tried(lambda: self._write(changes)) and self._tried(self._journal.forget_erased)):
                 return
             self._written(len(changes))
             self._tidy(whole=False)
+
+    def _write(self, changes: Sequence[Change]) -> None:
+        lost = self._journal.write(changes)
+        with self._changed:
+            self._lost += lost
 
     def _tried(self, work: Callable[[], None]) -> bool:
         """Repeats `work` until it succeeds. Returns False if it still fails when the writer is closed."""

@@ -20,6 +20,8 @@ from tenuto.engine.engine import Engine
 from tenuto.engine.thread.acknowledge import Acknowledger, Announcer, AtOnce, Tell
 from tenuto.engine.thread.gathering import Gathering
 from tenuto.session.changes import Change
+from tenuto.session.registry import LOST
+from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 
 log = logging.getLogger("tenuto.engine")
@@ -56,7 +58,7 @@ class EngineLoop:
         acknowledger: Acknowledger | None = None,
     ) -> None:
         self._engine = engine
-        self._announcer = Announcer(acknowledger or AtOnce())
+        self._announcer = Announcer(acknowledger or AtOnce(), self.drop)
         self._gathering = Gathering()
         self._on_stop = on_stop
         self._after_round = after_round
@@ -232,13 +234,21 @@ class EngineLoop:
         for change in changes:
             self._announcer.changed(change)
             if change.turn is not None:
-                self._announcer.hold(partial(self._tell_commit, change.turn))
+                self._announcer.hold(partial(self._tell_commit, change.turn), change.session)
 
     def _tell_commit(self, turn: Turn, refusal: TenutoError | None) -> None:
         if refusal is None:
             self._publish(turn)
         elif (subscription := self._subscriptions.pop(turn.number, None)) is not None:
             subscription.refuse(refusal)
+
+    def drop(self, session: Session) -> None:
+        """Drops a session that another replica owns. Its open turn ends with an error. Called in the engine's thread,
+        between commands or by one."""
+        if session.turn is not None and (mine := self._subscriptions.pop(session.turn.number, None)) is not None:
+            mine.refuse(NotAcknowledged(LOST))
+        self._engine.sessions.leave(session)
+        self._end(self._engine.outcomes.take_ended(), self._engine.outcomes.take_changes())
 
     def _publish(self, turn: Turn) -> None:
         """Sends the turn's new output to its subscriber. If the subscriber is gone, aborts the turn if it is open."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import Response
@@ -10,7 +10,7 @@ from fastapi import Response
 from tenuto.base.errors import TenutoError
 from tenuto.base.sampling import Candidate, TokenLogprob
 from tenuto.base.tools.answer_part import AnswerPart
-from tenuto.base.turns import Delta, joined
+from tenuto.base.turns import Delta
 from tenuto.base.views import SessionInfo, Ticket
 from tenuto.base.wire.bodies import body_of
 from tenuto.base.wire.messages import Request
@@ -57,6 +57,11 @@ def turn_body(turn: LiveTurn) -> Turn:
     )
 
 
+CHARACTERS = 2**32
+"""More characters than the text of a turn has; see `Position.id`."""
+MAX_POSITION = 2**53
+
+
 class Plain(msgspec.Struct, gc=False):
     """The body of a delta without logprobs or message parts. Encodes like `_delta`'s result, in a third of the time."""
 
@@ -65,17 +70,42 @@ class Plain(msgspec.Struct, gc=False):
     delivered: int
 
 
-class TurnAnswer(Answer):
-    """An accepted turn, or its events after the first `position`; at 0, `started` comes first."""
+class Position(NamedTuple):
+    """A position in a turn's output: numbers of tokens and of characters of text. It is the same wherever the turn is
+    computed, although its deltas may differ."""
 
-    def __init__(self, edge: Edge, turn: LiveTurn, position: int = 0) -> None:
+    tokens: int = 0
+    characters: int = 0
+
+    @staticmethod
+    def of_id(number: int) -> Position:
+        """Returns the position after the event with this id."""
+        return Position(*divmod(number, CHARACTERS))
+
+    @property
+    def id(self) -> int:
+        """The id of an event that ends here."""
+        return self.tokens * CHARACTERS + self.characters
+
+    def after(self, delta: Delta) -> Position:
+        """Returns the position after a delta that begins here."""
+        return Position(self.tokens + len(delta.tokens), self.characters + len(delta.text))
+
+    def within(self, end: Position) -> bool:
+        """Whether this position is at most `end`."""
+        return self.tokens <= end.tokens and self.characters <= end.characters
+
+
+class TurnAnswer(Answer):
+    """An accepted turn, or its events after a position; from the beginning, `started` comes first."""
+
+    def __init__(self, edge: Edge, turn: LiveTurn, after: Position = Position()) -> None:  # noqa: B008 - immutable
         super().__init__(edge, [turn])
         self._turn = turn
-        self._number = position  # number of the last event
+        self._after = after
+        self._position = Position()  # after the last delta read
         self._reader = turn.reading.reader(turn.id) if turn.reading is not None else None
         self._called = 0  # number of calls so far
-        if self._reader is not None:
-            self._called = len(self._reader.push(joined(turn.deltas[:position]).text).calls)
 
     async def whole(self) -> dict[str, Any]:
         await self._turn.finished()
@@ -83,7 +113,7 @@ class TurnAnswer(Answer):
 
     def opening(self) -> bytes:
         assert self._turn.ticket is not None
-        return _started(self._turn, self._turn.ticket) if self._number == 0 else b""
+        return _started(self._turn, self._turn.ticket) if self._after == (0, 0) else b""
 
     def news(self, _: int, deltas: list[Delta]) -> bytes:
         return self._event(deltas[0]) if len(deltas) == 1 else b"".join(map(self._event, deltas))
@@ -93,19 +123,35 @@ class TurnAnswer(Answer):
 
     def _event(self, delta: Delta) -> bytes:
         """Returns a delta's event. The event of a result may follow one with text that was held back."""
-        self._number += 1
-        reader, told = self._reader, b""
+        delta, reader, told = self._new_in(delta), self._reader, b""
         if reader is None and delta.tokens and delta.result is None and not delta.logprobs:
-            return event("delta", Plain(delta.text, delta.tokens, delta.delivered), self._number)
+            return event("delta", Plain(delta.text, delta.tokens, delta.delivered), self._position.id)
         if delta.tokens or delta.text:
             said = reader.push(delta.text) if reader is not None else None
-            told = self._calls(said) + event("delta", _delta(delta, said), self._number)
+            told = self._calls(said) + event("delta", _delta(delta, said), self._position.id)
         if delta.result is not None:
             if reader is not None and (rest := reader.finish()):
                 told += self._calls(rest) + event("delta", _delta(Delta(delivered=delta.delivered), rest))
             ended = turn_body(self._turn).model_dump(exclude={"text", "tokens", "logprobs"}, exclude_none=True)
-            told += event("committed" if delta.result.committed else "aborted", ended, self._number)
+            told += event("committed" if delta.result.committed else "aborted", ended, self._position.id)
         return told
+
+    def _new_in(self, delta: Delta) -> Delta:
+        """Returns the part of the next delta that is after the position from which to tell events."""
+        before, self._position = self._position, self._position.after(delta)
+        if before.tokens >= self._after.tokens and before.characters >= self._after.characters:
+            return delta
+        tokens = max(0, self._after.tokens - before.tokens)
+        characters = max(0, self._after.characters - before.characters)
+        if self._reader is not None:
+            self._called += len(self._reader.push(delta.text[:characters]).calls)
+        return msgspec.structs.replace(
+            delta,
+            tokens=delta.tokens[tokens:],
+            text=delta.text[characters:],
+            logprobs=delta.logprobs[tokens:],
+            input_logprobs=(),
+        )
 
     def _calls(self, said: AnswerPart | None) -> bytes:
         """Returns an event for each call whose arguments are now complete. They come before the delta with the call, so

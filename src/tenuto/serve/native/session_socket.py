@@ -39,7 +39,8 @@ async def converse(socket: WebSocket, session_id: SessionId) -> None:
     """Takes messages about one session, which must be open, until the client leaves."""
 
     async def check(edge: Edge, tenant: Tenant) -> None:
-        await edge.link.call(GetSession(tenant=tenant.name, session=session_id))
+        if not await edge.is_elsewhere((tenant.name, session_id)):
+            await edge.link.call(GetSession(tenant=tenant.name, session=session_id))
 
     if (found := await opened(socket, check)) is not None:
         edge, _ = found

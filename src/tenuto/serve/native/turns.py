@@ -6,15 +6,15 @@ import secrets
 from dataclasses import dataclass
 from typing import Annotated
 
+import msgspec
 from fastapi import APIRouter, Depends, Header, Request, Response
 from starlette.requests import ClientDisconnect
 
-from tenuto.base.checks import MAX_COUNT
 from tenuto.base.errors import IllegalTransition, InvalidRequest, SessionBusy
 from tenuto.base.turns import TurnKind, check_keep, last_role
 from tenuto.base.wire.messages import AbortTurn, Draft
 from tenuto.serve.native.answer_schemas import STREAMED, Session, Turn, etag
-from tenuto.serve.native.answers import TurnAnswer, shown, turn_body
+from tenuto.serve.native.answers import MAX_POSITION, Position, TurnAnswer, shown, turn_body
 from tenuto.serve.native.schemas import (
     Abort,
     IfMatch,
@@ -52,22 +52,26 @@ class TurnCall:
         """Starts a turn and returns it once the engine has accepted it."""
         given = turn_input(body.input)
         habits, use = self.edge.model.habits.after(last_role(given)), body.tool_use
+        continues, reading = isinstance(body, NewTurn) and body.on_disconnect == "continue", None
         try:
             with body.naming(self.edge.model.context_length):
                 more = {"kind": kind, "session": self.session_id, "version": version_of(self.if_match)}
                 request = body.start(self.tenant, given, habits, **more)
+                if use is not None and kind != "append":
+                    reading = use.reading(habits, request.params.grammar)
+                if continues:
+                    request = msgspec.structs.replace(request, reading=reading)
                 starting = self.edge.start(
                     self.tenant,
                     request,
                     queue=body.if_busy == "queue",
-                    continues=isinstance(body, NewTurn) and body.on_disconnect == "continue",
+                    continues=continues,
                     request_key=await RequestKey.of(self.request, self.idempotency_key),
                 )
                 turn = await while_connected(self.request, starting)
         except SessionBusy as error:
             raise SessionBusy(f"{error}, or if_busy: queue", param=error.param) from None
-        if use is not None and kind != "append":
-            turn.reading = use.reading(habits, request.params.grammar)
+        turn.reading = reading or turn.reading
         return turn
 
     async def answer(self, kind: TurnKind, body: NewTurn | NewAppend, *, stream: bool = False) -> Response:
@@ -148,7 +152,7 @@ async def abort(edge: EdgeOf, tenant: Caller, session_id: SessionId, body: Abort
     """Ends the open turn. It is rolled back or, with `keep`, partly committed. The answer is `null` for a draft."""
     keep = check_keep(None if body.keep == "none" else body.keep)
     if body.turn_id is not None:
-        turn = edge.turns.find(tenant.name, session_id, body.turn_id)
+        turn = await edge.turns.recall(tenant.name, session_id, body.turn_id)
         if turn.ended:
             raise IllegalTransition(f"turn {turn.id} has ended: it is {turn.state}")
     else:
@@ -164,7 +168,7 @@ async def abort(edge: EdgeOf, tenant: Caller, session_id: SessionId, body: Abort
 @router.get("/turns/{turn_id}")
 async def get_turn(edge: EdgeOf, tenant: Caller, session_id: SessionId, turn_id: TurnId) -> Turn:
     """Returns a turn that is open or ended recently."""
-    return turn_body(edge.turns.find(tenant.name, session_id, turn_id))
+    return turn_body(await edge.turns.recall(tenant.name, session_id, turn_id))
 
 
 @router.get("/turns/{turn_id}/events", response_class=Response, responses=STREAMED)
@@ -175,16 +179,16 @@ async def follow_turn(
     turn_id: TurnId,
     request: Request,
     last_event_id: Annotated[
-        int | None, Header(ge=0, le=MAX_COUNT, description="Send only the events after this one.")
+        int | None, Header(ge=0, le=MAX_POSITION, description="Send only the events after this one.")
     ] = None,
 ) -> Response:
     """Streams the events of a turn, from its beginning or from where a broken stream ended."""
-    turn = edge.turns.find(tenant.name, session_id, turn_id)
-    position = last_event_id or 0
-    if position > len(turn.deltas):
-        raise InvalidRequest(f"last-event-id is {position}; allowed: at most {len(turn.deltas)}, the last event")
+    turn = await edge.turns.recall(tenant.name, session_id, turn_id)
+    after, last = Position.of_id(last_event_id or 0), Position().after(turn.reply())
+    if turn.ended and not after.within(last):
+        raise InvalidRequest(f"last-event-id is {last_event_id}; allowed: at most {last.id}, the last event")
     await while_connected(request, turn.answered.wait())
     turn.require_accepted()
-    stream = EventStream(TurnAnswer(edge, turn, position), position)
+    stream = EventStream(TurnAnswer(edge, turn, after))
     stream.headers["x-turn-id"] = turn.id
     return stream

@@ -63,6 +63,11 @@ class Client:
         self._flow.resume_reading()  # as uvicorn does when the application waits for a disconnect
         return not (self._cycle.disconnected or self._cycle.more_body or self._cycle.body)
 
+    def cut(self) -> None:
+        """Breaks the connection in the middle of an answer, so that the client sees that the rest is missing."""
+        self._cycle.disconnected = True
+        self._transport.abort()
+
     def lost(self) -> None:
         """Reports that the connection is lost."""
         if self._gone is not None:

@@ -12,6 +12,7 @@ from hashlib import sha256
 from importlib.metadata import version
 from typing import Annotated, Any, TypeVar
 
+import msgspec
 from fastapi import Depends, Request
 from fastapi.security import HTTPBearer
 from starlette.datastructures import Headers
@@ -27,7 +28,7 @@ from tenuto.base.errors import (
     Unauthorized,
 )
 from tenuto.base.options import Policy, SessionAdapter
-from tenuto.base.views import ModelView
+from tenuto.base.views import ModelView, SessionKey
 from tenuto.base.wire.link import Link
 from tenuto.base.wire.messages import Expect, OpenSession, StartTurn
 from tenuto.base.wire.messages import Request as Message
@@ -47,6 +48,11 @@ Start = Callable[[StartTurn], Awaitable[LiveTurn]]
 """Starts a turn and returns it when the engine has accepted it."""
 DEFAULT_MODEL = "default"
 """A name that always means the served model."""
+
+
+async def _never(_: SessionKey) -> bool:
+    """Whether another replica owns a session: there is none."""
+    return False
 
 
 class ServedWeights:
@@ -74,6 +80,8 @@ class Edge:
         self.turns = Turns(link)
         self.weights = ServedWeights()
         self.started = time.time()  # seconds since the epoch
+        self.in_fleet = False  # set by its fleet, like the next
+        self.is_elsewhere: Callable[[SessionKey], Awaitable[bool]] = _never
         self.draining = False  # set once, by `drain`
         self.hurried = False  # `drain` does not wait for turns
         self.body_bytes = 0  # bytes of all open requests' bodies; written by their readers, like the next
@@ -185,7 +193,7 @@ class Edge:
         if self.draining:
             raise Draining(SHUTTING_DOWN)
         return await self.turns.start(
-            request,
+            msgspec.structs.replace(request, resumable=self.in_fleet and continues and request.session is not None),
             queue=queue,
             continues=continues,
             request_key=request_key,
@@ -234,7 +242,8 @@ class Edge:
             self.turns.open_turns() and not self.hurried and time.monotonic() < deadline and self.link.stopped is None
         ):
             await asyncio.sleep(DRAIN_CHECK_SECONDS)
-        aborting = [asyncio.ensure_future(self.turns.abort(turn, refusal=refusal)) for turn in self.turns.open_turns()]
+        ending = [turn for turn in self.turns.open_turns() if not turn.request.resumable]  # others go on elsewhere
+        aborting = [asyncio.ensure_future(self.turns.abort(turn, refusal=refusal)) for turn in ending]
         with suppress(TimeoutError):  # an engine that hangs is killed later
             async with asyncio.timeout(ABORTING_SECONDS):
                 await asyncio.gather(*aborting, return_exceptions=True)

@@ -28,10 +28,17 @@ class LiveTurn:
     unless `error` says why there is no result. A delta's number, counted from 1, is the id of its event.
     """
 
-    def __init__(self, request: StartTurn, *, continues: bool = False, once: tuple[str, bytes] | None = None) -> None:
+    def __init__(
+        self,
+        request: StartTurn,
+        *,
+        continues: bool = False,
+        once: tuple[str, bytes] | None = None,
+        name: str | None = None,
+    ) -> None:
         """`continues`: the turn continues without readers. `once`: the client's idempotency key and a digest of its
-        request."""
-        self.id = f"turn-{secrets.token_hex(12)}"
+        request. `name`: the id of a turn that has one."""
+        self.id = name or f"turn-{secrets.token_hex(12)}"
         self.request = msgspec.structs.replace(request, name=self.id)  # most of it is dropped once the engine has it
         self.continues = continues
         self.once = once

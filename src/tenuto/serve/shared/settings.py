@@ -146,6 +146,25 @@ def read_keys(path: Path | None, api_key: str | None, admin_key: str | None) -> 
     return Keys.of(entries)
 
 
+MIN_SECRET = 16
+"""The fewest characters of a fleet's secret."""
+
+
+def read_secret(file: str | None) -> str | None:
+    """Returns the secret in a file, if there is one. Raises `ConfigError`, whose message shows no part of it."""
+    if file is None:
+        return None
+    try:
+        secret = user_path(file).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the file with the fleet's secret, {file}, cannot be used: {error}") from None
+    if not re.fullmatch(rf"[!-~]{{{MIN_SECRET},}}", secret):
+        raise ConfigError(
+            f"the secret in {file} cannot be sent; allowed: {MIN_SECRET} or more letters of visible ASCII, no spaces"
+        )
+    return secret
+
+
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\s]+", re.IGNORECASE)
 """An origin of web pages (RFC 6454), or `*`."""
 _COUNT = Bounds(1, MAX_COUNT)
@@ -207,8 +226,12 @@ class ServeSettings:
     header_seconds: float = option(10.0, "Seconds a request's headers may take to arrive.", _ARRIVAL)
     body_seconds: float = option(30.0, "Seconds a request's body may take to arrive, plus one for every KiB.", _ARRIVAL)
     keep_alive_seconds: int = option(5, "Seconds a connection may be idle between requests.", Bounds(1, 3600))
+    fleet_secret_file: str | None = option(
+        None, "File with the secret of the fleet's replicas; without one, it is in their database.", parse_path
+    )
     public_metrics: bool = option(default=False, description="Show /metrics without an admin key.")
     tenants: Keys = field(init=False, repr=False)
+    fleet_secret: str | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_options(self, ConfigError)
@@ -223,6 +246,7 @@ class ServeSettings:
         object.__setattr__(self, "allowed_origins", origins)
         path = user_path(self.keys) if self.keys is not None else None
         object.__setattr__(self, "tenants", read_keys(path, self.api_key, self.admin_api_key))
+        object.__setattr__(self, "fleet_secret", read_secret(self.fleet_secret_file))
         if not self.tenants and not _is_loopback(self.host):
             raise ConfigError(
                 f"host is {self.host}, which others can reach; allowed without an API key: 127.0.0.1, ::1, localhost"

@@ -31,11 +31,15 @@ class Background:
             asyncio.get_running_loop().call_soon(self._begin)
         self._waiting.append(work)
 
+    def begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs `work` in the background like `spawn`, but starts it in the next round of the event loop."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     def _begin(self) -> None:
         for _ in range(min(AT_ONCE, len(self._waiting))):
-            task = asyncio.ensure_future(self._waiting.popleft())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self.begin(self._waiting.popleft())
         if self._waiting:
             asyncio.get_running_loop().call_soon(self._begin)
 

@@ -74,13 +74,14 @@ class Turns:
         if request_key is not None and request.session is not None:
             request = msgspec.structs.replace(request, once=request_key)
         turn = LiveTurn(request, continues=continues, once=request_key)
+        if request.resumable and request_key is None:  # whoever takes the session over finds the result by its name
+            turn.request = msgspec.structs.replace(turn.request, once=(turn.id, b""))
         if request_key is not None and (known := await self._keys.find(request, request_key)) is not None:
             return await self._attach(known)
         check()
         if request_key is not None:
             self._keys.add(turn)
-        self._turns[turn.id] = turn
-        self.open[turn.tenant] += 1
+        self._add(turn)
         starting = asyncio.ensure_future(self._start(turn, queue=queue))
         try:
             await asyncio.shield(starting)
@@ -88,6 +89,37 @@ class Turns:
             self.abandon(turn)
             raise
         turn.require_accepted()
+        return turn
+
+    def begin_again(self, request: StartTurn) -> LiveTurn:
+        """Starts a turn that another replica had accepted, under the same name, unless it is here."""
+        if (known := self._turns.get(request.name)) is not None and not known.ended:
+            return known
+        turn = LiveTurn(request, continues=True, once=request.once, name=request.name)
+        turn.reading = request.reading
+        if turn.once is not None:
+            self._keys.add(turn)
+        self._add(turn)
+        self._background.begin(self._start(turn, queue=True))
+        return turn
+
+    def _add(self, turn: LiveTurn) -> None:
+        self._turns[turn.id] = turn
+        self.open[turn.tenant] += 1
+
+    async def recall(self, tenant: str, session: str, turn_id: str) -> LiveTurn:
+        """Returns a turn like `find`, or one that was committed in another process and whose result is kept. Raises
+        `NotFound`."""
+        try:
+            return self.find(tenant, session, turn_id)
+        except NotFound:
+            found = (await self._link.call(FindTurn(tenant=tenant, session=session, name=turn_id))).turn
+            if found is None or found.omitted:
+                raise
+        turn = LiveTurn(StartTurn(kind="turn", tenant=tenant, session=session), name=turn_id)
+        turn.reading = found.reading
+        turn.deliver(found.ticket)
+        turn.deliver(found.output)
         return turn
 
     async def _attach(self, turn: LiveTurn) -> LiveTurn:
@@ -124,7 +156,7 @@ class Turns:
     async def _begin(self, turn: LiveTurn, session: SessionKey, *, queue: bool) -> StartTurn | None:
         """Waits until the turn may begin in its session. Returns its request as `SessionQueues.begin` does, or `None`
         if the turn was committed before. Later turns of the session do not overtake it during the lookup."""
-        once = turn.request.once
+        once = turn.once
         with self.queues.arriving(session) as all_before:
             if once is not None and await self._found(turn, once):
                 return None
@@ -173,11 +205,12 @@ class Turns:
             self._end(turn)
 
     def _end(self, turn: LiveTurn) -> None:
-        """Lets the next turn of the session begin. The ended turn is retained if the engine had accepted it."""
+        """Lets the next turn of the session begin. The ended turn is retained if the engine had accepted it, unless
+        another replica may go on with it."""
         self.open[turn.tenant] -= 1
         if not turn.committed:
             self._keys.release(turn)
-        if turn.ticket is None:
+        if turn.ticket is None or (turn.request.resumable and turn.error is not None):
             self._turns.pop(turn.id, None)
         else:
             for dropped in self._ended.add(turn):

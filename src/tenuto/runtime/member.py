@@ -1,0 +1,257 @@
+"""The process as a replica of a fleet: it keeps its lease, and takes sessions over when they are needed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from tenuto.base.errors import ConfigError, EngineStopped, NotAcknowledged, SessionDamaged, TenutoError
+from tenuto.base.views import FleetView, Membership, Place, SessionKey
+from tenuto.base.wire.messages import Enter, GetFleet, Locate
+from tenuto.engine.engine import Engine
+from tenuto.engine.thread.loop import EngineLoop
+from tenuto.session.postgres.database import Database
+from tenuto.session.postgres.journal import PostgresJournal
+from tenuto.session.postgres.replicas import DamagedRow, Owned, Replicas
+from tenuto.session.session import Session
+
+log = logging.getLogger("tenuto.fleet")
+
+T = TypeVar("T")
+
+OfFleet = Locate | GetFleet | Enter
+"""Requests about the fleet."""
+BEATS = 4
+"""The number of heartbeats in the time of a lease."""
+ATTEMPTS = 4
+"""How often to look for a session that changes its owner meanwhile."""
+
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+
+def _now() -> float:
+    """Returns seconds by a clock that goes on while the process, or the machine, sleeps."""
+    return time.clock_gettime(_CLOCK)
+
+
+class Member:
+    """The part of this process in its fleet.
+
+    Invariant: `_until` is at most a lease after the beginning of the last heartbeat, and all sessions that other
+    replicas claimed before that heartbeat are dropped. So until then, by this process's clock, nobody else owns a
+    session that is in memory, unless the database's clock has jumped since. Only then is a session said to be here.
+    `_lapses` counts the heartbeats with which sessions may have been lost, before these are dropped.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Database],
+        fingerprint: str,
+        advertised: str,
+        lease: float,
+        now: Callable[[], float] = _now,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Joins the fleet. `connect`: returns a connection to its database. `advertised`: where other replicas reach
+        this one. `lease`: seconds. `now`: a clock that goes on while the process sleeps. Raises `ConfigError` or
+        `ExtraMissing`."""
+        self._lease = lease
+        self._now = now
+        self._sleep = sleep
+        self._until = now() + lease
+        self._asks = Replicas(connect(), fingerprint)
+        self._join(advertised)
+        number = self._asks.number
+        self.journal = PostgresJournal(connect(), fingerprint, number)
+        self._beats = Replicas(connect(), fingerprint, number)
+        self._asking = ThreadPoolExecutor(1, "tenuto-fleet")  # the only user of `_asks`
+        self._beating = threading.Thread(target=self._beat_on, name="tenuto-heartbeat", daemon=True)
+        self._closing = threading.Event()
+        self._failing = False
+        self._sure = True  # whether all claims before the last heartbeat are known
+        self._lapses = 0
+        self._returned: list[tuple[SessionKey, int]] = []  # claimed sessions that do not fit here, to be given up
+
+    def _join(self, advertised: str) -> None:
+        for last in (False, True):  # a machine that pauses may lose its connection
+            try:
+                self._asks.join(advertised, self._lease)
+            except self._asks.db.errors as error:
+                if last:
+                    raise ConfigError(f"the database {self._asks.db.place} cannot be used: {error}") from error
+            else:
+                return
+
+    def start(self, engine: Engine, loop: EngineLoop) -> None:
+        """Keeps the lease from now on, and restores sessions in `engine`, whose thread is that of `loop`."""
+        self._engine, self._loop = engine, loop
+        self._beating.start()
+
+    def close(self) -> None:
+        """Ends the lease, so that others take the sessions over at once."""
+        self._closing.set()
+        if self._beating.ident is not None:
+            self._beating.join()
+        self._asking.shutdown()
+        with suppress(self._asks.db.errors):
+            self._asks.end()
+        self._asks.db.close()
+        self._beats.db.close()
+
+    def take(self, request: OfFleet, answer: Callable[[Any], None], refuse: Callable[[BaseException], None]) -> None:
+        """Answers a request, now or later."""
+        match request:
+            case Enter():
+                answer(Membership(replica=self._asks.number, secret=self._asks.secret, lease=self._lease))
+            case Locate() if self._is_here(request) and self._holds():
+                answer(Place(exists=True))
+            case Locate():
+                locate = partial(self.locate, request, self._now() + self._lease)
+                self._asking.submit(self._answered, locate, answer, refuse)
+            case GetFleet():
+                self._asking.submit(self._answered, self._view, answer, refuse)
+
+    # -- the lease
+
+    def _holds(self) -> bool:
+        return self._now() < self._until
+
+    def _beat_on(self) -> None:
+        while not self._closing.wait(self._lease / BEATS):
+            with suppress(EngineStopped):
+                self.keep_lease()
+
+    def keep_lease(self) -> None:
+        """Prolongs the lease, if the database can be asked. Called `BEATS` times in a lease. Raises `EngineStopped`."""
+        try:
+            self._beat()
+        except self._beats.db.errors as error:
+            if not self._failing:
+                log.error("the lease cannot be prolonged: %s", error)  # noqa: TRY400 - no bug, so no traceback
+            self._failing = True
+        else:
+            self._failing = False
+
+    def _beat(self) -> None:
+        """Prolongs the lease. If sessions may have been claimed since the last call, also drops those."""
+        began, sure = self._now(), self._sure and self._holds()
+        self._sure = False
+        if (lost := self._beats.beat()) is None:
+            log.error("another replica has started at the address of this one, which ends")
+            self._loop.request_stop()
+            return
+        if lost or not sure:
+            self._lapses += 1
+            with self.journal.writing:
+                known = self._loop.call(_epochs).result()
+            owned = self._beats.epochs()
+            self._loop.call(partial(self._drop_lost, known, owned)).result()
+        while self._returned:
+            self._beats.give_up(*self._returned[0])
+            self._returned.pop(0)
+        self._until, self._sure = began + self._lease, True
+
+    def _drop_lost(self, known: dict[Session, int], owned: dict[SessionKey, int], _: Engine) -> None:
+        """Drops the sessions that are known, and not `owned` any more."""
+        for session, epoch in known.items():
+            if owned.get(session.key) != epoch:
+                self._loop.drop(session)
+
+    # -- sessions
+
+    def _is_here(self, request: Locate) -> bool:
+        return self._engine.registry.find(request.session, request.tenant) is not None
+
+    @staticmethod
+    def _answered(work: Callable[[], T], answer: Callable[[T], None], refuse: Callable[[BaseException], None]) -> None:
+        try:
+            value = work()
+        except BaseException as error:  # noqa: BLE001 - every error is answered
+            refuse(error)
+        else:
+            answer(value)
+
+    def _view(self) -> FleetView:
+        try:
+            return FleetView(replica=self._asks.number, replicas=self._asks.all())
+        except self._asks.db.errors as error:
+            raise self._unreachable(error) from error
+
+    def locate(self, request: Locate, deadline: float) -> Place:
+        """Finds a session, and becomes its owner if nobody else is. `deadline`: until when to wait for a lease."""
+        key = request.tenant, request.session
+        try:
+            for _ in range(ATTEMPTS):
+                if self._is_here(request):
+                    self._require_lease(deadline)
+                    return Place(exists=True)
+                if self._now() > deadline and self._failing:
+                    raise NotAcknowledged("the database of the fleet cannot be asked; ask again")
+                if (seen := self._asks.find(key)) is None:
+                    return self._nowhere(key)
+                if seen.live and seen.owner != self._asks.number:
+                    return Place(exists=True, url=seen.url)
+                if seen.owner == self._asks.number:
+                    self._loop.execute(lambda _: None).result()  # it may be closed, which is not written yet
+                    if self._is_here(request) or self._asks.find(key) != seen:
+                        continue
+                if (place := self._claim(key, seen, deadline)) is not None:
+                    return place
+        except self._asks.db.errors as error:
+            raise self._unreachable(error) from error
+        raise NotAcknowledged(f"session {request.session!r} changes its owner; ask again")
+
+    def _nowhere(self, key: SessionKey) -> Place:
+        """Answers that there is no such session, also none that has left."""
+        self._loop.call(lambda engine: engine.registry.forget_left(key)).result()
+        return Place(exists=False)
+
+    def _require_lease(self, deadline: float) -> None:
+        """Waits for the lease of this replica. Raises `NotAcknowledged` if it is not prolonged before the deadline."""
+        while not self._holds():
+            if self._now() > deadline or self._closing.is_set():
+                raise NotAcknowledged(
+                    "this replica cannot prolong its lease, so it may not own its sessions; ask again"
+                )
+            self._sleep(0.01)
+
+    def _claim(self, key: SessionKey, seen: Owned, deadline: float) -> Place | None:
+        """Takes a session over and restores it; `None` if somebody else did."""
+        lapses = self._lapses
+        try:
+            saved = self._asks.claim(key, seen)
+        except DamagedRow as error:
+            log.error("a damaged session is not served", extra={"session": key[1], "reason": str(error)})  # noqa: TRY400
+            raise SessionDamaged(f"session {key[1]!r} is damaged in the database: {error}") from None
+        if saved is None:
+            return None
+        try:
+            session = self._loop.call(lambda engine: engine.sessions.restore(saved, journaled=True)).result()
+        except TenutoError:
+            self._returned.append((key, saved.epoch))
+            raise
+        try:
+            self._require_lease(deadline)
+        except NotAcknowledged:  # so that the next claim finds the open turn's request
+            self._loop.call(lambda _: self._loop.drop(session)).result()
+            self._returned.append((key, saved.epoch))
+            raise
+        if self._lapses != lapses:  # it may have been claimed again meanwhile
+            self._loop.call(lambda _: self._loop.drop(session)).result()
+            return None
+        log.info("session taken over", extra={"session": key[1], "owner": seen.owner, "epoch": saved.epoch})
+        return Place(exists=True, begun=saved.begun)
+
+    def _unreachable(self, error: Exception) -> NotAcknowledged:
+        return NotAcknowledged(f"the database {self._asks.db.place} cannot be asked who owns sessions: {error}")
+
+
+def _epochs(engine: Engine) -> dict[Session, int]:
+    """Returns the epochs in which the sessions in memory are owned; without those that are not in the database yet."""
+    return {session: session.epoch for session in engine.registry if session.epoch}

@@ -1,0 +1,1 @@
+"""A replica's requests to and for other replicas of its fleet."""

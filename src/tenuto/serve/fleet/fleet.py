@@ -1,0 +1,91 @@
+"""The fleet as this replica sees it: where sessions are, and turns that are begun again."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections import OrderedDict
+
+import msgspec
+
+from tenuto.base.errors import Unauthorized
+from tenuto.base.views import Membership, Place, SessionKey
+from tenuto.base.wire.messages import Enter, Locate, StartTurn
+from tenuto.serve.fleet.peers import Peers
+from tenuto.serve.shared.edge import Edge
+
+MAX_PLACES = 100_000
+"""The most sessions of other replicas whose places are remembered."""
+SECRET = "x-tenuto-fleet"  # noqa: S105 - the name of a header
+"""The header with the secret of the fleet, which marks a forwarded request."""
+
+
+class Fleet:
+    """The fleet as this replica sees it.
+
+    Invariant: a place in `_elsewhere` was right at some time. A replica that does not own a session says so, and then
+    the place is asked for again.
+    """
+
+    def __init__(self, edge: Edge, membership: Membership, secret: str) -> None:
+        """`secret`: known to the fleet's replicas, and to nobody else."""
+        self.edge = edge
+        self.peers = Peers()
+        self.lease = membership.lease
+        self.number = membership.replica
+        self.secret = secret
+        self._elsewhere: OrderedDict[SessionKey, str] = OrderedDict()
+        self._asking: set[asyncio.Task[Place]] = set()
+
+    @classmethod
+    async def enter(cls, edge: Edge) -> Fleet:
+        """Returns the fleet that the engine has joined. Its secret is that of the edge's settings, or the one in the
+        database."""
+        membership = await edge.link.call(Enter())
+        fleet = cls(edge, membership, edge.settings.fleet_secret or membership.secret)
+        edge.is_elsewhere = fleet.is_elsewhere
+        edge.in_fleet = True
+        return fleet
+
+    def is_forwarded(self, given: str | None) -> bool:
+        """Whether a request was forwarded, by what it has in the header `SECRET`. Raises `Unauthorized` if that is not
+        the fleet's secret."""
+        if given is None:
+            return False
+        if not hmac.compare_digest(given.encode(), self.secret.encode()):
+            raise Unauthorized(f"{SECRET} is not the secret of this fleet")
+        return True
+
+    async def place(self, key: SessionKey, *, anew: bool = False) -> str | None:
+        """Returns the URL of the replica that owns a session; `None` if that is this one, or there is no such session.
+        `anew`: what is remembered is not used."""
+        if not anew and (known := self._elsewhere.get(key)) is not None:
+            self._elsewhere.move_to_end(key)
+            return known
+        url = (await self.locate(key)).url
+        if url is None:
+            self._elsewhere.pop(key, None)
+        else:
+            self._elsewhere[key] = url
+            if len(self._elsewhere) > MAX_PLACES:
+                self._elsewhere.popitem(last=False)
+        return url
+
+    async def locate(self, key: SessionKey) -> Place:
+        """Asks where a session is. If this replica has taken it over with a turn that its last owner had accepted, the
+        turn is begun again, also if the caller is cancelled meanwhile."""
+        asking = asyncio.ensure_future(self._locate(key))
+        self._asking.add(asking)
+        asking.add_done_callback(self._asking.discard)
+        return await asyncio.shield(asking)
+
+    async def _locate(self, key: SessionKey) -> Place:
+        tenant, session = key
+        place = await self.edge.link.call(Locate(tenant=tenant, session=session))
+        if place.begun is not None:
+            self.edge.turns.begin_again(msgspec.msgpack.decode(place.begun, type=StartTurn))
+        return place
+
+    async def is_elsewhere(self, key: SessionKey) -> bool:
+        """Whether another replica owns the session."""
+        return await self.place(key, anew=True) is not None

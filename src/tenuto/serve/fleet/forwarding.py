@@ -1,0 +1,244 @@
+"""Every replica serves everything: requests for sessions of other replicas are forwarded to these."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import NamedTuple
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tenuto.base.errors import (
+    AlreadyExists,
+    Disconnected,
+    InvalidRequest,
+    Misdirected,
+    TenutoError,
+    Unauthorized,
+    Unreachable,
+)
+from tenuto.base.views import SessionKey
+from tenuto.serve.fleet import names
+from tenuto.serve.fleet.fleet import SECRET, Fleet
+from tenuto.serve.fleet.peers import Broken, NotSent, Reply
+from tenuto.serve.shared.bodies import LARGE, in_parser
+from tenuto.serve.shared.client import client_of
+from tenuto.serve.shared.sse import EVENTS, until_disconnected
+
+PATIENCE_SECONDS = 5.0
+"""How long, besides a lease, a request waits for a replica that owns its session and cannot be reached."""
+PAUSE_SECONDS = 0.05
+_OF_CONNECTIONS = frozenset(
+    (b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"proxy-connection", b"expect")
+)
+_NOT_SENT = _OF_CONNECTIONS | {b"host", b"content-length", b"origin", b"x-request-id", SECRET.encode()}
+_NOT_RETURNED = _OF_CONNECTIONS | {b"date", b"server", b"x-request-id", b"request-id"}
+
+
+class _Request(NamedTuple):
+    """A request for another replica, and the session that it is for. `repeatable`: carried out twice, it has the same
+    effect."""
+
+    key: SessionKey
+    head: bytes
+    body: bytes
+    bodiless: bool
+    repeatable: bool
+
+    def at(self, url: str) -> bytes:
+        """Returns its bytes for the replica at `url`."""
+        return b"%bhost: %b\r\n\r\n%b" % (self.head, url.removeprefix("http://").encode(), self.body)
+
+
+class _Body:
+    """The body of a request, which can be read before the application reads it."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._read: deque[Message] = deque()
+        self._complete = False
+
+    async def whole(self) -> bytes:
+        """Reads the whole body. Raises `ClientDisconnect`."""
+        while not self._complete:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            self._read.append(message)
+            self._complete = not message.get("more_body", False)
+        return b"".join(message.get("body", b"") for message in self._read)
+
+    async def receive(self) -> Message:
+        """Implements ASGI's `receive` for the application."""
+        return self._read.popleft() if self._read else await self._receive()
+
+    async def rest(self) -> Message:
+        """Implements ASGI's `receive` for what follows the body."""
+        return await self._receive()
+
+
+class Forwarding:
+    """Passes requests to the application that name no session, or one of this replica. Forwards the others, at most
+    once: a request that was forwarded is answered or refused where it arrives, and the replica that has forwarded it
+    looks for the owner again."""
+
+    def __init__(self, app: ASGIApp, fleet: Fleet) -> None:
+        self._app = app
+        self._fleet = fleet
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers, body = Headers(scope=scope), _Body(receive)
+        with suppress(ClientDisconnect):
+            if await self._is_for_here(scope, headers, body, send):
+                await self._app(scope, body.receive, send)
+
+    async def _is_for_here(self, scope: Scope, headers: Headers, body: _Body, send: Send) -> bool:
+        """Whether the application should answer; otherwise, the owner of the session has."""
+        forwarded = self._fleet.is_forwarded(headers.get(SECRET))
+        try:
+            tenant = self._fleet.edge.tenant(headers).name
+        except Unauthorized:  # the application says so
+            return True
+        used, opened = await _names(scope, body)
+        for name in opened:
+            if await self._fleet.is_elsewhere((tenant, name)):
+                raise AlreadyExists(f"session {name!r} is open already")
+        keys = [(tenant, name) for name in used]
+        if forwarded:
+            for key in keys:
+                if await self._fleet.is_elsewhere(key):
+                    raise Misdirected(f"session {key[1]!r} is another replica's")
+            return True
+        if (wanted := await self._elsewhere(keys)) is None:
+            return True
+        whole = await body.whole()
+        repeatable = scope["method"] in ("GET", "HEAD") or "idempotency-key" in headers
+        head = _head_of(scope, len(whole), self._fleet.secret)
+        asked = _Request(wanted, head, whole, scope["method"] == "HEAD", repeatable)
+        forwarding = self._forward(asked, _Answering(scope, send))
+        return not await until_disconnected(scope, body.rest, forwarding)
+
+    async def _elsewhere(self, keys: Sequence[SessionKey]) -> SessionKey | None:
+        """Returns the session of another replica for which to forward a request. Raises `InvalidRequest` if the request
+        is for sessions of several replicas."""
+        places = {await self._fleet.place(key) for key in keys}
+        if len(places) > 1:
+            raise InvalidRequest("the sessions of a request belong to several replicas; allowed: one request for each")
+        return keys[0] if places and places != {None} else None
+
+    async def _forward(self, asked: _Request, answering: _Answering) -> bool:
+        """Has the owner of the session answer. Returns False, having sent nothing, once this replica is the owner.
+        Raises `Unreachable`, and `Disconnected` if the request may have been carried out."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._fleet.lease + PATIENCE_SECONDS
+        url = await self._fleet.place(asked.key)
+        while url is not None:
+            try:
+                async with self._fleet.peers.ask(url, asked.at(url), bodiless=asked.bodiless) as reply:
+                    with self._watching(reply, asked.key, url):
+                        await reply.begun()
+                        if not is_misdirected(reply):
+                            await answering.pass_on(reply)
+                            return True
+                        await reply.rest()
+                reason = "it does not own the session"
+            except NotSent as error:
+                reason = str(error)
+            except Broken as error:
+                if answering.cut():
+                    return True
+                if not asked.repeatable:
+                    raise Disconnected(
+                        f"the replica at {url}, which owned the session, has not answered; the request may have been "
+                        "carried out"
+                    ) from error
+                reason = str(error)
+            if clock() > deadline:
+                raise Unreachable(f"the replica at {url} cannot answer for session {asked.key[1]!r}: {reason}")
+            await asyncio.sleep(PAUSE_SECONDS)
+            url = await self._fleet.place(asked.key, anew=True)
+        return False
+
+    @contextmanager
+    def _watching(self, reply: Reply, key: SessionKey, url: str) -> Iterator[None]:
+        """Breaks the connection to a silent owner once the session has another one."""
+        watching = asyncio.ensure_future(self._watch(reply, key, url))
+        try:
+            yield
+        finally:
+            watching.cancel()
+
+    async def _watch(self, reply: Reply, key: SessionKey, url: str) -> None:
+        heard = reply.heard
+        while True:
+            await asyncio.sleep(self._fleet.lease)
+            if reply.heard == heard:
+                with suppress(TenutoError):  # the database cannot be asked
+                    if await self._fleet.place(key, anew=True) != url:
+                        reply.fail(Broken("the session has another owner"))
+                        return
+            heard = reply.heard
+
+
+class _Answering:
+    """The answer to a forwarded request."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope = scope
+        self._send = send
+        self._begun = False
+
+    async def pass_on(self, reply: Reply) -> None:
+        """Sends the answer of another replica. Raises `Broken`."""
+        self._begun = True
+        headers = [(name, value) for name, value in reply.headers if name not in _NOT_RETURNED]
+        await self._send({"type": "http.response.start", "status": reply.status, "headers": headers})
+        client = client_of(self._scope)
+        if client is not None and dict(headers).get(b"content-type", b"").startswith(EVENTS.encode()):
+            client.begin_events()
+        while piece := await reply.piece():
+            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def cut(self) -> bool:
+        """Ends an answer whose rest is lost, if it has begun; returns whether it has. The client sees a broken
+        connection, or on a WebSocket an error, and may ask for the rest. Raises `Disconnected`."""
+        if not self._begun:
+            return False
+        if (client := client_of(self._scope)) is None:
+            raise Disconnected("the owner of the session is gone; ask again")
+        client.cut()
+        return True
+
+
+def is_misdirected(reply: Reply) -> bool:
+    """Whether a replica says that it does not own the session of a forwarded request."""
+    return reply.status == Misdirected.status
+
+
+async def _names(scope: Scope, body: _Body) -> tuple[list[str], list[str]]:
+    """Returns the sessions that a request uses, and those that it would open."""
+    used, opened = names.in_path(scope)
+    if names.is_in_body(scope):
+        read, whole = partial(names.in_body, scope["path"]), await body.whole()
+        more = read(whole) if len(whole) < LARGE else await in_parser(partial(read, whole))
+        used, opened = used + more[0], opened or more[1]
+    return used, opened
+
+
+def _head_of(scope: Scope, length: int, secret: str) -> bytes:
+    """Returns the beginning of a forwarded request, without its host."""
+    query = b"?" + scope["query_string"] if scope["query_string"] else b""
+    lines = [b"%b %b%b HTTP/1.1" % (scope["method"].encode(), scope["raw_path"], query)]
+    lines += [b"%b: %b" % header for header in scope["headers"] if header[0] not in _NOT_SENT]
+    lines += [b"%b: %b" % (SECRET.encode(), secret.encode()), b"content-length: %d" % length]
+    lines.append(b"x-request-id: %b" % scope["state"]["request_id"].encode())
+    return b"\r\n".join([*lines, b""])

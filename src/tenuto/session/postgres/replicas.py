@@ -1,0 +1,147 @@
+"""The replicas of a fleet: their leases, and which of them owns each session."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, replace
+
+from tenuto.base.views import ReplicaView, SessionKey
+from tenuto.session.journal_rows import DAMAGE, StoredSessions, check
+from tenuto.session.postgres.database import Database
+from tenuto.session.records import SavedSession
+
+_LIVE = "NOT ended AND heartbeat + lease * INTERVAL '1 second' > clock_timestamp()"
+"""Whether a replica's lease has not ended, by the database's clock."""
+FORGOTTEN = "INTERVAL '1 day'"
+"""How long the row of a replica without sessions stays after its lease."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """Where a session is. `owner`: the number of its owner; `None` if it was given up. `live`: whether the owner's
+    lease has not ended. `url`: of the owner."""
+
+    owner: int | None
+    epoch: int
+    live: bool
+    url: str
+
+
+class Replicas:
+    """A replica's row in the database of its fleet, and what it asks about others. One thread uses it at a time.
+
+    Invariant: a session is claimed only if its owner's lease has ended, or the owner itself asks; the claim is one
+    update on the condition that owner and epoch are still those, and raises the epoch. The owner's row says that it has
+    `lost` a session, so it learns of that with its next heartbeat, whatever the clocks say.
+    """
+
+    def __init__(self, db: Database, fingerprint: str, number: int = 0) -> None:
+        """`db`: a connection for this object alone. `fingerprint`: identifies the meaning of the model's tokens.
+        `number`: of this replica, if it has joined already."""
+        self.db = db
+        self._fingerprint = fingerprint
+        self._stored = StoredSessions(self.db, fingerprint)
+        self.number = number
+        self.secret = ""  # set by `join`
+
+    def join(self, url: str, lease: float) -> None:
+        """Sets up the database, and adds a replica at address `url`, whose lease lasts for `lease` seconds after each
+        `beat`. Earlier replicas at this address have ended. Raises `ConfigError` and the database's errors."""
+        self.secret = self.db.set_up(self._fingerprint, secrets.token_hex(32))
+        with self.db.transaction():
+            self.db.execute("UPDATE replicas SET ended = TRUE WHERE url = ?", (url,))
+            old = f"heartbeat < clock_timestamp() - {FORGOTTEN}"
+            unused = "NOT EXISTS (SELECT 1 FROM sessions WHERE owner = replicas.id)"
+            self.db.execute(f"DELETE FROM replicas WHERE {old} AND {unused}")
+            self.db.execute("DELETE FROM writers WHERE replica NOT IN (SELECT id FROM replicas)")
+            row = "(url, lease, started, heartbeat) VALUES (?, ?, clock_timestamp(), clock_timestamp())"
+            (self.number,) = self.db.execute(f"INSERT INTO replicas {row} RETURNING id", (url, lease)).fetchone()
+
+    def beat(self) -> bool | None:
+        """Prolongs the lease. Returns whether a session may have been claimed since the last call; `None` if another
+        replica at the same address has ended the lease."""
+        with self.db.transaction():
+            query = "SELECT lost FROM replicas WHERE id = ? AND NOT ended FOR UPDATE"
+            if (found := self.db.execute(query, (self.number,)).fetchone()) is None:
+                return None
+            beat = "UPDATE replicas SET heartbeat = clock_timestamp(), lost = FALSE WHERE id = ?"
+            self.db.execute(beat, (self.number,))
+        return bool(found[0])
+
+    def end(self) -> None:
+        """Ends the lease, so that others take over at once."""
+        self.db.execute("UPDATE replicas SET ended = TRUE WHERE id = ?", (self.number,))
+
+    def epochs(self) -> dict[SessionKey, int]:
+        """Returns the sessions that this replica owns, with their epochs."""
+        query = "SELECT tenant, name, epoch FROM sessions WHERE owner = ?"
+        return {(tenant, name): epoch for tenant, name, epoch in self.db.execute(query, (self.number,))}
+
+    def find(self, key: SessionKey) -> Owned | None:
+        """Returns where a session is; `None` if there is none."""
+        query = (
+            f"SELECT owner, epoch, coalesce({_LIVE}, FALSE), coalesce(url, '') FROM sessions LEFT JOIN replicas "
+            "ON replicas.id = owner WHERE tenant = ? AND name = ?"
+        )
+        found = self.db.execute(query, key).fetchone()
+        return Owned(*found) if found is not None else None
+
+    def claim(self, key: SessionKey, seen: Owned) -> SavedSession | None:
+        """Becomes the owner of a session whose owner was `seen`, and returns it with its epoch. `None` if it has
+        changed its owner since, or the owner's lease has not ended. Raises `DamagedRow` if its rows are damaged; it
+        keeps its owner then."""
+        claim = (
+            "UPDATE sessions SET owner = ?, epoch = nextval('epochs') WHERE tenant = ? AND name = ? AND epoch = ? "
+            "AND owner IS NOT DISTINCT FROM ? RETURNING id, epoch"
+        )
+        others = seen.owner not in (None, self.number)
+        if others:
+            self.db.execute("UPDATE replicas SET lost = TRUE WHERE id = ? AND NOT lost", (seen.owner,))
+        with self.db.transaction():
+            if others and self._lives(seen.owner):
+                return None
+            found = self.db.execute(claim, (self.number, *key, seen.epoch, seen.owner)).fetchone()
+            if found is None:
+                return None
+            number, epoch = found
+            try:
+                (saved,) = self._stored.together([number])
+                begun = self._begun(number, saved.version)
+            except DAMAGE as error:
+                raise DamagedRow(str(error)) from error
+        return replace(saved, epoch=epoch, begun=begun)
+
+    def _begun(self, session: int, version: int) -> bytes | None:
+        """Returns the request of the session's open turn, if it is recorded."""
+        query = "SELECT session, version, request, checksum FROM begun WHERE session = ? AND version = ?"
+        if (found := self.db.execute(query, (session, version)).fetchone()) is None:
+            return None
+        check("begun", found[:3], found[3])
+        return bytes(found[2])
+
+    def _lives(self, owner: int | None) -> bool:
+        """Whether a replica's lease has not ended, or was prolonged since the replica was marked as one that has `lost`
+        a session. It cannot be prolonged before the caller's transaction ends."""
+        query = f"SELECT {_LIVE} OR NOT lost FROM replicas WHERE id = ? FOR SHARE"
+        found = self.db.execute(query, (owner,)).fetchone()
+        return found is not None and bool(found[0])
+
+    def give_up(self, key: SessionKey, epoch: int) -> bool:
+        """Gives up a session owned in this epoch, so that any replica may claim it. Returns whether it was owned."""
+        query = "UPDATE sessions SET owner = NULL WHERE tenant = ? AND name = ? AND owner = ? AND epoch = ?"
+        return self.db.execute(query, (*key, self.number, epoch)).rowcount == 1
+
+    def all(self) -> list[ReplicaView]:
+        """Returns the fleet's replicas, with the number of sessions that each owns."""
+        query = (
+            f"SELECT id, url, {_LIVE}, extract(epoch FROM clock_timestamp() - heartbeat)::float8, lease, "
+            "(SELECT count(*) FROM sessions WHERE owner = replicas.id) FROM replicas ORDER BY id"
+        )
+        return [
+            ReplicaView(replica=number, url=url, live=live, idle_seconds=idle, lease_seconds=lease, sessions=count)
+            for number, url, live, idle, lease, count in self.db.execute(query)
+        ]
+
+
+class DamagedRow(Exception):
+    """The rows of a session are damaged, so it cannot be claimed."""

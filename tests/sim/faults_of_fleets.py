@@ -1,0 +1,110 @@
+"""Faults of owners and leases, planted one at a time: worlds of replicas (`tests.sim.fleets`) must fail with each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from tenuto.base.views import SessionKey
+from tenuto.runtime.member import Member
+from tenuto.session.changes import Change
+from tenuto.session.postgres.journal import PostgresJournal
+from tenuto.session.postgres.replicas import Owned, Replicas
+from tenuto.session.registry import Registry
+from tenuto.session.session import Session
+from tests.sim.fleets import simulate
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def commits_by_anyone(patch: pytest.MonkeyPatch) -> None:
+    def owned(journal: PostgresJournal, session: Session) -> tuple[int, int] | None:
+        query = "SELECT id, length FROM sessions WHERE tenant = ? AND name = ?"
+        found = journal._db.execute(query, session.key).fetchone()
+        return (found[0], found[1]) if found is not None else None
+
+    patch.setattr(PostgresJournal, "_owned", owned)
+
+
+def leases_that_never_end_here(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Member, "_holds", lambda _: True)
+
+
+def lost_sessions_that_stay(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Member, "_drop_lost", lambda *_: None)
+
+
+def claims_of_sessions_whose_owners_live(patch: pytest.MonkeyPatch) -> None:
+    find = Replicas.find
+
+    def found(replicas: Replicas, key: SessionKey) -> Owned | None:
+        return replace(seen, live=False) if (seen := find(replicas, key)) is not None else None
+
+    patch.setattr(Replicas, "find", found)
+    patch.setattr(Replicas, "_lives", lambda *_: False)
+
+
+def heartbeats_that_hide_claims(patch: pytest.MonkeyPatch) -> None:
+    beat = Replicas.beat
+    patch.setattr(Replicas, "beat", lambda replicas: None if beat(replicas) is None else False)
+
+
+def sessions_that_left_said_to_be_closed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Registry, "note_left", lambda *_: None)
+
+
+def open_turns_that_are_not_handed_over(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Replicas, "_begun", lambda *_: None)
+
+
+def records_of_turns_that_outlive_them(patch: pytest.MonkeyPatch) -> None:
+    def begun(replicas: Replicas, session: int, _: int) -> bytes | None:
+        found = replicas.db.execute("SELECT request FROM begun WHERE session = ?", (session,)).fetchone()
+        return bytes(found[0]) if found is not None else None
+
+    note = PostgresJournal._note_begun
+
+    def noted(journal: PostgresJournal, number: int, change: Change) -> None:
+        if change.kind == "begin":
+            note(journal, number, change)
+
+    patch.setattr(Replicas, "_begun", begun)
+    patch.setattr(PostgresJournal, "_note_begun", noted)
+
+
+FAULTS: dict[Plant, int] = {
+    commits_by_anyone: 31,
+    leases_that_never_end_here: 0,
+    lost_sessions_that_stay: 0,
+    claims_of_sessions_whose_owners_live: 0,
+    heartbeats_that_hide_claims: 21,
+    sessions_that_left_said_to_be_closed: 49,
+    open_turns_that_are_not_handed_over: 15,
+    records_of_turns_that_outlive_them: 0,
+}
+"""The faults, each with a world that fails with it. `python -m tests.sim.faults_of_fleets` looks for such worlds."""
+
+
+def find(plant: Plant, most: int) -> int | None:
+    """Returns the first world that fails with a fault."""
+    for seed in range(most):
+        with pytest.MonkeyPatch.context() as patch:
+            plant(patch)
+            try:
+                simulate(seed)
+            except Exception:  # noqa: BLE001 - whatever a fault causes
+                return seed
+    return None
+
+
+def main() -> None:
+    logging.getLogger("tenuto.fleet").setLevel(logging.CRITICAL)
+    for plant in FAULTS:
+        print(plant.__name__, find(plant, 60), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Worlds of replicas keep their promises, and notice planted faults."""
+
+from __future__ import annotations
+
+import psycopg
+import pytest
+
+from tests.sim.faults_of_fleets import FAULTS, Plant
+from tests.sim.fleets import Violation, World, simulate
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_replicas_that_fail_sleep_and_lose_messages_keep_their_promises(seed: int) -> None:
+    assert simulate(seed).operations > 10
+
+
+@pytest.mark.parametrize("plant", FAULTS)
+def test_a_planted_fault_of_owners_or_leases_is_noticed(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises(Violation):
+        simulate(FAULTS[plant])
+
+
+def test_a_session_lost_by_a_jump_of_the_clock_is_dropped_once_the_database_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(0)
+    world.calm = True
+    owner, other, _ = world.replicas
+    owner.engine.sessions.open("a")
+    owner.write()
+    world.jump(10)
+    other.member.keep_lease()
+    assert other.locate("a").url is None
+    with monkeypatch.context() as broken:
+        broken.setattr(owner.member._beats, "epochs", _fail)
+        owner.member.keep_lease()
+    assert owner.engine.registry.find("a") is not None
+    owner.member.keep_lease()
+    assert owner.engine.registry.find("a") is None
+    assert owner.locate("a").url == f"http://{other.name}"
+    world.close()
+
+
+def _fail() -> None:
+    raise psycopg.OperationalError("the answer is lost")
