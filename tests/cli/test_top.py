@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from tenuto.cli.top import run
 from tests.cli.inside import run_inside
 from tests.cli.test_cli import TENUTO, Terminal
 from tests.cli.watching import seen, shows, watching
-from tests.serve.server import Server, serving
+from tests.serve.server import Server, free_port, serving
 from tests.serve.test_native import events, turn
 
 if TYPE_CHECKING:
@@ -164,13 +163,6 @@ def test_the_memory_is_shown_with_those_who_hold_it(server: Server, family: http
             assert {"█", "▞", "·"} <= set(seen(pilot))
 
     asyncio.run(story())
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def test_it_finds_the_server_again_after_a_restart(tmp_path: Path) -> None:

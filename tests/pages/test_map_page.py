@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ import pytest
 
 from tests.eventually import eventually
 from tests.pages.accessible import faults
-from tests.serve.server import Server, serving
+from tests.serve.server import Server, free_port, serving
 from tests.serve.test_native import events, turn
 
 if TYPE_CHECKING:
@@ -182,13 +181,6 @@ def test_the_slider_shows_what_was(page: Page, server: Server, family: httpx.Cli
     assert page.get_by_role("button", name="Close", exact=True).is_disabled()
     page.get_by_role("button", name="Live").click()
     listed(page, "child").wait_for(state="detached")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def test_the_page_finds_the_server_again_after_a_restart(page: Page, tmp_path: Path) -> None:

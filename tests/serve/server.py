@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +18,15 @@ import httpx
 
 START_SECONDS = 60
 END_SECONDS = 20
+
+
+def free_port() -> int:
+    """Returns a port that is free, and that the system gives to no client meanwhile: it takes theirs from 32,768 on."""
+    while True:
+        port = 10_000 + secrets.randbelow(22_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class Server:
