@@ -70,7 +70,7 @@ def _reading(path: Path) -> Iterator[sqlite3.Connection]:
         raise ConfigError(f"the journal {path} cannot be read: there is no such file")
     try:
         uri = f"{path.absolute().as_uri()}?mode=ro"
-        with closing(sqlite3.connect(uri, 0.1, isolation_level=None, uri=True)) as db:
+        with closing(sqlite3.connect(uri, timeout=0.1, isolation_level=None, uri=True)) as db:
             application, format_ = (
                 db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
             )

@@ -40,7 +40,7 @@ class Damage:
 
 def connected(path: Path, lock_seconds: float) -> sqlite3.Connection:
     """Returns a connection that locks out all others from its first query on."""
-    db = sqlite3.connect(path, lock_seconds, isolation_level=None, check_same_thread=False)
+    db = sqlite3.connect(path, timeout=lock_seconds, isolation_level=None, check_same_thread=False)
     db.execute("PRAGMA locking_mode = EXCLUSIVE")  # set before any read, so that SQLite needs no file for its index
     return db
 
