@@ -10,8 +10,9 @@ from typing import Protocol, TypeVar, cast
 import psycopg
 
 from tenuto.base.errors import NotAcknowledged, TenutoError
-from tenuto.base.views import Place
-from tenuto.base.wire.messages import Locate
+from tenuto.base.options import TurnParams
+from tenuto.base.views import KeptTurn, Place
+from tenuto.base.wire.messages import FindTurn, Locate, StartTurn
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread.loop import EngineLoop
 from tenuto.runtime.member import BEATS, Member
@@ -24,6 +25,15 @@ from tests.session.test_journal import Journaled
 T = TypeVar("T")
 
 LEASE = 1.0
+
+
+def asked_turn(name: str, given: int, key: str | None, *, resumable: bool) -> StartTurn:
+    """Returns the request of a turn with one token as its input, after which the turn is named."""
+    once = (key, b"") if key is not None else None
+    params, named = TurnParams(max_new_tokens=2), str(given)
+    return StartTurn(
+        kind="turn", tenant="", session=name, input=(given,), params=params, name=named, once=once, resumable=resumable
+    )
 
 
 class Surroundings(Protocol):
@@ -109,6 +119,15 @@ class Replica(Journaled):
     def locate(self, name: str) -> Place:
         """Raises `NotAcknowledged`."""
         return self.member.locate(Locate(tenant="", session=name), self.world.now + LEASE)
+
+    def start(self, command: StartTurn) -> None:
+        """Starts a turn of tokens."""
+        prompt = self.prompt([token for token in command.input if isinstance(token, int)])
+        self.dispatcher.execute(command, self.renderer.prepare(self.dispatcher.basis(command), prompt, generate=True))
+
+    def find(self, name: str, key: str) -> KeptTurn | None:
+        """Returns the session's committed turn with an idempotency key."""
+        return self.dispatcher.execute(FindTurn(tenant="", session=name, once=key)).turn
 
     # -- the loop, as the member uses it
 
