@@ -35,7 +35,7 @@ REQUESTS = 100
 """In a window of one client."""
 REQUESTS_OF_EACH = 30
 """Of each of many clients in a window."""
-TURNS_OF_EACH = 2
+TURNS_OF_EACH = 1
 OUTPUT = 64
 
 

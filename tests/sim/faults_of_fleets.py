@@ -11,8 +11,10 @@ import pytest
 from tenuto.base.views import SessionKey
 from tenuto.runtime.member import Member
 from tenuto.session.changes import Change
+from tenuto.session.journal_changes import ChangeTables
 from tenuto.session.postgres.journal import PostgresJournal
 from tenuto.session.postgres.replicas import Owned, Replicas
+from tenuto.session.records import SavedSession
 from tenuto.session.registry import Registry
 from tenuto.session.session import Session
 from tests.sim.fleets import simulate
@@ -75,6 +77,53 @@ def records_of_turns_that_outlive_them(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PostgresJournal, "_note_begun", noted)
 
 
+def results_that_others_do_not_get(patch: pytest.MonkeyPatch) -> None:
+    claim = Replicas.claim
+
+    def claimed(replicas: Replicas, key: SessionKey, seen: Owned) -> SavedSession | None:
+        saved = claim(replicas, key, seen)
+        return replace(saved, results=()) if saved is not None else None
+
+    patch.setattr(Replicas, "claim", claimed)
+
+
+def rewinds_that_are_not_written(patch: pytest.MonkeyPatch) -> None:
+    write = ChangeTables.write
+
+    def written(tables: ChangeTables, change: Change) -> None:
+        if change.kind != "rewind":
+            write(tables, change)
+
+    patch.setattr(ChangeTables, "write", written)
+
+
+def forks_without_their_parents_turns(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ChangeTables, "_share", lambda *_: None)
+
+
+def erasures_that_leave_results(patch: pytest.MonkeyPatch) -> None:
+    def removed(tables: ChangeTables, session: int) -> None:
+        tables._cut(session, 0)
+        for table, column in (("records", "session"), ("sessions", "id")):
+            tables._db.execute(f"DELETE FROM {table} WHERE {column} = ?", (session,))
+
+    patch.setattr(ChangeTables, "remove", removed)
+
+
+def open_turns_that_outlive_erasure(patch: pytest.MonkeyPatch) -> None:
+    note = PostgresJournal._note_begun
+
+    def noted(journal: PostgresJournal, number: int, change: Change) -> None:
+        if change.kind not in ("close", "erase"):
+            note(journal, number, change)
+
+    patch.setattr(PostgresJournal, "_note_begun", noted)
+
+
+def retries_that_are_written_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PostgresJournal, "_committed", lambda _: -1)
+
+
 FAULTS: dict[Plant, int] = {
     commits_by_anyone: 31,
     leases_that_never_end_here: 0,
@@ -84,6 +133,12 @@ FAULTS: dict[Plant, int] = {
     sessions_that_left_said_to_be_closed: 49,
     open_turns_that_are_not_handed_over: 15,
     records_of_turns_that_outlive_them: 0,
+    results_that_others_do_not_get: 0,
+    rewinds_that_are_not_written: 0,
+    forks_without_their_parents_turns: 0,
+    erasures_that_leave_results: 0,
+    open_turns_that_outlive_erasure: 0,
+    retries_that_are_written_again: 0,
 }
 """The faults, each with a world that fails with it. `python -m tests.sim.faults_of_fleets` looks for such worlds."""
 

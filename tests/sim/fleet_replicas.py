@@ -161,13 +161,15 @@ class Replica(Journaled):
         return session not in self._lost
 
     def write(self) -> None:
-        """Writes all changes so far, and drops the sessions that others own. Raises `NotAcknowledged`."""
-        self._unwritten += self.new_changes()
-        try:
-            refused = self.member.journal.write(self._unwritten)
-        except psycopg.Error as error:
-            raise NotAcknowledged(str(error)) from error
-        self._unwritten = []
-        self._lost |= refused
-        for session in refused:
-            self.drop(session)
+        """Writes all changes so far, and drops the sessions that others own. What has failed is repeated as it was,
+        before what has changed since. Raises `NotAcknowledged`."""
+        self._unwritten = self._unwritten or self.new_changes()
+        while self._unwritten:
+            try:
+                refused = self.member.journal.write(self._unwritten)
+            except psycopg.Error as error:
+                raise NotAcknowledged(str(error)) from error
+            self._lost |= refused
+            for session in refused:
+                self.drop(session)
+            self._unwritten = self.new_changes()

@@ -6,7 +6,8 @@ import psycopg
 import pytest
 
 from tests.sim.faults_of_fleets import FAULTS, Plant
-from tests.sim.fleets import Violation, World, simulate
+from tests.sim.fleet_clients import Violation
+from tests.sim.fleets import World, simulate
 
 
 @pytest.mark.parametrize("seed", range(4))
