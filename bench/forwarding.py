@@ -149,7 +149,7 @@ async def with_many(asking: Asking, blocks: int) -> None:
         owner, other = (Spread.of_median(each) for each in zip(*pairs, strict=True))
         kept = Spread.of_median([late / early for early, late in pairs])
         print(f"{name:<24}{owner.shown('.0f')} at the owner, {other.shown('.0f')} elsewhere")
-        print(f"{'':<24}{kept.shown('.3f')} times the owner's (goal for turns: 0.95)", flush=True)
+        print(f"{'':<24}{kept.shown('.3f')} times the owner's (goal for tokens: 0.95)", flush=True)
 
 
 def asked(fleet: Replicas, clients: int) -> Asking:
