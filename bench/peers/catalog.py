@@ -107,11 +107,12 @@ def _tenuto_inside(kv_cache_dtype: str) -> Command:
     return command
 
 
-def _llama(attention: str, programs: str = LLAMA_PROGRAMS) -> Command:
+def _llama(attention: str, programs: str = LLAMA_PROGRAMS, *more: str) -> Command:
     def command(setting: Setting, shape: Shape) -> list[str]:
         program, threads = str(setting.peers / programs / "llama-server"), str(setting.threads)
         options = ["--model", str(setting.gguf), "--threads", threads, "--parallel", str(shape.sessions)]
-        return [program, *options, "--ctx-size", str(shape.sessions * _context(shape)), "--flash-attn", attention]
+        context = str(shape.sessions * _context(shape))
+        return [program, *options, "--ctx-size", context, "--flash-attn", attention, *more]
 
     return command
 
@@ -199,7 +200,7 @@ PEERS = (
     Peer(
         "ikllamacpp",
         "ik_llama.cpp",
-        _llama("on", "ikllamacpp/build/bin"),
+        _llama("on", "ikllamacpp/build/bin", "--log-disable"),
         Server(IkLlamaConversation, "resend", "/health"),
         "ikllamacpp",
     ),
