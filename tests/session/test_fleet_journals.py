@@ -225,8 +225,10 @@ def test_a_session_that_its_owner_gives_up_is_anyones(make: Make) -> None:
     owner.turn("s", [1])
     owner.write()
     epoch = owner.engine.registry.get("s").epoch
-    assert not owner.replicas.give_up(KEY, epoch + 1)
-    assert owner.replicas.give_up(KEY, epoch)
+    owner.replicas.give_up(KEY, epoch + 1)
+    assert present(owner.replicas.find(KEY)).owner == owner.replicas.number
+    owner.replicas.give_up(KEY, epoch)
+    assert present(owner.replicas.find(KEY)).owner is None
     owner.turn("s", [2])
     assert owner.write() == {"s"}
     assert len(present(other.take()).records) == 1

@@ -351,8 +351,8 @@ class FleetView(View, frozen=True, kw_only=True):
 
 
 class Membership(View, frozen=True, kw_only=True):
-    """A replica's part in its fleet. `secret`: shared by its replicas. `lease`: see `ReplicaView.lease_seconds`."""
+    """What the edge of a replica needs. `secret`: shared by the fleet's replicas. `lease`: see
+    `ReplicaView.lease_seconds`."""
 
-    replica: int
     secret: str
     lease: float

@@ -108,7 +108,7 @@ class Member:
         """Answers a request, now or later."""
         match request:
             case Enter():
-                answer(Membership(replica=self._asks.number, secret=self._asks.secret, lease=self._lease))
+                answer(Membership(secret=self._asks.secret, lease=self._lease))
             case Locate() if self._is_here(request) and self._holds():
                 answer(Place(exists=True))
             case Locate():

@@ -267,6 +267,7 @@ class Service:
         self._loop.execute(work, reply, ends=isinstance(request, AbortTurn))
 
     def _take_in(self, request: StartTurn | Draft | Withdraw) -> None:
+        """Prepares a turn's input, or withdraws a turn whose input is not prepared yet."""
         if isinstance(request, Withdraw):
             self._outbox.answer(request, self._intake.withdraw(request.name))
             return

@@ -32,7 +32,6 @@ class Fleet:
         self.edge = edge
         self.peers = Peers()
         self.lease = membership.lease
-        self.number = membership.replica
         self.secret = secret
         self._elsewhere: OrderedDict[SessionKey, str] = OrderedDict()
         self._asking: set[asyncio.Task[Place]] = set()

@@ -126,10 +126,10 @@ class Replicas:
         found = self.db.execute(query, (owner,)).fetchone()
         return found is not None and bool(found[0])
 
-    def give_up(self, key: SessionKey, epoch: int) -> bool:
-        """Gives up a session owned in this epoch, so that any replica may claim it. Returns whether it was owned."""
+    def give_up(self, key: SessionKey, epoch: int) -> None:
+        """Gives up a session, if it is owned in this epoch, so that any replica may claim it."""
         query = "UPDATE sessions SET owner = NULL WHERE tenant = ? AND name = ? AND owner = ? AND epoch = ?"
-        return self.db.execute(query, (*key, self.number, epoch)).rowcount == 1
+        self.db.execute(query, (*key, self.number, epoch))
 
     def all(self) -> list[ReplicaView]:
         """Returns the fleet's replicas, with the number of sessions that each owns."""
