@@ -121,7 +121,9 @@ def recording(url: str) -> Iterator[Recording]:
             if answer.is_success and (session := answer.headers.get(SESSION)) is not None:
                 record.add(session, Asked(request.url.path, headers, json.loads(given)), whole)
 
-        told = {name: value for name, value in answer.headers.items() if name not in ("date", "server")}
+        # Without a length, a client sees the end of an answer only when it has been recorded.
+        own = ("date", "server", "content-length")
+        told = {name: value for name, value in answer.headers.items() if name not in own}
         return StreamingResponse(body(), answer.status_code, told)
 
     methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
