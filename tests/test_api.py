@@ -233,7 +233,7 @@ def test_a_cancelled_abort_still_ends_the_turn() -> None:
             session = await engine.session()
             stream = session.turn([1], max_new_tokens=2000, ignore_eos=True)
             release = threading.Event()
-            engine._transport._service._loop.call(lambda _: release.wait(20))  # so that the abort is still pending
+            engine._transport._service._loop.call(lambda _: release.wait(60))  # so that the abort is still pending
             aborting = asyncio.create_task(stream.abort())
             await asyncio.sleep(0)
             aborting.cancel()
@@ -251,7 +251,7 @@ def test_closing_a_stream_before_its_turn_begins_leaves_no_turn() -> None:
         async with tenuto.AsyncEngine("witness", context_length=CONTEXT) as engine:
             session = await engine.session()
             release = threading.Event()
-            engine._transport._service._loop.call(lambda _: release.wait(20))  # so that nothing begins
+            engine._transport._service._loop.call(lambda _: release.wait(60))  # so that nothing begins
             for given in ([1], "text " * 1000):
                 session.turn(given, ignore_eos=True).close()
             release.set()
@@ -294,7 +294,7 @@ def test_a_broken_engine_raises_for_every_waiting_caller(engine: tenuto.Engine) 
     release = threading.Event()
 
     def fail(_: object) -> None:
-        release.wait(20)
+        release.wait(60)
         raise InvariantError("planted")
 
     broken._transport._service._loop.call(fail)
@@ -327,10 +327,10 @@ def test_collecting_an_engine_does_not_wait_for_its_thread() -> None:
 
     def work(_: object) -> None:
         entered.set()
-        release.wait(20)
+        release.wait(60)
 
     loop.call(work)
-    assert entered.wait(20)
+    assert entered.wait(60)
     del engine
     gc.collect()
     assert loop._thread.is_alive()

@@ -22,7 +22,7 @@ SMALL = ["--sessions=3", "--turns=3", "--first-input-tokens=30", "--input-tokens
 @pytest.fixture(scope="module", autouse=True)
 def _no_sessions_are_left(witness: Server) -> Iterator[None]:
     yield
-    assert httpx.get(f"{witness.url}/v1/sessions").json()["data"] == []
+    assert httpx.get(f"{witness.url}/v1/sessions", timeout=60).json()["data"] == []
 
 
 def bench(url: str, *arguments: str) -> subprocess.CompletedProcess[str]:

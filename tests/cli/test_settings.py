@@ -214,8 +214,8 @@ def test_a_server_runs_with_the_settings_and_names_their_sources(tmp_path: Path)
     file = tmp_path / "named.toml"
     file.write_text("model = 'witness'\nserved_model_name = ['a']\n")
     with serving("--config", str(file), "--token-budget", "99", env={"TENUTO_MAX_SESSIONS": "7"}) as server:
-        config = httpx.get(f"{server.url}/v1/engine").json()["config"]
-        assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"] == "a"
+        config = httpx.get(f"{server.url}/v1/engine", timeout=60).json()["config"]
+        assert httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"][0]["id"] == "a"
     assert (config["max_sessions"], config["token_budget"]) == (7, 99)
     assert f"settings   {file}, variable TENUTO_MAX_SESSIONS\n" in server.lines
 

@@ -199,7 +199,7 @@ def test_a_key_shows_what_its_tenant_has_and_a_wrong_one_is_an_error(tmp_path: P
     with serving("--model", "witness", "--keys", str(tmp_path / "keys.toml")) as server:
         for name in ("ann", "bob"):
             key: dict[str, Any] = {"headers": {"authorization": f"Bearer {name}-secret"}}
-            httpx.post(f"{server.url}/v1/sessions", json={"id": f"of-{name}"}, **key)
+            httpx.post(f"{server.url}/v1/sessions", json={"id": f"of-{name}"}, **key, timeout=60)
         asyncio.run(story(server.url))
         for given in ({}, {"TENUTO_API_KEY": "wrong"}):
             done = run_inside("top", env={"TENUTO_URL": server.url, **given})

@@ -15,7 +15,7 @@ from tenuto.client.map_reader import MapReader
 if TYPE_CHECKING:
     from textual.pilot import Pilot
 
-SECONDS = 20
+SECONDS = 60
 
 
 @asynccontextmanager

@@ -186,4 +186,4 @@ def test_a_compaction_ends_with_its_engine() -> None:
         time.sleep(0.1)
         engine.close()
         with pytest.raises(EngineStopped):
-            compacting.result(20)
+            compacting.result(60)

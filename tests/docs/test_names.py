@@ -158,8 +158,10 @@ def test_a_class_function_or_constant_on_a_page_about_the_code_exists(page: Path
 def described(witness: Server) -> tuple[set[str], set[str]]:
     """Returns the routes of a server, and its metrics."""
     sockets = {route.path for part in (session_socket, realtime_socket) for route in part.router.routes}
-    routes = set(httpx.get(f"{witness.url}/openapi.json").json()["paths"]) | {"/docs", "/openapi.json"} | sockets
-    metrics = httpx.get(f"{witness.url}/metrics").text
+    routes = (
+        set(httpx.get(f"{witness.url}/openapi.json", timeout=60).json()["paths"]) | {"/docs", "/openapi.json"} | sockets
+    )
+    metrics = httpx.get(f"{witness.url}/metrics", timeout=60).text
     return routes, set(re.findall(r"^# TYPE (tenuto_\w+)", metrics, re.MULTILINE))
 
 

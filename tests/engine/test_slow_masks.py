@@ -25,7 +25,7 @@ def test_a_step_begins_to_compute_before_its_masks_are_ready() -> None:
 
     class Waiting(Ladder):
         def fill(self, words: Words) -> None:
-            assert known.wait(20)
+            assert known.wait(60)
             super().fill(words)
 
     stage = Stage(masks=masks)
@@ -70,7 +70,7 @@ def test_every_mask_is_computed_once_even_if_its_speed_is_reassessed_meanwhile()
         constraint.odd, constraint.looked = odd, 0
         requests.append(MaskRequest(constraint, (), Future()))
     masks.ask(requests)
-    assert all(request.answer.result(20) is not None for request in requests)
+    assert all(request.answer.result(60) is not None for request in requests)
     masks.close()
 
 
@@ -81,7 +81,7 @@ def test_other_turns_continue_while_a_slow_mask_is_computed(overlap: int) -> Non
     class Slow(Ladder):
         def fill(self, words: Words) -> None:
             if len(self.said) > 2:
-                assert go.wait(20)
+                assert go.wait(60)
             super().fill(words)
 
     stage = Stage(masks=masks, overlap=overlap)

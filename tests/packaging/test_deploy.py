@@ -86,7 +86,7 @@ def exposed() -> dict[str, set[str]]:
             http.post("/v1/sessions", json={"id": "one"})
             turn = {"input": [1, 2, 3], "max_new_tokens": 4, "ignore_eos": True, "stream": False}
             assert http.post("/v1/sessions/one/turns", json=turn).status_code == 200
-        text = httpx.get(f"{server.url}/metrics").text
+        text = httpx.get(f"{server.url}/metrics", timeout=60).text
     metrics: dict[str, set[str]] = {}
     for name in re.findall(r"^# TYPE (\S+) (?!histogram)", text, re.MULTILINE):
         metrics[name] = set()

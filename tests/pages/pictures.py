@@ -112,7 +112,7 @@ def main() -> None:
         ("chat", "/", "light", of_chat),
     ]
     with serving(*arguments, "--host-tier", "64MiB", "--page-size", "16") as server:
-        httpx.get(f"{server.url}/health").raise_for_status()
+        httpx.get(f"{server.url}/health", timeout=60).raise_for_status()
         ended = threading.Event()
         talking = threading.Thread(target=conversations, args=(server, ended))
         talking.start()

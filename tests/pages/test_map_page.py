@@ -205,7 +205,7 @@ def test_a_key_is_asked_for_and_shows_what_its_tenant_has(page: Page, tmp_path: 
     with serving("--model", "witness", "--keys", str(tmp_path / "keys.toml")) as server:
         for name in ("ann", "bob"):
             key: dict[str, Any] = {"headers": {"authorization": f"Bearer {name}-secret"}}
-            httpx.post(f"{server.url}/v1/sessions", json={"id": f"of-{name}"}, **key)
+            httpx.post(f"{server.url}/v1/sessions", json={"id": f"of-{name}"}, **key, timeout=60)
         page.goto(f"{server.url}/map")
         for key_given in ("wrong", "ann-secret"):
             page.get_by_label("API key").fill(key_given)

@@ -77,7 +77,7 @@ class Stand:
         """Returns the replies so far, up to the answer to a question that reveals nothing."""
         last = self.ask(GetStats())
         told: list[tuple[int, str]] = []
-        while not (isinstance(reply := self.replies.get(timeout=20), Answer) and reply.call == last):
+        while not (isinstance(reply := self.replies.get(timeout=60), Answer) and reply.call == last):
             match reply:
                 case Answer():
                     told.append((reply.call, "answered"))

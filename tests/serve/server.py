@@ -16,8 +16,10 @@ from typing import Any
 
 import httpx
 
-START_SECONDS = 60
-END_SECONDS = 20
+from tests.eventually import eventually
+
+START_SECONDS = 120
+END_SECONDS = 60
 
 
 def free_port() -> int:
@@ -64,11 +66,16 @@ class Server:
 
     @property
     def engine_pid(self) -> int:
-        return int(httpx.get(f"{self.url}/v1/engine").json()["pid"])
+        return int(httpx.get(f"{self.url}/v1/engine", timeout=60).json()["pid"])
 
     def client(self, **options: Any) -> httpx.Client:
         """Returns an HTTP client whose URLs are paths."""
         return httpx.Client(base_url=self.url, **{"timeout": 60, **options})
+
+    def line_with(self, mark: str) -> str:
+        """Returns the first line of the output that contains `mark`, once there is one."""
+        eventually(lambda: any(mark in line for line in self.lines))
+        return next(line for line in self.lines if mark in line)
 
     def audit(self) -> None:
         """Checks that every unit of memory is accounted for."""

@@ -18,4 +18,4 @@ def opened(server: Server, path: str, **options: Any) -> Connection:
 
 def received(socket: Connection) -> Any:
     """Returns the next message."""
-    return json.loads(socket.recv(timeout=20))
+    return json.loads(socket.recv(timeout=60))

@@ -300,8 +300,7 @@ def test_an_adapter_that_cannot_be_read_ends_the_start() -> None:
 def test_batches_of_messages_take_adapters(adapted: httpx.Client) -> None:
     params = {"model": "poet", "max_tokens": 6, "messages": MESSAGES, "temperature": 0}
     batch = adapted.post("/v1/messages/batches", json={"requests": [{"custom_id": "a", "params": params}]}).json()
-    for _ in range(200):
-        if adapted.get(f"/v1/messages/batches/{batch['id']}").json()["processing_status"] == "ended":
-            break
-    line = json.loads(adapted.get(f"/v1/messages/batches/{batch['id']}/results").text)
+    path = f"/v1/messages/batches/{batch['id']}"
+    eventually(lambda: adapted.get(path).json()["processing_status"] == "ended")
+    line = json.loads(adapted.get(f"{path}/results").text)
     assert line["result"]["message"]["content"][0]["text"] == said(chat(adapted, "poet"))

@@ -88,7 +88,7 @@ def test_a_cancelled_batch_ends_with_the_results_it_has(slow_witness: Server) ->
             client.messages.batches.delete(batch.id)
         with pytest.raises(anthropic.AnthropicError, match="in_progress"):
             client.messages.batches.results(batch.id)
-        read = httpx.get(f"{slow_witness.url}/v1/messages/batches/{batch.id}/results")
+        read = httpx.get(f"{slow_witness.url}/v1/messages/batches/{batch.id}/results", timeout=60)
         assert (read.status_code, read.json()["type"]) == (409, "error")
         assert client.messages.batches.cancel(batch.id).cancel_initiated_at is not None
         done = ended(client, batch)
@@ -164,7 +164,7 @@ def batch_url(server: Server, batch: Any) -> str:
 
 def queued(server: Server) -> float:
     """Returns the number of turns that wait for the running batch."""
-    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
     return next(float(line.split()[-1]) for line in lines if line.startswith("tenuto_turns_queued "))
 
 
@@ -199,7 +199,7 @@ def test_requests_that_wait_for_a_place_are_edited_once_and_continue_their_threa
             batch = create(alice, edited, continued)
             stream.until_done()
         ended(alice, batch)
-        lines = httpx.get(batch_url(server, batch), headers={"x-api-key": "alice-key"}).text.splitlines()
+        lines = httpx.get(batch_url(server, batch), headers={"x-api-key": "alice-key"}, timeout=60).text.splitlines()
         found = {line["custom_id"]: line["result"] for line in map(json.loads, lines)}
         assert found["r0"]["message"]["context_management"]["applied_edits"][0]["cleared_tool_uses"] == 1
         assert found["r1"]["type"] == "succeeded", found["r1"]

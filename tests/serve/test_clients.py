@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -12,6 +11,7 @@ import httpx
 import pytest
 from anthropic import Anthropic, beta_tool
 
+from tests.eventually import eventually
 from tests.serve.server import Server, serving
 
 UNDONE = "x-tenuto-left-undone"
@@ -63,10 +63,7 @@ def test_a_field_that_requests_nothing_is_not_named(http: httpx.Client) -> None:
 def test_ignored_fields_are_logged(witness: Server) -> None:
     with witness.client() as http:
         assert undone(message(http, speed="fast")) == ["speed"]
-    deadline = time.monotonic() + 10
-    while not any("left_undone" in line and '["speed"]' in line for line in witness.lines):
-        assert time.monotonic() < deadline, witness.lines[-3:]
-        time.sleep(0.01)
+    eventually(lambda: any("left_undone" in line and '["speed"]' in line for line in witness.lines))
 
 
 def test_a_system_message_within_the_conversation_stays_in_its_place(http: httpx.Client) -> None:

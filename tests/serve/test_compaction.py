@@ -176,10 +176,11 @@ def test_tools_of_the_first_turn_must_be_given_again(http: httpx.Client) -> None
     http.delete(path)
 
 
-def test_turns_that_run_meanwhile_follow_the_summary(slow_http: httpx.Client) -> None:
+def test_turns_that_run_meanwhile_follow_the_summary(slow_witness: Server, slow_http: httpx.Client) -> None:
     path = opened(slow_http)
     with ThreadPoolExecutor(1) as beside:
         running = beside.submit(compact, slow_http, path, first=1, max_new_tokens=60, temperature=0)
+        eventually(lambda: hidden_sessions(slow_witness) == 1)
         said = say(slow_http, path, "Meanwhile.", max_new_tokens=30)
         done = running.result(60)
     turns = records_of(slow_http, path)
@@ -189,11 +190,11 @@ def test_turns_that_run_meanwhile_follow_the_summary(slow_http: httpx.Client) ->
     slow_http.delete(path)
 
 
-def test_a_session_that_is_rewound_meanwhile_is_not_compacted(slow_http: httpx.Client) -> None:
+def test_a_session_that_is_rewound_meanwhile_is_not_compacted(slow_witness: Server, slow_http: httpx.Client) -> None:
     path = opened(slow_http)
     with ThreadPoolExecutor(1) as beside:
         running = beside.submit(refused, slow_http, path, first=2, max_new_tokens=200, temperature=0)
-        time.sleep(0.2)
+        eventually(lambda: hidden_sessions(slow_witness) == 1)
         slow_http.post(f"{path}/rewind", json={"turn": 2}).raise_for_status()
         tokens = tokens_of(slow_http, path)
         assert running.result(60) == (412, "version_mismatch")
@@ -204,7 +205,7 @@ def test_a_session_that_is_rewound_meanwhile_is_not_compacted(slow_http: httpx.C
 def test_nothing_is_left_of_a_compaction_whose_client_leaves(slow_witness: Server, slow_http: httpx.Client) -> None:
     path = opened(slow_http)
     before = slow_http.get(path).json()["version"]
-    with slow_witness.client(timeout=0.5) as impatient, pytest.raises(httpx.ReadTimeout):
+    with slow_witness.client(timeout=httpx.Timeout(60, read=0.5)) as impatient, pytest.raises(httpx.ReadTimeout):
         impatient.post(f"{path}/compact", json={"max_new_tokens": 2000, "temperature": 0})
     eventually(lambda: hidden_sessions(slow_witness) == 0)
     assert slow_http.get(path).json()["version"] == before

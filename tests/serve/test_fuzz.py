@@ -25,7 +25,7 @@ from schemathesis.specs.openapi.checks import (
 
 from tests.serve.server import Server, serving
 
-SECONDS = 20
+SECONDS = 60
 """The longest an answer may take. A turn in the small context ends well before."""
 BOUNDED = settings(
     max_examples=5,

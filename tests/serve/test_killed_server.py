@@ -23,16 +23,18 @@ def test_acknowledged_changes_survive_kills_at_random_moments(tmp_path: Path) ->
 def test_a_conversation_continues_after_a_restart_as_if_uninterrupted(witness: Server, tmp_path: Path) -> None:
     def say(server: Server, text: str) -> str:
         body = {"input": [{"role": "user", "content": text}], "max_new_tokens": 8, "stream": False}
-        answer = httpx.post(f"{server.url}/v1/sessions/s/turns", json=body)
+        answer = httpx.post(f"{server.url}/v1/sessions/s/turns", json=body, timeout=60)
         assert answer.status_code == 200, answer.text
         return str(answer.json()["text"])
 
     def metric(server: Server, name: str) -> float:
-        found = re.search(rf"^{re.escape(name)} (\S+)$", httpx.get(f"{server.url}/metrics").text, re.MULTILINE)
+        found = re.search(
+            rf"^{re.escape(name)} (\S+)$", httpx.get(f"{server.url}/metrics", timeout=60).text, re.MULTILINE
+        )
         return float(found[1]) if found else 0.0
 
     texts = ["hello", "and again", "and at last"]
-    httpx.post(f"{witness.url}/v1/sessions", json={"id": "s", "system": "Be brief."})
+    httpx.post(f"{witness.url}/v1/sessions", json={"id": "s", "system": "Be brief."}, timeout=60)
     whole = [say(witness, text) for text in texts]
     parts = []
     for number, text in enumerate(texts):
@@ -40,7 +42,7 @@ def test_a_conversation_continues_after_a_restart_as_if_uninterrupted(witness: S
         with serving("--model", "witness", *options) as server:
             assert metric(server, 'tenuto_snapshots_total{outcome="restored"}') == (number > 0)
             if number == 0:
-                httpx.post(f"{server.url}/v1/sessions", json={"id": "s", "system": "Be brief."})
+                httpx.post(f"{server.url}/v1/sessions", json={"id": "s", "system": "Be brief."}, timeout=60)
             parts.append(say(server, text))
             assert metric(server, "tenuto_restored_sessions_total") == (number > 0)
             assert not metric(server, 'tenuto_recomputed_tokens_total{reason="restored"}')

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from tenuto.engine.thread.views import first_page
+from tests.eventually import eventually
 from tests.serve.raw import Raw
 from tests.serve.server import Server, serving
 from tests.serve.test_native import refusal, turn
@@ -146,14 +147,7 @@ def test_a_body_that_trickles_in_times_out(hurried: Server) -> None:
                 time.sleep(0.01)
         # the answer may be lost with the connection
         assert connection.answer() in ((408, "request_timeout"), (0, None))
-    assert any('"status": 408' in line or "status=408" in line for line in settled(hurried, "408"))
-
-
-def settled(server: Server, mark: str) -> list[str]:
-    """Returns the server's log, once it contains `mark`."""
-    while not any(mark in line for line in server.lines):
-        time.sleep(0.02)
-    return list(server.lines)
+    eventually(lambda: any('"status": 408' in line or "status=408" in line for line in hurried.lines))
 
 
 def test_a_slow_body_that_keeps_coming_is_accepted(hurried: Server) -> None:
@@ -193,7 +187,8 @@ def test_the_bodies_of_all_requests_together_are_limited(hurried: Server) -> Non
             assert answers <= {(429, "overloaded"), (400, "invalid_request"), (0, None)}
             refused = (429, "overloaded") in answers
     with hurried.client() as http:
-        wait_for(lambda: http.post("/v1/sessions", content=b" " * 900_000 + b"{}", headers=JSON).status_code == 201)
+        large = b" " * 900_000 + b"{}"
+        eventually(lambda: _status(lambda: http.post("/v1/sessions", content=large, headers=JSON)) == 201)
 
 
 # -- connections
@@ -207,16 +202,14 @@ def test_the_number_of_open_connections_is_limited(hurried: Server) -> None:
         with Raw(hurried) as one_more:
             assert one_more.answer() == (503, "server_full")
     with hurried.client() as http:
-        wait_for(lambda: http.get("/health").status_code == 200)
+        eventually(lambda: _status(lambda: http.get("/health")) == 200)
 
 
-def wait_for(what: Callable[[], bool]) -> None:
-    for _ in range(500):
-        with suppress(httpx.TransportError):
-            if what():
-                return
-        time.sleep(0.02)
-    pytest.fail("it does not come")
+def _status(ask: Callable[[], httpx.Response]) -> int | None:
+    """Returns the status of an answer; `None` if the server does not answer."""
+    with suppress(httpx.TransportError):
+        return ask().status_code
+    return None
 
 
 # -- metadata and listings of sessions

@@ -46,7 +46,7 @@ def test_a_word_or_the_models_own_end_ends_a_completion(smollm2_server: Server) 
 
 
 def test_several_prompts_give_a_list(smollm2_server: Server) -> None:
-    tokens = httpx.post(f"{smollm2_server.url}/tokenize", json={"content": PROMPT}).json()["tokens"]
+    tokens = httpx.post(f"{smollm2_server.url}/tokenize", json={"content": PROMPT}, timeout=60).json()["tokens"]
     by_text, by_tokens = complete(smollm2_server, prompt=[PROMPT, tokens]).json()
     assert by_text["content"] == by_tokens["content"] == complete(smollm2_server, prompt=tokens).json()["content"]
     assert complete(smollm2_server, prompt=[PROMPT, PROMPT], stream=True).status_code == 400
@@ -54,8 +54,8 @@ def test_several_prompts_give_a_list(smollm2_server: Server) -> None:
 
 def test_a_prompt_may_be_an_object_or_texts_among_tokens(smollm2_server: Server) -> None:
     usual = complete(smollm2_server).json()
-    tokens = httpx.post(f"{smollm2_server.url}/tokenize", json={"content": PROMPT}).json()["tokens"]
-    spelled = httpx.post(f"{smollm2_server.url}/detokenize", json={"tokens": tokens[2:]}).json()["content"]
+    tokens = httpx.post(f"{smollm2_server.url}/tokenize", json={"content": PROMPT}, timeout=60).json()["tokens"]
+    spelled = httpx.post(f"{smollm2_server.url}/detokenize", json={"tokens": tokens[2:]}, timeout=60).json()["content"]
     for prompt in ({"prompt_string": PROMPT}, [*tokens[:2], spelled], [*tokens[:2], spelled, *tokens[:0]]):
         assert complete(smollm2_server, prompt=prompt).json()["content"] == usual["content"]
     listed = complete(smollm2_server, prompt=[PROMPT, {"prompt_string": PROMPT}, [*tokens[:2], spelled]]).json()

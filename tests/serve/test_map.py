@@ -239,9 +239,9 @@ def test_a_trace_has_every_step_and_what_its_turns_did(slow_http: httpx.Client) 
 
 
 def test_one_trace_is_made_at_a_time_and_ends_with_its_client(slow_server_url: str) -> None:
-    with httpx.Client(base_url=slow_server_url, timeout=1) as http:
+    with httpx.Client(base_url=slow_server_url, timeout=60) as http:
         with pytest.raises(httpx.ReadTimeout):
-            http.get("/trace", params={"seconds": 30})
+            http.get("/trace", params={"seconds": 60}, timeout=httpx.Timeout(60, read=1))
         eventually(lambda: http.get("/trace", params={"seconds": 0.01}).status_code == 200)
 
 

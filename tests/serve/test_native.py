@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,10 +12,10 @@ import pytest
 
 from tenuto.base.errors import ConfigError
 from tenuto.base.parsing import parse_ttl
+from tests.eventually import eventually
 from tests.serve.server import Server, serving
 
-LONG = {"input": [1, 2, 3], "max_new_tokens": 3000, "ignore_eos": True}
-A_WHILE = {**LONG, "max_new_tokens": 400}
+LONG: dict[str, Any] = {"input": [1, 2, 3], "max_new_tokens": 3000, "ignore_eos": True}
 """A turn that takes 2 seconds on the slow witness."""
 
 
@@ -94,11 +92,7 @@ def test_sessions_are_listed_in_pages_by_id_and_state(http: httpx.Client) -> Non
 
 def test_an_idle_session_closes_itself_after_its_ttl(http: httpx.Client) -> None:
     http.post("/v1/sessions", json={"id": "brief", "ttl": 0.2})
-    for _ in range(100):
-        if http.get("/v1/sessions/brief").status_code == 404:
-            return
-        time.sleep(0.05)
-    pytest.fail("the session is still open")
+    eventually(lambda: http.get("/v1/sessions/brief").status_code == 404)
 
 
 def check_ttls(http: httpx.Client, named: float | None, made_up: float) -> None:
@@ -202,14 +196,18 @@ def test_regenerate_replaces_the_last_output(http: httpx.Client, session: str) -
     assert http.get(session).json()["tokens"] == 4
 
 
+def computed_by_its_turn(http: httpx.Client, session: str) -> int:
+    """Returns how many tokens a session's open turn or draft has computed."""
+    shown = http.get("/map/feed").json()["sessions"]
+    (turn_of,) = (each["turn"] for each in shown if session.endswith(each["id"]))
+    return int(turn_of["computed"])
+
+
 def test_a_draft_is_computed_before_its_turn(http: httpx.Client, session: str) -> None:
     http.put(f"{session}/draft", json={"input": [3] * 20})
     drafted = http.put(f"{session}/draft", json={"input": [3] * 30})
     assert drafted.json()["turn"] == "drafting"
-    for _ in range(200):
-        if http.get(session).json()["memory"]["full0"] == 2:  # pages of 16 tokens
-            break
-        time.sleep(0.01)
+    eventually(lambda: computed_by_its_turn(http, session) == 29)  # the last token waits for the turn
     assert turn(http, session, input=[3] * 30)["usage"]["cached_tokens"] == 29
     http.put(f"{session}/draft", json={"input": [4]})
     assert http.post(f"{session}/abort", json={}).json() is None
@@ -283,35 +281,42 @@ def test_a_malformed_turn_names_the_wrong_field(http: httpx.Client, session: str
 
 
 def wait_until(http: httpx.Client, session: str, state: str | None) -> None:
-    for _ in range(200):
-        if http.get(session).json()["turn"] == state:
-            return
-        time.sleep(0.02)
-    pytest.fail(f"{session} never was {state}")
+    eventually(lambda: http.get(session).json()["turn"] == state)
+
+
+def are_waiting(http: httpx.Client, number: int) -> None:
+    """Waits until so many turns wait for their sessions."""
+    eventually(lambda: f"tenuto_turns_waiting {number}.0" in http.get("/metrics").text)
+
+
+def end(http: httpx.Client, session: str) -> None:
+    """Ends the session's turn, which keeps what it has."""
+    http.post(f"{session}/abort", json={"keep": "all"}).raise_for_status()
 
 
 def test_a_busy_session_rejects_or_queues(slow_http: httpx.Client, slow_session: str, slow_witness: Server) -> None:
-    done: list[dict[str, Any]] = []
-    with slow_witness.client() as other:
-        first = threading.Thread(target=lambda: done.append(turn(other, slow_session, **A_WHILE, timeout=60)))
-        first.start()
+    with slow_witness.client() as other, ThreadPoolExecutor(2) as pool:
+        first = pool.submit(turn, other, slow_session, **LONG)
         wait_until(slow_http, slow_session, "running")
         assert refusal(slow_http.post(f"{slow_session}/turns", json=LONG)) == (409, "session_busy")
         assert refusal(slow_http.post(f"{slow_session}/rewind", json={"turn": 0})) == (409, "session_busy")
-        queued = turn(slow_http, slow_session, input=[4], if_busy="queue", max_new_tokens=2)
-        first.join()
-    assert done[0]["version"] == 1
-    assert (queued["version"], queued["usage"]["cached_tokens"]) == (2, 402)
+        queued = pool.submit(turn, other, slow_session, input=[4], if_busy="queue", max_new_tokens=2)
+        are_waiting(slow_http, 1)
+        end(slow_http, slow_session)
+        assert first.result()["version"] == 1
+        computed = len(LONG["input"]) + len(first.result()["tokens"]) - 1
+        assert (queued.result()["version"], queued.result()["usage"]["cached_tokens"]) == (2, computed)
 
 
 def test_queued_turns_begin_in_order(slow_session: str, slow_witness: Server) -> None:
     with slow_witness.client() as http, ThreadPoolExecutor(6) as pool:
-        first = pool.submit(turn, http, slow_session, **A_WHILE)
+        first = pool.submit(turn, http, slow_session, **LONG)
         wait_until(http, slow_session, "running")
         queued = []
         for n in range(5):
             queued.append(pool.submit(turn, http, slow_session, input=[n], if_busy="queue", max_new_tokens=1))
-            time.sleep(0.05)
+            are_waiting(http, n + 1)
+        end(http, slow_session)
         assert [future.result()["version"] for future in [first, *queued]] == [1, 2, 3, 4, 5, 6]
         assert [record["input_tokens"] for record in http.get(f"{slow_session}/turns").json()["data"]][1:] == [
             [n] for n in range(5)
@@ -331,7 +336,7 @@ def test_a_barge_in_keeps_the_requested_part_of_the_output(
                 said, delivered = said + data["tokens"], data["delivered"]
             if len(said) >= 20:
                 break
-        with httpx.Client(base_url=slow_http.base_url) as other:
+        with httpx.Client(base_url=slow_http.base_url, timeout=60) as other:
             aborted = other.post(f"{slow_session}/abort", json={"keep": keep}).json()
         rest = list(told)
     assert aborted["reason"] == "abort"
@@ -379,10 +384,11 @@ def test_a_deadline_ends_a_turn_and_leaves_its_session(http: httpx.Client, sessi
 
 def test_a_deadline_also_counts_while_a_turn_waits_for_its_session(slow_session: str, slow_witness: Server) -> None:
     with slow_witness.client() as http, ThreadPoolExecutor(1) as pool:
-        first = pool.submit(turn, http, slow_session, **A_WHILE)
+        first = pool.submit(turn, http, slow_session, **LONG)
         wait_until(http, slow_session, "running")
         late = http.post(f"{slow_session}/turns", json={"input": [1], "if_busy": "queue", "queue_timeout": 0.05})
         assert refusal(late) == (504, "deadline_passed")
+        end(http, slow_session)
         assert first.result()["version"] == 1
         assert turn(http, slow_session, input=[1])["version"] == 2
 

@@ -46,7 +46,9 @@ def test_a_stream_has_the_text_of_the_whole_answer_and_ends_with_counts_and_time
 
 
 def test_a_stream_is_lines_of_json(witness: Server) -> None:
-    answer = httpx.post(f"{witness.url}/api/chat", json={"model": "witness", "messages": HI, "options": GREEDY})
+    answer = httpx.post(
+        f"{witness.url}/api/chat", json={"model": "witness", "messages": HI, "options": GREEDY}, timeout=60
+    )
     assert answer.headers["content-type"].startswith("application/x-ndjson")
     assert all(json.loads(line)["model"] == "witness" for line in answer.text.splitlines())
 
@@ -98,7 +100,9 @@ def test_a_call_and_its_result_are_rendered(client: Client) -> None:
 def test_texts_are_embedded(smollm2: Client, smollm2_server: Server) -> None:
     texts = ["tea", "coffee with milk"]
     found = smollm2.embed("smollm2", texts)
-    usual = httpx.post(f"{smollm2_server.url}/v1/embeddings", json={"input": texts, "normalize": True}).json()
+    usual = httpx.post(
+        f"{smollm2_server.url}/v1/embeddings", json={"input": texts, "normalize": True}, timeout=60
+    ).json()
     for vector, other in zip(found.embeddings, usual["data"], strict=True):
         assert vector == pytest.approx(other["embedding"])
         assert sum(number**2 for number in vector) == pytest.approx(1)
@@ -157,9 +161,11 @@ def test_fields_that_ask_for_nothing_special_are_accepted(witness: Server) -> No
         "options": {**GREEDY, "seed": -1, "repeat_last_n": 64, "num_ctx": 512, "mirostat": 0, "num_gpu": 1, "stop": []},
     }
     asked = {"model": "witness", "messages": HI, "stream": False}
-    answer = httpx.post(f"{witness.url}/api/chat", json={**asked, **usual})
+    answer = httpx.post(f"{witness.url}/api/chat", json={**asked, **usual}, timeout=60)
     assert (answer.status_code, answer.headers.get("x-tenuto-left-undone")) == (200, None)
-    left = httpx.post(f"{witness.url}/api/chat", json={**asked, "options": GREEDY, "keep_alive": 0, "think": True})
+    left = httpx.post(
+        f"{witness.url}/api/chat", json={**asked, "options": GREEDY, "keep_alive": 0, "think": True}, timeout=60
+    )
     assert left.headers["x-tenuto-left-undone"] == "keep_alive, think"
 
 

@@ -241,12 +241,8 @@ def test_metrics_do_not_wait_for_a_late_engine(monkeypatch: pytest.MonkeyPatch) 
 
 def logged(server: Server, request_id: str) -> dict[str, Any]:
     """Returns the log line of a request."""
-    for _ in range(200):
-        for line in server.lines:
-            if request_id in line:
-                return json.loads(line)
-        time.sleep(0.02)
-    pytest.fail(f"{request_id} is not in the log")
+    found: dict[str, Any] = json.loads(server.line_with(request_id))
+    return found
 
 
 def test_a_request_has_an_id_in_its_answer_and_in_the_log(http: httpx.Client, witness: Server, session: str) -> None:

@@ -36,14 +36,14 @@ def send(socket: Connection, given: str = "hi", **fields: Any) -> None:
 
 
 def status(server: Server, session: str) -> int:
-    return httpx.get(f"{server.url}/v1/sessions/{session}").status_code
+    return httpx.get(f"{server.url}/v1/sessions/{session}", timeout=60).status_code
 
 
 def answer(socket: Connection) -> list[dict[str, Any]]:
     """Returns the events up to the end of an answer."""
     events: list[dict[str, Any]] = []
     while not events or events[-1]["type"] not in ENDS:
-        events.append(json.loads(socket.recv(timeout=20)))
+        events.append(json.loads(socket.recv(timeout=60)))
     return events
 
 
@@ -117,7 +117,7 @@ def test_only_the_latest_answer_that_is_not_stored_can_be_continued(witness: Ser
 def test_a_client_that_leaves_rolls_its_turn_back(witness: Server) -> None:
     with opened(witness) as socket:
         send(socket, max_output_tokens=100_000, store=False)
-        name = json.loads(socket.recv(timeout=20))["response"]["id"]
+        name = json.loads(socket.recv(timeout=60))["response"]["id"]
         assert status(witness, name) == 200
     eventually(lambda: status(witness, name) == 404)
 
@@ -129,7 +129,7 @@ def test_a_client_that_sends_too_far_ahead_is_disconnected(witness: Server) -> N
             for _ in range(MAX_WAITING + 20):
                 send(socket)
             while True:
-                socket.recv(timeout=20)
+                socket.recv(timeout=60)
     assert closed.value.rcvd is not None
     assert closed.value.rcvd.code == 1008
 

@@ -65,7 +65,7 @@ def test_sigterm_ends_streams_properly_and_exits_with_status_0() -> None:
         engine = server.engine_pid
         begun = [threading.Event() for _ in range(3)]
         streams = [pool.submit(follow, server, f"s{n}", begun[n]) for n in range(3)]
-        assert all(event.wait(20) for event in begun)
+        assert all(event.wait(60) for event in begun)
         server.process.send_signal(signal.SIGTERM)
         ends = [stream.result()[-1] for stream in streams]
         assert [name for name, _ in ends] == ["aborted"] * 3
@@ -78,10 +78,10 @@ def test_a_turn_that_ends_in_time_is_committed_before_the_server_ends() -> None:
         with server.client() as http:
             http.post("/v1/sessions", json={"id": "s"})
             asked = pool.submit(http.post, "/v1/sessions/s/turns", json={**LONG, "stream": False})
-            while httpx.get(f"{server.url}/v1/sessions/s").json()["turn"] is None and not asked.done():
+            while httpx.get(f"{server.url}/v1/sessions/s", timeout=60).json()["turn"] is None and not asked.done():
                 time.sleep(0.01)
             server.process.send_signal(signal.SIGTERM)
-            late = httpx.post(f"{server.url}/v1/sessions/s/turns", json=LONG)
+            late = httpx.post(f"{server.url}/v1/sessions/s/turns", json=LONG, timeout=60)
             assert refusal(late) == (503, "draining")
             assert late.headers["retry-after"]
             assert asked.result().json()["state"] == "committed"
@@ -92,7 +92,7 @@ def test_a_killed_engine_is_reported_to_all_clients_and_its_server_exits_with_st
     with serving(*WITNESS) as server, ThreadPoolExecutor(8) as pool, server.client() as http:
         begun = [threading.Event() for _ in range(3)]
         streams = [pool.submit(follow, server, f"s{n}", begun[n]) for n in range(3)]
-        assert all(event.wait(20) for event in begun)
+        assert all(event.wait(60) for event in begun)
         line = [pool.submit(http.post, "/v1/sessions/s0/turns", json={**LONG, "if_busy": "queue"}) for _ in range(2)]
         while "tenuto_turns_waiting 2.0" not in http.get("/metrics").text:
             time.sleep(0.02)
@@ -125,7 +125,7 @@ def test_a_server_without_its_engine_answers_503_until_it_ends() -> None:
         edge = Edge(link, link.model, ServeSettings())
         transport = httpx.ASGITransport(build_app(edge, Metrics()))
         answers: dict[str, int] = {}
-        async with httpx.AsyncClient(transport=transport, base_url="http://edge") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://edge", timeout=60) as http:
             assert (await http.get("/v1/models")).status_code == 200
             described = (await http.get("/openapi.json")).json()["paths"]
             os.kill(link.pid, signal.SIGKILL)
@@ -223,7 +223,7 @@ def test_an_engine_whose_server_is_killed_ends_by_itself() -> None:
     with serving(*WITNESS) as server, ThreadPoolExecutor(2) as pool:
         begun = threading.Event()
         stream = pool.submit(follow, server, "s", begun)
-        assert begun.wait(20)
+        assert begun.wait(60)
         engine = server.engine_pid
         server.process.kill()
         assert stream.result()[-1][0] == "broken"
@@ -265,7 +265,7 @@ def test_turns_waiting_for_a_session_at_shutdown_are_refused_as_draining() -> No
     with serving(*WITNESS, "--drain-seconds", "0.2") as server, ThreadPoolExecutor(4) as pool, server.client() as http:
         begun = threading.Event()
         first = pool.submit(follow, server, "s", begun)
-        assert begun.wait(20)
+        assert begun.wait(60)
         waiting = [pool.submit(http.post, "/v1/sessions/s/turns", json={**LONG, "if_busy": "queue"}) for _ in range(2)]
         while http.get("/metrics").text.count("tenuto_turns_waiting 2.0") == 0:
             time.sleep(0.02)
@@ -279,9 +279,11 @@ def test_a_second_signal_does_not_wait_for_turns() -> None:
     with serving(*WITNESS, "--drain-seconds", "1000") as server, ThreadPoolExecutor(1) as pool:
         begun = threading.Event()
         stream = pool.submit(follow, server, "s", begun)
-        assert begun.wait(20)
+        assert begun.wait(60)
         server.process.send_signal(signal.SIGINT)
-        while httpx.post(f"{server.url}/v1/sessions/s/turns", json=LONG).json()["error"]["code"] != "draining":
+        while (
+            httpx.post(f"{server.url}/v1/sessions/s/turns", json=LONG, timeout=60).json()["error"]["code"] != "draining"
+        ):
             time.sleep(0.02)
         server.process.send_signal(signal.SIGINT)
         assert stream.result()[-1][0] == "aborted"

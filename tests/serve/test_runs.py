@@ -208,7 +208,9 @@ def test_volatile_lines_stay_if_asked_and_others_are_left_out_by_expression() ->
 
 def test_runs_can_be_switched_off() -> None:
     with serving("--model", "witness", "--no-find-runs") as server:
-        answer = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": [HI], "user": "a", "max_tokens": 1})
+        answer = httpx.post(
+            f"{server.url}/v1/chat/completions", json={"messages": [HI], "user": "a", "max_tokens": 1}, timeout=60
+        )
         assert answer.status_code == 200
         assert "x-tenuto-session" not in answer.headers
 

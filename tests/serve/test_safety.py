@@ -419,19 +419,10 @@ def test_no_secret_and_no_content_is_logged_or_sent_back(guarded: Server, ann: h
         assert not [secret for secret in secrets if secret in answer.text + str(answer.headers)]
         if answer.status_code >= 400:
             assert word not in answer.text
-    settled(guarded, "nothing%0a")
+    guarded.line_with("nothing%0a")  # those before it have been logged
     output = "".join(guarded.lines)
     assert not [secret for secret in (*secrets, word, f"{number}, {number}") if secret in output]
     assert "\x1b" not in output
-
-
-def settled(server: Server, mark: str) -> None:
-    """Waits until requests before `mark` have been logged."""
-    for _ in range(200):
-        if any(mark in line for line in server.lines):
-            return
-        time.sleep(0.02)
-    pytest.fail(f"{mark} is not in the log")
 
 
 def test_clients_see_no_details_of_errors_and_nothing_of_bugs() -> None:

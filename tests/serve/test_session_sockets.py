@@ -190,7 +190,7 @@ def test_a_client_that_sends_too_far_ahead_is_disconnected(slow_witness: Server,
         for _ in range(MAX_WAITING + 20):
             send(socket, "turn", input="x", max_new_tokens=4000)
         while True:
-            socket.recv(timeout=20)
+            socket.recv(timeout=60)
     assert closed.value.rcvd is not None
     assert closed.value.rcvd.code == 1008
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
@@ -13,6 +12,7 @@ import httpx
 import pytest
 
 from tenuto.serve.shared.settings import read_keys
+from tests.eventually import eventually
 from tests.serve.server import Server, serving
 
 ROWS = 4
@@ -121,22 +121,15 @@ def running(http: httpx.Client) -> int:
     return len(http.get("/v1/sessions", params={"state": "running"}).json()["data"])
 
 
-def wait_until(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not what():
-        assert time.monotonic() < deadline, "the condition never held"
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_small_tenants_turn_ends_while_a_greedy_one_wants_every_row(shared: Server, way: Way) -> None:
     with client(shared, "greedy") as greedy, client(shared, "small") as small, endless(greedy, in_a_session):
-        wait_until(lambda: running(greedy) == ROWS)
+        eventually(lambda: running(greedy) == ROWS)
         path, body = way(small, 3)
         answer = small.post(path, json=body)
         assert answer.status_code == 200
         assert '"length"' in answer.text
-        wait_until(lambda: running(greedy) == ROWS)  # the other takes its row again
+        eventually(lambda: running(greedy) == ROWS)  # the other takes its row again
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -148,9 +141,9 @@ def test_turns_on_every_interface_count_for_their_keys_tenant_by_its_weight(shar
         endless(light, in_a_session),
         endless(heavy, WAYS[name], requests),
     ):
-        wait_until(lambda: running(light) == LIGHT_ROWS)
+        eventually(lambda: running(light) == LIGHT_ROWS)
     with client(shared, "light") as light:
-        wait_until(lambda: running(light) == 0)
+        eventually(lambda: running(light) == 0)
 
 
 def test_a_weight_holds_for_all_keys_of_its_tenant_and_defaults_to_1(tmp_path: Path) -> None:

@@ -128,13 +128,13 @@ def test_a_message_cannot_be_continued_twice_at_once(slow_witness: Server) -> No
                 go_on(client, first.id)
             assert error_of(refused) == (400, "thread_continue_in_flight")
         session = f"{slow_witness.url}/v1/sessions/{first.id.rpartition('_')[0]}"
-        eventually(lambda: httpx.get(session).json()["turn"] is None)  # the turn is rolled back
+        eventually(lambda: httpx.get(session, timeout=60).json()["turn"] is None)  # the turn is rolled back
         assert go_on(client, first.id, max_tokens=2).content
 
 
 def test_a_thread_whose_first_answer_is_refused_or_left_leaves_no_session(slow_witness: Server) -> None:
     def sessions() -> set[str]:
-        return {each["id"] for each in httpx.get(f"{slow_witness.url}/v1/sessions").json()["data"]}
+        return {each["id"] for each in httpx.get(f"{slow_witness.url}/v1/sessions", timeout=60).json()["data"]}
 
     before = sessions()
     with client_of(slow_witness) as client:

@@ -31,7 +31,7 @@ def test_a_text_becomes_tokens_and_tokens_become_the_text(http: httpx.Client) ->
 
 
 def test_tokens_are_shown_as_in_the_vocabulary_which_the_tokenizer_describes(smollm2_server: Server) -> None:
-    with httpx.Client(base_url=smollm2_server.url) as there:
+    with httpx.Client(base_url=smollm2_server.url, timeout=60) as there:
         assert post(there, "/tokenize", prompt="a b", return_token_strs=True)["token_strs"] == ["a", "\u0120b"]
         assert post(there, "/tokenize", prompt="a b")["token_strs"] is None
         told = there.get("/tokenizer_info").raise_for_status().json()

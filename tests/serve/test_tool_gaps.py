@@ -109,7 +109,7 @@ def test_streams_have_an_event_for_each_complete_call(slow_witness: Server, seed
 
 
 def running(server: Server) -> float:
-    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
     return next(float(line.split()[-1]) for line in lines if line.startswith("tenuto_turns_running "))
 
 

@@ -122,19 +122,19 @@ def test_a_tool_result_is_the_next_turn_of_a_session_and_nothing_is_recomputed(c
         answer = ask(client, [result], **forced)
         assert answer.usage.prompt_tokens_details.cached_tokens >= before - 1  # its last token had no successor
         assert answer.usage.prompt_tokens - before < 60  # the result and the markup around it
-    records = httpx.get(f"{witness.url}/v1/sessions/agent/turns").json()["data"]
+    records = httpx.get(f"{witness.url}/v1/sessions/agent/turns", timeout=60).json()["data"]
     assert len(records) == 6
     with pytest.raises(openai.BadRequestError, match="opened with other tools") as refused:
         ask(client, HI, tools=[CLOCK], extra_body={"session_id": "agent"})
     assert refused.value.param == "tools"
-    httpx.delete(f"{witness.url}/v1/sessions/agent").raise_for_status()
+    httpx.delete(f"{witness.url}/v1/sessions/agent", timeout=60).raise_for_status()
 
 
 def test_a_session_opened_without_tools_gets_none_later(client: OpenAI, witness: Server) -> None:
     ask(client, max_tokens=3, extra_body={"session_id": "plain"})
     with pytest.raises(openai.BadRequestError, match="opened with no tools"):
         ask(client, tools=[CLOCK], extra_body={"session_id": "plain"})
-    httpx.delete(f"{witness.url}/v1/sessions/plain").raise_for_status()
+    httpx.delete(f"{witness.url}/v1/sessions/plain", timeout=60).raise_for_status()
 
 
 @pytest.mark.parametrize(
@@ -177,5 +177,5 @@ def test_native_sessions_also_accept_calls_and_results(witness: Server) -> None:
         session = engine.session()
         said: Any = [*HI, {"role": "assistant", "content": "", "tool_calls": [call]}]
         session.turn([*said, {"role": "tool", "content": "4 degrees", "tool_call_id": "x"}], max_new_tokens=3).result()
-        (record,) = httpx.get(f"{witness.url}/v1/sessions/{session.id}/turns").json()["data"]
+        (record,) = httpx.get(f"{witness.url}/v1/sessions/{session.id}/turns", timeout=60).json()["data"]
         assert '{"name": "weather", "arguments": {"city": "Rome"}}' in record["input_text"]

@@ -248,7 +248,7 @@ def test_a_connection_that_is_idle_or_being_read_is_left_alone() -> None:
         serving = asyncio.ensure_future(server.serve(sockets=[listening]))
         unread = UnreadConnections(server.server_state.connections, seconds=1)
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        async with httpx.AsyncClient(base_url=url) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
             for _ in range(3):
                 assert (await client.get("/")).text == "ok"
                 for _ in range(3 * CHECKS):

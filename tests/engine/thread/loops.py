@@ -29,7 +29,7 @@ def start(loop: EngineLoop, work: Callable[[Engine], Turn], subscriber: Subscrib
 
 def abort(loop: EngineLoop, started: Future[Turn], keep: Keep = None) -> Future[TurnResult | None]:
     """Aborts a turn that has started; a turn that has ended keeps its result."""
-    turn = started.result(20)
+    turn = started.result(60)
 
     def abort_turn(engine: Engine) -> TurnResult | None:
         if not turn.state.ended:

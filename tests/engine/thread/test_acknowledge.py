@@ -72,7 +72,7 @@ class Stand:
 
     def open(self, *names: str) -> None:
         for name in names:
-            self.loop.call(lambda e, name=name: e.sessions.open(name)).result(20)  # type: ignore[misc]
+            self.loop.call(lambda e, name=name: e.sessions.open(name)).result(60)  # type: ignore[misc]
 
     def start(self, name: str, params: TurnParams = SHORT, session: str | None = None) -> Future[Turn]:
         def told(event: Delta | TenutoError) -> None:
@@ -87,7 +87,7 @@ class Stand:
 
     def until(self, condition: Callable[[Engine], bool]) -> None:
         """Waits until the condition holds in the engine's thread."""
-        eventually(lambda: self.loop.call(condition).result(20))
+        eventually(lambda: self.loop.call(condition).result(60))
 
     def committed(self, commits: int) -> None:
         self.until(lambda _: len(self.journal.commits) == commits)
@@ -98,8 +98,8 @@ class Stand:
 
     def so_far(self) -> list[tuple[str, object]]:
         """Returns the results, errors and answers reported since the last call, without plain deltas."""
-        self.loop.call(lambda _: None).result(20)
-        self.loop.call(lambda _: None).result(20)  # a step lies between
+        self.loop.call(lambda _: None).result(60)
+        self.loop.call(lambda _: None).result(60)  # a step lies between
         told: list[tuple[str, object]] = []
         while not self.told.empty():
             name, event = self.told.get()
@@ -133,10 +133,10 @@ def test_nothing_that_reveals_a_commit_overtakes_its_acknowledgement(stand: Stan
     assert stand.so_far() == [("a", "opened")]
     assert not any(future.done() for future in (shown, next_turn, last))
     stand.acknowledge(1)
-    assert shown.result(20) == 1
+    assert shown.result(60) == 1
     assert stand.so_far() == [("a", EndReason.LENGTH), ("version", "answered"), ("next", "opened")]
     stand.acknowledge(2)
-    assert last.result(20) == 2
+    assert last.result(60) == 2
     assert stand.so_far() == [("next", EndReason.LENGTH), ("version again", "answered")]
 
 
@@ -148,11 +148,11 @@ def test_tokens_stream_before_the_acknowledgement_and_the_last_delta_comes_after
     tokens: list[int] = []
     results: list[TurnResult] = []
     while not results:
-        _, event = stand.told.get(timeout=20)
+        _, event = stand.told.get(timeout=60)
         if isinstance(event, Delta):
             tokens += event.tokens
             results += [event.result] if event.result is not None else []
-    turn = opening.result(20)
+    turn = opening.result(60)
     assert tokens == list(turn.output)
     assert stand.told.empty()
 
@@ -166,10 +166,10 @@ def test_commits_are_reported_in_order_however_late_each_is_acknowledged(calls: 
     results: list[str] = []
     while len(results) < len(names):
         stand.loop.wake()
-        name, event = stand.told.get(timeout=20)
+        name, event = stand.told.get(timeout=60)
         if isinstance(event, Delta) and event.result is not None:
             results.append(name)
-    numbers = {name: opening.result(20).number for name, opening in zip(names, openings, strict=True)}
+    numbers = {name: opening.result(60).number for name, opening in zip(names, openings, strict=True)}
     assert [numbers[name] for name in results] == stand.journal.commits
     stand.loop.close()
 
@@ -177,30 +177,30 @@ def test_commits_are_reported_in_order_however_late_each_is_acknowledged(calls: 
 def test_a_rolled_back_turn_waits_for_no_acknowledgement(stand: Stand) -> None:
     stand.open("a", "b")
     running = stand.start("b", LONG)
-    running.result(20)
+    running.result(60)
     stand.start("a")
     stand.committed(1)
     aborted = loops.abort(stand.loop, running)
     stand.until(lambda engine: engine.registry.get("b").turn is None)
     assert stand.so_far() == [("b", "opened"), ("a", "opened"), ("b", EndReason.ABORT)]
     stand.acknowledge(1)
-    assert not present(aborted.result(20)).committed
+    assert not present(aborted.result(60)).committed
 
 
 def test_while_commits_cannot_be_acknowledged_nothing_reveals_or_follows_them(stand: Stand) -> None:
     stand.open("a", "b")
     running = stand.start("b", LONG)
-    running.result(20)
+    running.result(60)
     stand.start("a")
     stand.committed(1)
     shown = stand.ask("version", version("a"))
     stand.journal.failing = True
     stand.loop.wake()
     with pytest.raises(NotAcknowledged, match="disk is full"):
-        shown.result(20)
+        shown.result(60)
     refused = stand.start("late", session="a")
     with pytest.raises(NotAcknowledged, match="disk is full"):
-        refused.result(20)
+        refused.result(60)
     assert stand.so_far() == [
         ("b", "opened"),
         ("a", "opened"),
@@ -209,21 +209,21 @@ def test_while_commits_cannot_be_acknowledged_nothing_reveals_or_follows_them(st
         ("late", NotAcknowledged),
         ("late", "opened"),
     ]
-    assert stand.loop.call(lambda engine: engine.registry.get("a").turn).result(20) is None
+    assert stand.loop.call(lambda engine: engine.registry.get("a").turn).result(60) is None
     with pytest.raises(NotAcknowledged):  # it is carried out all the same
-        loops.abort(stand.loop, running, keep=1).result(20)
+        loops.abort(stand.loop, running, keep=1).result(60)
     assert stand.so_far() == [("b", NotAcknowledged)]
     stand.committed(2)
 
     stand.journal.failing = False
     stand.acknowledge(2)
     stand.until(lambda _: stand.loop._announcer.failure is None)
-    assert (stand.ask("a", version("a")).result(20), stand.ask("b", version("b")).result(20)) == (1, 1)
+    assert (stand.ask("a", version("a")).result(60), stand.ask("b", version("b")).result(20)) == (1, 1)
     stand.start("again", session="a")
     stand.committed(3)
     stand.acknowledge(3)
     assert stand.so_far()[-2:] == [("again", "opened"), ("again", EndReason.LENGTH)]
-    stand.loop.call(lambda engine: engine.audit()).result(20)
+    stand.loop.call(lambda engine: engine.audit()).result(60)
 
 
 def test_changes_of_sessions_are_numbered_in_order_and_answered_once_acknowledged(
@@ -244,7 +244,7 @@ def test_changes_of_sessions_are_numbered_in_order_and_answered_once_acknowledge
     stand.until(lambda _: len(stand.journal.changes) == 8)
     assert stand.so_far() == [("a", "opened")]
     seen = [(each.kind, each.session.id, each.version, each.length) for each in stand.journal.changes]
-    length = len(turn.result(20).input) + len(turn.result(20).output)
+    length = len(turn.result(60).input) + len(turn.result(20).output)
     assert seen == [
         ("open", "a", 0, 0),
         ("commit", "a", 1, length),
@@ -264,7 +264,7 @@ def test_changes_of_sessions_are_numbered_in_order_and_answered_once_acknowledge
     stand.loop.wake()
     for name in ("adopt", "rewind", "close"):
         with pytest.raises(NotAcknowledged):
-            asked[name].result(20)
+            asked[name].result(60)
 
 
 def test_a_turn_whose_start_cannot_be_acknowledged_is_aborted(stand: Stand) -> None:
@@ -276,9 +276,9 @@ def test_a_turn_whose_start_cannot_be_acknowledged_is_aborted(stand: Stand) -> N
     stand.journal.failing = True
     stand.loop.wake()
     with pytest.raises(NotAcknowledged):
-        opening.result(20)
+        opening.result(60)
     stand.until(lambda engine: engine.registry.get("b").turn is None)
-    assert stand.loop.call(version("b")).result(20) == 0
+    assert stand.loop.call(version("b")).result(60) == 0
 
 
 def test_callers_waiting_for_an_acknowledgement_get_an_error_when_the_engine_ends(stand: Stand) -> None:
@@ -290,7 +290,7 @@ def test_callers_waiting_for_an_acknowledgement_get_an_error_when_the_engine_end
     stand.loop.close()
     for future in (shown, opening):
         with pytest.raises(EngineStopped):
-            future.result(20)
+            future.result(60)
     told = []
     while not stand.told.empty():
         name, event = stand.told.get()
@@ -308,7 +308,7 @@ def test_an_acknowledger_that_miscounts_stops_the_engine(safe: int) -> None:
     stand = Stand(Wrong())
     stand.open("a")
     stand.start("a")
-    while not isinstance(event := stand.told.get(timeout=20)[1], EngineStopped):
+    while not isinstance(event := stand.told.get(timeout=60)[1], EngineStopped):
         assert not isinstance(event, Delta) or event.result is None
     assert "acknowledged" in str(event)
     stand.loop.close()
@@ -318,16 +318,16 @@ def test_a_session_that_another_replica_owns_is_dropped_and_its_turns_end_unackn
     journal = Journal()
     stand = Stand(journal)
     stand.open("a")
-    session = stand.loop.call(lambda engine: engine.registry.get("a")).result(20)
+    session = stand.loop.call(lambda engine: engine.registry.get("a")).result(60)
     told: list[object] = []
     loops.start(stand.loop, lambda engine: engine.turns.submit("a", [1], LONG), told.append)
     eventually(lambda: len(told) > 2)
     journal.lost = [session]
     with pytest.raises(NotAcknowledged, match="another replica has the session"):
-        stand.loop.execute(lambda engine: engine.sessions.open("b")).result(20)
+        stand.loop.execute(lambda engine: engine.sessions.open("b")).result(60)
     eventually(lambda: isinstance(told[-1], NotAcknowledged))
-    assert stand.loop.call(lambda engine: [each.id for each in engine.registry]).result(20) == ["b"]
+    assert stand.loop.call(lambda engine: [each.id for each in engine.registry]).result(60) == ["b"]
     assert [change.kind for change in journal.changes] == ["open", "open"]
-    assert stand.loop.execute(lambda engine: engine.sessions.open("a").id).result(20) == "a"
-    stand.loop.audit().result(20)
+    assert stand.loop.execute(lambda engine: engine.sessions.open("a").id).result(60) == "a"
+    stand.loop.audit().result(60)
     stand.loop.close()

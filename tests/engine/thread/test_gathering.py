@@ -171,7 +171,7 @@ def test_sessions_with_simultaneous_turns_share_every_step(monkeypatch: pytest.M
             loops.start(
                 loop, lambda e: e.turns.submit(name, [int(name), 2, 3], TurnParams(max_new_tokens=output)), events.put
             )
-            while not (isinstance(event := events.get(timeout=20), Delta) and event.result is not None):
+            while not (isinstance(event := events.get(timeout=60), Delta) and event.result is not None):
                 pass
             time.sleep(0.002 * int(name))
 

@@ -50,10 +50,10 @@ class Stand:
         loops.start(self.loop, lambda engine: engine.turns.submit(session, [1] * tokens, params), told)
 
     def open(self, session: str) -> None:
-        self.loop.execute(lambda e: e.sessions.open(session)).result(20)
+        self.loop.execute(lambda e: e.sessions.open(session)).result(60)
 
     def end(self, session: str) -> None:
-        self.loop.execute(lambda e: e.sessions.close(session)).result(20)
+        self.loop.execute(lambda e: e.sessions.close(session)).result(60)
 
     def opens(self, session: str) -> bool:
         try:
@@ -144,17 +144,17 @@ def test_nothing_is_reported_while_it_is_being_written(stand: Stand, monkeypatch
     write, go = stand.journal.write, threading.Event()
 
     def wait(changes: Sequence[Change]) -> frozenset[Session]:
-        go.wait(20)
+        go.wait(60)
         return write(changes)
 
     stand.open("a")
     monkeypatch.setattr(stand.journal, "write", wait)
     stand.turn("a", 3)
     asked = stand.loop.execute(lambda e: e.sessions.open("b"))
-    eventually(lambda: stand.loop.call(lambda engine: len(engine.registry.get("a").history)).result(20) == 5)
+    eventually(lambda: stand.loop.call(lambda engine: len(engine.registry.get("a").history)).result(60) == 5)
     assert (stand.ended, asked.done()) == ([], False)
     go.set()
-    asked.result(20)
+    asked.result(60)
     eventually(lambda: stand.ended == [EndReason.LENGTH])
 
 

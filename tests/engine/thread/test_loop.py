@@ -48,7 +48,7 @@ def events_of(events: SimpleQueue[Event]) -> list[Delta]:
     """Returns all events of a turn, up to its result."""
     got: list[Delta] = []
     while not got or got[-1].result is None:
-        event = events.get(timeout=20)
+        event = events.get(timeout=60)
         assert isinstance(event, Delta)
         got.append(event)
     return got
@@ -66,7 +66,7 @@ def test_a_turn_reports_its_tokens_and_finally_its_result(loop: EngineLoop) -> N
     events, started = begin(loop, TurnParams(max_new_tokens=20))
     tokens: list[int] = []
     while True:
-        event = events.get(timeout=20)
+        event = events.get(timeout=60)
         assert isinstance(event, Delta)
         tokens += event.tokens
         assert event.delivered == len(tokens)
@@ -81,7 +81,7 @@ def test_a_refused_turn_reports_its_error_to_caller_and_subscriber(loop: EngineL
     events, started = begin(loop, LONG, "nobody")
     with pytest.raises(NotFound):
         started.result()
-    assert isinstance(events.get(timeout=20), NotFound)
+    assert isinstance(events.get(timeout=60), NotFound)
 
 
 def test_turns_of_many_threads_run_together(loop: EngineLoop) -> None:
@@ -92,7 +92,7 @@ def test_turns_of_many_threads_run_together(loop: EngineLoop) -> None:
         loop.call(lambda engine: engine.sessions.open(name)).result()
         for _ in range(3):
             events, started = begin(loop, TurnParams(max_new_tokens=8), name, (number,))
-            while (event := events.get(timeout=20)) is not None:
+            while (event := events.get(timeout=60)) is not None:
                 assert isinstance(event, Delta)
                 if event.result is not None:
                     break
@@ -111,7 +111,7 @@ def test_turns_of_many_threads_run_together(loop: EngineLoop) -> None:
 def test_aborting_ends_the_turn_at_once_and_twice_is_not_an_error(loop: EngineLoop) -> None:
     loop.call(lambda engine: engine.sessions.open("s")).result()
     events, started = begin(loop, LONG)
-    assert isinstance(events.get(timeout=20), Delta)
+    assert isinstance(events.get(timeout=60), Delta)
     result = loops.abort(loop, started, keep=1).result()
     assert result is not None
     assert (result.reason, result.committed, result.kept) == (EndReason.ABORT, True, 1)
@@ -157,7 +157,7 @@ def test_a_broken_invariant_stops_the_engine_and_is_reported_to_all_callers() ->
     events, _ = begin(loop, LONG)
 
     def leak(e: Engine) -> None:
-        release.wait(20)
+        release.wait(60)
         e.memory.pools[0].counts[7] += 1
         e.audit()
 
@@ -167,7 +167,7 @@ def test_a_broken_invariant_stops_the_engine_and_is_reported_to_all_callers() ->
     for future in (breaking, waiting):
         with pytest.raises(EngineStopped, match="wrong count"):
             future.result()
-    while isinstance(event := events.get(timeout=20), Delta):
+    while isinstance(event := events.get(timeout=60), Delta):
         pass
     assert isinstance(event, EngineStopped)
     with pytest.raises(EngineStopped, match="wrong count"):
@@ -182,7 +182,7 @@ def test_a_broken_invariant_in_a_step_stops_the_engine_too() -> None:
     loop = EngineLoop(make_engine(late=broken))
     loop.call(lambda e: e.sessions.open("s")).result()
     events, _ = begin(loop, LONG)
-    assert isinstance(events.get(timeout=20), EngineStopped)
+    assert isinstance(events.get(timeout=60), EngineStopped)
     with pytest.raises(EngineStopped, match="told to break"):
         begin(loop, LONG)
     loop.close()
@@ -194,7 +194,7 @@ def test_closing_twice_is_fine_and_later_commands_are_refused() -> None:
     events, _ = begin(loop, LONG)
     loop.close()
     loop.close()
-    while isinstance(event := events.get(timeout=20), Delta):
+    while isinstance(event := events.get(timeout=60), Delta):
         pass
     assert isinstance(event, EngineStopped)
     with pytest.raises(EngineStopped, match="closed"):
@@ -220,11 +220,11 @@ def test_a_stop_request_does_not_wait_for_the_step_in_progress() -> None:
 
     def work(engine: Engine) -> None:
         entered.set()
-        release.wait(20)
+        release.wait(60)
 
     loop = EngineLoop(make_engine())
     loop.call(work)
-    assert entered.wait(20)
+    assert entered.wait(60)
     loop.request_stop()
     assert loop._thread.is_alive()
     release.set()
@@ -243,7 +243,7 @@ def test_commands_that_issue_commands_do_not_keep_the_engine_from_its_steps(loop
     loop.call(again)
     events, _ = begin(loop, TurnParams(max_new_tokens=3))
     try:
-        while (event := events.get(timeout=20)) is not None:
+        while (event := events.get(timeout=60)) is not None:
             assert isinstance(event, Delta)
             if event.result is not None:
                 break
@@ -267,12 +267,12 @@ def test_running_turns_advance_between_commands_that_take_long_together(monkeypa
 
     try:
         loop.call(lambda engine: engine.sessions.open("s")).result()
-        begin(loop, LONG)[1].result(20)
-        loop.call(lambda _: ready.wait(20))  # until all commands have come
+        begin(loop, LONG)[1].result(60)
+        loop.call(lambda _: ready.wait(60))  # until all commands have come
         commands = [loop.call(command) for _ in range(40)]
         ready.set()
         for each in commands:
-            each.result(20)
+            each.result(60)
     finally:
         loop.close()
     assert max(Counter(steps).values()) == 4
@@ -309,9 +309,9 @@ def test_an_idle_engine_answers_a_requested_audit(loop: EngineLoop, monkeypatch:
     monkeypatch.setattr(auditor, "VISITS_A_STEP", 1)
     waits: list[float] = []
     for number in range(20):
-        loop.call(lambda e, name=f"s{number}": e.sessions.open(name)).result(20)  # type: ignore[misc]
+        loop.call(lambda e, name=f"s{number}": e.sessions.open(name)).result(60)  # type: ignore[misc]
     monkeypatch.setattr(loop, "_obey", recording(loop._obey, waits))
-    report = loop.audit().result(20)
+    report = loop.audit().result(60)
     assert (report.leases, report.pools[0].free) == (20, 1300)
     assert waits.count(0.0) >= 20
 
@@ -326,11 +326,11 @@ def recording(obey: Callable[[float], bool], waits: list[float]) -> Callable[[fl
 
 def test_callers_waiting_for_an_audit_get_an_error_when_the_engine_ends() -> None:
     running = EngineLoop(make_engine())
-    running.call(never_audit).result(20)
+    running.call(never_audit).result(60)
     answer = running.audit()
     running.close()
     with pytest.raises(EngineStopped):
-        answer.result(20)
+        answer.result(60)
     with pytest.raises(EngineStopped):
         running.audit()
 

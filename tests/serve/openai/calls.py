@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import httpx
-import pytest
 from openai import OpenAI
 from openai.types import Completion, CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 
+from tests.eventually import eventually
 from tests.present import present
 from tests.serve.server import Server
 
@@ -30,15 +29,11 @@ def held(server: Server) -> dict[str, int]:
 
 def is_left(server: Server, before: dict[str, int]) -> None:
     """Checks that the same units are held again: every turn has ended and every hidden session is closed."""
-    for _ in range(200):
-        if held(server) == before:
-            return
-        time.sleep(0.02)
-    pytest.fail(f"{held(server)} is held, not {before}")
+    eventually(lambda: held(server) == before)
 
 
 def close(server: Server, session: str) -> None:
-    httpx.delete(f"{server.url}/v1/sessions/{session}").raise_for_status()
+    httpx.delete(f"{server.url}/v1/sessions/{session}", timeout=60).raise_for_status()
 
 
 def usage_of(answer: Completion | ChatCompletion) -> CompletionUsage:

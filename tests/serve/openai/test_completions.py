@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import openai
@@ -10,6 +9,7 @@ import pytest
 from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
+from tests.eventually import eventually
 from tests.present import present
 from tests.serve.openai.calls import GREEDY, HI, usage_of
 from tests.serve.server import serving
@@ -177,12 +177,7 @@ def test_n_samples_count_as_sessions_of_their_tenant(tmp_path: Any) -> None:
                 return False
 
         for _ in range(2):
-            for _ in range(100):
-                if closed_again():
-                    break
-                time.sleep(0.02)
-            else:
-                pytest.fail("the samples' sessions stay open")
+            eventually(closed_again)
             with pytest.raises(openai.RateLimitError) as refused:
                 texts(client, n=4)
             assert refused.value.code == "limit_reached"

@@ -51,7 +51,11 @@ def test_llama_cpps_forms_of_texts_give_the_same_vectors(client: OpenAI) -> None
     given = ["tea, black", tokens, {"prompt_string": "tea, black"}, {"content": content}, mixed]
     for body in ({"input": given}, {"content": given}):
         path = "/v1/embeddings" if "input" in body else "/embedding"
-        answer = httpx.post(f"{str(client.base_url).removesuffix('/v1/')}{path}", json=body).raise_for_status().json()
+        answer = (
+            httpx.post(f"{str(client.base_url).removesuffix('/v1/')}{path}", json=body, timeout=60)
+            .raise_for_status()
+            .json()
+        )
         vectors = [entry["embedding"] for entry in (answer["data"] if path == "/v1/embeddings" else answer)]
         assert vectors == vectors[:1] * len(given)
 
@@ -124,8 +128,9 @@ def test_a_request_has_no_more_turns_open_than_its_tenant_may(tmp_path: Any) -> 
 
 def test_a_client_that_leaves_takes_its_turns_with_it(slow: Server) -> None:
     before = held(slow)
+    body = {"input": ["a" * 4000] * 70}
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{slow.url}/v1/embeddings", json={"input": ["a" * 4000] * 70}, timeout=0.3)
+        httpx.post(f"{slow.url}/v1/embeddings", json=body, timeout=httpx.Timeout(60, read=0.3))
     is_left(slow, before)
 
 

@@ -55,7 +55,7 @@ def test_a_template_is_applied_to_messages_as_in_a_chat(witness: Server) -> None
 
 
 def test_the_properties_have_the_context_and_the_slots(witness: Server) -> None:
-    props = httpx.get(f"{witness.url}/props").raise_for_status().json()
+    props = httpx.get(f"{witness.url}/props", timeout=60).raise_for_status().json()
     assert props["default_generation_settings"]["n_ctx"] == 4096
     assert props["total_slots"] >= 1
     assert props["model_alias"] == "witness"

@@ -61,7 +61,7 @@ def test_texts_give_a_list_as_in_text_embeddings_inference(smollm2_server: Serve
     ]
     assert [entry.keys() for entry in post(smollm2_server, "/rerank", {**given, "top_n": 1})] == [{"index", "score"}]
     for body, name in (({"query": QUERY}, "documents"), ({**given, "documents": DOCUMENTS}, "texts")):
-        refused = httpx.post(f"{smollm2_server.url}/rerank", json=body)
+        refused = httpx.post(f"{smollm2_server.url}/rerank", json=body, timeout=60)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
 
 

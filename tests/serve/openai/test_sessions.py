@@ -44,7 +44,7 @@ def test_a_session_gives_the_answers_of_a_resent_history_and_computes_less(
 
 
 def test_a_session_streams_and_continues_raw_text(client: OpenAI, witness: Server) -> None:
-    httpx.post(f"{witness.url}/v1/sessions", json={"id": "raw"}).raise_for_status()
+    httpx.post(f"{witness.url}/v1/sessions", json={"id": "raw"}, timeout=60).raise_for_status()
     own: dict[str, Any] = {"extra_body": {"session_id": "raw"}, "max_tokens": 4, **GREEDY}
     first = client.completions.create(prompt=[5, 6], **own)
     assert {"session_id": "raw", "version": 1}.items() <= present(first.model_extra).items()
@@ -73,7 +73,7 @@ def test_simultaneous_requests_that_open_a_session_open_it_once(client: OpenAI, 
         told = list(pool.map(ask, range(8)))
     assert None in told
     assert set(told) <= {None, 409}
-    version = httpx.get(f"{witness.url}/v1/sessions/race").json()["version"]
+    version = httpx.get(f"{witness.url}/v1/sessions/race", timeout=60).json()["version"]
     assert version == told.count(None)
     close(witness, "race")
 
@@ -81,13 +81,13 @@ def test_simultaneous_requests_that_open_a_session_open_it_once(client: OpenAI, 
 def test_a_session_whose_first_turn_is_refused_is_not_opened(client: OpenAI, witness: Server) -> None:
     with pytest.raises(openai.BadRequestError):
         client.completions.create(prompt=[1] * 5000, extra_body={"session_id": "refused"}, **GREEDY)
-    assert httpx.get(f"{witness.url}/v1/sessions/refused").status_code == 404
+    assert httpx.get(f"{witness.url}/v1/sessions/refused", timeout=60).status_code == 404
 
 
 def test_a_repeated_request_to_a_session_takes_one_turn(client: OpenAI, witness: Server) -> None:
     key = {"extra_headers": {"idempotency-key": "once"}, "extra_body": {"session_id": "once"}}
     assert texts(client, **key) == texts(client, **key)
-    assert httpx.get(f"{witness.url}/v1/sessions/once").json()["version"] == 1
+    assert httpx.get(f"{witness.url}/v1/sessions/once", timeout=60).json()["version"] == 1
     close(witness, "once")
 
 
@@ -95,7 +95,7 @@ def test_a_sessions_answer_may_be_aborted_and_kept_or_not(slow: Server) -> None:
     before = held(slow)
 
     def abort(keep: str) -> None:
-        httpx.post(f"{slow.url}/v1/sessions/broken/abort", json={"keep": keep}).raise_for_status()
+        httpx.post(f"{slow.url}/v1/sessions/broken/abort", json={"keep": keep}, timeout=60).raise_for_status()
 
     with client_of(slow) as client:
 
@@ -116,7 +116,7 @@ def test_a_sessions_answer_may_be_aborted_and_kept_or_not(slow: Server) -> None:
         abort("none")
         with pytest.raises(openai.APIError, match="aborted"):
             list(stream)
-    assert httpx.get(f"{slow.url}/v1/sessions/broken").json()["version"] == 1
+    assert httpx.get(f"{slow.url}/v1/sessions/broken", timeout=60).json()["version"] == 1
     close(slow, "broken")
     is_left(slow, before)
 
@@ -153,7 +153,7 @@ def test_a_cancelled_stream_leaves_no_turn_behind(slow: Server, n: int, session:
     asyncio.run(leave())
     is_left(slow, before)
     if session is not None:
-        assert httpx.get(f"{slow.url}/v1/sessions/{session}").json()["version"] == 0
+        assert httpx.get(f"{slow.url}/v1/sessions/{session}", timeout=60).json()["version"] == 0
         close(slow, session)
 
 

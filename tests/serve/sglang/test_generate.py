@@ -305,8 +305,9 @@ def test_a_disconnect_ends_the_request_and_frees_its_id(slow_http: httpx.Client,
 def test_a_client_that_disconnects_before_the_whole_answer_ends_the_request(
     slow_http: httpx.Client, slow_streaming: str
 ) -> None:
+    body = request([4], session=slow_streaming, sampling_params=LONG)
     with pytest.raises(httpx.ReadTimeout):
-        slow_http.post("/generate", json=request([4], session=slow_streaming, sampling_params=LONG), timeout=0.1)
+        slow_http.post("/generate", json=body, timeout=httpx.Timeout(60, read=0.1))
     eventually(lambda: slow_http.get(f"/v1/sessions/{slow_streaming}").json()["turn"] is None)
     assert slow_http.get(f"/v1/sessions/{slow_streaming}").json()["tokens"] == 0
 
