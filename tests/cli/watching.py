@@ -24,12 +24,13 @@ async def watching(url: str, key: str | None = None, size: tuple[int, int] = (80
     from tenuto.cli.top.app import TopApp  # noqa: PLC0415 - an extra
 
     connection = Connection(url, key)
+    reader = MapReader(connection)
     try:
-        reader = MapReader(connection)
         app = TopApp(reader, await asyncio.wrap_future(reader.next()), url)
         async with app.run_test(size=size, notifications=True) as pilot:
             yield pilot
     finally:
+        await asyncio.to_thread(reader.close)
         await asyncio.to_thread(connection.close)
 
 

@@ -138,7 +138,7 @@ class TopApp(App[TenutoError]):
         """Shows every event of the feed, until an error that will not pass."""
         event = self._first
         try:
-            while self.screen_stack:  # it is empty once the program ends
+            while self.is_running:
                 self._take(event)
                 event = await asyncio.wrap_future(self._reader.next())
         except TenutoError as error:
@@ -161,9 +161,9 @@ class TopApp(App[TenutoError]):
         self._show()
 
     def _show(self) -> None:
-        """Shows what is known now."""
+        """Shows what is known now, unless the program ends, when parts of the screen are gone."""
         world = self._world
-        if world is None:
+        if world is None or not self.is_running:
             return
         self._show_title(world)
         self._base.query_one("#figures", Static).update(drawing.figures(words.figures(world, self._turns)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from importlib.util import find_spec
 
 from tenuto.base.errors import ExtraMissing
@@ -16,11 +17,7 @@ def run_top(url: str, api_key: str | None) -> None:
         raise ExtraMissing('the terminal\'s map needs textual: pip install "tenuto[top]"')
     from tenuto.cli.top.app import TopApp  # noqa: PLC0415 - an extra
 
-    connection = Connection(url, api_key)
-    try:
-        reader = MapReader(connection)
+    with closing(Connection(url, api_key)) as connection, closing(MapReader(connection)) as reader:
         error = TopApp(reader, reader.next().result(), url).run()
         if error is not None:
             raise error
-    finally:
-        connection.close()
