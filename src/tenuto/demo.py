@@ -37,7 +37,7 @@ QUESTIONS = {
         "Please sum up your advice.",
     ],
     "world": [
-        "What is the capital of France?",
+        "Name the capital of France.",
         "And of Italy?",
         "Which river runs through Paris?",
         "What is the highest mountain on Earth?",

@@ -147,7 +147,7 @@ def test_without_a_compiler_it_says_so_and_uses_pytorch(smollm2_path: Path, tmp_
     bare = {**os.environ, "PATH": str(tmp_path), "TENUTO_CACHE": str(tmp_path)}
     done = subprocess.run(
         [*CHAT, "--max-new-tokens", "6"],
-        input="What is the capital of France?\n",
+        input="Name the capital of France.\n",
         capture_output=True,
         text=True,
         timeout=120,
@@ -161,7 +161,7 @@ def test_without_a_compiler_it_says_so_and_uses_pytorch(smollm2_path: Path, tmp_
 
 def test_a_script_of_lines_talks_to_sessions(smollm2_path: Path) -> None:
     lines = [
-        "What is the capital of France?",
+        "Name the capital of France.",
         "/fork",
         "And of Italy?",
         "/regenerate",

@@ -50,7 +50,7 @@ def texts(server: Server, session: str) -> list[str]:
 
 
 def test_a_conversation_is_a_session_and_an_edited_message_a_fork(chat: Page, smollm2_server: Server) -> None:
-    ask(chat, "What is the capital of France?")
+    ask(chat, "Name the capital of France.")
     answered(chat)
     first = chat.get_by_label("Turn 1")
     assert "Paris" in first.inner_text()
