@@ -27,7 +27,7 @@ def page(chromium: Browser) -> Iterator[Page]:
     context = chromium.new_context(
         viewport={"width": 1280, "height": 900}, accept_downloads=True, reduced_motion="reduce"
     )
-    context.set_default_timeout(20_000)
+    context.set_default_timeout(60_000)
     page = context.new_page()
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))

@@ -75,12 +75,12 @@ def of_chat(page: Page) -> None:
         page.get_by_label("Your message").fill(text)
         page.keyboard.press("Enter")
         page.get_by_role("button", name="Interrupt").wait_for()
-        page.get_by_role("button", name="Send").wait_for(timeout=120_000)
+        page.get_by_role("button", name="Send").wait_for(timeout=160_000)
     page.get_by_label("Turn 2").get_by_role("button", name="Edit").click()
     page.get_by_label("The message").fill("Which cup should I use?")
     page.get_by_role("button", name="Ask on a fork").click()
     page.get_by_role("button", name="Interrupt").wait_for()
-    page.get_by_role("button", name="Send").wait_for(timeout=120_000)
+    page.get_by_role("button", name="Send").wait_for(timeout=160_000)
 
 
 async def terminal(url: str) -> str:

@@ -77,7 +77,7 @@ def test_a_conversation_is_a_session_and_an_edited_message_a_fork(chat: Page, sm
     chat.reload()
     eventually(lambda: "Rome" in chat.get_by_label("Turn 2").inner_text())
     assert "Thank you." in chat.get_by_label("Turn 3").inner_text()
-    chat.get_by_role("button", name=re.compile("^Close What is")).click()
+    chat.get_by_role("button", name=re.compile("^Close Name the")).click()
     eventually(lambda: not sessions(smollm2_server))
 
 
