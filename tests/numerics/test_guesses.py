@@ -18,13 +18,12 @@ from random import Random
 import pytest
 
 from bench.layers import with_layers
-from tenuto.base.clock import SystemClock
 from tenuto.base.config import DEFAULT_MODEL, EngineConfig, WorkerSettings
 from tenuto.base.errors import ConfigError
 from tenuto.base.options import TurnOptions, turn_params
 from tenuto.engine.engine import Engine
 from tenuto.runtime.models import LOOKAHEAD, Model, draft_model, load_model
-from tenuto.sched.draft_proposer import DraftProposer
+from tenuto.sched.draft_proposer import DRAFT, DraftProposer
 from tenuto.sched.guesses import Guesses, NextStep, Proposer
 from tenuto.sched.predictor_proposer import PredictorProposer
 from tenuto.sched.suffix_proposer import SuffixProposer
@@ -79,6 +78,9 @@ class Said:
     accepted: int = 0
     rejected: int = 0
     steps: int = 0
+    drafted: int = 0
+    drafted_right: int = 0
+    """Of the guesses of a draft model, how many were tried, and accepted."""
 
 
 class Knowing(Proposer):
@@ -169,6 +171,7 @@ def say(
         said.accepted += result.usage.accepted
         said.rejected += result.usage.rejected
     said.steps = engine.steps
+    said.drafted, said.drafted_right = engine.guessed[DRAFT], engine.accepted[DRAFT]
     engine.end()
     return said
 
@@ -212,11 +215,12 @@ def test_guesses_change_no_token_text_or_log_probability(name: str, variant: str
 
 @needs_variant
 @pytest.mark.parametrize("overlap", [0, 1])
-@pytest.mark.parametrize(("layers", "right"), [(30, 0.6), (5, 0.0)], ids=["itself", "its first layers"])
+@pytest.mark.parametrize(("layers", "drafted"), [(30, 10), (5, 0)], ids=["itself", "its first layers"])
 def test_guesses_of_a_draft_model_change_nothing(
-    smollm2_path: Path, tmp_path: Path, layers: int, right: float, overlap: int
+    smollm2_path: Path, tmp_path: Path, layers: int, drafted: int, overlap: int
 ) -> None:
-    """Its first layers alone are mostly wrong; the model itself is wrong where turns have penalties or grammars."""
+    """Its first layers alone are mostly wrong; the model itself is wrong where turns have penalties or grammars.
+    Guesses cost no time by the clock, so their number does not depend on the machine."""
     draft = opened(str(with_layers(smollm2_path, tmp_path / "draft.gguf", layers)), "auto")
 
     def run(*, guesses: bool) -> Said:
@@ -225,7 +229,7 @@ def test_guesses_of_a_draft_model_change_nothing(
             pytest.skip("steps of few rows are rounded as others only where their turns are the same; see the docs")
         if guesses:
             config = EngineConfig(context_length=CONTEXT, max_running=RUNNING)
-            proposer = DraftProposer(draft_model(draft, config, 60, SystemClock()), SuffixProposer())
+            proposer = DraftProposer(draft_model(draft, config, 60, ManualClock()), SuffixProposer())
         try:
             return say(model, asked_turns(model, 24, seed=5), overlap, proposer)
         finally:
@@ -233,8 +237,9 @@ def test_guesses_of_a_draft_model_change_nothing(
 
     plain, guessed = run(guesses=False), run(guesses=True)
     assert (guessed.outputs, guessed.ends, guessed.logprobs) == (plain.outputs, plain.ends, plain.logprobs)
-    assert guessed.accepted >= right * (guessed.accepted + guessed.rejected)
     assert guessed.accepted + guessed.rejected > 10
+    assert guessed.drafted >= drafted
+    assert guessed.drafted_right >= guessed.drafted / 3 or layers < 30
 
 
 @every_variant
