@@ -46,7 +46,7 @@ def test_a_wide_matrix() -> None:
 def test_a_rows_result_does_not_depend_on_the_others(dtype: torch.dtype, bad: float) -> None:
     generator = torch.Generator().manual_seed(1)
     x, weight = (torch.randn(n, 700, generator=generator) for n in (33, 60))
-    if DEVICE.type == "cpu":  # the interpreter's products are rounded by the shapes of tiles; those of whole numbers are not
+    if DEVICE.type == "cpu":  # tiles of other shapes are rounded otherwise by the interpreter, but not whole numbers
         x, weight = (4 * x).round(), (4 * weight).round()
     x, weight = x.to(dtype).to(DEVICE), weight.to(dtype).to(DEVICE)
     together = linear(x, weight)
