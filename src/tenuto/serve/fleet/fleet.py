@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections import OrderedDict
+from contextlib import suppress
 
 import msgspec
 
-from tenuto.base.errors import Unauthorized
-from tenuto.base.views import Membership, Place, SessionKey
-from tenuto.base.wire.messages import Enter, Locate, StartTurn
-from tenuto.serve.fleet.peers import Peers
+from tenuto.base.errors import TenutoError, Unauthorized
+from tenuto.base.views import FleetView, Membership, Place, SessionKey
+from tenuto.base.wire.messages import Enter, GetFleet, Locate, StartTurn
+from tenuto.serve.fleet.asking import SECRET, Between
+from tenuto.serve.fleet.moving import Moving
+from tenuto.serve.fleet.peers import Broken, Peers, Reply
+from tenuto.serve.fleet.relays import Relays
 from tenuto.serve.shared.edge import Edge
 
 MAX_PLACES = 100_000
 """The most sessions of other replicas whose places are remembered."""
-SECRET = "x-tenuto-fleet"  # noqa: S105 - the name of a header
-"""The header with the secret of the fleet, which marks a forwarded request."""
 
 
 class Fleet:
@@ -33,6 +35,9 @@ class Fleet:
         self.peers = Peers()
         self.lease = membership.lease
         self.secret = secret
+        self.between = Between(self.peers, secret)
+        self.relays = Relays(edge.turns, self.between, self.seek, self.watch, self.lease)
+        self.moving = Moving(edge, self.between, self.relays)
         self._elsewhere: OrderedDict[SessionKey, str] = OrderedDict()
         self._asking: set[asyncio.Task[Place]] = set()
 
@@ -69,6 +74,33 @@ class Fleet:
             if len(self._elsewhere) > MAX_PLACES:
                 self._elsewhere.popitem(last=False)
         return url
+
+    async def seek(self, key: SessionKey) -> str | None:
+        """Calls `place`, without what is remembered."""
+        return await self.place(key, anew=True)
+
+    def arrived(self, key: SessionKey) -> None:
+        """Records that a session has moved here."""
+        self._elsewhere.pop(key, None)
+
+    async def replicas(self) -> FleetView:
+        """Returns the fleet as it is in the database. Raises `NotAcknowledged`."""
+        return await self.edge.link.call(GetFleet())
+
+    def watch(self, reply: Reply, url: str) -> asyncio.Task[None]:
+        """Breaks the connection to a silent replica once its lease has ended. Cancel the task in the end."""
+        return asyncio.ensure_future(self._watch(reply, url))
+
+    async def _watch(self, reply: Reply, url: str) -> None:
+        heard = reply.heard
+        while True:
+            await asyncio.sleep(self.lease)
+            if reply.heard == heard:
+                with suppress(TenutoError):  # the database cannot be asked
+                    if not any(each.live and each.url == url for each in (await self.replicas()).replicas):
+                        reply.fail(Broken("its lease has ended"))
+                        return
+            heard = reply.heard
 
     async def locate(self, key: SessionKey) -> Place:
         """Asks where a session is. If this replica has taken it over with a turn that its last owner had accepted, the

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -18,13 +17,13 @@ from tenuto.base.errors import (
     Disconnected,
     InvalidRequest,
     Misdirected,
-    TenutoError,
     Unauthorized,
     Unreachable,
 )
 from tenuto.base.views import SessionKey
 from tenuto.serve.fleet import names
-from tenuto.serve.fleet.fleet import SECRET, Fleet
+from tenuto.serve.fleet.asking import SECRET
+from tenuto.serve.fleet.fleet import Fleet
 from tenuto.serve.fleet.peers import Broken, NotSent, Reply
 from tenuto.serve.shared.bodies import LARGE, in_parser
 from tenuto.serve.shared.client import client_of
@@ -60,8 +59,10 @@ class _Body:
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._read: deque[Message] = deque()
+        self._read: list[Message] = []  # until `forget`
+        self._next = 0  # the message in `_read` that the application reads next
         self._complete = False
+        self._forgotten = False
 
     async def whole(self) -> bytes:
         """Reads the whole body. Raises `ClientDisconnect`."""
@@ -75,11 +76,48 @@ class _Body:
 
     async def receive(self) -> Message:
         """Implements ASGI's `receive` for the application."""
-        return self._read.popleft() if self._read else await self._receive()
+        if self._next == len(self._read):
+            message = await self._receive()
+            if self._forgotten or self._complete or message["type"] != "http.request":
+                return message
+            self._read.append(message)
+            self._complete = not message.get("more_body", False)
+        self._next += 1
+        return self._read[self._next - 1]
+
+    def again(self) -> None:
+        """Lets the application read the body again."""
+        self._next = 0
+
+    def forget(self) -> None:
+        """Drops what the application has read: it has answered."""
+        del self._read[: self._next]
+        self._next, self._forgotten = 0, True
 
     async def rest(self) -> Message:
         """Implements ASGI's `receive` for what follows the body."""
         return await self._receive()
+
+
+class _Trial:
+    """An answer of this replica, which is dropped if it says that the session has moved meanwhile: nothing was done
+    then, and the request is forwarded. `gives_up`: it is not dropped, since another replica has forwarded the
+    request."""
+
+    def __init__(self, body: _Body, send: Send, *, gives_up: bool) -> None:
+        self.misdirected = False
+        self._body = body
+        self._send = send
+        self._gives_up = gives_up
+
+    async def send(self, message: Message) -> None:
+        """Implements ASGI's `send`."""
+        if message["type"] == "http.response.start":
+            self.misdirected = message["status"] == Misdirected.status and not self._gives_up
+            if not self.misdirected:
+                self._body.forget()
+        if not self.misdirected:
+            await self._send(message)
 
 
 class Forwarding:
@@ -97,8 +135,13 @@ class Forwarding:
             return
         headers, body = Headers(scope=scope), _Body(receive)
         with suppress(ClientDisconnect):
-            if await self._is_for_here(scope, headers, body, send):
-                await self._app(scope, body.receive, send)
+            while await self._is_for_here(scope, headers, body, send):
+                trial = _Trial(body, send, gives_up=self._fleet.is_forwarded(headers.get(SECRET)))
+                await self._app(scope, body.receive, trial.send)
+                if not trial.misdirected:
+                    return
+                body.again()
+                await asyncio.sleep(PAUSE_SECONDS)
 
     async def _is_for_here(self, scope: Scope, headers: Headers, body: _Body, send: Send) -> bool:
         """Whether the application should answer; otherwise, the owner of the session has."""
@@ -112,6 +155,7 @@ class Forwarding:
             if await self._fleet.is_elsewhere((tenant, name)):
                 raise AlreadyExists(f"session {name!r} is open already")
         keys = [(tenant, name) for name in used]
+        await self._fleet.moving.settled(keys)
         if forwarded:
             for key in keys:
                 if await self._fleet.is_elsewhere(key):
@@ -143,12 +187,15 @@ class Forwarding:
         while url is not None:
             try:
                 async with self._fleet.peers.ask(url, asked.at(url), bodiless=asked.bodiless) as reply:
-                    with self._watching(reply, asked.key, url):
+                    watching = self._fleet.watch(reply, url)
+                    try:
                         await reply.begun()
                         if not is_misdirected(reply):
                             await answering.pass_on(reply)
                             return True
                         await reply.rest()
+                    finally:
+                        watching.cancel()
                 reason = "it does not own the session"
             except NotSent as error:
                 reason = str(error)
@@ -166,26 +213,6 @@ class Forwarding:
             await asyncio.sleep(PAUSE_SECONDS)
             url = await self._fleet.place(asked.key, anew=True)
         return False
-
-    @contextmanager
-    def _watching(self, reply: Reply, key: SessionKey, url: str) -> Iterator[None]:
-        """Breaks the connection to a silent owner once the session has another one."""
-        watching = asyncio.ensure_future(self._watch(reply, key, url))
-        try:
-            yield
-        finally:
-            watching.cancel()
-
-    async def _watch(self, reply: Reply, key: SessionKey, url: str) -> None:
-        heard = reply.heard
-        while True:
-            await asyncio.sleep(self._fleet.lease)
-            if reply.heard == heard:
-                with suppress(TenutoError):  # the database cannot be asked
-                    if await self._fleet.place(key, anew=True) != url:
-                        reply.fail(Broken("the session has another owner"))
-                        return
-            heard = reply.heard
 
 
 class _Answering:
