@@ -63,6 +63,11 @@ class Reader(threading.Thread):
         except BaseException as error:  # noqa: BLE001 - raised by `whole`
             self.error = error
 
+    def read_more(self, tokens: int) -> None:
+        """Waits until so many more tokens have come."""
+        wanted = len(self.tokens) + tokens
+        eventually(lambda: len(self.tokens) > wanted)
+
     def whole(self) -> list[int]:
         """Waits for the end of the turn, and returns its tokens."""
         self.join(60)
@@ -104,8 +109,7 @@ def test_an_open_turn_moves_and_its_stream_goes_on(fleet: Replicas, clients: lis
     for to in (1, 0, 1):
         moved = move(fleet, one, "open", to)
         assert moved.status_code == 200, moved.text
-        seen = len(at_owner.tokens)
-        eventually(lambda seen=seen: len(at_owner.tokens) > seen + 5)
+        at_owner.read_more(5)
     turn = two.get("/v1/sessions/open").json()["turn_id"]
     whole = at_owner.whole()
     assert whole == witness_output(list(range(300)), 300)

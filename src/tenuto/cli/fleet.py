@@ -67,4 +67,4 @@ def move(
     body = {"session": session, "to": to, **({"tenant": tenant} if tenant is not None else {})}
     with connected(url, api_key) as connection:
         done = connection.call(connection.ask("POST", "/fleet/move", body)).result()
-    print(f"{session} has moved from {done['from']} to {done['to']}")
+    typer.echo(f"{session} has moved from {done['from']} to {done['to']}")
