@@ -321,6 +321,15 @@ def hidden_session_id() -> str:
     return f"~{secrets.token_hex(12)}"
 
 
+class OwnedSession(View, frozen=True, kw_only=True):
+    """A session that a replica owns. `idle`: no turn is open. `units`: those that its state takes, wherever it is."""
+
+    tenant: str
+    session: str
+    idle: bool
+    units: int
+
+
 class MovesView(View, frozen=True, kw_only=True):
     """The moves of sessions from one replica to others: those `under_way`, by session, with the address to which each
     goes; and how many were `done`, and have `failed`."""

@@ -14,12 +14,13 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 @app.callback()
 def fleet() -> None:
-    """See the replicas of a fleet, and move sessions between them.
+    """See the replicas of a fleet, move sessions between them, and empty one.
 
     \b
     Examples:
       tenuto fleet status
       tenuto fleet move my-session --to 2
+      tenuto fleet drain 1
       TENUTO_API_KEY=... tenuto fleet status --url http://host:8000
     """
 
@@ -68,3 +69,15 @@ def move(
     with connected(url, api_key) as connection:
         done = connection.call(connection.ask("POST", "/fleet/move", body)).result()
     typer.echo(f"{session} has moved from {done['from']} to {done['to']}")
+
+
+@app.command()
+def drain(
+    replica: Annotated[int, typer.Argument(help="The number of the replica.")],
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Empty a replica: it takes nothing new, and its sessions move to others."""
+    with connected(url, api_key) as connection:
+        done = connection.call(connection.ask("POST", "/fleet/drain", {"replica": replica})).result()
+    typer.echo(f"replica {replica} at {done['url']} is draining; see tenuto fleet status")

@@ -233,6 +233,13 @@ class Member:
             raise self._unreachable(error) from error
         raise NotAcknowledged(f"session {request.session!r} changes its owner; ask again")
 
+    def _instead(self) -> str | None:
+        """Returns the address of a replica to claim a session in place of this one, if this one is draining."""
+        if not self._edge.draining:
+            return None
+        others = (each for each in self._asks.all() if each.live and not each.draining)
+        return next((each.url for each in others if each.replica != self._asks.number), None)
+
     def _nowhere(self, key: SessionKey) -> Place:
         """Answers that there is no such session, also none that has left."""
         self._loop.call(lambda engine: engine.registry.forget_left(key)).result()
@@ -248,7 +255,10 @@ class Member:
             self._sleep(0.01)
 
     def _claim(self, key: SessionKey, seen: Owned, deadline: float) -> Place | None:
-        """Takes a session over and restores it; `None` if somebody else did."""
+        """Takes a session over and restores it; `None` if somebody else did. If this replica is draining, names another
+        one to do that."""
+        if seen.owner != self._asks.number and (url := self._instead()) is not None:
+            return Place(exists=True, url=url)
         lapses = self._lapses
         try:
             saved = self._asks.claim(key, seen)

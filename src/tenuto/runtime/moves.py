@@ -12,14 +12,16 @@ from typing import Any
 import msgspec
 
 from tenuto.base.errors import EngineStopped, NotAcknowledged, NotFound, TenutoError
-from tenuto.base.views import Ticket
+from tenuto.base.views import OwnedSession, Ticket
 from tenuto.base.wire.messages import (
     BeginMove,
     CopyMove,
     DropMove,
     GiveUpSession,
     HoldMove,
+    ListOwned,
     PutMove,
+    Request,
     ReserveMove,
     SettleMove,
     TakeMove,
@@ -37,7 +39,18 @@ from tenuto.text.constraint import Constraint
 
 log = logging.getLogger("tenuto.fleet")
 
-OfMoves = BeginMove | CopyMove | HoldMove | SettleMove | GiveUpSession | ReserveMove | PutMove | TakeMove | DropMove
+OfMoves = (
+    ListOwned
+    | BeginMove
+    | CopyMove
+    | HoldMove
+    | SettleMove
+    | GiveUpSession
+    | ReserveMove
+    | PutMove
+    | TakeMove
+    | DropMove
+)
 """Requests about moves."""
 COPY_BYTES = 2**21
 """How much is copied between two steps at most: about a millisecond's work."""
@@ -83,31 +96,23 @@ class Moves:
         subscriber: Subscriber,
     ) -> None:
         """Answers a request later. `subscriber`: gets the output of a turn that goes on here."""
-        work: Callable[[], Any]
-        place = self._working.submit
-        match request:
-            case BeginMove():
-                work = partial(self.begin, request)
-            case CopyMove():
-                work = partial(self.copy, request.move)
-            case HoldMove():
-                work = partial(self.hold, request.move)
-            case SettleMove():
-                work = partial(self.settle, request)
-                place = self._member.later  # type: ignore[assignment] # its result is not used
-            case GiveUpSession():
-                work = partial(self.give_up, request)
-                place = self._member.later  # type: ignore[assignment]
-            case ReserveMove():
-                work = partial(self.reserve, request.move, request.offer)
-            case PutMove():
-                work = partial(self.put, request.move, request.piece)
-            case TakeMove():
-                work = partial(self.receive, request.move, request.end, subscriber)
-                place = self._member.later  # type: ignore[assignment]
-            case DropMove():
-                work = partial(self.drop, request.move)
-        place(partial(_answered, work, answer, refuse))
+        parts: dict[type[Request[Any]], Callable[[Any], Any]] = {
+            ListOwned: lambda _: self.owned(),
+            BeginMove: self.begin,
+            CopyMove: lambda asked: self.copy(asked.move),
+            HoldMove: lambda asked: self.hold(asked.move),
+            SettleMove: self.settle,
+            GiveUpSession: self.give_up,
+            ReserveMove: lambda asked: self.reserve(asked.move, asked.offer),
+            PutMove: lambda asked: self.put(asked.move, asked.piece),
+            TakeMove: lambda asked: self.receive(asked.move, asked.end, subscriber),
+            DropMove: lambda asked: self.drop(asked.move),
+        }
+        work = partial(_answered, partial(parts[type(request)], request), answer, refuse)
+        if isinstance(request, SettleMove | GiveUpSession | TakeMove):  # these ask the database
+            self._member.later(work)
+        else:
+            self._working.submit(work)
 
     # -- for the replica that a session leaves
 
@@ -155,6 +160,10 @@ class Moves:
             pieces=[piece.summed(sizes[piece.group]) for piece in pieces],
             turn=rest.moved,
         )
+
+    def owned(self) -> list[OwnedSession]:
+        """Carries out `ListOwned`."""
+        return self._loop.call(_owned).result()
 
     def settle(self, request: SettleMove) -> bool:
         """Carries out `SettleMove`."""
@@ -263,6 +272,19 @@ class Moves:
         self._offers.pop(move, None)
         with suppress(EngineStopped):
             self._loop.call(lambda engine: engine.arrivals.drop(move)).result()
+
+
+def _owned(engine: Engine) -> list[OwnedSession]:
+    def units(session: Session) -> int:
+        memory, parked = session.memory, engine.idle_memory.position(session)
+        kept = memory.kept_units if not memory.arriving else 0
+        return max(kept, parked)
+
+    return [
+        OwnedSession(tenant=each.policy.tenant, session=each.id, idle=each.turn is None, units=units(each))
+        for each in engine.registry
+        if each.policy.lasting
+    ]
 
 
 def _other_weights() -> NotAcknowledged:

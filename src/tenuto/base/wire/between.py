@@ -74,7 +74,11 @@ class Move(Between, frozen=True, kw_only=True):
     url: str
 
 
-AnyBetween = Reserve | Put | Take | Drop | Follow | Abort | Move
+class Empty(Between, frozen=True, kw_only=True):
+    """Begin to empty the replica that is asked."""
+
+
+AnyBetween = Reserve | Put | Take | Drop | Follow | Abort | Move | Empty
 
 
 class News(msgspec.Struct, frozen=True, array_like=True):

@@ -31,6 +31,7 @@ from tenuto.base.views import (
     Membership,
     ModelView,
     MovesView,
+    OwnedSession,
     Place,
     RecordPage,
     SessionInfo,
@@ -508,6 +509,10 @@ class SettleMove(Request[bool], frozen=True, kw_only=True):
     move: str
     gone: bool = False
     asked: bool = False
+
+
+class ListOwned(Request[list[OwnedSession]], frozen=True, kw_only=True):
+    """List the sessions that this replica owns, of all tenants."""
 
 
 class GiveUpSession(OfSession[None], frozen=True, kw_only=True):

@@ -9,15 +9,18 @@ from contextlib import suppress
 
 import msgspec
 
-from tenuto.base.errors import TenutoError, Unauthorized
+from tenuto.base.errors import Draining, TenutoError, Unauthorized
 from tenuto.base.views import FleetView, Membership, Place, SessionKey
-from tenuto.base.wire.messages import Enter, GetFleet, Locate, StartTurn
+from tenuto.base.wire.messages import Enter, GetFleet, Locate, StartTurn, TellLoad
 from tenuto.serve.fleet.asking import SECRET, Between
+from tenuto.serve.fleet.draining import Drain, by_room, others
 from tenuto.serve.fleet.moving import Moving
 from tenuto.serve.fleet.peers import Broken, Peers, Reply
 from tenuto.serve.fleet.relays import Relays
-from tenuto.serve.shared.edge import Edge
+from tenuto.serve.shared.edge import SHUTTING_DOWN, Edge
 
+TOLD = 5
+"""How often in a lease the engine's process learns what goes on at the edge."""
 MAX_PLACES = 100_000
 """The most sessions of other replicas whose places are remembered."""
 
@@ -38,6 +41,9 @@ class Fleet:
         self.between = Between(self.peers, secret)
         self.relays = Relays(edge.turns, self.between, self.seek, self.watch, self.lease)
         self.moving = Moving(edge, self.between, self.relays)
+        self.drain = Drain(edge, self.moving)
+        self._said: TellLoad | None = None
+        self._telling: asyncio.Task[None] | None = None
         self._elsewhere: OrderedDict[SessionKey, str] = OrderedDict()
         self._asking: set[asyncio.Task[Place]] = set()
 
@@ -49,7 +55,36 @@ class Fleet:
         fleet = cls(edge, membership, edge.settings.fleet_secret or membership.secret)
         edge.is_elsewhere = fleet.is_elsewhere
         edge.in_fleet = True
+        fleet._telling = asyncio.ensure_future(fleet._tell_on())
         return fleet
+
+    def close(self) -> None:
+        """Ends what goes on beside requests."""
+        if self._telling is not None:
+            self._telling.cancel()
+        self.peers.close()
+
+    async def _tell_on(self) -> None:
+        """Lets the engine's process know, for its next heartbeat, what goes on here."""
+        while self.edge.link.stopped is None:
+            with suppress(TenutoError):
+                await self.tell()
+            await asyncio.sleep(self.lease / TOLD)
+
+    async def tell(self) -> None:
+        """Does that once, if anything has changed."""
+        draining = self.drain.begun
+        told = TellLoad(open_turns=self.drain.waited_for, draining=draining, moves=self.moving.view)
+        if told != self._said:
+            await self.edge.link.call(told)
+            self._said = told
+
+    async def instead(self) -> str:
+        """Returns the address of the replica with most room that takes what is new in place of this one. Raises
+        `Draining`."""
+        if not (found := by_room(others(await self.replicas()))):
+            raise Draining(SHUTTING_DOWN)
+        return found[0].url
 
     def is_forwarded(self, given: str | None) -> bool:
         """Whether a request was forwarded, by what it has in the header `SECRET`. Raises `Unauthorized` if that is not

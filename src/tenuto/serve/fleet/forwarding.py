@@ -43,7 +43,7 @@ class _Request(NamedTuple):
     """A request for another replica, and the session that it is for. `repeatable`: carried out twice, it has the same
     effect."""
 
-    key: SessionKey
+    key: SessionKey | None
     head: bytes
     body: bytes
     bodiless: bool
@@ -161,14 +161,46 @@ class Forwarding:
                 if await self._fleet.is_elsewhere(key):
                     raise Misdirected(f"session {key[1]!r} is another replica's")
             return True
+        if not used and self._fleet.drain.begun and names.is_new(scope):
+            return not await self._elsewhere_answers(scope, headers, body, send, None)
         if (wanted := await self._elsewhere(keys)) is None:
             return True
+        return not await self._elsewhere_answers(scope, headers, body, send, wanted)
+
+    async def _elsewhere_answers(
+        self, scope: Scope, headers: Headers, body: _Body, send: Send, wanted: SessionKey | None
+    ) -> bool:
+        """Forwards a request. Returns whether it was answered, or the client has gone. `wanted`: its session; `None`
+        for a request without one, which any replica may answer."""
         whole = await body.whole()
         repeatable = scope["method"] in ("GET", "HEAD") or "idempotency-key" in headers
         head = _head_of(scope, len(whole), self._fleet.secret)
         asked = _Request(wanted, head, whole, scope["method"] == "HEAD", repeatable)
-        forwarding = self._forward(asked, _Answering(scope, send))
-        return not await until_disconnected(scope, body.rest, forwarding)
+        forward = self._forward if wanted is not None else self._forward_new
+        self._fleet.drain.forwarded += 1
+        try:
+            return await until_disconnected(scope, body.rest, forward(asked, _Answering(scope, send)))
+        finally:
+            self._fleet.drain.forwarded -= 1
+
+    async def _forward_new(self, asked: _Request, answering: _Answering) -> bool:
+        """Has another replica answer what is new. Raises `Draining` if there is none, `Unreachable`, and `Disconnected`
+        if it may have been carried out."""
+        url = await self._fleet.instead()
+        try:
+            async with self._fleet.peers.ask(url, asked.at(url), bodiless=asked.bodiless) as reply:
+                watching = self._fleet.watch(reply, url)
+                try:
+                    await reply.begun()
+                    await answering.pass_on(reply)
+                finally:
+                    watching.cancel()
+        except NotSent as error:
+            raise Unreachable(f"the replica at {url} cannot answer: {error}") from error
+        except Broken as error:
+            if not answering.cut():
+                raise Disconnected(f"the replica at {url} has not answered; the request may be carried out") from error
+        return True
 
     async def _elsewhere(self, keys: Sequence[SessionKey]) -> SessionKey | None:
         """Returns the session of another replica for which to forward a request. Raises `InvalidRequest` if the request
@@ -181,6 +213,7 @@ class Forwarding:
     async def _forward(self, asked: _Request, answering: _Answering) -> bool:
         """Has the owner of the session answer. Returns False, having sent nothing, once this replica is the owner.
         Raises `Unreachable`, and `Disconnected` if the request may have been carried out."""
+        assert asked.key is not None
         clock = asyncio.get_running_loop().time
         deadline = clock() + self._fleet.lease + PATIENCE_SECONDS
         url = await self._fleet.place(asked.key)

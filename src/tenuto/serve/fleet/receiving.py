@@ -12,7 +12,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tenuto.base.errors import Draining, InvalidRequest, TenutoError, TooLarge, Unauthorized
 from tenuto.base.turns import Delta
-from tenuto.base.wire.between import Abort, AnyBetween, Drop, Follow, Move, News, Put, Reserve, Take, after, key_of
+from tenuto.base.wire.between import (
+    Abort,
+    AnyBetween,
+    Drop,
+    Empty,
+    Follow,
+    Move,
+    News,
+    Put,
+    Reserve,
+    Take,
+    after,
+    key_of,
+)
 from tenuto.base.wire.frames import frame
 from tenuto.base.wire.messages import DropMove, PutMove, ReserveMove, StartTurn, TakeMove, refusal_of
 from tenuto.base.wire.moves import LiveStream
@@ -75,7 +88,7 @@ class Receiving:
         link = self._edge.link
         match request:
             case Reserve(move=move, offer=offer):
-                if self._edge.draining:
+                if self._edge.draining or self._edge.leaving:
                     raise Draining(SHUTTING_DOWN)
                 await link.call(ReserveMove(move=move, offer=offer))
                 self._expect(move)
@@ -93,6 +106,9 @@ class Receiving:
             case Abort():
                 turn = await self._edge.turns.recall(request.tenant, request.session, request.name)
                 await self._edge.turns.abort(turn, request.keep)
+            case Empty():
+                self._fleet.drain.begin(await self._fleet.replicas())
+                await self._fleet.tell()
             case Move():
                 await self._fleet.moving.move(key_of(request), request.url)
         return None, (0, 0)

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 
 from tenuto.base.errors import InvalidRequest, NotFound
-from tenuto.base.wire.between import Move
+from tenuto.base.wire.between import Empty, Move
 from tenuto.base.wire.messages import GetFleet, GetSession
 from tenuto.serve.fleet.fleet import Fleet
 from tenuto.serve.shared.bodies import JsonRoute
@@ -54,6 +54,32 @@ async def move(edge: EdgeOf, admin: Admin, body: NewMove, request: Request) -> d
     else:
         await fleet.between.ask(owner, Move(tenant=key[0], session=key[1], url=target.url))
     return {"session": body.session, "tenant": key[0], "from": source, "to": target.url}
+
+
+class NewDrain(Object):
+    """The number of the replica to empty; by default the one that is asked."""
+
+    replica: int | None = None
+
+
+@router.post("/fleet/drain", status_code=202)
+async def drain(_: Admin, request: Request, body: NewDrain | None = None) -> dict[str, Any]:
+    """Empties a replica: it takes nothing new, and its sessions move to others, with their open turns. Answers once
+    that has begun; `GET /fleet` shows the replica as `draining`, and as `empty` in the end. It goes on to serve its
+    clients, and does not end by itself."""
+    fleet = _fleet(request)
+    view = await fleet.replicas()
+    number = body.replica if body is not None and body.replica is not None else view.replica
+    target = next((each for each in view.replicas if each.replica == number and each.live), None)
+    if target is None:
+        allowed = [each.replica for each in view.replicas if each.live]
+        raise InvalidRequest(f"replica is {number}; allowed: a replica that lives: {allowed}", param="replica")
+    if number == view.replica:
+        fleet.drain.begin(view)
+        await fleet.tell()
+    else:
+        await fleet.between.ask(target.url, Empty())
+    return {"replica": number, "url": target.url, "draining": True}
 
 
 def _fleet(request: Request) -> Fleet:
