@@ -35,6 +35,7 @@ class NewMove(Object):
 async def move(edge: EdgeOf, admin: Admin, body: NewMove, request: Request) -> dict[str, Any]:
     """Moves a session, with its state and its open turn, to another replica. Answers once it is there; if it could not
     be moved, it stays where it was, and its turn goes on."""
+    edge.require_engine()
     fleet = _fleet(request)
     key = body.tenant if body.tenant is not None else admin.name, body.session
     view = await fleet.replicas()
@@ -63,10 +64,11 @@ class NewDrain(Object):
 
 
 @router.post("/fleet/drain", status_code=202)
-async def drain(_: Admin, request: Request, body: NewDrain | None = None) -> dict[str, Any]:
+async def drain(edge: EdgeOf, _: Admin, request: Request, body: NewDrain | None = None) -> dict[str, Any]:
     """Empties a replica: it takes nothing new, and its sessions move to others, with their open turns. Answers once
     that has begun; `GET /fleet` shows the replica as `draining`, and as `empty` in the end. It goes on to serve its
     clients, and does not end by itself."""
+    edge.require_engine()
     fleet = _fleet(request)
     view = await fleet.replicas()
     number = body.replica if body is not None and body.replica is not None else view.replica
