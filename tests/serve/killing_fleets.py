@@ -1,6 +1,7 @@
 """`python -m tests.serve.killing_fleets --times 1000`: kills and pauses the replicas of a fleet under load.
 
-Three replicas of the witness serve clients, each of which goes through all replicas. Again and again one replica is
+Three replicas of the witness serve clients, each of which goes through all replicas. Sessions move from one to another
+all the time, also during their turns. Again and again one replica is
 killed and started again, or its processes, or only its engine, sleep for longer than a lease. Clients repeat what was
 not answered with its idempotency key, and read streams on where they broke, from any replica. In the end every session
 has exactly the turns that its client was told of, every token is the witness's, and in the database no two replicas
@@ -55,6 +56,7 @@ class Figures:
     retries: int = 0
     resumed: int = 0
     events: Counter[str] = field(default_factory=Counter)
+    moves: Counter[int] = field(default_factory=Counter)
     gaps: list[float] = field(default_factory=list)
 
 
@@ -235,6 +237,26 @@ class Disturber:
         self.up.add(number)
 
 
+async def move_on(disturber: Disturber, clients: list[Client], rng: Random, figures: Figures) -> None:
+    """Moves one session after the other to some replica, until it is cancelled. What comes of it is counted by the
+    status of the answer; 0 if there was none."""
+    async with httpx.AsyncClient(timeout=4 * LEASE) as http:
+        while True:
+            await asyncio.sleep(rng.random() * 0.2)
+            sessions = [session for client in clients for session in client.sessions[-3:]]
+            urls = disturber.urls()
+            if not sessions or not urls:
+                continue
+            body = {"session": rng.choice(sessions).name, "to": rng.choice(urls)}
+            try:
+                answer = await http.post(f"{rng.choice(urls)}/fleet/move", json=body)
+            except httpx.TransportError:
+                figures.moves[0] += 1
+                continue
+            assert answer.status_code in (200, 400, 404, 409, 421, 503, 507), answer.text
+            figures.moves[answer.status_code] += 1
+
+
 def check_database(url: str) -> None:
     """Checks that the turns of each session were committed in ascending epochs, and in each epoch by one replica."""
     with psycopg.connect(url, autocommit=True) as connection:
@@ -267,11 +289,13 @@ async def _disturbed(fleet: Replicas, times: int, seed: int, kinds: tuple[str, .
     disturber = Disturber(fleet, rng, figures)
     clients = [Client(disturber.urls, figures, Random(rng.random()), f"c{seed}-{n}") for n in range(WORKERS)]
     running = [asyncio.create_task(client.run()) for client in clients]
+    moving = asyncio.create_task(move_on(disturber, clients, Random(rng.random()), figures))
     for number in range(times):
         await disturber.disturb(kinds[number % len(kinds)])
-        for task in running:
+        for task in (*running, moving):
             if task.done():
                 await task
+    moving.cancel()
     for client in clients:
         client.done = True
     await asyncio.gather(*running)
@@ -305,6 +329,7 @@ def main() -> None:
         figures = disturb(fleet, given.times, given.seed)
     gaps = sorted(figures.gaps)
     print(f"{dict(figures.events)} in {time.monotonic() - began:.0f} s: {figures.turns} turns, all as acknowledged")
+    print(f"moves, by the status of their answers: {dict(figures.moves)}")
     print(f"{figures.retries} requests repeated; {figures.resumed} streams went on elsewhere")
     if gaps:
         print(f"seconds to the next token: median {gaps[len(gaps) // 2]:.2f}, longest {gaps[-1]:.2f}")

@@ -9,7 +9,12 @@ from dataclasses import replace
 import pytest
 
 from tenuto.base.views import SessionKey
+from tenuto.engine import departures
+from tenuto.engine.departures import Departures, Rest
+from tenuto.engine.engine import Engine
+from tenuto.engine.moved_turns import Readied
 from tenuto.runtime.member import Member
+from tenuto.runtime.moves import Moves
 from tenuto.session.changes import Change
 from tenuto.session.journal_changes import ChangeTables
 from tenuto.session.postgres.journal import PostgresJournal
@@ -17,6 +22,8 @@ from tenuto.session.postgres.replicas import Owned, Replicas
 from tenuto.session.records import SavedSession
 from tenuto.session.registry import Registry
 from tenuto.session.session import Session
+from tenuto.session.turn import Turn
+from tests.sim.fleet_replicas import Replica
 from tests.sim.fleets import simulate
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -51,7 +58,7 @@ def claims_of_sessions_whose_owners_live(patch: pytest.MonkeyPatch) -> None:
 
 def heartbeats_that_hide_claims(patch: pytest.MonkeyPatch) -> None:
     beat = Replicas.beat
-    patch.setattr(Replicas, "beat", lambda replicas: None if beat(replicas) is None else False)
+    patch.setattr(Replicas, "beat", lambda replicas, *told: None if beat(replicas, *told) is None else False)
 
 
 def sessions_that_left_said_to_be_closed(patch: pytest.MonkeyPatch) -> None:
@@ -114,6 +121,71 @@ def retries_that_are_written_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PostgresJournal, "_committed", lambda _: -1)
 
 
+def moves_that_are_given_up_without_a_new_epoch(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Member, "keep", lambda *_: True)
+
+
+def sessions_that_move_in_any_epoch(patch: pytest.MonkeyPatch) -> None:
+    def take(replicas: Replicas, key: SessionKey, owner: int, _: int) -> SavedSession | None:
+        seen = replicas.find(key)
+        return real(replicas, key, owner, seen.epoch) if seen is not None else None
+
+    real = Replicas.take
+    patch.setattr(Replicas, "take", take)
+
+
+def sessions_that_are_moved_by_whoever_owns_them(patch: pytest.MonkeyPatch) -> None:
+    def take(replicas: Replicas, key: SessionKey, _: int, __: int) -> SavedSession | None:
+        seen = replicas.find(key)
+        return real(replicas, key, seen.owner, seen.epoch) if seen is not None and seen.owner is not None else None
+
+    real = Replicas.take
+    patch.setattr(Replicas, "take", take)
+
+
+def sessions_that_go_on_while_they_are_held(patch: pytest.MonkeyPatch) -> None:
+    hold = Departures.hold
+
+    def held(departures: Departures, move: str) -> Rest:
+        rest = hold(departures, move)
+        rest.session.held = False
+        if rest.turn is not None:
+            departures._lifecycle.go_on(rest.turn)
+        return rest
+
+    patch.setattr(Departures, "hold", held)
+
+
+def sessions_that_move_before_they_are_written(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Replica, "execute", Replica.call)
+
+
+def open_turns_that_stay_behind(patch: pytest.MonkeyPatch) -> None:
+    hold = Departures.hold
+    patch.setattr(Departures, "hold", lambda departures, move: replace(hold(departures, move), moved=None))
+
+
+def open_turns_that_move_without_their_output(patch: pytest.MonkeyPatch) -> None:
+    fill = Readied.fill
+
+    def filled(readied: Readied, turn: Turn, now: float, weights: str) -> None:
+        fill(readied, turn, now, weights)
+        del turn.output[:-1]
+
+    patch.setattr(Readied, "fill", filled)
+
+
+def pages_that_are_not_sent_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(departures, "_same", lambda sent, units, _: min(len(sent), len(units)))
+
+
+def moved_sessions_that_stay_here_too(patch: pytest.MonkeyPatch) -> None:
+    def leave(moves: Moves, engine: Engine, move: str) -> None:
+        engine.departures.resume(move)
+
+    patch.setattr(Moves, "_leave", leave)
+
+
 FAULTS: dict[Plant, int] = {
     commits_by_anyone: 8,
     leases_that_never_end_here: 33,
@@ -128,6 +200,15 @@ FAULTS: dict[Plant, int] = {
     forks_without_their_parents_turns: 6,
     erasures_that_leave_results: 0,
     retries_that_are_written_again: 20,
+    moves_that_are_given_up_without_a_new_epoch: 0,
+    sessions_that_move_in_any_epoch: 0,
+    sessions_that_are_moved_by_whoever_owns_them: 0,
+    sessions_that_go_on_while_they_are_held: 0,
+    sessions_that_move_before_they_are_written: 0,
+    open_turns_that_stay_behind: 0,
+    open_turns_that_move_without_their_output: 0,
+    pages_that_are_not_sent_again: 0,
+    moved_sessions_that_stay_here_too: 0,
 }
 """The faults, each with a world that fails with it. `python -m tests.sim.faults_of_fleets` looks for such worlds."""
 

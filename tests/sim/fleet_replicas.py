@@ -14,12 +14,14 @@ from tenuto.base.options import TurnParams
 from tenuto.base.views import KeptTurn, Place
 from tenuto.base.wire.messages import FindTurn, Locate, StartTurn
 from tenuto.engine.engine import Engine
-from tenuto.engine.thread.loop import EngineLoop
+from tenuto.engine.thread.loop import EngineLoop, Subscriber
 from tenuto.runtime.member import BEATS, Member
+from tenuto.runtime.moves import Moves
 from tenuto.session.changes import Change
 from tenuto.session.journal_rows import Rows, Value
 from tenuto.session.postgres.database import Database
 from tenuto.session.session import Session
+from tenuto.session.turn import Turn
 from tests.session.test_journal import Journaled
 
 T = TypeVar("T")
@@ -30,7 +32,7 @@ LEASE = 1.0
 def asked_turn(name: str, given: int, key: str | None, *, resumable: bool) -> StartTurn:
     """Returns the request of a turn with one token as its input, after which the turn is named."""
     once = (key, b"") if key is not None else None
-    params, named = TurnParams(max_new_tokens=2), str(given)
+    params, named = TurnParams(max_new_tokens=4, ignore_eos=True), str(given)
     return StartTurn(
         kind="turn", tenant="", session=name, input=(given,), params=params, name=named, once=once, resumable=resumable
     )
@@ -100,6 +102,8 @@ class Replica(Journaled):
         connect = cast("Callable[[], Database]", lambda: Lossy(world.url, self._fails))
         self.member = Member(connect, "tokens", f"http://{name}", LEASE, lambda: self.world.now, self._wait)
         self.member._engine, self.member._loop = self.engine, cast("EngineLoop", self)
+        loop, model = cast("EngineLoop", self), str(self.engine.vocab_size)
+        self.moves = Moves(self.member, loop, lambda: model, lambda _: None, self.engine.turns.ready)
         world.dbs += [self.member._asks.db, self.member._beats.db, self.member.journal._db]
 
     def _fails(self) -> str:
@@ -150,6 +154,12 @@ class Replica(Journaled):
 
     def drop(self, session: Session) -> None:
         self.engine.sessions.leave(session)
+
+    def publish(self, session: Session) -> None:
+        """Nobody reads output."""
+
+    def subscribe(self, turn: Turn, subscriber: Subscriber) -> None:
+        """Nobody reads output."""
 
     def request_stop(self) -> None:
         self.ended = True

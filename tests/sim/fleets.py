@@ -7,7 +7,8 @@ the database and of the replicas are the world's, and the database's may jump.
 
 Checked: what was acknowledged is the beginning of every later history, unless a client has cut it; a replica that has a
 session has all of it; a session that is open is never said to be absent; no session has commits of two owners in one
-epoch, or of an earlier epoch after a later one; an open turn that was recorded is handed over with its session; a turn
+epoch, or of an earlier epoch after a later one; an open turn that was recorded is handed over with its session; every
+token follows from those before it, however often its session has moved; a turn
 that is repeated with its idempotency key, at whatever replica, is carried out once; nothing is left of sessions that
 were closed or erased; and once nothing fails any more, every session can be used through every replica within a few
 leases.
@@ -23,12 +24,15 @@ from typing import TypeVar, cast
 
 import psycopg
 
-from tenuto.base.errors import NotAcknowledged, NotFound
+from tenuto.base.errors import Misdirected, NotAcknowledged, NotFound, SessionBusy
 from tenuto.base.views import Place
 from tenuto.runtime.member import BEATS
 from tenuto.session.postgres.database import Database
+from tenuto.session.session import Session
 from tests.postgres import database
-from tests.sim.fleet_clients import Clients, Known, Steps, Violation, inputs
+from tests.serve.test_killed_streams import witness_output
+from tests.sim.fleet_clients import Known, Steps, Violation, inputs
+from tests.sim.fleet_moves import Mover
 from tests.sim.fleet_replicas import LEASE, Replica
 
 T = TypeVar("T")
@@ -45,7 +49,7 @@ CREATE FUNCTION fleet.clock_timestamp() RETURNS TIMESTAMPTZ LANGUAGE SQL AS 'SEL
 """A clock of the world's, found before PostgreSQL's own."""
 
 
-class World(Clients):
+class World(Mover):
     """Replicas, clients and time. `seed` decides everything."""
 
     def __init__(self, seed: int) -> None:
@@ -58,12 +62,12 @@ class World(Clients):
         self._db.execute(f"ALTER DATABASE {name} SET {path}".encode())
         self._db.execute(f"SET {path}".encode())
         self.dbs: list[Database] = []
-        self._running: list[tuple[Replica, Steps]] = []
+        self.running: list[tuple[Replica, Steps]] = []
         self._over: set[Steps] = set()
         self.calm = True
         self.replicas = [Replica(self, f"replica-{number}") for number in range(REPLICAS)]
         self.calm = False
-        self.operations = 0
+        self.operations = self.moves = 0
 
     def close(self) -> None:
         for each in self.dbs:
@@ -108,21 +112,22 @@ class World(Clients):
             self.jump(rng.uniform(-JUMP_SECONDS, JUMP_SECONDS))
         elif draw < 0.45:
             self._begin()
-        for number in rng.sample(range(len(self._running)), len(self._running)):
-            by, steps = self._running[number]
+        there = list(self.running)  # steps may add others
+        for number in rng.sample(range(len(there)), len(there)):
+            by, steps = there[number]
             if by.wakes <= self.now and rng.random() < 0.7:
                 self._step(steps)
-        self._running = [each for each in self._running if each[1] not in self._over]
+        self.running = [each for each in self.running if each[1] not in self._over]
 
     def _awake(self) -> list[Replica]:
         return [each for each in self.replicas if each.wakes <= self.now and not each.ended]
 
     def _restart(self, old: Replica) -> None:
         """Kills a replica and starts it again at its address."""
-        for by, steps in self._running:
+        for by, steps in self.running:
             if by is old:
                 steps.close()
-        self._running = [each for each in self._running if each[0] is not old]
+        self.running = [each for each in self.running if each[0] is not old]
         was, self.calm = self.calm, True
         self.replicas[self.replicas.index(old)] = Replica(self, old.name)
         self.calm = was
@@ -134,14 +139,14 @@ class World(Clients):
             return
         name, replica = self.rng.choice(free), self.rng.choice(awake)
         known = self.sessions[name]
-        kinds = [self._turn, self._turn, self._turn, self._read]
+        kinds = [self._turn, self._turn, self._turn, self._read, self._move, self._move, self._move]
         if known.asked is None:
             kinds += [self._repeat, self._rewind, self._fork, self.rng.choice((self._close, self._erase))]
         kind = self._open if known.open is not True else self.rng.choice(kinds)
         known.busy = True
         self.operations += 1
         steps = self._ended(kind, name, replica)
-        self._running.append((replica, steps))
+        self.running.append((replica, steps))
         self._step(steps)
 
     def _step(self, steps: Steps) -> None:
@@ -152,8 +157,8 @@ class World(Clients):
         known = self.sessions[name]
         try:
             yield from kind(name, known, replica)
-        except NotAcknowledged:
-            pass  # 503: the client does not know
+        except (NotAcknowledged, Misdirected, SessionBusy):
+            pass  # the client does not know, or asks again
         except NotFound:
             if known.open:
                 raise Violation(f"{name} is open, and said to be absent") from None
@@ -174,7 +179,7 @@ class World(Clients):
             for replica in self.replicas:
                 replica.tick()
                 replica.write()
-        for _, steps in self._running:
+        for _, steps in self.running:  # grows meanwhile
             for _ in steps:
                 pass
         for name, known in self.sessions.items():
@@ -203,7 +208,9 @@ class World(Clients):
         known.open = True
         for _ in self._turn(name, known, owner):
             pass
-        self._require(name, known, inputs(owner.engine.registry.get(name)))
+        session = owner.engine.registry.get(name)
+        self._require(name, known, inputs(session))
+        _check_outputs(session)
 
     def _check_owners(self) -> None:
         last: dict[str, int] = {}
@@ -230,6 +237,15 @@ class World(Clients):
         ((count,),) = self._db.execute(query.encode()).fetchall()
         if count:
             raise Violation(f"{count} rows of {table} belong to no session")
+
+
+def _check_outputs(session: Session) -> None:
+    """Checks that every token follows from those before it, wherever its turn was computed."""
+    history = list(session.history)
+    for record in session.records:
+        output = history[record.input_end : record.end]
+        if output != witness_output(history[: record.input_end], len(output)):
+            raise Violation(f"{session.id} has other tokens than follow from its history")
 
 
 def simulate(seed: int, steps: int = 150) -> World:

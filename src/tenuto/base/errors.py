@@ -131,7 +131,7 @@ class ExtraMissing(TenutoError, code="extra_missing", status=501):
 
 
 class NoRoom(TenutoError, code="no_room", status=507):
-    """The disk has no room for a file."""
+    """The disk has no room for a file, or a replica has none for the state of a session that is to move there."""
 
 
 class Unauthorized(TenutoError, code="unauthorized", status=401):
@@ -182,7 +182,8 @@ class SessionDamaged(TenutoError, code="session_damaged", status=500):
 
 
 class Misdirected(TenutoError, code="misdirected", status=421):
-    """Another replica has forwarded a request for a session that this one does not own."""
+    """A request is for a session that this replica does not own, or that is moving to another one. It was not carried
+    out."""
 
 
 class DeadlinePassed(TenutoError, code="deadline_passed", status=504):

@@ -321,9 +321,41 @@ def hidden_session_id() -> str:
     return f"~{secrets.token_hex(12)}"
 
 
+class OwnedSession(View, frozen=True, kw_only=True):
+    """A session that a replica owns. `idle`: no turn is open. `units`: those that its state takes, wherever it is."""
+
+    tenant: str
+    session: str
+    idle: bool
+    units: int
+
+
+class MovesView(View, frozen=True, kw_only=True):
+    """The moves of sessions from one replica to others: those `under_way`, by session, with the address to which each
+    goes; and how many were `done`, and have `failed`."""
+
+    under_way: dict[str, str] = {}
+    done: int = 0
+    failed: int = 0
+
+
+class ReplicaLoad(View, frozen=True, kw_only=True):
+    """What a replica says of itself with its heartbeats. `running`, `waiting`: its turns. `used`: the largest share of
+    a pool's units that sessions and turns hold. `open_turns`: those that its clients wait for, also if they run on
+    another replica. `draining`: it takes nothing new, and its sessions move to others."""
+
+    running: int = 0
+    waiting: int = 0
+    used: float = 0.0
+    open_turns: int = 0
+    draining: bool = False
+    moves: MovesView = MovesView()
+
+
 class ReplicaView(View, frozen=True, kw_only=True):
     """A replica of a fleet. `live`: whether its lease has not ended. `idle_seconds`: since its last heartbeat, by the
-    database's clock. `sessions`: the number that it owns."""
+    database's clock. `sessions`: the number that it owns. `empty`: it is draining, owns no session, and none of its
+    clients waits for a turn. The other fields are those of `ReplicaLoad`."""
 
     replica: int
     url: str
@@ -331,6 +363,13 @@ class ReplicaView(View, frozen=True, kw_only=True):
     idle_seconds: float
     lease_seconds: float
     sessions: int
+    running: int = 0
+    waiting: int = 0
+    used: float = 0.0
+    open_turns: int = 0
+    draining: bool = False
+    empty: bool = False
+    moves: MovesView = MovesView()
 
 
 class Place(View, frozen=True, kw_only=True):

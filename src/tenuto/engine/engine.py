@@ -13,8 +13,10 @@ from tenuto.base.map_views import MapPart, TraceView
 from tenuto.base.plan import Executor
 from tenuto.base.views import AuditReport
 from tenuto.engine.adapter_operations import AdapterOperations
+from tenuto.engine.arrivals import Arrivals
 from tenuto.engine.auditor import Auditor
 from tenuto.engine.core import Core
+from tenuto.engine.departures import Departures
 from tenuto.engine.erasure import Erasure
 from tenuto.engine.flights import Flights
 from tenuto.engine.gate import TextFactory, TurnGate
@@ -127,9 +129,11 @@ class Engine:
         self.sessions = SessionOperations(core, lifecycle, gate, self.snapshots)
         self.turns = TurnOperations(core, lifecycle, self.occupation, gate)
         self.states = SessionStates(core, lifecycle, self.occupation)
+        self.departures = Departures(core, lifecycle, self._flights)
+        self.arrivals = Arrivals(core, lifecycle, self.occupation)
         self.adapters = AdapterOperations(core)
         self.expectations = lifecycle.expectations
-        self.auditor = Auditor(core, (self._admission, self.expectations))
+        self.auditor = Auditor(core, (self._admission, self.expectations, self.arrivals))
         self.erasure = Erasure(core, lifecycle, self.occupation, self._flights, self.auditor)
         self._watch = Watch(core, self.pressure, self.auditor, self._flights)
         self.steps = 0  # number of calls of `step`

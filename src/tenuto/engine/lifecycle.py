@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
 from tenuto.base.errors import InvariantError
 from tenuto.base.turns import EndReason, TurnState
@@ -38,10 +39,11 @@ class Lifecycle:
         self.pressure = Pressure(core.memory, core.batch, core.clock, self)
         self.expectations = Expectations(core, self.pressure, self.note_memory)
         self.sharing = Sharing(core, self.pressure)
+        self.withdraw_arrival: Callable[[], bool] = lambda: False  # see `Arrivals.withdraw`, which sets it
 
     def withdraw(self) -> bool:
         """See `Yielding`."""
-        return self.expectations.withdraw()
+        return self.expectations.withdraw() or self.withdraw_arrival()
 
     def note(
         self,
@@ -203,6 +205,22 @@ class Lifecycle:
             self._counts.note("pause")
             self._queue.push(turn)
             self.pressure.note(turn.session)
+
+    def hold(self, turn: Turn) -> None:
+        """Takes a submitted turn out of its row and the queue until `go_on`, with the memory of its settled tokens. No
+        step is in flight."""
+        if turn.running:
+            self.pause(turn)
+        elif turn.session.memory.turn is not None:
+            self._keep_settled(turn, "paused", "preempted")
+        self._queue.remove(turn)
+
+    def go_on(self, turn: Turn) -> None:
+        """Queues a submitted turn that was held, here or in another engine."""
+        self._sessions.note_turn(turn.session)
+        self.timers.submitted(turn)
+        self._queue.push(turn)
+        self.pressure.note(turn.session)
 
     def drop(self, session: Session, why: str = "pressure") -> None:
         """Releases the memory of the open turn if it has any, otherwise the session's: the last resort of pressure. The

@@ -136,7 +136,7 @@ class Occupation:
 
     def _abort_turns(self) -> None:
         for session in list(self._sessions):
-            if session.turn is not None and not session.turn.drafting:
+            if session.turn is not None and not session.turn.drafting and not session.held:
                 self._lifecycle.abort(session.turn, EndReason.ABORT)
 
     def _note_weights(self) -> None:
@@ -174,6 +174,8 @@ class Occupation:
         """Frees all units and lands all steps in flight; running turns queue again. With `park`, the memory of sessions
         is parked as far as there is room; otherwise it is discarded, in tiers too."""
         self._lifecycle.expectations.withdraw_all()
+        while self._lifecycle.withdraw_arrival():
+            pass
         why = "preempted" if park else NEW_WEIGHTS
         for turn in list(self._batch.running()):
             self._lifecycle.preempt(turn, why)

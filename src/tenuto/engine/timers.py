@@ -72,7 +72,7 @@ class Timers:
     def _open_turn(self, key: SessionKey) -> Turn | None:
         tenant, session_id = key
         session = self._sessions.find(session_id, tenant)
-        return session.turn if session is not None else None
+        return session.turn if session is not None and not session.held else None
 
     def _is_due(self, turn: Turn, timer: Timer, now: float) -> bool:
         drafting = turn.drafting

@@ -10,13 +10,16 @@ from tenuto.base.errors import IllegalTransition, InvalidRequest
 from tenuto.base.options import TurnParams
 from tenuto.base.turns import EndReason, Keep, TurnState, check_keep
 from tenuto.base.wire.document import Conversation
+from tenuto.base.wire.moves import MovedTurn
 from tenuto.engine.core import Core
 from tenuto.engine.gate import TurnGate
 from tenuto.engine.guard import guarded
 from tenuto.engine.lifecycle import Lifecycle
+from tenuto.engine.moved_turns import Readied
 from tenuto.engine.occupation import Occupation
 from tenuto.session.pool import Pool
 from tenuto.session.results import Once
+from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 from tenuto.text.constraint import Constraint
 
@@ -32,6 +35,7 @@ class TurnOperations:
         self._gate = gate
         self._counts = core.counts
         self._clock = core.clock
+        self._memory = core.memory
         self._numbers = count(1)
 
     @guarded
@@ -109,6 +113,26 @@ class TurnOperations:
         turn.prediction = prediction or turn.prediction
         self._keep_output(turn, once)
         self._lifecycle.enqueue(turn, "regenerate")
+        return turn
+
+    def ready(self, moved: MovedTurn, constraint: Constraint | None) -> Readied:
+        """Readies a turn of another engine to go on here. `constraint`: a new one, as in `submit`. Any thread may call
+        this. Raises what `submit` raises for its options, and `GrammarFailed`."""
+        return Readied.of(moved, self._gate.admit(moved.params, constraint), constraint)
+
+    @guarded
+    def go_on(self, session: Session, readied: Readied, position: int) -> Turn:
+        """Opens a turn of another engine, with its output so far, on its session, which was just restored. `position`:
+        the number of its tokens whose state the session's memory has. It is never refused because others wait. Raises
+        `AdapterNotLoaded`."""
+        session.require_idle("continue a turn of")
+        moved, adapter = readied.moved, self._gate.adapter(session)
+        turn = Turn(next(self._numbers), session, moved.base_length, moved.params, self._clock.now(), adapter)
+        readied.fill(turn, self._clock.now(), self._memory.weights.name)
+        turn.moved = position
+        session.turn = turn
+        self._counts.note("go on")
+        self._lifecycle.go_on(turn)
         return turn
 
     @guarded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -195,6 +196,13 @@ class TurnMemory:
             resumable.append(live)
         return max((p for p in resumable if p <= target), default=self.start)
 
+    def kept(self) -> list[array[int]]:
+        """Returns the units of each group that hold the state where the turn, which has left its row and is settled,
+        goes on; it has computed tokens."""
+        if self.row >= 0 or self.unsettled is not None or self._settled <= self.start:
+            raise InvariantError(f"{self.holder_name} does not stand on memory of its own")
+        return [table.stood_on(self._settled) for table in self._tables]
+
     # -- sharing with other sequences
 
     def shareable(self, target: int) -> int:
@@ -278,7 +286,11 @@ class TurnMemory:
         """Moves everything up to the highest resumable position at or below `target` to the session, and releases the
         rest. The turn builds on the session's first `base` tokens; if the session's own memory of them reaches as far,
         that memory stays instead."""
-        session, position = self.session, self.cut_to(target)
+        session = self.session
+        if target < self.start:  # a moved turn, which began behind what it keeps
+            self._roll_back(session.resumable(target))
+            return
+        position = self.cut_to(target)
         kept = session.resumable(min(target, base))
         if position == self.start or position <= kept:  # nothing to move; a copied page may not even be filled
             self._roll_back(max(position, kept))

@@ -6,26 +6,29 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from tenuto.base.errors import ConfigError, EngineStopped, NotAcknowledged, SessionDamaged, TenutoError
-from tenuto.base.views import FleetView, Membership, Place, SessionKey
-from tenuto.base.wire.messages import Enter, GetFleet, Locate
+import msgspec
+
+from tenuto.base.errors import AlreadyExists, ConfigError, EngineStopped, NotAcknowledged, SessionDamaged, TenutoError
+from tenuto.base.views import FleetView, Membership, MovesView, Place, ReplicaLoad, SessionKey
+from tenuto.base.wire.messages import Enter, GetFleet, Locate, TellLoad
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread.loop import EngineLoop
 from tenuto.session.postgres.database import Database
 from tenuto.session.postgres.journal import PostgresJournal
 from tenuto.session.postgres.replicas import DamagedRow, Owned, Replicas
+from tenuto.session.records import SavedSession
 from tenuto.session.session import Session
 
 log = logging.getLogger("tenuto.fleet")
 
 T = TypeVar("T")
 
-OfFleet = Locate | GetFleet | Enter
+OfFleet = Locate | GetFleet | Enter | TellLoad
 """Requests about the fleet."""
 BEATS = 4
 """The number of heartbeats in the time of a lease."""
@@ -76,6 +79,10 @@ class Member:
         self._failing = False
         self._sure = True  # whether all claims before the last heartbeat are known
         self._lapses = 0
+        self._settling = threading.Lock()  # held while epochs here and in the database are compared, or changed
+        self._edge = TellLoad(open_turns=0, draining=False, moves=MovesView())  # what the edge has told last
+        self._load = ReplicaLoad()
+        self._asked_load = False
         self._returned: list[tuple[SessionKey, int]] = []  # claimed sessions that do not fit here, to be given up
 
     def _join(self, advertised: str) -> None:
@@ -114,6 +121,9 @@ class Member:
             case Locate():
                 locate = partial(self.locate, request, self._now() + self._lease)
                 self._asking.submit(self._answered, locate, answer, refuse)
+            case TellLoad():
+                self._edge = request
+                answer(None)
             case GetFleet():
                 self._asking.submit(self._answered, self._view, answer, refuse)
 
@@ -142,16 +152,17 @@ class Member:
         """Prolongs the lease. If sessions may have been claimed since the last call, also drops those."""
         began, sure = self._now(), self._sure and self._holds()
         self._sure = False
-        if (lost := self._beats.beat()) is None:
+        if (lost := self._beats.beat(self._said())) is None:
             log.error("another replica has started at the address of this one, which ends")
             self._loop.request_stop()
             return
         if lost or not sure:
             self._lapses += 1
-            with self.journal.writing:
-                known = self._loop.call(_epochs).result()
-            owned = self._beats.epochs()
-            self._loop.call(partial(self._drop_lost, known, owned)).result()
+            with self._settling:
+                with self.journal.writing:
+                    known = self._loop.call(_epochs).result()
+                owned = self._beats.epochs()
+                self._loop.call(partial(self._drop_lost, known, owned)).result()
         while self._returned:
             self._beats.give_up(*self._returned[0])
             self._returned.pop(0)
@@ -162,6 +173,21 @@ class Member:
         for session, epoch in known.items():
             if owned.get(session.key) != epoch:
                 self._loop.drop(session)
+
+    def _said(self) -> str:
+        """Returns what to tell the fleet, a `ReplicaLoad` in JSON. The engine is asked for the next time, since its
+        steps may take longer than a lease."""
+        if not self._asked_load:
+            self._asked_load = True
+            self._loop.call(_load).add_done_callback(self._take_load)
+        edge = self._edge
+        more = {"open_turns": edge.open_turns, "draining": edge.draining, "moves": edge.moves}
+        return msgspec.json.encode(msgspec.structs.replace(self._load, **more)).decode()
+
+    def _take_load(self, done: Future[ReplicaLoad]) -> None:
+        self._asked_load = False
+        if done.exception() is None:
+            self._load = done.result()
 
     # -- sessions
 
@@ -207,6 +233,13 @@ class Member:
             raise self._unreachable(error) from error
         raise NotAcknowledged(f"session {request.session!r} changes its owner; ask again")
 
+    def _instead(self) -> str | None:
+        """Returns the address of a replica to claim a session in place of this one, if this one is draining."""
+        if not self._edge.draining:
+            return None
+        others = (each for each in self._asks.all() if each.live and not each.draining)
+        return next((each.url for each in others if each.replica != self._asks.number), None)
+
     def _nowhere(self, key: SessionKey) -> Place:
         """Answers that there is no such session, also none that has left."""
         self._loop.call(lambda engine: engine.registry.forget_left(key)).result()
@@ -222,7 +255,10 @@ class Member:
             self._sleep(0.01)
 
     def _claim(self, key: SessionKey, seen: Owned, deadline: float) -> Place | None:
-        """Takes a session over and restores it; `None` if somebody else did."""
+        """Takes a session over and restores it; `None` if somebody else did. If this replica is draining, names another
+        one to do that."""
+        if seen.owner != self._asks.number and (url := self._instead()) is not None:
+            return Place(exists=True, url=url)
         lapses = self._lapses
         try:
             saved = self._asks.claim(key, seen)
@@ -248,8 +284,78 @@ class Member:
         log.info("session taken over", extra={"session": key[1], "owner": seen.owner, "epoch": saved.epoch})
         return Place(exists=True, begun=saved.begun)
 
+    # -- moves of sessions between replicas
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Runs `work` in the thread that asks the database, in which no session is claimed meanwhile."""
+        self._asking.submit(work)
+
+    def receive(
+        self, key: SessionKey, owner: int, epoch: int, accept: Callable[[Engine, SavedSession], Session]
+    ) -> Session:
+        """Becomes the owner of a session that its owner holds in `epoch`, and lets the engine `accept` it. Raises
+        `NotAcknowledged` if that is impossible, or it is unknown whether it has happened. Runs in the thread of
+        `later`."""
+        if self._engine.registry.find(key[1], key[0]) is not None:
+            raise AlreadyExists(f"session {key[1]!r} is here")
+        deadline, lapses = self._now() + self._lease, self._lapses
+        self._require_lease(deadline)
+        try:
+            saved = self._asks.take(key, owner, epoch)
+        except DamagedRow as error:
+            raise SessionDamaged(f"session {key[1]!r} is damaged in the database: {error}") from None
+        except self._asks.db.errors as error:
+            raise self._unreachable(error) from error
+        if saved is None:
+            raise NotAcknowledged(f"session {key[1]!r} has changed its owner, or its move has been given up")
+        try:
+            session = self._loop.call(lambda engine: accept(engine, saved)).result()
+        except TenutoError:
+            self._returned.append((key, saved.epoch))
+            raise
+        try:
+            self._require_lease(deadline)
+        except NotAcknowledged:
+            self._loop.call(lambda _: self._loop.drop(session)).result()
+            self._returned.append((key, saved.epoch))
+            raise
+        if self._lapses != lapses:  # it may have been claimed again meanwhile
+            self._loop.call(lambda _: self._loop.drop(session)).result()
+            raise NotAcknowledged(f"session {key[1]!r} changes its owner; ask again")
+        return session
+
+    def keep(self, session: Session) -> bool:
+        """Makes sure that no replica can `receive` a session any more that is held here. Returns whether this replica
+        is its owner. Raises `NotAcknowledged` if that is unknown. Runs in the thread of `later`."""
+        try:
+            with self._settling:
+                epoch = self._asks.keep(session.key)
+                if epoch is not None:
+                    session.epoch = epoch
+        except self._asks.db.errors as error:
+            raise self._unreachable(error) from error
+        return epoch is not None
+
+    def give_up(self, session: Session) -> None:
+        """Gives up a session that is held here. Raises `NotAcknowledged` if it is unknown whether that has happened.
+        Runs in the thread of `later`."""
+        try:
+            self._asks.give_up(session.key, session.epoch)
+        except self._asks.db.errors as error:
+            raise self._unreachable(error) from error
+
+    @property
+    def number(self) -> int:
+        """The number of this replica."""
+        return self._asks.number
+
     def _unreachable(self, error: Exception) -> NotAcknowledged:
         return NotAcknowledged(f"the database {self._asks.db.place} cannot be asked who owns sessions: {error}")
+
+
+def _load(engine: Engine) -> ReplicaLoad:
+    used = max((pool.leased / pool.capacity for pool in engine.memory.pools if pool.capacity), default=0.0)
+    return ReplicaLoad(running=len(engine.batch), waiting=engine.queued, used=round(used, 4))
 
 
 def _epochs(engine: Engine) -> dict[Session, int]:

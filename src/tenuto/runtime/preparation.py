@@ -11,6 +11,7 @@ from tenuto.base.options import TurnParams
 from tenuto.base.turns import Message, TurnInput
 from tenuto.base.wire.messages import Draft, StartTurn, Tokenize
 from tenuto.engine.thread.rendering import Basis, Prepared, Renderer
+from tenuto.text.constraint import Constraint
 from tenuto.text.grammars import GrammarCompiler
 from tenuto.text.patterns import stop_patterns
 from tenuto.text.prompt import Prompt, parse_input
@@ -76,10 +77,14 @@ class Preparer:
                 prepared = prepared._replace(tokens=kept)
         if command.params.prediction and self._tokenizer is not None:
             prepared = prepared._replace(prediction=self._prediction(command.params.prediction))
-        if not command.params.constrained or self._grammars is None:
-            return prepared
-        constraint = self._grammars.constraint(command.params.grammar, command.params.bad_words)
-        return prepared._replace(constraint=constraint)
+        return prepared._replace(constraint=self.constraint(command.params))
+
+    def constraint(self, params: TurnParams) -> Constraint | None:
+        """Returns a new constraint for the grammar and the bad words of a turn, if it has any. Raises the errors of
+        `GrammarCompiler.constraint`."""
+        if not params.constrained or self._grammars is None:
+            return None
+        return self._grammars.constraint(params.grammar, params.bad_words)
 
     def _prediction(self, text: str) -> array[int]:
         """Returns the tokens of a predicted text, as far as a context can be."""

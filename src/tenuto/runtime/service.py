@@ -18,6 +18,7 @@ from tenuto.base.config import EngineConfig, WorkerSettings, user_path
 from tenuto.base.errors import ConfigError, NotFound, TenutoError
 from tenuto.base.heap import give_back
 from tenuto.base.interpreter import without_collections
+from tenuto.base.options import TurnParams
 from tenuto.base.tools.definitions import ModelHabits
 from tenuto.base.turns import Delta
 from tenuto.base.views import AdapterView, FoundTurn, KeptTurn, ModelView, RecordPage, SessionInfo, Ticket
@@ -61,6 +62,7 @@ from tenuto.runtime.lanes import Lanes
 from tenuto.runtime.loaded_model import LoadedModel
 from tenuto.runtime.member import Member, OfFleet
 from tenuto.runtime.models import Model, build_engine, load_model, memory_bytes, server_budget
+from tenuto.runtime.moves import Moves, OfMoves
 from tenuto.runtime.outbox import Outbox
 from tenuto.runtime.preparation import Preparer, size_of
 from tenuto.runtime.session_files import SessionFiles
@@ -69,7 +71,9 @@ from tenuto.runtime.trainers import OfTrainers, Trainers
 from tenuto.session.journal import Journal
 from tenuto.session.journal_mending import Damage
 from tenuto.session.postgres.database import Database
+from tenuto.text.constraint import Constraint
 from tenuto.text.masks import MaskThreads
+from tenuto.text.patterns import stop_patterns
 
 log = logging.getLogger("tenuto.runtime")
 
@@ -146,12 +150,25 @@ class Service:
         self._session_files = SessionFiles(self._loaded, self._loop, self._dispatcher, engine.states)
         self._preparer = Preparer(self._renderer, model.tokenizer, model.grammars(), config.context_length)
         self._intake = Intake(self._dispatcher, self._preparer, self._loop, self._lanes)
+        self._moves = (
+            Moves(
+                member,
+                self._loop,
+                self._identity,
+                self._constraint,
+                engine.turns.ready,
+            )
+            if member is not None
+            else None
+        )
 
     def close(self) -> None:
         """Stops after the step in progress; open turns end with `EngineStopped`."""
         self._loop.close()
         if self._writer is not None:
             self._writer.close()
+        if self._moves is not None:
+            self._moves.close()
         if self._member is not None:
             self._member.close()
         self._lanes.close()
@@ -176,7 +193,7 @@ class Service:
                 self._loop.audit().add_done_callback(partial(self._reply, request))
             case _ if isinstance(request, OfEngine):
                 self._ask(request)
-            case _ if isinstance(request, OfFleet):
+            case _ if isinstance(request, OfFleet | OfMoves):
                 self._of_fleet(request)
             case _ if isinstance(request, OfTrainers):
                 self._trainers.take(request)
@@ -192,10 +209,22 @@ class Service:
             case _:
                 self._execute(request, lambda _: self._dispatcher.execute(request))
 
-    def _of_fleet(self, request: OfFleet) -> None:
-        if self._member is None:
+    def _of_fleet(self, request: OfFleet | OfMoves) -> None:
+        if self._member is None or self._moves is None:
             raise NotFound("this server is not a replica of a fleet; see --fleet")
-        self._member.take(request, partial(self._outbox.answer, request), partial(self._outbox.refuse, request.call))
+        answer, refuse = partial(self._outbox.answer, request), partial(self._outbox.refuse, request.call)
+        if isinstance(request, OfFleet):
+            self._member.take(request, answer, refuse)
+            return
+        self._outbox.announce(request.call)  # output of a turn that goes on here comes after the answer
+        self._moves.take(request, answer, refuse, partial(self.publish, request.call))
+
+    def _identity(self) -> str:
+        return self._loaded.model.state_fingerprint()
+
+    def _constraint(self, params: TurnParams) -> Constraint | None:
+        stop_patterns(params.stop_regex)  # compiles them before the engine's thread needs them
+        return self._preparer.constraint(params)
 
     def _convert(self, request: DescribeTokenizer | Detokenize | TokenTexts | Tokenize) -> None:
         """Answers with the text of tokens, the tokens of a text, or the tokenizer itself."""

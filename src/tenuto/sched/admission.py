@@ -214,5 +214,5 @@ class Admission:
             return np.zeros(len(self._memory.pools), np.int64)
         end = min(turn.length, max(1, turn.last_position))
         restored = self._restoring.plan(turn)
-        need = turn.session.memory.need(turn.resume_position, end, generates=turn.generating, restored=restored)
+        need = turn.session.memory.need(turn.begins_at, end, generates=turn.generating, restored=restored)
         return need + self._restoring.units(turn, alone=alone) if restored else need

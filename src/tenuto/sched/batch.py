@@ -115,7 +115,7 @@ class Batch:
         """Gives the turn a row and its reserved `slots`, one lease per group; it continues where its memory ends."""
         memory = turn.session.memory.turn
         if memory is None:
-            memory = turn.session.memory.begin(turn.name, turn.resume_position, slots)
+            memory = turn.session.memory.begin(turn.name, turn.begins_at, slots)
         elif slots:
             memory.add_slots(slots)
         row = self.rows.take()
@@ -258,7 +258,7 @@ def row_sampling(turn: Turn, stops: tuple[int, ...]) -> RowSampling:
 def continues_from(turn: Turn) -> int:
     """Returns the position from which the turn would compute next. Changes nothing."""
     memory = turn.session.memory
-    return memory.turn.scheduled if memory.turn is not None else memory.resumable(turn.resume_position)
+    return memory.turn.scheduled if memory.turn is not None else memory.resumable(turn.begins_at)
 
 
 def is_computed(turn: Turn) -> bool:

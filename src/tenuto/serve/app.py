@@ -29,6 +29,7 @@ from tenuto.serve.exchange import Exchange
 from tenuto.serve.fleet import routes as fleet_routes
 from tenuto.serve.fleet.fleet import Fleet
 from tenuto.serve.fleet.forwarding import Forwarding
+from tenuto.serve.fleet.receiving import Receiving
 from tenuto.serve.llama_cpp import errors as llama_cpp_errors
 from tenuto.serve.llama_cpp import routes as llama_cpp_completions
 from tenuto.serve.llama_cpp import server as llama_cpp_server
@@ -135,6 +136,9 @@ def build_app(edge: Edge, metrics: Metrics, fleet: Fleet | None = None) -> FastA
     if fleet is not None:
         app.add_middleware(Forwarding, fleet=fleet)
     app.add_middleware(Envelope, edge=edge, metrics=metrics)
+    app.state.fleet = fleet
+    if fleet is not None:
+        app.add_middleware(Receiving, fleet=fleet)
     if edge.settings.allowed_origins:  # answers preflight requests itself, without a key
         app.add_middleware(
             CORSMiddleware,

@@ -6,8 +6,9 @@ import asyncio
 import resource
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -15,7 +16,7 @@ import structlog
 import uvicorn
 
 from tenuto.base.config import trace_exporters
-from tenuto.base.errors import ConfigError, EngineStopped, ModelError
+from tenuto.base.errors import ConfigError, EngineStopped, ModelError, TenutoError
 from tenuto.base.views import ModelView
 from tenuto.base.wire.link import Link
 from tenuto.serve.app import build_app, form_of
@@ -161,14 +162,25 @@ async def _serve(
     asked = ending.is_set()
     log.info("ending", open_turns=len(edge.turns.open_turns()))
     if link.stopped is None:
-        await edge.drain()
+        left = await _leave(edge, fleet) if fleet is not None and asked else settings.drain_seconds
+        await edge.drain(left)
     server.should_exit = True
     await asyncio.wait({serving}, timeout=CLOSING_SECONDS / 2)
     unread.give_up()
     await serving
     if fleet is not None:
-        fleet.peers.close()
+        fleet.close()
     for task in (watching, *ends):
         task.cancel()
     if link.stopped is not None and not asked:
         raise link.stopped.error()
+
+
+async def _leave(edge: Edge, fleet: Fleet) -> float:
+    """Lets the sessions of this replica move to others, if there are any, and waits until its clients have their
+    answers. Returns what is left of the time for open turns."""
+    began, seconds = time.monotonic(), edge.settings.drain_seconds
+    with suppress(TenutoError):  # no other replica, or no database: as with a single server
+        fleet.drain.begin(await fleet.replicas())
+        await fleet.drain.wait(seconds)
+    return max(0.0, seconds - (time.monotonic() - began))

@@ -9,7 +9,7 @@ from random import Random
 
 from tenuto.base.checks import check_unicode, wrong
 from tenuto.base.clock import Clock
-from tenuto.base.errors import AlreadyExists, IllegalTransition, NotAcknowledged, NotFound, Overloaded
+from tenuto.base.errors import AlreadyExists, IllegalTransition, Misdirected, NotFound, Overloaded
 from tenuto.base.options import Policy
 from tenuto.base.views import SessionKey, SessionState, StateFilter
 from tenuto.memory.memory import Memory, session_units
@@ -45,8 +45,9 @@ class Registry:
         self._random = random
         self.context_length = min(context_length, memory.max_length)  # the most tokens that fit a session
         self.pins = Pins(memory, context_length)
-        self._max_sessions = max_sessions
+        self.max_sessions = max_sessions
         self._sessions: dict[SessionKey, Session] = {}
+        self.coming = 0  # sessions of other replicas for which there is a place; written by `Arrivals`
         self.prefixes: dict[Session, None] = {}  # closed sessions whose memory is kept, in the order of their last use
         self._tenants: dict[str, Tenant] = {}  # by name; only tenants with sessions
         self._expiries: list[tuple[float, int, SessionKey]] = []  # a heap; times are too early if a turn came since
@@ -67,13 +68,15 @@ class Registry:
         return self._sessions.get((tenant, session_id))
 
     def get(self, session_id: str, tenant: str = "") -> Session:
-        """Returns the tenant's session with this id. Raises `NotFound`, or `NotAcknowledged` if another replica
-        continues it."""
+        """Returns the tenant's session with this id. Raises `NotFound`, or `Misdirected` if another replica continues
+        it, or soon may."""
         session = self.find(session_id, tenant)
         if session is None:
             if (tenant, session_id) in self._left:
-                raise NotAcknowledged(LOST)
+                raise Misdirected(LOST)
             raise NotFound(f"there is no session {session_id!r}; it was never opened, was closed, or has expired")
+        if session.held:
+            raise Misdirected(f"session {session_id!r} is moving to another replica; ask again")
         return session
 
     def turn(self, session_id: str, tenant: str = "") -> Turn:
@@ -97,8 +100,8 @@ class Registry:
             check_unicode("metadata", part)
         if (policy.tenant, session_id) in self._sessions:
             raise AlreadyExists(f"session {session_id!r} is open already")
-        if len(self._sessions) >= self._max_sessions:
-            raise Overloaded(f"{self._max_sessions} sessions are open, the most allowed; close some first")
+        if len(self._sessions) + self.coming >= self.max_sessions:
+            raise Overloaded(f"{self.max_sessions} sessions are open, the most allowed; close some first")
         limit = min(self.context_length, policy.max_tokens or self.context_length)
         if policy.pinned:
             self.pins.require(limit)
@@ -251,7 +254,7 @@ class Registry:
                 continue
             del self._watched[key]
             session = self._sessions[key]
-            if session.turn is not None or session.state is not SessionState.OPEN:
+            if session.turn is not None or session.state is not SessionState.OPEN or session.held:
                 continue
             ttl = session.policy.ttl
             if ttl is not None and session.last_turn_end + ttl <= now:

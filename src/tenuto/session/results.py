@@ -74,6 +74,16 @@ class Once:
         """Records the ticket that the client got when the turn was accepted."""
         self._ticket = ticket
 
+    @property
+    def parts(self) -> tuple[str, bytes, str, Reading | None]:
+        """The key, the digest of the request, the turn's name, and how its answer is parsed."""
+        return self.key, self._digest, self.name, self._reading
+
+    @property
+    def ticket(self) -> Ticket | None:
+        """What `accepted` has recorded."""
+        return self._ticket
+
     def kept(self, output: Delta, result: TurnResult) -> bytes:
         """Returns the committed turn, encoded in at most `MAX_BYTES`."""
         ticket = self._ticket

@@ -59,6 +59,7 @@ class Session:
         self.forks: dict[Session, None] = {}  # the open sessions whose parent it is
         self.epoch = 0  # in a fleet, of this replica's ownership; written by the journal's thread, and at a restore
         self.version = 0  # raised by every commit, rewind and replacement
+        self.held = False  # it may be another replica's soon, so nothing changes it; written by `Departures`
         self.turn: Turn | None = None  # the open turn; set by the engine, cleared by the turn's end
         self.last_turn_end = now
         self.expected: float | None = None  # when its next turn is expected; written by the engine, like the next

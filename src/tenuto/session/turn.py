@@ -68,6 +68,9 @@ class Turn:
         self.begun: float | None = None  # when it began to compute, likewise
         self.computed_before = 0  # tokens it had computed as a draft before that
         self.recomputed = Counter[str]()  # tokens computed again, by reason; written by the engine
+        self.moved = (
+            0  # tokens whose state came with it from another engine, which its session's memory has until it runs
+        )
         self.prediction = array("i")  # what the caller expects its output to be; set when it is submitted
         self.trail: object = None  # the proposer's notes, until it has ended
         self.outlook: object = None  # what the model's head guesses, likewise
@@ -141,6 +144,11 @@ class Turn:
     def resume_position(self) -> int:
         """The end of the input as a resumable position: computing the last input token gives the first output token."""
         return max(0, self.prompt_length - 1)
+
+    @property
+    def begins_at(self) -> int:
+        """The position at or below which it begins to compute, when it has no memory of its own."""
+        return max(self.resume_position, self.moved)
 
     @property
     def next_scored(self) -> int:

@@ -20,7 +20,6 @@ from tenuto.base.wire.messages import (
     AnyReply,
     Refusal,
     Request,
-    StartTurn,
     Stopped,
     Updates,
     answer_of,
@@ -121,9 +120,9 @@ class Link(Calls, ABC):
         answer: T = msgspec.msgpack.decode(raw, type=answer_of(type(request)))
         return answer
 
-    async def start(self, request: StartTurn, deliver: Deliver) -> None:
-        """Starts a turn and returns when `deliver` has received the ticket. Raises the engine's refusal. Must not be
-        cancelled: the turn would start anyway."""
+    async def start(self, request: Request[Ticket], deliver: Deliver) -> None:
+        """Starts a turn, or continues one of another engine, and returns when `deliver` has received the ticket. Raises
+        the engine's refusal. Must not be cancelled: the turn would start anyway."""
         number = next(self._numbers)
         self._streams[number] = deliver
         try:

@@ -30,6 +30,8 @@ from tenuto.base.views import (
     FoundTurn,
     Membership,
     ModelView,
+    MovesView,
+    OwnedSession,
     Place,
     RecordPage,
     SessionInfo,
@@ -42,6 +44,7 @@ from tenuto.base.views import (
     WeightsView,
 )
 from tenuto.base.wire.document import SessionDocument
+from tenuto.base.wire.moves import StateEnd, StateOffer, StatePiece
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -477,6 +480,80 @@ class GetFleet(Request[FleetView], frozen=True, kw_only=True):
 
 class Enter(Request[Membership], frozen=True, kw_only=True):
     """Say which replica of the fleet this is."""
+
+
+class BeginMove(OfSession[StateOffer], frozen=True, kw_only=True):
+    """Begin to move a session to another replica, and return the offer for that one. `move`: a unique name, by which
+    the other requests refer to it. The session goes on."""
+
+    move: str
+
+
+class CopyMove(Request[list[StatePiece]], frozen=True, kw_only=True):
+    """Return copies of units that were not copied yet and do not change any more; empty if there are none now."""
+
+    move: str
+
+
+class HoldMove(Request[StateEnd], frozen=True, kw_only=True):
+    """Hold the session, and return what is left to send. Its open turn reports no more until `SettleMove`."""
+
+    move: str
+
+
+class SettleMove(Request[bool], frozen=True, kw_only=True):
+    """End a move. `gone`: another replica is the owner, and the session leaves. Otherwise it goes on here; if its owner
+    may have been changed (`asked`), only once the database says that it was not, and no longer can be. Answers whether
+    the session is still here."""
+
+    move: str
+    gone: bool = False
+    asked: bool = False
+
+
+class ListOwned(Request[list[OwnedSession]], frozen=True, kw_only=True):
+    """List the sessions that this replica owns, of all tenants."""
+
+
+class GiveUpSession(OfSession[None], frozen=True, kw_only=True):
+    """Give up an idle session, so that any replica may claim it."""
+
+
+class ReserveMove(Request[None], frozen=True, kw_only=True):
+    """Reserve room for a session of another replica that moves here."""
+
+    move: str
+    offer: StateOffer
+
+
+class PutMove(Request[None], frozen=True, kw_only=True):
+    """Take in units of its state."""
+
+    move: str
+    piece: StatePiece
+
+
+class TakeMove(Request[Ticket], frozen=True, kw_only=True):
+    """Take in the rest, and become the session's owner. The open turn goes on here, and deltas follow as after
+    `StartTurn`. The answer is that turn's ticket; its number is 0 without a turn."""
+
+    move: str
+    end: StateEnd
+
+
+class DropMove(Request[None], frozen=True, kw_only=True):
+    """Give up the room of a move; unknown moves are fine."""
+
+    move: str
+
+
+class TellLoad(Request[None], frozen=True, kw_only=True):
+    """Let the fleet know about this replica's edge: how many turns are open there, whether it is `draining`, and its
+    moves."""
+
+    open_turns: int
+    draining: bool
+    moves: MovesView
 
 
 AnyRequest: Any = reduce(or_, {*Request.__subclasses__(), *OfSession.__subclasses__()} - {OfSession})

@@ -12,7 +12,7 @@ import msgspec
 
 from tenuto.base.checks import MAX_COUNT, whole
 from tenuto.base.config import Limits
-from tenuto.base.errors import ContextExceeded, InvalidRequest, InvariantError, LimitReached, NotAcknowledged, NotFound
+from tenuto.base.errors import ContextExceeded, InvalidRequest, InvariantError, LimitReached, Misdirected, NotFound
 from tenuto.base.map_views import MapPart, TraceView
 from tenuto.base.options import Policy, SessionAdapter, TurnParams
 from tenuto.base.tokens import PackedTokens
@@ -155,7 +155,7 @@ class Dispatcher:
         `execute` raises `Outdated`. Returns `None` if the session cannot be read."""
         try:
             return self._basis(command)
-        except (NotFound, NotAcknowledged, LookupError):  # the session may change while it is read
+        except (NotFound, Misdirected, LookupError):  # the session may change while it is read
             return None
 
     def _basis(self, command: StartTurn | Draft) -> Basis:

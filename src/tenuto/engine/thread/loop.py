@@ -93,8 +93,8 @@ class EngineLoop:
         return future
 
     def subscribe(self, turn: Turn, subscriber: Subscriber) -> None:
-        """Reports the turn's deltas to `subscriber`, after the command that opened the turn is answered. Called in the
-        engine's thread, by that command."""
+        """Reports the turn's deltas from now on to `subscriber`, after the command that opened the turn is answered.
+        Called in the engine's thread, by that command."""
         self._subscriptions[turn.number] = _Subscription(turn, subscriber)
         self._opened.append(turn)
 
@@ -221,7 +221,7 @@ class EngineLoop:
             self._give_up(turn)
             return
         subscription.open = True
-        if (turn.output and not turn.state.ended) or (turn.result is not None and not turn.result.committed):
+        if (subscription.late and not turn.state.ended) or (turn.result is not None and not turn.result.committed):
             self._publish(turn)
 
     def _end(self, turns: Iterable[Turn], changes: Sequence[Change]) -> None:
@@ -241,6 +241,11 @@ class EngineLoop:
             self._publish(turn)
         elif (subscription := self._subscriptions.pop(turn.number, None)) is not None:
             subscription.refuse(refusal)
+
+    def publish(self, session: Session) -> None:
+        """Reports all output of the session's open turn so far. Called in the engine's thread, by a command."""
+        if session.turn is not None:
+            self._publish(session.turn)
 
     def drop(self, session: Session) -> None:
         """Drops a session that another replica owns. Its open turn ends with an error. Called in the engine's thread,
@@ -290,9 +295,14 @@ class _Subscription:
     def __init__(self, turn: Turn, subscriber: Subscriber) -> None:
         self._turn = turn
         self._subscriber = subscriber
-        self._sent = 0
-        self._input_sent = False
+        self._sent = len(turn.output)  # more than 0 if another engine began it
+        self._input_sent = self._sent > 0
         self.open = False  # set once the command that started the turn is answered
+
+    @property
+    def late(self) -> bool:
+        """Whether there is output that was not sent."""
+        return len(self._turn.output) > self._sent
 
     def publish(self) -> None:
         turn = self._turn

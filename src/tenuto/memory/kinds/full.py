@@ -52,6 +52,10 @@ class FullTable(PagedTable):
     def kept(self, part: Lease | None) -> Lease:
         return self.base
 
+    def sealed(self, position: int) -> array[int]:
+        units = self.base.units if self.own is None else self.view()[1]
+        return units[: position // self.page_size]
+
     def receive(self, units: Lease, holder: Holder) -> None:
         self.base.absorb(units)
 

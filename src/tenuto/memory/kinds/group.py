@@ -182,6 +182,11 @@ class Table(ABC):
     def kept_units(self, position: int) -> int:
         """Returns the number of units kept for `position`."""
 
+    def sealed(self, position: int) -> array[int]:
+        """Returns those of the units that the open turn, or without one the session, keeps at every position from
+        `position` on, in the order of `kept`: no slot of them is written any more. `position` is settled."""
+        return array("i")
+
     def receive(self, units: Lease, holder: Holder) -> Lease | None:
         """Gives an empty session the units of a position. If the checkpoint there has to hold them, returns them as a
         lease held by `holder`, the checkpoint."""
@@ -283,6 +288,11 @@ class Table(ABC):
     def live_below(self, target: int, scheduled: int) -> int:
         """Returns the highest live position at or below `target`, or `NOWHERE`. `scheduled`: the number of tokens that
         are computed or in flight."""
+
+    @abstractmethod
+    def stood_on(self, position: int) -> array[int]:
+        """Returns the units that hold the state at `position`, where the open turn, which has no row, goes on past its
+        beginning."""
 
     @abstractmethod
     def truncate_turn(self, position: int, part: Lease | None, *, again: bool) -> None:

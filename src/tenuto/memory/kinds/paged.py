@@ -143,6 +143,11 @@ class PagedTable(Table):
         first, pages = self.view()
         return Growth(self._group.index, row, first, pages, NO_PAGE, 0)
 
+    def stood_on(self, position: int) -> array[int]:
+        begin, pages = self.view()
+        first = self.first_entry(position) - begin
+        return pages[first : first + self.span(position)]
+
     def lacking(self, end: int) -> int:
         return max(0, pages_for(end, self.page_size) - self.entries)
 

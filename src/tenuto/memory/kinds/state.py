@@ -3,6 +3,7 @@ there."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -151,6 +152,9 @@ class StateTable(Table):
         group, row = self._group, self.row
         places = (group.live(row), int(group.alternate_at[row])) if row >= 0 else (scheduled,)
         return max((position for position in places if position <= target), default=NOWHERE)
+
+    def stood_on(self, position: int) -> array[int]:
+        return array("i", [self.current])
 
     def truncate_turn(self, position: int, part: Lease | None, *, again: bool) -> None:
         """Makes an own slot, a checkpoint's slot or the zero state current; all other own slots can be written."""

@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections import OrderedDict
+from contextlib import suppress
 
 import msgspec
 
-from tenuto.base.errors import Unauthorized
-from tenuto.base.views import Membership, Place, SessionKey
-from tenuto.base.wire.messages import Enter, Locate, StartTurn
-from tenuto.serve.fleet.peers import Peers
-from tenuto.serve.shared.edge import Edge
+from tenuto.base.errors import Draining, TenutoError, Unauthorized
+from tenuto.base.views import FleetView, Membership, Place, SessionKey
+from tenuto.base.wire.messages import Enter, GetFleet, Locate, StartTurn, TellLoad
+from tenuto.serve.fleet.asking import SECRET, Between
+from tenuto.serve.fleet.draining import Drain, by_room, others
+from tenuto.serve.fleet.moving import Moving
+from tenuto.serve.fleet.peers import Broken, Peers, Reply
+from tenuto.serve.fleet.relays import Relays
+from tenuto.serve.shared.edge import SHUTTING_DOWN, Edge
 
+TOLD = 5
+"""How often in a lease the engine's process learns what goes on at the edge."""
 MAX_PLACES = 100_000
 """The most sessions of other replicas whose places are remembered."""
-SECRET = "x-tenuto-fleet"  # noqa: S105 - the name of a header
-"""The header with the secret of the fleet, which marks a forwarded request."""
 
 
 class Fleet:
@@ -33,6 +38,12 @@ class Fleet:
         self.peers = Peers()
         self.lease = membership.lease
         self.secret = secret
+        self.between = Between(self.peers, secret)
+        self.relays = Relays(edge.turns, self.between, self.seek, self.watch, self.lease)
+        self.moving = Moving(edge, self.between, self.relays)
+        self.drain = Drain(edge, self.moving)
+        self._said: TellLoad | None = None
+        self._telling: asyncio.Task[None] | None = None
         self._elsewhere: OrderedDict[SessionKey, str] = OrderedDict()
         self._asking: set[asyncio.Task[Place]] = set()
 
@@ -44,7 +55,36 @@ class Fleet:
         fleet = cls(edge, membership, edge.settings.fleet_secret or membership.secret)
         edge.is_elsewhere = fleet.is_elsewhere
         edge.in_fleet = True
+        fleet._telling = asyncio.ensure_future(fleet._tell_on())
         return fleet
+
+    def close(self) -> None:
+        """Ends what goes on beside requests."""
+        if self._telling is not None:
+            self._telling.cancel()
+        self.peers.close()
+
+    async def _tell_on(self) -> None:
+        """Lets the engine's process know, for its next heartbeat, what goes on here."""
+        while self.edge.link.stopped is None:
+            with suppress(TenutoError):
+                await self.tell()
+            await asyncio.sleep(self.lease / TOLD)
+
+    async def tell(self) -> None:
+        """Does that once, if anything has changed."""
+        draining = self.drain.begun
+        told = TellLoad(open_turns=self.drain.waited_for, draining=draining, moves=self.moving.view)
+        if told != self._said:
+            await self.edge.link.call(told)
+            self._said = told
+
+    async def instead(self) -> str:
+        """Returns the address of the replica with most room that takes what is new in place of this one. Raises
+        `Draining`."""
+        if not (found := by_room(others(await self.replicas()))):
+            raise Draining(SHUTTING_DOWN)
+        return found[0].url
 
     def is_forwarded(self, given: str | None) -> bool:
         """Whether a request was forwarded, by what it has in the header `SECRET`. Raises `Unauthorized` if that is not
@@ -69,6 +109,33 @@ class Fleet:
             if len(self._elsewhere) > MAX_PLACES:
                 self._elsewhere.popitem(last=False)
         return url
+
+    async def seek(self, key: SessionKey) -> str | None:
+        """Calls `place`, without what is remembered."""
+        return await self.place(key, anew=True)
+
+    def arrived(self, key: SessionKey) -> None:
+        """Records that a session has moved here."""
+        self._elsewhere.pop(key, None)
+
+    async def replicas(self) -> FleetView:
+        """Returns the fleet as it is in the database. Raises `NotAcknowledged`."""
+        return await self.edge.link.call(GetFleet())
+
+    def watch(self, reply: Reply, url: str) -> asyncio.Task[None]:
+        """Breaks the connection to a silent replica once its lease has ended. Cancel the task in the end."""
+        return asyncio.ensure_future(self._watch(reply, url))
+
+    async def _watch(self, reply: Reply, url: str) -> None:
+        heard = reply.heard
+        while True:
+            await asyncio.sleep(self.lease)
+            if reply.heard == heard:
+                with suppress(TenutoError):  # the database cannot be asked
+                    if not any(each.live and each.url == url for each in (await self.replicas()).replicas):
+                        reply.fail(Broken("its lease has ended"))
+                        return
+            heard = reply.heard
 
     async def locate(self, key: SessionKey) -> Place:
         """Asks where a session is. If this replica has taken it over with a turn that its last owner had accepted, the

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -18,13 +17,13 @@ from tenuto.base.errors import (
     Disconnected,
     InvalidRequest,
     Misdirected,
-    TenutoError,
     Unauthorized,
     Unreachable,
 )
 from tenuto.base.views import SessionKey
 from tenuto.serve.fleet import names
-from tenuto.serve.fleet.fleet import SECRET, Fleet
+from tenuto.serve.fleet.asking import SECRET
+from tenuto.serve.fleet.fleet import Fleet
 from tenuto.serve.fleet.peers import Broken, NotSent, Reply
 from tenuto.serve.shared.bodies import LARGE, in_parser
 from tenuto.serve.shared.client import client_of
@@ -44,7 +43,7 @@ class _Request(NamedTuple):
     """A request for another replica, and the session that it is for. `repeatable`: carried out twice, it has the same
     effect."""
 
-    key: SessionKey
+    key: SessionKey | None
     head: bytes
     body: bytes
     bodiless: bool
@@ -60,8 +59,10 @@ class _Body:
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._read: deque[Message] = deque()
+        self._read: list[Message] = []  # until `forget`
+        self._next = 0  # the message in `_read` that the application reads next
         self._complete = False
+        self._forgotten = False
 
     async def whole(self) -> bytes:
         """Reads the whole body. Raises `ClientDisconnect`."""
@@ -75,11 +76,48 @@ class _Body:
 
     async def receive(self) -> Message:
         """Implements ASGI's `receive` for the application."""
-        return self._read.popleft() if self._read else await self._receive()
+        if self._next == len(self._read):
+            message = await self._receive()
+            if self._forgotten or self._complete or message["type"] != "http.request":
+                return message
+            self._read.append(message)
+            self._complete = not message.get("more_body", False)
+        self._next += 1
+        return self._read[self._next - 1]
+
+    def again(self) -> None:
+        """Lets the application read the body again."""
+        self._next = 0
+
+    def forget(self) -> None:
+        """Drops what the application has read: it has answered."""
+        del self._read[: self._next]
+        self._next, self._forgotten = 0, True
 
     async def rest(self) -> Message:
         """Implements ASGI's `receive` for what follows the body."""
         return await self._receive()
+
+
+class _Trial:
+    """An answer of this replica, which is dropped if it says that the session has moved meanwhile: nothing was done
+    then, and the request is forwarded. `gives_up`: it is not dropped, since another replica has forwarded the
+    request."""
+
+    def __init__(self, body: _Body, send: Send, *, gives_up: bool) -> None:
+        self.misdirected = False
+        self._body = body
+        self._send = send
+        self._gives_up = gives_up
+
+    async def send(self, message: Message) -> None:
+        """Implements ASGI's `send`."""
+        if message["type"] == "http.response.start":
+            self.misdirected = message["status"] == Misdirected.status and not self._gives_up
+            if not self.misdirected:
+                self._body.forget()
+        if not self.misdirected:
+            await self._send(message)
 
 
 class Forwarding:
@@ -97,8 +135,13 @@ class Forwarding:
             return
         headers, body = Headers(scope=scope), _Body(receive)
         with suppress(ClientDisconnect):
-            if await self._is_for_here(scope, headers, body, send):
-                await self._app(scope, body.receive, send)
+            while await self._is_for_here(scope, headers, body, send):
+                trial = _Trial(body, send, gives_up=self._fleet.is_forwarded(headers.get(SECRET)))
+                await self._app(scope, body.receive, trial.send)
+                if not trial.misdirected:
+                    return
+                body.again()
+                await asyncio.sleep(PAUSE_SECONDS)
 
     async def _is_for_here(self, scope: Scope, headers: Headers, body: _Body, send: Send) -> bool:
         """Whether the application should answer; otherwise, the owner of the session has."""
@@ -112,19 +155,52 @@ class Forwarding:
             if await self._fleet.is_elsewhere((tenant, name)):
                 raise AlreadyExists(f"session {name!r} is open already")
         keys = [(tenant, name) for name in used]
+        await self._fleet.moving.settled(keys)
         if forwarded:
             for key in keys:
                 if await self._fleet.is_elsewhere(key):
                     raise Misdirected(f"session {key[1]!r} is another replica's")
             return True
+        if not used and self._fleet.drain.begun and names.is_new(scope):
+            return not await self._elsewhere_answers(scope, headers, body, send, None)
         if (wanted := await self._elsewhere(keys)) is None:
             return True
+        return not await self._elsewhere_answers(scope, headers, body, send, wanted)
+
+    async def _elsewhere_answers(
+        self, scope: Scope, headers: Headers, body: _Body, send: Send, wanted: SessionKey | None
+    ) -> bool:
+        """Forwards a request. Returns whether it was answered, or the client has gone. `wanted`: its session; `None`
+        for a request without one, which any replica may answer."""
         whole = await body.whole()
         repeatable = scope["method"] in ("GET", "HEAD") or "idempotency-key" in headers
         head = _head_of(scope, len(whole), self._fleet.secret)
         asked = _Request(wanted, head, whole, scope["method"] == "HEAD", repeatable)
-        forwarding = self._forward(asked, _Answering(scope, send))
-        return not await until_disconnected(scope, body.rest, forwarding)
+        forward = self._forward if wanted is not None else self._forward_new
+        self._fleet.drain.forwarded += 1
+        try:
+            return await until_disconnected(scope, body.rest, forward(asked, _Answering(scope, send)))
+        finally:
+            self._fleet.drain.forwarded -= 1
+
+    async def _forward_new(self, asked: _Request, answering: _Answering) -> bool:
+        """Has another replica answer what is new. Raises `Draining` if there is none, `Unreachable`, and `Disconnected`
+        if it may have been carried out."""
+        url = await self._fleet.instead()
+        try:
+            async with self._fleet.peers.ask(url, asked.at(url), bodiless=asked.bodiless) as reply:
+                watching = self._fleet.watch(reply, url)
+                try:
+                    await reply.begun()
+                    await answering.pass_on(reply)
+                finally:
+                    watching.cancel()
+        except NotSent as error:
+            raise Unreachable(f"the replica at {url} cannot answer: {error}") from error
+        except Broken as error:
+            if not answering.cut():
+                raise Disconnected(f"the replica at {url} has not answered; the request may be carried out") from error
+        return True
 
     async def _elsewhere(self, keys: Sequence[SessionKey]) -> SessionKey | None:
         """Returns the session of another replica for which to forward a request. Raises `InvalidRequest` if the request
@@ -137,18 +213,22 @@ class Forwarding:
     async def _forward(self, asked: _Request, answering: _Answering) -> bool:
         """Has the owner of the session answer. Returns False, having sent nothing, once this replica is the owner.
         Raises `Unreachable`, and `Disconnected` if the request may have been carried out."""
+        assert asked.key is not None
         clock = asyncio.get_running_loop().time
         deadline = clock() + self._fleet.lease + PATIENCE_SECONDS
         url = await self._fleet.place(asked.key)
         while url is not None:
             try:
                 async with self._fleet.peers.ask(url, asked.at(url), bodiless=asked.bodiless) as reply:
-                    with self._watching(reply, asked.key, url):
+                    watching = self._fleet.watch(reply, url)
+                    try:
                         await reply.begun()
                         if not is_misdirected(reply):
                             await answering.pass_on(reply)
                             return True
                         await reply.rest()
+                    finally:
+                        watching.cancel()
                 reason = "it does not own the session"
             except NotSent as error:
                 reason = str(error)
@@ -166,26 +246,6 @@ class Forwarding:
             await asyncio.sleep(PAUSE_SECONDS)
             url = await self._fleet.place(asked.key, anew=True)
         return False
-
-    @contextmanager
-    def _watching(self, reply: Reply, key: SessionKey, url: str) -> Iterator[None]:
-        """Breaks the connection to a silent owner once the session has another one."""
-        watching = asyncio.ensure_future(self._watch(reply, key, url))
-        try:
-            yield
-        finally:
-            watching.cancel()
-
-    async def _watch(self, reply: Reply, key: SessionKey, url: str) -> None:
-        heard = reply.heard
-        while True:
-            await asyncio.sleep(self._fleet.lease)
-            if reply.heard == heard:
-                with suppress(TenutoError):  # the database cannot be asked
-                    if await self._fleet.place(key, anew=True) != url:
-                        reply.fail(Broken("the session has another owner"))
-                        return
-            heard = reply.heard
 
 
 class _Answering:

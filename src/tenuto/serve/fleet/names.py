@@ -66,6 +66,20 @@ _OPENS = re.compile(r"/v1/sessions(?:/import|/[^/]+/(?:fork|trim))?")
 """The paths of requests whose bodies name a session to open."""
 
 
+_STARTS = re.compile(
+    r"/v1/(?:embeddings|rerank|moderations)|/api/(?:chat|generate|embed|embeddings)|/(?:completions?|embeddings?|rerank)"
+)
+"""Other paths of requests that start turns without a session."""
+
+
+def is_new(scope: Scope) -> bool:
+    """Whether a request that names no session opens one, or starts a turn without one, so that any replica can answer
+    it."""
+    path = scope["path"]
+    starts = path in _IN_BODY or path in _IMPORT or _OPENS.fullmatch(path) or _STARTS.fullmatch(path)
+    return scope["method"] == "POST" and bool(starts)
+
+
 def in_path(scope: Scope) -> tuple[list[str], list[str]]:
     """Returns the sessions that a request uses by its path, and those that it would open by its query."""
     if scope["path"] in _IMPORT:

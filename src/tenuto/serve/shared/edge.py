@@ -83,6 +83,7 @@ class Edge:
         self.in_fleet = False  # set by its fleet, like the next
         self.is_elsewhere: Callable[[SessionKey], Awaitable[bool]] = _never
         self.draining = False  # set once, by `drain`
+        self.leaving = False  # what is new goes to other replicas; set once, by its fleet
         self.hurried = False  # `drain` does not wait for turns
         self.body_bytes = 0  # bytes of all open requests' bodies; written by their readers, like the next
         self.spooled_bytes = 0  # bytes of bodies that are kept in files
@@ -170,7 +171,7 @@ class Edge:
     @property
     def healthy(self) -> bool:
         """Whether requests are accepted."""
-        return not self.draining and self.link.stopped is None
+        return not (self.draining or self.leaving) and self.link.stopped is None
 
     def require_engine(self) -> None:
         """Raises `EngineStopped` if the engine has stopped."""
@@ -232,17 +233,18 @@ class Edge:
         if count + turns > most:
             raise Overloaded(f"{count} turns are open, and {turns} asked for; allowed: {most}; try again later")
 
-    async def drain(self) -> None:
-        """Refuses new turns, gives open ones time to end, then aborts the rest."""
+    async def drain(self, seconds: float) -> None:
+        """Refuses new turns, gives open ones so much time to end, then aborts the rest."""
         self.draining = True
         refusal = Draining(SHUTTING_DOWN)
         self.turns.queues.refuse_all(refusal)
-        deadline = time.monotonic() + self.settings.drain_seconds
+        deadline = time.monotonic() + seconds
         while (
             self.turns.open_turns() and not self.hurried and time.monotonic() < deadline and self.link.stopped is None
         ):
             await asyncio.sleep(DRAIN_CHECK_SECONDS)
-        ending = [turn for turn in self.turns.open_turns() if not turn.request.resumable]  # others go on elsewhere
+        # others go on elsewhere
+        ending = [turn for turn in self.turns.open_turns() if not (turn.request.resumable or turn.elsewhere)]
         aborting = [asyncio.ensure_future(self.turns.abort(turn, refusal=refusal)) for turn in ending]
         with suppress(TimeoutError):  # an engine that hangs is killed later
             async with asyncio.timeout(ABORTING_SECONDS):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 import msgspec
 
@@ -15,7 +15,7 @@ from tenuto.base.tools.answer_part import AnswerPart
 from tenuto.base.tools.answers import Reading
 from tenuto.base.tools.definitions import NO_TOOLS
 from tenuto.base.tools.variables import NO_VARIABLES
-from tenuto.base.turns import AbortGate, Delta, TurnResult, joined
+from tenuto.base.turns import AbortGate, Delta, Keep, TurnResult, joined
 from tenuto.base.views import Ticket
 from tenuto.base.wire.link import TurnNews
 from tenuto.base.wire.messages import StartTurn
@@ -56,6 +56,8 @@ class LiveTurn:
         self.listeners: list[Callable[[], None]] = []  # called after every delta and at the end; must not raise
         self.refused: TenutoError | None = None  # why the turn must not begin; set by an abort
         self.rolling_back = False  # being aborted for lack of readers
+        # Set when its session leaves for another replica: aborts it there, or returns False if it has stayed here.
+        self.elsewhere: Callable[[Keep], Awaitable[bool]] | None = None
         self._gate = AbortGate()
         self.begin_abort = self._gate.begin_abort
         self._over = asyncio.Event()

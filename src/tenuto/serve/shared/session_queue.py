@@ -88,6 +88,10 @@ class SessionQueues:
         self._input_bytes += size
         return self._wait(turn, ready, size)
 
+    def continues(self, turn: LiveTurn, session: SessionKey) -> None:
+        """Makes a turn that goes on here the open turn of a session that was not here before."""
+        self._open[session] = turn
+
     async def _wait(self, turn: LiveTurn, ready: asyncio.Future[None], size: int) -> StartTurn:
         try:
             params = await _until_deadline(ready, turn.request.params)

@@ -12,9 +12,10 @@ import msgspec
 
 from tenuto.base.errors import IllegalTransition, KeyReused, NotFound, ResultNotKept, TenutoError
 from tenuto.base.turns import Delta, Keep
-from tenuto.base.views import Erased, SessionKey
+from tenuto.base.views import Erased, SessionKey, Ticket
+from tenuto.base.wire.between import after
 from tenuto.base.wire.link import Link, TurnNews
-from tenuto.base.wire.messages import AbortTurn, CloseSession, EraseSession, FindTurn, StartTurn, Withdraw
+from tenuto.base.wire.messages import AbortTurn, CloseSession, EraseSession, FindTurn, StartTurn, TakeMove, Withdraw
 from tenuto.serve.shared.idempotency import REUSED, IdempotencyKeys, RequestKey
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.retention import EndedTurns
@@ -192,7 +193,54 @@ class Turns:
 
     # -- deltas and ends
 
+    def relay(self, turn: LiveTurn, news: Delta | TenutoError) -> None:
+        """Takes news of a turn from the replica to which it has moved, which counts them."""
+        was_open = not turn.ended
+        if was_open:
+            turn.deliver(news)
+        if was_open and turn.ended:
+            self._end(turn)
+
+    async def receive(self, turn: LiveTurn, request: TakeMove) -> LiveTurn:
+        """Takes over a turn of another replica, with what it has said so far. A turn that was here before is the same
+        again. Raises the engine's refusal; the turn is not here then."""
+        key = turn.request.key
+        assert key is not None
+        known = self._turns.get(turn.id)
+        back = known is not None and not known.ended and known.elsewhere is not None
+        if back and known is not None:
+            said = known.reply()
+            more = after(turn.deltas, len(said.tokens), len(said.text))
+            turn, gone = known, known.elsewhere
+        else:
+            more, gone = None, None
+            self._add(turn)
+            self.queues.continues(turn, key)
+            if turn.once is not None:
+                self._keys.add(turn)
+        try:
+            await self._link.start(request, partial(self._received, turn, more))
+        except BaseException:
+            if not back:
+                self.open[turn.tenant] -= 1
+                self._turns.pop(turn.id, None)
+                self._keys.release(turn)
+                self.queues.leave(turn, key)
+            turn.elsewhere = gone
+            raise
+        return turn
+
+    def _received(self, turn: LiveTurn, more: Delta | None, news: TurnNews) -> None:
+        """Handles a message about a turn that goes on here; the first one is its ticket."""
+        if isinstance(news, Ticket) and turn.elsewhere is not None:
+            turn.elsewhere = None
+            if more is not None and (more.tokens or more.text):
+                turn.deliver(more)
+        self._deliver(turn, news)
+
     def _deliver(self, turn: LiveTurn, news: TurnNews) -> None:
+        if turn.elsewhere is not None and isinstance(news, TenutoError):
+            return  # the engine has let it go; whoever moves it knows how it goes on
         turn.deliver(news)
         if isinstance(news, Delta):
             for heard in self.on_delta:
@@ -229,6 +277,10 @@ class Turns:
         if keep == "delivered":
             keep = turn.delivered
         turn.begin_abort()
+        if turn.elsewhere is not None and await turn.elsewhere(keep):
+            with suppress(TenutoError):
+                await turn.finished()
+            return
         await self._link.call(
             AbortTurn(tenant=turn.tenant, session=turn.ticket.session, turn=turn.ticket.turn, keep=keep)
         )

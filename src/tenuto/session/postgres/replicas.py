@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, replace
+from typing import Any
 
-from tenuto.base.views import ReplicaView, SessionKey
+import msgspec
+
+from tenuto.base.views import ReplicaLoad, ReplicaView, SessionKey
 from tenuto.session.journal_rows import DAMAGE, StoredSessions, check
 from tenuto.session.postgres.database import Database
 from tenuto.session.records import SavedSession
@@ -31,7 +34,8 @@ class Replicas:
     """A replica's row in the database of its fleet, and what it asks about others. One thread uses it at a time.
 
     Invariant: a session is claimed only if its owner's lease has ended, or the owner itself asks; the claim is one
-    update on the condition that owner and epoch are still those, and raises the epoch. The owner's row says that it has
+    update on the condition that owner and epoch are still those, and raises the epoch. So is the change of owner with
+    which a live owner hands a session over. The owner's row says that it has
     `lost` a session, so it learns of that with its next heartbeat, whatever the clocks say.
     """
 
@@ -57,15 +61,15 @@ class Replicas:
             row = "(url, lease, started, heartbeat) VALUES (?, ?, clock_timestamp(), clock_timestamp())"
             (self.number,) = self.db.execute(f"INSERT INTO replicas {row} RETURNING id", (url, lease)).fetchone()
 
-    def beat(self) -> bool | None:
-        """Prolongs the lease. Returns whether a session may have been claimed since the last call; `None` if another
-        replica at the same address has ended the lease."""
+    def beat(self, load: str = "") -> bool | None:
+        """Prolongs the lease, and tells the `load`, a `ReplicaLoad` in JSON. Returns whether a session may have been
+        claimed since the last call; `None` if another replica at the same address has ended the lease."""
         with self.db.transaction():
             query = "SELECT lost FROM replicas WHERE id = ? AND NOT ended FOR UPDATE"
             if (found := self.db.execute(query, (self.number,)).fetchone()) is None:
                 return None
-            beat = "UPDATE replicas SET heartbeat = clock_timestamp(), lost = FALSE WHERE id = ?"
-            self.db.execute(beat, (self.number,))
+            beat = "UPDATE replicas SET heartbeat = clock_timestamp(), lost = FALSE, load = ? WHERE id = ?"
+            self.db.execute(beat, (load, self.number))
         return bool(found[0])
 
     def end(self) -> None:
@@ -111,6 +115,33 @@ class Replicas:
                 raise DamagedRow(str(error)) from error
         return replace(saved, epoch=epoch, begun=begun)
 
+    def take(self, key: SessionKey, owner: int, epoch: int) -> SavedSession | None:
+        """Becomes the owner of a session that its `owner` hands over, which owns it in `epoch` and holds it. Returns
+        it with its new epoch, or `None` if it has changed its owner or its epoch since. Raises `DamagedRow`; the
+        session keeps its owner then."""
+        take = (
+            "UPDATE sessions SET owner = ?, epoch = nextval('epochs') WHERE tenant = ? AND name = ? AND epoch = ? "
+            "AND owner = ? RETURNING id, epoch"
+        )
+        with self.db.transaction():
+            found = self.db.execute(take, (self.number, *key, epoch, owner)).fetchone()
+            if found is None:
+                return None
+            try:
+                (saved,) = self._stored.together([found[0]])
+            except DAMAGE as error:
+                raise DamagedRow(str(error)) from error
+        return replace(saved, epoch=found[1])
+
+    def keep(self, key: SessionKey) -> int | None:
+        """Begins a new epoch of a session, if this replica owns it, so that no other can `take` it in an earlier one.
+        Returns the epoch; `None` if another replica owns it. May be repeated."""
+        keep = (
+            "UPDATE sessions SET epoch = nextval('epochs') WHERE tenant = ? AND name = ? AND owner = ? RETURNING epoch"
+        )
+        found = self.db.execute(keep, (*key, self.number)).fetchone()
+        return int(found[0]) if found is not None else None
+
     def _begun(self, session: int, version: int) -> bytes | None:
         """Returns the request of the session's open turn, if it is recorded."""
         query = "SELECT session, version, request, checksum FROM begun WHERE session = ? AND version = ?"
@@ -135,12 +166,25 @@ class Replicas:
         """Returns the fleet's replicas, with the number of sessions that each owns."""
         query = (
             f"SELECT id, url, {_LIVE}, extract(epoch FROM clock_timestamp() - heartbeat)::float8, lease, "
-            "(SELECT count(*) FROM sessions WHERE owner = replicas.id) FROM replicas ORDER BY id"
+            "(SELECT count(*) FROM sessions WHERE owner = replicas.id), load FROM replicas ORDER BY id"
         )
-        return [
-            ReplicaView(replica=number, url=url, live=live, idle_seconds=idle, lease_seconds=lease, sessions=count)
-            for number, url, live, idle, lease, count in self.db.execute(query)
-        ]
+        return [_view(*row) for row in self.db.execute(query)]
+
+
+def _view(number: int, url: str, live: bool, idle: float, lease: float, sessions: int, said: str | None) -> ReplicaView:
+    load = msgspec.json.decode(said, type=ReplicaLoad) if said else ReplicaLoad()
+    empty = load.draining and not (sessions or load.open_turns)
+    known: dict[str, Any] = {name: getattr(load, name) for name in load.__struct_fields__}
+    return ReplicaView(
+        replica=number,
+        url=url,
+        live=live,
+        idle_seconds=idle,
+        lease_seconds=lease,
+        sessions=sessions,
+        empty=empty,
+        **known,
+    )
 
 
 class DamagedRow(Exception):

@@ -1,0 +1,107 @@
+"""Messages between the edges of a fleet's replicas, in MessagePack."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from tenuto.base.turns import Delta, Keep, joined
+from tenuto.base.views import SessionKey
+from tenuto.base.wire.messages import Refusal
+from tenuto.base.wire.moves import LiveStream, StateEnd, StateOffer, StatePiece
+
+
+class Between(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of the requests of a replica to another."""
+
+
+class Reserve(Between, frozen=True, kw_only=True):
+    """See `messages.ReserveMove`."""
+
+    move: str
+    offer: StateOffer
+
+
+class Put(Between, frozen=True, kw_only=True):
+    """See `messages.PutMove`."""
+
+    move: str
+    piece: StatePiece
+
+
+class Take(Between, frozen=True, kw_only=True):
+    """See `messages.TakeMove`. Answered, once the session has another owner, with the news of its open turn, whose
+    `stream` goes on there."""
+
+    move: str
+    tenant: str
+    session: str
+    end: StateEnd
+    stream: LiveStream | None
+
+
+class Drop(Between, frozen=True, kw_only=True):
+    """See `messages.DropMove`."""
+
+    move: str
+
+
+class Follow(Between, frozen=True, kw_only=True):
+    """Answer with the news of a turn of this name after so many tokens and characters of its output."""
+
+    tenant: str
+    session: str
+    name: str
+    tokens: int
+    characters: int
+
+
+class Abort(Between, frozen=True, kw_only=True):
+    """Abort a turn of this name; see `messages.AbortTurn`."""
+
+    tenant: str
+    session: str
+    name: str
+    keep: Keep
+
+
+class Move(Between, frozen=True, kw_only=True):
+    """Move a session, which the replica that is asked owns, to the one at `url`. Answered once it is there."""
+
+    tenant: str
+    session: str
+    url: str
+
+
+class Empty(Between, frozen=True, kw_only=True):
+    """Begin to empty the replica that is asked."""
+
+
+AnyBetween = Reserve | Put | Take | Drop | Follow | Abort | Move | Empty
+
+
+class News(msgspec.Struct, frozen=True, array_like=True):
+    """A delta of a turn, or the error that ended it."""
+
+    delta: Delta | None = None
+    refusal: Refusal | None = None
+
+
+def key_of(request: Take | Follow | Abort | Move) -> SessionKey:
+    """Returns the key of the session of a request."""
+    return request.tenant, request.session
+
+
+def after(deltas: Sequence[Delta], tokens: int, characters: int) -> Delta:
+    """Returns what the `deltas` of a turn have said after so many tokens and characters of its output."""
+    said = joined(deltas)
+    return Delta(
+        said.tokens[tokens:],
+        said.text[characters:],
+        said.delivered,
+        said.result,
+        said.logprobs[tokens:],
+        said.input_logprobs if not tokens else (),
+        said.vector,
+    )

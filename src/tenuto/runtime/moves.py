@@ -1,0 +1,303 @@
+"""Moves of sessions between replicas, as their engines' processes carry them out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from tenuto.base.errors import EngineStopped, NotAcknowledged, NotFound, TenutoError
+from tenuto.base.views import OwnedSession, Ticket
+from tenuto.base.wire.messages import (
+    BeginMove,
+    CopyMove,
+    DropMove,
+    GiveUpSession,
+    HoldMove,
+    ListOwned,
+    PutMove,
+    Request,
+    ReserveMove,
+    SettleMove,
+    TakeMove,
+)
+from tenuto.base.wire.moves import MovedTurn, StateEnd, StateOffer, StatePiece
+from tenuto.engine.departures import Rest
+from tenuto.engine.engine import Engine
+from tenuto.engine.moved_turns import Readied
+from tenuto.engine.thread import views
+from tenuto.engine.thread.loop import EngineLoop, Subscriber
+from tenuto.runtime.member import Member
+from tenuto.session.records import SavedSession
+from tenuto.session.session import Session
+from tenuto.text.constraint import Constraint
+
+log = logging.getLogger("tenuto.fleet")
+
+OfMoves = (
+    ListOwned
+    | BeginMove
+    | CopyMove
+    | HoldMove
+    | SettleMove
+    | GiveUpSession
+    | ReserveMove
+    | PutMove
+    | TakeMove
+    | DropMove
+)
+"""Requests about moves."""
+COPY_BYTES = 2**21
+"""How much is copied between two steps at most: about a millisecond's work."""
+
+Ready = Callable[[MovedTurn, Constraint | None], Readied]
+Constrain = Callable[[Any], Constraint | None]
+"""Returns a new constraint for the grammar of turn parameters, if they have one."""
+
+
+class Moves:
+    """Carries out what the edge asks about moves, in threads other than the engine's.
+
+    A session has one owner throughout: the one whose number and epoch the database has. The replica that it leaves
+    holds it from `HoldMove` on: its turn gets no token, nothing changes it, and all its changes are written. Then one
+    transaction makes the other replica the owner, if owner and epoch are still those. If the first one does not learn
+    whether that has happened, it keeps the session held, and begins a new epoch if it is still the owner. Only then
+    it goes on, since a delayed transaction of the other replica can no longer match.
+    """
+
+    def __init__(
+        self, member: Member, loop: EngineLoop, identity: Callable[[], str], constrain: Constrain, ready: Ready
+    ) -> None:
+        """`identity`: returns that of the model's state; it may take seconds the first time. `ready`: see
+        `TurnOperations.ready`."""
+        self._ready = ready
+        self._member = member
+        self._loop = loop
+        self._identity = identity
+        self._constrain = constrain
+        self._working = ThreadPoolExecutor(1, "tenuto-moves")
+        self._held: dict[str, Session] = {}  # by move; only for the threads of this class, one at a time for each move
+        self._offers: dict[str, StateOffer] = {}  # of sessions that arrive, likewise
+        self._tickets: dict[str, Ticket] = {}  # of turns that go on here, until their moves are answered
+
+    def close(self) -> None:
+        self._working.shutdown()
+
+    def take(
+        self,
+        request: OfMoves,
+        answer: Callable[[Any], None],
+        refuse: Callable[[BaseException], None],
+        subscriber: Subscriber,
+    ) -> None:
+        """Answers a request later. `subscriber`: gets the output of a turn that goes on here."""
+        parts: dict[type[Request[Any]], Callable[[Any], Any]] = {
+            ListOwned: lambda _: self.owned(),
+            BeginMove: self.begin,
+            CopyMove: lambda asked: self.copy(asked.move),
+            HoldMove: lambda asked: self.hold(asked.move),
+            SettleMove: self.settle,
+            GiveUpSession: self.give_up,
+            ReserveMove: lambda asked: self.reserve(asked.move, asked.offer),
+            PutMove: lambda asked: self.put(asked.move, asked.piece),
+            TakeMove: lambda asked: self.receive(asked.move, asked.end, subscriber),
+            DropMove: lambda asked: self.drop(asked.move),
+        }
+        work = partial(_answered, partial(parts[type(request)], request), answer, refuse)
+        if isinstance(request, SettleMove | GiveUpSession | TakeMove):  # these ask the database
+            self._member.later(work)
+        else:
+            self._working.submit(work)
+
+    # -- for the replica that a session leaves
+
+    def begin(self, request: BeginMove) -> StateOffer:
+        """Carries out `BeginMove`."""
+        identity = self._identity()
+        offer = self._loop.call(
+            lambda engine: engine.departures.begin(request.move, request.session, request.tenant)
+        ).result()
+        return msgspec.structs.replace(offer, owner=self._member.number, identity=identity)
+
+    def copy(self, move: str) -> list[StatePiece]:
+        """Carries out `CopyMove`."""
+        sizes, pieces = self._loop.call(
+            lambda engine: (engine.departures.unit_bytes, engine.departures.copy(move, COPY_BYTES))
+        ).result()
+        return [piece.summed(sizes[piece.group]) for piece in pieces]
+
+    def hold(self, move: str) -> StateEnd:
+        """Carries out `HoldMove`."""
+
+        def hold(engine: Engine) -> tuple[Rest, list[int]]:
+            rest = engine.departures.hold(move)
+            self._held[move] = rest.session
+            self._loop.publish(rest.session)
+            return rest, engine.departures.unit_bytes
+
+        rest, sizes = self._loop.execute(hold).result()
+        position, units, pieces = rest.position, rest.units, rest.pieces
+        if (lent := rest.lent) is not None:
+            state = lent.read()
+            self._loop.call(lambda engine: engine.states.take_back(lent))
+            position, units = state.position, [len(group) for group in state.groups]
+            pieces = [
+                StatePiece(group, 0, b"".join(unit.tobytes() for unit in copies))
+                for group, copies in enumerate(state.groups)
+                if copies
+            ]
+        return StateEnd(
+            identity=self._identity(),
+            epoch=rest.session.epoch,
+            position=position,
+            units=units,
+            kept=rest.kept if rest.lent is None else [0] * len(units),
+            pieces=[piece.summed(sizes[piece.group]) for piece in pieces],
+            turn=rest.moved,
+        )
+
+    def owned(self) -> list[OwnedSession]:
+        """Carries out `ListOwned`."""
+        return self._loop.call(_owned).result()
+
+    def settle(self, request: SettleMove) -> bool:
+        """Carries out `SettleMove`."""
+        session = self._held.get(request.move)
+        if session is not None and (request.gone or (request.asked and not self._member.keep(session))):
+            self._loop.call(lambda engine: self._leave(engine, request.move)).result()
+            del self._held[request.move]
+            return False
+        self._loop.call(lambda engine: engine.departures.resume(request.move)).result()
+        self._held.pop(request.move, None)
+        return True
+
+    def _leave(self, engine: Engine, move: str) -> None:
+        if (session := engine.departures.forget(move)) is not None:
+            self._loop.drop(session)
+
+    def give_up(self, request: GiveUpSession) -> None:
+        """Carries out `GiveUpSession`. If it is unknown whether that has happened, the session is dropped here all the
+        same: its next request finds out."""
+        move = f"given up {request.tenant} {request.session}"
+
+        def hold(engine: Engine) -> Session:
+            engine.departures.begin(move, request.session, request.tenant)
+            session = engine.registry.get(request.session, request.tenant)
+            try:
+                session.require_idle("give up")
+                engine.departures.hold(move)
+            except TenutoError:
+                engine.departures.resume(move)
+                raise
+            return session
+
+        try:
+            session = self._loop.execute(hold).result()
+        except NotAcknowledged:  # its last change is not written
+            self._loop.call(lambda engine: engine.departures.resume(move)).result()
+            raise
+        try:
+            self._member.give_up(session)
+        finally:
+            self._loop.call(lambda engine: self._leave(engine, move)).result()
+
+    # -- for the replica to which it moves
+
+    def reserve(self, move: str, offer: StateOffer) -> None:
+        """Carries out `ReserveMove`. Raises `InvalidRequest` unless the state is of this model and these weights."""
+        if offer.identity != self._identity():
+            raise _other_weights()
+        if offer.params is not None:
+            self._constrain(offer.params)  # compiles the grammar
+        self._loop.call(lambda engine: engine.arrivals.reserve(move, offer)).result()
+        self._offers[move] = offer
+
+    def put(self, move: str, piece: StatePiece) -> None:
+        """Carries out `PutMove`."""
+        self._loop.call(lambda engine: engine.arrivals.put(move, piece)).result()
+
+    def receive(self, move: str, end: StateEnd, subscriber: Subscriber) -> Ticket:
+        """Carries out `TakeMove`. Whatever it raises before the owner is changed, nothing has changed here."""
+        offer = self._offers.get(move)
+        if offer is None:
+            raise NotFound("nothing is expected of this move here: it took too long")
+        key = offer.tenant, offer.session
+        try:
+            if end.identity != self._identity():
+                raise _other_weights()
+            self._loop.call(lambda engine: engine.arrivals.complete(move, end)).result()
+            readied = self._readied(end)
+            accept = partial(self._accept, move, end.position, readied, subscriber)
+            session = self._member.receive(key, offer.owner, end.epoch, accept)
+        finally:
+            self.drop(move)
+        log.info("session moved here", extra={"session": key[1], "owner": offer.owner, "epoch": session.epoch})
+        if (ticket := self._tickets.pop(move, None)) is not None:
+            return ticket
+        name, version = session.id, session.version
+        return Ticket(turn=0, session=name, history=0, prompt_tokens=0, max_new_tokens=0, version=version)
+
+    def _readied(self, end: StateEnd) -> Readied | None:
+        return self._ready(end.turn, self._constrain(end.turn.params)) if end.turn is not None else None
+
+    def _accept(
+        self,
+        move: str,
+        position: int,
+        readied: Readied | None,
+        subscriber: Subscriber,
+        engine: Engine,
+        saved: SavedSession,
+    ) -> Session:
+        """Opens a session that this replica owns now, with its state and its open turn. Runs in the engine's thread."""
+        session = engine.sessions.restore(saved, journaled=True)
+        try:
+            engine.arrivals.give(move, session, position)
+            if readied is not None:
+                turn = engine.turns.go_on(session, readied, session.memory.computed)
+                self._tickets[move] = views.ticket(turn, echo=False)
+                self._loop.subscribe(turn, subscriber)
+        except TenutoError:
+            engine.sessions.leave(session)
+            raise
+        return session
+
+    def drop(self, move: str) -> None:
+        """Carries out `DropMove`."""
+        self._offers.pop(move, None)
+        with suppress(EngineStopped):
+            self._loop.call(lambda engine: engine.arrivals.drop(move)).result()
+
+
+def _owned(engine: Engine) -> list[OwnedSession]:
+    def units(session: Session) -> int:
+        memory, parked = session.memory, engine.idle_memory.position(session)
+        kept = memory.kept_units if not memory.arriving else 0
+        return max(kept, parked)
+
+    return [
+        OwnedSession(tenant=each.policy.tenant, session=each.id, idle=each.turn is None, units=units(each))
+        for each in engine.registry
+        if each.policy.lasting
+    ]
+
+
+def _other_weights() -> NotAcknowledged:
+    return NotAcknowledged(
+        "the session's state is of other weights than this replica's, or laid out for other kernels; allowed: replicas "
+        "with the same model"
+    )
+
+
+def _answered(work: Callable[[], Any], answer: Callable[[Any], None], refuse: Callable[[BaseException], None]) -> None:
+    try:
+        value = work()
+    except BaseException as error:  # noqa: BLE001 - every error is answered
+        refuse(error)
+    else:
+        answer(value)

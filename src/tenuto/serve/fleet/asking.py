@@ -1,0 +1,68 @@
+"""Requests of this replica's edge to others, with the secret of the fleet."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+
+from tenuto.base.errors import Disconnected, TenutoError, Unreachable
+from tenuto.base.wire.between import AnyBetween, News
+from tenuto.base.wire.frames import FrameReader
+from tenuto.base.wire.messages import Refusal, error_of
+from tenuto.serve.fleet.peers import Broken, NotSent, Peers, Reply
+
+PATH = "/fleet/between"
+"""Where a replica takes requests of others."""
+SECRET = "x-tenuto-fleet"  # noqa: S105 - the name of a header
+"""The header with the secret of the fleet, which marks a forwarded request."""
+
+
+class Between:
+    """Asks other replicas."""
+
+    def __init__(self, peers: Peers, secret: str) -> None:
+        self._peers = peers
+        self._secret = secret
+        self._encoder = msgspec.msgpack.Encoder()
+
+    @asynccontextmanager
+    async def stream(self, url: str, request: AnyBetween) -> AsyncIterator[Reply]:
+        """Yields the answer of the replica at `url`, once it has begun. Raises its refusal, `Unreachable` if it has not
+        received the request, and `Disconnected` if it may have."""
+        body = self._encoder.encode(request)
+        head = f"POST {PATH} HTTP/1.1\r\nhost: {url.removeprefix('http://')}\r\n{SECRET}: {self._secret}\r\n"
+        try:
+            async with self._peers.ask(url, f"{head}content-length: {len(body)}\r\n\r\n".encode() + body) as reply:
+                await reply.begun()
+                if reply.status != 200:
+                    raise await _refusal(reply)
+                yield reply
+        except NotSent as error:
+            raise Unreachable(f"the replica at {url} cannot be reached: {error}") from error
+        except Broken as error:
+            raise Disconnected(f"the connection to the replica at {url} broke: {error}") from error
+
+    async def ask(self, url: str, request: AnyBetween) -> None:
+        """Has a request carried out. Raises what `stream` raises."""
+        async with self.stream(url, request) as reply:
+            await reply.rest()
+
+
+async def _refusal(reply: Reply) -> TenutoError:
+    body = b""
+    while piece := await reply.piece():
+        body += piece
+    try:
+        return error_of(msgspec.msgpack.decode(body, type=Refusal))
+    except msgspec.DecodeError:
+        return TenutoError(f"another replica answered with status {reply.status}")
+
+
+async def news_of(reply: Reply) -> AsyncIterator[News]:
+    """Yields the news of a turn in an answer. Raises `Broken`."""
+    frames, decoder = FrameReader(), msgspec.msgpack.Decoder(News)
+    while piece := await reply.piece():
+        for payload in frames.feed(piece):
+            yield decoder.decode(payload)

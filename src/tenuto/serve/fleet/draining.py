@@ -1,0 +1,112 @@
+"""Draining: a replica that is to end takes nothing new, and its sessions move to others while it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import cycle
+
+import structlog
+
+from tenuto.base.errors import Draining, EngineStopped, NotFound, TenutoError
+from tenuto.base.views import FleetView, OwnedSession, ReplicaView
+from tenuto.base.wire.messages import GetFleet, GiveUpSession, ListOwned
+from tenuto.serve.fleet.moving import Moving
+from tenuto.serve.shared.edge import Edge
+
+log = structlog.get_logger("tenuto.fleet")
+
+AT_ONCE = 4
+"""How many sessions move at the same time."""
+PAUSE_SECONDS = 0.1
+
+
+class Drain:
+    """Empties this replica once `begin` was called. It then opens no session and lets none move here: what is new goes
+    to another replica. Sessions with open turns move first, to the replicas with most room. An idle session without
+    state, or without room elsewhere, is given up, and whoever is asked for it claims it.
+
+    Sessions are owned here until they have moved, and their turns go on. Turns without a session that lasts, of single
+    requests, end here.
+    """
+
+    def __init__(self, edge: Edge, moving: Moving) -> None:
+        self._edge = edge
+        self._moving = moving
+        self._task: asyncio.Task[None] | None = None
+        self.forwarded = 0  # requests of clients here that other replicas are answering; written by `Forwarding`
+
+    @property
+    def begun(self) -> bool:
+        """Whether this replica is to become empty."""
+        return self._task is not None
+
+    @property
+    def waited_for(self) -> int:
+        """The number of turns and forwarded requests that clients of this replica wait for."""
+        return len(self._edge.turns.open_turns()) + self.forwarded
+
+    def begin(self, view: FleetView) -> None:
+        """Begins to empty this replica, unless that was begun before. Raises `Draining` if no other replica could take
+        its sessions."""
+        if self._task is None:
+            if not others(view):
+                raise Draining("no other replica takes sessions; allowed: to drain a replica while another one lives")
+            self._edge.leaving = True
+            self._task = asyncio.ensure_future(self._run())
+
+    async def wait(self, seconds: float) -> None:
+        """Waits until all sessions have left and no client waits for anything, for so many seconds at most."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                if self._task is not None:
+                    await asyncio.shield(self._task)
+                while self.waited_for and not self._edge.hurried:
+                    await asyncio.sleep(PAUSE_SECONDS / 5)
+
+    async def _run(self) -> None:
+        refused: set[tuple[str, str]] = set()  # sessions that nobody had room for
+        while not self._edge.hurried:
+            try:
+                owned = await self._edge.link.call(ListOwned())
+                if not owned:
+                    return
+                await self._empty(owned, refused)
+            except EngineStopped:
+                return
+            except TenutoError as error:
+                log.warning("the replica cannot be emptied yet", reason=str(error))
+            await asyncio.sleep(PAUSE_SECONDS)
+
+    async def _empty(self, owned: Sequence[OwnedSession], refused: set[tuple[str, str]]) -> None:
+        targets = by_room(others(await self._edge.link.call(GetFleet())))
+        places = asyncio.Semaphore(AT_ONCE)
+
+        async def leave(each: OwnedSession, url: str | None) -> None:
+            async with places:
+                key = each.tenant, each.session
+                try:
+                    if each.idle and (not each.units or key in refused or url is None):
+                        await self._edge.link.call(GiveUpSession(tenant=each.tenant, session=each.session))
+                    elif url is not None:
+                        await self._moving.move(key, url)
+                except NotFound:
+                    pass
+                except TenutoError as error:
+                    log.warning("a session has not left", session=each.session, reason=str(error))
+                    refused.add(key)
+
+        urls = cycle([each.url for each in targets] or [None])
+        busy_first = sorted(owned, key=lambda each: each.idle)
+        await asyncio.gather(*(leave(each, next(urls)) for each in busy_first))
+
+
+def others(view: FleetView) -> list[ReplicaView]:
+    """Returns the other replicas that take sessions."""
+    return [each for each in view.replicas if each.live and not each.draining and each.replica != view.replica]
+
+
+def by_room(replicas: Sequence[ReplicaView]) -> list[ReplicaView]:
+    """Returns the replicas with most room first."""
+    return sorted(replicas, key=lambda each: (each.used, each.running + each.waiting, each.sessions))

@@ -1,0 +1,263 @@
+"""Moves of this replica's sessions to others."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
+
+import msgspec
+import structlog
+
+from tenuto.base.errors import EngineStopped, Misdirected, SessionBusy, TenutoError
+from tenuto.base.turns import Keep
+from tenuto.base.views import MovesView, SessionKey
+from tenuto.base.wire.between import Drop, Put, Reserve, Take
+from tenuto.base.wire.messages import BeginMove, CopyMove, HoldMove, SettleMove
+from tenuto.base.wire.moves import LiveStream, StateEnd
+from tenuto.serve.fleet.asking import Between
+from tenuto.serve.fleet.peers import Broken
+from tenuto.serve.fleet.relays import Relays
+from tenuto.serve.shared.edge import Edge
+from tenuto.serve.shared.live_turn import LiveTurn
+
+log = structlog.get_logger("tenuto.fleet")
+
+MOVED = "the session has moved to another replica; ask again"
+RETRY_SECONDS = 0.2
+END_BYTES = 2**22
+"""How much state is sent together with the request that changes the owner."""
+TRIES = 8
+"""How often a turn is waited for that cannot go on elsewhere."""
+
+
+class Moving:
+    """Moves sessions away from this replica; see `runtime.moves.Moves`, which carries out each part.
+
+    Whatever goes wrong, `_settle` finds out who owns the session, and until it knows, the session stays held. Meanwhile
+    requests for it wait. The stream of its open turn goes on here, with what the new owner tells.
+    """
+
+    def __init__(self, edge: Edge, between: Between, relays: Relays) -> None:
+        self._edge = edge
+        self._between = between
+        self._relays = relays
+        self._held: dict[SessionKey, asyncio.Event] = {}  # sessions that are held, until it is settled where they are
+        self._under_way: dict[SessionKey, str] = {}
+        self._done = self._failed = 0
+
+    @property
+    def view(self) -> MovesView:
+        under_way = {session: url for (_, session), url in self._under_way.items()}
+        return MovesView(under_way=under_way, done=self._done, failed=self._failed)
+
+    async def settled(self, keys: Iterable[SessionKey]) -> None:
+        """Waits until none of these sessions is held."""
+        for key in keys:
+            while (held := self._held.get(key)) is not None:
+                await held.wait()
+
+    async def move(self, key: SessionKey, url: str) -> None:
+        """Moves a session to the replica at `url`, also if the caller is cancelled meanwhile. Raises the reason why
+        that has failed; the session then goes on here."""
+        moving = asyncio.ensure_future(self._move(key, url))
+        moving.add_done_callback(_look)
+        await asyncio.shield(moving)
+
+    async def _move(self, key: SessionKey, url: str) -> None:
+        if key in self._under_way:
+            raise SessionBusy(f"session {key[1]} is moving already")
+        self._under_way[key] = url
+        began = time.perf_counter()
+        try:
+            for last in range(TRIES, 0, -1):
+                try:
+                    await self._try(key, url)
+                    break
+                except SessionBusy:  # its turn is of a kind that is waited for
+                    if (turn := self._edge.turns.queues.open_turn(key)) is None or last == 1:
+                        raise
+                    await turn.over()
+        except BaseException as error:
+            self._failed += 1
+            log.warning("move failed", session=key[1], to=url, reason=str(error))
+            raise
+        else:
+            self._done += 1
+            log.info("moved", session=key[1], to=url, ms=round(1000 * (time.perf_counter() - began)))
+        finally:
+            del self._under_way[key]
+
+    async def _try(self, key: SessionKey, url: str) -> None:
+        tenant, session = key
+        name, link = secrets.token_hex(8), self._edge.link
+        offer = await link.call(BeginMove(tenant=tenant, session=session, move=name))
+        try:
+            await self._between.ask(url, Reserve(move=name, offer=offer))
+            while pieces := await link.call(CopyMove(move=name)):
+                for piece in pieces:
+                    await self._between.ask(url, Put(move=name, piece=piece))
+        except BaseException:
+            await self._give_up(name, url)
+            raise
+        held = self._held[key] = asyncio.Event()
+        try:
+            await _Handover(self._edge, self._between, self._relays, key, url, name, held).carry_out()
+        except BaseException:
+            self._drop_there(name, url)
+            raise
+        finally:
+            del self._held[key]
+            held.set()
+
+    async def _give_up(self, name: str, url: str) -> None:
+        self._drop_there(name, url)
+        with suppress(EngineStopped):
+            await self._edge.link.call(SettleMove(move=name))
+
+    def _drop_there(self, name: str, url: str) -> None:
+        self._edge.spawn(_quietly(self._between, url, Drop(move=name)))
+
+
+class _Handover:
+    """The end of a move, from the moment at which the session is held. Raises why it has failed once it is known that
+    the session is still here."""
+
+    def __init__(
+        self, edge: Edge, between: Between, relays: Relays, key: SessionKey, url: str, name: str, held: asyncio.Event
+    ) -> None:
+        self._edge = edge
+        self._between = between
+        self._relays = relays
+        self._key = key
+        self._url = url
+        self._name = name
+        self._held = held
+        self._here = True  # whether this replica is the owner, once `held` is set
+        self._asked = False  # whether the owner may have been changed
+
+    async def carry_out(self) -> None:
+        turn = self._edge.turns.queues.open_turn(self._key)
+        if turn is not None:
+            turn.elsewhere = partial(self._abort, turn)
+        try:
+            await self._hand_over(turn)
+        except BaseException as error:
+            if not isinstance(error, EngineStopped) and await self._settle():
+                if turn is not None:
+                    turn.elsewhere = None
+                raise
+            if isinstance(error, EngineStopped):
+                if turn is not None and not turn.ended:
+                    self._edge.turns.relay(turn, error)
+                raise
+            self._gone(turn, None)
+
+    async def _abort(self, turn: LiveTurn, keep: Keep) -> bool:
+        """Aborts the turn if it has moved; returns whether it has."""
+        await self._held.wait()
+        if self._here:
+            return False
+        await self._relays.abort(turn, keep)
+        return True
+
+    async def _hand_over(self, turn: LiveTurn | None) -> None:
+        end = await self._edge.link.call(HoldMove(move=self._name))
+        if end.turn is None:
+            if turn is not None:  # it has ended, or will be refused
+                turn.elsewhere = None
+            turn = None
+        elif turn is None or turn.ticket is None:
+            raise SessionBusy("the session's turn has just begun; move it again")
+        tenant, session = self._key
+        end = await self._send(end)
+        take = Take(move=self._name, tenant=tenant, session=session, end=end, stream=_stream(turn))
+        taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._asked = True
+        reading = partial(self._read, take, turn, taken)
+        if turn is None:
+            await reading()
+        else:
+            self._relays.begin(turn, reading)
+            try:
+                await taken
+            except BaseException:
+                self._relays.end(turn)
+                raise
+        self._gone(turn, taken)
+        await self._edge.link.call(SettleMove(move=self._name, gone=True))
+
+    async def _send(self, end: StateEnd) -> StateEnd:
+        """Sends pieces of the rest, if it is large. Returns the end with the others."""
+        left, kept, size = list(end.pieces), list(end.kept), sum(len(piece.data) for piece in end.pieces)
+        while left and size > END_BYTES:
+            piece = left.pop(0)
+            await self._between.ask(self._url, Put(move=self._name, piece=piece))
+            kept[piece.group] = piece.first + len(piece.checksums)
+            size -= len(piece.data)
+        return msgspec.structs.replace(end, pieces=left, kept=kept)
+
+    async def _read(self, take: Take, turn: LiveTurn | None, taken: asyncio.Future[None]) -> None:
+        try:
+            async with self._between.stream(self._url, take) as reply:
+                if not taken.done():
+                    taken.set_result(None)
+                if turn is None:
+                    await reply.rest()
+                else:
+                    await self._relays.read(turn, reply, self._url)
+        except (Broken, TenutoError) as error:
+            if taken.done() and turn is not None:
+                raise
+            if taken.done():  # it has moved, and the rest of the answer is empty
+                return
+            if turn is None:
+                raise
+            taken.set_exception(error)
+
+    def _gone(self, turn: LiveTurn | None, taken: asyncio.Future[None] | None) -> None:
+        """Notes that another replica is the owner. Turns that wait here are started there."""
+        self._here = False
+        if turn is not None and taken is None and not turn.ended:  # whoever owns it now is asked
+            self._relays.begin(turn)
+        for waiting in self._edge.turns.queues.waiting_for(self._key):
+            self._edge.turns.queues.refuse(waiting, Misdirected(MOVED))
+
+    async def _settle(self) -> bool:
+        """Finds out whether this replica is still the owner, and lets the session go on here if it is."""
+        while True:
+            try:
+                return await self._edge.link.call(SettleMove(move=self._name, asked=self._asked))
+            except EngineStopped:
+                return True
+            except TenutoError as error:
+                log.warning("a move cannot be settled yet", session=self._key[1], reason=str(error))
+                await asyncio.sleep(RETRY_SECONDS)
+
+
+def _stream(turn: LiveTurn | None) -> LiveStream | None:
+    if turn is None or turn.ticket is None:
+        return None
+    return LiveStream(
+        name=turn.id,
+        ticket=turn.ticket,
+        said=turn.reply(),
+        reading=turn.reading,
+        once=turn.once,
+        continues=turn.continues,
+        resumable=turn.request.resumable,
+    )
+
+
+async def _quietly(between: Between, url: str, request: Drop) -> None:
+    with suppress(TenutoError):
+        await between.ask(url, request)
+
+
+def _look(done: asyncio.Future[None]) -> None:
+    """Marks an error as seen, if nobody waits for it any more."""
+    if not done.cancelled():
+        done.exception()

@@ -1,0 +1,240 @@
+"""Sessions move between replicas, with their open turns, and no client notices."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from tests.eventually import eventually
+from tests.postgres import database
+from tests.serve.replicas import Replicas, replicas
+from tests.serve.test_killed_streams import witness_output
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Replicas]:
+    with replicas(database(), 2, "--model", "witness:0.01", "--context-length", "8192") as servers:
+        yield servers
+
+
+@pytest.fixture
+def clients(fleet: Replicas) -> Iterator[list[httpx.Client]]:
+    with ExitStack() as closing:
+        yield [closing.enter_context(server.client()) for server in fleet.servers]
+
+
+def move(fleet: Replicas, http: httpx.Client, session: str, to: int) -> httpx.Response:
+    return http.post("/fleet/move", json={"session": session, "to": fleet.servers[to].url})
+
+
+class Reader(threading.Thread):
+    """Reads the events of a turn while other things happen."""
+
+    def __init__(self, http: httpx.Client, path: str, body: dict[str, Any]) -> None:
+        super().__init__(daemon=True)
+        self._ask = lambda: http.stream("POST", path, json=body)
+        self.tokens: list[int] = []
+        self.names: list[str] = []
+        self.ids: list[int] = []
+        self.error: BaseException | None = None
+        self.last: dict[str, Any] = {}
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with self._ask() as answer:
+                assert answer.status_code == 200, answer.read()
+                for line in answer.iter_lines():
+                    kind, _, value = line.partition(": ")
+                    if kind == "event":
+                        self.names.append(value)
+                    elif kind == "id":
+                        self.ids.append(int(value))
+                    elif kind == "data":
+                        self.last = msgspec.json.decode(value)
+                        if self.names[-1] == "delta":
+                            self.tokens += self.last["tokens"]
+        except BaseException as error:  # noqa: BLE001 - raised by `whole`
+            self.error = error
+
+    def read_more(self, tokens: int) -> None:
+        """Waits until so many more tokens have come."""
+        wanted = len(self.tokens) + tokens
+        eventually(lambda: len(self.tokens) > wanted)
+
+    def whole(self) -> list[int]:
+        """Waits for the end of the turn, and returns its tokens."""
+        self.join(60)
+        if self.error is not None:
+            raise self.error
+        assert not self.is_alive()
+        assert self.names[-1] == "committed", (self.names[-3:], self.last)
+        assert self.ids == sorted(self.ids)
+        return self.tokens
+
+
+def test_an_idle_session_moves_with_its_state(fleet: Replicas, clients: list[httpx.Client]) -> None:
+    one, two = clients
+    one.post("/v1/sessions", json={"id": "idle"}).raise_for_status()
+    body = {"input": list(range(100)), "max_new_tokens": 5, "ignore_eos": True, "stream": False}
+    key = {"idempotency-key": "k"}
+    first = one.post("/v1/sessions/idle/turns", json=body, headers=key).raise_for_status().json()
+    moved = move(fleet, two, "idle", 1)  # asked of the one to which it moves
+    assert moved.status_code == 200, moved.text
+    assert (moved.json()["from"], moved.json()["to"]) == (fleet.servers[0].url, fleet.servers[1].url)
+    again = move(fleet, one, "idle", 1)
+    assert (again.status_code, again.json()["error"]["code"]) == (400, "invalid_request")
+    assert one.post("/v1/sessions/idle/turns", json=body, headers=key).json() == first
+    second = one.post("/v1/sessions/idle/turns", json={**body, "input": [7]}).raise_for_status().json()
+    assert second["usage"]["cached_tokens"] == 104
+    assert second["tokens"] == witness_output([*range(100), *first["tokens"], 7], 5)
+    assert move(fleet, one, "idle", 0).status_code == 200
+    assert two.get("/v1/sessions/idle").json()["version"] == 2
+    for server in fleet.servers:
+        server.audit()
+
+
+def test_an_open_turn_moves_and_its_stream_goes_on(fleet: Replicas, clients: list[httpx.Client]) -> None:
+    one, two = clients
+    one.post("/v1/sessions", json={"id": "open"}).raise_for_status()
+    given = list(range(500, 800))
+    body = {"input": given, "max_new_tokens": 6000, "ignore_eos": True}
+    at_owner = Reader(one, "/v1/sessions/open/turns", body)
+    eventually(lambda: len(at_owner.tokens) > 20)
+    for to in (1, 0, 1):
+        moved = move(fleet, one, "open", to)
+        assert moved.status_code == 200, moved.text
+        at_owner.read_more(5)
+    turn = two.get("/v1/sessions/open").json()["turn_id"]
+    two.post("/v1/sessions/open/abort", json={"keep": "all"}).raise_for_status()
+    whole = at_owner.whole()
+    assert whole == witness_output(given, len(whole))
+    assert at_owner.last["usage"]["computed_tokens"] <= 300 + len(whole)  # nothing was computed again
+    shown = one.get(f"/v1/sessions/open/turns/{turn}").raise_for_status().json()
+    assert (shown["state"], shown["tokens"]) == ("committed", whole)
+    for server in fleet.servers:
+        server.audit()
+
+
+def test_turns_that_wait_go_with_their_session(fleet: Replicas, clients: list[httpx.Client]) -> None:
+    one, two = clients
+    one.post("/v1/sessions", json={"id": "queue"}).raise_for_status()
+    body = {"max_new_tokens": 100, "ignore_eos": True, "if_busy": "queue"}
+    readers = [Reader(one, "/v1/sessions/queue/turns", {**body, "input": [1]})]
+    eventually(lambda: len(readers[0].tokens) > 5)
+    for number, http in enumerate((one, two)):
+        readers.append(Reader(http, "/v1/sessions/queue/turns", {**body, "input": [2 + number]}))
+    assert move(fleet, one, "queue", 1).status_code == 200
+    outputs = [reader.whole() for reader in readers]
+    records = two.get("/v1/sessions/queue/turns").json()["data"]
+    assert records[0]["output_tokens"] == outputs[0]
+    assert sorted(record["output_tokens"] for record in records) == sorted(outputs)
+
+
+def test_a_moved_turn_can_be_aborted_and_followed_anywhere(fleet: Replicas, clients: list[httpx.Client]) -> None:
+    one, two = clients
+    one.post("/v1/sessions", json={"id": "abort"}).raise_for_status()
+    body = {"input": [1, 2, 3], "max_new_tokens": 4000, "ignore_eos": True}
+    reader = Reader(one, "/v1/sessions/abort/turns", body)
+    eventually(lambda: len(reader.tokens) > 5)
+    assert move(fleet, two, "abort", 1).status_code == 200
+    turn = one.get("/v1/sessions/abort").json()["turn_id"]
+    with one.stream("GET", f"/v1/sessions/abort/turns/{turn}/events") as answer:
+        assert answer.status_code == 200
+        next(answer.iter_lines())
+    one.post("/v1/sessions/abort/abort", json={"keep": 3}).raise_for_status()
+    reader.join(60)
+    assert reader.names[-1] == "committed"
+    history = [1, 2, 3, *witness_output([1, 2, 3], 3)]
+    after = one.post("/v1/sessions/abort/turns", json={"input": [9], "max_new_tokens": 4, "stream": False}).json()
+    assert after["tokens"] == witness_output([*history, 9], 4)
+
+
+def test_a_client_that_leaves_ends_its_moved_turn(fleet: Replicas, clients: list[httpx.Client]) -> None:
+    one, two = clients
+    one.post("/v1/sessions", json={"id": "left"}).raise_for_status()
+    body = {"input": [1], "max_new_tokens": 6000, "ignore_eos": True}
+    with one.stream("POST", "/v1/sessions/left/turns", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        assert move(fleet, two, "left", 1).status_code == 200
+        next(lines)
+    eventually(lambda: two.get("/v1/sessions/left").json()["turn"] is None)
+    assert two.get("/v1/sessions/left").json()["version"] == 0
+
+
+def test_a_move_that_is_impossible_is_refused_and_changes_nothing(fleet: Replicas, clients: list[httpx.Client]) -> None:
+    one, _ = clients
+    assert move(fleet, one, "nothing", 1).status_code == 404
+    one.post("/v1/sessions", json={"id": "stays"}).raise_for_status()
+    for to in (99, "http://nowhere", ""):
+        answer = one.post("/fleet/move", json={"session": "stays", "to": to})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
+    assert httpx.post(f"{fleet.servers[0].url}/fleet/between", content=b"x").status_code == 401
+    assert one.get("/v1/sessions/stays").status_code == 200
+
+
+def test_a_rolling_restart_is_noticed_by_no_client() -> None:
+    options = ("--model", "witness:0.01", "--context-length", "8192", "--drain-seconds", "50")
+    with replicas(database(), 3, *options) as fleet, ExitStack() as closing:
+        clients = [closing.enter_context(server.client()) for server in fleet.servers]
+        body = {"max_new_tokens": 600, "ignore_eos": True}
+        readers: list[Reader] = []
+        for number, http in enumerate(clients):
+            for kind in ("here", "there"):
+                name = f"{kind}-{number}"
+                http.post("/v1/sessions", json={"id": name}).raise_for_status()
+                through = http if kind == "here" else clients[(number + 1) % 3]
+                readers.append(Reader(through, f"/v1/sessions/{name}/turns", {**body, "input": [number, 5]}))
+        clients[0].post("/v1/sessions", json={"id": "idle"}).raise_for_status()
+        eventually(lambda: all(len(reader.tokens) > 5 for reader in readers))
+        ending = threading.Thread(target=fleet.servers[0].stop)
+        ending.start()
+        shown = clients[1]
+        eventually(lambda: _view(shown, fleet.servers[0].url).get("sessions") == 0)
+        for http in clients[1:]:
+            assert http.get("/v1/sessions/idle").status_code == 200
+        new = clients[0].post("/v1/sessions", json={"id": "new"})  # it is opened elsewhere
+        assert new.status_code == 201, new.text
+        outputs = [reader.whole() for reader in readers]
+        ending.join(60)
+        assert fleet.servers[0].process.returncode == 0
+        for number, output in enumerate(outputs):
+            assert output == witness_output([number // 2, 5], 600)
+        assert clients[1].get("/v1/sessions/new").status_code == 200
+
+
+def _view(http: httpx.Client, url: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(each for each in http.get("/fleet").json()["replicas"] if each["url"] == url)
+    return found
+
+
+def test_a_drained_replica_becomes_empty_and_goes_on_to_serve() -> None:
+    with (
+        replicas(database(), 2, "--model", "witness:0.01", "--context-length", "8192") as fleet,
+        ExitStack() as closing,
+    ):
+        one, two = (closing.enter_context(server.client()) for server in fleet.servers)
+        for name in ("used", "unused"):
+            one.post("/v1/sessions", json={"id": name}).raise_for_status()
+        body = {"input": [1, 2], "max_new_tokens": 5, "stream": False}
+        one.post("/v1/sessions/used/turns", json=body).raise_for_status()
+        number = _view(two, fleet.servers[0].url)["replica"]
+        assert two.post("/fleet/drain", json={"replica": 99}).status_code == 400
+        assert two.post("/fleet/drain", json={"replica": number}).status_code == 202
+        eventually(lambda: _view(two, fleet.servers[0].url)["empty"])
+        assert _view(two, fleet.servers[0].url)["draining"]
+        for http in (one, two):
+            for name in ("used", "unused"):
+                assert http.get(f"/v1/sessions/{name}").status_code == 200
+        used = two.post("/v1/sessions/used/turns", json=body).json()
+        assert used["usage"]["cached_tokens"] == 6
+        assert one.post("/fleet/move", json={"session": "used", "to": number}).status_code == 400
+        assert two.post("/fleet/drain").status_code == 503  # nobody else takes sessions
+        assert _view(two, fleet.servers[0].url)["sessions"] == 0
