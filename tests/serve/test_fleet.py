@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import httpx
 import msgspec
 import pytest
 
 from tests.cli.inside import run_inside
+from tests.eventually import eventually
 from tests.postgres import database
+from tests.present import present
 from tests.serve.killing_fleets import disturb
 from tests.serve.replicas import Replicas, replicas
 from tests.serve.test_killed_streams import witness_output
@@ -93,6 +96,46 @@ def test_every_replica_shows_the_fleet(fleet: Replicas, clients: list[httpx.Clie
     assert header.split()[:4] == ["replica", "url", "state", "sessions"]
     assert {line.split()[1] for line in lines} == {server.url for server in fleet.servers}
     assert {line.split()[2] for line in lines} == {"live"}
+
+
+def listed(http: httpx.Client, **options: str) -> list[dict[str, Any]] | None:
+    """Returns the sessions of `test_every_replica_lists_the_sessions_of_all`, read in small pages; `None` if a replica
+    that may own some does not answer."""
+    found: list[dict[str, Any]] = []
+    after: str | None = "listed"
+    while after is not None:
+        page = http.get("/v1/sessions", params={"after": after, "limit": 2, **options})
+        if page.status_code == 503:
+            return None
+        found += page.raise_for_status().json()["data"]
+        after = page.json()["next"]
+    return [session for session in found if session["id"].startswith("listed-")]
+
+
+def test_every_replica_lists_the_sessions_of_all(fleet: Replicas, clients: list[httpx.Client]) -> None:
+    names = [f"listed-{number}" for number in range(7)]
+    for number, name in enumerate(names):
+        clients[number % 3].post("/v1/sessions", json={"id": name}).raise_for_status()
+    for http in clients:
+        assert [session["id"] for session in present(listed(http))] == names
+    stream = Stream("listed-0", 7000)
+    stream.begin(clients[0], 5)
+    (running,) = present(listed(clients[1], state="running"))
+    assert (running["id"], running["turn_id"]) == ("listed-0", stream.turn)
+    clients[1].post("/v1/sessions/listed-0/abort", json={"keep": "none"}).raise_for_status()
+    said = {"input": [1, 2, 3], "max_new_tokens": 5, "stream": False}
+    clients[2].post("/v1/sessions/listed-5/turns", json=said).raise_for_status()
+    before = present(listed(clients[0]))
+    fleet.servers[2].kill_all()
+    eventually(lambda: listed(clients[0]) is not None)
+    after = present(listed(clients[0]))
+    assert [session["id"] for session in after] == names
+    same = ("id", "state", "version", "turns", "tokens", "context_left", "max_tokens", "ttl", "metadata")
+    assert [[session[field] for field in same] for session in after] == [
+        [session[field] for field in same] for session in before
+    ]
+    assert [session["computed"] for session in (before[5], after[5])] == [7, 0]
+    fleet.restart(2)
 
 
 def test_acknowledged_turns_survive_replicas_that_are_killed_or_asleep(fleet: Replicas) -> None:

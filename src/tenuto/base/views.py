@@ -174,6 +174,15 @@ class SessionPage(View, frozen=True, kw_only=True):
     more: bool
 
 
+class Listing(View, frozen=True, kw_only=True):
+    """Sessions of a server in the order of their ids. `turns`: the ids of their open turns, by session. `more`: whether
+    others follow."""
+
+    sessions: list[SessionInfo]
+    turns: dict[str, str]
+    more: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """A committed turn; its texts are `None` without a tokenizer. `start`: the position of its first token in the

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from tenuto.base.errors import AlreadyExists, ConfigError, EngineStopped, NotAcknowledged, SessionDamaged, TenutoError
-from tenuto.base.views import FleetView, Membership, MovesView, Place, ReplicaLoad, SessionKey
-from tenuto.base.wire.messages import Enter, GetFleet, Locate, TellLoad
+from tenuto.base.views import FleetView, Membership, MovesView, Place, ReplicaLoad, SessionKey, SessionPage
+from tenuto.base.wire.messages import Enter, GetFleet, ListUnowned, Locate, TellLoad
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread.loop import EngineLoop
 from tenuto.session.postgres.database import Database
@@ -28,7 +28,7 @@ log = logging.getLogger("tenuto.fleet")
 
 T = TypeVar("T")
 
-OfFleet = Locate | GetFleet | Enter | TellLoad
+OfFleet = Locate | GetFleet | Enter | TellLoad | ListUnowned
 """Requests about the fleet."""
 BEATS = 4
 """The number of heartbeats in the time of a lease."""
@@ -126,6 +126,8 @@ class Member:
                 answer(None)
             case GetFleet():
                 self._asking.submit(self._answered, self._view, answer, refuse)
+            case ListUnowned():
+                self._asking.submit(self._answered, partial(self._unowned, request), answer, refuse)
 
     # -- the lease
 
@@ -208,6 +210,14 @@ class Member:
             return FleetView(replica=self._asks.number, replicas=self._asks.all())
         except self._asks.db.errors as error:
             raise self._unreachable(error) from error
+
+    def _unowned(self, request: ListUnowned) -> SessionPage:
+        try:
+            found, more = self._asks.unowned(request.tenant, request.after, request.limit)
+        except self._asks.db.errors as error:
+            raise self._unreachable(error) from error
+        context = self._engine.registry.context_length
+        return SessionPage(sessions=[session.info(context) for session in found], more=more)
 
     def locate(self, request: Locate, deadline: float) -> Place:
         """Finds a session, and becomes its owner if nobody else is. `deadline`: until when to wait for a lease."""

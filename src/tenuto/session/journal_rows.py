@@ -93,6 +93,11 @@ _made = msgspec.msgpack.Decoder(Made)
 _born = msgspec.msgpack.Decoder(tuple[int, Origin | None])
 
 
+def policy_of(stored: bytes) -> Policy:
+    """Returns the policy in a row of a session. Raises errors of damage."""
+    return _policies.decode(stored)
+
+
 class Unsound(Exception):
     """Raised if a row is damaged or missing."""
 
@@ -211,7 +216,7 @@ class StoredSessions:
                 check("sessions", (self._fingerprint, *row), own)
                 if counts != [len(tokens), len(turns), len(kept)]:
                     raise Unsound("one of its rows is missing")
-            about = _policies.decode(policy)
+            about = policy_of(policy)
             birth, origin = _born.decode(born) if born is not None else (number, None)
             found.append(
                 SavedSession(name, about, system, version, tokens, tuple(turns), tuple(kept), used, birth, origin)

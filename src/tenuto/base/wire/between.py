@@ -8,7 +8,7 @@ import msgspec
 
 from tenuto.base.turns import Delta, Keep, joined
 from tenuto.base.views import SessionKey
-from tenuto.base.wire.messages import Refusal
+from tenuto.base.wire.messages import ListSessions, Refusal
 from tenuto.base.wire.moves import LiveStream, StateEnd, StateOffer, StatePiece
 
 
@@ -78,7 +78,13 @@ class Empty(Between, frozen=True, kw_only=True):
     """Begin to empty the replica that is asked."""
 
 
-AnyBetween = Reserve | Put | Take | Drop | Follow | Abort | Move | Empty
+class List(Between, frozen=True, kw_only=True):
+    """Answer with a `Listing` of the sessions that the replica has in memory; see `messages.ListSessions`."""
+
+    asked: ListSessions
+
+
+AnyBetween = Reserve | Put | Take | Drop | Follow | Abort | Move | Empty | List
 
 
 class News(msgspec.Struct, frozen=True, array_like=True):

@@ -482,6 +482,14 @@ class Enter(Request[Membership], frozen=True, kw_only=True):
     """Say which replica of the fleet this is."""
 
 
+class ListUnowned(Request[SessionPage], frozen=True, kw_only=True):
+    """List up to `limit` sessions of `tenant` after id `after` which no live replica of the fleet owns, by id."""
+
+    tenant: str
+    after: str
+    limit: int
+
+
 class BeginMove(OfSession[StateOffer], frozen=True, kw_only=True):
     """Begin to move a session to another replica, and return the offer for that one. `move`: a unique name, by which
     the other requests refer to it. The session goes on."""

@@ -44,18 +44,22 @@ class Between:
         except Broken as error:
             raise Disconnected(f"the connection to the replica at {url} broke: {error}") from error
 
-    async def ask(self, url: str, request: AnyBetween) -> None:
-        """Has a request carried out. Raises what `stream` raises."""
+    async def ask(self, url: str, request: AnyBetween) -> bytes:
+        """Has a request carried out, and returns the answer. Raises what `stream` raises."""
         async with self.stream(url, request) as reply:
-            await reply.rest()
+            return await _whole(reply)
 
 
-async def _refusal(reply: Reply) -> TenutoError:
+async def _whole(reply: Reply) -> bytes:
     body = b""
     while piece := await reply.piece():
         body += piece
+    return body
+
+
+async def _refusal(reply: Reply) -> TenutoError:
     try:
-        return error_of(msgspec.msgpack.decode(body, type=Refusal))
+        return error_of(msgspec.msgpack.decode(await _whole(reply), type=Refusal))
     except msgspec.DecodeError:
         return TenutoError(f"another replica answered with status {reply.status}")
 

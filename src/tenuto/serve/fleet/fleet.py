@@ -10,8 +10,17 @@ from contextlib import suppress
 import msgspec
 
 from tenuto.base.errors import Draining, TenutoError, Unauthorized
-from tenuto.base.views import FleetView, Membership, Place, SessionKey
-from tenuto.base.wire.messages import Enter, GetFleet, Locate, StartTurn, TellLoad
+from tenuto.base.views import FleetView, Listing, Membership, Place, SessionKey
+from tenuto.base.wire.between import List
+from tenuto.base.wire.messages import (
+    Enter,
+    GetFleet,
+    ListSessions,
+    ListUnowned,
+    Locate,
+    StartTurn,
+    TellLoad,
+)
 from tenuto.serve.fleet.asking import SECRET, Between
 from tenuto.serve.fleet.draining import Drain, by_room, others
 from tenuto.serve.fleet.moving import Moving
@@ -54,6 +63,7 @@ class Fleet:
         membership = await edge.link.call(Enter())
         fleet = cls(edge, membership, edge.settings.fleet_secret or membership.secret)
         edge.is_elsewhere = fleet.is_elsewhere
+        edge.listed_elsewhere = fleet.listed
         edge.in_fleet = True
         fleet._telling = asyncio.ensure_future(fleet._tell_on())
         return fleet
@@ -151,6 +161,19 @@ class Fleet:
         if place.begun is not None:
             self.edge.turns.begin_again(msgspec.msgpack.decode(place.begun, type=StartTurn))
         return place
+
+    async def listed(self, asked: ListSessions) -> list[Listing]:
+        """Returns the sessions that the other replicas have, and those that no live replica owns. Raises `Unreachable`
+        or `Disconnected` if a replica cannot say."""
+        view = await self.replicas()
+        others = [each.url for each in view.replicas if each.live and each.replica != view.replica]
+        answers = await asyncio.gather(*(self.between.ask(url, List(asked=asked)) for url in others))
+        found = [msgspec.msgpack.decode(answer, type=Listing) for answer in answers]
+        if asked.state in (None, "open", "idle"):
+            unowned = ListUnowned(tenant=asked.tenant, after=asked.after, limit=asked.limit)
+            page = await self.edge.link.call(unowned)
+            found.append(Listing(sessions=page.sessions, turns={}, more=page.more))
+        return found
 
     async def is_elsewhere(self, key: SessionKey) -> bool:
         """Whether another replica owns the session."""

@@ -18,6 +18,7 @@ from tenuto.base.wire.between import (
     Drop,
     Empty,
     Follow,
+    List,
     Move,
     News,
     Put,
@@ -65,6 +66,9 @@ class Receiving:
                 if not self._fleet.is_forwarded(given):
                     raise Unauthorized(f"{SECRET} is missing")
                 request = self._read(await _body(receive))
+                if isinstance(request, List):
+                    await _answer(send, 200, msgspec.msgpack.encode(await self._edge.listed(request.asked)))
+                    return
                 turn, start = await self._carry_out(request)
             except TenutoError as error:
                 await _answer(send, error.status, msgspec.msgpack.encode(refusal_of(0, error)))

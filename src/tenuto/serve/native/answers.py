@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -32,7 +33,12 @@ async def shown(edge: Edge, tenant: Tenant, request: Request[SessionInfo], respo
 def session_body(edge: Edge, tenant: Tenant, info: SessionInfo) -> Session:
     """Returns a session in its current state."""
     turn = edge.turns.queues.open_turn((tenant.name, info.session_id))
-    return Session.model_validate({**body_of(info), "turn_id": turn.id if turn is not None else None})
+    return listed_body(info, {info.session_id: turn.id} if turn is not None else {})
+
+
+def listed_body(info: SessionInfo, turns: Mapping[str, str | None]) -> Session:
+    """Returns a session. `turns`: the ids of open turns, by session."""
+    return Session.model_validate({**body_of(info), "turn_id": turns.get(info.session_id)})
 
 
 def turn_body(turn: LiveTurn) -> Turn:

@@ -27,7 +27,7 @@ from tenuto.base.wire.messages import (
     Trim,
 )
 from tenuto.serve.native.answer_schemas import Compaction, ErasedSession, RecordList, Session, SessionList, etag
-from tenuto.serve.native.answers import session_body, shown
+from tenuto.serve.native.answers import listed_body, session_body, shown
 from tenuto.serve.native.schemas import (
     Expectation,
     IfMatch,
@@ -44,6 +44,7 @@ from tenuto.serve.native.state_files import STATE_ANSWER, STATE_BODY, document_o
 from tenuto.serve.shared.bodies import JsonRoute, in_parser
 from tenuto.serve.shared.compaction import compact as compacted
 from tenuto.serve.shared.edge import Caller, EdgeOf, open_message
+from tenuto.serve.shared.listing import merged
 from tenuto.serve.shared.schemas import REFUSALS, Id
 from tenuto.serve.shared.settings import new_session_id
 from tenuto.serve.shared.sse import while_connected
@@ -81,10 +82,12 @@ async def list_sessions(
         Query(description="The state of the session, or of its open turn."),
     ] = None,
 ) -> SessionList:
-    """Lists the caller's sessions by id."""
-    page = await edge.link.call(ListSessions(tenant=tenant.name, after=after, limit=limit, state=state))
-    next_id = page.sessions[-1].session_id if page.more else None
-    return SessionList(data=[session_body(edge, tenant, info) for info in page.sessions], next=next_id)
+    """Lists the caller's sessions by id. In a fleet, those of all replicas; one that moves from one to another
+    meanwhile may be missing."""
+    asked = ListSessions(tenant=tenant.name, after=after, limit=limit, state=state)
+    found = merged([await edge.listed(asked), *await edge.listed_elsewhere(asked)], limit)
+    next_id = found.sessions[-1].session_id if found.more else None
+    return SessionList(data=[listed_body(info, found.turns) for info in found.sessions], next=next_id)
 
 
 @router.post("/import", status_code=201)

@@ -28,9 +28,9 @@ from tenuto.base.errors import (
     Unauthorized,
 )
 from tenuto.base.options import Policy, SessionAdapter
-from tenuto.base.views import ModelView, SessionKey
+from tenuto.base.views import Listing, ModelView, SessionKey
 from tenuto.base.wire.link import Link
-from tenuto.base.wire.messages import Expect, OpenSession, StartTurn
+from tenuto.base.wire.messages import Expect, ListSessions, OpenSession, StartTurn
 from tenuto.base.wire.messages import Request as Message
 from tenuto.serve.shared.idempotency import RequestKey
 from tenuto.serve.shared.live_turn import LiveTurn
@@ -53,6 +53,11 @@ DEFAULT_MODEL = "default"
 async def _never(_: SessionKey) -> bool:
     """Whether another replica owns a session: there is none."""
     return False
+
+
+async def _nothing(_: ListSessions) -> list[Listing]:
+    """Returns the sessions that other replicas have: there are none."""
+    return []
 
 
 class ServedWeights:
@@ -82,6 +87,7 @@ class Edge:
         self.started = time.time()  # seconds since the epoch
         self.in_fleet = False  # set by its fleet, like the next
         self.is_elsewhere: Callable[[SessionKey], Awaitable[bool]] = _never
+        self.listed_elsewhere: Callable[[ListSessions], Awaitable[list[Listing]]] = _nothing
         self.draining = False  # set once, by `drain`
         self.leaving = False  # what is new goes to other replicas; set once, by its fleet
         self.hurried = False  # `drain` does not wait for turns
@@ -232,6 +238,13 @@ class Edge:
         count = self.turns.open.total() + self._reserved.total()
         if count + turns > most:
             raise Overloaded(f"{count} turns are open, and {turns} asked for; allowed: {most}; try again later")
+
+    async def listed(self, request: ListSessions) -> Listing:
+        """Returns sessions that are in this server's memory."""
+        page = await self.link.call(request)
+        of = {each.session_id: self.turns.queues.open_turn((request.tenant, each.session_id)) for each in page.sessions}
+        turns = {session: turn.id for session, turn in of.items() if turn is not None and turn.id is not None}
+        return Listing(sessions=page.sessions, turns=turns, more=page.more)
 
     async def drain(self, seconds: float) -> None:
         """Refuses new turns, gives open ones so much time to end, then aborts the rest."""

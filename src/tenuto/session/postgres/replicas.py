@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
-from tenuto.base.views import ReplicaLoad, ReplicaView, SessionKey
-from tenuto.session.journal_rows import DAMAGE, StoredSessions, check
+from tenuto.base.options import Policy
+from tenuto.base.views import ReplicaLoad, ReplicaView, SessionInfo, SessionKey, SessionState
+from tenuto.session.journal_rows import DAMAGE, StoredSessions, check, policy_of
 from tenuto.session.postgres.database import Database
 from tenuto.session.records import SavedSession
+
+log = logging.getLogger("tenuto.fleet")
 
 _LIVE = "NOT ended AND heartbeat + lease * INTERVAL '1 second' > clock_timestamp()"
 """Whether a replica's lease has not ended, by the database's clock."""
@@ -28,6 +33,42 @@ class Owned:
     epoch: int
     live: bool
     url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unowned:
+    """What the row of a session that no live replica owns says. `used`: when its last turn ended, in seconds since the
+    epoch."""
+
+    name: str
+    policy: Policy
+    version: int
+    length: int
+    turns: int
+    used: float | None
+
+    def info(self, context_length: int) -> SessionInfo:
+        """Returns the view of the session, of which nothing is in memory."""
+        policy = self.policy
+        limit = min(policy.max_tokens or context_length, context_length)
+        return SessionInfo(
+            session_id=self.name,
+            state=SessionState.OPEN,
+            turn=None,
+            version=self.version,
+            turns=self.turns,
+            tokens=self.length,
+            computed=0,
+            context_left=limit - self.length,
+            limit=limit,
+            priority=policy.priority,
+            ttl=policy.ttl,
+            idle_seconds=round(max(0.0, time.time() - self.used), 3) if self.used is not None else 0.0,
+            memory={},
+            metadata=dict(policy.metadata),
+            pinned=policy.pinned,
+            adapter=policy.adapter.name if policy.adapter is not None else None,
+        )
 
 
 class Replicas:
@@ -89,6 +130,23 @@ class Replicas:
         )
         found = self.db.execute(query, key).fetchone()
         return Owned(*found) if found is not None else None
+
+    def unowned(self, tenant: str, after: str, limit: int) -> tuple[list[Unowned], bool]:
+        """Returns up to `limit` of a tenant's sessions after id `after` which no live replica owns, by id, without
+        damaged ones; and whether others follow."""
+        query = (
+            "SELECT name, policy, version, length, turns, used FROM sessions WHERE tenant = ? "
+            'AND name COLLATE "C" > ? COLLATE "C" '
+            f"AND (owner IS NULL OR owner NOT IN (SELECT id FROM replicas WHERE {_LIVE})) "
+            'ORDER BY name COLLATE "C" LIMIT ?'
+        )
+        found, rows = [], self.db.execute(query, (tenant, after, limit + 1)).fetchall()
+        for name, policy, *counts in rows[:limit]:
+            try:
+                found.append(Unowned(name, policy_of(policy), *counts))
+            except DAMAGE as error:
+                log.error("a damaged session is not listed", extra={"session": name, "reason": str(error)})  # noqa: TRY400
+        return found, len(rows) > limit
 
     def claim(self, key: SessionKey, seen: Owned) -> SavedSession | None:
         """Becomes the owner of a session whose owner was `seen`, and returns it with its epoch. `None` if it has
