@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tenuto.base.errors import ConfigError, EngineStopped, NotAcknowledged, SessionDamaged, TenutoError
-from tenuto.base.views import FleetView, Membership, Place, SessionKey
-from tenuto.base.wire.messages import Enter, GetFleet, Locate
+from tenuto.base.views import FleetView, Membership, OwnerView, Place, SessionKey
+from tenuto.base.wire.messages import CheckLease, Enter, FindOwner, GetFleet, Locate
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread.loop import EngineLoop
 from tenuto.session.postgres.database import Database
@@ -25,7 +25,7 @@ log = logging.getLogger("tenuto.fleet")
 
 T = TypeVar("T")
 
-OfFleet = Locate | GetFleet | Enter
+OfFleet = Locate | FindOwner | GetFleet | CheckLease | Enter
 """Requests about the fleet."""
 BEATS = 4
 """The number of heartbeats in the time of a lease."""
@@ -114,6 +114,10 @@ class Member:
             case Locate():
                 locate = partial(self.locate, request, self._now() + self._lease)
                 self._asking.submit(self._answered, locate, answer, refuse)
+            case FindOwner():
+                self._asking.submit(self._answered, partial(self._owner, request), answer, refuse)
+            case CheckLease():
+                answer(self._holds())
             case GetFleet():
                 self._asking.submit(self._answered, self._view, answer, refuse)
 
@@ -182,6 +186,13 @@ class Member:
             return FleetView(replica=self._asks.number, replicas=self._asks.all())
         except self._asks.db.errors as error:
             raise self._unreachable(error) from error
+
+    def _owner(self, request: FindOwner) -> OwnerView:
+        try:
+            seen = self._asks.find((request.tenant, request.session))
+        except self._asks.db.errors as error:
+            raise self._unreachable(error) from error
+        return OwnerView(session=request.session, url=seen.url if seen is not None and seen.live else None)
 
     def locate(self, request: Locate, deadline: float) -> Place:
         """Finds a session, and becomes its owner if nobody else is. `deadline`: until when to wait for a lease."""

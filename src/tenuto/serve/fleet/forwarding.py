@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple
@@ -87,9 +87,11 @@ class Forwarding:
     once: a request that was forwarded is answered or refused where it arrives, and the replica that has forwarded it
     looks for the owner again."""
 
-    def __init__(self, app: ASGIApp, fleet: Fleet) -> None:
+    def __init__(self, app: ASGIApp, fleet: Fleet, count: Callable[[], None]) -> None:
+        """`count`: called for each request that is forwarded."""
         self._app = app
         self._fleet = fleet
+        self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -119,6 +121,7 @@ class Forwarding:
             return True
         if (wanted := await self._elsewhere(keys)) is None:
             return True
+        self._count()
         whole = await body.whole()
         repeatable = scope["method"] in ("GET", "HEAD") or "idempotency-key" in headers
         head = _head_of(scope, len(whole), self._fleet.secret)
