@@ -9,12 +9,13 @@ WORKERS ?= $(shell expr $$(nproc) + 1)
 BIN := $(VENV)/bin
 KERNELS := $(wildcard src/tenuto/kernels/native/*.h src/tenuto/kernels/native/*.cpp)
 STAMP := $(VENV)/.installed
+RAY := $(VENV)-ray
 
 # The tests start hundreds of processes, which should not each compile everything again.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-unprivileged coverage check docs bench bench-peers sim clean
+.PHONY: demo test test-ray test-unprivileged coverage check docs bench bench-peers sim clean
 
 demo: $(STAMP)
 	$(BIN)/tenuto pull
@@ -27,6 +28,10 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses
 test: check
 	$(BIN)/tenuto pull
 	$(PYTEST) --durations 10
+
+# On Ray, in an environment of its own on top of the other: it is large, and nothing else needs it.
+test-ray: $(RAY)/.installed
+	$(RAY)/bin/python -m pytest -q tests/ray --durations 5
 
 # What depends on who runs it and where files may be: as a user without a name, and without a home directory.
 test-unprivileged: $(STAMP)
@@ -63,7 +68,7 @@ sim: $(STAMP)
 	$(BIN)/python -m tests.sim --seeds $(SEEDS)
 
 clean:
-	rm -rf $(VENV) build dist site .cache .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(RAY) build dist site .cache .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find src tests bench examples -name __pycache__ -prune -exec rm -rf {} +
 
 # Made anew, not updated: a dependency that is no longer declared must not linger.
@@ -74,4 +79,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e '.[test,dev,bench,docs]'
 	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true # what pip does with one core; files for later Pythons fail
+	@touch $@
+
+$(RAY)/.installed: $(STAMP)
+	$(BIN)/python -m venv --clear $(RAY)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+		> "$$($(RAY)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tenuto.pth"
+	PIP_CONSTRAINT=constraints.txt $(RAY)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -e '.[ray]'
 	@touch $@

@@ -30,6 +30,7 @@ EVERYTHING = frozenset(
         "api",
         "integrations",
         "cli",
+        "ray",
         "demo",
     }
 )
@@ -45,13 +46,14 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "session": frozenset({"memory", "text", "base"}),
     "sched": frozenset({"session", "memory", "base"}),
     "engine": frozenset({"sched", "session", "memory", "text", "base"}),
-    "runtime": EVERYTHING - {"serve", "client", "api", "integrations", "cli", "demo"},
+    "runtime": EVERYTHING - {"serve", "client", "api", "integrations", "cli", "ray", "demo"},
     "serve": frozenset({"base"}),
     "client": frozenset({"base"}),
     "api": frozenset({"client", "runtime", "text", "base"}),
     "integrations": frozenset({"client", "base"}),
-    "cli": EVERYTHING,
-    "demo": EVERYTHING,
+    "cli": EVERYTHING - {"ray"},
+    "ray": frozenset({"cli", "serve", "base"}),
+    "demo": EVERYTHING - {"ray"},
     "__init__": frozenset({"api", "client"}),
 }
 """Part -> the other parts it may import. A part is a package or a module directly under `tenuto`."""

@@ -22,8 +22,9 @@ SERVER = "http://127.0.0.1:8000"
 RUN = ("python", "sh")
 COMMANDS = ("curl", "llm")
 """Commands that examples use and that may be missing."""
-FRAMEWORKS = ("langgraph", "livekit", "pipecat")
-"""Packages that examples use and that may be missing; `python -m bench.clients` runs these examples."""
+FRAMEWORKS = {name: f"python -m bench.clients {name}" for name in ("langgraph", "livekit", "pipecat")}
+FRAMEWORKS["ray"] = "make test-ray"
+"""Packages that examples use and that may be missing, and what runs these examples."""
 CHECKED = ("toml", "text", "yaml")
 """Languages of blocks that are output, drawings or files, and are not run."""
 MARKED = 11
@@ -32,9 +33,9 @@ MARKED = 11
 
 def require_frameworks(example: Block) -> None:
     """Skips the test if a framework is not installed."""
-    for name in FRAMEWORKS:
+    for name, runner in FRAMEWORKS.items():
         if re.search(rf"^from {name}\b", example.text, re.MULTILINE):
-            pytest.importorskip(name, reason=f"{name} is not installed; python -m bench.clients {name} runs this")
+            pytest.importorskip(name, reason=f"{name} is not installed; {runner} runs this")
 
 
 def runnable(language: str) -> list[Block]:

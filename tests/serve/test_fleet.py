@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -136,6 +137,31 @@ def test_every_replica_lists_the_sessions_of_all(fleet: Replicas, clients: list[
     ]
     assert [session["computed"] for session in (before[5], after[5])] == [7, 0]
     fleet.restart(2)
+
+
+def test_a_load_balancer_can_ask_for_owners_and_readiness(fleet: Replicas, clients: list[httpx.Client]) -> None:
+    one, two, _ = clients
+    one.post("/v1/sessions", json={"id": "asked"}).raise_for_status()
+    for http in clients:
+        assert http.get("/fleet/sessions/asked").json() == {"session": "asked", "url": fleet.servers[0].url}
+        assert http.get("/fleet/ready").status_code == 200
+    one.delete("/v1/sessions/asked").raise_for_status()
+    assert two.get("/fleet/sessions/asked").json() == {"session": "asked", "url": None}
+
+
+def test_forwarded_requests_are_counted(clients: list[httpx.Client]) -> None:
+    one, two, _ = clients
+    one.post("/v1/sessions", json={"id": "counted"}).raise_for_status()
+    before = forwarded(one), forwarded(two)
+    for http in (one, two, two):
+        http.get("/v1/sessions/counted").raise_for_status()
+    assert (forwarded(one), forwarded(two)) == (before[0], before[1] + 2)
+
+
+def forwarded(http: httpx.Client) -> int:
+    """Returns how many requests a replica has forwarded."""
+    (count,) = re.findall(r"^tenuto_forwarded_requests_total (\S+)", http.get("/metrics").text, re.MULTILINE)
+    return int(float(count))
 
 
 def test_acknowledged_turns_survive_replicas_that_are_killed_or_asleep(fleet: Replicas) -> None:

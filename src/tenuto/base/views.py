@@ -391,6 +391,14 @@ class Place(View, frozen=True, kw_only=True):
     begun: bytes | None = None
 
 
+class OwnerView(View, frozen=True, kw_only=True):
+    """Who owns a session of a fleet. `url`: of the replica that owns it; `None` if its owner's lease has ended, or the
+    session does not exist."""
+
+    session: str
+    url: str | None
+
+
 class FleetView(View, frozen=True, kw_only=True):
     """A fleet, as its replica number `replica` sees it in the database."""
 

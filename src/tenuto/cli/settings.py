@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -37,11 +38,13 @@ class ServerSettings:
     origins: Mapping[str, Setting]
 
     @staticmethod
-    def resolve(flags: Mapping[str, Any], file: Path | None) -> ServerSettings:
-        """Resolves the settings from the command line's `flags`, the environment, and `file`. Every source is checked,
-        even where another has precedence. Raises `ConfigError`."""
+    def resolve(
+        flags: Mapping[str, Any], file: Path | None, options: Mapping[str, Any] = MappingProxyType({})
+    ) -> ServerSettings:
+        """Resolves the settings from the command line's `flags`, a program's `options` with values as in a file, the
+        environment, and `file`. Every source is checked, even where another has precedence. Raises `ConfigError`."""
         origins = {name: Setting(option.declared.default, DEFAULT) for name, option in SERVER.items()}
-        origins |= _from_file(file) | _from_variables()
+        origins |= _from_file(file) | _from_variables() | _given(options, "options")
         origins |= {name: Setting(value, f"flag {SERVER[name].flag}") for name, value in read_flags(flags).items()}
         given = {name: value for name, (value, source) in origins.items() if source != DEFAULT}
         serve = ServeSettings(**_of(ServeSettings, given))
@@ -87,8 +90,12 @@ def _from_file(path: Path | None) -> dict[str, Setting]:
         given = msgspec.toml.decode(path.read_bytes())
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"the settings in {path or FILE} cannot be used: {error}") from error
-    _check_known(f"{path}: there is no option {{name!r}}", given, SERVER)
-    return {name: Setting(SERVER[name].read(value, str(path), text=False), str(path)) for name, value in given.items()}
+    return _given(given, str(path))
+
+
+def _given(values: Mapping[str, Any], source: str) -> dict[str, Setting]:
+    _check_known(f"{source}: there is no option {{name!r}}", values, SERVER)
+    return {name: Setting(SERVER[name].read(value, source, text=False), source) for name, value in values.items()}
 
 
 def _check_known(problem: str, given: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from tenuto.base.errors import AlreadyExists, ConfigError, EngineStopped, NotAcknowledged, SessionDamaged, TenutoError
-from tenuto.base.views import FleetView, Membership, MovesView, Place, ReplicaLoad, SessionKey, SessionPage
-from tenuto.base.wire.messages import Enter, GetFleet, ListUnowned, Locate, TellLoad
+from tenuto.base.views import FleetView, Membership, MovesView, OwnerView, Place, ReplicaLoad, SessionKey, SessionPage
+from tenuto.base.wire.messages import CheckLease, Enter, FindOwner, GetFleet, ListUnowned, Locate, TellLoad
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread.loop import EngineLoop
 from tenuto.session.postgres.database import Database
@@ -28,7 +28,7 @@ log = logging.getLogger("tenuto.fleet")
 
 T = TypeVar("T")
 
-OfFleet = Locate | GetFleet | Enter | TellLoad | ListUnowned
+OfFleet = Locate | FindOwner | GetFleet | CheckLease | Enter | TellLoad | ListUnowned
 """Requests about the fleet."""
 BEATS = 4
 """The number of heartbeats in the time of a lease."""
@@ -124,6 +124,10 @@ class Member:
             case TellLoad():
                 self._edge = request
                 answer(None)
+            case FindOwner():
+                self._asking.submit(self._answered, partial(self._owner, request), answer, refuse)
+            case CheckLease():
+                answer(self._holds())
             case GetFleet():
                 self._asking.submit(self._answered, self._view, answer, refuse)
             case ListUnowned():
@@ -218,6 +222,13 @@ class Member:
             raise self._unreachable(error) from error
         context = self._engine.registry.context_length
         return SessionPage(sessions=[session.info(context) for session in found], more=more)
+
+    def _owner(self, request: FindOwner) -> OwnerView:
+        try:
+            seen = self._asks.find((request.tenant, request.session))
+        except self._asks.db.errors as error:
+            raise self._unreachable(error) from error
+        return OwnerView(session=request.session, url=seen.url if seen is not None and seen.live else None)
 
     def locate(self, request: Locate, deadline: float) -> Place:
         """Finds a session, and becomes its owner if nobody else is. `deadline`: until when to wait for a lease."""

@@ -134,7 +134,7 @@ def build_app(edge: Edge, metrics: Metrics, fleet: Fleet | None = None) -> FastA
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(ClientDisconnect, _gone)
     if fleet is not None:
-        app.add_middleware(Forwarding, fleet=fleet)
+        app.add_middleware(Forwarding, fleet=fleet, count=metrics.request_forwarded)
     app.add_middleware(Envelope, edge=edge, metrics=metrics)
     app.state.fleet = fleet
     if fleet is not None:

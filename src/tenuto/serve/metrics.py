@@ -65,6 +65,8 @@ class Metrics:
         self._requests = Counter(
             "tenuto_http_requests", "HTTP requests answered", ("method", "route", "status"), registry=registry
         )
+        text = "Requests that another replica of the fleet was asked to answer"
+        self._forwarded = Counter("tenuto_forwarded_requests", text, registry=registry)
 
     def turn_updated(self, turn: LiveTurn, delta: Delta) -> None:
         """Counts a delta. Tokens that arrive together count as evenly spaced."""
@@ -93,6 +95,10 @@ class Metrics:
     def request_ended(self, method: str, route: str | None, status: int) -> None:
         """Counts an answered request. `route`: the path with its parameters' names, or `None` if no route matched."""
         self._requests.labels(method if method in _METHODS else "other", route or "none", str(status)).inc()
+
+    def request_forwarded(self) -> None:
+        """Counts a request for a session of another replica."""
+        self._forwarded.inc()
 
     async def text(self, link: Link, model: str, waiting: int) -> bytes:
         """Returns all metrics in Prometheus's text format, without the engine's if it has stopped or is late.

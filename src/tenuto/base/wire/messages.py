@@ -32,6 +32,7 @@ from tenuto.base.views import (
     ModelView,
     MovesView,
     OwnedSession,
+    OwnerView,
     Place,
     RecordPage,
     SessionInfo,
@@ -474,8 +475,16 @@ class Locate(OfSession[Place], frozen=True, kw_only=True):
     over first."""
 
 
+class FindOwner(OfSession[OwnerView], frozen=True, kw_only=True):
+    """Say which replica of the fleet owns a session, without taking it over."""
+
+
 class GetFleet(Request[FleetView], frozen=True, kw_only=True):
     """Describe the fleet."""
+
+
+class CheckLease(Request[bool], frozen=True, kw_only=True):
+    """Say whether this replica's lease has not ended, so that it may own sessions."""
 
 
 class Enter(Request[Membership], frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
@@ -125,9 +125,11 @@ class Forwarding:
     once: a request that was forwarded is answered or refused where it arrives, and the replica that has forwarded it
     looks for the owner again."""
 
-    def __init__(self, app: ASGIApp, fleet: Fleet) -> None:
+    def __init__(self, app: ASGIApp, fleet: Fleet, count: Callable[[], None]) -> None:
+        """`count`: called for each request that is forwarded."""
         self._app = app
         self._fleet = fleet
+        self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -172,6 +174,7 @@ class Forwarding:
     ) -> bool:
         """Forwards a request. Returns whether it was answered, or the client has gone. `wanted`: its session; `None`
         for a request without one, which any replica may answer."""
+        self._count()
         whole = await body.whole()
         repeatable = scope["method"] in ("GET", "HEAD") or "idempotency-key" in headers
         head = _head_of(scope, len(whole), self._fleet.secret)

@@ -1,0 +1,148 @@
+"""A fleet on a Ray cluster of this machine, reached through Ray's proxy."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.eventually import eventually
+from tests.serve.server import free_port
+from tests.serve.test_fleet import forwarded
+
+END_SECONDS = 120
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",  # otherwise it writes a token into the home directory
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+}
+
+
+class Replica:
+    """A replica: its address, and the processes of its actor and of its server."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        engine = httpx.get(f"{url}/v1/engine", timeout=60).json()["pid"]
+        self.server = parent_of(engine)
+        self.actor = parent_of(self.server)
+
+    def forwarded(self) -> int:
+        with httpx.Client(base_url=self.url, timeout=60) as http:
+            return forwarded(http)
+
+
+class Cluster:
+    """The cluster, and its fleet once it is `run`. `database`: the URL of the fleet's."""
+
+    def __init__(self, database: str) -> None:
+        self._scratch = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # sockets need a short path
+        self.url = f"http://127.0.0.1:{(port := free_port())}"
+        self._log = (self._scratch / "driver.log").open("w")
+        self._driver = subprocess.Popen(
+            [sys.executable, "-m", "tests.ray.driver", str(port), str(self._scratch / "ray"), database],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, **ENVIRONMENT},
+        )
+
+    def run(self, **deployment: Any) -> None:
+        """Runs the fleet with the example's options of the deployment, and these."""
+        assert self._driver.stdin is not None
+        self._driver.stdin.write(f"{json.dumps(deployment)}\n")
+        self._driver.stdin.flush()
+        self.wait()
+
+    def wait(self) -> None:
+        """Waits until the example, or the last change of the fleet, runs."""
+        assert self._driver.stdout is not None
+        if "running\n" not in iter(self._driver.stdout.readline, ""):  # Ray may write other lines
+            raise RuntimeError((self._scratch / "driver.log").read_text())
+
+    def client(self) -> httpx.Client:
+        """Returns a client of Ray's proxy."""
+        return httpx.Client(base_url=self.url, timeout=60)
+
+    def live(self, http: httpx.Client) -> list[str]:
+        """Returns the addresses of the replicas that accept requests, as one of them sees them."""
+        answer = http.get("/fleet")
+        known = answer.json()["replicas"] if answer.status_code == 200 else []
+        return [each["url"] for each in known if each["live"] and is_ready(each["url"])]
+
+    def replicas(self, http: httpx.Client, count: int) -> list[Replica]:
+        """Waits until so many replicas are live, and returns them."""
+        eventually(lambda: len(self.live(http)) == count)
+        return [Replica(url) for url in self.live(http)]
+
+    def close(self) -> list[str]:
+        """Ends the cluster in order. Returns the commands of processes that are left, which are killed."""
+        assert self._driver.stdin is not None
+        self._driver.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._driver.wait(END_SECONDS)
+        with suppress(AssertionError):
+            eventually(lambda: not self._processes())
+        left = self._processes()
+        for process in left:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        self._driver.wait(END_SECONDS)
+        assert self._driver.stdout is not None
+        self._driver.stdout.close()
+        self._log.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        return list(left.values())
+
+    def _processes(self) -> dict[int, str]:
+        """Returns the processes of the cluster: those with its folder in their environment, or started by such."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError, ValueError):
+                process = int(entry.name)
+                told = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
+                if process != os.getpid() and str(self._scratch).encode() in told:
+                    found[process] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return found
+
+
+@contextmanager
+def clusters(database: str) -> Iterator[Cluster]:
+    """Runs a cluster inside the context, of which nothing is left behind."""
+    cluster = Cluster(database)
+    try:
+        yield cluster
+    finally:
+        left = cluster.close()
+    assert not left
+
+
+def parent_of(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def is_running(process: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/fleet/ready", timeout=60).status_code == 200
+    except httpx.TransportError:
+        return False

@@ -1,0 +1,209 @@
+"""A fleet on Ray Serve, with real clients at Ray's proxy."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import httpx
+import pytest
+
+from tests.eventually import eventually
+from tests.postgres import database
+
+pytest.importorskip("ray", reason="Ray is not installed (tenuto[ray]); make test-ray runs this")
+
+from anthropic import Anthropic
+from openai import OpenAI
+from websockets.sync.client import connect
+
+from tests.ray.cluster import Cluster, Replica, clusters, is_running
+from tests.serve.test_fleet import Stream
+from tests.serve.test_killed_streams import witness_output
+from tests.serve.test_session_sockets import answer, send
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with clusters(database()) as running:
+        running.wait()
+        yield running
+
+
+@pytest.fixture
+def http(cluster: Cluster) -> Iterator[httpx.Client]:
+    with cluster.client() as client:
+        yield client
+
+
+@pytest.fixture
+def pair(cluster: Cluster, http: httpx.Client) -> list[Replica]:
+    """Both replicas, which the router knows."""
+    found = cluster.replicas(http, 2)
+    for each in found:  # it knows them once requests for the sessions of each go there at once
+        opened = httpx.post(f"{each.url}/v1/sessions", json={}, timeout=60).raise_for_status().json()["id"]
+        eventually(partial(is_known, http, opened, found))
+    return found
+
+
+def is_known(http: httpx.Client, session: str, replicas: list[Replica]) -> bool:
+    return forwards(replicas, lambda: read(http, session, 4)) == 0
+
+
+def forwards(replicas: list[Replica], work: Callable[[], None]) -> int:
+    """Returns how many requests were forwarded while `work` was done."""
+    before = sum(each.forwarded() for each in replicas)
+    work()
+    return sum(each.forwarded() for each in replicas) - before
+
+
+def read(http: httpx.Client, session: str, times: int) -> None:
+    for _ in range(times):
+        http.get(f"/v1/sessions/{session}").raise_for_status()
+
+
+def owner_of(http: httpx.Client, session: str, replicas: list[Replica]) -> Replica:
+    url = http.get(f"/fleet/sessions/{session}").raise_for_status().json()["url"]
+    (found,) = (each for each in replicas if each.url == url)
+    return found
+
+
+def test_sessions_are_used_where_they_are(http: httpx.Client, pair: list[Replica]) -> None:
+    for each in pair:
+        httpx.post(f"{each.url}/v1/sessions", json={"id": f"at-{each.actor}"}, timeout=60).raise_for_status()
+
+    def use() -> None:
+        for each in pair:
+            path, body = f"/v1/sessions/at-{each.actor}", {"input": [1, 2, 3], "max_new_tokens": 5, "stream": False}
+            made = http.post(f"{path}/turns", json=body, headers={"idempotency-key": "k"}).raise_for_status().json()
+            assert made["tokens"] == witness_output([1, 2, 3], 5)
+            assert http.post(f"{path}/turns", json=body, headers={"idempotency-key": "k"}).json() == made
+            assert http.get(path).json()["version"] == 1
+            assert http.post(f"{path}/turns", json=body, headers={"if-match": '"0"'}).status_code == 412
+
+    assert forwards(pair, use) == 0
+
+
+def test_clients_of_other_interfaces_stream(cluster: Cluster, pair: list[Replica]) -> None:
+    message = {"role": "user", "content": "x"}
+    chat = OpenAI(base_url=f"{cluster.url}/v1", api_key="none").chat.completions
+    pieces = list(chat.create(model="default", messages=[message], max_tokens=8, stream=True))
+    assert len(pieces) > 2
+    assert pieces[-1].choices[0].finish_reason is not None
+    claude = Anthropic(base_url=cluster.url, api_key="none").messages
+    with claude.stream(model="default", messages=[message], max_tokens=8) as stream:
+        assert len(list(stream)) > 2
+        assert stream.get_final_message().usage.output_tokens > 0
+
+
+def test_sockets_work(cluster: Cluster, http: httpx.Client, pair: list[Replica]) -> None:
+    http.post("/v1/sessions", json={"id": "socket"}).raise_for_status()
+    with connect(f"{cluster.url.replace('http', 'ws', 1)}/v1/sessions/socket/socket") as socket:
+        for version in (1, 2):
+            send(socket, "turn", input=[version], max_new_tokens=3)
+            assert answer(socket)[-1]["data"]["version"] == version
+
+
+def test_the_turn_of_a_client_that_leaves_is_rolled_back(http: httpx.Client, pair: list[Replica]) -> None:
+    http.post("/v1/sessions", json={"id": "left"}).raise_for_status()
+    body = {"input": [1], "max_new_tokens": 8000, "ignore_eos": True}
+    with http.stream("POST", "/v1/sessions/left/turns", json=body) as events:
+        next(events.iter_lines())
+    eventually(lambda: http.get("/v1/sessions/left").json()["turn"] is None)
+    assert http.get("/v1/sessions/left").json()["version"] == 0
+
+
+def test_the_same_key_goes_to_one_replica_until_that_has_too_many_requests(
+    http: httpx.Client, pair: list[Replica]
+) -> None:
+    body = {"model": "default", "prompt": "x", "max_tokens": 1}
+    key = {"x-session-id": "one run"}
+
+    def answered() -> list[int]:
+        return [turns(each) for each in pair]
+
+    before = answered()
+    for _ in range(6):
+        http.post("/v1/completions", json=body, headers=key).raise_for_status()
+    assert sorted(after - was for was, after in zip(before, answered(), strict=True)) == [0, 6]
+    with ThreadPoolExecutor(12) as asking:
+        before = answered()
+        long = {**body, "max_tokens": 400, "ignore_eos": True}
+        for each in [asking.submit(http.post, "/v1/completions", json=long, headers=key) for _ in range(12)]:
+            each.result().raise_for_status()
+    assert min(after - was for was, after in zip(before, answered(), strict=True)) > 0
+
+
+def turns(replica: Replica) -> int:
+    """Returns how many turns a replica has ended."""
+    lines = httpx.get(f"{replica.url}/metrics", timeout=60).text.splitlines()
+    return sum(int(float(line.split()[-1])) for line in lines if line.startswith("tenuto_turns_ended_total"))
+
+
+def test_a_stream_of_a_killed_actor_goes_on_elsewhere(
+    cluster: Cluster, http: httpx.Client, pair: list[Replica]
+) -> None:
+    http.post("/v1/sessions", json={"id": "killed"}).raise_for_status()
+    stream = Stream("killed", 600)
+    stream.begin(http, 20)
+    killed = owner_of(http, "killed", pair)
+    os.kill(killed.actor, signal.SIGKILL)
+    resume(stream, http)
+    (record,) = http.get("/v1/sessions/killed/turns").raise_for_status().json()["data"]
+    assert record["output_tokens"] == stream.output
+    assert len(stream.output) == 600
+    eventually(lambda: not is_running(killed.server))
+    assert killed.url not in {each.url for each in cluster.replicas(http, 2)}
+
+
+def test_a_replica_whose_server_ends_is_replaced(cluster: Cluster, http: httpx.Client, pair: list[Replica]) -> None:
+    opened = [http.post("/v1/sessions", json={}).raise_for_status().json()["id"] for _ in range(8)]
+    os.kill(pair[0].server, signal.SIGKILL)
+    eventually(lambda: not is_running(pair[0].actor))
+    eventually(lambda: pair[0].url not in cluster.live(http))
+    for session in opened:
+        eventually(partial(is_served, http, session))
+    cluster.replicas(http, 2)
+
+
+def is_served(http: httpx.Client, session: str) -> bool:
+    return http.get(f"/v1/sessions/{session}").status_code == 200
+
+
+def resume(stream: Stream, http: httpx.Client) -> None:
+    """Reads the rest of a stream, as a client does that repeats its request as long as it has no answer."""
+
+    def done() -> bool:
+        try:
+            stream.resume(http)
+        except (AssertionError, httpx.TransportError):
+            return False
+        return True
+
+    eventually(done)
+
+
+def test_a_replica_that_is_stopped_moves_its_sessions_and_streams(
+    cluster: Cluster, http: httpx.Client, pair: list[Replica]
+) -> None:
+    opened = [http.post("/v1/sessions", json={}).raise_for_status().json()["id"] for _ in range(8)]
+    streams = [Stream(session, 600) for session in opened[:4]]
+    for stream in streams:
+        stream.begin(http, 20)
+    with ThreadPoolExecutor(1) as changing:
+        changed = changing.submit(cluster.run, num_replicas=1)
+        for stream in streams:
+            resume(stream, http)
+        changed.result()
+    (left,) = cluster.replicas(http, 1)
+    gone = next(each for each in pair if each.url != left.url)
+    eventually(lambda: not is_running(gone.server) and not is_running(gone.actor))
+    for session, stream in zip(opened, streams, strict=False):
+        (record,) = http.get(f"/v1/sessions/{session}/turns").raise_for_status().json()["data"]
+        assert record["output_tokens"] == stream.output
+    for session in opened:
+        turn = {"input": [1], "max_new_tokens": 2, "stream": False}
+        http.post(f"/v1/sessions/{session}/turns", json=turn).raise_for_status()
