@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import psycopg
 import pytest
 
 from tests.cli.inside import run_inside
@@ -136,6 +137,23 @@ def test_every_replica_lists_the_sessions_of_all(fleet: Replicas, clients: list[
         [session[field] for field in same] for session in before
     ]
     assert [session["computed"] for session in (before[5], after[5])] == [7, 0]
+    fleet.restart(2)
+
+
+def test_sessions_of_a_killed_owner_end_with_their_time(fleet: Replicas, clients: list[httpx.Client]) -> None:
+    one, _, owner = clients
+    owner.post("/v1/sessions", json={"id": "brief", "ttl": 5}).raise_for_status()
+    owner.post("/v1/sessions", json={"id": "lasting", "ttl": 5000}).raise_for_status()
+    fleet.servers[2].kill_all()
+
+    def open_ones() -> set[str]:
+        with psycopg.connect(fleet.url) as connection:
+            return {name for (name,) in connection.execute("SELECT name FROM sessions")}
+
+    assert "brief" in open_ones()
+    eventually(lambda: "brief" not in open_ones())  # nobody has asked for it
+    assert "lasting" in open_ones()
+    assert one.get("/v1/sessions/lasting").status_code == 200
     fleet.restart(2)
 
 

@@ -32,6 +32,10 @@ OfFleet = Locate | FindOwner | GetFleet | CheckLease | Enter | TellLoad | ListUn
 """Requests about the fleet."""
 BEATS = 4
 """The number of heartbeats in the time of a lease."""
+SWEEP_SECONDS = 10.0
+"""How often to look for sessions whose owner is gone, and whose time to live is over."""
+SWEPT = 64
+"""How many such sessions to take over at a time."""
 ATTEMPTS = 4
 """How often to look for a session that changes its owner meanwhile."""
 
@@ -139,9 +143,13 @@ class Member:
         return self._now() < self._until
 
     def _beat_on(self) -> None:
+        swept = self._now()
         while not self._closing.wait(self._lease / BEATS):
             with suppress(EngineStopped):
                 self.keep_lease()
+            if self._now() > swept + SWEEP_SECONDS:
+                swept = self._now()
+                self._asking.submit(self._sweep)
 
     def keep_lease(self) -> None:
         """Prolongs the lease, if the database can be asked. Called `BEATS` times in a lease. Raises `EngineStopped`."""
@@ -260,6 +268,20 @@ class Member:
             return None
         others = (each for each in self._asks.all() if each.live and not each.draining)
         return next((each.url for each in others if each.replica != self._asks.number), None)
+
+    def _sweep(self) -> None:
+        """Takes over sessions whose owner is gone, and whose time to live is over, so that they are closed."""
+        try:
+            found = self._asks.expired(SWEPT)
+        except self._asks.db.errors as error:
+            log.warning("sessions whose time is over cannot be found: %s", error)
+            return
+        for tenant, session in found:
+            try:
+                self.locate(Locate(tenant=tenant, session=session), self._now() + self._lease)
+            except TenutoError as error:
+                reason = {"session": session, "reason": str(error)}
+                log.warning("a session whose time is over cannot be closed", extra=reason)
 
     def _nowhere(self, key: SessionKey) -> Place:
         """Answers that there is no such session, also none that has left."""

@@ -148,6 +148,18 @@ class Replicas:
                 log.error("a damaged session is not listed", extra={"session": name, "reason": str(error)})  # noqa: TRY400
         return found, len(rows) > limit
 
+    def expired(self, most: int) -> list[SessionKey]:
+        """Returns sessions that no live replica owns, and whose time to live is over by the database's clock, without
+        those with a turn that is to be begun again."""
+        query = (
+            "SELECT tenant, name FROM sessions "
+            f"WHERE (owner IS NULL OR owner NOT IN (SELECT id FROM replicas WHERE {_LIVE})) "
+            "AND used + (convert_from(policy, 'UTF8')::jsonb ->> 'ttl')::float8 < extract(epoch FROM clock_timestamp())"
+            " AND NOT EXISTS (SELECT 1 FROM begun WHERE session = sessions.id AND begun.version = sessions.version)"
+            " LIMIT ?"
+        )
+        return [(tenant, name) for tenant, name in self.db.execute(query, (most,))]
+
     def claim(self, key: SessionKey, seen: Owned) -> SavedSession | None:
         """Becomes the owner of a session whose owner was `seen`, and returns it with its epoch. `None` if it has
         changed its owner since, or the owner's lease has not ended. Raises `DamagedRow` if its rows are damaged; it
