@@ -22,6 +22,7 @@ DOCKERFILE = DEPLOY / "docker" / "Dockerfile"
 UNIT = DEPLOY / "systemd" / "tenuto.service"
 COMPOSE = DEPLOY / "compose" / "compose.yaml"
 KUBERNETES = DEPLOY / "kubernetes" / "tenuto.yaml"
+FLEET = DEPLOY / "kubernetes" / "fleet.yaml"
 PROMETHEUS = DEPLOY / "prometheus"
 BOARD = DEPLOY / "grafana" / "dashboards" / "tenuto.json"
 
@@ -53,6 +54,7 @@ def test_systemd_accepts_the_unit_and_its_exposure_is_low(tmp_path: Path) -> Non
 
 def test_the_manifests_are_valid_for_kubernetes() -> None:
     assert run(tool("kubernetes-validate"), "--strict", str(KUBERNETES)).count("passed") == 2
+    assert run(tool("kubernetes-validate"), "--strict", str(FLEET)).count("passed") == 4
 
 
 def test_prometheus_accepts_its_configuration_and_the_queries_of_the_board(tmp_path: Path) -> None:
@@ -128,6 +130,48 @@ def test_the_server_knows_the_flags(file: str) -> None:
         sys.executable, "-c", "from tenuto.cli import main; main()", *arguments, "--api-key", "k", "--show-config"
     )
     assert "/var/lib/tenuto/journal" in shown
+
+
+def of_fleet(kind: str) -> dict[str, Any]:
+    """Returns the last object of this kind in the manifests of a fleet."""
+    return [each for each in yaml.safe_load_all(FLEET.read_text()) if each["kind"] == kind][-1]
+
+
+def test_the_pods_of_a_fleet_start_and_reach_each_other(tmp_path: Path) -> None:
+    replicas = of_fleet("StatefulSet")
+    (container,) = replicas["spec"]["template"]["spec"]["containers"]
+    advertised = next(each["value"] for each in container["env"] if each["name"] == "TENUTO_ADVERTISE")
+    service = of_fleet("Service")
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["metadata"]["name"] == replicas["spec"]["serviceName"]
+    assert service["spec"]["selector"].items() <= replicas["spec"]["template"]["metadata"]["labels"].items()
+    port = container["ports"][0]["containerPort"]
+    assert advertised == f"http://$(POD_NAME).{replicas['spec']['serviceName']}:{port}"
+    mounted = next(each["mountPath"] for each in container["volumeMounts"] if each["name"] == "secret")
+    secret = tmp_path / "secret"
+    secret.write_text("a-secret-of-letters-and-9s")
+    arguments = [each.replace(f"{mounted}/secret", str(secret)) for each in container["args"]]
+    assert str(secret) in arguments
+    of_secret = ["--fleet", "postgresql:///fleet", "--api-key", "k"]
+    given = [*arguments, *of_secret, "--advertise", advertised.replace("$(POD_NAME)", "tenuto-fleet-0")]
+    shown = run(sys.executable, "-c", "from tenuto.cli import main; main()", *given, "--show-config")
+    assert "http://tenuto-fleet-0.tenuto-replicas:8000" in shown
+
+
+def test_the_probes_of_a_fleet_ask_what_a_server_answers() -> None:
+    (container,) = of_fleet("StatefulSet")["spec"]["template"]["spec"]["containers"]
+    probes = [container[probe].get("httpGet") for probe in ("startupProbe", "readinessProbe", "livenessProbe")]
+    paths = {probe["path"] for probe in probes if probe is not None}
+    with serving("--model", "witness") as server:
+        assert paths <= httpx.get(f"{server.url}/openapi.json", timeout=60).json()["paths"].keys()
+
+
+def test_the_pods_of_a_fleet_have_time_to_end() -> None:
+    pods = of_fleet("StatefulSet")["spec"]["template"]["spec"]
+    (container,) = pods["containers"]
+    pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    drain = int(container["args"][container["args"].index("--drain-seconds") + 1])
+    assert pods["terminationGracePeriodSeconds"] > pause + drain + 30  # --snapshot-seconds
 
 
 def test_all_files_give_the_server_time_to_end() -> None:

@@ -19,14 +19,11 @@ from tenuto.ray.scaling import load_of
 
 log = logging.getLogger("ray.serve")
 
-READY, FLEET, DRAIN, METRICS, ENGINE = "/fleet/ready", "/fleet", "/fleet/drain", "/metrics", "/v1/engine"
+READY, METRICS, ENGINE = "/fleet/ready", "/metrics", "/v1/engine"
 ASKING_SECONDS = 5.0
 LEASE_PATIENCE_SECONDS = 30.0
 """How long a replica may be without its lease until it counts as unhealthy. If the database is gone for longer, all
 replicas are started again: none of them could acknowledge anything."""
-DRAIN_SECONDS = 60.0
-"""How long sessions may take to move to other replicas."""
-DRAIN_CHECK_SECONDS = 0.1
 SERVER_ENDED = 70
 """The exit status of an actor whose server has ended by itself."""
 
@@ -84,25 +81,9 @@ class Replica:
         return load_of(answer.text, self._rows)
 
     async def __del__(self) -> None:
-        """Called by Ray once no request is open here: moves the sessions to other replicas, and ends the server."""
+        """Called by Ray once no request is open here: ends the server in order, which gives its sessions to others."""
         if not hasattr(self, "_http"):
             return
         self._ending = True
-        try:
-            await self._drain()
-        except (httpx.HTTPError, TimeoutError) as error:
-            log.warning("sessions were not moved, others take them over: %r", error)
         await self._http.aclose()
         await asyncio.to_thread(self._server.stop)
-
-    async def _drain(self) -> None:
-        """Moves all sessions to other replicas. Raises `HTTPError` and `TimeoutError`."""
-        (await self._http.post(DRAIN)).raise_for_status()
-        async with asyncio.timeout(DRAIN_SECONDS):
-            while await self._sessions():
-                await asyncio.sleep(DRAIN_CHECK_SECONDS)
-
-    async def _sessions(self) -> int:
-        """Returns the number of sessions that this replica owns."""
-        view = (await self._http.get(FLEET)).raise_for_status().json()
-        return sum(each["sessions"] for each in view["replicas"] if each["replica"] == view["replica"])
