@@ -225,6 +225,8 @@ class _Handover:
             self._relays.begin(turn)
         for waiting in self._edge.turns.queues.waiting_for(self._key):
             self._edge.turns.queues.refuse(waiting, Misdirected(MOVED))
+        if turn is not None:
+            self._edge.turns.moved(turn)
 
     async def _settle(self) -> bool:
         """Finds out whether this replica is still the owner, and lets the session go on here if it is."""
