@@ -40,6 +40,7 @@ class Turns:
         # Called, in the context of its request, with every turn that goes to the engine.
         self.on_start: list[Callable[[LiveTurn], None]] = []
         self.on_delta: list[Callable[[LiveTurn, Delta], None]] = []  # called with every delta of a turn
+        self.on_moved: list[Callable[[LiveTurn], None]] = []  # called with every turn that has moved to another replica
         self.on_end: list[Callable[[LiveTurn], None]] = []  # called with every accepted turn that ends
 
     # -- looking up
@@ -113,6 +114,8 @@ class Turns:
 
     def moved(self, turn: LiveTurn) -> None:
         """Records that the session of a turn belongs to another replica: its next turn need not wait for this one."""
+        for heard in self.on_moved:
+            heard(turn)
         if turn.request.key is not None:
             self.queues.leave(turn, turn.request.key)
 
