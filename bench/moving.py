@@ -30,7 +30,7 @@ from tests.postgres import database
 from tests.serve.replicas import Replicas, replicas
 from tests.serve.test_killed_streams import witness_output
 
-QUIET = 40
+QUIET = 25
 """Tokens between two moves."""
 RESTART_STEP = 0.02
 RESTART_TOKENS = 1500
@@ -147,13 +147,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("gap", "restart"))
     parser.add_argument("--model")
-    parser.add_argument("--tokens", type=int, default=8000)
+    parser.add_argument("--tokens", type=int, default=7600)
     parser.add_argument("--moves", type=int, default=8)
     parser.add_argument("--streams", type=int, default=200)
     given = parser.parse_args()
     if given.only != "restart":
         model = ("--model", given.model) if given.model else ()
-        with replicas(database(), 2, *model, "--context-length", "16384") as fleet:
+        with replicas(database(), 2, *model, "--context-length", "8192") as fleet:
             asyncio.run(gap(fleet, given.tokens, given.moves))
     if given.only != "gap":
         options = ("--model", f"witness:{RESTART_STEP}", "--context-length", "8192", "--drain-seconds", "120")

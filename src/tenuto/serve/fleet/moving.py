@@ -101,9 +101,14 @@ class Moving:
         offer = await link.call(BeginMove(tenant=tenant, session=session, move=name))
         try:
             await self._between.ask(url, Reserve(move=name, offer=offer))
-            while pieces := await link.call(CopyMove(move=name)):
-                for piece in pieces:
-                    await self._between.ask(url, Put(move=name, piece=piece))
+            pieces = await link.call(CopyMove(move=name))
+            while pieces:
+                ahead = asyncio.ensure_future(link.call(CopyMove(move=name)))  # copied while these are sent
+                try:
+                    for piece in pieces:
+                        await self._between.ask(url, Put(move=name, piece=piece))
+                finally:
+                    pieces = await ahead
         except BaseException:
             await self._give_up(name, url)
             raise
