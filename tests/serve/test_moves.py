@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -41,6 +42,7 @@ class Reader(threading.Thread):
         self._ask = lambda: http.stream("POST", path, json=body)
         self.tokens: list[int] = []
         self.names: list[str] = []
+        self.text = ""
         self.ids: list[int] = []
         self.error: BaseException | None = None
         self.last: dict[str, Any] = {}
@@ -60,6 +62,7 @@ class Reader(threading.Thread):
                         self.last = msgspec.json.decode(value)
                         if self.names[-1] == "delta":
                             self.tokens += self.last["tokens"]
+                            self.text += self.last["text"]
         except BaseException as error:  # noqa: BLE001 - raised by `whole`
             self.error = error
 
@@ -238,3 +241,46 @@ def test_a_drained_replica_becomes_empty_and_goes_on_to_serve() -> None:
         assert one.post("/fleet/move", json={"session": "used", "to": number}).status_code == 400
         assert two.post("/fleet/drain").status_code == 503  # nobody else takes sessions
         assert _view(two, fleet.servers[0].url)["sessions"] == 0
+
+
+def test_a_models_turn_says_the_same_after_its_move(smollm2_path: Path) -> None:
+    """Sampling, a grammar and stop strings go on where they stood, and so does a chat over another interface."""
+    model = ("--model", str(smollm2_path), "--context-length", "2048", "--max-running", "2")
+    with replicas(database(), 2, *model) as fleet, ExitStack() as closing:
+        one, two = (closing.enter_context(server.client()) for server in fleet.servers)
+        schema = {"type": "array", "items": {"type": "integer"}, "minItems": 60, "maxItems": 60}
+        body: dict[str, Any] = {
+            "input": [{"role": "user", "content": "Count as far as you can."}],
+            "temperature": 1,
+            "seed": 7,
+            "max_new_tokens": 400,
+            "grammar": {"json_schema": schema},
+            "logprobs": 0,
+        }
+        for name in ("moves", "stays"):
+            one.post("/v1/sessions", json={"id": name}).raise_for_status()
+        reader = Reader(one, "/v1/sessions/moves/turns", body)
+        eventually(lambda: len(reader.tokens) > 5)
+        for to in (1, 0):
+            moved = move(fleet, one, "moves", to)
+            assert moved.status_code == 200, moved.text
+        stays = one.post("/v1/sessions/stays/turns", json={**body, "stream": False}).raise_for_status().json()
+        assert reader.whole() == stays["tokens"]
+        assert reader.text == stays["text"]
+        (record,) = two.get("/v1/sessions/moves/turns").json()["data"]
+        assert record["output_tokens"] == stays["tokens"]
+        chat = {"model": "default", "messages": body["input"], "session_id": "chat", "max_tokens": 300, "temperature": 0}
+        one.post("/v1/sessions", json={"id": "chat"}).raise_for_status()
+        pieces: list[str] = []
+        with one.stream("POST", "/v1/chat/completions", json={**chat, "stream": True}) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    told = msgspec.json.decode(line[6:])
+                    pieces += [each["delta"].get("content") or "" for each in told["choices"]]
+                if len(pieces) == 10:
+                    assert move(fleet, two, "chat", 1).status_code == 200
+                    pieces.append("")
+        one.post("/v1/sessions", json={"id": "other"}).raise_for_status()
+        whole = one.post("/v1/chat/completions", json={**chat, "session_id": "other"}).json()
+        assert len(pieces) > 11
+        assert "".join(pieces) == whole["choices"][0]["message"]["content"]

@@ -52,8 +52,8 @@ OfMoves = (
     | DropMove
 )
 """Requests about moves."""
-COPY_BYTES = 2**21
-"""How much is copied between two steps at most: about a millisecond's work."""
+COPY_BYTES = 2**22
+"""How much is copied between two steps at most: about two milliseconds' work."""
 
 Ready = Callable[[MovedTurn, Constraint | None], Readied]
 Constrain = Callable[[Any], Constraint | None]

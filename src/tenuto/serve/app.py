@@ -137,7 +137,9 @@ def build_app(edge: Edge, metrics: Metrics, fleet: Fleet | None = None) -> FastA
         app.add_middleware(Forwarding, fleet=fleet, count=metrics.request_forwarded)
     app.add_middleware(Envelope, edge=edge, metrics=metrics)
     app.state.fleet = fleet
+    edge.turns.on_moved.append(metrics.turn_moved)
     if fleet is not None:
+        fleet.moving.on_move.append(metrics.session_moved)
         app.add_middleware(Receiving, fleet=fleet)
     if edge.settings.allowed_origins:  # answers preflight requests itself, without a key
         app.add_middleware(

@@ -62,6 +62,10 @@ class Metrics:
         self._ended = Counter(
             "tenuto_turns_ended", "Accepted turns that have ended", ("reason", "committed"), registry=registry
         )
+        self._moves = Counter(
+            "tenuto_fleet_moves", "Moves of sessions to other replicas, by outcome", ("outcome",), registry=registry
+        )
+        self._moving = histogram("fleet_move", "From the beginning of a move to its end", _WHOLE)
         self._requests = Counter(
             "tenuto_http_requests", "HTTP requests answered", ("method", "route", "status"), registry=registry
         )
@@ -91,6 +95,15 @@ class Metrics:
         self._whole.observe(time.perf_counter() - turn.requested_at)
         if turn.waited is not None:
             self._queue.observe(turn.waited)
+
+    def turn_moved(self, turn: LiveTurn) -> None:
+        """Counts no more of a turn that goes on at another replica."""
+        self._last_tokens.pop(turn.id, None)
+
+    def session_moved(self, outcome: str, seconds: float) -> None:
+        """Counts a move of a session to another replica."""
+        self._moves.labels(outcome).inc()
+        self._moving.observe(seconds)
 
     def request_ended(self, method: str, route: str | None, status: int) -> None:
         """Counts an answered request. `route`: the path with its parameters' names, or `None` if no route matched."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 
@@ -48,6 +48,7 @@ class Moving:
         self._held: dict[SessionKey, asyncio.Event] = {}  # sessions that are held, until it is settled where they are
         self._under_way: dict[SessionKey, str] = {}
         self._done = self._failed = 0
+        self.on_move: list[Callable[[str, float], None]] = []  # called with the outcome of every move, and its seconds
 
     @property
     def view(self) -> MovesView:
@@ -71,7 +72,7 @@ class Moving:
         if key in self._under_way:
             raise SessionBusy(f"session {key[1]} is moving already")
         self._under_way[key] = url
-        began = time.perf_counter()
+        began, done = time.perf_counter(), False
         try:
             for last in range(TRIES, 0, -1):
                 try:
@@ -86,10 +87,13 @@ class Moving:
             log.warning("move failed", session=key[1], to=url, reason=str(error))
             raise
         else:
+            done = True
             self._done += 1
             log.info("moved", session=key[1], to=url, ms=round(1000 * (time.perf_counter() - began)))
         finally:
             del self._under_way[key]
+            for heard in self.on_move:
+                heard("done" if done else "failed", time.perf_counter() - began)
 
     async def _try(self, key: SessionKey, url: str) -> None:
         tenant, session = key
@@ -97,9 +101,14 @@ class Moving:
         offer = await link.call(BeginMove(tenant=tenant, session=session, move=name))
         try:
             await self._between.ask(url, Reserve(move=name, offer=offer))
-            while pieces := await link.call(CopyMove(move=name)):
-                for piece in pieces:
-                    await self._between.ask(url, Put(move=name, piece=piece))
+            pieces = await link.call(CopyMove(move=name))
+            while pieces:
+                ahead = asyncio.ensure_future(link.call(CopyMove(move=name)))  # copied while these are sent
+                try:
+                    for piece in pieces:
+                        await self._between.ask(url, Put(move=name, piece=piece))
+                finally:
+                    pieces = await ahead
         except BaseException:
             await self._give_up(name, url)
             raise
@@ -225,6 +234,8 @@ class _Handover:
             self._relays.begin(turn)
         for waiting in self._edge.turns.queues.waiting_for(self._key):
             self._edge.turns.queues.refuse(waiting, Misdirected(MOVED))
+        if turn is not None:
+            self._edge.turns.moved(turn)
 
     async def _settle(self) -> bool:
         """Finds out whether this replica is still the owner, and lets the session go on here if it is."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import suppress
 
 import msgspec
@@ -11,7 +10,6 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tenuto.base.errors import Draining, InvalidRequest, TenutoError, TooLarge, Unauthorized
-from tenuto.base.turns import Delta
 from tenuto.base.wire.between import (
     Abort,
     AnyBetween,
@@ -20,11 +18,9 @@ from tenuto.base.wire.between import (
     Follow,
     List,
     Move,
-    News,
     Put,
     Reserve,
     Take,
-    after,
     key_of,
 )
 from tenuto.base.wire.frames import frame
@@ -32,6 +28,7 @@ from tenuto.base.wire.messages import DropMove, PutMove, ReserveMove, StartTurn,
 from tenuto.base.wire.moves import LiveStream
 from tenuto.serve.fleet.asking import PATH, SECRET
 from tenuto.serve.fleet.fleet import Fleet
+from tenuto.serve.fleet.relays import news
 from tenuto.serve.shared.edge import SHUTTING_DOWN
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.sse import until_disconnected
@@ -148,8 +145,8 @@ class Receiving:
     async def _tell(self, turn: LiveTurn, start: tuple[int, int], send: Send) -> None:
         headers = [(b"content-type", b"application/octet-stream")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async for news in _news(turn, start):
-            body = b"".join(frame(msgspec.msgpack.encode(news)))
+        async for each in news(turn, start):
+            body = b"".join(frame(msgspec.msgpack.encode(each)))
             await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -163,32 +160,6 @@ class Receiving:
 
         if not turn.ended:
             asyncio.get_running_loop().call_later(GRACE_SECONDS, look)
-
-
-async def _news(turn: LiveTurn, start: tuple[int, int]) -> AsyncIterator[News]:
-    """Yields the news of a turn after so many tokens and characters of its output, until it has ended."""
-    changed = asyncio.Event()
-    turn.listeners.append(changed.set)
-    turn.readers += 1
-    try:
-        told = len(turn.deltas)
-        if turn.deltas:
-            more = after(turn.deltas, *start)
-            if more != Delta(delivered=more.delivered):
-                yield News(delta=more)
-        while True:
-            changed.clear()
-            for delta in turn.deltas[told:]:
-                told += 1
-                yield News(delta=delta)
-            if turn.error is not None:
-                yield News(refusal=refusal_of(0, turn.error))
-            if turn.ended and told == len(turn.deltas):
-                return
-            await changed.wait()
-    finally:
-        turn.readers -= 1
-        turn.listeners.remove(changed.set)
 
 
 def _live(tenant: str, session: str, stream: LiveStream) -> LiveTurn:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 
 from tenuto.base.errors import Disconnected, NotFound, TenutoError
-from tenuto.base.turns import Keep
+from tenuto.base.turns import Delta, Keep
 from tenuto.base.views import SessionKey
-from tenuto.base.wire.between import Abort, Follow
-from tenuto.base.wire.messages import error_of
+from tenuto.base.wire.between import Abort, Follow, News, after
+from tenuto.base.wire.messages import error_of, refusal_of
 from tenuto.serve.fleet.asking import Between, news_of
 from tenuto.serve.fleet.peers import Broken, Reply
 from tenuto.serve.shared.live_turn import LiveTurn
@@ -55,13 +55,16 @@ class Relays:
         """Passes on an answer with news. Raises `Broken`."""
         watching = self._watch(reply, url)
         try:
-            async for news in news_of(reply):
-                if news.delta is not None:
-                    self._turns.relay(turn, news.delta)
-                elif news.refusal is not None:
-                    raise Broken(str(error_of(news.refusal)))
+            async for each in news_of(reply):
+                self._pass_on(turn, each)
         finally:
             watching.cancel()
+
+    def _pass_on(self, turn: LiveTurn, each: News) -> None:
+        if each.delta is not None:
+            self._turns.relay(turn, each.delta)
+        elif each.refusal is not None:
+            raise Broken(str(error_of(each.refusal)))
 
     async def _run(self, turn: LiveTurn, reading: Callable[[], Awaitable[None]] | None) -> None:
         clock = asyncio.get_running_loop().time
@@ -89,11 +92,16 @@ class Relays:
     async def _follow(self, turn: LiveTurn) -> None:
         key = turn.request.key
         assert key is not None
-        if (url := await self._locate(key)) is None:
-            raise NotFound("its session is here, or was closed")
+        url = await self._locate(key)
         tenant, session = key
         said = turn.reply()
         tokens, characters = len(said.tokens), len(said.text)
+        if url is None:
+            if (again := self._turns.again(turn)) is None:
+                raise NotFound("its session is here, or was closed")
+            async for each in news(again, (tokens, characters)):
+                self._pass_on(turn, each)
+            return
         follow = Follow(tenant=tenant, session=session, name=turn.id, tokens=tokens, characters=characters)
         async with self._between.stream(url, follow) as reply:
             await self.read(turn, reply, url)
@@ -102,5 +110,34 @@ class Relays:
         """Aborts a relayed turn where it runs. Raises that replica's refusal."""
         key = turn.request.key
         assert key is not None
-        if (url := await self._locate(key)) is not None:
+        if (url := await self._locate(key)) is None:
+            if (again := self._turns.again(turn)) is not None:
+                await self._turns.abort(again, keep)
+        else:
             await self._between.ask(url, Abort(tenant=key[0], session=key[1], name=turn.id, keep=keep))
+
+
+async def news(turn: LiveTurn, start: tuple[int, int]) -> AsyncIterator[News]:
+    """Yields the news of a turn after so many tokens and characters of its output, until it has ended."""
+    changed = asyncio.Event()
+    turn.listeners.append(changed.set)
+    turn.readers += 1
+    try:
+        told = len(turn.deltas)
+        if turn.deltas:
+            more = after(turn.deltas, *start)
+            if more != Delta(delivered=more.delivered):
+                yield News(delta=more)
+        while True:
+            changed.clear()
+            for delta in turn.deltas[told:]:
+                told += 1
+                yield News(delta=delta)
+            if turn.error is not None:
+                yield News(refusal=refusal_of(0, turn.error))
+            if turn.ended and told == len(turn.deltas):
+                return
+            await changed.wait()
+    finally:
+        turn.readers -= 1
+        turn.listeners.remove(changed.set)

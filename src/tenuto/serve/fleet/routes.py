@@ -42,9 +42,12 @@ async def move(edge: EdgeOf, admin: Admin, body: NewMove, request: Request) -> d
     fleet = _fleet(request)
     key = body.tenant if body.tenant is not None else admin.name, body.session
     view = await fleet.replicas()
-    target = next((each for each in view.replicas if body.to in (each.replica, each.url, str(each.replica))), None)
-    if target is None or not target.live or target.draining:
-        allowed = [each.replica for each in view.replicas if each.live and not each.draining]
+    ready = [
+        each for each in view.replicas if each.live and not each.draining
+    ]  # an ended one may have the same address
+    target = next((each for each in ready if body.to in (each.replica, each.url, str(each.replica))), None)
+    if target is None:
+        allowed = [each.replica for each in ready]
         raise InvalidRequest(f"to is {body.to!r}; allowed: a replica that takes sessions: {allowed}", param="to")
     here = next(each for each in view.replicas if each.replica == view.replica)
     await edge.link.call(GetSession(tenant=key[0], session=key[1])) if (

@@ -40,6 +40,7 @@ class Turns:
         # Called, in the context of its request, with every turn that goes to the engine.
         self.on_start: list[Callable[[LiveTurn], None]] = []
         self.on_delta: list[Callable[[LiveTurn, Delta], None]] = []  # called with every delta of a turn
+        self.on_moved: list[Callable[[LiveTurn], None]] = []  # called with every turn that has moved to another replica
         self.on_end: list[Callable[[LiveTurn], None]] = []  # called with every accepted turn that ends
 
     # -- looking up
@@ -95,7 +96,9 @@ class Turns:
     def begin_again(self, request: StartTurn) -> LiveTurn:
         """Starts a turn that another replica had accepted, under the same name, unless it is here."""
         if (known := self._turns.get(request.name)) is not None and not known.ended:
-            return known
+            if known.elsewhere is None:
+                return known
+            self.moved(known)  # its stream goes on with what the new one says
         turn = LiveTurn(request, continues=True, once=request.once, name=request.name)
         turn.reading = request.reading
         if turn.once is not None:
@@ -103,6 +106,18 @@ class Turns:
         self._add(turn)
         self._background.begin(self._start(turn, queue=True))
         return turn
+
+    def again(self, turn: LiveTurn) -> LiveTurn | None:
+        """Returns the turn that was begun here again after `turn`, which had moved, if there is one."""
+        found = self._turns.get(turn.id)
+        return found if found is not turn else None
+
+    def moved(self, turn: LiveTurn) -> None:
+        """Records that the session of a turn belongs to another replica: its next turn need not wait for this one."""
+        for heard in self.on_moved:
+            heard(turn)
+        if turn.request.key is not None:
+            self.queues.leave(turn, turn.request.key)
 
     def _add(self, turn: LiveTurn) -> None:
         self._turns[turn.id] = turn
@@ -212,6 +227,7 @@ class Turns:
             said = known.reply()
             more = after(turn.deltas, len(said.tokens), len(said.text))
             turn, gone = known, known.elsewhere
+            self.queues.continues(turn, key)
         else:
             more, gone = None, None
             self._add(turn)
@@ -221,11 +237,11 @@ class Turns:
         try:
             await self._link.start(request, partial(self._received, turn, more))
         except BaseException:
+            self.queues.leave(turn, key)
             if not back:
                 self.open[turn.tenant] -= 1
                 self._turns.pop(turn.id, None)
                 self._keys.release(turn)
-                self.queues.leave(turn, key)
             turn.elsewhere = gone
             raise
         return turn
@@ -258,11 +274,14 @@ class Turns:
         self.open[turn.tenant] -= 1
         if not turn.committed:
             self._keys.release(turn)
+        if turn.elsewhere is not None and self.again(turn) is not None:  # it was begun again after its move
+            return
         if turn.ticket is None or (turn.request.resumable and turn.error is not None):
             self._turns.pop(turn.id, None)
         else:
             for dropped in self._ended.add(turn):
-                del self._turns[dropped.id]
+                if self._turns.get(dropped.id) is dropped:
+                    del self._turns[dropped.id]
                 self._keys.release(dropped)
         if turn.request.key is not None:
             self.queues.leave(turn, turn.request.key)
