@@ -59,10 +59,11 @@ class Cluster:
             env={**os.environ, **ENVIRONMENT},
         )
 
-    def run(self, **deployment: Any) -> None:
-        """Runs the fleet with the example's options of the deployment, and these."""
+    def run(self, name: str = "fleet", **deployment: Any) -> None:
+        """Runs the fleet with the example's options of the deployment, and these. `name`: of the application, which
+        takes the place of one with another name."""
         assert self._driver.stdin is not None
-        self._driver.stdin.write(f"{json.dumps(deployment)}\n")
+        self._driver.stdin.write(f"{json.dumps([name, deployment])}\n")
         self._driver.stdin.flush()
         self.wait()
 

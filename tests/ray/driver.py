@@ -1,6 +1,6 @@
 """A Ray cluster of this machine with the fleet of the example in docs/ray.md: `python -m tests.ray.driver PORT FOLDER
-DATABASE`. Each line of input is a JSON object of options of the deployment; after the fleet runs with them, a line of
-output says so. The cluster ends with the input."""
+DATABASE`. Each line of input is a JSON array of the application's name and an object of options of its deployment.
+After the fleet runs with them, a line of output says so. The cluster ends with the input."""
 
 from __future__ import annotations
 
@@ -48,12 +48,15 @@ def main() -> None:
     )
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": int(port)})
-        arguments = example(database)
+        arguments, name = example(database), "fleet"
         print("running", flush=True)
         for line in sys.stdin:
-            deployment = {**arguments.deployment, **json.loads(line)}
-            changed = arguments.model_copy(update={"deployment": deployment})
-            serve.run(fleet(changed), name="fleet", route_prefix="/")
+            wanted, options = json.loads(line)
+            if wanted != name:
+                serve.delete(name)
+            name = wanted
+            changed = arguments.model_copy(update={"deployment": {**arguments.deployment, **options}})
+            serve.run(fleet(changed), name=name, route_prefix="/")
             print("running", flush=True)
         serve.shutdown()
     finally:
