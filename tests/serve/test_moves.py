@@ -269,7 +269,13 @@ def test_a_models_turn_says_the_same_after_its_move(smollm2_path: Path) -> None:
         assert reader.text == stays["text"]
         (record,) = two.get("/v1/sessions/moves/turns").json()["data"]
         assert record["output_tokens"] == stays["tokens"]
-        chat = {"model": "default", "messages": body["input"], "session_id": "chat", "max_tokens": 300, "temperature": 0}
+        chat = {
+            "model": "default",
+            "messages": body["input"],
+            "session_id": "chat",
+            "max_tokens": 300,
+            "temperature": 0,
+        }
         one.post("/v1/sessions", json={"id": "chat"}).raise_for_status()
         pieces: list[str] = []
         with one.stream("POST", "/v1/chat/completions", json={**chat, "stream": True}) as answer:
