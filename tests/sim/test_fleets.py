@@ -5,7 +5,7 @@ from __future__ import annotations
 import psycopg
 import pytest
 
-from tenuto.base.errors import TenutoError
+from tenuto.base.errors import InvariantError, TenutoError
 from tests.sim.faults_of_fleets import FAULTS, Plant
 from tests.sim.fleet_clients import Violation
 from tests.sim.fleets import World, simulate
@@ -19,7 +19,7 @@ def test_replicas_that_fail_sleep_and_lose_messages_keep_their_promises(seed: in
 @pytest.mark.parametrize("plant", FAULTS)
 def test_a_planted_fault_of_owners_or_leases_is_noticed(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    with pytest.raises((Violation, TenutoError)):
+    with pytest.raises((Violation, TenutoError, InvariantError)):
         simulate(FAULTS[plant])
 
 
