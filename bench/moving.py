@@ -33,7 +33,7 @@ from tests.serve.test_killed_streams import witness_output
 QUIET = 25
 """Tokens between two moves."""
 RESTART_STEP = 0.02
-RESTART_TOKENS = 1500
+RESTART_TOKENS = 500
 
 
 async def deltas(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> AsyncIterator[tuple[float, list[int]]]:
@@ -156,7 +156,7 @@ def main() -> None:
         with replicas(database(), 2, *model, "--context-length", "8192") as fleet:
             asyncio.run(gap(fleet, given.tokens, given.moves))
     if given.only != "gap":
-        options = ("--model", f"witness:{RESTART_STEP}", "--context-length", "8192", "--drain-seconds", "120")
+        options = ("--model", f"witness:{RESTART_STEP}", "--context-length", "8192", "--drain-seconds", "300")
         with replicas(database(), 3, *options) as fleet:
             asyncio.run(restart(fleet, given.streams))
 
