@@ -26,7 +26,7 @@ import msgspec
 import psycopg
 
 from tests.postgres import database
-from tests.serve.replicas import LEASE, Replicas, replicas
+from tests.serve.replicas import Replicas, replicas
 from tests.serve.test_killed_streams import VOCABULARY, witness_output
 
 WITNESS = ("--model", "witness:0.002", "--context-length", "8192")
@@ -67,12 +67,12 @@ class Down(Exception):
 class Client:
     """A client with sessions of its own, which asks any replica that seems to be up."""
 
-    def __init__(self, urls: Callable[[], list[str]], figures: Figures, rng: Random, name: str) -> None:
+    def __init__(self, urls: Callable[[], list[str]], lease: float, figures: Figures, rng: Random, name: str) -> None:
         self._urls = urls
         self._figures = figures
         self._rng = rng
         self._name = name
-        self._http = httpx.AsyncClient(timeout=httpx.Timeout(2 * LEASE + 4, connect=1))
+        self._http = httpx.AsyncClient(timeout=httpx.Timeout(2 * lease + 4, connect=1))
         self.sessions: list[Session] = []
         self.done = False
         self._retried = False  # whether the last request was sent more than once
@@ -221,26 +221,26 @@ class Disturber:
         if kind == "kill":
             await asyncio.to_thread(self._fleet.servers[number].kill_all)
             self.up.discard(number)
-            await asyncio.sleep(self._rng.random() * 2 * LEASE)
+            await asyncio.sleep(self._rng.random() * 2 * self._fleet.lease)
             await asyncio.to_thread(self._fleet.restart, number)
         elif kind == "pause":
             self._fleet.signal(number, signal.SIGSTOP)
             self.up.discard(number)
-            await asyncio.sleep(LEASE * (0.5 + 1.5 * self._rng.random()))
+            await asyncio.sleep(self._fleet.lease * (0.5 + 1.5 * self._rng.random()))
             self._fleet.signal(number, signal.SIGCONT)
         else:
             engine = await asyncio.to_thread(lambda: self._fleet.servers[number].engine_pid)
             os.kill(engine, signal.SIGSTOP)
             self.up.discard(number)
-            await asyncio.sleep(LEASE * (0.5 + 1.5 * self._rng.random()))
+            await asyncio.sleep(self._fleet.lease * (0.5 + 1.5 * self._rng.random()))
             os.kill(engine, signal.SIGCONT)
         self.up.add(number)
 
 
-async def move_on(disturber: Disturber, clients: list[Client], rng: Random, figures: Figures) -> None:
+async def move_on(disturber: Disturber, clients: list[Client], lease: float, rng: Random, figures: Figures) -> None:
     """Moves one session after the other to some replica, until it is cancelled. What comes of it is counted by the
     status of the answer; 0 if there was none."""
-    async with httpx.AsyncClient(timeout=4 * LEASE) as http:
+    async with httpx.AsyncClient(timeout=4 * lease) as http:
         while True:
             await asyncio.sleep(rng.random() * 0.2)
             sessions = [session for client in clients for session in client.sessions[-3:]]
@@ -287,9 +287,11 @@ async def check_sessions(client: Client, url: str) -> None:
 async def _disturbed(fleet: Replicas, times: int, seed: int, kinds: tuple[str, ...]) -> Figures:
     rng, figures = Random(seed), Figures()
     disturber = Disturber(fleet, rng, figures)
-    clients = [Client(disturber.urls, figures, Random(rng.random()), f"c{seed}-{n}") for n in range(WORKERS)]
+    clients = [
+        Client(disturber.urls, fleet.lease, figures, Random(rng.random()), f"c{seed}-{n}") for n in range(WORKERS)
+    ]
     running = [asyncio.create_task(client.run()) for client in clients]
-    moving = asyncio.create_task(move_on(disturber, clients, Random(rng.random()), figures))
+    moving = asyncio.create_task(move_on(disturber, clients, fleet.lease, Random(rng.random()), figures))
     for number in range(times):
         await disturber.disturb(kinds[number % len(kinds)])
         for task in (*running, moving):

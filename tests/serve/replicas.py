@@ -11,13 +11,16 @@ from contextlib import contextmanager
 from tests.serve.server import Server, free_port
 
 LEASE = 1.5
+"""In seconds, like the default: enough on a machine that has time."""
 
 
 class Replicas:
-    """Servers with the same options on one database. `url`: of the database."""
+    """Servers with the same options on one database. `url`: of the database. `lease`: in seconds; a busy machine may
+    let a replica wait for longer than a short one."""
 
-    def __init__(self, url: str, count: int, *arguments: str) -> None:
+    def __init__(self, url: str, count: int, *arguments: str, lease: float = LEASE) -> None:
         self.url = url
+        self.lease = lease
         self._arguments = arguments
         self._ports = [free_port() for _ in range(count)]
         with ThreadPoolExecutor(count) as starting:
@@ -30,7 +33,7 @@ class Replicas:
 
     def _start(self, port: int) -> Server:
         place = ("--port", str(port), "--fleet", self.url, "--advertise", f"http://127.0.0.1:{port}")
-        return Server(*place, "--fleet-lease", str(LEASE), *self._arguments)
+        return Server(*place, "--fleet-lease", str(self.lease), *self._arguments)
 
     def restart(self, number: int) -> None:
         """Starts a replica again at its address, after its end."""
@@ -46,9 +49,9 @@ class Replicas:
 
 
 @contextmanager
-def replicas(url: str, count: int, *arguments: str) -> Iterator[Replicas]:
+def replicas(url: str, count: int, *arguments: str, lease: float = LEASE) -> Iterator[Replicas]:
     """Runs a fleet inside the context."""
-    fleet = Replicas(url, count, *arguments)
+    fleet = Replicas(url, count, *arguments, lease=lease)
     try:
         yield fleet
     finally:

@@ -29,7 +29,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
     secret = tmp_path_factory.mktemp("fleet") / "secret"
     secret.write_text(f"{SECRET}\n")
     options = ("--context-length", "8192", "--drain-seconds", "0.1", "--fleet-secret-file", str(secret))
-    with replicas(database(), 3, "--model", "witness:0.005", *options) as servers:
+    with replicas(database(), 3, "--model", "witness:0.005", *options, lease=4) as servers:
         yield servers
 
 

@@ -20,7 +20,7 @@ from tests.serve.test_killed_streams import witness_output
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Replicas]:
-    with replicas(database(), 2, "--model", "witness:0.01", "--context-length", "8192") as servers:
+    with replicas(database(), 2, "--model", "witness:0.01", "--context-length", "8192", lease=20) as servers:
         yield servers
 
 
@@ -185,7 +185,7 @@ def test_a_move_that_is_impossible_is_refused_and_changes_nothing(fleet: Replica
 
 def test_a_rolling_restart_is_noticed_by_no_client() -> None:
     options = ("--model", "witness:0.01", "--context-length", "8192", "--drain-seconds", "50")
-    with replicas(database(), 3, *options) as fleet, ExitStack() as closing:
+    with replicas(database(), 3, *options, lease=20) as fleet, ExitStack() as closing:
         clients = [closing.enter_context(server.client()) for server in fleet.servers]
         body = {"max_new_tokens": 600, "ignore_eos": True}
         readers: list[Reader] = []
@@ -220,7 +220,7 @@ def _view(http: httpx.Client, url: str) -> dict[str, Any]:
 
 def test_a_drained_replica_becomes_empty_and_goes_on_to_serve() -> None:
     with (
-        replicas(database(), 2, "--model", "witness:0.01", "--context-length", "8192") as fleet,
+        replicas(database(), 2, "--model", "witness:0.01", "--context-length", "8192", lease=20) as fleet,
         ExitStack() as closing,
     ):
         one, two = (closing.enter_context(server.client()) for server in fleet.servers)
@@ -246,7 +246,7 @@ def test_a_drained_replica_becomes_empty_and_goes_on_to_serve() -> None:
 def test_a_models_turn_says_the_same_after_its_move(smollm2_path: Path) -> None:
     """Sampling, a grammar and stop strings go on where they stood, and so does a chat over another interface."""
     model = ("--model", str(smollm2_path), "--context-length", "2048", "--max-running", "2")
-    with replicas(database(), 2, *model) as fleet, ExitStack() as closing:
+    with replicas(database(), 2, *model, lease=20) as fleet, ExitStack() as closing:
         one, two = (closing.enter_context(server.client()) for server in fleet.servers)
         schema = {"type": "array", "items": {"type": "integer"}, "minItems": 60, "maxItems": 60}
         body: dict[str, Any] = {
