@@ -157,7 +157,12 @@ def test_a_server_without_its_engine_answers_503_until_it_ends() -> None:
     }
     of_weights = (f"update_weights_from_{source}" for source in ("disk", "tensor", "distributed"))
     known |= dict.fromkeys((f"post /{route}" for route in (*of_weights, "init_weights_update_group")), 400)
-    known |= {"post /get_weights_by_name": 400, "get /map/export": 400, "post /map/action": 400}
+    known |= {
+        "post /get_weights_by_name": 400,
+        "get /map/export": 400,
+        "post /map/action": 400,
+        "post /fleet/move": 400,
+    }
     one = "/v1/responses/{response_id}"
     known |= dict.fromkeys((f"get {one}", f"delete {one}", f"post {one}/cancel", f"get {one}/input_items"), 400)
     one = "/v1/conversations/{conversation_id}"

@@ -45,7 +45,16 @@ tenant = "line"
 key = "{LINE}"
 limits = {{ queued = 1 }}
 """
-OPEN = ("/health", "/health_generate", "/ping", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
+OPEN = (
+    "/health",
+    "/health_generate",
+    "/fleet/ready",
+    "/ping",
+    "/docs",
+    "/docs/oauth2-redirect",
+    "/redoc",
+    "/openapi.json",
+)
 MAX_BYTES = 100_000
 
 

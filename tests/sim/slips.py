@@ -70,7 +70,7 @@ SLIPS = (
     Slip("sched.batch", "if len(turn.output) < params.min_new_tokens", "if len(turn.output) <= params.min_new_tokens"),
     Slip("sched.batch", "turn.prompt_length + params.min_new_tokens\n", "turn.prompt_length + params.min_new_tokens - 1\n"),
     Slip("sched.batch", "spaced = (position // interval + 1) * interval", "spaced = (position // interval + 1) * interval + 1"),
-    Slip("sched.batch", "memory.begin(turn.name, turn.resume_position, slots)", "memory.begin(turn.name, turn.prompt_length, slots)"),
+    Slip("sched.batch", "memory.begin(turn.name, turn.begins_at, slots)", "memory.begin(turn.name, turn.prompt_length, slots)"),
     Slip("sched.settle", "stopped[index] = not stuck and", "stopped[index] ="),
     Slip("sched.settle", "            complete, stuck = self._follow(turn)\n", "            complete, stuck = (False, False) if stopped else self._follow(turn)\n"),
     Slip("sched.planner", "places = (samples.cumsum() - samples)[masked]", "places = (samples.cumsum() - 1)[masked]"),
