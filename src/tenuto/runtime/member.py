@@ -124,18 +124,18 @@ class Member:
                 answer(Place(exists=True))
             case Locate():
                 locate = partial(self.locate, request, self._now() + self._lease)
-                self._asking.submit(self._answered, locate, answer, refuse)
+                self._asking.submit(answered, locate, answer, refuse)
             case TellLoad():
                 self._edge = request
                 answer(None)
             case FindOwner():
-                self._asking.submit(self._answered, partial(self._owner, request), answer, refuse)
+                self._asking.submit(answered, partial(self._owner, request), answer, refuse)
             case CheckLease():
                 answer(self._holds())
             case GetFleet():
-                self._asking.submit(self._answered, self._view, answer, refuse)
+                self._asking.submit(answered, self._view, answer, refuse)
             case ListUnowned():
-                self._asking.submit(self._answered, partial(self._unowned, request), answer, refuse)
+                self._asking.submit(answered, partial(self._unowned, request), answer, refuse)
 
     # -- the lease
 
@@ -207,15 +207,6 @@ class Member:
 
     def _is_here(self, request: Locate) -> bool:
         return self._engine.registry.find(request.session, request.tenant) is not None
-
-    @staticmethod
-    def _answered(work: Callable[[], T], answer: Callable[[T], None], refuse: Callable[[BaseException], None]) -> None:
-        try:
-            value = work()
-        except BaseException as error:  # noqa: BLE001 - every error is answered
-            refuse(error)
-        else:
-            answer(value)
 
     def _view(self) -> FleetView:
         try:
@@ -394,6 +385,16 @@ class Member:
 
     def _unreachable(self, error: Exception) -> NotAcknowledged:
         return NotAcknowledged(f"the database {self._asks.db.place} cannot be asked who owns sessions: {error}")
+
+
+def answered(work: Callable[[], T], answer: Callable[[T], None], refuse: Callable[[BaseException], None]) -> None:
+    """Does `work`, and answers with what it returns, or refuses with what it raises."""
+    try:
+        value = work()
+    except BaseException as error:  # noqa: BLE001 - every error is answered
+        refuse(error)
+    else:
+        answer(value)
 
 
 def _load(engine: Engine) -> ReplicaLoad:

@@ -32,7 +32,7 @@ from tenuto.engine.engine import Engine
 from tenuto.engine.moved_turns import Readied
 from tenuto.engine.thread import views
 from tenuto.engine.thread.loop import EngineLoop, Subscriber
-from tenuto.runtime.member import Member
+from tenuto.runtime.member import Member, answered
 from tenuto.session.records import SavedSession
 from tenuto.session.session import Session
 from tenuto.text.constraint import Constraint
@@ -108,7 +108,7 @@ class Moves:
             TakeMove: lambda asked: self.receive(asked.move, asked.end, subscriber),
             DropMove: lambda asked: self.drop(asked.move),
         }
-        work = partial(_answered, partial(parts[type(request)], request), answer, refuse)
+        work = partial(answered, partial(parts[type(request)], request), answer, refuse)
         if isinstance(request, SettleMove | GiveUpSession | TakeMove):  # these ask the database
             self._member.later(work)
         else:
@@ -292,12 +292,3 @@ def _other_weights() -> NotAcknowledged:
         "the session's state is of other weights than this replica's, or laid out for other kernels; allowed: replicas "
         "with the same model"
     )
-
-
-def _answered(work: Callable[[], Any], answer: Callable[[Any], None], refuse: Callable[[BaseException], None]) -> None:
-    try:
-        value = work()
-    except BaseException as error:  # noqa: BLE001 - every error is answered
-        refuse(error)
-    else:
-        answer(value)

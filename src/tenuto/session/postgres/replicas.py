@@ -20,6 +20,8 @@ log = logging.getLogger("tenuto.fleet")
 
 _LIVE = "NOT ended AND heartbeat + lease * INTERVAL '1 second' > clock_timestamp()"
 """Whether a replica's lease has not ended, by the database's clock."""
+_UNOWNED = f"(owner IS NULL OR owner NOT IN (SELECT id FROM replicas WHERE {_LIVE}))"
+"""Whether no live replica owns a session."""
 FORGOTTEN = "INTERVAL '1 day'"
 """How long the row of a replica without sessions stays after its lease."""
 
@@ -76,8 +78,8 @@ class Replicas:
 
     Invariant: a session is claimed only if its owner's lease has ended, or the owner itself asks; the claim is one
     update on the condition that owner and epoch are still those, and raises the epoch. So is the change of owner with
-    which a live owner hands a session over. The owner's row says that it has
-    `lost` a session, so it learns of that with its next heartbeat, whatever the clocks say.
+    which a live owner hands a session over. When others claim, the owner's row says that it has `lost` a session, so it
+    learns of that with its next heartbeat, whatever the clocks say.
     """
 
     def __init__(self, db: Database, fingerprint: str, number: int = 0) -> None:
@@ -137,7 +139,7 @@ class Replicas:
         query = (
             "SELECT name, policy, version, length, turns, used FROM sessions WHERE tenant = ? "
             'AND name COLLATE "C" > ? COLLATE "C" '
-            f"AND (owner IS NULL OR owner NOT IN (SELECT id FROM replicas WHERE {_LIVE})) "
+            f"AND {_UNOWNED} "
             'ORDER BY name COLLATE "C" LIMIT ?'
         )
         found, rows = [], self.db.execute(query, (tenant, after, limit + 1)).fetchall()
@@ -153,7 +155,7 @@ class Replicas:
         those with a turn that is to be begun again."""
         query = (
             "SELECT tenant, name FROM sessions "
-            f"WHERE (owner IS NULL OR owner NOT IN (SELECT id FROM replicas WHERE {_LIVE})) "
+            f"WHERE {_UNOWNED} "
             "AND used + (convert_from(policy, 'UTF8')::jsonb ->> 'ttl')::float8 < extract(epoch FROM clock_timestamp())"
             " AND NOT EXISTS (SELECT 1 FROM begun WHERE session = sessions.id AND begun.version = sessions.version)"
             " LIMIT ?"
