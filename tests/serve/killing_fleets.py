@@ -1,11 +1,12 @@
-"""`python -m tests.serve.killing_fleets --times 1000`: kills and pauses the replicas of a fleet under load.
+"""`python -m tests.serve.killing_fleets --times 1000`: kills, pauses and cuts off the replicas of a fleet under load.
 
 Three replicas of the witness serve clients, each of which goes through all replicas. Sessions move from one to another
-all the time, also during their turns. Again and again one replica is
-killed and started again, or its processes, or only its engine, sleep for longer than a lease. Clients repeat what was
-not answered with its idempotency key, and read streams on where they broke, from any replica. In the end every session
-has exactly the turns that its client was told of, every token is the witness's, and in the database no two replicas
-have committed to a session in the same epoch, or in an earlier one than a commit before.
+all the time, also during their turns. Again and again one replica is killed and started again, or its processes, or
+only its engine, sleep for longer than a lease. Where this process may make network namespaces, a replica is also cut
+off from the database, from clients and other replicas, or from all of them. Clients repeat what was not answered with
+its idempotency key, and read streams on where they broke, from any replica. In the end every session has exactly the
+turns that its client was told of, every token is the witness's, and in the database no two replicas have committed to a
+session in the same epoch, or in an earlier one than a commit before.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -26,6 +28,8 @@ import msgspec
 import psycopg
 
 from tests.postgres import database
+from tests.present import present
+from tests.serve.networks import Link, networks, possible
 from tests.serve.replicas import Replicas, replicas
 from tests.serve.test_killed_streams import VOCABULARY, witness_output
 
@@ -34,6 +38,11 @@ WORKERS = 6
 PATIENCE_SECONDS = 60.0
 MAX_TURNS = 12
 KINDS = ("kill", "pause", "pause the engine")
+CUTS: dict[str, tuple[Link, ...]] = {
+    "cut off": ("network", "database"),
+    "cut off from the database": ("database",),
+    "cut off from replicas and clients": ("network",),
+}
 
 
 @dataclass
@@ -67,12 +76,14 @@ class Down(Exception):
 class Client:
     """A client with sessions of its own, which asks any replica that seems to be up."""
 
-    def __init__(self, urls: Callable[[], list[str]], lease: float, figures: Figures, rng: Random, name: str) -> None:
+    def __init__(
+        self, fleet: Replicas, urls: Callable[[], list[str]], figures: Figures, rng: Random, name: str
+    ) -> None:
         self._urls = urls
         self._figures = figures
         self._rng = rng
         self._name = name
-        self._http = httpx.AsyncClient(timeout=httpx.Timeout(2 * lease + 4, connect=1))
+        self._http = fleet.client(httpx.Timeout(2 * fleet.lease + 4, connect=1))
         self.sessions: list[Session] = []
         self.done = False
         self._retried = False  # whether the last request was sent more than once
@@ -201,7 +212,7 @@ class _Stream:
 
 
 class Disturber:
-    """Kills and pauses one replica after another. `up`: the numbers of those that are neither."""
+    """Kills, pauses and cuts off one replica after another. `up`: the numbers of those that clients can use."""
 
     def __init__(self, fleet: Replicas, rng: Random, figures: Figures) -> None:
         self._fleet = fleet
@@ -228,6 +239,13 @@ class Disturber:
             self.up.discard(number)
             await asyncio.sleep(self._fleet.lease * (0.5 + 1.5 * self._rng.random()))
             self._fleet.signal(number, signal.SIGCONT)
+        elif (links := CUTS.get(kind)) is not None:
+            cables = present(self._fleet.networks)
+            cables.cut(number, *links)
+            if "network" in links:
+                self.up.discard(number)
+            await asyncio.sleep(self._fleet.lease * (0.5 + 1.5 * self._rng.random()))
+            cables.mend(number, *links)
         else:
             engine = await asyncio.to_thread(lambda: self._fleet.servers[number].engine_pid)
             os.kill(engine, signal.SIGSTOP)
@@ -237,10 +255,10 @@ class Disturber:
         self.up.add(number)
 
 
-async def move_on(disturber: Disturber, clients: list[Client], lease: float, rng: Random, figures: Figures) -> None:
+async def move_on(fleet: Replicas, disturber: Disturber, clients: list[Client], rng: Random, figures: Figures) -> None:
     """Moves one session after the other to some replica, until it is cancelled. What comes of it is counted by the
     status of the answer; 0 if there was none."""
-    async with httpx.AsyncClient(timeout=4 * lease) as http:
+    async with fleet.client(4 * fleet.lease) as http:
         while True:
             await asyncio.sleep(rng.random() * 0.2)
             sessions = [session for client in clients for session in client.sessions[-3:]]
@@ -275,11 +293,11 @@ def check_database(url: str) -> None:
         last[name] = epoch
 
 
-async def check_sessions(client: Client, url: str) -> None:
+async def check_sessions(fleet: Replicas, client: Client, url: str) -> None:
     """Checks that each session has the turns that its client knows, wherever it is asked."""
-    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+    async with fleet.client(60) as http:
         for session in client.sessions:
-            answer = await http.get(f"/v1/sessions/{session.name}/turns", params={"limit": 1000})
+            answer = await http.get(f"{url}/v1/sessions/{session.name}/turns", params={"limit": 1000})
             found = [(each["input_tokens"], each["output_tokens"]) for each in answer.json()["data"]]
             assert found == session.turns, f"{session.name} has {len(found)} turns, not {len(session.turns)}"
 
@@ -287,11 +305,9 @@ async def check_sessions(client: Client, url: str) -> None:
 async def _disturbed(fleet: Replicas, times: int, seed: int, kinds: tuple[str, ...]) -> Figures:
     rng, figures = Random(seed), Figures()
     disturber = Disturber(fleet, rng, figures)
-    clients = [
-        Client(disturber.urls, fleet.lease, figures, Random(rng.random()), f"c{seed}-{n}") for n in range(WORKERS)
-    ]
+    clients = [Client(fleet, disturber.urls, figures, Random(rng.random()), f"c{seed}-{n}") for n in range(WORKERS)]
     running = [asyncio.create_task(client.run()) for client in clients]
-    moving = asyncio.create_task(move_on(disturber, clients, fleet.lease, Random(rng.random()), figures))
+    moving = asyncio.create_task(move_on(fleet, disturber, clients, Random(rng.random()), figures))
     for number in range(times):
         await disturber.disturb(kinds[number % len(kinds)])
         for task in (*running, moving):
@@ -302,7 +318,7 @@ async def _disturbed(fleet: Replicas, times: int, seed: int, kinds: tuple[str, .
         client.done = True
     await asyncio.gather(*running)
     for number, client in enumerate(clients):
-        await check_sessions(client, fleet.servers[number % len(fleet.servers)].url)
+        await check_sessions(fleet, client, fleet.servers[number % len(fleet.servers)].url)
     for server in fleet.servers:
         await asyncio.to_thread(server.audit)
     return figures
@@ -327,8 +343,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     began = time.monotonic()
-    with replicas(database(), 3, *WITNESS) as fleet:
-        figures = disturb(fleet, given.times, given.seed)
+    with ExitStack() as made:
+        url = database()
+        cut = made.enter_context(networks(3, url)) if possible() else None
+        fleet = made.enter_context(replicas(url, 3, *WITNESS, networks=cut))
+        figures = disturb(fleet, given.times, given.seed, (*KINDS, *CUTS) if cut is not None else KINDS)
     gaps = sorted(figures.gaps)
     print(f"{dict(figures.events)} in {time.monotonic() - began:.0f} s: {figures.turns} turns, all as acknowledged")
     print(f"moves, by the status of their answers: {dict(figures.moves)}")

@@ -8,36 +8,54 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import httpx
+
+from tests.serve.networks import Networks, Place
 from tests.serve.server import Server, free_port
 
+KEY = "a-key-of-20-characters"
+"""The API key of replicas with networks of their own: others could reach them."""
 LEASE = 1.5
 """In seconds, like the default: enough on a machine that has time."""
 
 
 class Replicas:
     """Servers with the same options on one database. `url`: of the database. `lease`: in seconds; a busy machine may
-    let a replica wait for longer than a short one."""
+    let a replica wait for longer than a short one. `networks`: those the replicas are in, if they have their own."""
 
-    def __init__(self, url: str, count: int, *arguments: str, lease: float = LEASE) -> None:
+    def __init__(
+        self, url: str, count: int, *arguments: str, lease: float = LEASE, networks: Networks | None = None
+    ) -> None:
         self.url = url
         self.lease = lease
+        self.networks = networks
         self._arguments = arguments
+        self._places = networks.places if networks is not None else [Place("127.0.0.1", url)] * count
         self._ports = [free_port() for _ in range(count)]
         with ThreadPoolExecutor(count) as starting:
-            started = [starting.submit(self._start, port) for port in self._ports]
+            started = [starting.submit(self._start, number) for number in range(count)]
         self.servers = [each.result() for each in started if each.exception() is None]
         for each in started:
             if (error := each.exception()) is not None:
                 self.kill_all()
                 raise error
 
-    def _start(self, port: int) -> Server:
-        place = ("--port", str(port), "--fleet", self.url, "--advertise", f"http://127.0.0.1:{port}")
-        return Server(*place, "--fleet-lease", str(self.lease), *self._arguments)
+    def _start(self, number: int) -> Server:
+        place, port = self._places[number], self._ports[number]
+        return Server(
+            *("--host", place.address, "--port", str(port), "--advertise", f"http://{place.address}:{port}"),
+            *("--fleet", place.database, "--fleet-lease", str(self.lease), *self._arguments),
+            env={"TENUTO_ADMIN_API_KEY": KEY} if self.networks is not None else None,
+            enter=place.enter,
+        )
+
+    def client(self, timeout: httpx.Timeout | float) -> httpx.AsyncClient:
+        """Returns a client for all replicas."""
+        return httpx.AsyncClient(headers=self.servers[0].headers, timeout=timeout)
 
     def restart(self, number: int) -> None:
         """Starts a replica again at its address, after its end."""
-        self.servers[number] = self._start(self._ports[number])
+        self.servers[number] = self._start(number)
 
     def signal(self, number: int, sent: signal.Signals) -> None:
         """Sends a signal to all processes of a replica."""
@@ -49,9 +67,11 @@ class Replicas:
 
 
 @contextmanager
-def replicas(url: str, count: int, *arguments: str, lease: float = LEASE) -> Iterator[Replicas]:
+def replicas(
+    url: str, count: int, *arguments: str, lease: float = LEASE, networks: Networks | None = None
+) -> Iterator[Replicas]:
     """Runs a fleet inside the context."""
-    fleet = Replicas(url, count, *arguments, lease=lease)
+    fleet = Replicas(url, count, *arguments, lease=lease, networks=networks)
     try:
         yield fleet
     finally:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -34,10 +34,11 @@ def free_port() -> int:
 class Server:
     """`tenuto serve` on a free port of this machine. `lines`: its output on both streams."""
 
-    def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
+    def __init__(self, *arguments: str, env: dict[str, str] | None = None, enter: Sequence[str] = ()) -> None:
+        """`enter`: a command that runs the server's, such as one that enters a network namespace."""
         command = [sys.executable, "-c", "from tenuto.cli import main; main()", "serve", "--port", "0", *arguments]
         self.process = subprocess.Popen(
-            command,
+            [*enter, *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -47,6 +48,8 @@ class Server:
         )
         self.lines: list[str] = []
         self.url = ""
+        key = (env or {}).get("TENUTO_ADMIN_API_KEY")
+        self.headers = {"authorization": f"Bearer {key}"} if key else {}
         self._listening = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -66,11 +69,11 @@ class Server:
 
     @property
     def engine_pid(self) -> int:
-        return int(httpx.get(f"{self.url}/v1/engine", timeout=60).json()["pid"])
+        return int(httpx.get(f"{self.url}/v1/engine", headers=self.headers, timeout=60).json()["pid"])
 
     def client(self, **options: Any) -> httpx.Client:
         """Returns an HTTP client whose URLs are paths."""
-        return httpx.Client(base_url=self.url, **{"timeout": 60, **options})
+        return httpx.Client(base_url=self.url, **{"timeout": 60, "headers": self.headers, **options})
 
     def line_with(self, mark: str) -> str:
         """Returns the first line of the output that contains `mark`, once there is one."""
@@ -79,7 +82,7 @@ class Server:
 
     def audit(self) -> None:
         """Checks that every unit of memory is accounted for."""
-        answer = httpx.get(f"{self.url}/audit", timeout=60)
+        answer = httpx.get(f"{self.url}/audit", headers=self.headers, timeout=60)
         assert answer.status_code == 200, answer.text
 
     def stop(self) -> int:

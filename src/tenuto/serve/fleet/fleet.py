@@ -44,11 +44,11 @@ class Fleet:
     def __init__(self, edge: Edge, membership: Membership, secret: str) -> None:
         """`secret`: known to the fleet's replicas, and to nobody else."""
         self.edge = edge
-        self.peers = Peers()
+        self.peers = Peers(self._watch)
         self.lease = membership.lease
         self.secret = secret
         self.between = Between(self.peers, secret)
-        self.relays = Relays(edge.turns, self.between, self.seek, self.watch, self.lease)
+        self.relays = Relays(edge.turns, self.between, self.seek, self.lease)
         self.moving = Moving(edge, self.between, self.relays)
         self.drain = Drain(edge, self.moving)
         self._said: TellLoad | None = None
@@ -132,11 +132,8 @@ class Fleet:
         """Returns the fleet as it is in the database. Raises `NotAcknowledged`."""
         return await self.edge.link.call(GetFleet())
 
-    def watch(self, reply: Reply, url: str) -> asyncio.Task[None]:
-        """Breaks the connection to a silent replica once its lease has ended. Cancel the task in the end."""
-        return asyncio.ensure_future(self._watch(reply, url))
-
     async def _watch(self, reply: Reply, url: str) -> None:
+        """Breaks the connection to a silent replica once its lease has ended."""
         heard = reply.heard
         while True:
             await asyncio.sleep(self.lease)

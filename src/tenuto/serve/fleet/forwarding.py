@@ -192,12 +192,8 @@ class Forwarding:
         url = await self._fleet.instead()
         try:
             async with self._fleet.peers.ask(url, asked.at(url), bodiless=asked.bodiless) as reply:
-                watching = self._fleet.watch(reply, url)
-                try:
-                    await reply.begun()
-                    await answering.pass_on(reply)
-                finally:
-                    watching.cancel()
+                await reply.begun()
+                await answering.pass_on(reply)
         except NotSent as error:
             raise Unreachable(f"the replica at {url} cannot answer: {error}") from error
         except Broken as error:
@@ -223,15 +219,11 @@ class Forwarding:
         while url is not None:
             try:
                 async with self._fleet.peers.ask(url, asked.at(url), bodiless=asked.bodiless) as reply:
-                    watching = self._fleet.watch(reply, url)
-                    try:
-                        await reply.begun()
-                        if not is_misdirected(reply):
-                            await answering.pass_on(reply)
-                            return True
-                        await reply.rest()
-                    finally:
-                        watching.cancel()
+                    await reply.begun()
+                    if not is_misdirected(reply):
+                        await answering.pass_on(reply)
+                        return True
+                    await reply.rest()
                 reason = "it does not own the session"
             except NotSent as error:
                 reason = str(error)

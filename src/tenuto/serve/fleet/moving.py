@@ -217,7 +217,7 @@ class _Handover:
                 if turn is None:
                     await reply.rest()
                 else:
-                    await self._relays.read(turn, reply, self._url)
+                    await self._relays.read(turn, reply)
         except (Broken, TenutoError) as error:
             if taken.done() and turn is not None:
                 raise

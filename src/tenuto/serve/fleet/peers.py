@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import sys
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import cast
 from urllib.parse import urlsplit
@@ -20,6 +22,9 @@ MAX_IDLE = 256
 """The most idle connections to a replica."""
 READ_AHEAD_BYTES = 2**18
 """Bytes of an answer after which no more are read until some are used."""
+LOST_SECONDS = 5
+"""How long the network may lose everything before a connection breaks. A replica that lives, but is cut off from this
+one, would otherwise be waited for."""
 
 
 class NotSent(Exception):
@@ -160,10 +165,15 @@ class Reply(asyncio.Protocol):
         self.used = asyncio.get_running_loop().time()
 
 
+Watch = Callable[[Reply, str], Coroutine[None, None, None]]
+"""Fails an answer of the replica at an address once that replica no longer lives."""
+
+
 class Peers:
     """The connections to other replicas, by their URLs."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Watch | None = None) -> None:
+        self._watch = watch
         self._idle: dict[str, list[Reply]] = {}  # the one used last is last
 
     @asynccontextmanager
@@ -171,10 +181,13 @@ class Peers:
         """Sends a request, and yields the answer, which may not have begun. Its connection is kept if the whole answer
         is used, and otherwise closed, so that the other replica sees a client that leaves. Raises `NotSent`."""
         reply = self._kept(url) or await _connected(url)
+        watching = asyncio.ensure_future(self._watch(reply, url)) if self._watch is not None else None
         try:
             reply.ask(request, bodiless=bodiless)
             yield reply
         finally:
+            if watching is not None:
+                watching.cancel()
             idle = self._idle.setdefault(url, [])
             if reply.over and reply.usable and len(idle) < MAX_IDLE:
                 idle.append(reply)
@@ -207,5 +220,15 @@ async def _connected(url: str) -> Reply:
     except (OSError, TimeoutError) as error:
         raise NotSent(str(error) or "no answer") from error
     with suppress(OSError):
-        transport.get_extra_info("socket").setsockopt(6, 1, 1)  # TCP_NODELAY
+        _set_up(transport.get_extra_info("socket"))
     return reply
+
+
+def _set_up(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":  # what was sent and not received, and, while nothing is sent, one probe a second
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * LOST_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, LOST_SECONDS)

@@ -22,8 +22,6 @@ PATIENCE_SECONDS = 10.0
 
 Locate = Callable[[SessionKey], Awaitable[str | None]]
 """Returns the address of a session's owner; `None` if that is this replica, or there is no such session."""
-Silent = Callable[[Reply, str], "asyncio.Task[None]"]
-"""Watches an answer of the replica at an address, and breaks it once that replica no longer lives."""
 
 
 class Relays:
@@ -33,11 +31,10 @@ class Relays:
     for at the owner. Only if it is nowhere for too long, the stream ends with an error.
     """
 
-    def __init__(self, turns: Turns, between: Between, locate: Locate, watch: Silent, lease: float) -> None:
+    def __init__(self, turns: Turns, between: Between, locate: Locate, lease: float) -> None:
         self._turns = turns
         self._between = between
         self._locate = locate
-        self._watch = watch
         self._patience = lease + PATIENCE_SECONDS
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by the turn's name
 
@@ -51,14 +48,10 @@ class Relays:
         if (task := self._tasks.pop(turn.id, None)) is not None:
             task.cancel()
 
-    async def read(self, turn: LiveTurn, reply: Reply, url: str) -> None:
+    async def read(self, turn: LiveTurn, reply: Reply) -> None:
         """Passes on an answer with news. Raises `Broken`."""
-        watching = self._watch(reply, url)
-        try:
-            async for each in news_of(reply):
-                self._pass_on(turn, each)
-        finally:
-            watching.cancel()
+        async for each in news_of(reply):
+            self._pass_on(turn, each)
 
     def _pass_on(self, turn: LiveTurn, each: News) -> None:
         if each.delta is not None:
@@ -104,7 +97,7 @@ class Relays:
             return
         follow = Follow(tenant=tenant, session=session, name=turn.id, tokens=tokens, characters=characters)
         async with self._between.stream(url, follow) as reply:
-            await self.read(turn, reply, url)
+            await self.read(turn, reply)
 
     async def abort(self, turn: LiveTurn, keep: Keep) -> None:
         """Aborts a relayed turn where it runs. Raises that replica's refusal."""
