@@ -44,7 +44,7 @@ class TurnStreamBase:
 
     @property
     def reader(self) -> TurnReader:
-        """What has been read so far."""
+        """The part that has been read so far."""
         return self._reader
 
     @property

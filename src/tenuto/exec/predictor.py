@@ -1,4 +1,4 @@
-"""What a step does with the model's head for multi-token prediction."""
+"""A step's use of the model's head for multi-token prediction."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ class Place:
 
 
 def place(said: Sequence[Said], messages: Sequence[dict[str, Any]]) -> Place:
-    """Finds the last turn up to whose end the messages agree with what was said. Blanks do not count in answers: speech
-    has none. An answer that stops earlier than ours agrees as far as it goes, and nothing after it does."""
+    """Finds the last turn up to whose end the messages agree with what was said. Blanks in answers are not compared:
+    speech has none. An answer that stops earlier than ours agrees as far as it goes, and nothing after it does."""
     found = Place()
     for number, turn in enumerate(said, 1):
         asked = found.used + len(turn.given)
@@ -209,7 +209,7 @@ class Conversation:
 
 
 class Answering:
-    """An answer that is read in a task of its own, so that a reader who leaves does not roll it back."""
+    """An answer that a separate task reads, so that a reader who leaves does not roll it back."""
 
     def __init__(self, given: list[dict[str, Any]], stream: AsyncRemoteTurnStream) -> None:
         self.stream = stream
@@ -259,7 +259,7 @@ class Answering:
 
 
 class Speech:
-    """What the user has said since the last message: final transcripts, and one that may still change."""
+    """The user's words since the last message: final transcripts, and one that may still change."""
 
     def __init__(self) -> None:
         self._messages = 0  # of the user, when the first of the transcripts came

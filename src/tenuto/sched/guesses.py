@@ -162,7 +162,7 @@ class Proposer(ABC):
 
     @property
     def pools(self) -> tuple[Pool, ...]:
-        """Pools of its own, of memory that only serves guesses. No unit of them is touched between calls."""
+        """Its own pools, of memory that only serves guesses. No unit of them is touched between calls."""
         return ()
 
     def holders(self) -> Iterable[Holder]:

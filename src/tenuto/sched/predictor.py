@@ -1,4 +1,4 @@
-"""What steps ask of the model's head for multi-token prediction, and what it answers."""
+"""Questions of steps to the model's head for multi-token prediction, and its answers."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Shares:
 
 @dataclass(slots=True)
 class Outlook:
-    """What the head guessed for a turn when it had `length` tokens. `groups`: those of the guesses' probabilities;
+    """The head's guesses for a turn when it had `length` tokens. `groups`: those of the guesses' probabilities;
     `by_number`: the turn's own shares; `asked`: the turn's length when guesses were last asked for."""
 
     by_number: Shares
@@ -71,7 +71,7 @@ class _TimesWithHead(StepTimes):
 class PredictorProposer(Proposer):
     """Proposes what the head guessed after the turn's last step, if it was asked to.
 
-    It is asked only where guesses are expected to pay, by the times of steps and of the head, and by how many of the
+    It guesses only where guesses are expected to pay, by the times of steps and of the head, and by how many of the
     turn's guesses were right. How likely a guess is right is learned from those with similar probabilities.
     """
 

@@ -1,6 +1,6 @@
 """The feed of the map: its changes, for all viewers, at most four times a second.
 
-Without viewers, the engine is not asked anything. With viewers, it is asked once for all of them. A viewer that reads
+Without viewers, the engine is not asked anything. With viewers, one question is for all of them. A viewer that reads
 slowly gets all changes since it last read as one event.
 """
 

@@ -61,7 +61,7 @@ class News:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What a session holds: its leases as they were told, as viewers get it, and its units by pool."""
+    """The memory of a session: its leases as the engine listed them, as viewers get them, and its units by pool."""
 
     leases: list[MappedUnits]
     shown: list[Holding]

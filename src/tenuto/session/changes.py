@@ -17,9 +17,9 @@ ChangeKind = Literal[
 
 @dataclass(slots=True)
 class ErasedRows:
-    """What an `erase` has removed from the journal; written by the journal before it acknowledges the change. `rows`:
-    their number. `shared`: the ids of the sessions that still use pieces of the erased one's history, and how many of
-    its tokens these pieces have."""
+    """The rows that an `erase` has removed from the journal; written by the journal before it acknowledges the change.
+    `rows`: their number. `shared`: the ids of the sessions that still use pieces of the erased one's history, and how
+    many of its tokens these pieces have."""
 
     rows: int = 0
     shared: dict[str, int] = field(default_factory=dict)

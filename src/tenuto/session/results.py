@@ -81,7 +81,7 @@ class Once:
 
     @property
     def ticket(self) -> Ticket | None:
-        """What `accepted` has recorded."""
+        """The requests that `accepted` has recorded."""
         return self._ticket
 
     def kept(self, output: Delta, result: TurnResult) -> bytes:

@@ -147,7 +147,7 @@ class Turn:
 
     @property
     def begins_at(self) -> int:
-        """The position at or below which it begins to compute, when it has no memory of its own."""
+        """The position at or below which it begins to compute while it owns no memory."""
         return max(self.resume_position, self.moved)
 
     @property

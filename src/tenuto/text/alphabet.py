@@ -22,7 +22,7 @@ SUPPORTED = "byte-level BPE (decoder ByteLevel), or BPE with byte fallback as Ge
 @dataclass(frozen=True, slots=True)
 class Alphabet:
     """The spelling of bytes in one vocabulary. `bytes_of` returns the bytes of a token of the vocabulary, `added_bytes`
-    those of an added token. `letters` maps each byte to the text of its own token."""
+    those of an added token. `letters` maps each byte to the text of its token."""
 
     bytes_of: Callable[[str], bytes]
     added_bytes: Callable[[str], bytes]

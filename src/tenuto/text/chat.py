@@ -237,8 +237,8 @@ class ChatTemplate:
         apply to this turn only.
 
         Without messages, no tokens are added if the last answer is unfinished, so that the model continues it;
-        otherwise the assistant is asked to speak. Raises `InvalidRequest` if the template refuses the messages here,
-        and `ContextExceeded` like `opening`."""
+        otherwise the assistant's turn begins. Raises `InvalidRequest` if the template refuses the messages here, and
+        `ContextExceeded` like `opening`."""
         if earlier.tools and self._with_tools is not None:
             return self._with_tools.delta(
                 earlier, messages, last_token=last_token, generate=generate, room=room, variables=variables

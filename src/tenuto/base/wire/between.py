@@ -48,7 +48,7 @@ class Drop(Between, frozen=True, kw_only=True):
 
 
 class Follow(Between, frozen=True, kw_only=True):
-    """Answer with the news of a turn of this name after so many tokens and characters of its output."""
+    """Answer with the deltas of the turn of this name after so many tokens and characters of its output."""
 
     tenant: str
     session: str

@@ -26,8 +26,8 @@ class Gathering:
     within milliseconds, but one by one. If the first were computed alone, all others would wait for it, and its session
     would be ahead of them from then on. So a turn waits for sessions whose last turns were computed together with that
     of its own session: in the same run of steps, which ends when no turn is left. The first turns of newly opened
-    sessions wait for each other. No other turn waits: not that of a fork, nor of a session that goes on alone. In the
-    worst case a turn waits `QUIET_SECONDS` for one that does not come.
+    sessions wait for each other. No other turn waits, such as that of a fork, or of a session that goes on alone. In
+    the worst case a turn waits `QUIET_SECONDS` for one that does not come.
 
     Invariant: `_expected` has the times from which sessions' next turns are expected, in ascending order."""
 

@@ -22,7 +22,7 @@ IDLE_SECONDS = 2.0
 
 
 class AnyJournal(Protocol):
-    """What a journal of any database does; see `Journal`."""
+    """The interface of a journal in any database; see `Journal`."""
 
     @property
     def path(self) -> object: ...

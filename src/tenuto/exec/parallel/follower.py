@@ -1,5 +1,5 @@
-"""The process of a rank after the first one: it computes its part of what it is told on its standard input, and ends
-with that, or with an error."""
+"""The process of a rank after the first one: it carries out what comes on its standard input, and ends with that, or
+with an error."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Followers:
         self.tell_each(name, [args] * len(self._processes))
 
     def tell_each(self, name: str, args: Sequence[tuple[Any, ...] | None]) -> None:
-        """Tells each to call a method with arguments of its own; `None` stands for one that is told nothing."""
+        """Has each call a method with its own arguments; one with `None` calls nothing."""
         for process, given in zip(self._processes, args, strict=True):
             if given is not None:
                 _send(process.stdin, (name, given))

@@ -47,8 +47,8 @@ class SharedMemory:
     """Memory in a file; see `shared_memory`. Chunks are those that the process got which filled the file, if they are
     asked for in the same order.
 
-    Invariant: a file without `_PART` in its name is complete, and nobody writes to it. Whoever maps it holds a shared
-    lock on it.
+    Invariant: a file without `_PART` in its name is complete, and nobody writes to it. Each process that maps it holds
+    a shared lock on it.
     """
 
     def __init__(self, file: int, *, filled: bool) -> None:

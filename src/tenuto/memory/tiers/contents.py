@@ -79,7 +79,7 @@ class Digests:
     unit is named without reading all tokens before it.
 
     Invariant: the kept digests are those of the history's present tokens, as far as it reaches, with the marks of
-    `_lineage`. Whoever adds tokens calls `cut` before, since earlier ones may have been removed.
+    `_lineage`. Call `cut` before tokens are added, since earlier ones may have been removed.
     """
 
     __slots__ = ("_kept", "_lineage", "_scope")

@@ -17,8 +17,8 @@ Row = tuple[int, int]
 
 @dataclass(slots=True)
 class ErasedCopies:
-    """What was erased: the number of copies in `host` memory, and of rows of files on `disk`. `failed`: what could not
-    be overwritten or removed, and why."""
+    """The number of erased copies in `host` memory, and of erased rows of files on `disk`. `failed`: what could not be
+    overwritten or removed, and why."""
 
     host: int = 0
     disk: int = 0

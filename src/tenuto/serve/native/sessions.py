@@ -250,8 +250,8 @@ async def compact(
     response: Response,
     if_match: IfMatch = None,
 ) -> Compaction:
-    """Replaces turns by one with a summary of them. What follows the cut is computed before the session changes, with
-    lower priority. Turns may run meanwhile, and follow the summary then."""
+    """Replaces turns by one with a summary of them. The tokens behind the cut are computed before the session changes,
+    with lower priority. Turns may run meanwhile, and follow the summary then."""
     habits, given = edge.model.habits.after("user"), body.turn()
     span = Span(body.first, body.last, version_of(if_match))
     with body.naming(edge.model.context_length):

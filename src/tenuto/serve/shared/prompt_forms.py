@@ -59,7 +59,7 @@ Inputs = Prompt | Annotated[list[Prompt | Mixed], Field(fail_fast=True, max_leng
 
 
 def several(given: PromptField | Inputs) -> bool:
-    """Whether a request gives a list of prompts: one without token ids of its own."""
+    """Whether a request gives a list of prompts, which itself contains no token ids."""
     return isinstance(given, list) and bool(given) and not any(isinstance(part, int) for part in given)
 
 

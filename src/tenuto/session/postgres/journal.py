@@ -17,9 +17,9 @@ class PostgresJournal:
     """Writes the changes of the sessions that one replica owns. One thread uses it at a time.
 
     Invariant: a change is committed only in a transaction that has found its session owned by this replica, in the
-    epoch in which this replica opened or claimed it, and keeps the session's row locked. Whoever claims the session
-    changes that row, so no change is committed in an epoch after a later epoch began. No two ownerships have the same
-    epoch.
+    epoch in which this replica opened or claimed it, and keeps the session's row locked. A replica that claims the
+    session changes that row, so no change is committed in an epoch after a later epoch began. No two ownerships have
+    the same epoch.
     """
 
     def __init__(self, db: Database, fingerprint: str, replica: int) -> None:
