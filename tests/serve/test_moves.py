@@ -235,7 +235,9 @@ def test_a_drained_replica_becomes_empty_and_goes_on_to_serve() -> None:
         assert _view(two, fleet.servers[0].url)["draining"]
         for http in (one, two):
             for name in ("used", "unused"):
-                assert http.get(f"/v1/sessions/{name}").status_code == 200
+                answer = http.get(f"/v1/sessions/{name}")
+                assert answer.status_code == 200
+                assert answer.headers.get("connection") == ("close" if http is one else None)
         used = two.post("/v1/sessions/used/turns", json=body).json()
         assert used["usage"]["cached_tokens"] == 6
         assert one.post("/fleet/move", json={"session": "used", "to": number}).status_code == 400

@@ -84,6 +84,7 @@ def test_a_turn_that_ends_in_time_is_committed_before_the_server_ends() -> None:
             late = httpx.post(f"{server.url}/v1/sessions/s/turns", json=LONG, timeout=60)
             assert refusal(late) == (503, "draining")
             assert late.headers["retry-after"]
+            assert late.headers["connection"] == "close"  # the next request goes elsewhere
             assert asked.result().json()["state"] == "committed"
         assert server.process.wait(END_SECONDS) == 0
 

@@ -116,6 +116,8 @@ class Exchange:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             own = list(self._headers)
+            if self._edge.draining or self._edge.leaving:  # so that clients send their next request elsewhere
+                own.append((b"connection", b"close"))
             if self.status < 400:
                 own += [(name.encode(), value.encode()) for name, value in self.own.items()]
             message["headers"] = [*message["headers"], *own]

@@ -73,6 +73,11 @@ class MapFeed:
         self._asking: asyncio.Task[None] | None = None
         self._error: TenutoError | None = None
 
+    @property
+    def ending(self) -> bool:
+        """Whether the server is ending, and the feed with it."""
+        return self._edge.draining
+
     @contextmanager
     def viewer(self, tenant: Tenant) -> Iterator[Viewer]:
         """Lets one more look for the duration of the block. Raises `Overloaded`."""
@@ -207,7 +212,7 @@ class FeedStream(Response):
             try:
                 head = await self._feed.first(viewer)
                 await self._put(event("map", self._feed.picture(viewer, head)), send)
-                while True:
+                while not self._feed.ending:
                     await asyncio.sleep(INTERVAL)
                     await self._put(await self._feed.events(viewer), send)
             except TenutoError as error:

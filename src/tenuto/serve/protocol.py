@@ -15,7 +15,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from tenuto.base.errors import HeadersTooLarge, InvalidRequest, RequestTimeout, ServerFull, TenutoError
 from tenuto.serve.shared.client import EXTENSION, Client, answer_unframed
 from tenuto.serve.shared.errors import ErrorForm, Failure, new_request_id
-from tenuto.serve.unread import WRITE_BUFFER_BYTES, WatchedConnection
+from tenuto.serve.unread import ARRIVING_SECONDS, WRITE_BUFFER_BYTES, WatchedConnection
 
 log = structlog.get_logger("tenuto.http")
 
@@ -28,6 +28,8 @@ REST_SECONDS = 5.0
 """Time for which a client may go on sending the body of a request that was already answered."""
 PROBE_SECONDS = (0.05, 0.2, 1.0, 5.0)
 """Times between probes of a client that has closed its half of the connection; the last is repeated."""
+NEW_SECONDS = 0.5
+"""Time that a new connection has to begin a request although the server is ending."""
 LINGER_SECONDS = 1.0
 """Time a refused connection is still read: closing it at once might lose the answer."""
 
@@ -56,6 +58,8 @@ class BoundedProtocol(WatchedConnection):
     Invariant: `_timer` runs while the connection is not a WebSocket, no answer is in progress, and the client has yet
     to send the rest of its headers, or of a body that was answered early. The application itself times a body that it
     waits for.
+
+    `closing`: `shutdown` was called, since the server is ending.
     """
 
     def __init__(
@@ -75,7 +79,9 @@ class BoundedProtocol(WatchedConnection):
         self._form_of = form_of
         self._timer: asyncio.TimerHandle | None = None
         self._excess: TenutoError | None = None  # why the parser was stopped
+        self._opened = 0.0  # the loop's time when the client connected
         self._ended = False  # refused; further data is ignored
+        self.closing = False
         self._begun = False  # part of a request has arrived
         self._in_body = False  # the request's headers are complete
         self._around = 0  # bytes since the request began, or since its last byte of body
@@ -90,6 +96,7 @@ class BoundedProtocol(WatchedConnection):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's is
         super().connection_made(transport)
+        self._opened = self.loop.time()
         if len(self.connections) > self._limits.connections:
             self._refuse(ServerFull(f"{self._limits.connections} connections are open, the most allowed"))
             transport.close()
@@ -157,6 +164,8 @@ class BoundedProtocol(WatchedConnection):
         super().on_headers_complete()
         if self.cycle is before:  # the connection becomes a WebSocket
             return
+        if self.closing:
+            self.cycle.keep_alive = False
         self._client = Client(self.cycle)
         self.cycle.scope["extensions"] = {EXTENSION: self._client}  # type: ignore[dict-item] # see `Client`
         if self.cycle.scope["http_version"] == "1.0":
@@ -202,6 +211,8 @@ class BoundedProtocol(WatchedConnection):
             self._await_headers()
         elif self._begun:
             self._refuse(RequestTimeout(f"the headers were incomplete after {self._limits.header_seconds:g} seconds"))
+        elif self.arriving:
+            self._await_headers()
         else:
             self.transport.close()
 
@@ -215,6 +226,19 @@ class BoundedProtocol(WatchedConnection):
             self._timer = None
 
     # -- the end
+
+    def shutdown(self) -> None:
+        """Closes the connection once it is idle. A request that is arriving, or that a client which has just connected
+        is about to send, is answered first."""
+        if self.transport.is_closing():
+            return
+        self.closing = True
+        cycle: RequestResponseCycle | None = self.cycle
+        new = cycle is None and self.loop.time() < self._opened + NEW_SECONDS
+        if not self._answering and not self._ended and (new or self._begun or self.arriving):
+            self.loop.call_later(ARRIVING_SECONDS, self.shutdown)
+        else:
+            super().shutdown()
 
     def _refuse(self, error: TenutoError) -> None:
         """Answers with an error, unless another answer is in progress, and closes the connection."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import resource
 import signal
 import socket
@@ -27,7 +28,7 @@ from tenuto.serve.process import ProcessLink
 from tenuto.serve.protocol import BoundedProtocol, BoundedSocket, ConnectionLimits
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.settings import ServeSettings
-from tenuto.serve.unread import SEND_BUFFER_BYTES, UnreadConnections
+from tenuto.serve.unread import SEND_BUFFER_BYTES, UnreadConnections, WatchedConnection
 
 if TYPE_CHECKING:
     from tenuto.serve.tracing import Tracing
@@ -35,18 +36,48 @@ if TYPE_CHECKING:
 log = structlog.get_logger("tenuto.server")
 
 CLOSING_SECONDS = 2.0
-"""Time connections have to end once their turns have ended."""
+"""The least time that connections have to end once their turns have ended."""
+CHECK_SECONDS = 0.1
 OTHER_FILES = 64
 """Number of open files other than connections."""
 
 
-class _Server(uvicorn.Server):
+class EndingServer(uvicorn.Server):
     """A uvicorn server that leaves signals to us, so that the exit status is 0 after SIGTERM and turns end before
     connections."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ends, after the connections are accepted that clients have opened: closing the listening socket would reset
+        them."""
+        config, state = self.config, self.server_state
+
+        def protocol() -> asyncio.Protocol:
+            kind = cast("Callable[..., asyncio.Protocol]", config.http_protocol_class)
+            return kind(config=config, server_state=state, app_state=self.lifespan.state)
+
+        for listening in sockets or ():
+            listening.settimeout(0)
+            with suppress(BlockingIOError):
+                while True:
+                    connection, _ = listening.accept()
+                    await asyncio.get_running_loop().connect_accepted_socket(protocol, connection)
+        asking = asyncio.ensure_future(self._ask())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            asking.cancel()
+
+    async def _ask(self) -> None:
+        """Asks connections to end, also those that were accepted too late for uvicorn to ask them."""
+        while True:
+            await asyncio.sleep(CHECK_SECONDS)
+            for connection in list(self.server_state.connections):
+                if isinstance(connection, BoundedProtocol) and not connection.closing:
+                    connection.shutdown()
 
 
 def listen(settings: ServeSettings) -> socket.socket:
@@ -139,11 +170,10 @@ async def _serve(
         log_config=None,
         access_log=False,
         lifespan="off",
-        timeout_graceful_shutdown=int(CLOSING_SECONDS),
         server_header=False,
         proxy_headers=False,  # nothing depends on a client's address
     )
-    server, ending = _Server(config), asyncio.Event()
+    server, ending = EndingServer(config), asyncio.Event()
 
     def end() -> None:
         edge.hurried = ending.is_set()  # the second signal: do not wait for turns
@@ -161,13 +191,12 @@ async def _serve(
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     asked = ending.is_set()
     log.info("ending", open_turns=len(edge.turns.open_turns()))
+    deadline = time.monotonic() + settings.drain_seconds
     if link.stopped is None:
-        left = await _leave(edge, fleet) if fleet is not None and asked else settings.drain_seconds
-        await edge.drain(left)
-    server.should_exit = True
-    await asyncio.wait({serving}, timeout=CLOSING_SECONDS / 2)
-    unread.give_up()
-    await serving
+        if fleet is not None and asked:
+            await _leave(fleet, deadline)
+        await edge.drain(deadline - time.monotonic())
+    await _close(server, serving, edge, unread, deadline)
     if fleet is not None:
         fleet.close()
     for task in (watching, *ends):
@@ -176,11 +205,26 @@ async def _serve(
         raise link.stopped.error()
 
 
-async def _leave(edge: Edge, fleet: Fleet) -> float:
+async def _leave(fleet: Fleet, deadline: float) -> None:
     """Lets the sessions of this replica move to others, if there are any, and waits until its clients have their
-    answers. Returns what is left of the time for open turns."""
-    began, seconds = time.monotonic(), edge.settings.drain_seconds
+    answers, or until the deadline."""
     with suppress(TenutoError):  # no other replica, or no database: as with a single server
         fleet.drain.begin(await fleet.replicas())
-        await fleet.drain.wait(seconds)
-    return max(0.0, seconds - (time.monotonic() - began))
+        await fleet.drain.wait(deadline - time.monotonic())
+
+
+async def _close(
+    server: EndingServer, serving: asyncio.Future[None], edge: Edge, unread: UnreadConnections, deadline: float
+) -> None:
+    """Ends the connections. Clients that read late have until the deadline to read the ends of their answers."""
+    left = max(0.0, deadline - time.monotonic())
+    server.config.timeout_graceful_shutdown = math.ceil(left + CLOSING_SECONDS)  # what goes on then is cancelled
+    server.should_exit = True
+    await asyncio.wait({serving}, timeout=CLOSING_SECONDS / 2)
+    for connection in list(server.server_state.connections):
+        if not isinstance(connection, WatchedConnection):  # a WebSocket, which was told
+            connection.transport.abort()
+    while not (serving.done() or edge.hurried or edge.link.stopped is not None) and time.monotonic() < deadline:
+        await asyncio.wait({serving}, timeout=CHECK_SECONDS)
+    unread.give_up()
+    await serving

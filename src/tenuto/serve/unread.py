@@ -1,5 +1,5 @@
 """Breaks the connections of clients that do not read. Otherwise their turns would hold rows, and their answers fill
-memory."""
+memory. Closes idle connections, unless a request has just arrived there."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ SEND_BUFFER_BYTES = 2**16
 does not read would hold its row until the buffer is full."""
 WRITE_BUFFER_BYTES = 2**14
 """Bytes in our own buffer before the writer has to wait."""
+ARRIVING_SECONDS = 0.02
+"""Time after which a connection is looked at again on which a request was arriving."""
 
 
 class WatchedConnection(HttpToolsProtocol):
@@ -36,6 +38,20 @@ class WatchedConnection(HttpToolsProtocol):
     def resume_writing(self) -> None:
         self.resumed += 1
         super().resume_writing()
+
+    @property
+    def arriving(self) -> bool:
+        """Whether bytes of the client have arrived that were not read yet. Closing the connection would then reset it,
+        and the client would not know whether its request was carried out."""
+        return _unread_bytes(self.transport) > 0
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Closes a connection that was idle for too long, unless a request has arrived: timers of a busy event loop run
+        before it reads."""
+        if not self.transport.is_closing() and self.arriving:
+            self.timeout_keep_alive_task = self.loop.call_later(ARRIVING_SECONDS, self.timeout_keep_alive_handler)
+        else:
+            super().timeout_keep_alive_handler()
 
 
 class UnreadConnections:
@@ -81,9 +97,10 @@ class UnreadConnections:
         self._waiting = waiting
 
     def give_up(self) -> None:
-        """Breaks the connections whose buffers are full. Called at shutdown."""
+        """Breaks the connections whose buffers are full. Called at the end of a shutdown."""
         for connection in list(self._connections):
             if _may_be_unread(connection):
+                log.info("client has not read its answer", bytes_left=bytes_left(connection.transport))
                 connection.transport.abort()
 
 
@@ -92,6 +109,15 @@ def _may_be_unread(connection: asyncio.Protocol) -> bool:
     if not isinstance(connection, WatchedConnection):
         return False
     return connection.flow.write_paused or connection.transport.is_closing()
+
+
+def _unread_bytes(transport: asyncio.Transport) -> int:
+    """Returns the number of bytes in the system's receive buffer."""
+    descriptor = transport.get_extra_info("socket").fileno()
+    try:
+        return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)
+    except (OSError, ValueError):  # the connection has just been lost
+        return 0
 
 
 def bytes_left(transport: asyncio.WriteTransport) -> int:
