@@ -21,15 +21,22 @@ LEASE = 1.5
 
 class Replicas:
     """Servers with the same options on one database. `url`: of the database. `lease`: in seconds; a busy machine may
-    let a replica wait for longer than a short one. `networks`: those the replicas are in, if they have their own."""
+    let a replica wait for longer than a short one. `networks`: those the replicas are in, if they have their own.
+    `rebalance`: whether they spread load."""
 
     def __init__(
-        self, url: str, count: int, *arguments: str, lease: float = LEASE, networks: Networks | None = None
+        self,
+        url: str,
+        count: int,
+        *arguments: str,
+        lease: float = LEASE,
+        networks: Networks | None = None,
+        rebalance: bool = False,
     ) -> None:
         self.url = url
         self.lease = lease
         self.networks = networks
-        self._arguments = arguments
+        self._arguments = *arguments, "--fleet-rebalance" if rebalance else "--no-fleet-rebalance"
         self._places = networks.places if networks is not None else [Place("127.0.0.1", url)] * count
         self._ports = [free_port() for _ in range(count)]
         with ThreadPoolExecutor(count) as starting:
@@ -68,10 +75,15 @@ class Replicas:
 
 @contextmanager
 def replicas(
-    url: str, count: int, *arguments: str, lease: float = LEASE, networks: Networks | None = None
+    url: str,
+    count: int,
+    *arguments: str,
+    lease: float = LEASE,
+    networks: Networks | None = None,
+    rebalance: bool = False,
 ) -> Iterator[Replicas]:
     """Runs a fleet inside the context."""
-    fleet = Replicas(url, count, *arguments, lease=lease, networks=networks)
+    fleet = Replicas(url, count, *arguments, lease=lease, networks=networks, rebalance=rebalance)
     try:
         yield fleet
     finally:

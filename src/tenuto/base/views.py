@@ -331,12 +331,27 @@ def hidden_session_id() -> str:
 
 
 class OwnedSession(View, frozen=True, kw_only=True):
-    """A session that a replica owns. `idle`: no turn is open. `units`: those that its state takes, wherever it is."""
+    """A session that a replica owns. `turn`: the state of its open turn. `units`: those that its state takes, wherever
+    it is. `share`: the largest share of a pool's units that its state takes on the device. `rested`: seconds since its
+    last turn ended."""
 
     tenant: str
     session: str
-    idle: bool
+    turn: TurnState | None
     units: int
+    share: float
+    rested: float
+    pinned: bool
+
+    @property
+    def idle(self) -> bool:
+        """Whether no turn is open."""
+        return self.turn is None
+
+    @property
+    def key(self) -> SessionKey:
+        """The key of the session."""
+        return self.tenant, self.session
 
 
 class MovesView(View, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from tenuto.base.views import FleetView, Membership, MovesView, OwnerView, Place
 from tenuto.base.wire.messages import CheckLease, Enter, FindOwner, GetFleet, ListUnowned, Locate, TellLoad
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread.loop import EngineLoop
+from tenuto.runtime.burden import load_of
 from tenuto.session.postgres.database import Database
 from tenuto.session.postgres.journal import PostgresJournal
 from tenuto.session.postgres.replicas import DamagedRow, Owned, Replicas
@@ -193,7 +194,7 @@ class Member:
         steps may take longer than a lease."""
         if not self._asked_load:
             self._asked_load = True
-            self._loop.call(_load).add_done_callback(self._take_load)
+            self._loop.call(load_of).add_done_callback(self._take_load)
         edge = self._edge
         more = {"open_turns": edge.open_turns, "draining": edge.draining, "moves": edge.moves}
         return msgspec.json.encode(msgspec.structs.replace(self._load, **more)).decode()
@@ -395,11 +396,6 @@ def answered(work: Callable[[], T], answer: Callable[[T], None], refuse: Callabl
         refuse(error)
     else:
         answer(value)
-
-
-def _load(engine: Engine) -> ReplicaLoad:
-    used = max((pool.leased / pool.capacity for pool in engine.memory.pools if pool.capacity), default=0.0)
-    return ReplicaLoad(running=len(engine.batch), waiting=engine.queued, used=round(used, 4))
 
 
 def _epochs(engine: Engine) -> dict[Session, int]:

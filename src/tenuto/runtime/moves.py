@@ -32,6 +32,7 @@ from tenuto.engine.engine import Engine
 from tenuto.engine.moved_turns import Readied
 from tenuto.engine.thread import views
 from tenuto.engine.thread.loop import EngineLoop, Subscriber
+from tenuto.runtime.burden import Burden, burden_of
 from tenuto.runtime.member import Member, answered
 from tenuto.session.records import SavedSession
 from tenuto.session.session import Session
@@ -83,6 +84,7 @@ class Moves:
         self._working = ThreadPoolExecutor(1, "tenuto-moves")
         self._held: dict[str, Session] = {}  # by move; only for the threads of this class, one at a time for each move
         self._offers: dict[str, StateOffer] = {}  # of sessions that arrive, likewise
+        self._leaving: dict[str, StateOffer] = {}  # of sessions that are to leave, until that is settled
         self._tickets: dict[str, Ticket] = {}  # of turns that go on here, until their moves are answered
 
     def close(self) -> None:
@@ -119,10 +121,14 @@ class Moves:
     def begin(self, request: BeginMove) -> StateOffer:
         """Carries out `BeginMove`."""
         identity = self._identity()
-        offer = self._loop.call(
-            lambda engine: engine.departures.begin(request.move, request.session, request.tenant)
-        ).result()
-        return msgspec.structs.replace(offer, owner=self._member.number, identity=identity)
+
+        def begin(engine: Engine) -> tuple[StateOffer, Burden]:
+            return engine.departures.begin(request.move, request.session, request.tenant), burden_of(engine)
+
+        offer, burden = self._loop.call(begin).result()
+        relieved = burden.without(self._leaving.values()).relieved(request.relieves)
+        self._leaving[request.move] = offer
+        return msgspec.structs.replace(offer, owner=self._member.number, identity=identity, relieved=relieved)
 
     def copy(self, move: str) -> list[StatePiece]:
         """Carries out `CopyMove`."""
@@ -171,9 +177,11 @@ class Moves:
         if session is not None and (request.gone or (request.asked and not self._member.keep(session))):
             self._loop.call(lambda engine: self._leave(engine, request.move)).result()
             del self._held[request.move]
+            self._leaving.pop(request.move, None)
             return False
         self._loop.call(lambda engine: engine.departures.resume(request.move)).result()
         self._held.pop(request.move, None)
+        self._leaving.pop(request.move, None)
         return True
 
     def _leave(self, engine: Engine, move: str) -> None:
@@ -209,11 +217,15 @@ class Moves:
     # -- for the replica to which it moves
 
     def reserve(self, move: str, offer: StateOffer) -> None:
-        """Carries out `ReserveMove`. Raises `InvalidRequest` unless the state is of this model and these weights."""
+        """Carries out `ReserveMove`. Raises `InvalidRequest` unless the state is of this model and these weights, and
+        `NoRoom` if the session comes to spread load, and this replica has as much as the one that it would leave."""
         if offer.identity != self._identity():
             raise _other_weights()
         if offer.params is not None:
             self._constrain(offer.params)  # compiles the grammar
+        if offer.relieved is not None:
+            burden = self._loop.call(burden_of).result().plus(list(self._offers.values()))
+            burden.require_less(offer.relieved, offer)
         self._loop.call(lambda engine: engine.arrivals.reserve(move, offer)).result()
         self._offers[move] = offer
 
@@ -275,16 +287,22 @@ class Moves:
 
 
 def _owned(engine: Engine) -> list[OwnedSession]:
-    def units(session: Session) -> int:
-        memory, parked = session.memory, engine.idle_memory.position(session)
-        kept = memory.kept_units if not memory.arriving else 0
-        return max(kept, parked)
+    now, pools = engine.now(), engine.memory.pools
 
-    return [
-        OwnedSession(tenant=each.policy.tenant, session=each.id, idle=each.turn is None, units=units(each))
-        for each in engine.registry
-        if each.policy.lasting
-    ]
+    def owned(session: Session) -> OwnedSession:
+        memory, turn = session.memory, session.turn
+        kept = list(map(len, memory.kept())) if memory.computed and not memory.arriving else []
+        return OwnedSession(
+            tenant=session.policy.tenant,
+            session=session.id,
+            turn=turn.state if turn is not None else None,
+            units=max(sum(kept), engine.idle_memory.position(session)),
+            share=max((count / pool.capacity for count, pool in zip(kept, pools, strict=False) if count), default=0.0),
+            rested=now - session.last_turn_end,
+            pinned=session.policy.pinned,
+        )
+
+    return [owned(each) for each in engine.registry if each.policy.lasting]
 
 
 def _other_weights() -> NotAcknowledged:

@@ -45,7 +45,7 @@ from tenuto.base.views import (
     WeightsView,
 )
 from tenuto.base.wire.document import SessionDocument
-from tenuto.base.wire.moves import StateEnd, StateOffer, StatePiece
+from tenuto.base.wire.moves import StateEnd, StateOffer, StatePiece, Surplus
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -501,9 +501,11 @@ class ListUnowned(Request[SessionPage], frozen=True, kw_only=True):
 
 class BeginMove(OfSession[StateOffer], frozen=True, kw_only=True):
     """Begin to move a session to another replica, and return the offer for that one. `move`: a unique name, by which
-    the other requests refer to it. The session goes on."""
+    the other requests refer to it. `relieves`: of what this replica has too much; the other one refuses the session if
+    it would then have more. The session goes on."""
 
     move: str
+    relieves: Surplus | None = None
 
 
 class CopyMove(Request[list[StatePiece]], frozen=True, kw_only=True):

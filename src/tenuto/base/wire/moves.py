@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -16,12 +17,24 @@ from tenuto.base.turns import Delta, OutputSpan
 from tenuto.base.views import Ticket
 from tenuto.base.wire.document import Conversation
 
+Surplus = Literal["turns", "memory"]
+"""What a replica has too much of, so that it moves sessions to another one."""
+
+
+class Relieved(msgspec.Struct, frozen=True, kw_only=True):
+    """The load of the replica that a session leaves to spread load, without what is leaving already: its running and
+    waiting `turns`, or the share of its memory that is `used`. The other is `None`."""
+
+    turns: int | None = None
+    used: float | None = None
+
 
 class StateOffer(msgspec.Struct, frozen=True, kw_only=True):
     """A session that is to move, for which its new owner reserves room. `owner`: the number of the replica that owns
     it. `identity`: see `state_file.StateHeader`, as are `page_size`, `unit_bytes` and `units`, the numbers of units
     that its state takes now. `length`: the most tokens that it and its open turn can have. `busy`: whether a turn is
-    open. `params`: those of that turn, whose grammar takes time to compile."""
+    open. `params`: those of that turn, whose grammar takes time to compile. `relieved`: refuse the session if this
+    replica would then have a larger load than that one."""
 
     tenant: str
     session: str
@@ -33,6 +46,7 @@ class StateOffer(msgspec.Struct, frozen=True, kw_only=True):
     length: int
     policy: Policy
     params: TurnParams | None
+    relieved: Relieved | None = None
 
 
 class StatePiece(msgspec.Struct, frozen=True, array_like=True):

@@ -25,6 +25,7 @@ from tenuto.serve.fleet.asking import SECRET, Between
 from tenuto.serve.fleet.draining import Drain, by_room, others
 from tenuto.serve.fleet.moving import Moving
 from tenuto.serve.fleet.peers import Broken, Peers, Reply
+from tenuto.serve.fleet.rebalancing import Rebalancing
 from tenuto.serve.fleet.relays import Relays
 from tenuto.serve.shared.edge import SHUTTING_DOWN, Edge
 
@@ -51,6 +52,7 @@ class Fleet:
         self.relays = Relays(edge.turns, self.between, self.seek, self.lease)
         self.moving = Moving(edge, self.between, self.relays)
         self.drain = Drain(edge, self.moving)
+        self.rebalancing = Rebalancing(edge, self.moving, self.lease)
         self._said: TellLoad | None = None
         self._telling: asyncio.Task[None] | None = None
         self._elsewhere: OrderedDict[SessionKey, str] = OrderedDict()
@@ -66,12 +68,15 @@ class Fleet:
         edge.listed_elsewhere = fleet.listed
         edge.in_fleet = True
         fleet._telling = asyncio.ensure_future(fleet._tell_on())
+        if edge.settings.fleet_rebalance:
+            fleet.rebalancing.begin()
         return fleet
 
     def close(self) -> None:
         """Ends what goes on beside requests."""
         if self._telling is not None:
             self._telling.cancel()
+        self.rebalancing.close()
         self.peers.close()
 
     async def _tell_on(self) -> None:
@@ -127,6 +132,7 @@ class Fleet:
     def arrived(self, key: SessionKey) -> None:
         """Records that a session has moved here."""
         self._elsewhere.pop(key, None)
+        self.rebalancing.arrived(key)
 
     async def replicas(self) -> FleetView:
         """Returns the fleet as it is in the database. Raises `NotAcknowledged`."""

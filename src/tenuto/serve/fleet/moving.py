@@ -17,7 +17,7 @@ from tenuto.base.turns import Keep
 from tenuto.base.views import MovesView, SessionKey
 from tenuto.base.wire.between import Drop, Put, Reserve, Take
 from tenuto.base.wire.messages import BeginMove, CopyMove, HoldMove, SettleMove
-from tenuto.base.wire.moves import LiveStream, StateEnd
+from tenuto.base.wire.moves import LiveStream, StateEnd, Surplus
 from tenuto.serve.fleet.asking import Between
 from tenuto.serve.fleet.peers import Broken
 from tenuto.serve.fleet.relays import Relays
@@ -61,22 +61,23 @@ class Moving:
             while (held := self._held.get(key)) is not None:
                 await held.wait()
 
-    async def move(self, key: SessionKey, url: str) -> None:
-        """Moves a session to the replica at `url`, also if the caller is cancelled meanwhile. Raises the reason why
-        that has failed; the session then goes on here."""
-        moving = asyncio.ensure_future(self._move(key, url))
+    async def move(self, key: SessionKey, url: str, relieves: Surplus | None = None) -> None:
+        """Moves a session to the replica at `url`, also if the caller is cancelled meanwhile. `relieves`: see
+        `BeginMove`; such a move does not wait for a turn that cannot go on elsewhere. Raises the reason why the move
+        has failed; the session then goes on here."""
+        moving = asyncio.ensure_future(self._move(key, url, relieves))
         moving.add_done_callback(_look)
         await asyncio.shield(moving)
 
-    async def _move(self, key: SessionKey, url: str) -> None:
+    async def _move(self, key: SessionKey, url: str, relieves: Surplus | None) -> None:
         if key in self._under_way:
             raise SessionBusy(f"session {key[1]} is moving already")
         self._under_way[key] = url
         began, done = time.perf_counter(), False
         try:
-            for last in range(TRIES, 0, -1):
+            for last in range(TRIES if relieves is None else 1, 0, -1):
                 try:
-                    await self._try(key, url)
+                    await self._try(key, url, relieves)
                     break
                 except SessionBusy:  # its turn is of a kind that is waited for
                     if (turn := self._edge.turns.queues.open_turn(key)) is None or last == 1:
@@ -95,10 +96,10 @@ class Moving:
             for heard in self.on_move:
                 heard("done" if done else "failed", time.perf_counter() - began)
 
-    async def _try(self, key: SessionKey, url: str) -> None:
+    async def _try(self, key: SessionKey, url: str, relieves: Surplus | None) -> None:
         tenant, session = key
         name, link = secrets.token_hex(8), self._edge.link
-        offer = await link.call(BeginMove(tenant=tenant, session=session, move=name))
+        offer = await link.call(BeginMove(tenant=tenant, session=session, move=name, relieves=relieves))
         try:
             await self._between.ask(url, Reserve(move=name, offer=offer))
             pieces = await link.call(CopyMove(move=name))

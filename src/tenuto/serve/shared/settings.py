@@ -229,6 +229,9 @@ class ServeSettings:
     fleet_secret_file: str | None = option(
         None, "File with the secret of the fleet's replicas; without one, it is in their database.", parse_path
     )
+    fleet_rebalance: bool = option(
+        default=True, description="Move sessions to replicas that have much less to do, to spread load."
+    )
     public_metrics: bool = option(default=False, description="Show /metrics without an admin key.")
     tenants: Keys = field(init=False, repr=False)
     fleet_secret: str | None = field(init=False, repr=False)
