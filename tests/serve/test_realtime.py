@@ -187,21 +187,23 @@ def test_a_truncation_while_the_assistant_speaks_commits_what_was_heard(
         name = begun(connection, max_output_tokens="inf")
         connection.conversation.item.create(item=said("tell me all"))
         connection.response.create()
-        text, item = "", ""
-        while len(text) < 40:
+        pieces, item = list[str](), ""
+        while len(pieces) < 6:
             event = until(connection, "response.output_text.delta")[-1]
-            text, item = text + event.delta, event.item_id
-        connection.send(truncation(item, 20))
+            pieces, item = [*pieces, event.delta], event.item_id
+        text, whole = "".join(pieces), "".join(pieces[:4])
+        heard = text[: len(whole) + 1]
+        connection.send(truncation(item, len(heard)))
         events = until(connection, "conversation.item.truncated")
         done = next(event.response for event in events if event.type == "response.done")
         assert done.status == "cancelled"
-        assert done.output[0].content[0].text == text[:20]
+        assert done.output[0].content[0].text == heard
         connection.conversation.item.retrieve(item_id=item)
-        assert until(connection, "conversation.item.retrieved")[-1].item.content[0].text == text[:20]
+        assert until(connection, "conversation.item.retrieved")[-1].item.content[0].text == heard
         with slow_witness.client() as http:
             [turn] = http.get(f"/v1/sessions/{name}/turns").json()["data"]
-        assert text[:20].startswith(turn["output_text"])
-        assert len(turn["output_text"]) > 5
+        assert heard.startswith(turn["output_text"])
+        assert turn["output_text"].startswith(whole)
         events = ask(connection, "go on", max_output_tokens=3)
         known = len(turn["input_tokens"]) + len(turn["output_tokens"])
         assert usage(events).input_token_details.cached_tokens >= known - 1

@@ -68,6 +68,11 @@ def is_broken(connection: socket.socket) -> bool:
     return not received.endswith(b"0\r\n\r\n")
 
 
+def dropped(server: Server) -> int:
+    """Returns how many clients the server has disconnected because they do not read."""
+    return sum("client does not read" in line for line in server.lines)
+
+
 def begun(http: httpx.Client, session: str) -> bool:
     return http.get(f"/v1/sessions/{session}").json()["turn"] == "running"
 
@@ -103,9 +108,10 @@ def test_an_unread_stream_ends_as_if_its_client_had_disconnected(
     http.post("/v1/sessions", json={"id": "silent"}).raise_for_status()
     http.post("/v1/sessions", json={"id": "other"}).raise_for_status()
     path, body = REQUESTS[interface]
+    before = dropped(witness)
     with asked(witness, path, body) as silent:
-        eventually(lambda: begun(http, "silent"))
         assert turn(http, "/v1/sessions/other", input=[1], max_new_tokens=500)["kept"] == 500
+        eventually(lambda: dropped(witness) > before)
         eventually(lambda: not begun(http, "silent"))
         assert is_broken(silent)
     assert http.get("/v1/sessions/silent").json()["version"] == 0
@@ -115,15 +121,17 @@ def test_an_unread_stream_ends_as_if_its_client_had_disconnected(
 
 
 def test_unread_streams_do_not_keep_others_out(witness: Server, http: httpx.Client) -> None:
-    sessions = [f"silent-{n}" for n in range(ROWS + 2)]
+    sessions, silent = [f"silent-{n}" for n in range(ROWS + 2)], list[socket.socket]()
+    before = dropped(witness)
     with ExitStack() as stack:
         for session in sessions:
             http.post("/v1/sessions", json={"id": session}).raise_for_status()
-            stack.enter_context(asked(witness, f"/v1/sessions/{session}/turns", ENDLESS))
-        eventually(lambda: sum(begun(http, session) for session in sessions) == ROWS)
+            silent.append(stack.enter_context(asked(witness, f"/v1/sessions/{session}/turns", ENDLESS)))
         answer = http.post("/v1/completions", json={"model": "witness", "prompt": [1]}, timeout=SECONDS)
         assert answer.json()["usage"]["completion_tokens"] == 16
+        eventually(lambda: dropped(witness) == before + len(sessions))
         eventually(lambda: all(http.get(f"/v1/sessions/{session}").json()["turn"] is None for session in sessions))
+        assert all(is_broken(each) for each in silent)
     for session in sessions:
         http.delete(f"/v1/sessions/{session}")
 
@@ -134,8 +142,8 @@ def test_a_turn_that_may_continue_without_readers_survives_one_that_does_not_rea
     http.post("/v1/sessions", json={"id": "going-on"}).raise_for_status()
     body = {**ENDLESS, "on_disconnect": "continue"}
     with asked(witness, "/v1/sessions/going-on/turns", body) as silent:
-        dropped = sum("client does not read" in line for line in witness.lines)
-        eventually(lambda: sum("client does not read" in line for line in witness.lines) > dropped)
+        before = dropped(witness)
+        eventually(lambda: dropped(witness) > before)
         assert begun(http, "going-on")
         assert is_broken(silent)
     assert begun(http, "going-on")
