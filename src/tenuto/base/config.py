@@ -300,8 +300,8 @@ _OTLP_EXPORTERS = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"
 
 def trace_exporters(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """Returns the names under which OpenTelemetry's packages register the exporters of traces that its standard
-    variables ask for: those of `OTEL_TRACES_EXPORTER`, or OTLP's if only an endpoint is set. There are none without
-    these variables. Raises `ConfigError` for a protocol of OTLP that has no exporter.
+    variables ask for: those of `OTEL_TRACES_EXPORTER`, or OTLP's if only an endpoint is set. Without these variables it
+    is empty. Raises `ConfigError` for a protocol of OTLP that has no exporter.
 
     Source: opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables."""
     endpoints = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")

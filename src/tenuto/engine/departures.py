@@ -35,8 +35,8 @@ class Departure:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What is left to send of a session that is held; see `StateEnd`. `lent`: in place of `pieces`, parked memory, to
-    be taken back once it is read."""
+    """The rest of a held session; see `StateEnd`. `lent`: in place of `pieces`, parked memory, to be taken
+    back once it is read."""
 
     session: Session
     position: int
@@ -115,8 +115,8 @@ class Departures:
 
     @guarded
     def copy(self, move: str, most: int) -> list[StatePiece]:
-        """Returns copies of settled units that were not copied before, of at most `most` bytes, but at least one unit;
-        empty if there are none now. Raises `NotFound` if the session is gone."""
+        """Returns copies of settled units that were not copied before, of at most `most` bytes, but at least one unit.
+        May be empty. Raises `NotFound` if the session is gone."""
         departure = self._find(move)
         position = self._computed(departure.session)
         for group, table in enumerate(departure.session.memory.tables):
@@ -194,7 +194,7 @@ class Departures:
 
     @guarded
     def resume(self, move: str) -> None:
-        """Lets the session go on here, if it was held and is still here. Does nothing if there is no such departure."""
+        """Lets the session go on here, if it was held and is still here. Otherwise does nothing."""
         departure = self._departures.pop(move, None)
         if departure is None or not departure.session.held:
             return

@@ -107,8 +107,8 @@ def compare(
     tokens: Longs,
     begins: Longs,
 ) -> None:
-    """Checks that the tokens of each row at positions `first[i]` to `starts[i]` are those of its history, as far as
-    that is `known`. Its pages begin at index `begins[i]` of `pages` and `tokens`."""
+    """Checks that the tokens of each row at positions `first[i]` to `starts[i]` are those of the `known` part of its
+    history. Its pages begin at index `begins[i]` of `pages` and `tokens`."""
     for row, low, start, history, begin in zip(rows, first, starts, known, begins, strict=True):
         stop = min(int(start), len(history))
         skipped = int(low) % size

@@ -190,8 +190,8 @@ class Member:
                 self._loop.drop(session)
 
     def _said(self) -> str:
-        """Returns what to tell the fleet, a `ReplicaLoad` in JSON. The engine is asked for the next time, since its
-        steps may take longer than a lease."""
+        """Returns a `ReplicaLoad` in JSON for the fleet. Also asks the engine for the next one, since its steps may
+        take longer than a lease."""
         if not self._asked_load:
             self._asked_load = True
             self._loop.call(load_of).add_done_callback(self._take_load)

@@ -234,7 +234,7 @@ class Moves:
         self._loop.call(lambda engine: engine.arrivals.put(move, piece)).result()
 
     def receive(self, move: str, end: StateEnd, subscriber: Subscriber) -> Ticket:
-        """Carries out `TakeMove`. Whatever it raises before the owner is changed, nothing has changed here."""
+        """Carries out `TakeMove`. An error before the owner is changed leaves everything here as it was."""
         offer = self._offers.get(move)
         if offer is None:
             raise NotFound("nothing is expected of this move here: it took too long")

@@ -273,8 +273,8 @@ class Service:
             self._outbox.answer(request, value)
 
     def _ask(self, request: Request[T]) -> None:
-        """Executes a command that neither changes sessions nor shows their state, so that its answer need not wait for
-        the journal."""
+        """Executes a command without effect on sessions, which does not show their state. So its answer need not wait
+        for the journal."""
         asked = self._loop.call(lambda _: self._dispatcher.execute(request))
         asked.add_done_callback(partial(self._reply, request))
 

@@ -71,6 +71,6 @@ class Suspects:
 
 
 def _row(turn: Turn) -> int:
-    """Returns the row of a turn; -1 if it has none or has ended."""
+    """Returns the row of a turn; -1 for a turn without one, or that has ended."""
     memory = turn.session.memory.turn
     return -1 if turn.state.ended or memory is None else memory.row

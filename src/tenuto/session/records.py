@@ -34,7 +34,7 @@ def cut_versions(versions: Iterable[OutputSpan], kept: int) -> Versions:
 
 
 class Made(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """How a turn was made. `seed`: with which its output was sampled; `None` if it has none, or the likeliest tokens.
+    """How a turn was made. `seed`: with which its output was sampled; `None` without one, or for the likeliest tokens.
     `logprobs`: of its output tokens, float32, if they were asked for."""
 
     versions: Versions

@@ -163,7 +163,7 @@ class ModelHabits:
 
     @property
     def opens(self) -> str:
-        """The text of the control token that precedes calls; empty if there is no such token."""
+        """The text of the control token that precedes calls; empty for models without one."""
         return next((text for text in ("[TOOL_CALLS]", "<|tool_call|>") if self.mark(text) is not None), "")
 
     def after(self, role: str) -> ModelHabits:

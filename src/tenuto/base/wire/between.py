@@ -67,7 +67,7 @@ class Abort(Between, frozen=True, kw_only=True):
 
 
 class Move(Between, frozen=True, kw_only=True):
-    """Move a session, which the replica that is asked owns, to the one at `url`. Answered once it is there."""
+    """Move a session of the receiving replica to the one at `url`. Answered once it is there."""
 
     tenant: str
     session: str
@@ -75,7 +75,7 @@ class Move(Between, frozen=True, kw_only=True):
 
 
 class Empty(Between, frozen=True, kw_only=True):
-    """Begin to empty the replica that is asked."""
+    """Begin to empty the replica that receives this."""
 
 
 class List(Between, frozen=True, kw_only=True):

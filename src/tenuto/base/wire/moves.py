@@ -1,4 +1,4 @@
-"""What replicas of a fleet tell each other when a session moves from one to another."""
+"""Messages between replicas of a fleet when a session moves from one to another."""
 
 from __future__ import annotations
 

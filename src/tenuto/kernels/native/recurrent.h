@@ -104,7 +104,7 @@ template <class Use> INLINE void by_strips(int lanes, Use use) {
     use(lane, std::integral_constant<int, 1>());
 }
 
-// What a scan reads of a token, and where it stores the output of head `head`, which is of group `group`: the results
+// The inputs of a scan for a token, and the place for the output of head `head`, which is of group `group`: the results
 // of the convolution, and for each head the time step or decay and (DELTA) the write strength.
 struct ScanToken {
   int head, group;

@@ -43,7 +43,7 @@ class Fleet:
     """
 
     def __init__(self, edge: Edge, membership: Membership, secret: str) -> None:
-        """`secret`: known to the fleet's replicas, and to nobody else."""
+        """`secret`: known only to the fleet's replicas."""
         self.edge = edge
         self.peers = Peers(self._watch)
         self.lease = membership.lease

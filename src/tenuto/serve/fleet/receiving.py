@@ -1,4 +1,4 @@
-"""What other replicas ask of this one: to take sessions over, and to tell about turns that have moved here."""
+"""Requests of other replicas: to take sessions over, and for the output of turns that have moved here."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ async def move(edge: EdgeOf, admin: Admin, body: NewMove, request: Request) -> d
 
 
 class NewDrain(Object):
-    """The number of the replica to empty; by default the one that is asked."""
+    """The number of the replica to empty; by default, the one that receives the request."""
 
     replica: int | None = None
 

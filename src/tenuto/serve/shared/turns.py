@@ -217,7 +217,7 @@ class Turns:
             self._end(turn)
 
     async def receive(self, turn: LiveTurn, request: TakeMove) -> LiveTurn:
-        """Takes over a turn of another replica, with what it has said so far. A turn that was here before is the same
+        """Takes over a turn of another replica, with its output so far. A turn that was here before is the same
         again. Raises the engine's refusal; the turn is not here then."""
         key = turn.request.key
         assert key is not None

@@ -66,7 +66,7 @@ class PostgresJournal:
 
     def _write_once(self, changes: list[Change]) -> frozenset[Session]:
         """Writes changes, unless they were committed at the last try. Sessions that were opened then may have been
-        claimed since, and nobody else has known their epochs."""
+        claimed since, and only this replica has known their epochs."""
         after = self._changes + len(changes)
         with self._db.transaction():
             if self._committed() == after and self._attempted[0] == after:

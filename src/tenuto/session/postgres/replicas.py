@@ -39,7 +39,7 @@ class Owned:
 
 @dataclass(frozen=True, slots=True)
 class Unowned:
-    """What the row of a session that no live replica owns says. `used`: when its last turn ended, in seconds since the
+    """The row of a session that no live replica owns. `used`: when its last turn ended, in seconds since the
     epoch."""
 
     name: str
