@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 
+import msgspec
 import psycopg
 import pytest
 
@@ -187,16 +188,44 @@ def test_a_session_is_claimed_only_after_its_owners_lease(make: Make) -> None:
     )
     ended = present(other.replicas.find(KEY))
     assert not ended.live
-    assert owner.replicas.beat() is True
+    assert present(owner.replicas.beat()).lost
     assert other.replicas.claim(KEY, ended) is None
-    assert owner.replicas.beat() is True
-    assert owner.replicas.beat() is False
+    assert present(owner.replicas.beat()).lost
+    assert not present(owner.replicas.beat()).lost
     owner.replicas.end()
     assert owner.replicas.beat() is None
     claimed = present(other.replicas.claim(KEY, ended))
     assert claimed.epoch > seen.epoch
     assert other.replicas.epochs() == {KEY: claimed.epoch}
     assert owner.replicas.epochs() == {}
+
+
+def test_sessions_that_no_live_replica_owns_count_for_their_tenants(make: Make) -> None:
+    owner, other = make("a"), make("b")
+    opened = owner.engine.sessions.open
+    opened("s", policy=Policy(pinned=True))
+    opened("u", system="système", policy=Policy(metadata=(("pinned", "true"), ('"pinned":true', '"pinned":true'))))
+    opened("v", policy=Policy(tenant="elsewhere"))
+    for session, given in (("s", [1, 2, 3]), ("s", [4]), ("u", "Hello")):
+        owner.begin(owner.engine.registry.get(session), given, 2)
+        owner.play()
+    owner.write()
+    assert other.replicas.unowned_of([""]) == {}
+    counted = owner.engine.registry.counted("")
+    results = sum(session.results.size for session in owner.engine.registry)
+    owner.replicas.end()
+    expected = {"": msgspec.structs.replace(counted, journal_bytes=counted.journal_bytes - results)}
+    assert other.replicas.unowned_of(["", "unknown"]) == expected
+    assert (counted.sessions, counted.pinned) == (2, 1)
+    assert counted.tokens > 8
+    owner.replicas.join("http://a", 60)
+    other.replicas.give_up(KEY, 0)
+    assert other.replicas.unowned_of([""]) == expected
+    claimed = other.take(KEY)
+    assert claimed is not None
+    assert other.replicas.unowned_of([""])[""].sessions == 1
+    other.replicas.give_up(KEY, claimed.epoch)
+    assert other.replicas.unowned_of([""]) == expected
 
 
 def test_of_several_replicas_that_claim_a_session_one_gets_it(make: Make) -> None:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
+import msgspec
 import pytest
 
-from tenuto.base.views import SessionKey
+from tenuto.base.views import SessionKey, TenantUse, Uses
 from tenuto.engine.departures import Departures, Rest
 from tenuto.engine.engine import Engine
 from tenuto.engine.moved_turns import Readied
 from tenuto.runtime.member import Member
 from tenuto.runtime.moves import Moves
+from tenuto.runtime.tenant_counts import TenantCounts
 from tenuto.session.changes import Change
 from tenuto.session.journal_changes import ChangeTables
 from tenuto.session.postgres.journal import PostgresJournal
-from tenuto.session.postgres.replicas import Owned, Replicas
+from tenuto.session.postgres.replicas import Beat, Owned, Replicas
 from tenuto.session.records import SavedSession
 from tenuto.session.registry import Registry
 from tenuto.session.session import Session
@@ -57,7 +59,11 @@ def claims_of_sessions_whose_owners_live(patch: pytest.MonkeyPatch) -> None:
 
 def heartbeats_that_hide_claims(patch: pytest.MonkeyPatch) -> None:
     beat = Replicas.beat
-    patch.setattr(Replicas, "beat", lambda replicas, *told: None if beat(replicas, *told) is None else False)
+
+    def hidden(replicas: Replicas, load: str, tenants: Uses) -> Beat | None:
+        return replace(found, lost=False) if (found := beat(replicas, load, tenants)) is not None else None
+
+    patch.setattr(Replicas, "beat", hidden)
 
 
 def sessions_that_left_said_to_be_closed(patch: pytest.MonkeyPatch) -> None:
@@ -181,6 +187,41 @@ def moved_sessions_that_stay_here_too(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Moves, "_leave", leave)
 
 
+def counts_that_others_are_not_told(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TenantCounts, "told", lambda _, __, turns: dict(turns))
+
+
+def counts_of_replicas_that_have_ended(patch: pytest.MonkeyPatch) -> None:
+    others = Replicas._others
+
+    def heard(replicas: Replicas, tenants: Collection[str]) -> dict[str, TenantUse]:
+        found = others(replicas, tenants)
+        for (told,) in replicas.db.execute("SELECT tenants FROM replicas WHERE ended AND tenants IS NOT NULL"):
+            for tenant, use in msgspec.json.decode(told, type=dict[str, TenantUse]).items():
+                found[tenant] += use
+        return found
+
+    patch.setattr(Replicas, "_others", heard)
+
+
+def sessions_without_an_owner_that_do_not_count(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Replicas, "unowned_of", lambda *_: {})
+
+
+def sessions_that_count_twice_when_they_come(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TenantCounts, "came", lambda *_: None)
+
+
+def sessions_that_came_and_never_count(patch: pytest.MonkeyPatch) -> None:
+    came = TenantCounts.came
+
+    def come(counts: TenantCounts, registry: Registry, session: Session) -> None:
+        counts._lease = 1e9
+        came(counts, registry, session)
+
+    patch.setattr(TenantCounts, "came", come)
+
+
 FAULTS: dict[Plant, int] = {
     commits_by_anyone: 16,
     leases_that_never_end_here: 6,
@@ -199,10 +240,15 @@ FAULTS: dict[Plant, int] = {
     sessions_that_move_in_any_epoch: 58,
     sessions_that_are_moved_by_whoever_owns_them: 38,
     sessions_that_go_on_while_they_are_held: 48,
-    sessions_that_move_before_they_are_written: 29,
+    sessions_that_move_before_they_are_written: 167,
     open_turns_that_stay_behind: 2,
     open_turns_that_move_without_their_output: 7,
     moved_sessions_that_stay_here_too: 0,
+    counts_that_others_are_not_told: 0,
+    counts_of_replicas_that_have_ended: 0,
+    sessions_without_an_owner_that_do_not_count: 6,
+    sessions_that_count_twice_when_they_come: 6,
+    sessions_that_came_and_never_count: 0,
 }
 """The faults, each with a world that fails with it. `python -m tests.sim.faults_of_fleets` looks for such worlds."""
 

@@ -11,8 +11,8 @@ import psycopg
 
 from tenuto.base.errors import NotAcknowledged, TenutoError
 from tenuto.base.options import TurnParams
-from tenuto.base.views import KeptTurn, Place
-from tenuto.base.wire.messages import FindTurn, Locate, StartTurn
+from tenuto.base.views import KeptTurn, MovesView, Place, TenantUse
+from tenuto.base.wire.messages import FindTurn, Locate, StartTurn, TellLoad
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread.loop import EngineLoop, Subscriber
 from tenuto.runtime.member import BEATS, Member
@@ -94,7 +94,7 @@ class Replica(Journaled):
         super().__init__()
         self.world = world
         self.name = name
-        self.cut_off = self.ended = False
+        self.cut_off = self.ended = self._counting = False
         self.wakes = 0.0  # until when it sleeps
         self.beats = world.now
         self._unwritten: list[Change] = []
@@ -102,12 +102,13 @@ class Replica(Journaled):
         connect = cast("Callable[[], Database]", lambda: Lossy(world.url, self._fails))
         self.member = Member(connect, "tokens", f"http://{name}", LEASE, lambda: self.world.now, self._wait)
         self.member._engine, self.member._loop = self.engine, cast("EngineLoop", self)
+        self.member._edge = TellLoad(open_turns=0, draining=False, moves=MovesView(), tenants={"": TenantUse()})
         loop, model = cast("EngineLoop", self), str(self.engine.vocab_size)
         self.moves = Moves(self.member, loop, lambda: model, lambda _: None, self.engine.turns.ready)
         world.dbs += [self.member._asks.db, self.member._beats.db, self.member.journal._db]
 
     def _fails(self) -> str:
-        return "before" if self.cut_off else self.world.failure()
+        return "before" if self.cut_off else "" if self._counting else self.world.failure()
 
     def _wait(self, seconds: float) -> None:
         """Waits in the thread that answers where sessions are, while others go on."""
@@ -119,6 +120,9 @@ class Replica(Journaled):
         if self.wakes <= self.world.now and self.beats <= self.world.now:
             self.beats = self.world.now + LEASE / BEATS
             self.member.keep_lease()
+            self._counting = True
+            self.member.count_unowned()
+            self._counting = False
 
     def locate(self, name: str) -> Place:
         """Raises `NotAcknowledged`."""

@@ -10,8 +10,8 @@ session has all of it; a session that is open is never said to be absent; no ses
 epoch, or of an earlier epoch after a later one; an open turn that was recorded is handed over with its session; every
 token follows from those before it, however often its session has moved; a turn
 that is repeated with its idempotency key, at whatever replica, is carried out once; nothing is left of sessions that
-were closed or erased; and once nothing fails any more, every session can be used through every replica within a few
-leases.
+were closed or erased; and once nothing fails any more, every replica knows what tenants have at the others, and every
+session can be used through every replica within a few leases.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import TypeVar, cast
 import psycopg
 
 from tenuto.base.errors import Misdirected, NotAcknowledged, NotFound, SessionBusy
-from tenuto.base.views import Place
+from tenuto.base.views import Place, TenantUse
 from tenuto.runtime.member import BEATS
 from tenuto.session.postgres.database import Database
-from tenuto.session.session import Session
+from tenuto.session.session import RECORD_BYTES, SESSION_BYTES, Session
 from tests.postgres import database
 from tests.serve.test_killed_streams import witness_output
 from tests.sim.fleet_clients import Known, Steps, Violation, inputs
@@ -174,20 +174,26 @@ class World(Mover):
             replica.wakes, replica.cut_off = 0.0, False
             if replica.ended:
                 self._restart(replica)
-        for _ in range(4 * BEATS + round(2 * JUMP_SECONDS * BEATS / LEASE)):
-            self.advance(LEASE / BEATS)
-            for replica in self.replicas:
-                replica.tick()
-                replica.write()
+        self._live_on(4 + 2 * JUMP_SECONDS / LEASE)
         for _, steps in self.running:  # grows meanwhile
             for _ in steps:
                 pass
+        self._live_on(3)
+        self._check_counts()
         for name, known in self.sessions.items():
             self._check(name, known)
         self._check_owners()
         self._check_rest()
         for replica in self.replicas:
             replica.engine.audit()
+
+    def _live_on(self, leases: float) -> None:
+        """Lets replicas keep their leases, and write what they have, for so long."""
+        for _ in range(round(leases * BEATS)):
+            self.advance(LEASE / BEATS)
+            for replica in self.replicas:
+                replica.tick()
+                replica.write()
 
     def _check(self, name: str, known: Known) -> None:
         places = [replica.locate(name) for replica in self.replicas]
@@ -198,6 +204,7 @@ class World(Mover):
             self._use(name, known, places)
 
     def _use(self, name: str, known: Known, places: list[Place]) -> None:
+        self._check_count()
         owners = [replica for replica, place in zip(self.replicas, places, strict=True) if place.url is None]
         if len(owners) != 1 or {place.url for place in places} != {None, f"http://{owners[0].name}"}:
             raise Violation(f"{name} has other owners than one: {places}")
@@ -211,6 +218,28 @@ class World(Mover):
         session = owner.engine.registry.get(name)
         self._require(name, known, inputs(session))
         _check_outputs(session)
+
+    def _check_counts(self) -> None:
+        """Checks that each replica knows what all others have, and what nobody owns."""
+        live = [replica.member.number for replica in self.replicas]
+        query = "SELECT length, turns FROM sessions WHERE NOT owner = ANY(%s) IS TRUE"
+        rows = cast("list[tuple[int, int]]", self._db.execute(query, (live,)).fetchall())
+        tokens, turns = sum(length for length, _ in rows), sum(count for _, count in rows)
+        size = SESSION_BYTES * len(rows) + RECORD_BYTES * turns + 4 * tokens
+        unowned = TenantUse(sessions=len(rows), tokens=tokens, journal_bytes=size)
+        counts = {replica.name: replica.engine.registry.counted("") for replica in self.replicas}
+        for replica in self.replicas:
+            others = sum((each for name, each in counts.items() if name != replica.name), unowned)
+            if (known := replica.engine.registry.elsewhere.get("")) != others:
+                raise Violation(f"{replica.name} knows of {known} elsewhere; there is {others}")
+
+    def _check_count(self) -> None:
+        """Checks that no session counts twice, also if it was taken over just now."""
+        ((sessions, tokens),) = self._db.execute("SELECT count(*), sum(length)::bigint FROM sessions").fetchall()
+        for replica in self.replicas:
+            used = replica.engine.registry.used("")
+            if used.sessions > sessions or used.tokens > tokens:
+                raise Violation(f"{replica.name} counts {used}; there are {sessions} sessions of {tokens} tokens")
 
     def _check_owners(self) -> None:
         last: dict[str, int] = {}

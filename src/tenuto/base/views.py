@@ -363,6 +363,30 @@ class MovesView(View, frozen=True, kw_only=True):
     failed: int = 0
 
 
+class TenantUse(View, frozen=True, kw_only=True):
+    """What a tenant has of what is limited in a fleet as a whole; see `config.Limits`."""
+
+    turns: int = 0
+    queued: int = 0
+    sessions: int = 0
+    pinned: int = 0
+    tokens: int = 0
+    journal_bytes: int = 0
+
+    def __add__(self, other: TenantUse) -> TenantUse:
+        return TenantUse(**{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__})
+
+    def __sub__(self, other: TenantUse) -> TenantUse:
+        """Returns the difference, and nothing of what would be less than that."""
+        return TenantUse(
+            **{name: max(0, getattr(self, name) - getattr(other, name)) for name in self.__struct_fields__}
+        )
+
+
+Uses = Mapping[str, TenantUse]
+"""By tenant."""
+
+
 class ReplicaLoad(View, frozen=True, kw_only=True):
     """What a replica says of itself with its heartbeats. `running`, `waiting`: its turns. `used`: the largest share of
     a pool's units that sessions and turns hold. `open_turns`: those that its clients wait for, also if they run on

@@ -14,11 +14,21 @@ from typing import Any, TypeVar
 import msgspec
 
 from tenuto.base.errors import AlreadyExists, ConfigError, EngineStopped, NotAcknowledged, SessionDamaged, TenutoError
-from tenuto.base.views import FleetView, Membership, MovesView, OwnerView, Place, ReplicaLoad, SessionKey, SessionPage
+from tenuto.base.views import (
+    FleetView,
+    Membership,
+    MovesView,
+    OwnerView,
+    Place,
+    ReplicaLoad,
+    SessionKey,
+    SessionPage,
+)
 from tenuto.base.wire.messages import CheckLease, Enter, FindOwner, GetFleet, ListUnowned, Locate, TellLoad
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread.loop import EngineLoop
 from tenuto.runtime.burden import load_of
+from tenuto.runtime.tenant_counts import TenantCounts
 from tenuto.session.postgres.database import Database
 from tenuto.session.postgres.journal import PostgresJournal
 from tenuto.session.postgres.replicas import DamagedRow, Owned, Replicas
@@ -86,6 +96,7 @@ class Member:
         self._lapses = 0
         self._settling = threading.Lock()  # held while epochs here and in the database are compared, or changed
         self._edge = TellLoad(open_turns=0, draining=False, moves=MovesView())  # what the edge has told last
+        self._counts = TenantCounts(lease, now)
         self._load = ReplicaLoad()
         self._asked_load = False
         self._returned: list[tuple[SessionKey, int]] = []  # claimed sessions that do not fit here, to be given up
@@ -128,7 +139,7 @@ class Member:
                 self._asking.submit(answered, locate, answer, refuse)
             case TellLoad():
                 self._edge = request
-                answer(None)
+                answer(dict(self._engine.registry.elsewhere))
             case FindOwner():
                 self._asking.submit(answered, partial(self._owner, request), answer, refuse)
             case CheckLease():
@@ -148,6 +159,7 @@ class Member:
         while not self._closing.wait(self._lease / BEATS):
             with suppress(EngineStopped):
                 self.keep_lease()
+            self._asking.submit(self.count_unowned)
             if self._now() > swept + SWEEP_SECONDS:
                 swept = self._now()
                 self._asking.submit(self._sweep)
@@ -167,11 +179,13 @@ class Member:
         """Prolongs the lease. If sessions may have been claimed since the last call, also drops those."""
         began, sure = self._now(), self._sure and self._holds()
         self._sure = False
-        if (lost := self._beats.beat(self._said())) is None:
+        registry = self._engine.registry
+        if (beat := self._beats.beat(self._said(), self._counts.told(registry, self._edge.tenants))) is None:
             log.error("another replica has started at the address of this one, which ends")
             self._loop.request_stop()
             return
-        if lost or not sure:
+        self._counts.hear(registry, beat.others)
+        if beat.lost or not sure:
             self._lapses += 1
             with self._settling:
                 with self.journal.writing:
@@ -188,6 +202,10 @@ class Member:
         for session, epoch in known.items():
             if owned.get(session.key) != epoch:
                 self._loop.drop(session)
+
+    def count_unowned(self) -> None:
+        """Counts sessions that no live replica owns, if it is time. Called as often as `keep_lease`."""
+        self._counts.count_unowned(self._asks, self._engine.registry, self._edge.tenants)
 
     def _said(self) -> str:
         """Returns a `ReplicaLoad` in JSON for the fleet. Also asks the engine for the next one, since its steps may
@@ -303,7 +321,7 @@ class Member:
         if saved is None:
             return None
         try:
-            session = self._loop.call(lambda engine: engine.sessions.restore(saved, journaled=True)).result()
+            session = self._loop.call(partial(self._come, restored, saved, seen.owner)).result()
         except TenutoError:
             self._returned.append((key, saved.epoch))
             raise
@@ -344,7 +362,7 @@ class Member:
         if saved is None:
             raise NotAcknowledged(f"session {key[1]!r} has changed its owner, or its move has been given up")
         try:
-            session = self._loop.call(lambda engine: accept(engine, saved)).result()
+            session = self._loop.call(partial(self._come, accept, saved, owner)).result()
         except TenutoError:
             self._returned.append((key, saved.epoch))
             raise
@@ -379,6 +397,15 @@ class Member:
         except self._asks.db.errors as error:
             raise self._unreachable(error) from error
 
+    def _come(
+        self, accept: Callable[[Engine, SavedSession], Session], saved: SavedSession, owner: int | None, engine: Engine
+    ) -> Session:
+        """Lets the engine `accept` a session that another replica has counted, unless the `owner` was this one."""
+        session = accept(engine, saved)
+        if owner != self._asks.number:
+            self._counts.came(engine.registry, session)
+        return session
+
     @property
     def number(self) -> int:
         """The number of this replica."""
@@ -396,6 +423,11 @@ def answered(work: Callable[[], T], answer: Callable[[T], None], refuse: Callabl
         refuse(error)
     else:
         answer(value)
+
+
+def restored(engine: Engine, saved: SavedSession) -> Session:
+    """Restores a session of the fleet's database."""
+    return engine.sessions.restore(saved, journaled=True)
 
 
 def _epochs(engine: Engine) -> dict[Session, int]:

@@ -11,7 +11,7 @@ from tenuto.base.checks import check_unicode, wrong
 from tenuto.base.clock import Clock
 from tenuto.base.errors import AlreadyExists, IllegalTransition, Misdirected, NotFound, Overloaded
 from tenuto.base.options import Policy
-from tenuto.base.views import SessionKey, SessionState, StateFilter
+from tenuto.base.views import SessionKey, SessionState, StateFilter, TenantUse, Uses
 from tenuto.memory.memory import Memory, session_units
 from tenuto.memory.pool import Holder
 from tenuto.memory.session_memory import SessionMemory, all_holders
@@ -49,6 +49,8 @@ class Registry:
         self._sessions: dict[SessionKey, Session] = {}
         self.coming = 0  # sessions of other replicas for which there is a place; written by `Arrivals`
         self.prefixes: dict[Session, None] = {}  # closed sessions whose memory is kept, in the order of their last use
+        # What tenants with limits have elsewhere in the fleet, as far as it is known; replaced by `TenantCounts`.
+        self.elsewhere: Uses = {}
         self._tenants: dict[str, Tenant] = {}  # by name; only tenants with sessions
         self._expiries: list[tuple[float, int, SessionKey]] = []  # a heap; times are too early if a turn came since
         self._watched: dict[SessionKey, int] = {}  # session -> its live entry
@@ -121,6 +123,21 @@ class Registry:
     def use(self, tenant: str) -> Tenant:
         """Returns the counters and indexes of `tenant`. Read only."""
         return self._tenants.get(tenant) or Tenant()
+
+    def counted(self, tenant: str) -> TenantUse:
+        """Returns what the tenant's sessions here count towards its limits. For any thread."""
+        use = self.use(tenant)
+        return TenantUse(sessions=use.sessions, pinned=use.pinned, tokens=use.tokens, journal_bytes=use.journal_bytes)
+
+    def used(self, tenant: str) -> TenantUse:
+        """Returns what the tenant's sessions count in all of its fleet, as far as it is known."""
+        elsewhere = self.elsewhere.get(tenant)
+        return self.counted(tenant) + elsewhere if elsewhere is not None else self.counted(tenant)
+
+    def counted_of(self, session: Session) -> TenantUse:
+        """Returns the part of an open session in what its tenant is `counted`."""
+        pinned, size = int(session.policy.pinned), session.counted_bytes
+        return TenantUse(sessions=1, pinned=pinned, tokens=session.counted, journal_bytes=size)
 
     def held(self) -> dict[str, int]:
         """Returns the number of committed tokens by tenant."""

@@ -40,6 +40,7 @@ from tenuto.base.views import (
     SessionPage,
     StateFilter,
     Stats,
+    TenantUse,
     Ticket,
     TokenizerView,
     WeightsView,
@@ -566,13 +567,15 @@ class DropMove(Request[None], frozen=True, kw_only=True):
     move: str
 
 
-class TellLoad(Request[None], frozen=True, kw_only=True):
+class TellLoad(Request[dict[str, TenantUse]], frozen=True, kw_only=True):
     """Let the fleet know about this replica's edge: how many turns are open there, whether it is `draining`, and its
-    moves."""
+    moves. `tenants`: those with limits, and how many turns each has here. Answered with what these tenants have at
+    other replicas, as far as it is known."""
 
     open_turns: int
     draining: bool
     moves: MovesView
+    tenants: dict[str, TenantUse] = {}
 
 
 AnyRequest: Any = reduce(or_, {*Request.__subclasses__(), *OfSession.__subclasses__()} - {OfSession})

@@ -111,7 +111,7 @@ class Dispatcher:
         return self._check_limits(command) if isinstance(command, Limited) else []
 
     def _check_limits(self, command: Limited) -> list[Session]:
-        use, limits = self._engine.registry.use(command.tenant), command.limits
+        use, limits = self._engine.registry.used(command.tenant), command.limits
         if isinstance(command, OpenSession | ImportSession | Fork | Trim):
             require_below(limits.sessions, use.sessions, f"{use.sessions} sessions are open", "close some first")
         if isinstance(command, OpenSession) and command.policy.pinned:

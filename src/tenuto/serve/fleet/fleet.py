@@ -10,7 +10,7 @@ from contextlib import suppress
 import msgspec
 
 from tenuto.base.errors import Draining, TenutoError, Unauthorized
-from tenuto.base.views import FleetView, Listing, Membership, Place, SessionKey
+from tenuto.base.views import FleetView, Listing, Membership, Place, SessionKey, TenantUse
 from tenuto.base.wire.between import List
 from tenuto.base.wire.messages import (
     Enter,
@@ -54,6 +54,7 @@ class Fleet:
         self.drain = Drain(edge, self.moving)
         self.rebalancing = Rebalancing(edge, self.moving, self.lease)
         self._said: TellLoad | None = None
+        self._limited = edge.settings.tenants.limited
         self._telling: asyncio.Task[None] | None = None
         self._elsewhere: OrderedDict[SessionKey, str] = OrderedDict()
         self._asking: set[asyncio.Task[Place]] = set()
@@ -67,6 +68,7 @@ class Fleet:
         edge.is_elsewhere = fleet.is_elsewhere
         edge.listed_elsewhere = fleet.listed
         edge.in_fleet = True
+        edge.turns.counted_after = fleet.lease
         fleet._telling = asyncio.ensure_future(fleet._tell_on())
         if edge.settings.fleet_rebalance:
             fleet.rebalancing.begin()
@@ -87,11 +89,15 @@ class Fleet:
             await asyncio.sleep(self.lease / TOLD)
 
     async def tell(self) -> None:
-        """Does that once, if anything has changed."""
-        draining = self.drain.begun
-        told = TellLoad(open_turns=self.drain.waited_for, draining=draining, moves=self.moving.view)
-        if told != self._said:
-            await self.edge.link.call(told)
+        """Does that once, if anything has changed, and learns what tenants have at other replicas."""
+        turns, draining = self.edge.turns, self.drain.begun
+        tenants = {
+            name: TenantUse(turns=self.edge.turns_of(name), queued=turns.queues.waiting[name]) for name in self._limited
+        }
+        waited_for, moves = self.drain.waited_for, self.moving.view
+        told = TellLoad(open_turns=waited_for, draining=draining, moves=moves, tenants=tenants)
+        if told != self._said or tenants:
+            turns.queues.used_elsewhere = await self.edge.link.call(told)
             self._said = told
 
     async def instead(self) -> str:

@@ -27,15 +27,25 @@ from tenuto.serve.fleet.fleet import Fleet
 from tenuto.serve.fleet.peers import Broken, NotSent, Reply
 from tenuto.serve.shared.bodies import LARGE, in_parser
 from tenuto.serve.shared.client import client_of
+from tenuto.serve.shared.session_queue import counted_elsewhere
 from tenuto.serve.shared.sse import EVENTS, until_disconnected
 
 PATIENCE_SECONDS = 5.0
 """How long, besides a lease, a request waits for a replica that owns its session and cannot be reached."""
 PAUSE_SECONDS = 0.05
+COUNTED = "x-tenuto-fleet-counted"
+"""The header of a request that is forwarded because its session has moved since it came."""
 _OF_CONNECTIONS = frozenset(
     (b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"proxy-connection", b"expect")
 )
-_NOT_SENT = _OF_CONNECTIONS | {b"host", b"content-length", b"origin", b"x-request-id", SECRET.encode()}
+_NOT_SENT = _OF_CONNECTIONS | {
+    b"host",
+    b"content-length",
+    b"origin",
+    b"x-request-id",
+    SECRET.encode(),
+    COUNTED.encode(),
+}
 _NOT_RETURNED = _OF_CONNECTIONS | {b"date", b"server", b"x-request-id", b"request-id"}
 
 
@@ -136,13 +146,15 @@ class Forwarding:
             await self._app(scope, receive, send)
             return
         headers, body = Headers(scope=scope), _Body(receive)
-        with suppress(ClientDisconnect):
+        came = COUNTED in headers and self._fleet.is_forwarded(headers.get(SECRET))
+        with suppress(ClientDisconnect), counted_elsewhere(came):
             while await self._is_for_here(scope, headers, body, send):
                 trial = _Trial(body, send, gives_up=self._fleet.is_forwarded(headers.get(SECRET)))
                 await self._app(scope, body.receive, trial.send)
                 if not trial.misdirected:
                     return
                 body.again()
+                scope["state"]["counted"] = True
                 await asyncio.sleep(PAUSE_SECONDS)
 
     async def _is_for_here(self, scope: Scope, headers: Headers, body: _Body, send: Send) -> bool:
@@ -295,5 +307,7 @@ def _head_of(scope: Scope, length: int, secret: str) -> bytes:
     lines = [b"%b %b%b HTTP/1.1" % (scope["method"].encode(), scope["raw_path"], query)]
     lines += [b"%b: %b" % header for header in scope["headers"] if header[0] not in _NOT_SENT]
     lines += [b"%b: %b" % (SECRET.encode(), secret.encode()), b"content-length: %d" % length]
+    if scope["state"].get("counted"):
+        lines.append(b"%b: 1" % COUNTED.encode())
     lines.append(b"x-request-id: %b" % scope["state"]["request_id"].encode())
     return b"\r\n".join([*lines, b""])

@@ -232,12 +232,16 @@ class Edge:
     def _require_places(self, tenant: Tenant, turns: int) -> None:
         """Raises `LimitReached` or `Overloaded` unless so many more turns may be open."""
         limit, most = tenant.limits.turns, self.settings.max_turns
-        count = self.turns.open[tenant.name] + self._reserved[tenant.name]
+        count = self.turns_of(tenant.name) + self.turns.queues.elsewhere(tenant.name).turns
         if limit is not None and count + turns > limit:
             raise LimitReached(f"{count} turns are open, and {turns} asked for; allowed: {limit}; wait for one to end")
         count = self.turns.open.total() + self._reserved.total()
         if count + turns > most:
             raise Overloaded(f"{count} turns are open, and {turns} asked for; allowed: {most}; try again later")
+
+    def turns_of(self, tenant: str) -> int:
+        """Returns how many turns a tenant has here, without those that other replicas count."""
+        return self.turns.open[tenant] - self.turns.spared[tenant] + self._reserved[tenant]
 
     async def listed(self, request: ListSessions) -> Listing:
         """Returns sessions that are in this server's memory."""

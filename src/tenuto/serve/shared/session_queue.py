@@ -7,13 +7,14 @@ import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 
 import msgspec
 
 from tenuto.base.errors import DeadlinePassed, LimitReached, Overloaded, SessionBusy, SessionClosed, TenutoError
 from tenuto.base.options import TurnParams
-from tenuto.base.views import SessionKey
+from tenuto.base.views import SessionKey, TenantUse, Uses
 from tenuto.base.wire.messages import StartTurn
 from tenuto.serve.shared.live_turn import LiveTurn
 
@@ -23,6 +24,21 @@ MAX_INPUT_BYTES = 2**27
 """Maximum size of all waiting turns' requests together."""
 DEADLINES = ("queue_timeout", "timeout")
 """Options of a turn that set deadlines, in seconds from its arrival."""
+
+NOTHING = TenantUse()
+"""What tenants have of whom nothing is known."""
+_counted = ContextVar("counted_elsewhere", default=False)
+
+
+@contextmanager
+def counted_elsewhere(counted: bool) -> Iterator[None]:
+    """Handles a request in the block. `counted`: its turn was open, a moment ago, at a replica that the session has
+    left meanwhile, so what is known of other replicas may include it."""
+    token = _counted.set(counted)
+    try:
+        yield
+    finally:
+        _counted.reset(token)
 
 
 class SessionQueues:
@@ -35,11 +51,16 @@ class SessionQueues:
 
     def __init__(self) -> None:
         self.waiting = Counter[str]()  # number of waiting turns by tenant
+        self.used_elsewhere: Uses = {}  # what tenants with limits have at other replicas; replaced by the fleet
         self._open: dict[SessionKey, LiveTurn] = {}
         self._queues: dict[SessionKey, deque[tuple[LiveTurn, asyncio.Future[None]]]] = {}
         self._arriving: dict[SessionKey, list[asyncio.Event]] = {}
         self._input_bytes = 0  # bytes of the waiting turns' requests
         self._closing = Counter[SessionKey]()  # calls of `closing` in progress, by session; its turns may not begin
+
+    def elsewhere(self, tenant: str) -> TenantUse:
+        """Returns what a tenant with limits has at other replicas, as far as it is known."""
+        return self.used_elsewhere.get(tenant, NOTHING) if not _counted.get() else NOTHING
 
     def open_turn(self, session: SessionKey) -> LiveTurn | None:
         """Returns the session's turn that has begun but not ended."""
@@ -104,6 +125,7 @@ class SessionQueues:
         """Returns the size of the turn's request in bytes. Raises `LimitReached` or `Overloaded` if no more turns may
         wait."""
         waiting, allowed = self.waiting[turn.tenant], turn.request.limits.queued
+        waiting += self.elsewhere(turn.tenant).queued
         if allowed is not None and waiting >= allowed:
             raise LimitReached(f"{waiting} turns wait for a session; allowed: {allowed}; wait for one to begin")
         if len(self._queues.get(session, ())) >= MAX_WAITING:

@@ -16,6 +16,7 @@ from tenuto.base.checks import MAX_COUNT, MAX_SECONDS, Bounds, check_options, op
 from tenuto.base.config import WEIGHTS, Limits, user_path
 from tenuto.base.errors import ConfigError
 from tenuto.base.parsing import MAX_BYTES, parse_path, parse_ttl
+from tenuto.base.views import TenantUse
 
 TENANT_PATTERN = r"[A-Za-z0-9_-]{1,32}"
 BODY_BYTES_A_SECOND = 1024
@@ -53,6 +54,10 @@ class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keys: list[KeySettings]
 
 
+OF_FLEETS = TenantUse.__struct_fields__
+"""The limits that hold in a fleet as a whole."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tenant:
     """The owner of a request."""
@@ -76,6 +81,14 @@ class Keys:
 
     def __bool__(self) -> bool:
         return bool(self.by_digest)
+
+    @property
+    def limited(self) -> list[str]:
+        """The names of tenants with limits that hold in a fleet as a whole."""
+        tenants = self.by_digest.values()
+        return sorted(
+            {each.name for each in tenants if any(getattr(each.limits, name) is not None for name in OF_FLEETS)}
+        )
 
     def tenant(self, key: str | None) -> Tenant | None:
         """Returns the tenant with this key, or `None`. Keys are looked up by their digests, so that timing reveals

@@ -12,7 +12,7 @@ from tenuto.session.journal_rows import Rows, Value
 if TYPE_CHECKING:
     import psycopg
 
-FORMAT = 2
+FORMAT = 3
 """The format of new databases."""
 CONNECT_SECONDS = 5
 STATEMENT_SECONDS = 10
@@ -26,7 +26,7 @@ CREATE SEQUENCE epochs;
 CREATE TABLE replicas (
     id BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY, url TEXT NOT NULL, lease DOUBLE PRECISION NOT NULL,
     started TIMESTAMPTZ NOT NULL, heartbeat TIMESTAMPTZ NOT NULL, ended BOOLEAN NOT NULL DEFAULT FALSE,
-    lost BOOLEAN NOT NULL DEFAULT FALSE, load TEXT
+    lost BOOLEAN NOT NULL DEFAULT FALSE, load TEXT, tenants TEXT
 );
 CREATE TABLE writers (replica BIGINT PRIMARY KEY, changes BIGINT NOT NULL);
 CREATE TABLE sessions (
@@ -62,12 +62,16 @@ CREATE TABLE results (
 # `sessions.owner`: the replica that may commit; `epoch`: drawn from one sequence whenever a session is opened or
 # claimed, so no two ownerships have the same. `records`: the epoch and the owner that committed the turn.
 # `replicas`: a lease ends `lease` seconds after its heartbeat, by the database's clock, or when it is `ended`. `lost`:
-# whether a session may have been claimed since the heartbeat. `load`: a `ReplicaLoad` in JSON.
+# whether a session may have been claimed since the heartbeat. `load`: a `ReplicaLoad` in JSON. `tenants`:
+# what each tenant with limits has there, as a `TenantUse`, in JSON.
 # `begun`: the request of a session's open turn, a `StartTurn` in MessagePack, if another replica may begin it again,
 # which it may while the session has this version.
 # `writers`: how many changes of a replica are committed, so that it knows after a lost connection.
 
-MIGRATIONS = {1: "ALTER TABLE replicas ADD COLUMN load TEXT"}
+MIGRATIONS = {
+    1: "ALTER TABLE replicas ADD COLUMN load TEXT",
+    2: "ALTER TABLE replicas ADD COLUMN tenants TEXT",
+}
 """The statements that turn a database of each format into the next format."""
 
 

@@ -5,16 +5,26 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from tenuto.base.options import Policy
-from tenuto.base.views import ReplicaLoad, ReplicaView, SessionInfo, SessionKey, SessionState
+from tenuto.base.views import (
+    ReplicaLoad,
+    ReplicaView,
+    SessionInfo,
+    SessionKey,
+    SessionState,
+    TenantUse,
+    Uses,
+)
 from tenuto.session.journal_rows import DAMAGE, StoredSessions, check, policy_of
 from tenuto.session.postgres.database import Database
 from tenuto.session.records import SavedSession
+from tenuto.session.session import RECORD_BYTES, SESSION_BYTES
 
 log = logging.getLogger("tenuto.fleet")
 
@@ -35,6 +45,15 @@ class Owned:
     epoch: int
     live: bool
     url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a heartbeat finds. `lost`: whether a session may have been claimed since the last one. `others`: what other
+    live replicas have told of the tenants that this one tells of."""
+
+    lost: bool
+    others: dict[str, TenantUse]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +123,42 @@ class Replicas:
             row = "(url, lease, started, heartbeat) VALUES (?, ?, clock_timestamp(), clock_timestamp())"
             (self.number,) = self.db.execute(f"INSERT INTO replicas {row} RETURNING id", (url, lease)).fetchone()
 
-    def beat(self, load: str = "") -> bool | None:
-        """Prolongs the lease, and tells the `load`, a `ReplicaLoad` in JSON. Returns whether a session may have been
-        claimed since the last call; `None` if another replica at the same address has ended the lease."""
+    def beat(self, load: str = "", tenants: Uses | None = None) -> Beat | None:
+        """Prolongs the lease, and tells the `load`, a `ReplicaLoad` in JSON, and what `tenants` with limits have here.
+        Returns `None` if another replica at the same address has ended the lease."""
         with self.db.transaction():
             query = "SELECT lost FROM replicas WHERE id = ? AND NOT ended FOR UPDATE"
             if (found := self.db.execute(query, (self.number,)).fetchone()) is None:
                 return None
-            beat = "UPDATE replicas SET heartbeat = clock_timestamp(), lost = FALSE, load = ? WHERE id = ?"
-            self.db.execute(beat, (load, self.number))
-        return bool(found[0])
+            beat = "UPDATE replicas SET heartbeat = clock_timestamp(), lost = FALSE, load = ?, tenants = ? WHERE id = ?"
+            used = {name: use for name, use in tenants.items() if use != TenantUse()} if tenants else None
+            self.db.execute(beat, (load, msgspec.json.encode(used).decode() if used else None, self.number))
+            others = self._others(tenants) if tenants else {}
+        return Beat(lost=bool(found[0]), others=others)
+
+    def _others(self, tenants: Iterable[str]) -> dict[str, TenantUse]:
+        found = dict.fromkeys(tenants, TenantUse())
+        query = f"SELECT tenants FROM replicas WHERE id <> ? AND tenants IS NOT NULL AND {_LIVE}"
+        for (told,) in self.db.execute(query, (self.number,)):
+            for tenant, use in msgspec.json.decode(told, type=dict[str, TenantUse]).items():
+                if tenant in found:
+                    found[tenant] += use
+        return found
+
+    def unowned_of(self, tenants: Collection[str]) -> dict[str, TenantUse]:
+        """Returns what tenants have in sessions that no live replica owns. Of their bytes in the journal, results and
+        log-probabilities are not counted. Takes time in proportion to the sessions of the fleet."""
+        pinned = "count(*) FILTER (WHERE position('\"pinned\":true'::bytea IN policy) > 0)"
+        text = "coalesce(sum(octet_length(system)), 0)::bigint"
+        query = (
+            f"SELECT tenant, count(*), {pinned}, sum(length)::bigint, sum(turns)::bigint, {text} FROM sessions "
+            f"WHERE {_UNOWNED} AND tenant IN ({', '.join('?' * len(tenants))}) GROUP BY tenant"
+        )
+        found: dict[str, TenantUse] = {}
+        for tenant, sessions, pins, tokens, turns, system in self.db.execute(query, [*tenants]):
+            size = SESSION_BYTES * sessions + RECORD_BYTES * turns + 4 * tokens + system
+            found[tenant] = TenantUse(sessions=sessions, pinned=pins, tokens=tokens, journal_bytes=size)
+        return found
 
     def end(self) -> None:
         """Ends the lease, so that others take over at once."""
