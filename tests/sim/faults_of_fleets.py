@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
+from tenuto.base.plan import Bytes
 from tenuto.base.views import SessionKey
+from tenuto.base.wire.state_file import CopiedState
 from tenuto.engine.departures import Departures, Rest
 from tenuto.engine.engine import Engine
 from tenuto.engine.moved_turns import Readied
+from tenuto.engine.session_states import SessionStates
+from tenuto.memory.tiers import left_state
+from tenuto.memory.tiers.disk import Readable, UnitCopy
+from tenuto.memory.tiers.left_state import Wanted
 from tenuto.runtime.member import Member
 from tenuto.runtime.moves import Moves
 from tenuto.session.changes import Change
@@ -179,6 +185,22 @@ def moved_sessions_that_stay_here_too(patch: pytest.MonkeyPatch) -> None:
         engine.departures.resume(move)
 
     patch.setattr(Moves, "_leave", leave)
+
+
+def saved_state_that_is_not_compared(patch: pytest.MonkeyPatch) -> None:
+    def read(files: Readable, copies: Sequence[UnitCopy]) -> list[Bytes]:
+        group, file = copies[0].place
+        assert file is not None
+        return [unit.data for unit in files.read(file, {group: [copy.row for copy in copies]})[group]]
+
+    patch.setattr(left_state, "read_units", read)
+
+
+def saved_state_for_sessions_that_have_gone_on(patch: pytest.MonkeyPatch) -> None:
+    def take(states: SessionStates, session: Session, _: Wanted, state: CopiedState) -> bool:
+        return states._idle_memory.hold(session, state)
+
+    patch.setattr(SessionStates, "take", take)
 
 
 FAULTS: dict[Plant, int] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -233,6 +234,15 @@ class Replicas:
         """Gives up a session, if it is owned in this epoch, so that any replica may claim it."""
         query = "UPDATE sessions SET owner = NULL WHERE tenant = ? AND name = ? AND owner = ? AND epoch = ?"
         self.db.execute(query, (*key, self.number, epoch))
+
+    def needed(self, replicas: Collection[int]) -> set[int]:
+        """Returns those of these replicas that live or own sessions."""
+        asked = ",".join(map(str, replicas))
+        query = (
+            f"SELECT id FROM replicas WHERE id = ANY(string_to_array(?, ',')::bigint[]) AND {_LIVE} "
+            "UNION SELECT owner FROM sessions WHERE owner = ANY(string_to_array(?, ',')::bigint[])"
+        )
+        return {number for (number,) in self.db.execute(query, (asked, asked))}
 
     def all(self) -> list[ReplicaView]:
         """Returns the fleet's replicas, with the number of sessions that each owns."""
