@@ -26,6 +26,7 @@ from tenuto.memory.tiers.left_state import LeftState
 from tenuto.runtime.member import BEATS, Member
 from tenuto.runtime.models import Model
 from tenuto.runtime.moves import Moves
+from tenuto.runtime.saved_states import SavedStates
 from tenuto.session.changes import Change
 from tenuto.session.journal_rows import Rows, Value
 from tenuto.session.postgres.database import Database
@@ -177,8 +178,9 @@ class Replica(Journaled):
         loop, model = cast("EngineLoop", self), str(self.engine.vocab_size)
         self.moves = Moves(self.member, loop, lambda: model, lambda _: None, self.engine.turns.ready)
         world.disks[self.member.number] = self.disk
-        self.member.folders, self.readings = Disks(world.disks), Readings()
-        self.member._reading = cast("Any", self.readings)
+        self.states, self.readings = SavedStates(Disks(world.disks), cast("EngineLoop", self)), Readings()
+        self.states._reading = cast("Any", self.readings)
+        self.member._saved = self.states
         world.dbs += [self.member._asks.db, self.member._beats.db, self.member.journal._db]
 
     def _built(self, model: Model, config: EngineConfig) -> Engine:
@@ -208,9 +210,8 @@ class Replica(Journaled):
         while self.readings.waiting:
             session, owner, arrived = self.readings.waiting.pop(0)
             with suppress(DiskFailed, IndexUnusable):
-                self.member.fetch(session, owner)
-            if self.member._arriving.get(session.key) is arrived:
-                del self.member._arriving[session.key]
+                self.states.fetch(session, owner)
+            self.states.arrive(session, arrived)
 
     def rest(self) -> None:
         """Does what nobody waits for: saves what has changed, and reads what is left to read."""

@@ -16,12 +16,11 @@ import msgspec
 from tenuto.base.errors import AlreadyExists, ConfigError, EngineStopped, NotAcknowledged, SessionDamaged, TenutoError
 from tenuto.base.views import FleetView, Membership, MovesView, OwnerView, Place, ReplicaLoad, SessionKey, SessionPage
 from tenuto.base.wire.messages import CheckLease, Enter, FindOwner, GetFleet, ListUnowned, Locate, TellLoad
-from tenuto.base.wire.state_file import CopiedState
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread.loop import EngineLoop
-from tenuto.memory.tiers.disk import DiskFailed, IndexUnusable
 from tenuto.runtime.burden import load_of
 from tenuto.runtime.folders import LeftFolders
+from tenuto.runtime.saved_states import SavedStates
 from tenuto.session.postgres.database import Database
 from tenuto.session.postgres.journal import PostgresJournal
 from tenuto.session.postgres.replicas import DamagedRow, Owned, Replicas
@@ -91,9 +90,7 @@ class Member:
         self._edge = TellLoad(open_turns=0, draining=False, moves=MovesView())  # what the edge has told last
         self._load = ReplicaLoad()
         self._asked_load = False
-        self.folders: LeftFolders | None = None  # where replicas save state, if they do
-        self._reading = ThreadPoolExecutor(1, "tenuto-folders")  # the only user of `folders`
-        self._arriving: dict[SessionKey, Future[None]] = {}  # sessions here whose state is still being read
+        self._saved: SavedStates | None = None
         self._returned: list[tuple[SessionKey, int]] = []  # claimed sessions that do not fit here, to be given up
 
     def _join(self, advertised: str) -> None:
@@ -106,9 +103,11 @@ class Member:
             else:
                 return
 
-    def start(self, engine: Engine, loop: EngineLoop) -> None:
-        """Keeps the lease from now on, and restores sessions in `engine`, whose thread is that of `loop`."""
+    def start(self, engine: Engine, loop: EngineLoop, folders: LeftFolders | None) -> None:
+        """Keeps the lease from now on, and restores sessions in `engine`, whose thread is that of `loop`. `folders`:
+        where replicas save state, if they do."""
         self._engine, self._loop = engine, loop
+        self._saved = SavedStates(folders, loop) if folders is not None else None
         self._beating.start()
 
     def close(self) -> None:
@@ -116,7 +115,8 @@ class Member:
         self._closing.set()
         if self._beating.ident is not None:
             self._beating.join()
-        self._reading.shutdown()
+        if self._saved is not None:
+            self._saved.close()
         self._asking.shutdown()
         with suppress(self._asks.db.errors):
             self._asks.end()
@@ -129,10 +129,10 @@ class Member:
             case Enter():
                 answer(Membership(secret=self._asks.secret, lease=self._lease))
             case Locate() if self._is_here(request) and self._holds():
-                self._once_arrived(request, answer, Place(exists=True))
+                self._once_here(request, answer, Place(exists=True))
             case Locate():
                 locate = partial(self.locate, request, self._now() + self._lease)
-                self._asking.submit(answered, locate, partial(self._once_arrived, request, answer), refuse)
+                self._asking.submit(answered, locate, partial(self._once_here, request, answer), refuse)
             case TellLoad():
                 self._edge = request
                 answer(None)
@@ -158,7 +158,8 @@ class Member:
             if self._now() > swept + SWEEP_SECONDS:
                 swept = self._now()
                 self._asking.submit(self._sweep)
-                self._reading.submit(self._tidy)
+                if self._saved is not None:
+                    self._saved.tidy(lambda replicas: self._asking.submit(self._asks.needed, replicas).result())
 
     def keep_lease(self) -> None:
         """Prolongs the lease, if the database can be asked. Called `BEATS` times in a lease. Raises `EngineStopped`."""
@@ -262,44 +263,12 @@ class Member:
             raise self._unreachable(error) from error
         raise NotAcknowledged(f"session {request.session!r} changes its owner; ask again")
 
-    def _once_arrived(self, request: Locate, answer: Callable[[Place], None], place: Place) -> None:
-        """Answers once the session has the state that its last owner has left, if that is being read."""
-        arriving = self._arriving.get((request.tenant, request.session))
-        if arriving is None:
+    def _once_here(self, request: Locate, answer: Callable[[Place], None], place: Place) -> None:
+        """Answers where a session is, once it has its state."""
+        if self._saved is None:
             answer(place)
         else:
-            arriving.add_done_callback(lambda _: answer(place))
-
-    def _fetch(self, session: Session, owner: int, arrived: Future[None]) -> None:
-        """Gives a session that was claimed the state that its last owner has left."""
-        try:
-            if self.fetch(session, owner):
-                log.info("saved state taken over", extra={"session": session.id, "owner": owner})
-        except (DiskFailed, IndexUnusable) as error:
-            log.info("no saved state is there", extra={"session": session.id, "owner": owner, "reason": str(error)})
-        except EngineStopped:
-            pass
-        except Exception:  # a bug of ours; the state is computed then
-            log.exception("saved state could not be taken over")
-        finally:
-            if self._arriving.get(session.key) is arrived:
-                del self._arriving[session.key]
-            arrived.set_result(None)
-
-    def fetch(self, session: Session, owner: int) -> bool:
-        """Gives a session the state that a replica has left. Returns whether it has. Raises `DiskFailed` or
-        `IndexUnusable`."""
-        if self.folders is None:
-            return False
-        left = self.folders.of(owner)
-        reached = left.reaches(session.key)
-        wanted = self._loop.call(lambda engine: engine.states.wanted(session, reached)).result()
-        if wanted is None:
-            return False
-        state = CopiedState(*left.read(session.key, wanted))
-        return (
-            state.position > 0 and self._loop.call(lambda engine: engine.states.take(session, wanted, state)).result()
-        )
+            self._saved.once_here((request.tenant, request.session), lambda: answer(place))
 
     def _instead(self) -> str | None:
         """Returns the address of a replica to claim a session in place of this one, if this one is draining."""
@@ -321,15 +290,6 @@ class Member:
             except TenutoError as error:
                 reason = {"session": session, "reason": str(error)}
                 log.warning("a session whose time is over cannot be closed", extra=reason)
-
-    def _tidy(self) -> None:
-        """Removes what replicas that are gone have left, once they own nothing."""
-        if self.folders is None:
-            return
-        try:
-            self.folders.tidy(lambda replicas: self._asking.submit(self._asks.needed, replicas).result())
-        except self._asks.db.errors as error:
-            log.warning("folders of replicas that are gone cannot be found: %s", error)
 
     def _nowhere(self, key: SessionKey) -> Place:
         """Answers that there is no such session, also none that has left."""
@@ -372,9 +332,8 @@ class Member:
         if self._lapses != lapses:  # it may have been claimed again meanwhile
             self._loop.call(lambda _: self._loop.drop(session)).result()
             return None
-        if self.folders is not None and seen.owner is not None:
-            self._arriving[key] = Future()
-            self._reading.submit(self._fetch, session, seen.owner, self._arriving[key])
+        if self._saved is not None and seen.owner is not None:
+            self._saved.begin(session, seen.owner)
         log.info("session taken over", extra={"session": key[1], "owner": seen.owner, "epoch": saved.epoch})
         return Place(exists=True, begun=saved.begun)
 

@@ -120,8 +120,9 @@ class Service:
                 undo.callback(member.journal.close)
             if journal is not None:
                 undo.callback(journal.close)
+            folders = None
             if member is not None and config.disk_tier:
-                folders = member.folders = Folders(user_path(config.disk_tier), member.secret, member.number)
+                folders = Folders(user_path(config.disk_tier), member.secret, member.number)
                 kept = replace(config, disk_tier=str(folders.own))
             else:  # without a journal, nobody finds the state
                 kept = config if journal is not None else replace(config, checkpoint_rate=0)
@@ -149,7 +150,7 @@ class Service:
         if self._writer is not None:
             self._writer.start(self._loop.wake)
         if member is not None:
-            member.start(engine, self._loop)
+            member.start(engine, self._loop, folders)
         self._loaded = LoadedModel(model, config, self._loop, self._dispatcher)
         self._trainers = Trainers(self._loaded, self._lanes, self._answer_with, self._move_memory)
         self._session_files = SessionFiles(self._loaded, self._loop, self._dispatcher, engine.states)
