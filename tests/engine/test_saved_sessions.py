@@ -13,16 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.base.config import WorkerSettings, engine_config
+from tenuto.base.config import EngineConfig, WorkerSettings, engine_config
 from tenuto.base.errors import AlreadyExists, ContextExceeded, InvalidRequest, TenutoError
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import Message
 from tenuto.base.views import SessionInfo
 from tenuto.base.wire.document import Conversation, SessionDocument, read_document
 from tenuto.base.wire.messages import ExportSession, Fork, ImportSession, OpenSession, Request, Rewind, StartTurn, Trim
+from tenuto.engine.engine import Engine
 from tenuto.engine.thread.dispatcher import Dispatcher
 from tenuto.engine.thread.rendering import Renderer
-from tenuto.runtime.models import build_engine, load_model
+from tenuto.runtime.models import Model, build_engine, load_model
 from tenuto.session.records import SavedSession, TurnRecord
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
@@ -35,9 +36,12 @@ class Talk:
 
     def __init__(self, context_length: int = 2000) -> None:
         model = load_model(WorkerSettings(model="witness", page_size=4))
-        self.engine = build_engine(model, engine_config({"context_length": context_length, "audit_every": 1}), None)
+        self.engine = self._built(model, engine_config({"context_length": context_length, "audit_every": 1}))
         self.renderer = Renderer(model.chat, model.tokenizer)
         self.dispatcher = Dispatcher(self.engine, self.renderer)
+
+    def _built(self, model: Model, config: EngineConfig) -> Engine:
+        return build_engine(model, config, None)
 
     def open(self, system: str | None = None) -> Session:
         return self.do(OpenSession(session="s", policy=Policy(metadata=(("a", "b"),)), system=system))

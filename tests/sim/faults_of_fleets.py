@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import msgspec
 import pytest
 
+from tenuto.base.plan import Bytes
 from tenuto.base.views import SessionKey, TenantUse, Uses
+from tenuto.base.wire.state_file import CopiedState
 from tenuto.engine.departures import Departures, Rest
 from tenuto.engine.engine import Engine
 from tenuto.engine.moved_turns import Readied
+from tenuto.engine.session_states import SessionStates
+from tenuto.memory.tiers import left_state
+from tenuto.memory.tiers.disk import Readable, UnitCopy
+from tenuto.memory.tiers.left_state import Wanted
 from tenuto.runtime.member import Member
 from tenuto.runtime.moves import Moves
 from tenuto.runtime.tenant_counts import TenantCounts
@@ -220,6 +226,22 @@ def sessions_that_came_and_never_count(patch: pytest.MonkeyPatch) -> None:
         came(counts, registry, session)
 
     patch.setattr(TenantCounts, "came", come)
+
+
+def saved_state_that_is_not_compared(patch: pytest.MonkeyPatch) -> None:
+    def read(files: Readable, copies: Sequence[UnitCopy]) -> list[Bytes]:
+        group, file = copies[0].place
+        assert file is not None
+        return [unit.data for unit in files.read(file, {group: [copy.row for copy in copies]})[group]]
+
+    patch.setattr(left_state, "read_units", read)
+
+
+def saved_state_for_sessions_that_have_gone_on(patch: pytest.MonkeyPatch) -> None:
+    def take(states: SessionStates, session: Session, _: Wanted, state: CopiedState) -> bool:
+        return states._idle_memory.hold(session, state)
+
+    patch.setattr(SessionStates, "take", take)
 
 
 FAULTS: dict[Plant, int] = {

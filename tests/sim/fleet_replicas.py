@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
-from typing import Protocol, TypeVar, cast
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from random import Random
+from typing import Any, Protocol, TypeVar, cast
 
 import psycopg
 
+from tenuto.base.config import EngineConfig
 from tenuto.base.errors import NotAcknowledged, TenutoError
 from tenuto.base.options import TurnParams
 from tenuto.base.views import KeptTurn, MovesView, Place, TenantUse
 from tenuto.base.wire.messages import FindTurn, Locate, StartTurn, TellLoad
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread.loop import EngineLoop, Subscriber
+from tenuto.memory.memory import session_bytes, units_for_budget
+from tenuto.memory.shape import Shape
+from tenuto.memory.tiers.contents import NamedUnit
+from tenuto.memory.tiers.disk import DiskFailed, IndexUnusable, UnitFile
+from tenuto.memory.tiers.left_state import LeftState
 from tenuto.runtime.member import BEATS, Member
+from tenuto.runtime.models import Model
 from tenuto.runtime.moves import Moves
+from tenuto.runtime.saved_states import SavedStates
 from tenuto.session.changes import Change
 from tenuto.session.journal_rows import Rows, Value
 from tenuto.session.postgres.database import Database
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
+from tenuto.text.stream import TextStream
+from tests.carriers import AtOnce
 from tests.session.test_journal import Journaled
+from tests.sim.disk import FaultyDisk
 
 T = TypeVar("T")
 
 LEASE = 1.0
+BUDGETS = (600, 10**6)
+"""Of disks, in bytes: room for a few sessions, or for all."""
+SAVING = 3
+"""The steps of an idle engine in which it begins to save state, and notices that it is saved."""
 
 
 def asked_turn(name: str, given: int, key: str | None, *, resumable: bool) -> StartTurn:
@@ -39,11 +56,14 @@ def asked_turn(name: str, given: int, key: str | None, *, resumable: bool) -> St
 
 
 class Surroundings(Protocol):
-    """The world of a replica: its database, and time. `failure` says whether the next message is lost."""
+    """The world of a replica: its database, and time. `failure` says whether the next message is lost. `disks`: of all
+    replicas that ever lived, by number. `chance`: decides what their disks do."""
 
     url: str
     now: float
     dbs: list[Database]
+    disks: dict[int, FaultyDisk]
+    chance: Random
 
     def failure(self) -> str: ...
 
@@ -87,12 +107,65 @@ class Lossy(Database):
             raise psycopg.OperationalError("the confirmation is lost")
 
 
+class WorldClock:
+    """The clock of a replica's engine."""
+
+    def __init__(self, world: Surroundings) -> None:
+        self._world = world
+
+    def now(self) -> float:
+        return self._world.now
+
+    def wall(self) -> float:
+        return 1e9 + self._world.now
+
+
+class Left:
+    """The files of another replica, which may remove them meanwhile."""
+
+    def __init__(self, disk: FaultyDisk) -> None:
+        self._disk = disk
+
+    def read(self, file: UnitFile, rows: Mapping[int, Sequence[int]]) -> dict[int, list[NamedUnit]]:
+        if file.name not in self._disk.files():
+            raise DiskFailed("read", f"{file.name} is missing")
+        return self._disk.read(file, rows)
+
+
+class Disks:
+    """The disks of all replicas, as `LeftFolders`."""
+
+    def __init__(self, disks: Mapping[int, FaultyDisk]) -> None:
+        self._disks = disks
+
+    def of(self, replica: int) -> LeftState:
+        disk = self._disks[replica]
+        return LeftState(disk.index, lambda _: nullcontext(Left(disk)))
+
+    def tidy(self, needed: Callable[[Collection[int]], Collection[int]]) -> None:
+        """Does nothing: the world keeps all disks."""
+
+
+class Readings:
+    """The thread of a member that reads the state of claimed sessions, as a list of what it has yet to do."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Session, int, Future[None]]] = []
+
+    def submit(self, _: Callable[..., None], session: Session, owner: int, arrived: Future[None]) -> None:
+        self.waiting.append((session, owner, arrived))
+
+
 class Replica(Journaled):
     """A replica: an engine, its member, and the part of a server that connects them, in the caller's thread."""
 
     def __init__(self, world: Surroundings, name: str) -> None:
-        super().__init__()
         self.world = world
+        self.disk = FaultyDisk(world.chance)
+        self.disk.budget = world.chance.choice(BUDGETS)
+        super().__init__()
+        self.engine.sessions.recover()
+        self.engine.snapshots.pause = self.engine.snapshots.delay = 0.0
         self.name = name
         self.cut_off = self.ended = self._counting = False
         self.wakes = 0.0  # until when it sleeps
@@ -105,7 +178,48 @@ class Replica(Journaled):
         self.member._edge = TellLoad(open_turns=0, draining=False, moves=MovesView(), tenants={"": TenantUse()})
         loop, model = cast("EngineLoop", self), str(self.engine.vocab_size)
         self.moves = Moves(self.member, loop, lambda: model, lambda _: None, self.engine.turns.ready)
+        world.disks[self.member.number] = self.disk
+        self.states, self.readings = SavedStates(Disks(world.disks), cast("EngineLoop", self)), Readings()
+        self.states._reading = cast("Any", self.readings)
+        self.member._saved = self.states
         world.dbs += [self.member._asks.db, self.member._beats.db, self.member.journal._db]
+
+    def _built(self, model: Model, config: EngineConfig) -> Engine:
+        spec = model.executor.spec
+        shape = Shape.of(config, spec.page_size)
+        return Engine(
+            model.executor,
+            units_for_budget(spec, shape, 2 * session_bytes(spec, shape), expected=config.context_length // 4),
+            config,
+            vocab_size=model.vocab_size,
+            eos_ids=model.eos_ids,
+            clock=WorldClock(self.world),
+            random=self.world.chance,
+            text=partial(TextStream, model.tokenizer) if model.tokenizer is not None else None,
+            disk=self.disk,
+            carrier=AtOnce(),
+            identity="tokens",
+        )
+
+    @property
+    def taken_over(self) -> int:
+        """The number of sessions here that went on with state that others had saved."""
+        return self.engine.counts.imports["taken over"]
+
+    def _read(self) -> None:
+        """Gives sessions that were claimed the state that their last owners have saved."""
+        while self.readings.waiting:
+            session, owner, arrived = self.readings.waiting.pop(0)
+            with suppress(DiskFailed, IndexUnusable):
+                self.states.fetch(session, owner)
+            self.states.arrive(session, arrived)
+
+    def rest(self) -> None:
+        """Does what nobody waits for: saves what has changed, and reads what is left to read."""
+        self._read()
+        for _ in range(SAVING):
+            if self.engine.idle:
+                self.engine.step()
 
     def _fails(self) -> str:
         return "before" if self.cut_off else "" if self._counting else self.world.failure()
@@ -126,7 +240,10 @@ class Replica(Journaled):
 
     def locate(self, name: str) -> Place:
         """Raises `NotAcknowledged`."""
-        return self.member.locate(Locate(tenant="", session=name), self.world.now + LEASE)
+        place = self.member.locate(Locate(tenant="", session=name), self.world.now + LEASE)
+        if self.world.chance.random() < 0.8:  # otherwise others ask meanwhile
+            self._read()
+        return place
 
     def start(self, command: StartTurn) -> None:
         """Starts a turn of tokens."""

@@ -31,6 +31,7 @@ from tenuto.session.postgres.database import Database
 from tenuto.session.session import RECORD_BYTES, SESSION_BYTES, Session
 from tests.postgres import database
 from tests.serve.test_killed_streams import witness_output
+from tests.sim.disk import FaultyDisk
 from tests.sim.fleet_clients import Known, Steps, Violation, inputs
 from tests.sim.fleet_moves import Mover
 from tests.sim.fleet_replicas import LEASE, Replica
@@ -62,12 +63,14 @@ class World(Mover):
         self._db.execute(f"ALTER DATABASE {name} SET {path}".encode())
         self._db.execute(f"SET {path}".encode())
         self.dbs: list[Database] = []
+        self.disks: dict[int, FaultyDisk] = {}
+        self.chance = Random(seed * 31 + 7)
         self.running: list[tuple[Replica, Steps]] = []
         self._over: set[Steps] = set()
         self.calm = True
         self.replicas = [Replica(self, f"replica-{number}") for number in range(REPLICAS)]
         self.calm = False
-        self.operations = self.moves = 0
+        self.operations = self.moves = self._taken_over = 0
 
     def close(self) -> None:
         for each in self.dbs:
@@ -88,6 +91,11 @@ class World(Mover):
         self._jumped = self.now
         self.advance(0)
 
+    @property
+    def taken_over(self) -> int:
+        """The number of sessions that went on with state that others had saved."""
+        return self._taken_over + sum(replica.taken_over for replica in self.replicas)
+
     # -- what happens
 
     def run(self, steps: int) -> None:
@@ -99,8 +107,7 @@ class World(Mover):
         rng = self.rng
         self.advance(rng.choice((0.01, 0.05, 0.2)))
         for replica in self._awake():
-            if rng.random() < 0.5:  # it is late
-                replica.tick()
+            self._pass(replica)
         draw, replica = rng.random(), rng.choice(self.replicas)
         if replica.ended or draw < 0.01:
             self._restart(replica)
@@ -119,11 +126,19 @@ class World(Mover):
                 self._step(steps)
         self.running = [each for each in self.running if each[1] not in self._over]
 
+    def _pass(self, replica: Replica) -> None:
+        """Lets a replica do what it does beside its clients' operations."""
+        if self.rng.random() < 0.5:  # it is late
+            replica.tick()
+        if self.chance.random() < 0.7:
+            replica.rest()
+
     def _awake(self) -> list[Replica]:
         return [each for each in self.replicas if each.wakes <= self.now and not each.ended]
 
     def _restart(self, old: Replica) -> None:
         """Kills a replica and starts it again at its address."""
+        self._taken_over += old.taken_over
         for by, steps in self.running:
             if by is old:
                 steps.close()

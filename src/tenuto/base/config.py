@@ -118,8 +118,8 @@ class EngineConfig:
     disk_tier_size: int = option(0, "Most bytes in it, or a size such as 4GiB. 0: no limit.", parse_size)
     checkpoint_rate: int = option(
         2**28,
-        "Most bytes a second of sessions' state written to the disk tier while a server with a journal runs, or a size"
-        " such as 64MiB. 0: it is written only when the server ends.",
+        "Most bytes a second of sessions' state written to the disk tier while a server with a journal or of a fleet"
+        " runs, or a size such as 64MiB. 0: it is written only when the server ends.",
         parse_size,
     )
     snapshot_seconds: float = option(
@@ -275,7 +275,8 @@ class WorkerSettings:
     def snapshot_seconds(self) -> float:
         """The time that the engine may take to write memory to disk when it is closed."""
         config = engine_config(self.config)
-        return config.snapshot_seconds if self.journal is not None and config.disk_tier else 0.0
+        outlived = self.journal is not None or self.fleet is not None
+        return config.snapshot_seconds if outlived and config.disk_tier else 0.0
 
 
 def user_path(path: str) -> Path:

@@ -19,8 +19,8 @@ class Counts:
     - `replayed`: tokens in memory that forks and rewinds lost because a checkpoint was missing, by operation.
     - `prefix_lookups`: turns that lacked at least a page, by `HITS` and `MISSES`.
     - `prefix_tokens`: tokens found, by `HITS`.
-    - `imports`: imported sessions, by the outcome for their state: "imported", or "no room" and "copy failed", after
-      which it is computed from the tokens.
+    - `imports`: sessions that came with state, by its outcome: "imported", "taken over" (from a replica that is gone),
+      or "no room" and "copy failed", after which it is computed from the tokens.
     """
 
     transitions: Counter[Transition] = field(default_factory=Counter)

@@ -22,6 +22,7 @@ from tenuto.memory.pool import Holder, HolderKind, Lease
 from tenuto.memory.rows import Longs
 from tenuto.memory.tiers.contents import Content
 from tenuto.memory.tiers.disk import Disk
+from tenuto.memory.tiers.left_state import Wanted
 from tenuto.memory.tiers.lent import LentUnits
 from tenuto.memory.tiers.moves import Carrier, Move
 from tenuto.memory.tiers.parked import Parked, StoredUnit, size_of
@@ -206,6 +207,24 @@ class Parking:
         shared = self.tiers.share(record, record.position, names, self._memory.current)
         self._replace(session, shared)
         return shared
+
+    def wanted(self, session: Session, most: int) -> Wanted | None:
+        """Returns the state of up to `most` tokens that a session without any needs, or `None`."""
+        length = max(0, len(session.history) - 1)
+        position = most if most <= length else 0 if self.needs_whole else length
+        if not position or session.memory.computed or self.position(session):
+            return None
+        copies = self.tiers.copies
+        return Wanted(
+            version=session.version,
+            position=position,
+            names=self._contents(session, position, self._memory.current),
+            unit_bytes=[copies.unit_bytes(group) for group in range(len(self._memory.groups))],
+            page_size=self._memory.page_size,
+            whole=self.needs_whole,
+            meaning=self.tiers.meaning,
+            identity=self.tiers.identity,
+        )
 
     def hold(self, session: Session, state: CopiedState) -> bool:
         """Parks a session with state from another engine or process. Returns False if there is no room."""

@@ -16,6 +16,7 @@ from tenuto.engine.lifecycle import Lifecycle
 from tenuto.engine.occupation import Occupation
 from tenuto.memory.pool import HolderKind, Lease
 from tenuto.memory.session_memory import SessionMemory
+from tenuto.memory.tiers.left_state import Wanted
 from tenuto.memory.tiers.lent import LentUnits
 from tenuto.session.session import Session
 
@@ -110,6 +111,24 @@ class SessionStates:
             self._imports["imported" if self._put(session, file) else "no room"] += 1
         except (CopyFailed, InvalidRequest):  # the file can no longer be read
             self._imports["copy failed"] += 1
+
+    def wanted(self, session: Session, most: int) -> Wanted | None:
+        """Returns the state of up to `most` tokens that a session needs which was just restored, or `None`."""
+        return self._idle_memory.wanted(session, most) if self._takes_state(session) else None
+
+    @guarded
+    def take(self, session: Session, wanted: Wanted, state: CopiedState) -> bool:
+        """Gives a session the `wanted` state that another process has left, as far as it was found. Returns False if
+        the session does not need it any more, or there is no room."""
+        if not self._takes_state(session) or self._idle_memory.wanted(session, wanted.position) != wanted:
+            return False
+        taken = self._idle_memory.hold(session, state)
+        self._imports["taken over" if taken else "no room"] += 1
+        return taken
+
+    def _takes_state(self, session: Session) -> bool:
+        here = self._registry.find(session.id, session.policy.tenant) is session
+        return here and session.turn is None and not self._occupation.released
 
     def _put(self, session: Session, file: StateFile) -> bool:
         """Puts the state on the device or in a tier. Returns False if there is no room."""

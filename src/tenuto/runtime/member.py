@@ -28,6 +28,8 @@ from tenuto.base.wire.messages import CheckLease, Enter, FindOwner, GetFleet, Li
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread.loop import EngineLoop
 from tenuto.runtime.burden import load_of
+from tenuto.runtime.folders import LeftFolders
+from tenuto.runtime.saved_states import SavedStates
 from tenuto.runtime.tenant_counts import TenantCounts
 from tenuto.session.postgres.database import Database
 from tenuto.session.postgres.journal import PostgresJournal
@@ -99,6 +101,7 @@ class Member:
         self._counts = TenantCounts(lease, now)
         self._load = ReplicaLoad()
         self._asked_load = False
+        self._saved: SavedStates | None = None
         self._returned: list[tuple[SessionKey, int]] = []  # claimed sessions that do not fit here, to be given up
 
     def _join(self, advertised: str) -> None:
@@ -111,9 +114,11 @@ class Member:
             else:
                 return
 
-    def start(self, engine: Engine, loop: EngineLoop) -> None:
-        """Keeps the lease from now on, and restores sessions in `engine`, whose thread is that of `loop`."""
+    def start(self, engine: Engine, loop: EngineLoop, folders: LeftFolders | None) -> None:
+        """Keeps the lease from now on, and restores sessions in `engine`, whose thread is that of `loop`. `folders`:
+        where replicas save state, if they do."""
         self._engine, self._loop = engine, loop
+        self._saved = SavedStates(folders, loop) if folders is not None else None
         self._beating.start()
 
     def close(self) -> None:
@@ -121,6 +126,8 @@ class Member:
         self._closing.set()
         if self._beating.ident is not None:
             self._beating.join()
+        if self._saved is not None:
+            self._saved.close()
         self._asking.shutdown()
         with suppress(self._asks.db.errors):
             self._asks.end()
@@ -133,10 +140,10 @@ class Member:
             case Enter():
                 answer(Membership(secret=self._asks.secret, lease=self._lease))
             case Locate() if self._is_here(request) and self._holds():
-                answer(Place(exists=True))
+                self._once_here(request, answer, Place(exists=True))
             case Locate():
                 locate = partial(self.locate, request, self._now() + self._lease)
-                self._asking.submit(answered, locate, answer, refuse)
+                self._asking.submit(answered, locate, partial(self._once_here, request, answer), refuse)
             case TellLoad():
                 self._edge = request
                 answer(dict(self._engine.registry.elsewhere))
@@ -163,6 +170,8 @@ class Member:
             if self._now() > swept + SWEEP_SECONDS:
                 swept = self._now()
                 self._asking.submit(self._sweep)
+                if self._saved is not None:
+                    self._saved.tidy(lambda replicas: self._asking.submit(self._asks.needed, replicas).result())
 
     def keep_lease(self) -> None:
         """Prolongs the lease, if the database can be asked. Called `BEATS` times in a lease. Raises `EngineStopped`."""
@@ -272,6 +281,13 @@ class Member:
             raise self._unreachable(error) from error
         raise NotAcknowledged(f"session {request.session!r} changes its owner; ask again")
 
+    def _once_here(self, request: Locate, answer: Callable[[Place], None], place: Place) -> None:
+        """Answers where a session is, once it has its state."""
+        if self._saved is None:
+            answer(place)
+        else:
+            self._saved.once_here((request.tenant, request.session), lambda: answer(place))
+
     def _instead(self) -> str | None:
         """Returns the address of a replica to claim a session in place of this one, if this one is draining."""
         if not self._edge.draining:
@@ -334,6 +350,8 @@ class Member:
         if self._lapses != lapses:  # it may have been claimed again meanwhile
             self._loop.call(lambda _: self._loop.drop(session)).result()
             return None
+        if self._saved is not None and seen.owner is not None:
+            self._saved.begin(session, seen.owner)
         log.info("session taken over", extra={"session": key[1], "owner": seen.owner, "epoch": saved.epoch})
         return Place(exists=True, begun=saved.begun)
 
@@ -410,6 +428,11 @@ class Member:
     def number(self) -> int:
         """The number of this replica."""
         return self._asks.number
+
+    @property
+    def secret(self) -> str:
+        """The secret of the fleet that its database has."""
+        return self._asks.secret
 
     def _unreachable(self, error: Exception) -> NotAcknowledged:
         return NotAcknowledged(f"the database {self._asks.db.place} cannot be asked who owns sessions: {error}")

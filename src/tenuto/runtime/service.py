@@ -57,6 +57,7 @@ from tenuto.engine.thread.journaling import JournalWriter
 from tenuto.engine.thread.loop import EngineLoop
 from tenuto.engine.thread.rendering import Renderer
 from tenuto.memory.memory import kept_bytes
+from tenuto.runtime.folders import Folders
 from tenuto.runtime.intake import Input, Intake
 from tenuto.runtime.lanes import Lanes
 from tenuto.runtime.loaded_model import LoadedModel
@@ -119,7 +120,12 @@ class Service:
                 undo.callback(member.journal.close)
             if journal is not None:
                 undo.callback(journal.close)
-            kept = config if journal is not None else replace(config, checkpoint_rate=0)  # else nobody finds the state
+            folders = None
+            if member is not None and config.disk_tier:
+                folders = Folders(user_path(config.disk_tier), member.secret, member.number)
+                kept = replace(config, disk_tier=str(folders.own))
+            else:  # without a journal, nobody finds the state
+                kept = config if journal is not None else replace(config, checkpoint_rate=0)
             self._engine = engine = build_engine(model, kept, memory_bytes, self._masks)
             undo.callback(partial(engine.end, keep=True))
             for name, path in adapters.items():
@@ -132,7 +138,7 @@ class Service:
         self._log_snapshot("memory of sessions found")
         written = journal or (member.journal if member is not None else None)
         self._writer = JournalWriter(written) if written is not None else None
-        self._member, self._outlived = member, journal is not None
+        self._member, self._outlived = member, journal is not None or member is not None
         self._describe = _description(model, engine, [*engine.core.adapters])
         self._renderer = Renderer(model.chat, model.tokenizer)
         self._texts = Texts(model.tokenizer)
@@ -144,7 +150,7 @@ class Service:
         if self._writer is not None:
             self._writer.start(self._loop.wake)
         if member is not None:
-            member.start(engine, self._loop)
+            member.start(engine, self._loop, folders)
         self._loaded = LoadedModel(model, config, self._loop, self._dispatcher)
         self._trainers = Trainers(self._loaded, self._lanes, self._answer_with, self._move_memory)
         self._session_files = SessionFiles(self._loaded, self._loop, self._dispatcher, engine.states)
@@ -368,8 +374,8 @@ class Service:
         self._outbox.stopped(stopped)
 
     def _release_engine(self) -> None:
-        """Releases the stopped engine's memory. If a journal keeps its sessions, saves their state in the disk tier
-        first, if there is one."""
+        """Releases the stopped engine's memory. If a journal or a fleet keeps its sessions, saves their state in the
+        disk tier first, if there is one."""
         if self._outlived and self._engine.fuse.broken is None:
             try:
                 self._engine.sessions.save()

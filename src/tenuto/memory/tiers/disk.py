@@ -82,6 +82,12 @@ class Index(Protocol):
         """Returns the sessions that an earlier process has listed for units with this `identity`. From now on, only
         sessions for such units are listed. Raises `IndexUnusable`; then the index is empty, if it can be written."""
 
+    def meaning(self) -> str:
+        """Returns the identity of the units for which sessions are listed. Raises `DiskFailed`."""
+
+    def find(self, key: SessionKey) -> Listed | None:
+        """Returns a listed session, or `None`. Raises `DiskFailed`, and `ValueError` for a damaged row."""
+
     def runs(self, key: SessionKey) -> list[Run]:
         """Returns the runs of a session, by group and in order. Raises `DiskFailed`."""
 
@@ -95,7 +101,15 @@ class Index(Protocol):
         """Removes all listings; units have this `identity` from now on. Raises `DiskFailed`."""
 
 
-class Disk(Protocol):
+class Readable(Protocol):
+    """A store of files of units that can be read. Several threads may do so at once."""
+
+    def read(self, file: UnitFile, rows: Mapping[int, Sequence[int]]) -> dict[int, list[NamedUnit]]:
+        """Reads units of a file, by group and row, with the contents that the file names; `read_units` compares these.
+        Raises `DiskFailed`."""
+
+
+class Disk(Readable, Protocol):
     """A store of files of units. Several threads may read and write at once."""
 
     @property
@@ -113,10 +127,6 @@ class Disk(Protocol):
     def write(self, units: Mapping[int, Sequence[NamedUnit]], *, cached: bool = True) -> UnitFile:
         """Writes units by group; `cached`: whether they may be read again soon. Raises `DiskFailed`, having kept
         nothing."""
-
-    def read(self, file: UnitFile, rows: Mapping[int, Sequence[int]]) -> dict[int, list[NamedUnit]]:
-        """Reads units of a file, by group and row, with the contents that the file names; `read_units` compares these.
-        Raises `DiskFailed`."""
 
     def overwrite(self, file: UnitFile, kept: Collection[tuple[int, int]]) -> int:
         """Overwrites all units of a file, and the names of their contents, except those `kept`, by group and row. Notes
@@ -154,7 +164,7 @@ class UnitCopy(NamedTuple):
         return self.group, self.file
 
 
-def read_units(disk: Disk | None, copies: Sequence[UnitCopy]) -> list[Bytes]:
+def read_units(disk: Readable | None, copies: Sequence[UnitCopy]) -> list[Bytes]:
     """Returns the units, all in one place, and checks that those from a file have the wanted contents. All reads use
     this function: only the file itself determines its contents, not its name and not an index. Raises `DiskFailed`."""
     group, file = copies[0].place

@@ -311,13 +311,10 @@ class Saves:
         record = self.record(key)
         if record is None or not record.unread:
             return record
-        places = self._places(record, names)
-        short = max(0, min(map(len, places)) - 1) if not whole else 0  # the last one's own tokens may differ
-        cut = any(len(found) < len(held) for found, held in zip(places, names, strict=True))
-        if cut and not whole:
-            record.position = short * self._page_size
-            places = [found[:short] for found in places]
-        units = None if cut and (whole or not short) else self._tiers.copies.find(list(chain(*places)))
+        places, whole_pages = usable_places(self._runs(record), record.unread, names, whole=whole)
+        if whole_pages is not None:
+            record.position = whole_pages * self._page_size
+        units = self._tiers.copies.find(list(chain(*places))) if record.position else None
         if units is None:
             self.outcomes["stale"] += 1
             self.forget(key)
@@ -327,24 +324,13 @@ class Saves:
         self._tiers.forget_files(record)
         return record
 
-    def _places(self, record: Parked, names: Contents) -> list[list[Place]]:
-        """Returns the places of the leading units of each group that are there and have the right marks."""
-        files = {file.name: file for file in record.unread}
-        places: list[list[Place]] = [[] for _ in names]
+    def _runs(self, record: Parked) -> list[Run]:
         disk = self._tiers.disk
         try:
-            runs = disk.index.runs(record.key) if disk is not None and record.key is not None else []
+            return disk.index.runs(record.key) if disk is not None and record.key is not None else []
         except DiskFailed as error:
             self._tiers.failures[error.cause] += 1
-            return places
-        for run in runs:
-            if run.group >= len(names) or run.file not in files:
-                continue
-            found, held = places[run.group], names[run.group]
-            for (first, mark), row in zip(_marked(run), range(run.row, run.row + run.number), strict=False):
-                if first == len(found) < len(held) and held[first].mark == mark:
-                    found.append((files[run.file], run.group, row, held[first]))
-        return places
+            return []
 
     # -- erasing
 
@@ -411,6 +397,27 @@ class _Listed(NamedTuple):
         sizes = {**self.sizes, **{file.name: file.size for file in files}}
         key, position, stay = self.save.key, self.save.position, self.save.stay
         return Listing(key, position, stay, _runs(iter(found), stay), sizes)
+
+
+def usable_places(
+    runs: Iterable[Run], files: Iterable[UnitFile], names: Contents, *, whole: bool
+) -> tuple[list[list[Place]], int | None]:
+    """Returns the places, by group, of units whose contents should be `names`, as far as `files` and the right marks
+    are listed in `runs`. If some are missing, also returns how many units of each group can be used nevertheless, which
+    are pages then: none with `whole`."""
+    named = {file.name: file for file in files}
+    places: list[list[Place]] = [[] for _ in names]
+    for run in runs:
+        if run.group >= len(names) or run.file not in named:
+            continue
+        found, held = places[run.group], names[run.group]
+        for (first, mark), row in zip(_marked(run), range(run.row, run.row + run.number), strict=False):
+            if first == len(found) < len(held) and held[first].mark == mark:
+                found.append((named[run.file], run.group, row, held[first]))
+    if all(len(found) == len(held) for found, held in zip(places, names, strict=True)):
+        return places, None
+    pages = 0 if whole else max(0, min(map(len, places)) - 1)  # the last one's own tokens may differ
+    return [found[:pages] for found in places], pages
 
 
 def _marked(run: Run) -> Iterator[tuple[int, bytes]]:

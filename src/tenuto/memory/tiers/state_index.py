@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from tenuto.base.private import create_private
 from tenuto.base.views import SessionKey
@@ -25,7 +28,17 @@ CREATE TABLE runs (
 """
 # `runs`: units [first, first + count) of a session in group `kind` are in rows from `row` on of that group in a file.
 # `marks`: those of their contents; see `Content.mark`.
+_RUNS = """
+SELECT kind, first, files.name, row, count, marks FROM runs JOIN files ON files.id = runs.file
+WHERE session = (SELECT id FROM sessions WHERE tenant = ? AND name = ?) ORDER BY kind, first
+"""
+_FILES = """
+SELECT DISTINCT files.name, size FROM runs JOIN files ON files.id = runs.file
+WHERE session = (SELECT id FROM sessions WHERE tenant = ? AND name = ?)
+"""
 MEMORY = ":memory:"
+SUFFIXES = ("", "-wal")
+"""Of the files that hold an index."""
 
 
 class StateIndex:
@@ -41,6 +54,22 @@ class StateIndex:
         """With path `MEMORY`, the index is not kept."""
         self._path = path
         self._connections: dict[str, sqlite3.Connection] = {}
+
+    @classmethod
+    def copy_of(cls, path: Path) -> StateIndex:
+        """Returns a copy in memory of an index that another process has left, or still changes. Raises
+        `IndexUnusable`."""
+        copy = cls(MEMORY)
+        try:
+            with TemporaryDirectory(prefix="tenuto-") as directory:
+                for suffix in SUFFIXES:
+                    with suppress(FileNotFoundError) if suffix else nullcontext():
+                        shutil.copyfile(f"{path}{suffix}", Path(directory) / f"index{suffix}")
+                with closing(sqlite3.connect(Path(directory) / "index")) as found:
+                    found.backup(copy._connection("write"))
+        except (OSError, sqlite3.Error) as error:
+            raise IndexUnusable("unreadable") from error
+        return copy
 
     def begin(self, identity: str) -> dict[SessionKey, Listed]:
         try:
@@ -110,12 +139,19 @@ class StateIndex:
         return found
 
     def runs(self, key: SessionKey) -> list[Run]:
-        query = (
-            "SELECT kind, first, files.name, row, count, marks FROM runs JOIN files ON files.id = runs.file"
-            " WHERE session = (SELECT id FROM sessions WHERE tenant = ? AND name = ?) ORDER BY kind, first"
-        )
+        return [Run(*row) for row in self._read(_RUNS, key)]
+
+    def meaning(self) -> str:
+        return "".join(str(identity) for (identity,) in self._read("SELECT identity FROM meaning"))
+
+    def find(self, key: SessionKey) -> Listed | None:
+        found = self._read("SELECT position FROM sessions WHERE tenant = ? AND name = ?", key)
+        files = [(str(name), int(size)) for name, size in self._read(_FILES, key)]
+        return Listed(int(found[0][0]), files) if found else None
+
+    def _read(self, query: str, values: Sequence[str] = ()) -> list[Any]:
         try:
-            return [Run(*row) for row in self._connection("read").execute(query, key)]
+            return self._connection("read").execute(query, values).fetchall()
         except sqlite3.Error as error:
             raise DiskFailed("read", f"the index could not be read: {error}") from error
 

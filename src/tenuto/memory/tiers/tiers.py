@@ -47,7 +47,7 @@ class Tiers:
         self._host_bytes = host_bytes
         self._disk = disk
         self._page_size = page_size
-        self._identity = identity
+        self.identity = identity
         self._in_host: UseOrder[Parked] = UseOrder(timer)  # not moved to disk
         self._on_disk: UseOrder[Parked] = UseOrder(timer)  # on disk or on their way there
         self.moves = MovesUnderWay(pools, copier, disk, carrier, timer)
@@ -67,7 +67,7 @@ class Tiers:
         parked, unless it may be used by those who have parked it (`keep`)."""
         if len(self) and not keep:
             raise InvariantError(f"{len(self)} sequences of another identity are parked")
-        self._identity = identity
+        self.identity = identity
         if self._disk is not None:
             self._disk.become(identity, keep=keep)
             self.clear_index()
@@ -354,7 +354,7 @@ class Tiers:
     def meaning(self) -> str:
         """The identity of units with their layout, for an index."""
         sizes = [self.copies.unit_bytes(group) for group in range(len(self._pools))]
-        return f"{self._identity}, pages of {self._page_size}, units of {sizes}"
+        return f"{self.identity}, pages of {self._page_size}, units of {sizes}"
 
     def take_over(self, records: Iterable[Parked]) -> None:
         """Takes over unread `records` of memory that an earlier process has left on disk, in the order of their last

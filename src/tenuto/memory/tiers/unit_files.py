@@ -48,70 +48,17 @@ _UNREADABLE = (OSError, LookupError, ValueError, TypeError, AttributeError, Arit
 """The exceptions that reading a file with arbitrary contents may raise."""
 
 
-class UnitFiles:
-    """A `Disk` in a directory that one process uses at a time, for at most `budget` bytes of units.
+class UnitReader:
+    """Reads units from the files of a directory; see `UnitFiles`."""
 
-    A file has a tensor `group N`, uint8 [units, bytes per unit], for each group, in the safetensors format. Its
-    metadata has the format, the version, the `identity` of the units, the content of each (`Content.name`) and a CRC-32
-    of each unit with its content. Files never change, except that an erasure overwrites units to which nobody
-    refers, and file names are never used twice, so an old index refers to the units for which it was written, or to
-    missing files.
-    """
-
-    def __init__(self, directory: Path, budget: int, identity: str = "") -> None:
-        """Files that another process has left stay until `take_over`. Raises `ConfigError`."""
+    def __init__(self, directory: Path, identity: str) -> None:
         self._directory = directory
-        self.budget = budget
-        self._identity = identity
         self._readable = {identity}  # identities of files that may be read
-        self._used = 0
-        self._counting = threading.Lock()  # guards `_used`, since one thread writes while another removes
-        try:
-            make_private_directory(directory)
-            self._lock = os.open(directory / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-        except OSError as error:
-            raise ConfigError(f"the disk tier {directory} cannot be used: {error}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._lock)
-            raise ConfigError(f"the disk tier {directory} is in use by another process") from error
         self._readers = ThreadPoolExecutor(READERS, "tenuto-disk")
-        self._leaving: deque[Path] = deque()  # files to be removed, usually in another thread than the engine's
-        self._removing = threading.Lock()  # held while they are removed
-        self._direct = DirectWriter()
-        self.index = StateIndex(directory / INDEX)
 
-    def become(self, identity: str, *, keep: bool = False) -> None:
-        self._identity = identity
-        self._readable = {identity, *(self._readable if keep else ())}
-
-    def write(self, units: Mapping[int, Sequence[NamedUnit]], *, cached: bool = True) -> UnitFile:
-        size = sum(unit.data.nbytes for group in units.values() for unit in group)
-        with self._counting:
-            if self._used + size > self.budget:
-                raise DiskFailed("full", f"{size} bytes do not fit beside {self._used} of {self.budget}")
-            self._used += size
-        path = self._directory / f"{secrets.token_hex(12)}{SUFFIX}"
-        present = {_tensor(group): same for group, same in units.items() if same}
-        rows = list(chain(*present.values()))
-        try:
-            self._remove_leaving()  # so that their room can be used
-            with open_private(path) as file:
-                parts: Parts = [_header_of(present, self._identity), *(row.data.data for row in rows)]
-                (write_all if cached else self._direct.write_all)(file.fileno(), parts)
-        except (OSError, MemoryError) as error:
-            self._unlink(path)
-            self._gave_back(size)
-            cause = "full" if self._lacks(size) else "write"
-            raise DiskFailed(cause, f"{path} could not be written: {error}") from error
-        return UnitFile(path.name, size, len(rows), len(rows))
-
-    def _lacks(self, size: int) -> bool:
-        """Whether the file system has no room for `size` bytes."""
-        with suppress(OSError):
-            return shutil.disk_usage(self._directory).free < size
-        return False
+    def close(self) -> None:
+        """Ends its threads."""
+        self._readers.shutdown()
 
     def read(self, file: UnitFile, rows: Mapping[int, Sequence[int]]) -> dict[int, list[NamedUnit]]:
         path = self._directory / file.name
@@ -160,6 +107,70 @@ class UnitFiles:
         if not all(self._readers.map(take, range(0, len(rows), step))):
             raise DiskFailed("checksum", "a file of units is damaged")
         return [NamedUnit(content, unit) for (content, _), unit in zip(expected, units, strict=True)]
+
+
+class UnitFiles(UnitReader):
+    """A `Disk` in a directory that one process uses at a time, for at most `budget` bytes of units.
+
+    A file has a tensor `group N`, uint8 [units, bytes per unit], for each group, in the safetensors format. Its
+    metadata has the format, the version, the `identity` of the units, the content of each (`Content.name`) and a CRC-32
+    of each unit with its content. Files never change, except that an erasure overwrites units to which nobody
+    refers, and file names are never used twice, so an old index refers to the units for which it was written, or to
+    missing files.
+    """
+
+    def __init__(self, directory: Path, budget: int, identity: str = "") -> None:
+        """Files that another process has left stay until `take_over`. Raises `ConfigError`."""
+        super().__init__(directory, identity)
+        self.budget = budget
+        self._identity = identity
+        self._used = 0
+        self._counting = threading.Lock()  # guards `_used`, since one thread writes while another removes
+        try:
+            make_private_directory(directory)
+            self._lock = os.open(directory / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        except OSError as error:
+            raise ConfigError(f"the disk tier {directory} cannot be used: {error}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            raise ConfigError(f"the disk tier {directory} is in use by another process") from error
+        self._leaving: deque[Path] = deque()  # files to be removed, usually in another thread than the engine's
+        self._removing = threading.Lock()  # held while they are removed
+        self._direct = DirectWriter()
+        self.index = StateIndex(directory / INDEX)
+
+    def become(self, identity: str, *, keep: bool = False) -> None:
+        self._identity = identity
+        self._readable = {identity, *(self._readable if keep else ())}
+
+    def write(self, units: Mapping[int, Sequence[NamedUnit]], *, cached: bool = True) -> UnitFile:
+        size = sum(unit.data.nbytes for group in units.values() for unit in group)
+        with self._counting:
+            if self._used + size > self.budget:
+                raise DiskFailed("full", f"{size} bytes do not fit beside {self._used} of {self.budget}")
+            self._used += size
+        path = self._directory / f"{secrets.token_hex(12)}{SUFFIX}"
+        present = {_tensor(group): same for group, same in units.items() if same}
+        rows = list(chain(*present.values()))
+        try:
+            self._remove_leaving()  # so that their room can be used
+            with open_private(path) as file:
+                parts: Parts = [_header_of(present, self._identity), *(row.data.data for row in rows)]
+                (write_all if cached else self._direct.write_all)(file.fileno(), parts)
+        except (OSError, MemoryError) as error:
+            self._unlink(path)
+            self._gave_back(size)
+            cause = "full" if self._lacks(size) else "write"
+            raise DiskFailed(cause, f"{path} could not be written: {error}") from error
+        return UnitFile(path.name, size, len(rows), len(rows))
+
+    def _lacks(self, size: int) -> bool:
+        """Whether the file system has no room for `size` bytes."""
+        with suppress(OSError):
+            return shutil.disk_usage(self._directory).free < size
+        return False
 
     def overwrite(self, file: UnitFile, kept: Collection[tuple[int, int]]) -> int:
         path = self._directory / file.name
@@ -222,7 +233,7 @@ class UnitFiles:
 
     def close(self, *, keep: bool = False) -> None:
         self.index.close()
-        self._readers.shutdown()
+        super().close()
         if not keep:
             self._remove(entry.name for entry in (*self._entries(), *self._entries(INDEX, "")))
         os.close(self._lock)

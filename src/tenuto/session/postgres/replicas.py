@@ -279,6 +279,15 @@ class Replicas:
         query = "UPDATE sessions SET owner = NULL WHERE tenant = ? AND name = ? AND owner = ? AND epoch = ?"
         self.db.execute(query, (*key, self.number, epoch))
 
+    def needed(self, replicas: Collection[int]) -> set[int]:
+        """Returns those of these replicas that live or own sessions."""
+        asked = ",".join(map(str, replicas))
+        query = (
+            f"SELECT id FROM replicas WHERE id = ANY(string_to_array(?, ',')::bigint[]) AND {_LIVE} "
+            "UNION SELECT owner FROM sessions WHERE owner = ANY(string_to_array(?, ',')::bigint[])"
+        )
+        return {number for (number,) in self.db.execute(query, (asked, asked))}
+
     def all(self) -> list[ReplicaView]:
         """Returns the fleet's replicas, with the number of sessions that each owns."""
         query = (

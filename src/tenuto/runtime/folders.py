@@ -1,0 +1,99 @@
+"""The directory in which the replicas of a fleet save the state of their sessions, each in a folder of its own."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Protocol
+
+from tenuto.memory.tiers.left_state import LeftState
+from tenuto.memory.tiers.state_index import SUFFIXES, StateIndex
+from tenuto.memory.tiers.unit_files import INDEX, LOCK, UnitReader
+
+
+class LeftFolders(Protocol):
+    """The state that other replicas have saved, or earlier processes. One thread uses it at a time."""
+
+    def of(self, replica: int) -> LeftState:
+        """Returns what a replica has left. Raises `IndexUnusable`."""
+
+    def tidy(self, needed: Callable[[Collection[int]], Collection[int]]) -> None:
+        """Removes what nobody needs any more. `needed`: returns those of these replicas that live or own sessions."""
+
+
+class Folders:
+    """The folders of a fleet's replicas in a directory. A replica only reads those of others, which are missing if
+    their machines have another directory there.
+
+    Invariant: a folder is removed only if no process uses it, and its replica was not `needed` twice in a row.
+    """
+
+    def __init__(self, directory: Path, secret: str, number: int) -> None:
+        """`secret`: of the fleet, by which its folders differ from those of others. `number`: of this replica."""
+        self._directory = directory
+        self._prefix = hashlib.blake2b(secret.encode(), digest_size=8, person=b"tenuto-folders").hexdigest()
+        self._number = number
+        self._copy: tuple[int, list[tuple[int, int] | None], StateIndex] | None = None  # of the index read last
+        self._unneeded: set[int] = set()
+
+    @property
+    def own(self) -> Path:
+        """The folder of this replica."""
+        return self._folder(self._number)
+
+    def _folder(self, replica: int) -> Path:
+        return self._directory / f"{self._prefix}-{replica}"
+
+    def of(self, replica: int) -> LeftState:
+        folder = self._folder(replica)
+        return LeftState(self._index(replica, folder / INDEX), lambda identity: closing(UnitReader(folder, identity)))
+
+    def _index(self, replica: int, path: Path) -> StateIndex:
+        """Returns a copy of an index. Sessions of one replica are often claimed one after the other, so the last copy
+        is kept as long as the index has not changed."""
+        changed = [_changed(Path(f"{path}{suffix}")) for suffix in SUFFIXES]
+        if self._copy is None or self._copy[:2] != (replica, changed):
+            if self._copy is not None:
+                self._copy[2].close()
+                self._copy = None
+            self._copy = replica, changed, StateIndex.copy_of(path)
+        return self._copy[2]
+
+    def tidy(self, needed: Callable[[Collection[int]], Collection[int]]) -> None:
+        there = {number for number in self._numbers() if number != self._number}
+        unneeded = there - set(needed(there)) if there else set()
+        for number in unneeded & self._unneeded:
+            _remove(self._folder(number))
+        self._unneeded = unneeded
+
+    def _numbers(self) -> Iterator[int]:
+        """Yields the numbers of the replicas of this fleet that have folders."""
+        with suppress(OSError):
+            for folder in self._directory.iterdir():
+                prefix, _, number = folder.name.rpartition("-")
+                if prefix == self._prefix and number.isdecimal():
+                    yield int(number)
+
+
+def _changed(path: Path) -> tuple[int, int] | None:
+    """Returns the time of a file's last change in nanoseconds, and its size; `None` if it is missing."""
+    with suppress(OSError):
+        found = path.stat()
+        return found.st_mtime_ns, found.st_size
+    return None
+
+
+def _remove(folder: Path) -> None:
+    """Removes the folder of a replica, unless a process uses it."""
+    with suppress(OSError):
+        lock = os.open(folder / LOCK, os.O_RDWR)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)

@@ -1,0 +1,84 @@
+"""The state that other replicas of a fleet have saved, for sessions that this one has claimed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from tenuto.base.errors import EngineStopped
+from tenuto.base.views import SessionKey
+from tenuto.base.wire.state_file import CopiedState
+from tenuto.engine.thread.loop import EngineLoop
+from tenuto.memory.tiers.disk import DiskFailed, IndexUnusable
+from tenuto.runtime.folders import LeftFolders
+from tenuto.session.session import Session
+
+log = logging.getLogger("tenuto.fleet")
+
+
+class SavedStates:
+    """Reads saved state in a thread of its own. Requests for a session wait for its state: a turn that began before
+    would compute it again."""
+
+    def __init__(self, folders: LeftFolders, loop: EngineLoop) -> None:
+        self._folders = folders
+        self._loop = loop
+        self._reading = ThreadPoolExecutor(1, "tenuto-folders")  # the only user of `folders`
+        self._arriving: dict[SessionKey, Future[None]] = {}  # sessions whose state is still being read
+
+    def close(self) -> None:
+        """Waits until nothing is read any more."""
+        self._reading.shutdown()
+
+    def begin(self, session: Session, owner: int) -> None:
+        """Begins to read the state of a session that was just claimed, and that replica `owner` had before."""
+        self._arriving[session.key] = arrived = Future[None]()
+        self._reading.submit(self._read, session, owner, arrived)
+
+    def once_here(self, key: SessionKey, then: Callable[[], None]) -> None:
+        """Calls `then` once the state of a session has arrived; at once if it is not being read."""
+        if (arriving := self._arriving.get(key)) is not None:
+            arriving.add_done_callback(lambda _: then())
+        else:
+            then()
+
+    def tidy(self, needed: Callable[[Collection[int]], Collection[int]]) -> None:
+        """Begins to remove what replicas that are gone have left; see `LeftFolders.tidy`."""
+        self._reading.submit(self._tidy, needed)
+
+    def _read(self, session: Session, owner: int, arrived: Future[None]) -> None:
+        try:
+            if self.fetch(session, owner):
+                log.info("saved state taken over", extra={"session": session.id, "owner": owner})
+        except (DiskFailed, IndexUnusable) as error:
+            log.info("no saved state is there", extra={"session": session.id, "owner": owner, "reason": str(error)})
+        except EngineStopped:
+            pass
+        except Exception:  # a bug of ours; the state is computed then
+            log.exception("saved state could not be taken over")
+        finally:
+            self.arrive(session, arrived)
+
+    def arrive(self, session: Session, arrived: Future[None]) -> None:
+        """Lets those go on that wait for the state of a session, whether it was found or not."""
+        if self._arriving.get(session.key) is arrived:
+            del self._arriving[session.key]
+        arrived.set_result(None)
+
+    def fetch(self, session: Session, owner: int) -> bool:
+        """Gives a session the state that its earlier owner has left. Returns whether it has. Raises `DiskFailed`,
+        `IndexUnusable` or `EngineStopped`."""
+        left = self._folders.of(owner)
+        reached = left.reaches(session.key)
+        wanted = self._loop.call(lambda engine: engine.states.wanted(session, reached)).result()
+        if wanted is None:
+            return False
+        state = CopiedState(*left.read(session.key, wanted))
+        return bool(state.position) and self._loop.call(lambda it: it.states.take(session, wanted, state)).result()
+
+    def _tidy(self, needed: Callable[[Collection[int]], Collection[int]]) -> None:
+        try:
+            self._folders.tidy(needed)
+        except Exception as error:  # noqa: BLE001 - of the database, or of one that is closing
+            log.warning("folders of replicas that are gone cannot be found: %s", error)

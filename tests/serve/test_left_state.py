@@ -1,0 +1,95 @@
+"""Replicas that share a directory for saved state go on with what a replica that is gone has saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tenuto.memory.tiers.state_index import SUFFIXES, StateIndex
+from tenuto.memory.tiers.unit_files import INDEX
+from tests.eventually import eventually
+from tests.postgres import database
+from tests.serve.replicas import Replicas, replicas
+from tests.serve.server import END_SECONDS, Server
+from tests.serve.test_killed_streams import witness_output
+
+TOKENS = 400
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    return tmp_path / "shared"
+
+
+@pytest.fixture
+def fleet(shared: Path) -> Iterator[Replicas]:
+    options = ("--model", "witness", "--page-size", "8", "--context-length", "4096", "--disk-tier", str(shared))
+    with replicas(database(), 2, *options) as servers:
+        yield servers
+
+
+def ask(server: Server, session: str, given: list[int]) -> Any:
+    """Returns the answer to a turn."""
+    body = {"input": given, "max_new_tokens": 5, "ignore_eos": True, "stream": False}
+    with server.client() as http:
+        return http.post(f"/v1/sessions/{session}/turns", json=body).raise_for_status().json()
+
+
+def opened(server: Server, session: str, shared: Path) -> list[int]:
+    """Opens a session, and returns its history after a turn, once its state is saved."""
+    with server.client() as http:
+        http.post("/v1/sessions", json={"id": session}).raise_for_status()
+    given = [len(session), *range(1, TOKENS)]  # no session has another's beginning
+    history = [*given, *ask(server, session, given)["tokens"]]
+    eventually(lambda: saved(session, shared) == len(history) - 1)
+    return history
+
+
+def saved(session: str, shared: Path) -> int:
+    """Returns of how many tokens of a session some replica has saved the state."""
+    indices = [StateIndex.copy_of(path) for path in shared.glob(f"*/{INDEX}")]
+    found = [index.find(("default", session)) for index in indices]
+    return max((listed.position for listed in found if listed is not None), default=0)
+
+
+def test_a_session_of_a_killed_replica_goes_on_with_its_saved_state(fleet: Replicas, shared: Path) -> None:
+    one, two = fleet.servers
+    history = {session: opened(one, session, shared) for session in ("a", "another")}
+    assert len(list(shared.iterdir())) == 2
+    one.kill_all()
+    for session, tokens in history.items():
+        answer = ask(two, session, [1, 2])
+        assert answer["tokens"] == witness_output([*tokens, 1, 2], 5)
+        assert answer["usage"]["cached_tokens"] == len(tokens) - 1
+    two.audit()
+    eventually(lambda: len(list(shared.iterdir())) == 1)
+
+
+def test_a_fleet_that_was_ended_goes_on_with_what_its_last_replica_has_saved(fleet: Replicas, shared: Path) -> None:
+    history = opened(fleet.servers[0], "s", shared)
+    for server in fleet.servers:  # the session moves to the second
+        server.process.terminate()
+        assert server.process.wait(END_SECONDS) == 0
+    fleet.restart(0)
+    answer = ask(fleet.servers[0], "s", [1, 2])
+    assert answer["tokens"] == witness_output([*history, 1, 2], 5)
+    assert answer["usage"]["cached_tokens"] == len(history) - 1
+
+
+def test_damaged_state_is_computed_again(fleet: Replicas, shared: Path) -> None:
+    one, two = fleet.servers
+    history = {session: opened(one, session, shared) for session in ("damaged", "not-listed")}
+    one.kill_all()
+    files = list(shared.glob("*/*.units"))
+    for file in files:
+        file.write_bytes(file.read_bytes()[:-1] + b"!")
+    for session, tokens in history.items():
+        answer = ask(two, session, [1, 2])
+        assert answer["tokens"] == witness_output([*tokens, 1, 2], 5)
+        assert answer["usage"]["cached_tokens"] == 0
+        for suffix in SUFFIXES:
+            (files[0].parent / f"{INDEX}{suffix}").write_bytes(b"no index")
+    two.audit()
