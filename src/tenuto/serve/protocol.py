@@ -238,6 +238,8 @@ class BoundedProtocol(WatchedConnection):
         if not self._answering and not self._ended and (new or self._begun or self.arriving):
             self.loop.call_later(ARRIVING_SECONDS, self.shutdown)
         else:
+            if not self._answering:
+                self.end()
             super().shutdown()
 
     def _refuse(self, error: TenutoError) -> None:
