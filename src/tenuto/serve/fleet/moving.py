@@ -273,6 +273,7 @@ def _stream(turn: LiveTurn | None) -> LiveStream | None:
         once=turn.once,
         continues=turn.continues,
         resumable=turn.request.resumable,
+        about=turn.request.about,
     )
 
 
