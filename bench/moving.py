@@ -1,13 +1,17 @@
-"""What moves of sessions cost in a fleet: `python -m bench.moving [--only gap|restart] [--model NAME]`.
+"""What moves of sessions cost in a fleet: `python -m bench.moving [--only gap|restart|outlive] [--model NAME]`.
 
 `gap`: two replicas of the model share a PostgreSQL server that does not flush its files. A turn streams from a session
 of `--tokens` tokens, and the session moves to the other replica and back, `--moves` times in all. The client stays
 connected to the first replica. The figures are the time between two tokens while nothing moves, the longest time
 between two tokens from the request for each move until it is answered, and the time that the whole move takes.
 
-`restart`: three replicas of the witness, at which clients stream `--streams` turns through all of them. Each replica is
-asked to end in turn, and started again once it has. The figures are the streams that ended with an error, and those
-whose tokens were not the witness's. The replica on which a stream was opened goes on to pass it on until it ends.
+`restart`: three replicas of the witness, with `--streams` clients. Each streams turn after turn of 50 tokens, at five a
+second at most, through changing replicas. Every replica has rows for all of them. Each replica is asked
+to end in turn, and started again once it has. The figures are the errors that clients see, and the turns whose tokens
+are not the witness's. The replica on which a stream was opened goes on to pass it on until it ends.
+
+`outlive`: the same with `--drain-seconds 2`, which most streams outlive. Turns have `"on_disconnect": "continue"`, and
+clients whose streams break ask another replica for the rest.
 
 Clients, replicas and PostgreSQL share the machine.
 """
@@ -20,20 +24,19 @@ import json
 import statistics
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
 import httpx
 
+from bench.streams import Streams, show
 from tests.postgres import database
 from tests.serve.replicas import Replicas, replicas
-from tests.serve.test_killed_streams import witness_output
 
 QUIET = 25
 """Tokens between two moves."""
-RESTART_STEP = 0.02
-RESTART_TOKENS = 500
+RESTART_STEP = 0.2
+RESTART_TOKENS = 50
 
 
 async def deltas(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> AsyncIterator[tuple[float, list[int]]]:
@@ -104,61 +107,40 @@ def _show_gaps(times: Sequence[float], spans: Sequence[tuple[float, float]]) -> 
     print(f"added by a move: {added:.1f} ms in the median (goal: 20)", flush=True)
 
 
-async def restart(fleet: Replicas, streams: int) -> None:
+async def restart(fleet: Replicas, clients: int, *, resumes: bool) -> None:
     """Restarts all replicas while clients stream."""
     urls = [server.url for server in fleet.servers]
-    limits = httpx.Limits(max_connections=2 * streams)
-    failed: list[str] = []
-    wrong = 0
-    async with httpx.AsyncClient(timeout=600, limits=limits) as http:
-
-        async def one(number: int) -> None:
-            nonlocal wrong
-            name = f"s{number}"
-            (await http.post(f"{urls[number % 3]}/v1/sessions", json={"id": name})).raise_for_status()
-            body = {"input": [number, 1], "max_new_tokens": RESTART_TOKENS, "ignore_eos": True}
-            output: list[int] = []
-            try:
-                through = urls[(number // 3) % 3]
-                async for _, tokens in deltas(http, f"{through}/v1/sessions/{name}/turns", body):
-                    output += tokens
-            except (RuntimeError, httpx.HTTPError) as error:
-                failed.append(f"{name}: {type(error).__name__} {error}")
-            wrong += output != witness_output([number, 1], len(output))
-
-        streaming = [asyncio.ensure_future(one(number)) for number in range(streams)]
-        await asyncio.sleep(3)
-        began = time.perf_counter()
-        for number, server in enumerate(fleet.servers):
-            server.process.terminate()
-            await asyncio.to_thread(server.process.wait, 300)
-            print(f"replica {number + 1} has ended after {time.perf_counter() - began:.1f} s", flush=True)
-            await asyncio.to_thread(fleet.restart, number)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(300):
-                await asyncio.gather(*streaming)
-    print(f"{streams} streams: {len(failed)} ended with an error, {wrong} have wrong tokens (goal: 0)")
-    for each in failed[:5]:
-        print(each)
+    streams = Streams(lambda: urls, clients, RESTART_TOKENS, resumes=resumes)
+    await streams.all_live()
+    began = time.perf_counter()
+    for number in range(len(urls)):
+        fleet.servers[number].process.terminate()
+        status = await asyncio.to_thread(fleet.servers[number].process.wait, 600)
+        took = time.perf_counter() - began
+        await asyncio.to_thread(fleet.restart, number)
+        print(f"replica {number + 1} has ended with status {status} {took:.1f} s after the beginning", flush=True)
+    show(await streams.stop(), clients)
 
 
 def main() -> None:
     """Prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("gap", "restart"))
+    parser.add_argument("--only", choices=("gap", "restart", "outlive"))
     parser.add_argument("--model")
     parser.add_argument("--tokens", type=int, default=7600)
     parser.add_argument("--moves", type=int, default=8)
     parser.add_argument("--streams", type=int, default=200)
     given = parser.parse_args()
-    if given.only != "restart":
+    if given.only in (None, "gap"):
         model = ("--model", given.model) if given.model else ()
         with replicas(database(), 2, *model, "--context-length", "8192") as fleet:
             asyncio.run(gap(fleet, given.tokens, given.moves))
-    if given.only != "gap":
-        options = ("--model", f"witness:{RESTART_STEP}", "--context-length", "8192", "--drain-seconds", "300")
-        with replicas(database(), 3, *options) as fleet:
-            asyncio.run(restart(fleet, given.streams))
+    for kind, seconds in (("restart", 300), ("outlive", 2)):
+        if given.only in (None, kind):
+            options = ("--model", f"witness:{RESTART_STEP}", "--context-length", "8192")
+            ends = ("--max-running", str(given.streams), "--drain-seconds", str(seconds))
+            with replicas(database(), 3, *options, *ends) as fleet:
+                asyncio.run(restart(fleet, given.streams, resumes=kind == "outlive"))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +216,70 @@ def test_a_rolling_restart_is_noticed_by_no_client() -> None:
 def _view(http: httpx.Client, url: str) -> dict[str, Any]:
     found: dict[str, Any] = next(each for each in http.get("/fleet").json()["replicas"] if each["url"] == url)
     return found
+
+
+def test_a_replica_ends_although_its_clients_ask_on_and_on() -> None:
+    """They have their answers to what they asked before the drain. Then it accepts no more connections."""
+    options = ("--model", "witness:0.02", "--context-length", "8192", "--drain-seconds", "600")
+    with replicas(database(), 2, *options, lease=20) as fleet, ExitStack() as closing:
+        one, two = (closing.enter_context(server.client()) for server in fleet.servers)
+        one.post("/v1/sessions", json={"id": "before"}).raise_for_status()
+        before = Reader(one, "/v1/sessions/before/turns", {"input": [3], "max_new_tokens": 200, "ignore_eos": True})
+        ended, answers = threading.Event(), list[httpx.Response]()
+
+        def ask_on(name: str) -> None:
+            body = {"input": [1], "max_new_tokens": 10, "ignore_eos": True, "stream": False}
+            while not ended.is_set():
+                with suppress(httpx.TransportError):  # once it accepts no more
+                    answers.append(httpx.post(f"{one.base_url}/v1/sessions/{name}/turns", json=body, timeout=60))
+
+        names = [f"after-{number}" for number in range(4)]
+        for name in names:
+            two.post("/v1/sessions", json={"id": name}).raise_for_status()
+        asking = [threading.Thread(target=ask_on, args=(name,), daemon=True) for name in names]
+        for thread in asking:
+            thread.start()
+        eventually(lambda: len(answers) > 8 and len(before.tokens) > 5)
+        assert fleet.servers[0].stop() == 0
+        ended.set()
+        for thread in asking:
+            thread.join(60)
+        assert before.whole() == witness_output([3], 200)
+        assert {answer.status_code for answer in answers} == {200}
+
+
+def test_turns_for_a_replica_that_is_ending_are_carried_out_elsewhere() -> None:
+    """Its sessions could not move in time. It gives idle ones up, and the others are taken over."""
+    options = ("--model", "witness:0.02", "--context-length", "8192", "--drain-seconds", "0.1")
+    with replicas(database(), 2, *options, lease=20) as fleet, ExitStack() as closing:
+        one, two = (closing.enter_context(server.client()) for server in fleet.servers)
+        names = [f"s{number}" for number in range(12)]
+        for name in names:
+            one.post("/v1/sessions", json={"id": name}).raise_for_status()
+        ended, counts, answers = threading.Event(), dict.fromkeys(names, 0), list[httpx.Response]()
+
+        def ask_on(name: str) -> None:
+            body = {"input": [1], "max_new_tokens": 5, "ignore_eos": True, "stream": False}
+            with fleet.servers[1].client() as http:
+                while not ended.is_set():
+                    key = {"idempotency-key": f"k{counts[name]}"}
+                    told = {**body, "on_disconnect": "continue"}
+                    answers.append(http.post(f"/v1/sessions/{name}/turns", json=told, headers=key))
+                    counts[name] += 1
+
+        asking = [threading.Thread(target=ask_on, args=(name,), daemon=True) for name in names]
+        for thread in asking:
+            thread.start()
+        eventually(lambda: min(counts.values()) > 1)
+        assert fleet.servers[0].stop() == 0
+        done = len(answers)
+        eventually(lambda: len(answers) > done + len(names))
+        ended.set()
+        for thread in asking:
+            thread.join(60)
+        assert {answer.status_code for answer in answers} == {200}, [each.text for each in answers][-3:]
+        for name in names:
+            assert two.get(f"/v1/sessions/{name}").json()["version"] == counts[name]
 
 
 def test_a_drained_replica_becomes_empty_and_goes_on_to_serve() -> None:

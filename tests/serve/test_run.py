@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from tenuto.serve.app import build_app
 from tenuto.serve.engine_process import EngineProcess
 from tenuto.serve.metrics import Metrics
 from tenuto.serve.process import ProcessLink
-from tenuto.serve.run import serve
+from tenuto.serve.run import bind, listen, serve
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.settings import ServeSettings
 from tests.serve.server import END_SECONDS, Server, serving
@@ -252,6 +253,18 @@ def test_a_server_that_cannot_start_gives_the_reason_in_one_line(arguments: tupl
     assert len(lines) == 1
     assert lines[0].startswith("tenuto: ")
     assert said in lines[0]
+
+
+def test_a_port_is_taken_before_clients_can_connect_to_it() -> None:
+    """So those of a fleet ask another replica while one loads its model."""
+    with bind(ServeSettings(port=0)) as bound:
+        place = bound.getsockname()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(place, END_SECONDS)
+        listen(bound)
+        socket.create_connection(place, END_SECONDS).close()
+        with pytest.raises(ConfigError, match="cannot listen"):
+            bind(ServeSettings(port=place[1]))
 
 
 def test_an_engine_that_ends_while_loading_keeps_its_server_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:

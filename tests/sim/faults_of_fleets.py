@@ -271,6 +271,8 @@ FAULTS: dict[Plant, int] = {
     sessions_without_an_owner_that_do_not_count: 6,
     sessions_that_count_twice_when_they_come: 6,
     sessions_that_came_and_never_count: 0,
+    saved_state_that_is_not_compared: 3,
+    saved_state_for_sessions_that_have_gone_on: 33,
 }
 """The faults, each with a world that fails with it. `python -m tests.sim.faults_of_fleets` looks for such worlds."""
 

@@ -106,10 +106,14 @@ class Mover(Clients):
 
     def _take(self, move: str, end: StateEnd, other: Replica, answer: list[bool]) -> Steps:
         """Has the other replica become the owner, at some time. It answers if the one that asked still waits."""
-        for _ in range(self.rng.choice((0, 0, 1, 3, 12))):
+        end, late = _sent(end, StateEnd), self.rng.choice((0, 0, 1, 3, 12))
+        for _ in range(late // 2):
             yield
         try:
-            other.moves.receive(move, _sent(end, StateEnd), _ignored)
+            readied = other.moves.prepare(move, end)
+            for _ in range(late - late // 2):
+                yield
+            other.moves.become(move, end, readied, _ignored)
         except TenutoError:
             answer.append(False)
         else:

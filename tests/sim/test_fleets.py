@@ -16,6 +16,10 @@ def test_replicas_that_fail_sleep_and_lose_messages_keep_their_promises(seed: in
     assert simulate(seed).operations > 10
 
 
+def test_sessions_go_on_with_state_that_replicas_have_left() -> None:
+    assert any(simulate(seed).taken_over for seed in range(20))
+
+
 @pytest.mark.parametrize("plant", FAULTS)
 def test_a_planted_fault_of_owners_or_leases_is_noticed(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)

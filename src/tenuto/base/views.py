@@ -226,8 +226,8 @@ class Ticket(View, frozen=True, kw_only=True):
 
 class KeptTurn(View, frozen=True, kw_only=True):
     """A committed turn that was started with an idempotency key, kept to answer repeated requests. `digest`: the digest
-    of the request. `name`, `reading`: see `messages.StartTurn`. `omitted`: the size in bytes if the answer was too
-    large to be kept, else 0; then `output` has only the turn's result, and `ticket` has no prompt."""
+    of the request. `name`, `reading`, `about`: see `messages.StartTurn`. `omitted`: the size in bytes if the answer
+    was too large to be kept, else 0; then `output` has only the turn's result, and `ticket` has no prompt."""
 
     key: str
     digest: bytes
@@ -236,6 +236,7 @@ class KeptTurn(View, frozen=True, kw_only=True):
     output: Delta
     omitted: int = 0
     reading: Reading | None = None
+    about: bytes = b""
 
 
 class FoundTurn(View, frozen=True, kw_only=True):

@@ -92,8 +92,7 @@ class Readied:
             turn.versions.pop()
         turn.output_logprobs, turn.input_scores = list(moved.output_logprobs), list(moved.input_scores)
         if moved.once is not None:
-            key, digest, name, reading = moved.once
-            turn.once = Once(key, digest, name, reading)
+            turn.once = Once(*moved.once)
             if moved.ticket is not None:
                 turn.once.accepted(moved.ticket)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -53,6 +54,8 @@ OfMoves = (
     | DropMove
 )
 """Requests about moves."""
+THREADS = 8
+"""Each waits for the engine's next step, so that many sessions can move in a second."""
 COPY_BYTES = 2**22
 """How much is copied between two steps at most: about two milliseconds' work."""
 
@@ -81,11 +84,12 @@ class Moves:
         self._loop = loop
         self._identity = identity
         self._constrain = constrain
-        self._working = ThreadPoolExecutor(1, "tenuto-moves")
+        self._working = ThreadPoolExecutor(THREADS, "tenuto-moves")
         self._held: dict[str, Session] = {}  # by move; only for the threads of this class, one at a time for each move
         self._offers: dict[str, StateOffer] = {}  # of sessions that arrive, likewise
         self._leaving: dict[str, StateOffer] = {}  # of sessions that are to leave, until that is settled
         self._tickets: dict[str, Ticket] = {}  # of turns that go on here, until their moves are answered
+        self._counting = threading.Lock()  # held while what leaves, or comes, is counted for the next one
 
     def close(self) -> None:
         self._working.shutdown()
@@ -107,14 +111,33 @@ class Moves:
             GiveUpSession: self.give_up,
             ReserveMove: lambda asked: self.reserve(asked.move, asked.offer),
             PutMove: lambda asked: self.put(asked.move, asked.piece),
-            TakeMove: lambda asked: self.receive(asked.move, asked.end, subscriber),
             DropMove: lambda asked: self.drop(asked.move),
         }
+        if isinstance(request, TakeMove):
+            self._working.submit(self._take, request, answer, refuse, subscriber)
+            return
         work = partial(answered, partial(parts[type(request)], request), answer, refuse)
-        if isinstance(request, SettleMove | GiveUpSession | TakeMove):  # these ask the database
-            self._member.later(work)
+        settles = isinstance(request, SettleMove) and request.asked and not request.gone
+        if settles or isinstance(request, GiveUpSession):
+            self._member.later(work)  # which asks the database
         else:
             self._working.submit(work)
+
+    def _take(
+        self,
+        request: TakeMove,
+        answer: Callable[[Any], None],
+        refuse: Callable[[BaseException], None],
+        subscriber: Subscriber,
+    ) -> None:
+        """Prepares for `TakeMove` while sessions before it become this replica's."""
+        try:
+            readied = self.prepare(request.move, request.end)
+        except BaseException as error:  # noqa: BLE001 - every error is answered
+            refuse(error)
+        else:
+            become = partial(self.become, request.move, request.end, readied, subscriber)
+            self._member.later(partial(answered, become, answer, refuse))
 
     # -- for the replica that a session leaves
 
@@ -126,8 +149,9 @@ class Moves:
             return engine.departures.begin(request.move, request.session, request.tenant), burden_of(engine)
 
         offer, burden = self._loop.call(begin).result()
-        relieved = burden.without(self._leaving.values()).relieved(request.relieves)
-        self._leaving[request.move] = offer
+        with self._counting:
+            relieved = burden.without(list(self._leaving.values())).relieved(request.relieves)
+            self._leaving[request.move] = offer
         return msgspec.structs.replace(offer, owner=self._member.number, identity=identity, relieved=relieved)
 
     def copy(self, move: str) -> list[StatePiece]:
@@ -219,43 +243,60 @@ class Moves:
     def reserve(self, move: str, offer: StateOffer) -> None:
         """Carries out `ReserveMove`. Raises `InvalidRequest` unless the state is of this model and these weights, and
         `NoRoom` if the session comes to spread load, and this replica has as much as the one that it would leave."""
-        if offer.identity != self._identity():
-            raise _other_weights()
+        self._require_weights(offer.identity)
         if offer.params is not None:
             self._constrain(offer.params)  # compiles the grammar
-        if offer.relieved is not None:
-            burden = self._loop.call(burden_of).result().plus(list(self._offers.values()))
-            burden.require_less(offer.relieved, offer)
-        self._loop.call(lambda engine: engine.arrivals.reserve(move, offer)).result()
-        self._offers[move] = offer
+        with self._counting if offer.relieved is not None else nullcontext():
+            if offer.relieved is not None:
+                burden = self._loop.call(burden_of).result().plus(list(self._offers.values()))
+                burden.require_less(offer.relieved, offer)
+            self._loop.call(lambda engine: engine.arrivals.reserve(move, offer)).result()
+            self._offers[move] = offer
 
     def put(self, move: str, piece: StatePiece) -> None:
         """Carries out `PutMove`."""
         self._loop.call(lambda engine: engine.arrivals.put(move, piece)).result()
 
-    def receive(self, move: str, end: StateEnd, subscriber: Subscriber) -> Ticket:
-        """Carries out `TakeMove`. An error before the owner is changed leaves everything here as it was."""
-        offer = self._offers.get(move)
-        if offer is None:
-            raise NotFound("nothing is expected of this move here: it took too long")
-        key = offer.tenant, offer.session
+    def prepare(self, move: str, end: StateEnd) -> Readied | None:
+        """Carries out the part of `TakeMove` before the owner is changed. Returns the open turn, if there is one. An
+        error leaves everything here as it was."""
         try:
-            if end.identity != self._identity():
-                raise _other_weights()
+            self._expected(move)
+            self._require_weights(end.identity)
             self._loop.call(lambda engine: engine.arrivals.complete(move, end)).result()
-            readied = self._readied(end)
+            return self._ready(end.turn, self._constrain(end.turn.params)) if end.turn is not None else None
+        except BaseException:
+            self._drop(move)
+            raise
+
+    def become(self, move: str, end: StateEnd, readied: Readied | None, subscriber: Subscriber) -> Ticket:
+        """Carries out the rest of `TakeMove`: this replica becomes the owner. An error before that leaves everything
+        here as it was."""
+        try:
+            offer = self._expected(move)
+            key = offer.tenant, offer.session
             accept = partial(self._accept, move, end.position, readied, subscriber)
             session = self._member.receive(key, offer.owner, end.epoch, accept)
         finally:
-            self.drop(move)
+            self._drop(move)
         log.info("session moved here", extra={"session": key[1], "owner": offer.owner, "epoch": session.epoch})
         if (ticket := self._tickets.pop(move, None)) is not None:
             return ticket
         name, version = session.id, session.version
         return Ticket(turn=0, session=name, history=0, prompt_tokens=0, max_new_tokens=0, version=version)
 
-    def _readied(self, end: StateEnd) -> Readied | None:
-        return self._ready(end.turn, self._constrain(end.turn.params)) if end.turn is not None else None
+    def _require_weights(self, identity: str) -> None:
+        if identity != self._identity():
+            raise NotAcknowledged(
+                "the session's state is of other weights than this replica's, or laid out for other kernels; allowed: "
+                "replicas with the same model"
+            )
+
+    def _expected(self, move: str) -> StateOffer:
+        offer = self._offers.get(move)
+        if offer is None:
+            raise NotFound("nothing is expected of this move here: it took too long")
+        return offer
 
     def _accept(
         self,
@@ -281,9 +322,16 @@ class Moves:
 
     def drop(self, move: str) -> None:
         """Carries out `DropMove`."""
+        if (dropping := self._drop(move)) is not None:
+            with suppress(EngineStopped):
+                dropping.result()
+
+    def _drop(self, move: str) -> Future[None] | None:
+        """Begins to do that; not if the engine has stopped."""
         self._offers.pop(move, None)
         with suppress(EngineStopped):
-            self._loop.call(lambda engine: engine.arrivals.drop(move)).result()
+            return self._loop.call(lambda engine: engine.arrivals.drop(move))
+        return None
 
 
 def _owned(engine: Engine) -> list[OwnedSession]:
@@ -303,10 +351,3 @@ def _owned(engine: Engine) -> list[OwnedSession]:
         )
 
     return [owned(each) for each in engine.registry if each.policy.lasting]
-
-
-def _other_weights() -> NotAcknowledged:
-    return NotAcknowledged(
-        "the session's state is of other weights than this replica's, or laid out for other kernels; allowed: replicas "
-        "with the same model"
-    )

@@ -28,8 +28,8 @@ REST_SECONDS = 5.0
 """Time for which a client may go on sending the body of a request that was already answered."""
 PROBE_SECONDS = (0.05, 0.2, 1.0, 5.0)
 """Times between probes of a client that has closed its half of the connection; the last is repeated."""
-NEW_SECONDS = 0.5
-"""Time that a new connection has to begin a request although the server is ending."""
+NEW_SECONDS = 5.0
+"""Time that a new connection has to begin a request although the server is ending. A busy client may need seconds."""
 LINGER_SECONDS = 1.0
 """Time a refused connection is still read: closing it at once might lose the answer."""
 
@@ -238,6 +238,8 @@ class BoundedProtocol(WatchedConnection):
         if not self._answering and not self._ended and (new or self._begun or self.arriving):
             self.loop.call_later(ARRIVING_SECONDS, self.shutdown)
         else:
+            if not self._answering:
+                self.end()
             super().shutdown()
 
     def _refuse(self, error: TenutoError) -> None:

@@ -8,7 +8,7 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -38,6 +38,10 @@ log = structlog.get_logger("tenuto.server")
 CLOSING_SECONDS = 2.0
 """The least time that connections have to end once their turns have ended."""
 CHECK_SECONDS = 0.1
+QUIET_SECONDS = 1.0
+"""How long connections are kept after a drain: clients that have just got their answers may ask on."""
+BACKLOG = 2048
+"""Connections that the system accepts before we do."""
 OTHER_FILES = 64
 """Number of open files other than connections."""
 
@@ -51,44 +55,75 @@ class EndingServer(uvicorn.Server):
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Ends, after the connections are accepted that clients have opened: closing the listening socket would reset
-        them."""
-        config, state = self.config, self.server_state
-
-        def protocol() -> asyncio.Protocol:
-            kind = cast("Callable[..., asyncio.Protocol]", config.http_protocol_class)
-            return kind(config=config, server_state=state, app_state=self.lifespan.state)
-
-        for listening in sockets or ():
-            listening.settimeout(0)
-            with suppress(BlockingIOError):
-                while True:
-                    connection, _ = listening.accept()
-                    await asyncio.get_running_loop().connect_accepted_socket(protocol, connection)
+        """Ends, once all connections have."""
+        await self.accept_no_more(sockets or ())
         asking = asyncio.ensure_future(self._ask())
         try:
             await super().shutdown(sockets)
         finally:
             asking.cancel()
 
+    async def accept_no_more(self, sockets: Iterable[socket.socket]) -> None:
+        """Closes the listening sockets, after the connections are accepted that clients have opened: these would be
+        reset. Idle connections are closed."""
+        config, state = self.config, self.server_state
+
+        def protocol() -> asyncio.Protocol:
+            kind = cast("Callable[..., asyncio.Protocol]", config.http_protocol_class)
+            return kind(config=config, server_state=state, app_state=self.lifespan.state)
+
+        for listening in sockets:
+            if listening.fileno() < 0:  # closed before
+                continue
+            listening.settimeout(0)
+            with suppress(BlockingIOError):
+                while True:
+                    connection, _ = listening.accept()
+                    await asyncio.get_running_loop().connect_accepted_socket(protocol, connection)
+        for server in self.servers:
+            server.close()
+        for listening in sockets:
+            listening.close()
+        self.close_idle()
+
+    def close_idle(self) -> None:
+        """Lets HTTP connections end that have not been asked to."""
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, BoundedProtocol) and not connection.closing:
+                connection.shutdown()
+
     async def _ask(self) -> None:
-        """Asks connections to end, also those that were accepted too late for uvicorn to ask them."""
+        """Asks connections to end that were accepted too late for uvicorn to ask them."""
         while True:
             await asyncio.sleep(CHECK_SECONDS)
-            for connection in list(self.server_state.connections):
-                if isinstance(connection, BoundedProtocol) and not connection.closing:
-                    connection.shutdown()
+            self.close_idle()
 
 
-def listen(settings: ServeSettings) -> socket.socket:
-    """Returns a listening socket; port 0 picks a free port. Raises `ConfigError`."""
+def bind(settings: ServeSettings) -> socket.socket:
+    """Returns a socket at the server's address that does not listen yet; port 0 picks a free port. Raises
+    `ConfigError`."""
+    bound = None
     try:
         family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
-        listening = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+        bound = socket.socket(family)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind((settings.host, settings.port))
     except OSError as error:
+        if bound is not None:
+            bound.close()
         raise ConfigError(f"cannot listen on {settings.host}:{settings.port}: {error}") from error
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit it
-    return listening
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit it
+    return bound
+
+
+def listen(bound: socket.socket) -> None:
+    """Lets clients connect. Raises `ConfigError`."""
+    try:
+        bound.listen(BACKLOG)
+    except OSError as error:  # another process has begun to listen there
+        raise ConfigError(f"cannot listen on {bound.getsockname()[1]}: {error}") from error
 
 
 def _connections(wanted: int) -> int:
@@ -114,7 +149,9 @@ async def serve(
     the engine ends by itself, once open requests are answered."""
     tracing = _tracing()
     try:
-        with listen(settings) as listening:
+        with bind(settings) as listening:
+            if not in_fleet:
+                listen(listening)  # clients wait while the model is loaded; those of a fleet can ask another replica
             try:
                 link = await ProcessLink.open(engine)
             except EngineStopped as error:
@@ -173,6 +210,8 @@ async def _serve(
         server_header=False,
         proxy_headers=False,  # nothing depends on a client's address
     )
+    if in_fleet:
+        listen(listening)
     server, ending = EndingServer(config), asyncio.Event()
 
     def end() -> None:
@@ -194,23 +233,31 @@ async def _serve(
     deadline = time.monotonic() + settings.drain_seconds
     if link.stopped is None:
         if fleet is not None and asked:
-            await _leave(fleet, deadline)
+            await _leave(server, listening, fleet, deadline)
         await edge.drain(deadline - time.monotonic())
     await _close(server, serving, edge, unread, deadline)
     if fleet is not None:
-        fleet.close()
+        await fleet.close()
     for task in (watching, *ends):
         task.cancel()
     if link.stopped is not None and not asked:
         raise link.stopped.error()
 
 
-async def _leave(fleet: Fleet, deadline: float) -> None:
+async def _leave(server: EndingServer, listening: socket.socket, fleet: Fleet, deadline: float) -> None:
     """Lets the sessions of this replica move to others, if there are any, and waits until its clients have their
-    answers, or until the deadline."""
-    with suppress(TenutoError):  # no other replica, or no database: as with a single server
+    answers, or until the deadline. New requests are passed on as long as there is something else to wait for."""
+    try:
         fleet.drain.begin(await fleet.replicas())
-        await fleet.drain.wait(deadline - time.monotonic())
+    except TenutoError:  # no other replica, or no database: as with a single server
+        return
+    with suppress(TimeoutError):
+        async with asyncio.timeout(deadline - time.monotonic()):
+            await fleet.drain.leave()
+            await asyncio.sleep(QUIET_SECONDS)
+            await server.accept_no_more([listening])
+            await fleet.drain.wait()
+    fleet.drain.hurry()
 
 
 async def _close(
@@ -218,7 +265,7 @@ async def _close(
 ) -> None:
     """Ends the connections. Clients that read late have until the deadline to read the ends of their answers."""
     left = max(0.0, deadline - time.monotonic())
-    server.config.timeout_graceful_shutdown = math.ceil(left + CLOSING_SECONDS)  # what goes on then is cancelled
+    server.config.timeout_graceful_shutdown = math.ceil(left + 2 * CLOSING_SECONDS)  # what goes on then is cancelled
     server.should_exit = True
     await asyncio.wait({serving}, timeout=CLOSING_SECONDS / 2)
     for connection in list(server.server_state.connections):
@@ -227,4 +274,7 @@ async def _close(
     while not (serving.done() or edge.hurried or edge.link.stopped is not None) and time.monotonic() < deadline:
         await asyncio.wait({serving}, timeout=CHECK_SECONDS)
     unread.give_up()
+    await asyncio.wait({serving}, timeout=CLOSING_SECONDS / 2)
+    for connection in list(server.server_state.connections):
+        connection.transport.abort()  # of streams that go on elsewhere
     await serving

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import os
+import socket
 import sys
 import termios
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any
 
 import structlog
@@ -51,7 +54,15 @@ class WatchedConnection(HttpToolsProtocol):
         if not self.transport.is_closing() and self.arriving:
             self.timeout_keep_alive_task = self.loop.call_later(ARRIVING_SECONDS, self.timeout_keep_alive_handler)
         else:
+            self.end()
             super().timeout_keep_alive_handler()
+
+    def end(self) -> None:
+        """Lets the client know at once that an idle connection ends. Closing it takes the event loop until it has done
+        other work, and a request that is sent meanwhile would be lost."""
+        if not self.transport.is_closing():
+            with suppress(OSError), socket.socket(fileno=os.dup(_descriptor(self.transport))) as same:
+                same.shutdown(socket.SHUT_WR)
 
 
 class UnreadConnections:
@@ -111,11 +122,15 @@ def _may_be_unread(connection: asyncio.Protocol) -> bool:
     return connection.flow.write_paused or connection.transport.is_closing()
 
 
+def _descriptor(transport: asyncio.Transport) -> int:
+    descriptor: int = transport.get_extra_info("socket").fileno()
+    return descriptor
+
+
 def _unread_bytes(transport: asyncio.Transport) -> int:
     """Returns the number of bytes in the system's receive buffer."""
-    descriptor = transport.get_extra_info("socket").fileno()
     try:
-        return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)
+        return int.from_bytes(fcntl.ioctl(_descriptor(transport), termios.FIONREAD, bytes(4)), sys.byteorder)
     except (OSError, ValueError):  # the connection has just been lost
         return 0
 

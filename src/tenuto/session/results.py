@@ -61,13 +61,14 @@ class KeptTurns:
 class Once:
     """The idempotency key of a turn; encodes the result that is kept when the turn commits."""
 
-    __slots__ = ("_digest", "_reading", "_ticket", "key", "name")
+    __slots__ = ("_about", "_digest", "_reading", "_ticket", "key", "name")
 
-    def __init__(self, key: str, digest: bytes, name: str, reading: Reading | None = None) -> None:
+    def __init__(self, key: str, digest: bytes, name: str, reading: Reading | None = None, about: bytes = b"") -> None:
         self.key = key
         self.name = name
         self._digest = digest
         self._reading = reading
+        self._about = about
         self._ticket: Ticket | None = None
 
     def accepted(self, ticket: Ticket) -> None:
@@ -75,9 +76,9 @@ class Once:
         self._ticket = ticket
 
     @property
-    def parts(self) -> tuple[str, bytes, str, Reading | None]:
-        """The key, the digest of the request, the turn's name, and how its answer is parsed."""
-        return self.key, self._digest, self.name, self._reading
+    def parts(self) -> tuple[str, bytes, str, Reading | None, bytes]:
+        """The arguments of the constructor."""
+        return self.key, self._digest, self.name, self._reading, self._about
 
     @property
     def ticket(self) -> Ticket | None:
@@ -90,7 +91,13 @@ class Once:
         assert ticket is not None
         whole = msgspec.structs.replace(output, result=result)
         kept = KeptTurn(
-            key=self.key, digest=self._digest, name=self.name, ticket=ticket, output=whole, reading=self._reading
+            key=self.key,
+            digest=self._digest,
+            name=self.name,
+            ticket=ticket,
+            output=whole,
+            reading=self._reading,
+            about=self._about,
         )
         encoded = msgspec.msgpack.encode(kept)
         if len(encoded) <= MAX_BYTES:
@@ -101,5 +108,6 @@ class Once:
                 ticket=msgspec.structs.replace(ticket, prompt=[]),
                 output=Delta(result=result),
                 omitted=len(encoded),
+                about=b"",
             )
         )

@@ -160,7 +160,7 @@ class StartTurn(Request[Ticket], frozen=True, kw_only=True):
     nothing asks for an answer. `most`, of an ephemeral session: only so many of the prompt's tokens are used, the last
     ones, or, if it is negative, the first. `resumable`: the journal of the fleet has the request before it is answered,
     and another replica that takes the session over begins the turn again. `reading`: how its answer is parsed, for that
-    replica.
+    replica. `about`: what its interface wants to know there; kept with the committed turn.
     """
 
     kind: TurnKind
@@ -183,6 +183,7 @@ class StartTurn(Request[Ticket], frozen=True, kw_only=True):
     most: int | None = None
     resumable: bool = False
     reading: Reading | None = None
+    about: bytes = b""
 
     @property
     def key(self) -> SessionKey | None:

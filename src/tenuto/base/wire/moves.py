@@ -85,8 +85,8 @@ class StatePiece(msgspec.Struct, frozen=True, array_like=True):
 class MovedTurn(msgspec.Struct, frozen=True, kw_only=True):
     """An open turn of a session that moves. `input`, `output`: its tokens so far, as the bytes of an `array("i")`.
     `elapsed`, `begun`: seconds since it arrived, and since it began to compute. `versions`: the weights that sampled
-    its output. `once`: its idempotency key, the digest of its request, its name, and how its answer is parsed. The
-    other fields are those of `session.turn.Turn`."""
+    its output. `once`: see `session.results.Once.parts`. The other
+    fields are those of `session.turn.Turn`."""
 
     params: TurnParams
     base_length: int
@@ -109,7 +109,7 @@ class MovedTurn(msgspec.Struct, frozen=True, kw_only=True):
     versions: list[OutputSpan]
     output_logprobs: list[TokenLogprob]
     input_scores: list[TokenLogprob]
-    once: tuple[str, bytes, str, Reading | None] | None
+    once: tuple[str, bytes, str, Reading | None, bytes] | None
     ticket: Ticket | None
 
 
@@ -129,7 +129,7 @@ class StateEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 class LiveStream(msgspec.Struct, frozen=True, kw_only=True):
     """The stream of an open turn at the edge of the replica that it leaves. `said`: all its deltas, joined. `once`: its
-    idempotency key and the digest of its request. `continues`: it goes on without readers."""
+    idempotency key and the digest of its request. `continues`: it goes on without readers. `about`: see `StartTurn`."""
 
     name: str
     ticket: Ticket
@@ -138,3 +138,4 @@ class LiveStream(msgspec.Struct, frozen=True, kw_only=True):
     once: tuple[str, bytes] | None
     continues: bool
     resumable: bool
+    about: bytes = b""

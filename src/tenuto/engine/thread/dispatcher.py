@@ -441,7 +441,9 @@ class Dispatcher:
 
 
 def _once(command: StartTurn) -> Once | None:
-    return Once(*command.once, command.name, command.reading) if command.once is not None else None
+    if command.once is None:
+        return None
+    return Once(*command.once, command.name, command.reading, command.about)
 
 
 def _given(prepared: Prepared | None) -> Prepared:

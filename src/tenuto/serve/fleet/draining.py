@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import cycle
 
 import structlog
@@ -17,7 +17,7 @@ from tenuto.serve.shared.edge import Edge
 
 log = structlog.get_logger("tenuto.fleet")
 
-AT_ONCE = 4
+AT_ONCE = 8
 """How many sessions move at the same time."""
 PAUSE_SECONDS = 0.1
 
@@ -25,7 +25,8 @@ PAUSE_SECONDS = 0.1
 class Drain:
     """Empties this replica once `begin` was called. It then opens no session and lets none move here: what is new goes
     to another replica. Sessions with open turns move first, to the replicas with most room. An idle session without
-    state, or without room elsewhere, is given up, and whoever is asked for it claims it.
+    state, or without room elsewhere, is given up, and whoever is asked for it claims it. After `hurry`, all idle ones
+    are given up.
 
     Sessions are owned here until they have moved, and their turns go on. Turns without a session that lasts, of single
     requests, end here.
@@ -35,7 +36,8 @@ class Drain:
         self._edge = edge
         self._moving = moving
         self._task: asyncio.Task[None] | None = None
-        self.forwarded = 0  # requests of clients here that other replicas are answering; written by `Forwarding`
+        self._late: asyncio.Task[None] | None = None
+        self._forwarded = {False: 0, True: 0}  # requests that other replicas are answering; True: begun after `begin`
 
     @property
     def begun(self) -> bool:
@@ -45,7 +47,17 @@ class Drain:
     @property
     def waited_for(self) -> int:
         """The number of turns and forwarded requests that clients of this replica wait for."""
-        return len(self._edge.turns.open_turns()) + self.forwarded
+        return len(self._edge.turns.open_turns()) + sum(self._forwarded.values())
+
+    @contextmanager
+    def forwarding(self) -> Iterator[None]:
+        """Counts a request of a client here that another replica answers."""
+        late = self.begun
+        self._forwarded[late] += 1
+        try:
+            yield
+        finally:
+            self._forwarded[late] -= 1
 
     def begin(self, view: FleetView) -> None:
         """Begins to empty this replica, unless that was begun before. Raises `Draining` if no other replica could take
@@ -56,14 +68,31 @@ class Drain:
             self._edge.leaving = True
             self._task = asyncio.ensure_future(self._run())
 
-    async def wait(self, seconds: float) -> None:
-        """Waits until all sessions have left and no client waits for anything, for so many seconds at most."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                if self._task is not None:
-                    await asyncio.shield(self._task)
-                while self.waited_for and not self._edge.hurried:
-                    await asyncio.sleep(PAUSE_SECONDS / 5)
+    def hurry(self) -> None:
+        """Gives idle sessions up from now on, so that the next request for one finds another owner at once."""
+        if self._task is not None and not self._task.done() and self._late is None:
+            self._late = asyncio.ensure_future(self._give_up_on())
+
+    def close(self) -> None:
+        """Ends all this."""
+        for task in (self._task, self._late):
+            if task is not None:
+                task.cancel()
+
+    async def leave(self) -> None:
+        """Waits until all sessions have left, and clients have their answers to what they had asked before `begin`.
+        What comes later does not prolong this: clients may send one request after the other."""
+        if self._task is not None:
+            await asyncio.shield(self._task)
+        await self._until(lambda: not self.waited_for - self._forwarded[True])
+
+    async def wait(self) -> None:
+        """Waits until no client waits for anything."""
+        await self._until(lambda: not self.waited_for)
+
+    async def _until(self, over: Callable[[], bool]) -> None:
+        while not (over() or self._edge.hurried):
+            await asyncio.sleep(PAUSE_SECONDS / 5)
 
     async def _run(self) -> None:
         refused: set[tuple[str, str]] = set()  # sessions that nobody had room for
@@ -79,6 +108,18 @@ class Drain:
                 log.warning("the replica cannot be emptied yet", reason=str(error))
             await asyncio.sleep(PAUSE_SECONDS)
 
+    async def _give_up_on(self) -> None:
+        while self._edge.link.stopped is None:
+            with suppress(TenutoError):
+                for each in await self._edge.link.call(ListOwned()):
+                    if each.idle:
+                        with suppress(TenutoError):  # it moves, or its next turn has begun
+                            await self._give_up(each)
+            await asyncio.sleep(PAUSE_SECONDS)
+
+    async def _give_up(self, each: OwnedSession) -> None:
+        await self._edge.link.call(GiveUpSession(tenant=each.tenant, session=each.session))
+
     async def _empty(self, owned: Sequence[OwnedSession], refused: set[tuple[str, str]]) -> None:
         targets = by_room(others(await self._edge.link.call(GetFleet())))
         places = asyncio.Semaphore(AT_ONCE)
@@ -88,7 +129,7 @@ class Drain:
                 key = each.tenant, each.session
                 try:
                     if each.idle and (not each.units or key in refused or url is None):
-                        await self._edge.link.call(GiveUpSession(tenant=each.tenant, session=each.session))
+                        await self._give_up(each)
                     elif url is not None:
                         await self._moving.move(key, url)
                 except NotFound:

@@ -74,11 +74,13 @@ class Fleet:
             fleet.rebalancing.begin()
         return fleet
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Ends what goes on beside requests."""
         if self._telling is not None:
             self._telling.cancel()
+        self.drain.close()
         self.rebalancing.close()
+        await self.moving.close()
         self.peers.close()
 
     async def _tell_on(self) -> None:

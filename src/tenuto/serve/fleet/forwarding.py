@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tenuto.base.errors import (
     AlreadyExists,
     Disconnected,
+    Draining,
     InvalidRequest,
     Misdirected,
     Unauthorized,
@@ -27,6 +28,7 @@ from tenuto.serve.fleet.fleet import Fleet
 from tenuto.serve.fleet.peers import Broken, NotSent, Reply
 from tenuto.serve.shared.bodies import LARGE, in_parser
 from tenuto.serve.shared.client import client_of
+from tenuto.serve.shared.edge import SHUTTING_DOWN
 from tenuto.serve.shared.session_queue import counted_elsewhere
 from tenuto.serve.shared.sse import EVENTS, until_disconnected
 
@@ -35,6 +37,8 @@ PATIENCE_SECONDS = 5.0
 PAUSE_SECONDS = 0.05
 COUNTED = "x-tenuto-fleet-counted"
 """The header of a request that is forwarded because its session has moved since it came."""
+LEAVING_SECONDS = 1.0
+"""How long a request waits for its session to leave a replica that is ending."""
 _OF_CONNECTIONS = frozenset(
     (b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"proxy-connection", b"expect")
 )
@@ -133,7 +137,7 @@ class _Trial:
 class Forwarding:
     """Passes requests to the application that name no session, or one of this replica. Forwards the others, at most
     once: a request that was forwarded is answered or refused where it arrives, and the replica that has forwarded it
-    looks for the owner again."""
+    looks for the owner again. While this replica ends, a request waits for its session to leave."""
 
     def __init__(self, app: ASGIApp, fleet: Fleet, count: Callable[[], None]) -> None:
         """`count`: called for each request that is forwarded."""
@@ -147,6 +151,7 @@ class Forwarding:
             return
         headers, body = Headers(scope=scope), _Body(receive)
         came = COUNTED in headers and self._fleet.is_forwarded(headers.get(SECRET))
+        ending: float | None = None  # when the replica was first seen to end
         with suppress(ClientDisconnect), counted_elsewhere(came):
             while await self._is_for_here(scope, headers, body, send):
                 trial = _Trial(body, send, gives_up=self._fleet.is_forwarded(headers.get(SECRET)))
@@ -155,6 +160,11 @@ class Forwarding:
                     return
                 body.again()
                 scope["state"]["counted"] = True
+                if self._fleet.edge.draining:
+                    now = asyncio.get_running_loop().time()
+                    ending = ending or now
+                    if now > ending + LEAVING_SECONDS:
+                        raise Draining(SHUTTING_DOWN)
                 await asyncio.sleep(PAUSE_SECONDS)
 
     async def _is_for_here(self, scope: Scope, headers: Headers, body: _Body, send: Send) -> bool:
@@ -192,11 +202,8 @@ class Forwarding:
         head = _head_of(scope, len(whole), self._fleet.secret)
         asked = _Request(wanted, head, whole, scope["method"] == "HEAD", repeatable)
         forward = self._forward if wanted is not None else self._forward_new
-        self._fleet.drain.forwarded += 1
-        try:
+        with self._fleet.drain.forwarding():
             return await until_disconnected(scope, body.rest, forward(asked, _Answering(scope, send)))
-        finally:
-            self._fleet.drain.forwarded -= 1
 
     async def _forward_new(self, asked: _Request, answering: _Answering) -> bool:
         """Has another replica answer what is new. Raises `Draining` if there is none, `Unreachable`, and `Disconnected`

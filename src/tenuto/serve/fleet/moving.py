@@ -30,6 +30,7 @@ MOVED = "the session has moved to another replica; ask again"
 RETRY_SECONDS = 0.2
 END_BYTES = 2**22
 """How much state is sent together with the request that changes the owner."""
+ENDING_SECONDS = 1.0
 TRIES = 8
 """How often a turn is waited for that cannot go on elsewhere."""
 
@@ -47,6 +48,7 @@ class Moving:
         self._relays = relays
         self._held: dict[SessionKey, asyncio.Event] = {}  # sessions that are held, until it is settled where they are
         self._under_way: dict[SessionKey, str] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._done = self._failed = 0
         self.on_move: list[Callable[[str, float], None]] = []  # called with the outcome of every move, and its seconds
 
@@ -66,8 +68,18 @@ class Moving:
         `BeginMove`; such a move does not wait for a turn that cannot go on elsewhere. Raises the reason why the move
         has failed; the session then goes on here."""
         moving = asyncio.ensure_future(self._move(key, url, relieves))
+        self._tasks.add(moving)
+        moving.add_done_callback(self._tasks.discard)
         moving.add_done_callback(_look)
         await asyncio.shield(moving)
+
+    async def close(self) -> None:
+        """Ends the moves that are under way: those that do not end by themselves soon are given up."""
+        for _ in range(2):
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=ENDING_SECONDS)
+            for moving in self._tasks:
+                moving.cancel()
 
     async def _move(self, key: SessionKey, url: str, relieves: Surplus | None) -> None:
         if key in self._under_way:
@@ -261,6 +273,7 @@ def _stream(turn: LiveTurn | None) -> LiveStream | None:
         once=turn.once,
         continues=turn.continues,
         resumable=turn.request.resumable,
+        about=turn.request.about,
     )
 
 

@@ -164,7 +164,7 @@ class Receiving:
 
 def _live(tenant: str, session: str, stream: LiveStream) -> LiveTurn:
     """Returns a turn that goes on here."""
-    start = StartTurn(kind="turn", tenant=tenant, session=session, resumable=stream.resumable)
+    start = StartTurn(kind="turn", tenant=tenant, session=session, resumable=stream.resumable, about=stream.about)
     turn = LiveTurn(start, continues=stream.continues, once=stream.once, name=stream.name)
     turn.reading = stream.reading
     turn.deliver(stream.ticket)

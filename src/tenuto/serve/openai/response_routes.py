@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Path, Query, Request, Response
 
-from tenuto.base.errors import InvalidRequest, NotFound, TenutoError
+from tenuto.base.errors import InvalidRequest, NotFound
 from tenuto.base.wire.messages import CloseSession
 from tenuto.serve.openai.conversation_routes import After, ConversationsOf, Limit, Order
 from tenuto.serve.openai.conversations import entry_of, page_of
+from tenuto.serve.openai.found_responses import About, found, with_about, write
 from tenuto.serve.openai.kept_responses import KeptResponses, Origin
 from tenuto.serve.openai.response_answers import Form, ResponseAnswer, head_of
 from tenuto.serve.openai.response_compactions import Compaction, compacted
@@ -63,10 +64,15 @@ async def create(
     with body.naming(edge.model.context_length):
         going_on = conversations.go_on(body.conversation_id, body.items)
         try:
+            head = head_of(edge.name_of(adapter), name, body.echoed())
             start = body.start(tenant, (), habits, adapter=adapter, variables=body.variables())
             reading = body.tool_use.reading(habits, start.params.grammar)
             run, earlier = run_names(request.headers, body.run_name()), going_on.earlier
             compaction = await while_connected(request, _compacted(edge, tenant, kept, body, earlier, adapter))
+            first = (compaction.item,) if compaction is not None else ()
+            form = Form(reading, customs_of(body.tools), start.params.scores_output, first)
+            about = About(head, form, items, background=bool(body.background))
+            start = with_about(edge, start, name, about if stores else None)
             starting = start_response(
                 edge,
                 tenant,
@@ -83,8 +89,6 @@ async def create(
         except BaseException:
             going_on.end()
             raise
-    first = (compaction.item,) if compaction is not None else ()
-    form = Form(reading, customs_of(body.tools), start.params.scores_output, first)
     origin = Origin(turn.id, form, asyncio.Event() if body.background else None)
 
     def store(response: dict[str, Any]) -> None:
@@ -102,12 +106,11 @@ async def create(
         if turn.request.session == name and (not stores or not turn.committed):
             edge.spawn(edge.turns.close_if_open((tenant.name, name)))  # also aborts its turn
 
-    head = head_of(edge.name_of(adapter), name, body.echoed())
     answer = ResponseAnswer(edge, turn, head, form, keep, end)
     if origin.ended is None:
         return await respond(request, answer, stream=body.stream)
     kept.begin(name, msgspec.json.encode(answer.view("in_progress")), origin, items)
-    edge.spawn(_write(answer, store, origin.ended))
+    edge.spawn(write(kept, name, turn, answer, origin))
     if body.stream:
         return EventStream(ResponseAnswer(edge, turn, head, form))
     return Response(msgspec.json.encode(answer.view("queued")), media_type="application/json")
@@ -139,17 +142,6 @@ async def _listed(body: ResponseBody) -> bytes:
     return await of_many(len(items), lambda: msgspec.json.encode([entry_of(item) for item in items]))
 
 
-async def _write(answer: ResponseAnswer, store: Callable[[dict[str, Any]], None], ended: asyncio.Event) -> None:
-    """Writes a response in the background. `store` is called with one that fails."""
-    try:
-        await answer.whole()
-    except TenutoError as error:
-        store(answer.ended_by(error))
-    finally:
-        answer.leave()
-        ended.set()
-
-
 @router.get("/{response_id}", response_model=None, responses=READ)
 async def read(
     edge: EdgeOf,
@@ -160,30 +152,22 @@ async def read(
     starting_after: Annotated[int | None, Query(ge=0, description="With `stream`, the events after this one.")] = None,
 ) -> Response:
     """Returns a stored response, if it is one of the latest thousand, or streams its events."""
-    response, origin = _found(kept, response_id)
+    response, origin = await found(edge, tenant, kept, response_id)
     if not stream:
         if starting_after is not None:
             raise InvalidRequest("starting_after without stream; allowed: with stream=true", param="starting_after")
         return Response(response, media_type="application/json")
-    turn = _turn(edge, tenant, response_id, origin)
+    turn = await _turn(edge, tenant, response_id, origin)
     begun = {"status": None, "output": None, "usage": None, "error": None, "incomplete_details": None}
     head = {**msgspec.json.decode(response), **begun}
     after = -1 if starting_after is None else starting_after
     return EventStream(ResponseAnswer(edge, turn, head, origin.form, after=after))
 
 
-def _found(kept: KeptResponses, name: str) -> tuple[bytes, Origin]:
-    """Returns a stored response. Raises `NotFound`."""
-    response, origin = kept.find(name), kept.origins.get(name)
-    if response is None or origin is None:
-        raise NotFound(f"Response with id {name!r} not found. It was not stored, is too old, or is too large")
-    return response, origin
-
-
-def _turn(edge: Edge, tenant: Tenant, name: str, origin: Origin) -> LiveTurn:
+async def _turn(edge: Edge, tenant: Tenant, name: str, origin: Origin) -> LiveTurn:
     """Returns the turn of a stored response. Raises `NotFound`."""
     try:
-        return edge.turns.find(tenant.name, name, origin.turn)
+        return await edge.turns.recall(tenant.name, name, origin.turn)
     except NotFound:
         raise NotFound(f"the events of response {name!r} are too old; allowed: to read it without stream") from None
 
@@ -191,21 +175,27 @@ def _turn(edge: Edge, tenant: Tenant, name: str, origin: Origin) -> LiveTurn:
 @router.post("/{response_id}/cancel", response_model=None, responses=READ)
 async def cancel(edge: EdgeOf, tenant: Caller, kept: Kept, response_id: ResponseId) -> Response:
     """Ends a response in the background and returns it. One that has ended stays as it is."""
-    response, origin = _found(kept, response_id)
+    response, origin = await found(edge, tenant, kept, response_id)
     if origin.ended is None:
         raise InvalidRequest("Cannot cancel a synchronous response. Allowed: those created with background")
     if not origin.ended.is_set():
-        await edge.turns.abort(_turn(edge, tenant, response_id, origin))
+        await edge.turns.abort(await _turn(edge, tenant, response_id, origin))
         await origin.ended.wait()
     return Response(kept.find(response_id) or response, media_type="application/json")
 
 
 @router.get("/{response_id}/input_items")
 async def input_items(
-    kept: Kept, response_id: ResponseId, after: After = None, limit: Limit = 20, order: Order = "desc"
+    edge: EdgeOf,
+    tenant: Caller,
+    kept: Kept,
+    response_id: ResponseId,
+    after: After = None,
+    limit: Limit = 20,
+    order: Order = "desc",
 ) -> dict[str, Any]:
     """Returns a page of the items that a stored response's request had as input."""
-    _found(kept, response_id)
+    await found(edge, tenant, kept, response_id)
     items = kept.items.find(response_id)
     if items is None:
         raise NotFound(f"the input items of response {response_id!r} are too old, or too large")

@@ -22,6 +22,7 @@ from tenuto.base.errors import (
     Draining,
     Forbidden,
     LimitReached,
+    Misdirected,
     ModelNotFound,
     Overloaded,
     TenutoError,
@@ -44,6 +45,7 @@ ABORTING_SECONDS = 5.0
 """Time the engine has, at shutdown, to abort the remaining turns."""
 DRAIN_CHECK_SECONDS = 0.02
 SHUTTING_DOWN = "the server is shutting down; try again later"
+ENDING = "this replica is ending, and another one takes the session over; ask again"
 Start = Callable[[StartTurn], Awaitable[LiveTurn]]
 """Starts a turn and returns it when the engine has accepted it."""
 DEFAULT_MODEL = "default"
@@ -198,7 +200,7 @@ class Edge:
         `LimitReached`, `Overloaded`, `Draining`, `EngineStopped`."""
         self.require_engine()
         if self.draining:
-            raise Draining(SHUTTING_DOWN)
+            raise self._ending(request)
         return await self.turns.start(
             msgspec.structs.replace(request, resumable=self.in_fleet and continues and request.session is not None),
             queue=queue,
@@ -206,6 +208,12 @@ class Edge:
             request_key=request_key,
             check=take_place or (lambda: self._require_places(tenant, 1)),
         )
+
+    def _ending(self, request: StartTurn) -> TenutoError:
+        """Returns the refusal of a turn that comes while the server ends. Another replica takes its session over, if it
+        is in a fleet with others."""
+        elsewhere = self.leaving and request.session is not None
+        return Misdirected(ENDING) if elsewhere else Draining(SHUTTING_DOWN)
 
     @contextmanager
     def places(self, tenant: Tenant, turns: int) -> Iterator[Start]:
@@ -254,7 +262,7 @@ class Edge:
         """Refuses new turns, gives open ones so much time to end, then aborts the rest."""
         self.draining = True
         refusal = Draining(SHUTTING_DOWN)
-        self.turns.queues.refuse_all(refusal)
+        self.turns.queues.refuse_all(Misdirected(ENDING) if self.leaving else refusal)
         deadline = time.monotonic() + seconds
         while (
             self.turns.open_turns() and not self.hurried and time.monotonic() < deadline and self.link.stopped is None

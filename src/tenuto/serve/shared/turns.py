@@ -78,8 +78,8 @@ class Turns:
         """
         if request_key is not None and request.session is not None:
             request = msgspec.structs.replace(request, once=request_key)
-        turn = LiveTurn(request, continues=continues, once=request_key)
-        if request.resumable and request_key is None:  # whoever takes the session over finds the result by its name
+        turn = LiveTurn(request, continues=continues, once=request_key, name=request.name or None)
+        if (request.resumable or request.about) and request_key is None:  # other replicas find the result by its name
             turn.request = msgspec.structs.replace(turn.request, once=(turn.id, b""))
         if request_key is not None and (known := await self._keys.find(request, request_key)) is not None:
             return await self._attach(known)
@@ -155,7 +155,7 @@ class Turns:
             found = (await self._link.call(FindTurn(tenant=tenant, session=session, name=turn_id))).turn
             if found is None or found.omitted:
                 raise
-        turn = LiveTurn(StartTurn(kind="turn", tenant=tenant, session=session), name=turn_id)
+        turn = LiveTurn(StartTurn(kind="turn", tenant=tenant, session=session, about=found.about), name=turn_id)
         turn.reading = found.reading
         turn.deliver(found.ticket)
         turn.deliver(found.output)
@@ -299,6 +299,8 @@ class Turns:
         self._count(turn)
         if not turn.committed:
             self._keys.release(turn)
+        else:
+            turn.request = msgspec.structs.replace(turn.request, about=b"")  # kept with the result
         if turn.elsewhere is not None and self.again(turn) is not None:  # it was begun again after its move
             return
         if turn.ticket is None or (turn.request.resumable and turn.error is not None):

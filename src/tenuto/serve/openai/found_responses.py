@@ -1,0 +1,126 @@
+"""Stored responses of a fleet: each can be read at whatever replica its session has come to."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from tenuto.base.errors import NotFound, TenutoError
+from tenuto.base.wire.messages import FindTurn, GetSession, StartTurn
+from tenuto.serve.openai.kept_responses import KeptResponses, Origin
+from tenuto.serve.openai.response_answers import Form, ResponseAnswer
+from tenuto.serve.shared.edge import Edge
+from tenuto.serve.shared.live_turn import LiveTurn
+from tenuto.serve.shared.settings import Tenant
+
+MAX_BYTES = 2**18
+"""The most bytes that are kept with a turn of what its response needs besides the turn. If input items make it larger,
+only the replica that made the response can list them."""
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a response needs besides its turn. `head`, `form`: see `ResponseAnswer`. `items`: its input items as JSON.
+    `background`: whether it is written in the background."""
+
+    head: dict[str, Any]
+    form: Form
+    items: bytes | None
+    background: bool
+
+    def encoded(self) -> bytes:
+        """Returns it for `StartTurn.about`; empty if it is too large even without its items."""
+        for items in (self.items, None):
+            about = msgspec.msgpack.encode(About(self.head, self.form, items, self.background))
+            if len(about) <= MAX_BYTES:
+                return about
+        return b""
+
+
+def with_about(edge: Edge, start: StartTurn, name: str, about: About | None) -> StartTurn:
+    """Returns the request of the turn that writes the response `name`. In a fleet, the replicas to which its session
+    comes find both. `about`: `None` if the response is not stored."""
+    if about is None or not edge.in_fleet:
+        return start
+    return msgspec.structs.replace(start, name=_turn_name(name), about=about.encoded())
+
+
+def _turn_name(response: str) -> str:
+    return f"turn-{response.removeprefix('resp_')[:24]}"
+
+
+async def found(edge: Edge, tenant: Tenant, kept: KeptResponses, name: str) -> tuple[bytes, Origin]:
+    """Returns a stored response, which in a fleet may have been begun at another replica. Raises `NotFound`."""
+    response, origin = kept.find(name), kept.origins.get(name)
+    if edge.in_fleet and (response is None or origin is None or await _is_gone(edge, tenant, name, response)):
+        kept.forget(name)
+        await _adopt(edge, tenant, kept, name)
+        response, origin = kept.find(name), kept.origins.get(name)
+    if response is None or origin is None:
+        raise NotFound(f"Response with id {name!r} not found. It was not stored, is too old, or is too large")
+    return response, origin
+
+
+async def _is_gone(edge: Edge, tenant: Tenant, name: str, response: bytes) -> bool:
+    """Whether a response was deleted, perhaps at another replica: its session is closed. Those of responses that have
+    failed are closed at once."""
+    if msgspec.json.decode(response)["status"] in ("failed", "cancelled"):
+        return False
+    try:
+        await edge.link.call(GetSession(tenant=tenant.name, session=name))
+    except NotFound:
+        return True
+    return False
+
+
+async def _adopt(edge: Edge, tenant: Tenant, kept: KeptResponses, name: str) -> None:
+    """Stores a response that another replica has begun, if its turn is here."""
+    turn_name = _turn_name(name)
+    try:
+        turn = await edge.turns.recall(tenant.name, name, turn_name)
+    except NotFound:
+        return
+    about = turn.request.about
+    if not about and turn.committed:  # it has ended here
+        asked = await edge.link.call(FindTurn(tenant=tenant.name, session=name, name=turn_name))
+        about = asked.turn.about if asked.turn is not None else b""
+    if not about or kept.find(name) is not None:  # another request has found it meanwhile
+        return
+    told = msgspec.msgpack.decode(about, type=About)
+    if not (told.background or turn.committed):
+        return
+
+    def keep(response: dict[str, Any]) -> None:
+        kept.end(name, msgspec.json.encode(response))
+
+    def end() -> None:
+        if not turn.committed:
+            edge.spawn(edge.turns.close_if_open((tenant.name, name)))
+
+    origin = Origin(turn.id, told.form, asyncio.Event() if told.background else None)
+    answer = ResponseAnswer(edge, turn, told.head, told.form, keep, end)
+    kept.begin(name, msgspec.json.encode(answer.view("in_progress")), origin, told.items)
+    writing = write(kept, name, turn, answer, origin)
+    if turn.ended:
+        await writing
+    else:
+        edge.spawn(writing)
+
+
+async def write(kept: KeptResponses, name: str, turn: LiveTurn, answer: ResponseAnswer, origin: Origin) -> None:
+    """Writes a response without a reader. If its turn has moved to another replica and is lost here, that one knows
+    how it has ended."""
+    try:
+        await answer.whole()
+    except TenutoError as error:
+        if turn.elsewhere is not None and turn.result is None:
+            kept.forget(name)
+        else:
+            kept.end(name, msgspec.json.encode(answer.ended_by(error)))
+    finally:
+        answer.leave()
+        if origin.ended is not None:
+            origin.ended.set()
