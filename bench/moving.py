@@ -1,4 +1,4 @@
-"""What moves of sessions cost in a fleet: `python -m bench.moving [--only gap|restart|outlive] [--model NAME]`.
+"""The cost of moves of sessions in a fleet: `python -m bench.moving [--only gap|restart|outlive] [--model NAME]`.
 
 `gap`: two replicas of the model share a PostgreSQL server that does not flush its files. A turn streams from a session
 of `--tokens` tokens, and the session moves to the other replica and back, `--moves` times in all. The client stays
@@ -6,9 +6,9 @@ connected to the first replica. The figures are the time between two tokens whil
 between two tokens from the request for each move until it is answered, and the time that the whole move takes.
 
 `restart`: three replicas of the witness, with `--streams` clients. Each streams turn after turn of 50 tokens, at five a
-second at most, through changing replicas. Every replica has rows for all of them. Each replica is asked
-to end in turn, and started again once it has. The figures are the errors that clients see, and the turns whose tokens
-are not the witness's. The replica on which a stream was opened goes on to pass it on until it ends.
+second at most, through changing replicas. Every replica has rows for all of them. Each replica gets SIGTERM in turn,
+and is started again once it has ended. The figures are the errors that clients see, and the turns whose tokens are not
+the witness's. The replica on which a stream was opened goes on to pass it on until it ends.
 
 `outlive`: the same with `--drain-seconds 2`, which most streams outlive. Turns have `"on_disconnect": "continue"`, and
 clients whose streams break ask another replica for the rest.

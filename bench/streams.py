@@ -19,12 +19,12 @@ PAUSE_SECONDS = 0.1
 
 
 class Failed(Exception):
-    """What a client would see as an error."""
+    """An error, as a client would see it."""
 
 
 @dataclass(slots=True)
 class Seen:
-    """What the clients have seen. `refused`: connections that a replica did not accept, so that the next one was asked,
+    """The clients' observations. `refused`: connections that a replica did not accept, so that the next one was asked,
     as load balancers do. `pauses`: seconds without a token in streams that were broken and resumed. `longest`: seconds
     between two tokens of any stream."""
 
@@ -176,7 +176,7 @@ class Streams:
 
 @dataclass(slots=True)
 class _Turn:
-    """What has come of a turn. `broken`: when its stream broke, until it goes on."""
+    """The output of a turn so far. `broken`: when its stream broke, until it goes on."""
 
     name: str = ""
     last: int = 0

@@ -365,7 +365,7 @@ class MovesView(View, frozen=True, kw_only=True):
 
 
 class TenantUse(View, frozen=True, kw_only=True):
-    """What a tenant has of what is limited in a fleet as a whole; see `config.Limits`."""
+    """The use of a tenant of what is limited in a fleet as a whole; see `config.Limits`."""
 
     turns: int = 0
     queued: int = 0
@@ -389,9 +389,9 @@ Uses = Mapping[str, TenantUse]
 
 
 class ReplicaLoad(View, frozen=True, kw_only=True):
-    """What a replica says of itself with its heartbeats. `running`, `waiting`: its turns. `used`: the largest share of
-    a pool's units that sessions and turns hold. `open_turns`: those that its clients wait for, also if they run on
-    another replica. `draining`: it takes nothing new, and its sessions move to others."""
+    """The load of a replica, which it sends with its heartbeats. `running`, `waiting`: its turns. `used`: the largest
+    share of a pool's units that sessions and turns hold. `open_turns`: those that its clients wait for, also if they
+    run on another replica. `draining`: it takes nothing new, and its sessions move to others."""
 
     running: int = 0
     waiting: int = 0
@@ -432,8 +432,8 @@ class Place(View, frozen=True, kw_only=True):
 
 
 class OwnerView(View, frozen=True, kw_only=True):
-    """Who owns a session of a fleet. `url`: of the replica that owns it; `None` if its owner's lease has ended, or the
-    session does not exist."""
+    """The owner of a session of a fleet. `url`: of the replica that owns it; `None` if its owner's lease has ended, or
+    the session does not exist."""
 
     session: str
     url: str | None

@@ -118,8 +118,8 @@ class SessionStates:
 
     @guarded
     def take(self, session: Session, wanted: Wanted, state: CopiedState) -> bool:
-        """Gives a session the `wanted` state that another process has left, as far as it was found. Returns False if
-        the session does not need it any more, or there is no room."""
+        """Gives a session the `wanted` state that another process has left, or the part that was found. Returns False
+        if the session does not need it any more, or there is no room."""
         if not self._takes_state(session) or self._idle_memory.wanted(session, wanted.position) != wanted:
             return False
         taken = self._idle_memory.hold(session, state)

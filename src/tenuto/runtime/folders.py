@@ -1,4 +1,4 @@
-"""The directory in which the replicas of a fleet save the state of their sessions, each in a folder of its own."""
+"""The directory in which the replicas of a fleet save the state of their sessions, with a folder for each."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ class Member:
         return OwnerView(session=request.session, url=seen.url if seen is not None and seen.live else None)
 
     def locate(self, request: Locate, deadline: float) -> Place:
-        """Finds a session, and becomes its owner if nobody else is. `deadline`: until when to wait for a lease."""
+        """Finds a session, and becomes its owner if it has none. `deadline`: until when to wait for a lease."""
         key = request.tenant, request.session
         try:
             for _ in range(ATTEMPTS):
@@ -324,8 +324,8 @@ class Member:
             self._sleep(0.01)
 
     def _claim(self, key: SessionKey, seen: Owned, deadline: float) -> Place | None:
-        """Takes a session over and restores it; `None` if somebody else did. If this replica is draining, names another
-        one to do that."""
+        """Takes a session over and restores it; `None` if another replica did. If this replica is draining, names
+        another one to do that."""
         if seen.owner != self._asks.number and (url := self._instead()) is not None:
             return Place(exists=True, url=url)
         lapses = self._lapses

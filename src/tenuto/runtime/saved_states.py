@@ -18,8 +18,8 @@ log = logging.getLogger("tenuto.fleet")
 
 
 class SavedStates:
-    """Reads saved state in a thread of its own. Requests for a session wait for its state: a turn that began before
-    would compute it again."""
+    """Reads saved state in another thread. Requests for a session wait for its state: a turn that began before would
+    compute it again."""
 
     def __init__(self, folders: LeftFolders, loop: EngineLoop) -> None:
         self._folders = folders

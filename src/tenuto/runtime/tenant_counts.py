@@ -1,4 +1,4 @@
-"""What tenants with limits have in a fleet: what this replica tells of its own, and what it knows of the rest."""
+"""The use of tenants with limits in a fleet: this replica's, which it sends to others, and the known use elsewhere."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TenantCounts:
         self._coming: dict[str, TenantUse] = {}  # their sums, by tenant
 
     def told(self, registry: Registry, turns: Uses) -> dict[str, TenantUse]:
-        """Returns what to tell of tenants. `turns`: what the edge counts."""
+        """Returns the use of tenants for a heartbeat. `turns`: what the edge counts."""
         with self._lock:
             self._came = [each for each in self._came if each[0] > min(self._now() - self._lease, self._counted)]
             self._coming = {}

@@ -473,8 +473,8 @@ class Tokenize(Request[bytes], frozen=True, kw_only=True):
 
 
 class Locate(OfSession[Place], frozen=True, kw_only=True):
-    """Say which replica of the fleet owns a session. If its owner's lease has ended, the replica that is asked takes it
-    over first."""
+    """Say which replica of the fleet owns a session. If its owner's lease has ended, the replica that receives this
+    takes it over first."""
 
 
 class FindOwner(OfSession[OwnerView], frozen=True, kw_only=True):
@@ -511,7 +511,7 @@ class BeginMove(OfSession[StateOffer], frozen=True, kw_only=True):
 
 
 class CopyMove(Request[list[StatePiece]], frozen=True, kw_only=True):
-    """Return copies of units that were not copied yet and do not change any more; empty if there are none now."""
+    """Return copies of units that were not copied yet and do not change any more. May be empty."""
 
     move: str
 
@@ -570,8 +570,8 @@ class DropMove(Request[None], frozen=True, kw_only=True):
 
 class TellLoad(Request[dict[str, TenantUse]], frozen=True, kw_only=True):
     """Let the fleet know about this replica's edge: how many turns are open there, whether it is `draining`, and its
-    moves. `tenants`: those with limits, and how many turns each has here. Answered with what these tenants have at
-    other replicas, as far as it is known."""
+    moves. `tenants`: those with limits, and how many turns each has here. Answered with the known use of these tenants
+    at other replicas."""
 
     open_turns: int
     draining: bool

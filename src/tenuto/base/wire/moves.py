@@ -85,8 +85,7 @@ class StatePiece(msgspec.Struct, frozen=True, array_like=True):
 class MovedTurn(msgspec.Struct, frozen=True, kw_only=True):
     """An open turn of a session that moves. `input`, `output`: its tokens so far, as the bytes of an `array("i")`.
     `elapsed`, `begun`: seconds since it arrived, and since it began to compute. `versions`: the weights that sampled
-    its output. `once`: see `session.results.Once.parts`. The other
-    fields are those of `session.turn.Turn`."""
+    its output. `once`: see `session.results.Once.parts`. The other fields are those of `session.turn.Turn`."""
 
     params: TurnParams
     base_length: int

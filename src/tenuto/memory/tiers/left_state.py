@@ -51,8 +51,8 @@ class LeftState:
         return listed.position if listed is not None else 0
 
     def read(self, key: SessionKey, wanted: Wanted) -> tuple[int, list[list[Bytes]]]:
-        """Returns the wanted state of a session as far as it is there: the number of tokens, and the units of each
-        group. Raises `DiskFailed`."""
+        """Returns the wanted state of a session, or the part that is listed: the number of tokens, and the units of
+        each group. Raises `DiskFailed`."""
         try:
             listed = self._index.find(key) if self._index.meaning() == wanted.meaning else None
             files = [UnitFile(name, size, 0) for name, size in listed.files] if listed is not None else []

@@ -25,8 +25,8 @@ PAUSE_SECONDS = 0.1
 class Drain:
     """Empties this replica once `begin` was called. It then opens no session and lets none move here: what is new goes
     to another replica. Sessions with open turns move first, to the replicas with most room. An idle session without
-    state, or without room elsewhere, is given up, and whoever is asked for it claims it. After `hurry`, all idle ones
-    are given up.
+    state, or without room elsewhere, is given up. The next replica that gets a request for it claims it. After `hurry`,
+    all idle ones are given up.
 
     Sessions are owned here until they have moved, and their turns go on. Turns without a session that lasts, of single
     requests, end here.
@@ -81,7 +81,7 @@ class Drain:
 
     async def leave(self) -> None:
         """Waits until all sessions have left, and clients have their answers to what they had asked before `begin`.
-        What comes later does not prolong this: clients may send one request after the other."""
+        Later requests do not prolong this: clients may send one after the other."""
         if self._task is not None:
             await asyncio.shield(self._task)
         await self._until(lambda: not self.waited_for - self._forwarded[True])

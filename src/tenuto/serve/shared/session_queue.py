@@ -59,7 +59,7 @@ class SessionQueues:
         self._closing = Counter[SessionKey]()  # calls of `closing` in progress, by session; its turns may not begin
 
     def elsewhere(self, tenant: str) -> TenantUse:
-        """Returns what a tenant with limits has at other replicas, as far as it is known."""
+        """Returns the known use of a tenant with limits at other replicas."""
         return self.used_elsewhere.get(tenant, NOTHING) if not _counted.get() else NOTHING
 
     def open_turn(self, session: SessionKey) -> LiveTurn | None:

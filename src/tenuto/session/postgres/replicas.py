@@ -49,8 +49,8 @@ class Owned:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What a heartbeat finds. `lost`: whether a session may have been claimed since the last one. `others`: what other
-    live replicas have told of the tenants that this one tells of."""
+    """The findings of a heartbeat. `lost`: whether a session may have been claimed since the last one. `others`: the
+    use at other live replicas of the tenants that this one has named."""
 
     lost: bool
     others: dict[str, TenantUse]
@@ -124,8 +124,8 @@ class Replicas:
             (self.number,) = self.db.execute(f"INSERT INTO replicas {row} RETURNING id", (url, lease)).fetchone()
 
     def beat(self, load: str = "", tenants: Uses | None = None) -> Beat | None:
-        """Prolongs the lease, and tells the `load`, a `ReplicaLoad` in JSON, and what `tenants` with limits have here.
-        Returns `None` if another replica at the same address has ended the lease."""
+        """Prolongs the lease, and writes the `load`, a `ReplicaLoad` in JSON, and the use of `tenants` with limits
+        here. Returns `None` if another replica at the same address has ended the lease."""
         with self.db.transaction():
             query = "SELECT lost FROM replicas WHERE id = ? AND NOT ended FOR UPDATE"
             if (found := self.db.execute(query, (self.number,)).fetchone()) is None:
