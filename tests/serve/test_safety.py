@@ -125,7 +125,7 @@ def routes(http: httpx.Client) -> list[tuple[str, str]]:
     ids=["none", "wrong", "basic", "longer", "empty", "bare", "wrong x", "empty x", "wrong first"],
 )
 def test_without_a_valid_key_every_route_refuses(guarded: Server, headers: dict[str, str]) -> None:
-    with guarded.client() as http:
+    with guarded.client(headers={}) as http:
         places = routes(http)
         assert len(places) > 15
         for method, path in places:
@@ -141,13 +141,13 @@ def test_without_a_valid_key_every_route_refuses(guarded: Server, headers: dict[
 
 
 def test_health_and_the_description_need_no_key(guarded: Server) -> None:
-    with guarded.client() as http:
+    with guarded.client(headers={}) as http:
         for path in ("/health", "/openapi.json", "/docs"):
             assert http.get(path).status_code == 200, path
 
 
 def test_a_key_is_accepted_in_either_header(guarded: Server) -> None:
-    with guarded.client() as http:
+    with guarded.client(headers={}) as http:
         for headers in ({"x-api-key": ANN}, {"authorization": f"bearer {ANN}"}, {"X-API-Key": BOB}):
             assert http.get("/v1/sessions", headers=headers).status_code == 200
 
@@ -408,7 +408,7 @@ def test_a_missing_or_binary_key_file_is_refused(tmp_path: Path) -> None:
 
 def test_no_secret_and_no_content_is_logged_or_sent_back(guarded: Server, ann: httpx.Client) -> None:
     word, number = "lavender-tea", 4077
-    with guarded.client() as stranger:
+    with guarded.client(headers={}) as stranger:
         answers = [
             stranger.get("/v1/sessions", headers={"authorization": "Bearer wrong-secret"}),
             stranger.get("/v1/sessions", headers={"authorization": "Basic wrong-secret"}),
