@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
-from tenuto.base.turns import Delta, Keep, joined
+from tenuto.base.turns import Delta, Keep
 from tenuto.base.views import SessionKey
 from tenuto.base.wire.messages import ListSessions, Refusal
 from tenuto.base.wire.moves import LiveStream, StateEnd, StateOffer, StatePiece
@@ -99,15 +97,28 @@ def key_of(request: Take | Follow | Abort | Move) -> SessionKey:
     return request.tenant, request.session
 
 
-def after(deltas: Sequence[Delta], tokens: int, characters: int) -> Delta:
-    """Returns what the `deltas` of a turn have said after so many tokens and characters of its output."""
-    said = joined(deltas)
-    return Delta(
-        said.tokens[tokens:],
-        said.text[characters:],
-        said.delivered,
-        said.result,
-        said.logprobs[tokens:],
-        said.input_logprobs if not tokens else (),
-        said.vector,
-    )
+class Unsaid:
+    """Passes on the part of a turn's output that follows so many tokens and characters of it. The deltas are those from
+    its beginning; a turn that was begun again at another replica may have fewer tokens for a while."""
+
+    def __init__(self, tokens: int, characters: int) -> None:
+        self._tokens = tokens
+        self._characters = characters
+
+    def of(self, delta: Delta) -> Delta | None:
+        """Returns the part of the next delta that follows; `None` if there is none."""
+        if not self._tokens and not self._characters:
+            return delta
+        tokens, characters = min(self._tokens, len(delta.tokens)), min(self._characters, len(delta.text))
+        self._tokens -= tokens
+        self._characters -= characters
+        rest = Delta(
+            delta.tokens[tokens:],
+            delta.text[characters:],
+            delta.delivered,
+            delta.result,
+            delta.logprobs[tokens:],
+            (),  # they came before the first token
+            delta.vector,
+        )
+        return rest if rest != Delta(delivered=rest.delivered) else None

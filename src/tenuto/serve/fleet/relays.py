@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 
 from tenuto.base.errors import Disconnected, NotFound, TenutoError
-from tenuto.base.turns import Delta, Keep
+from tenuto.base.turns import Keep
 from tenuto.base.views import SessionKey
-from tenuto.base.wire.between import Abort, Follow, News, after
+from tenuto.base.wire.between import Abort, Follow, News, Unsaid
 from tenuto.base.wire.messages import error_of, refusal_of
 from tenuto.serve.fleet.asking import Between, news_of
 from tenuto.serve.fleet.peers import Broken, Reply
@@ -116,16 +116,15 @@ async def news(turn: LiveTurn, start: tuple[int, int]) -> AsyncIterator[News]:
     turn.listeners.append(changed.set)
     turn.readers += 1
     try:
-        told = len(turn.deltas)
-        if turn.deltas:
-            more = after(turn.deltas, *start)
-            if more != Delta(delivered=more.delivered):
-                yield News(delta=more)
+        unsaid, told = Unsaid(*start), len(turn.deltas)
+        if turn.deltas and (more := unsaid.of(turn.reply())) is not None:
+            yield News(delta=more)
         while True:
             changed.clear()
             for delta in turn.deltas[told:]:
                 told += 1
-                yield News(delta=delta)
+                if (more := unsaid.of(delta)) is not None:
+                    yield News(delta=more)
             if turn.error is not None:
                 yield News(refusal=refusal_of(0, turn.error))
             if turn.ended and told == len(turn.deltas):

@@ -13,7 +13,7 @@ import msgspec
 from tenuto.base.errors import IllegalTransition, KeyReused, NotFound, ResultNotKept, TenutoError
 from tenuto.base.turns import Delta, Keep
 from tenuto.base.views import Erased, SessionKey, Ticket
-from tenuto.base.wire.between import after
+from tenuto.base.wire.between import Unsaid
 from tenuto.base.wire.link import Link, TurnNews
 from tenuto.base.wire.messages import AbortTurn, CloseSession, EraseSession, FindTurn, StartTurn, TakeMove, Withdraw
 from tenuto.serve.shared.idempotency import REUSED, IdempotencyKeys, RequestKey
@@ -248,17 +248,18 @@ class Turns:
         back = known is not None and not known.ended and known.elsewhere is not None
         if back and known is not None:
             said = known.reply()
-            more = after(turn.deltas, len(said.tokens), len(said.text))
+            unsaid = Unsaid(len(said.tokens), len(said.text))
+            more = unsaid.of(turn.reply())
             turn, gone = known, known.elsewhere
             self.queues.continues(turn, key)
         else:
-            more, gone = None, None
+            unsaid, more, gone = Unsaid(0, 0), None, None
             self._add(turn)
             self.queues.continues(turn, key)
             if turn.once is not None:
                 self._keys.add(turn)
         try:
-            await self._link.start(request, partial(self._received, turn, more))
+            await self._link.start(request, partial(self._received, turn, unsaid, more))
         except BaseException:
             self.queues.leave(turn, key)
             if not back:
@@ -270,13 +271,15 @@ class Turns:
         self._came(turn)
         return turn
 
-    def _received(self, turn: LiveTurn, more: Delta | None, news: TurnNews) -> None:
+    def _received(self, turn: LiveTurn, unsaid: Unsaid, more: Delta | None, news: TurnNews) -> None:
         """Handles a message about a turn that goes on here; the first one is its ticket."""
         if isinstance(news, Ticket) and turn.elsewhere is not None:
             turn.elsewhere = None
-            if more is not None and (more.tokens or more.text):
+            if more is not None:
                 turn.deliver(more)
-        self._deliver(turn, news)
+        left = unsaid.of(news) if isinstance(news, Delta) else news
+        if left is not None:
+            self._deliver(turn, left)
 
     def _deliver(self, turn: LiveTurn, news: TurnNews) -> None:
         if turn.elsewhere is not None and isinstance(news, TenutoError):
