@@ -31,6 +31,7 @@ import httpx
 
 from bench.streams import Streams, show
 from tests.postgres import database
+from tests.serve.lines import lines
 from tests.serve.replicas import Replicas, replicas
 
 QUIET = 25
@@ -45,7 +46,7 @@ async def deltas(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Asy
         if answer.status_code != 200:
             raise RuntimeError(f"{url}: {answer.status_code} {await answer.aread()!r}")
         name = ""
-        async for line in answer.aiter_lines():
+        async for line in lines(answer):
             kind, _, value = line.partition(": ")
             if kind == "event":
                 name = value

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from tests.serve.lines import lines
 from tests.serve.test_killed_streams import witness_output
 
 TRIES = 100
@@ -114,7 +115,7 @@ class Streams:
         async with self._ask(http, number, *asked) as answer:
             self.live += 1
             try:
-                async for line in answer.aiter_lines():
+                async for line in lines(answer):
                     kind, _, value = line.partition(": ")
                     if kind == "event":
                         name = value

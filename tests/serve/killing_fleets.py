@@ -29,6 +29,7 @@ import psycopg
 
 from tests.postgres import database
 from tests.present import present
+from tests.serve.lines import lines
 from tests.serve.networks import Link, networks, possible
 from tests.serve.replicas import Replicas, replicas
 from tests.serve.test_killed_streams import VOCABULARY, witness_output
@@ -190,7 +191,7 @@ class _Stream:
             assert answer.status_code == 200, (await answer.aread(), self._turn, self._last)
             self._turn = self._turn or answer.headers["x-turn-id"]
             name = number = ""
-            async for line in answer.aiter_lines():
+            async for line in lines(answer):
                 kind, _, value = line.partition(": ")
                 name, number = (value if kind == "event" else name), (value if kind == "id" else number)
                 if kind == "data":
