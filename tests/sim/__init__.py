@@ -1,0 +1,3 @@
+"""The simulator."""
+
+import tests.untimed  # noqa: F401 - before the stories, which take its settings
