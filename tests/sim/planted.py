@@ -50,7 +50,7 @@ Catcher = int | str
 WORLD_STEPS = 150
 CPU_SECONDS = 15
 """Processor time allowed for a world or a story, many times what any needs, so that endless steps are found."""
-SECONDS = 180
+SECONDS = 60
 """The wall-clock time allowed."""
 
 MAX_MEMORY = 3 << 30
