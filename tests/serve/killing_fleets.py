@@ -48,7 +48,7 @@ CUTS: dict[str, tuple[Link, ...]] = {
 
 @dataclass
 class Session:
-    """What a client knows of its session. `outputs`: of each turn, with its input."""
+    """A session, as its client has seen it. `outputs`: of each turn, with its input."""
 
     name: str
     turns: list[tuple[list[int], list[int]]] = field(default_factory=list)

@@ -350,7 +350,7 @@ class Member:
         if self._lapses != lapses:  # it may have been claimed again meanwhile
             self._loop.call(lambda _: self._loop.drop(session)).result()
             return None
-        if self._saved is not None and seen.owner is not None:
+        if self._saved is not None and seen.owner not in (None, self._asks.number):
             self._saved.begin(session, seen.owner)
         log.info("session taken over", extra={"session": key[1], "owner": seen.owner, "epoch": saved.epoch})
         return Place(exists=True, begun=saved.begun)

@@ -243,9 +243,11 @@ class EngineLoop:
             subscription.refuse(refusal)
 
     def publish(self, session: Session) -> None:
-        """Reports all output of the session's open turn so far. Called in the engine's thread, by a command."""
+        """Reports all output of the session's open turn so far, before the command that calls this is answered. Called
+        in the engine's thread."""
         if session.turn is not None:
             self._publish(session.turn)
+            self._after_round()  # whoever waits for the answer runs in another thread
 
     def drop(self, session: Session) -> None:
         """Drops a session that another replica owns. Its open turn ends with an error. Called in the engine's thread,
