@@ -7,29 +7,38 @@
 
 // Computes the scores of ROWS query rows, [ROWS][CHUNK * LANES], with blocks `first` to `first + BLOCKS` of a chunk. A
 // score is one sum over the dimensions in their order, so it does not depend on ROWS and BLOCKS. `ahead`, unless it is
-// null, has blocks to prefetch.
+// null, has blocks whose keys to prefetch.
 template <class Kv, int ROWS, int BLOCKS>
 INLINE void score_pairs(const Chunk &chunk, int first, const QueryRows &rows, int row, const Chunk *ahead,
                         float (*scores)[CHUNK * LANES]) {
   using Element = typename Kv::Element;
+  constexpr int STEP = 8; // dimensions; heads have a multiple of 16
+  const Element *keys[BLOCKS], *then[BLOCKS];
+  for (int b = 0; b < BLOCKS; b++)
+    keys[b] = (const Element *)chunk.at[first + b], then[b] = ahead ? (const Element *)ahead->at[first + b] : keys[b];
+  const PairElement *queries[ROWS];
+  for (int r = 0; r < ROWS; r++)
+    queries[r] = rows.query(row + r);
   f32x16 sums[ROWS][BLOCKS] = {};
-  for (int d = 0; d < rows.head_dim; d += 2) {
-    if (ahead)
+  for (int from = 0; from < rows.head_dim; from += STEP) {
+#pragma GCC unroll 4
+    for (int d = from; d < from + STEP; d += 2) {
 #pragma GCC unroll 8
       for (int b = 0; b < BLOCKS; b++) {
-        __builtin_prefetch((const Element *)ahead->at[first + b] + d * LANES, 0, 2);
-        __builtin_prefetch((const Element *)ahead->values(first + b) + d * LANES, 0, 2);
+        if (ahead)
+          __builtin_prefetch(then[b] + d * LANES, 0, 2);
       }
-    Pairs keys[BLOCKS];
-#pragma GCC unroll 8
-    for (int b = 0; b < BLOCKS; b++)
-      keys[b] = Kv::pairs((const Element *)chunk.at[first + b] + d * LANES);
-#pragma GCC unroll 12
-    for (int r = 0; r < ROWS; r++) {
-      const Pair query = pair_at(rows.query(row + r) + d);
+      Pairs pairs[BLOCKS];
 #pragma GCC unroll 8
       for (int b = 0; b < BLOCKS; b++)
-        sums[r][b] = dot_pair(sums[r][b], keys[b], query);
+        pairs[b] = Kv::pairs(keys[b] + d * LANES);
+#pragma GCC unroll 12
+      for (int r = 0; r < ROWS; r++) {
+        const Pair query = pair_at(queries[r] + d);
+#pragma GCC unroll 8
+        for (int b = 0; b < BLOCKS; b++)
+          sums[r][b] = dot_pair(sums[r][b], pairs[b], query);
+      }
     }
   }
 #pragma GCC unroll 12
@@ -40,13 +49,21 @@ INLINE void score_pairs(const Chunk &chunk, int first, const QueryRows &rows, in
 }
 
 // Adds the values of a chunk, times softmax weights, to dimensions `d` to `d + 16 WIDTH` of the results of ROWS rows.
+// `ahead`, unless it is null, has blocks whose values to prefetch.
 template <class Kv, int ROWS, int WIDTH>
-INLINE void add_value_pairs(const Chunk &chunk, const QueryRows &rows, int row, int d,
+INLINE void add_value_pairs(const Chunk &chunk, const QueryRows &rows, int row, int d, const Chunk *ahead,
                             const PairElement (*weights)[CHUNK * LANES], const float *correction) {
+  using Element = typename Kv::Element;
   f32x16 acc[ROWS][WIDTH] = {};
   for (int i = 0; i < chunk.count; i++) {
-    const auto *values = (const typename Kv::Element *)chunk.values(i) + 2 * d;
+    const Element *values = (const Element *)chunk.values(i) + 2 * d;
+    const int64_t to_then = ahead ? ahead->values(i) - chunk.values(i) : 0;
+#pragma GCC unroll 4
     for (int slot = i * LANES; slot < (i + 1) * LANES; slot += 2, values += 2 * rows.head_dim) {
+      if (ahead)
+#pragma GCC unroll 4
+        for (int v = 0; v < WIDTH; v++)
+          __builtin_prefetch((const char *)(values + v * 2 * LANES) + to_then, 0, 2);
       Pairs both[WIDTH];
 #pragma GCC unroll 4
       for (int v = 0; v < WIDTH; v++)
@@ -91,7 +108,7 @@ static __attribute__((noinline)) void attend_pairs(const Blocks &blocks, const Q
       correction[r] = softmax_chunk(scores[r], weights[r], count, 1, *rows.result(row + r));
     }
     for_parts<values_at_once(ROWS)>(rows.head_dim / LANES, [&](int vector, auto so_many) {
-      add_value_pairs<Kv, ROWS, decltype(so_many)::value>(chunk, rows, row, vector * LANES, weights, correction);
+      add_value_pairs<Kv, ROWS, decltype(so_many)::value>(chunk, rows, row, vector * LANES, ahead, weights, correction);
     });
   }
 }

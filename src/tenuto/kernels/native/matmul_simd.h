@@ -19,7 +19,8 @@ INLINE f32x16 add_block(f32x16 acc, i32x16 sum, Scales w, float scale, float qua
 // Multiplies ROWS rows of an input tile, from row `from` of the tile on, by a panel. The `fine` quants of outlier
 // blocks are left to `add_fine`.
 template <class Format, int ROWS>
-static void quantized_rows(const Panel &panel, const Input &x, int tile, int from, float *out) {
+static __attribute__((noinline)) void quantized_rows(const Panel &panel, const Input &x, int tile, int from,
+                                                     float *out) {
   constexpr int BITS = Format::BITS, PARTS = Format::PARTS;
   const int blocks = x.blocks;
   const Behind behind = panel.behind<Format>();

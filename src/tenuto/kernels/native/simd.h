@@ -69,6 +69,7 @@ typedef uint32_t Pair;
 INLINE void store_elements(PairElement *to, f32x16 v) { store(to, to_bf16(v)); }
 INLINE f32x16 load_elements(const PairElement *p) { return bf16_to_float(p); }
 INLINE Pairs load_pairs(const void *p) { return load<u32x16>(p); }
+INLINE Pair pair_at(const PairElement *p) { return load<Pair>(p); }
 INLINE f32x16 dot_pair(f32x16 acc, Pairs a, Pair b) { return dot_bf16(acc, a, b); }
 #else
 typedef float PairElement;
@@ -84,6 +85,7 @@ INLINE Pairs load_pairs(const void *p) {
   u32x16 v = load<u32x16>(p);
   return {as<f32x16>(v << 16), as<f32x16>(v & 0xFFFF0000u)};
 }
+INLINE Pair pair_at(const PairElement *p) { return {p[0], p[1]}; }
 INLINE f32x16 dot_pair(f32x16 acc, Pairs a, Pair b) { return acc + a.first * b.first + a.second * b.second; }
 #endif
 #if !(TENUTO_AVX512 && TENUTO_BF16)
@@ -100,11 +102,6 @@ INLINE Pairs e4m3_pairs(const void *p) {
 #endif
 }
 #endif
-INLINE Pair pair_at(const PairElement *p) {
-  Pair pair;
-  memcpy(&pair, p, sizeof pair);
-  return pair;
-}
 
 // Returns 2^(y - base) for y <= base with a relative error of about 1e-7, and 0 below 2^-126. The fraction's power, on
 // [-1/2, 1/2], is its Taylor polynomial. Changing `base` scales the result by a power of two, exactly.

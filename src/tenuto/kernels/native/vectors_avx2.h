@@ -122,6 +122,13 @@ INLINE i8x16 to_bytes(i32x16 v) { // lanes must fit 8 bits
   return (i8x16)_mm_packs_epi16(_mm256_castsi256_si128(packed), _mm256_extracti128_si256(packed, 1));
 }
 
+// Returns `sum`, and makes the compiler have it in a register. Otherwise it computes all products of a block first, for
+// which there are too few registers, and adds them up from memory.
+INLINE __m256i added(__m256i sum) {
+  asm("" : "+x"(sum));
+  return sum;
+}
+
 constexpr int OFFSET = 128; // subtracted from 8-bit weights by `Dot::add`
 
 // The dot products of a block of unsigned weights of `BITS` bits with signed inputs above -128. A vector has 4 weights,
@@ -148,12 +155,12 @@ struct Dot {
 private:
   template <int BITS> static __m256i with(__m256i sum, __m256i w, __m256i x) {
     if (BITS <= 4)
-      return _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x));
+      return added(_mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x)));
     if (BITS == 8) {
       const __m256i q = _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80));
       w = _mm256_abs_epi8(q), x = _mm256_sign_epi8(x, q);
     }
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
+    return added(_mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1))));
   }
 };
 
@@ -165,13 +172,13 @@ struct UnsignedDot {
     int32_t quad;
     memcpy(&quad, x, 4);
     const __m256i inputs = _mm256_set1_epi32(quad), ones = _mm256_set1_epi16(1);
-    low = _mm256_add_epi32(low, _mm256_madd_epi16(_mm256_maddubs_epi16(inputs, (__m256i)w.low), ones));
-    high = _mm256_add_epi32(high, _mm256_madd_epi16(_mm256_maddubs_epi16(inputs, (__m256i)w.high), ones));
+    low = added(_mm256_add_epi32(low, _mm256_madd_epi16(_mm256_maddubs_epi16(inputs, (__m256i)w.low), ones)));
+    high = added(_mm256_add_epi32(high, _mm256_madd_epi16(_mm256_maddubs_epi16(inputs, (__m256i)w.high), ones)));
   }
   i32x16 total() const { return {(i32x8)low, (i32x8)high}; }
 };
 
 // As in `vectors_avx512.h`.
-constexpr int MATMUL_ROWS = 4, ATTENTION_ROWS = 6, INT8_ATTENTION_ROWS = 2, FEW_ROWS = 5;
-constexpr int blocks_at_once(int rows) { return rows > 3 ? 1 : rows > 1 ? 2 : 4; }
+constexpr int MATMUL_ROWS = 4, ATTENTION_ROWS = 5, INT8_ATTENTION_ROWS = 2, FEW_ROWS = 5;
+constexpr int blocks_at_once(int rows) { return rows > 3 ? 1 : 2; }
 constexpr int values_at_once(int rows) { return rows > 3 ? 1 : 2; }
