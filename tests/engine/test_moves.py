@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from tenuto.base.errors import InvalidRequest, Misdirected, NoRoom, NotFound, SessionBusy
@@ -64,9 +65,7 @@ class Move:
             state = rest.lent.read()
             self.here.engine.states.take_back(rest.lent)
             position, units = state.position, [len(group) for group in state.groups]
-            pieces = [
-                StatePiece(g, 0, b"".join(unit.tobytes() for unit in units)) for g, units in enumerate(state.groups)
-            ]
+            pieces = [StatePiece.of(g, 0, np.stack(units)) for g, units in enumerate(state.groups) if units]
         self.here.engine.audit()
         return self._end(rest, position, units, summed(self.here, pieces))
 
@@ -373,8 +372,9 @@ def test_damaged_units_and_other_layouts_are_refused() -> None:
     here.committed()
     move = Move(here, there)
     (piece,) = summed(here, here.engine.departures.copy("m", 10**6))
+    flipped = memoryview(bytes(piece.data[:-1]) + bytes([piece.data[-1] ^ 1]))
     for damaged in (
-        StatePiece(piece.group, piece.first, piece.data[:-1] + bytes([piece.data[-1] ^ 1]), piece.checksums),
+        StatePiece(piece.group, piece.first, flipped, piece.checksums),
         StatePiece(piece.group, piece.first, piece.data[:-8], piece.checksums),
         StatePiece(piece.group, piece.first, piece.data, piece.checksums[:-1]),
         StatePiece(piece.group, piece.first + 1, piece.data, piece.checksums),

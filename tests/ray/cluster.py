@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",  # otherwise it writes a token into the home directory
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+    "RAY_worker_niceness": "0",  # otherwise its processes wait for all others of a busy machine
 }
 
 
@@ -59,11 +60,12 @@ class Cluster:
             env={**os.environ, **ENVIRONMENT},
         )
 
-    def run(self, name: str = "fleet", **deployment: Any) -> None:
-        """Runs the fleet with the example's options of the deployment, and these. `name`: of the application, which
-        takes the place of one with another name."""
+    def run(self, name: str = "fleet", *, server: Mapping[str, Any] | None = None, **deployment: Any) -> None:
+        """Runs the fleet with the example's options of the deployment and of its servers, and these. If it runs
+        already, all its replicas are replaced. `name`: of the application, which takes the place of one with another
+        name."""
         assert self._driver.stdin is not None
-        self._driver.stdin.write(f"{json.dumps([name, deployment])}\n")
+        self._driver.stdin.write(f"{json.dumps([name, deployment, dict(server or {})])}\n")
         self._driver.stdin.flush()
         self.wait()
 

@@ -1,6 +1,6 @@
 """A Ray cluster of this machine with the fleet of the example in docs/ray.md: `python -m tests.ray.driver PORT FOLDER
-DATABASE`. Each line of input is a JSON array of the application's name and an object of options of its deployment.
-After the fleet runs with them, a line of output says so. The cluster ends with the input."""
+DATABASE`. Each line of input is a JSON array of the application's name and two objects: options of its deployment, and
+of its servers. After the fleet runs with them, a line of output says so. The cluster ends with the input."""
 
 from __future__ import annotations
 
@@ -51,11 +51,16 @@ def main() -> None:
         arguments, name = example(database), "fleet"
         print("running", flush=True)
         for line in sys.stdin:
-            wanted, options = json.loads(line)
+            wanted, options, server = json.loads(line)
             if wanted != name:
                 serve.delete(name)
             name = wanted
-            changed = arguments.model_copy(update={"deployment": {**arguments.deployment, **options}})
+            changed = arguments.model_copy(
+                update={
+                    "deployment": {**arguments.deployment, **options},
+                    "server": {**arguments.server, **server},
+                }
+            )
             serve.run(fleet(changed), name=name, route_prefix="/")
             print("running", flush=True)
         serve.shutdown()

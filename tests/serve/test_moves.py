@@ -140,6 +140,23 @@ def test_turns_that_wait_go_with_their_session(fleet: Replicas, clients: list[ht
     assert sorted(record["output_tokens"] for record in records) == sorted(outputs)
 
 
+def test_a_forwarded_turn_may_wait_long_before_its_session_moves() -> None:
+    with (
+        replicas(database(), 2, "--model", "witness:0.05", "--context-length", "8192", lease=5) as pair,
+        pair.servers[0].client() as one,
+        pair.servers[1].client() as two,
+    ):
+        one.post("/v1/sessions", json={"id": "long"}).raise_for_status()
+        body = {"ignore_eos": True, "if_busy": "queue"}
+        first = Reader(one, "/v1/sessions/long/turns", {**body, "input": [1], "max_new_tokens": 8000})
+        first.read_more(5)
+        waiting = Reader(two, "/v1/sessions/long/turns", {**body, "input": [2], "max_new_tokens": 5})
+        first.read_more(220)  # for longer than a request waits for a replica that does not answer
+        assert move(pair, one, "long", 1).status_code == 200
+        one.post("/v1/sessions/long/abort", json={"keep": 0}).raise_for_status()
+        assert waiting.whole() == witness_output([1, 2], 5)
+
+
 def test_a_moved_turn_can_be_aborted_and_followed_anywhere(fleet: Replicas, clients: list[httpx.Client]) -> None:
     one, two = clients
     one.post("/v1/sessions", json={"id": "abort"}).raise_for_status()

@@ -9,8 +9,10 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-LARGE_BLOCK = 2**18
-"""Blocks of at least this many bytes are mapped separately, so that freeing one returns it to the system."""
+LARGE_BLOCK = 2**21
+"""Blocks of at least this many bytes are mapped separately, so that freeing one returns it to the system. Smaller ones
+can be used again, which is cheaper: each new page takes a microsecond or more, several times as long as copying it.
+Messages with state of sessions that move are smaller."""
 _MMAP_THRESHOLD, _TRIM_THRESHOLD, _ARENA_MAX = -3, -1, -8  # see mallopt(3)
 MUCH = 2**23
 """Growth in bytes of freed memory, or of the whole process, after which freed memory is returned. Returning this much
@@ -34,7 +36,7 @@ def return_large_blocks() -> None:
     adjust = _function("mallopt")
     if adjust is not None:
         adjust(_MMAP_THRESHOLD, LARGE_BLOCK)
-        adjust(_TRIM_THRESHOLD, LARGE_BLOCK)
+        adjust(_TRIM_THRESHOLD, MUCH)
 
 
 def share_one_arena() -> None:

@@ -10,7 +10,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -20,11 +20,10 @@ from tenuto.base.errors import TenutoError
 from tenuto.base.heap import HeapKeeper, share_one_arena
 from tenuto.base.interpreter import configure_interpreter, exempt_existing_objects
 from tenuto.base.logs import configure_logs
-from tenuto.base.wire.frames import FrameReader, frame
-from tenuto.base.wire.messages import AnyReply, AnyRequest, Describe, refusal_of
+from tenuto.base.wire.frames import LARGE, FrameReader, frame
+from tenuto.base.wire.messages import Answer, AnyReply, AnyRequest, Describe, refusal_of
+from tenuto.base.wire.pieces import in_pieces
 from tenuto.runtime.service import Service, open_service
-
-RECEIVE_BYTES = 2**18
 
 log = logging.getLogger("tenuto.engine")
 
@@ -40,8 +39,13 @@ class Sender:
 
     def __call__(self, message: AnyReply) -> None:
         with suppress(OSError):  # the other side is gone; `run` notices it, too
-            for piece in frame(self._encoder.encode(message)):
+            for piece in frame(*self._encoded(message)):
                 self._connection.sendall(piece)
+
+    def _encoded(self, message: AnyReply) -> Sequence[bytes | memoryview]:
+        if isinstance(message, Answer) and len(memoryview(message.value)) >= LARGE:
+            return in_pieces(message, self._encoder)
+        return (self._encoder.encode(message),)
 
 
 def run(connection: socket.socket) -> None:
@@ -49,8 +53,8 @@ def run(connection: socket.socket) -> None:
     send, frames = Sender(connection), FrameReader()
     service: Service | None = None
     try:
-        while received := connection.recv(RECEIVE_BYTES):
-            service = _obey(frames.feed(received), service, send)
+        while received := connection.recv_into(frames.room()):
+            service = _obey(frames.took(received), service, send)
     except TenutoError as error:
         send(refusal_of(0, error))
     except ConnectionError:  # the other side is gone

@@ -24,7 +24,7 @@ EXIT_SECONDS = 5.0
 it is killed."""
 
 
-class ProcessLink(Link, asyncio.Protocol):
+class ProcessLink(Link, asyncio.BufferedProtocol):
     """A `Link` to an engine process over its socket pair. Created by `open`."""
 
     model: ModelView  # set by `open`, like `_transport`
@@ -74,8 +74,11 @@ class ProcessLink(Link, asyncio.Protocol):
 
     # -- called by the event loop
 
-    def data_received(self, data: bytes) -> None:
-        for payload in self._frames.feed(data):
+    def get_buffer(self, _sizehint: int) -> memoryview:
+        return self._frames.room()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        for payload in self._frames.took(nbytes):
             reply: AnyReply = self._decoder.decode(payload)
             if self._ready.done():
                 self.take(reply)

@@ -51,35 +51,36 @@ class StateOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 class StatePiece(msgspec.Struct, frozen=True, array_like=True):
     """Units of a group: the one in place `first` of those that its state takes, and those after it. `data`: their
-    bytes. `checksums`: the CRC-32 of each."""
+    bytes, which a piece that has come in a message shares with that. `checksums`: the CRC-32 of each."""
 
     group: int
     first: int
-    data: bytes
+    data: memoryview
     checksums: list[int] = []
 
     @classmethod
     def of(cls, group: int, first: int, units: Bytes) -> StatePiece:
-        """Returns the piece with `units`, uint8 [n, bytes a unit], without checksums."""
-        return cls(group, first, np.ascontiguousarray(units).tobytes())
+        """Returns the piece with `units`, uint8 [n, bytes a unit], without checksums. Nothing is copied."""
+        return cls(group, first, np.ascontiguousarray(units).reshape(-1).data)
 
     def summed(self, unit_bytes: int) -> StatePiece:
         """Returns it with checksums."""
         return StatePiece(self.group, self.first, self.data, self._sums(unit_bytes))
 
     def units(self, unit_bytes: int) -> Bytes:
-        """Returns the units, uint8 [n, bytes a unit]. Raises `InvalidRequest` if one is damaged."""
+        """Returns the units, uint8 [n, bytes a unit], which share their memory with the piece. Raises
+        `InvalidRequest` if one is damaged."""
         if (
             unit_bytes < 1
             or len(self.data) != unit_bytes * len(self.checksums)
             or self._sums(unit_bytes) != self.checksums
         ):
             raise InvalidRequest("units of a session that moves here are damaged")
-        return np.frombuffer(bytearray(self.data), np.uint8).reshape(-1, unit_bytes)
+        data = self.data if not self.data.readonly else bytearray(self.data)
+        return np.frombuffer(data, np.uint8).reshape(-1, unit_bytes)
 
     def _sums(self, unit_bytes: int) -> list[int]:
-        view = memoryview(self.data)
-        return [zlib.crc32(view[at : at + unit_bytes]) for at in range(0, len(self.data), unit_bytes)]
+        return [zlib.crc32(self.data[at : at + unit_bytes]) for at in range(0, len(self.data), unit_bytes)]
 
 
 class MovedTurn(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ from tenuto.base.errors import Disconnected, TenutoError, Unreachable
 from tenuto.base.wire.between import AnyBetween, News
 from tenuto.base.wire.frames import FrameReader
 from tenuto.base.wire.messages import Refusal, error_of
+from tenuto.base.wire.pieces import in_pieces
 from tenuto.serve.fleet.peers import Broken, NotSent, Peers, Reply
 
 PATH = "/fleet/between"
@@ -31,10 +32,11 @@ class Between:
     async def stream(self, url: str, request: AnyBetween) -> AsyncIterator[Reply]:
         """Yields the answer of the replica at `url`, once it has begun. Raises its refusal, `Unreachable` if it has not
         received the request, and `Disconnected` if it may have."""
-        body = self._encoder.encode(request)
+        body = in_pieces(request, self._encoder)
         head = f"POST {PATH} HTTP/1.1\r\nhost: {url.removeprefix('http://')}\r\n{SECRET}: {self._secret}\r\n"
+        head += f"content-length: {sum(map(len, body))}\r\n\r\n"
         try:
-            async with self._peers.ask(url, f"{head}content-length: {len(body)}\r\n\r\n".encode() + body) as reply:
+            async with self._peers.ask(url, head.encode(), *body) as reply:
                 await reply.begun()
                 if reply.status != 200:
                     raise await _refusal(reply)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import cycle
+from itertools import count
 
 import structlog
 
@@ -121,13 +121,14 @@ class Drain:
         await self._edge.link.call(GiveUpSession(tenant=each.tenant, session=each.session))
 
     async def _empty(self, owned: Sequence[OwnedSession], refused: set[tuple[str, str]]) -> None:
-        targets = by_room(others(await self._edge.link.call(GetFleet())))
-        places = asyncio.Semaphore(AT_ONCE)
+        places, turn = asyncio.Semaphore(AT_ONCE), count()
 
-        async def leave(each: OwnedSession, url: str | None) -> None:
+        async def leave(each: OwnedSession) -> None:
             async with places:
                 key = each.tenant, each.session
                 try:
+                    targets = by_room(others(await self._edge.link.call(GetFleet())))  # one may be draining by now
+                    url = targets[next(turn) % len(targets)].url if targets else None
                     if each.idle and (not each.units or key in refused or url is None):
                         await self._give_up(each)
                     elif url is not None:
@@ -138,9 +139,8 @@ class Drain:
                     log.warning("a session has not left", session=each.session, reason=str(error))
                     refused.add(key)
 
-        urls = cycle([each.url for each in targets] or [None])
         busy_first = sorted(owned, key=lambda each: each.idle)
-        await asyncio.gather(*(leave(each, next(urls)) for each in busy_first))
+        await asyncio.gather(*(leave(each) for each in busy_first))
 
 
 def others(view: FleetView) -> list[ReplicaView]:

@@ -236,6 +236,7 @@ class Forwarding:
         deadline = clock() + self._fleet.lease + PATIENCE_SECONDS
         url = await self._fleet.place(asked.key)
         while url is not None:
+            asked_at = clock()
             try:
                 async with self._fleet.peers.ask(url, asked.at(url), bodiless=asked.bodiless) as reply:
                     await reply.begun()
@@ -244,6 +245,7 @@ class Forwarding:
                         return True
                     await reply.rest()
                 reason = "it does not own the session"
+                deadline += clock() - asked_at  # it was waited for there: the session may have left only now
             except NotSent as error:
                 reason = str(error)
             except Broken as error:

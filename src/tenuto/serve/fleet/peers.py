@@ -52,14 +52,14 @@ class Reply(asyncio.Protocol):
         self._error: Exception | None = None
         self._changed: asyncio.Future[None] | None = None
 
-    def ask(self, request: bytes, *, bodiless: bool) -> None:
-        """Sends a request. `bodiless`: its answer has no body."""
+    def ask(self, request: Sequence[bytes | memoryview], *, bodiless: bool) -> None:
+        """Sends a request, in pieces. `bodiless`: its answer has no body."""
         self._parser = httptools.HttpResponseParser(self)
         self.headers, self._pieces, self._size = [], deque(), 0
         self._begun = self._complete = False
         self._headless = bodiless
         assert self._transport is not None
-        self._transport.write(request)
+        self._transport.writelines(request)
 
     async def begun(self) -> None:
         """Waits for the answer's status and headers. Raises `Broken`."""
@@ -177,9 +177,10 @@ class Peers:
         self._idle: dict[str, list[Reply]] = {}  # the one used last is last
 
     @asynccontextmanager
-    async def ask(self, url: str, request: bytes, *, bodiless: bool = False) -> AsyncIterator[Reply]:
-        """Sends a request, and yields the answer, which may not have begun. Its connection is kept if the whole answer
-        is used, and otherwise closed, so that the other replica sees a client that leaves. Raises `NotSent`."""
+    async def ask(self, url: str, *request: bytes | memoryview, bodiless: bool = False) -> AsyncIterator[Reply]:
+        """Sends a request, given in pieces, and yields the answer, which may not have begun. Its connection is kept if
+        the whole answer is used, and otherwise closed, so that the other replica sees a client that leaves. Raises
+        `NotSent`."""
         reply = self._kept(url) or await _connected(url)
         watching = asyncio.ensure_future(self._watch(reply, url)) if self._watch is not None else None
         try:
