@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Annotated, Any
 
@@ -21,11 +22,11 @@ from tenuto.base.errors import (
     TenutoError,
 )
 from tenuto.base.options import MAX_PRIORITY
-from tenuto.serve.anthropic.batches import AT_ONCE, Batch, BatchBody, Batches, Result, new_name
+from tenuto.serve.anthropic.batches import AT_ONCE, AnswerTo, Batch, BatchBody, Batches, Result, new_name
 from tenuto.serve.anthropic.errors import FORM
 from tenuto.serve.anthropic.routes import begin
 from tenuto.serve.anthropic.schemas import MessagesBody
-from tenuto.serve.anthropic.threads import KeptTools, ThreadTools
+from tenuto.serve.anthropic.threads import KeptTools, ThreadTools, kept_tools
 from tenuto.serve.shared.bodies import JsonRoute, in_parser, parsed
 from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
 from tenuto.serve.shared.errors import BROKEN, Failure
@@ -63,35 +64,39 @@ async def create(
     """Answers many requests in the background, at the lowest priority. A batch ends with the server; in a fleet,
     another replica goes on with it."""
     edge.require_engine()
-    name, running = new_name(), partial(_run, edge, tenant, batches, kept)
+    name, running = new_name(), _running(edge, tenant, kept)
     try:
         batch = await batches.open(name, await in_parser(body.encoded))
     except NotAcknowledged:  # it may be open
-        edge.spawn(running(name))
+        edge.spawn(running(batches.run, name))
         raise
-    edge.spawn(running(name))
+    edge.spawn(running(batches.run, name))
     return _view(batch, request)
-
-
-async def _run(edge: Edge, tenant: Tenant, batches: Batches, kept: KeptTools, name: str) -> None:
-    most = AT_ONCE if tenant.limits.turns is None else max(1, tenant.limits.turns // 2)
-    try:
-        await batches.run(name, partial(_answer_to, edge, tenant, kept, name), most)
-    except EngineStopped:
-        pass  # in a fleet, another replica goes on
-    except TenutoError as error:
-        log.warning("cannot be worked on", batch=name, reason=str(error))
 
 
 async def resume(edge: Edge, tenant: str, name: str) -> None:
     """Goes on with a batch of a fleet whose worker is gone, unless another replica does."""
     owner = edge.settings.tenants.named(tenant)
-    if owner is None or not edge.healthy:
-        return
-    batches = _batches_of(edge, owner)
-    if await batches.claim(name):
-        log.info("taken over", batch=name)
-        edge.spawn(_run(edge, owner, batches, edge.part(KeptTools, tenant=tenant), name))
+    if owner is not None and edge.healthy:
+        batches = _batches_of(edge, owner)
+        edge.spawn(_running(edge, owner, kept_tools(edge, owner))(batches.resume, name))
+
+
+def _running(
+    edge: Edge, tenant: Tenant, kept: KeptTools
+) -> Callable[[Callable[[str, AnswerTo, int], Awaitable[None]], str], Coroutine[Any, Any, None]]:
+    """Returns a function that has a batch worked on."""
+    most = AT_ONCE if tenant.limits.turns is None else max(1, tenant.limits.turns // 2)
+
+    async def running(work: Callable[[str, AnswerTo, int], Awaitable[None]], name: str) -> None:
+        try:
+            await work(name, partial(_answer_to, edge, tenant, kept, name), most)
+        except EngineStopped:
+            pass  # in a fleet, another replica goes on
+        except TenutoError as error:
+            log.warning("cannot be worked on", batch=name, reason=str(error))
+
+    return running
 
 
 @router.get("")

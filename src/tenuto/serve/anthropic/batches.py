@@ -7,13 +7,14 @@ import json
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Self, TypeVar
 
 import msgspec
+import structlog
 from pydantic import Field
 
 from tenuto.base.errors import IllegalTransition, InvalidRequest, LimitReached, NotAcknowledged, NotFound
@@ -22,6 +23,8 @@ from tenuto.serve.anthropic.errors import FORM
 from tenuto.serve.shared.errors import Failure
 from tenuto.serve.shared.objects import ForeignObject
 from tenuto.serve.shared.tenant_objects import Edit, TenantObjects, new_edit
+
+log = structlog.get_logger("tenuto.batches")
 
 MAX_REQUESTS = 10_000
 """Maximum number of requests in a batch."""
@@ -160,7 +163,7 @@ class Batches:
     def __init__(self, objects: TenantObjects) -> None:
         self._objects = objects
         self._places = asyncio.Semaphore(AT_ONCE)
-        self._runs: dict[str, Run] = {}
+        self._runs: dict[str, Run | None] = {}  # those of this replica, which may have yet to begin
 
     async def open(self, name: str, requests: Sequence[tuple[str, bytes]]) -> Batch:
         """Opens a batch for this replica to work on, by the caller's call of `run`. The oldest ones that have ended
@@ -224,23 +227,43 @@ class Batches:
         (await self.find(name)).require_ended()
         await self._objects.delete(name)
 
-    async def claim(self, name: str) -> bool:
-        """Becomes the worker of a batch whose worker is gone. Returns whether that has happened."""
+    async def resume(self, name: str, answer_to: AnswerTo, at_once: int) -> None:
+        """Becomes the worker of a batch whose worker is gone, unless another replica does, and calls `run`."""
+        with self._working_on(name) as free:
+            if free and await self._claim(name):
+                log.info("taken over", batch=name)
+                await self._run(name, answer_to, at_once)
+
+    async def run(self, name: str, answer_to: AnswerTo, at_once: int) -> None:
+        """Answers the requests of a batch whose worker this replica is, at most `at_once` of them at the same time.
+        Returns once the batch has ended, or is not this replica's to work on any more."""
+        with self._working_on(name) as free:
+            if free:
+                await self._run(name, answer_to, at_once)
+
+    @contextmanager
+    def _working_on(self, name: str) -> Iterator[bool]:
+        """Yields whether this replica does not work on the batch, and has not yet to see that others do."""
+        free = name not in self._runs
+        if free:
+            self._runs[name] = None
+        try:
+            yield free
+        finally:
+            if free:
+                del self._runs[name]
+
+    async def _claim(self, name: str) -> bool:
         found = await self._objects.find(name)
         if found is None or not found.abandoned:
             return False
         edit = new_edit(found.revision, Edit(found.head, self._objects.worker))
         return await until_known(lambda: self._objects.carry_out(name, edit))
 
-    async def run(self, name: str, answer_to: AnswerTo, at_once: int) -> None:
-        """Answers the requests of a batch whose worker this replica is, at most `at_once` of them at the same time.
-        Returns once the batch has ended, or is not this replica's to work on any more."""
+    async def _run(self, name: str, answer_to: AnswerTo, at_once: int) -> None:
         found = await until_known(lambda: self.find(name))
         run = self._runs[name] = Run(self._objects, found, answer_to, self._places)
-        try:
-            await run.work(at_once)
-        finally:
-            del self._runs[name]
+        await run.work(at_once)
 
 
 def new_name() -> str:

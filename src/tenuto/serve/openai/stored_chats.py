@@ -10,7 +10,7 @@ import msgspec
 from pydantic import TypeAdapter, ValidationError
 
 from tenuto.base.errors import InvalidRequest, NotFound
-from tenuto.base.objects import NewItem, StoredObject
+from tenuto.base.objects import StoredObject
 from tenuto.serve.openai.answers import Choices, Writer
 from tenuto.serve.openai.conversations import page_of
 from tenuto.serve.openai.response_schemas import Metadata
@@ -21,8 +21,6 @@ from tenuto.serve.shared.tenant_objects import Edit, TenantObjects
 
 CHAT, MESSAGES = "chat", "messages of a chat"
 """The kinds of objects."""
-BODY = "body"
-"""The list that has an object's only item."""
 _METADATA: TypeAdapter[dict[str, str]] = TypeAdapter(Metadata)
 
 
@@ -47,16 +45,16 @@ class StoredChats:
         if len(body) > MAX_BYTES:
             return
         if len(messages) <= MAX_BYTES:
-            await self._messages.edit(name, "", Edit(b"", added=[NewItem(BODY, BODY, messages)]))
-            await _drop_oldest(self._messages)
+            await self._messages.create(name, b"", messages)
+            await self._messages.drop_oldest(MAX_KEPT, MAX_BYTES)
         head = msgspec.msgpack.encode(Head(chat["model"], metadata))
-        await self._chats.edit(name, "", Edit(head, added=[NewItem(BODY, BODY, body)]))
-        await _drop_oldest(self._chats)
+        await self._chats.create(name, head, body)
+        await self._chats.drop_oldest(MAX_KEPT, MAX_BYTES)
 
     async def chat(self, name: str) -> bytes:
         """Returns a chat as JSON. Raises `NotFound`."""
         found = await self._chats.find(name)
-        body = await _body(self._chats, name) if found is not None else None
+        body = await self._chats.only_item(name) if found is not None else None
         if found is None or body is None:
             raise _missing(name)
         return msgspec.json.encode({**msgspec.json.decode(body), "metadata": _head(found).metadata})
@@ -65,7 +63,7 @@ class StoredChats:
         """Returns the input messages of a chat. Raises `NotFound`."""
         if await self._chats.find(name) is None:
             raise _missing(name)
-        found = await _body(self._messages, name)
+        found = await self._messages.only_item(name)
         if found is None:
             raise NotFound(f"the messages of chat {name} are no longer stored")
         messages: list[dict[str, Any]] = msgspec.json.decode(found)
@@ -113,18 +111,6 @@ def _head(found: StoredObject) -> Head:
 
 def _missing(name: str) -> NotFound:
     return NotFound(f"there is no stored chat {name[:80]!r}; chats are stored with store true")
-
-
-async def _body(objects: TenantObjects, name: str) -> bytes | None:
-    """Returns the only item of an object."""
-    return next((item.body for item in await objects.items(name, BODY)), None)
-
-
-async def _drop_oldest(objects: TenantObjects) -> None:
-    """Drops the oldest objects above the limits."""
-    while (used := await objects.use()).objects > MAX_KEPT or used.size > MAX_BYTES:
-        for each in await objects.listed(max(1, used.objects - MAX_KEPT)):
-            await objects.delete(each.name)
 
 
 def checked_metadata(given: object) -> dict[str, str]:

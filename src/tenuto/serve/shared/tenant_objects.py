@@ -25,6 +25,10 @@ READ_AT_ONCE = 500
 """The most items that are read with one request."""
 
 
+ONLY = "only"
+"""The list, and the name, of an object's only item."""
+
+
 class Ask(Protocol):
     """Has a request about objects carried out."""
 
@@ -87,6 +91,21 @@ class TenantObjects:
             if not page.more:
                 return found
         return []
+
+    async def only_item(self, name: str) -> bytes | None:
+        """Returns the item of an object that `create` has made; `None` if there is none."""
+        page = await self.page(name, ONLY, 1)
+        return page.items[0].body if page is not None and page.items else None
+
+    async def create(self, name: str, head: bytes, item: bytes) -> None:
+        """Creates an object with one item, unless there is one of its name."""
+        await self.edit(name, "", Edit(head, added=[NewItem(ONLY, ONLY, item)]))
+
+    async def drop_oldest(self, objects: int, size: int) -> None:
+        """Deletes the oldest objects until there are at most so many, of at most this size."""
+        while (used := await self.use()).objects > objects or used.size > size:
+            for each in await self.listed(max(1, used.objects - objects)):
+                await self.delete(each.name)
 
     async def edit(self, name: str, expected: str, edit: Edit) -> str | None:
         """Changes an object of this revision, whose latest one is empty if there must be none. Returns its new

@@ -12,7 +12,6 @@ from tenuto.session.postgres.replicas import LIVE
 
 ROWS = 200
 """The most items in one statement."""
-MOST_ABANDONED = 100
 _KEY = "tenant = ? AND kind = ? AND name = ?"
 _ABANDONED = f"worker IS NOT NULL AND worker NOT IN (SELECT id FROM replicas WHERE {LIVE})"
 _OBJECT = f"name, revision, head, size, worker, {_ABANDONED}, tenant, kind, checksum"
@@ -71,9 +70,9 @@ class Objects:
         return ItemPage(revision=revision, items=items, more=len(rows) > most)
 
     def abandoned(self, kind: str) -> list[ObjectKey]:
-        """Returns objects for which a replica had something to do whose lease has ended; some, if there are many."""
-        query = f"SELECT tenant, kind, name FROM objects WHERE kind = ? AND {_ABANDONED} ORDER BY random() LIMIT ?"
-        return [ObjectKey(*row) for row in self.db.execute(query, (kind, MOST_ABANDONED))]
+        """Returns objects for which a replica had something to do whose lease has ended."""
+        query = f"SELECT tenant, kind, name FROM objects WHERE kind = ? AND {_ABANDONED} ORDER BY id"
+        return [ObjectKey(*row) for row in self.db.execute(query, (kind,))]
 
     def edit(self, key: ObjectKey, edit: ObjectEdit, *, again: bool = False) -> bool:
         """Changes an object, whole or not at all. Returns whether it was changed, now or by the same change before.
