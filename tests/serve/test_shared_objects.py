@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -143,6 +144,26 @@ def test_a_batch_is_read_listed_cancelled_and_deleted_through_any_replica(mortal
         assert counts["canceled"] + counts["succeeded"] == 21
         assert two.messages.batches.delete(batch.id).type == "message_batch_deleted"
         assert list(one.messages.batches.list()) == []
+
+
+def test_a_batch_continues_threads_of_other_replicas_with_their_tools(lasting: Replicas) -> None:
+    tools: Any = [{"name": "f", "input_schema": {"type": "object", "properties": {}}}]
+    with ExitStack() as closing:
+        one, two = anthropics(lasting, closing)
+        opened = one.messages.create(**PARAMS, tools=tools, extra_body={"thread": {"type": "create"}})
+        batch = create(two, {**PARAMS, "thread": {"type": "continue", "previous_message_id": opened.id}})
+        assert batch_ended(one, batch).request_counts.succeeded == 1
+        (result,) = json_results(lasting, batch)
+        again = one.messages.create(
+            **PARAMS, extra_body={"thread": {"type": "continue", "previous_message_id": result["message"]["id"]}}
+        )
+        assert again.usage.output_tokens == 4
+
+
+def json_results(fleet: Replicas, batch: Any) -> list[dict[str, Any]]:
+    with fleet.servers[0].client() as http:
+        lines = http.get(f"/v1/messages/batches/{batch.id}/results").text.splitlines()
+    return [json.loads(line)["result"] for line in lines]
 
 
 @pytest.mark.parametrize("in_order", [True, False], ids=["ends", "is killed"])

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import selectors
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import permutations
@@ -28,7 +29,7 @@ import psycopg
 from tenuto.base.errors import NotAcknowledged, SessionBusy, TenutoError
 from tenuto.base.wire.messages import ListAbandoned, Request
 from tenuto.runtime.shared_objects import OfObjects, SharedObjects
-from tenuto.serve.anthropic.batches import AnswerTo, Batches, Result, new_name
+from tenuto.serve.anthropic.batches import Batches, Result, Work, new_name
 from tenuto.serve.openai.conversations import Conversations
 from tenuto.serve.openai.response_schemas import Item
 from tenuto.serve.shared.tenant_objects import TenantObjects
@@ -40,7 +41,6 @@ from tests.sim.fleet_replicas import Lossy
 from tests.sim.fleets import CLOCK
 
 T = TypeVar("T")
-Work = Callable[[str, AnswerTo, int], Awaitable[None]]
 
 REPLICAS, LEASE = 3, 1.0
 CONVERSATIONS, CLIENTS = 2, 4
@@ -187,6 +187,7 @@ class World:
         self.calm = True
         self.answers = self.operations = 0
         self.errors: list[BaseException] = []
+        self.replicas: list[Replica] = []
         self._dbs: list[Database] = []
         self.url = database()
         self._db = psycopg.connect(self.url, autocommit=True)
@@ -196,6 +197,7 @@ class World:
         self._db.execute(f"SET {path}".encode())
         self.committed: dict[str, list[dict[str, Any]]] = {}  # the output of responses whose turns were committed
         self._fenced: set[str] = set()  # responses whose turns can no more be committed
+        self._orphans: list[tuple[Known, str]] = []  # committed responses that were never acknowledged
         self._recorded: dict[tuple[int, str], bytes] = {}
         self._over: dict[str, bytes] = {}  # the results of batches that have ended
         self._opened: dict[str, int] = {}  # batches that were acknowledged, with the number of their requests
@@ -218,6 +220,15 @@ class World:
         for each in self._dbs:
             each.close()
         self._db.close()
+
+    def end(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Ends what still goes on after a violation."""
+        for replica in self.replicas:
+            replica.kill()
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
 
     async def fate(self, response: str) -> list[dict[str, Any]] | None:
         """Says what has become of a response whose replica is gone: its session is claimed, so that nothing is
@@ -290,7 +301,12 @@ class World:
                 raise NotAcknowledged("another replica has claimed the response")
             if stored:
                 self.committed[name] = output
-            await going_on.add(output)
+            try:
+                await going_on.add(output)
+            except asyncio.CancelledError:  # the replica was killed before it could say that it is added
+                if stored:
+                    self._orphans.append((known, name))
+                raise
         finally:
             replica.spawn(going_on.leave() if lost else going_on.end())
         await replica.pause(0.05)
@@ -377,6 +393,9 @@ class World:
         if any(each != found[0] for each in found):
             raise Violation(f"replicas see different conversations: {found}")
         self._check(known, found[0], self.now + 1)
+        for of, name in self._orphans:
+            if of is known and f"out-{name}" not in found[0]:
+                raise Violation(f"response {name} was committed, and its replica killed, and it was not added")
         for one, other in permutations(known.told, 2):
             if one.ended < other.began and self._place(one, found[0]) > self._place(other, found[0]):
                 raise Violation(f"{one.ids} were acknowledged before {other.ids}, and come after them")
@@ -422,6 +441,7 @@ def simulate(seed: int, steps: int = 25) -> World:
     try:
         loop.run_until_complete(world.run(steps))
     finally:
+        world.end(loop)
         loop.close()
         world.close()
     return world
@@ -433,6 +453,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int)
     parser.add_argument("--steps", type=int, default=25)
     given = parser.parse_args()
+    logging.getLogger("tenuto").setLevel(logging.CRITICAL)
     seeds = range(given.seeds) if given.seed is None else [given.seed]
     operations = 0
     for seed in seeds:

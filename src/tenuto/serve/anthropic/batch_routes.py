@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Annotated, Any
 
@@ -22,7 +21,8 @@ from tenuto.base.errors import (
     TenutoError,
 )
 from tenuto.base.options import MAX_PRIORITY
-from tenuto.serve.anthropic.batches import AT_ONCE, AnswerTo, Batch, BatchBody, Batches, Result, new_name
+from tenuto.serve.anthropic import threads
+from tenuto.serve.anthropic.batches import AT_ONCE, Batch, BatchBody, Batches, Result, Work, new_name
 from tenuto.serve.anthropic.errors import FORM
 from tenuto.serve.anthropic.routes import begin
 from tenuto.serve.anthropic.schemas import MessagesBody
@@ -64,13 +64,14 @@ async def create(
     """Answers many requests in the background, at the lowest priority. A batch ends with the server; in a fleet,
     another replica goes on with it."""
     edge.require_engine()
-    name, running = new_name(), _running(edge, tenant, kept)
+    name = new_name()
+    running = partial(_work, edge, tenant, kept, batches.run, name)
     try:
         batch = await batches.open(name, await in_parser(body.encoded))
     except NotAcknowledged:  # it may be open
-        edge.spawn(running(batches.run, name))
+        edge.spawn(running())
         raise
-    edge.spawn(running(batches.run, name))
+    edge.spawn(running())
     return _view(batch, request)
 
 
@@ -78,25 +79,18 @@ async def resume(edge: Edge, tenant: str, name: str) -> None:
     """Goes on with a batch of a fleet whose worker is gone, unless another replica does."""
     owner = edge.settings.tenants.named(tenant)
     if owner is not None and edge.healthy:
-        batches = _batches_of(edge, owner)
-        edge.spawn(_running(edge, owner, kept_tools(edge, owner))(batches.resume, name))
+        edge.spawn(_work(edge, owner, kept_tools(edge, owner), _batches_of(edge, owner).resume, name))
 
 
-def _running(
-    edge: Edge, tenant: Tenant, kept: KeptTools
-) -> Callable[[Callable[[str, AnswerTo, int], Awaitable[None]], str], Coroutine[Any, Any, None]]:
-    """Returns a function that has a batch worked on."""
+async def _work(edge: Edge, tenant: Tenant, kept: KeptTools, work: Work, name: str) -> None:
+    """Works on a batch."""
     most = AT_ONCE if tenant.limits.turns is None else max(1, tenant.limits.turns // 2)
-
-    async def running(work: Callable[[str, AnswerTo, int], Awaitable[None]], name: str) -> None:
-        try:
-            await work(name, partial(_answer_to, edge, tenant, kept, name), most)
-        except EngineStopped:
-            pass  # in a fleet, another replica goes on
-        except TenutoError as error:
-            log.warning("cannot be worked on", batch=name, reason=str(error))
-
-    return running
+    try:
+        await work(name, partial(_answer_to, edge, tenant, kept, name), most)
+    except EngineStopped:
+        pass  # in a fleet, another replica goes on
+    except TenutoError as error:
+        log.warning("cannot be worked on", batch=name, reason=str(error))
 
 
 @router.get("")
@@ -162,6 +156,8 @@ async def _message(edge: Edge, tenant: Tenant, kept: KeptTools, batch_id: str, p
         raise refusal_of(found, given, "application/json") from None
     if body.stream:
         raise InvalidRequest("stream is true; allowed in a batch: false", param="stream")
+    if body.thread is not None and (session := threads.session_of(body.thread.previous_message_id)) is not None:
+        await edge.bring((tenant.name, session))
     while True:
         try:
             answer = await begin(edge, tenant, body.model_copy(), kept, batch_id, -MAX_PRIORITY)  # which it changes

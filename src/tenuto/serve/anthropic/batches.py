@@ -49,6 +49,8 @@ Result = dict[str, Any]
 AnswerTo = Callable[[bytes], Awaitable[Result | None]]
 """Returns the result of a request, given as JSON; `None` if this replica does not answer it, because it ends. It must
 not raise."""
+Work = Callable[[str, AnswerTo, int], Awaitable[None]]
+"""Works on a batch, like `Batches.run`."""
 
 
 class BatchRequest(ForeignObject):

@@ -145,6 +145,12 @@ class Thread:
             raise SessionBusy
 
 
+def session_of(message_id: str | None) -> str | None:
+    """Returns the session of the thread that has this message; `None` if it is of no thread."""
+    found = _MESSAGE_ID.fullmatch(message_id) if message_id is not None else None
+    return found[1] if found is not None else None
+
+
 async def find(edge: Edge, tenant: Tenant, message_id: str, kept: KeptTools) -> Thread:
     """Returns the place after this message. Raises `ThreadRefused`."""
     found = _MESSAGE_ID.fullmatch(message_id)

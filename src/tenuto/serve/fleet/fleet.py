@@ -11,7 +11,7 @@ import msgspec
 
 from tenuto.base.errors import Draining, TenutoError, Unauthorized
 from tenuto.base.views import FleetView, Listing, Membership, Place, SessionKey, TenantUse
-from tenuto.base.wire.between import Fate, List
+from tenuto.base.wire.between import Fate, List, Move
 from tenuto.base.wire.messages import (
     Enter,
     GetFleet,
@@ -70,6 +70,7 @@ class Fleet:
         edge.is_elsewhere = fleet.is_elsewhere
         edge.listed_elsewhere = fleet.listed
         edge.elsewhere_knows = fleet.knows
+        edge.bring = fleet.bring
         edge.ask_objects, edge.replica = edge.link.call, membership.replica
         edge.in_fleet = True
         edge.turns.counted_after = fleet.lease
@@ -200,6 +201,14 @@ class Fleet:
             page = await self.edge.link.call(unowned)
             found.append(Listing(sessions=page.sessions, turns={}, more=page.more))
         return found
+
+    async def bring(self, key: SessionKey) -> None:
+        """Has a session move here, if another replica owns it. Raises what `Between.ask` raises."""
+        if (url := await self.seek(key)) is not None:
+            view = await self.replicas()
+            here = next(each.url for each in view.replicas if each.replica == view.replica)
+            await self.between.ask(url, Move(tenant=key[0], session=key[1], url=here))
+            self.arrived(key)
 
     async def knows(self, tenant: str, response: str) -> bytes | None:
         """Returns what the replica knows of a response that has its session; `None` if that is this one, or there is

@@ -62,6 +62,10 @@ async def _never(_: SessionKey) -> bool:
     return False
 
 
+async def _stays(_: SessionKey) -> None:
+    """Brings a session here: it is."""
+
+
 async def _nobody(_: str, __: str) -> bytes | None:
     """Returns what another replica knows of a response: there is none."""
     return None
@@ -101,6 +105,7 @@ class Edge:
         self.is_elsewhere: Callable[[SessionKey], Awaitable[bool]] = _never
         self.listed_elsewhere: Callable[[ListSessions], Awaitable[list[Listing]]] = _nothing
         self.elsewhere_knows: Callable[[str, str], Awaitable[bytes | None]] = _nobody
+        self.bring: Callable[[SessionKey], Awaitable[None]] = _stays
         self.knows: Callable[[str, str], Awaitable[bytes]]  # see `Fate`; set by the application
         self.ask_objects: Ask = LocalObjects().ask
         self.replica = 0  # its number
