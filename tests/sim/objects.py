@@ -147,6 +147,8 @@ class Replica:
         self._killed = True
         for task in list(self.tasks):
             task.cancel()
+        self._shared.close()
+        self.replicas.db.close()
 
     async def _beat(self) -> None:
         while True:
@@ -228,7 +230,11 @@ class World:
         left = asyncio.all_tasks(loop)
         for task in left:
             task.cancel()
-        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+
+        async def over() -> None:
+            await asyncio.gather(*left, return_exceptions=True)
+
+        loop.run_until_complete(over())
 
     async def fate(self, response: str) -> list[dict[str, Any]] | None:
         """Says what has become of a response whose replica is gone: its session is claimed, so that nothing is
