@@ -102,7 +102,7 @@ class Replica:
         self.world = world
         self.wakes = 0.0  # until when it sleeps
         self._killed = False
-        self.tasks: set[asyncio.Task[Any]] = set()
+        self.tasks: dict[asyncio.Task[Any], None] = {}  # in order, so that a seed decides everything
         self.replicas = Replicas(world.connect(), "tokens")
         was, world.calm = world.calm, True
         self.replicas.join(f"http://{world.rng.random()}", LEASE)
@@ -134,11 +134,11 @@ class Replica:
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
-        self.tasks.add(task)
+        self.tasks[task] = None
         task.add_done_callback(self._done)
 
     def _done(self, task: asyncio.Task[Any]) -> None:
-        self.tasks.discard(task)
+        self.tasks.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.world.errors.append(error)
 
@@ -277,9 +277,9 @@ class World:
             replica, known, name = self.rng.choice(self.replicas), self.rng.choice(self.known), f"{number}-{step}"
             kind = self.rng.choice((self._add, self._respond, self._respond, self._read, self._batch))
             doing = asyncio.ensure_future(kind(replica, known, name))
-            replica.tasks.add(doing)
+            replica.tasks[doing] = None
             await asyncio.wait({doing})
-            replica.tasks.discard(doing)
+            replica.tasks.pop(doing, None)
             error = doing.exception() if not doing.cancelled() else None
             if error is not None and not isinstance(error, NotAcknowledged | SessionBusy):
                 raise error

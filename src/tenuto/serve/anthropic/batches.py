@@ -290,7 +290,7 @@ class Run:
         self._answer_to = answer_to
         self._places = places
         self._waiting: deque[ObjectItem] = deque()  # requests that have not begun
-        self._running: set[asyncio.Task[Result | None]] = set()  # answers to requests
+        self._running: dict[asyncio.Task[Result | None], None] = {}  # answers to requests, in order
         self._changing = asyncio.Lock()  # held while the batch is changed, or read again
         self._leaving = False  # no more requests are begun
 
@@ -310,7 +310,7 @@ class Run:
 
     def _stop(self) -> None:
         self._leaving = True
-        for task in self._running:
+        for task in list(self._running):
             task.cancel()
 
     async def look(self) -> None:
@@ -334,7 +334,7 @@ class Run:
             raise _Left
         self.batch = Batch.of(found)
         if self._is_cancelled():
-            for task in self._running:
+            for task in list(self._running):
                 task.cancel()
 
     async def _work(self) -> None:
@@ -358,7 +358,7 @@ class Run:
         if self._is_cancelled():
             return {"type": "canceled"}
         task = asyncio.ensure_future(self._answer_to(params))
-        self._running.add(task)
+        self._running[task] = None
         try:
             async with asyncio.timeout(self.batch.expires - time.time()):
                 return await task
@@ -371,7 +371,7 @@ class Run:
                 raise
             return {"type": "canceled"}
         finally:
-            self._running.discard(task)
+            del self._running[task]
 
     async def _record(self, name: str, waited: int, result: Result) -> None:
         """Records a result. One for which there is no room becomes an error. Raises `_Left`."""
