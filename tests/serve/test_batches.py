@@ -18,6 +18,8 @@ from anthropic import Anthropic
 from tenuto.base.errors import IllegalTransition, LimitReached, NotFound
 from tenuto.serve.anthropic import batches as batches_of
 from tenuto.serve.anthropic.batches import Batches
+from tenuto.serve.shared.local_objects import LocalObjects
+from tenuto.serve.shared.tenant_objects import TenantObjects
 from tests.eventually import eventually
 from tests.serve.server import Server, serving
 
@@ -212,40 +214,47 @@ async def answered(_: bytes) -> dict[str, Any]:
     return {"type": "succeeded", "message": "m" * 100}
 
 
+def batches() -> Batches:
+    return Batches(TenantObjects(LocalObjects().ask, "a", Batches.KIND, 0))
+
+
+async def opened(of: Batches, *requests: tuple[str, bytes]) -> str:
+    return (await of.open(batches_of.new_name(), requests)).id
+
+
 def test_the_oldest_ended_batches_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches_of, "MAX_BATCHES", 2)
 
     async def run() -> None:
-        batches = Batches()
-        first, second = batches.open([("a", b"{}")]), batches.open([("a", b"{}")])
+        held = batches()
+        first, second = await opened(held, ("a", b"{}")), await opened(held, ("a", b"{}"))
         with pytest.raises(LimitReached, match="2 batches"):
-            batches.open([("a", b"{}")])
+            await opened(held, ("a", b"{}"))
         with pytest.raises(IllegalTransition):
-            batches.delete(first)
-        await batches.run(second, answered, 1)
-        third = batches.open([("a", b"{}")])
-        assert batches.newest() == [third, first]
+            await held.delete(first)
+        await held.run(second, answered, 1)
+        third = await opened(held, ("a", b"{}"))
+        assert [batch.id for batch in await held.newest()] == [third, first]
         with pytest.raises(NotFound):
-            batches.find(second.id)
+            await held.find(second)
 
     asyncio.run(run())
 
 
 def test_requests_and_results_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches_of, "MAX_BYTES", 500)
+    monkeypatch.setattr(batches_of, "MAX_BYTES", 560)
 
     async def run() -> None:
-        batches = Batches()
-        with pytest.raises(LimitReached, match="501 bytes"):
-            batches.open([("a", b"x" * 501)])
-        batch = batches.open([(f"r{number}", b"{}") for number in range(5)])
-        await batches.run(batch, answered, 2)
-        assert batch.counts["succeeded"] == 3
-        assert batch.counts["errored"] == 2
-        assert b"allowed: 500" in batch.results[-1]
-        batches.open([("a", b"x" * 500)])  # room is made
+        held = batches()
+        with pytest.raises(LimitReached, match="561 bytes"):
+            await opened(held, ("a", b"x" * 561))
+        name = await opened(held, *[(f"r{number}", b"{}") for number in range(5)])
+        await held.run(name, answered, 2)
+        assert (await held.find(name)).head.counts == {"succeeded": 3, "errored": 2}
+        assert b"allowed: 560" in (await held.results(name)).splitlines()[-1]
+        await opened(held, ("a", b"x" * 560))  # room is made
         with pytest.raises(NotFound):
-            batches.find(batch.id)
+            await held.find(name)
 
     asyncio.run(run())
 
@@ -258,9 +267,9 @@ def test_requests_that_are_not_done_in_time_expire(monkeypatch: pytest.MonkeyPat
         return {}
 
     async def run() -> None:
-        batches = Batches()
-        batch = batches.open([(f"r{number}", b"{}") for number in range(5)])
-        await batches.run(batch, never, 2)
-        assert batch.counts == {"expired": 5}
+        held = batches()
+        name = await opened(held, *[(f"r{number}", b"{}") for number in range(5)])
+        await held.run(name, never, 2)
+        assert (await held.find(name)).head.counts == {"expired": 5}
 
     asyncio.run(run())

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import agents
 import openai
@@ -15,11 +14,9 @@ from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
 
 from tenuto.base.errors import LimitReached, NotFound
-from tenuto.base.views import ModelView
-from tenuto.base.wire.link import Link
 from tenuto.serve.openai import conversations
-from tenuto.serve.shared.edge import Edge
-from tenuto.serve.shared.settings import ServeSettings
+from tenuto.serve.shared.local_objects import LocalObjects
+from tenuto.serve.shared.tenant_objects import TenantObjects
 from tests.serve.server import Server
 
 agents.set_tracing_disabled(disabled=True)  # it would be sent to OpenAI
@@ -126,24 +123,34 @@ def test_contradictory_requests_are_refused(client: OpenAI, options: dict[str, A
 def test_a_tenants_conversations_are_limited_and_private(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversations, "MAX_CONVERSATIONS", 2)
     monkeypatch.setattr(conversations, "MAX_BYTES", 1000)
-    edge = Edge(cast("Link", None), cast("ModelView", SimpleNamespace(model="m", adapters=())), ServeSettings())
-    held = edge.part(conversations.Conversations, tenant="a")
-    others = edge.part(conversations.Conversations, tenant="b")
-    first = held.open([], {"k": "v" * 500})
-    held.open([], {"k": "v" * 500})
-    with pytest.raises(LimitReached, match="conversations exist"):
-        held.open([], {})
-    with pytest.raises(LimitReached, match="bytes"):
-        held.go_on(first.id, [])
-    others.open([], {})
-    with pytest.raises(NotFound):
-        others.find(first.id)
-    assert edge.part(conversations.Conversations, tenant="a").find(first.id) is first
-    held.describe(first, {})
-    held.close(first.id)
-    held.open([], {})
-    with pytest.raises(LimitReached, match="conversations exist"):
-        held.open([], {})
+    ask = LocalObjects().ask
+
+    def of(tenant: str) -> conversations.Conversations:
+        return conversations.Conversations(TenantObjects(ask, tenant, conversations.Conversations.KIND, 0), no_fate)
+
+    async def run() -> None:
+        held, others = of("a"), of("b")
+        first = await held.open([], {"k": "v" * 500})
+        await held.open([], {"k": "v" * 500})
+        with pytest.raises(LimitReached, match="conversations exist"):
+            await held.open([], {})
+        with pytest.raises(LimitReached, match="bytes"):
+            await held.go_on(first.id, [], "resp_1")
+        await others.open([], {})
+        with pytest.raises(NotFound):
+            await others.find(first.id)
+        assert await of("a").find(first.id) == first
+        await held.describe(first.id, {})
+        await held.close(first.id)
+        await held.open([], {})
+        with pytest.raises(LimitReached, match="conversations exist"):
+            await held.open([], {})
+
+    asyncio.run(run())
+
+
+async def no_fate(_: str) -> None:
+    return None
 
 
 def test_openais_agents_keep_their_items_in_a_conversation(witness: Server) -> None:

@@ -8,8 +8,10 @@ import psycopg
 import pytest
 
 from tenuto.base.errors import ConfigError
+from tenuto.base.objects import NewItem, ObjectEdit, ObjectItem, ObjectKey
 from tenuto.base.views import TenantUse
 from tenuto.session.postgres.database import FORMAT, Database
+from tenuto.session.postgres.objects import Objects
 from tests.postgres import database
 from tests.present import present
 from tests.session.test_fleet_journals import Replica, history
@@ -53,9 +55,23 @@ CREATE TABLE results (
 """
 """The tables of format 1."""
 ADDED = {2: ("replicas", "load TEXT"), 3: ("replicas", "tenants TEXT")}
-"""The column that each later format has added."""
+"""The column that a later format has added."""
+NEW = {
+    4: {
+        "objects": """
+    id BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY, tenant TEXT NOT NULL, kind TEXT NOT NULL, name TEXT NOT NULL,
+    revision TEXT NOT NULL, head BYTEA NOT NULL, size BIGINT NOT NULL, worker BIGINT, checksum BIGINT NOT NULL,
+    UNIQUE (tenant, kind, name)
+""",
+        "items": """
+    number BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY, object BIGINT NOT NULL, part TEXT NOT NULL,
+    name TEXT NOT NULL, body BYTEA NOT NULL, checksum BIGINT NOT NULL, UNIQUE (object, part, name)
+""",
+    }
+}
+"""The tables that a later format has added."""
 OLDER = range(1, FORMAT)
-BEATS = {1: "lost = FALSE", 2: "lost = FALSE, load = '{}'"}
+BEATS = {1: "lost = FALSE", 2: "lost = FALSE, load = '{}'", 3: "lost = FALSE, load = '{}', tenants = '{}'"}
 """What a heartbeat of each earlier format sets, besides its time."""
 
 
@@ -75,8 +91,11 @@ class Old:
         self.secret = owner.replicas.secret
         with self._connected() as db:
             for added in range(FORMAT, number, -1):
-                table, column = ADDED[added]
-                db.execute(f"ALTER TABLE {table} DROP COLUMN {column.split()[0]}".encode())
+                for table in NEW.get(added, ()):
+                    db.execute(f"DROP TABLE {table}".encode())
+                if added in ADDED:
+                    table, column = ADDED[added]
+                    db.execute(f"ALTER TABLE {table} DROP COLUMN {column.split()[0]}".encode())
             db.execute("UPDATE fleet SET format = %s", (number,))
 
     def _connected(self) -> psycopg.Connection[tuple[object, ...]]:
@@ -100,6 +119,20 @@ class Old:
             )
             return db.execute(query).fetchall()
 
+    def indexes(self) -> list[tuple[object, ...]]:
+        with self._connected() as db:
+            return db.execute("SELECT indexdef FROM pg_indexes WHERE schemaname = 'public' ORDER BY 1").fetchall()
+
+
+def use_objects(url: str) -> None:
+    """Checks that objects can be kept."""
+    objects, key = Objects(Database(url)), ObjectKey("t", "k", "a")
+    edit = ObjectEdit(expected="", revision="1", head=b"h", added=[NewItem("p", "i", b"b")])
+    assert objects.edit(key, edit)
+    assert present(objects.find(key)).size == 2
+    assert present(objects.items(key, "p", 1)).items == [ObjectItem("i", b"b")]
+    objects.db.close()
+
 
 @pytest.fixture(params=OLDER)
 def old(request: pytest.FixtureRequest) -> Old:
@@ -111,8 +144,11 @@ def test_an_old_database_of_these_tests_has_the_tables_of_its_format(old: Old) -
     blank.url = database()
     blank.execute(FIRST)
     for added in range(2, int(str(old.format)) + 1):
-        table, column = ADDED[added]
-        blank.execute(f"ALTER TABLE {table} ADD COLUMN {column}")
+        if added in ADDED:
+            table, column = ADDED[added]
+            blank.execute(f"ALTER TABLE {table} ADD COLUMN {column}")
+        for table, columns in NEW.get(added, {}).items():
+            blank.execute(f"CREATE TABLE {table} ({columns})")
     assert old.columns() == blank.columns()
 
 
@@ -120,7 +156,8 @@ def test_a_replica_that_joins_upgrades_the_database_and_keeps_everything(old: Ol
     new = Replica(old.url, "new")
     assert old.format == FORMAT
     blank = Old(database(), FORMAT)
-    assert old.columns() == blank.columns()
+    assert (old.columns(), old.indexes()) == (blank.columns(), blank.indexes())
+    use_objects(old.url)
     assert new.replicas.secret == old.secret
     new.take()
     assert history(new) == old.history
@@ -165,11 +202,10 @@ def test_replicas_that_join_at_once_upgrade_it_once(old: Old) -> None:
 
 
 def test_an_upgrade_that_fails_changes_nothing(old: Old) -> None:
-    table, column = ADDED[FORMAT]
-    old.execute(f"ALTER TABLE {table} ADD COLUMN {column}")  # so the last step fails
+    old.execute("CREATE TABLE items (a TEXT)")  # so the last statement but one fails
     before, number = old.columns(), old.format
     late = Database(old.url)
-    with pytest.raises(psycopg.errors.DuplicateColumn):
+    with pytest.raises(psycopg.errors.DuplicateTable):
         late.set_up("tokens", "")
     late.close()
     assert (old.columns(), old.format) == (before, number)

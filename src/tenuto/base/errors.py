@@ -181,6 +181,10 @@ class SessionDamaged(TenutoError, code="session_damaged", status=500):
     """The session's rows in the database of its fleet are damaged, so it is not served."""
 
 
+class ObjectDamaged(TenutoError, code="object_damaged", status=500):
+    """The rows of an object, such as a conversation, in the database of the fleet are damaged, so it is not served."""
+
+
 class Misdirected(TenutoError, code="misdirected", status=421):
     """A request is for a session that this replica does not own, or that is moving to another one. It was not carried
     out."""

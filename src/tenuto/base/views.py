@@ -447,8 +447,9 @@ class FleetView(View, frozen=True, kw_only=True):
 
 
 class Membership(View, frozen=True, kw_only=True):
-    """What the edge of a replica needs. `secret`: shared by the fleet's replicas. `lease`: see
+    """What the edge of a replica needs. `replica`: its number. `secret`: shared by the fleet's replicas. `lease`: see
     `ReplicaView.lease_seconds`."""
 
+    replica: int
     secret: str
     lease: float

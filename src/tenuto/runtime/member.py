@@ -27,12 +27,15 @@ from tenuto.base.views import (
 from tenuto.base.wire.messages import CheckLease, Enter, FindOwner, GetFleet, ListUnowned, Locate, TellLoad
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread.loop import EngineLoop
+from tenuto.runtime.answering import answered
 from tenuto.runtime.burden import load_of
 from tenuto.runtime.folders import LeftFolders
 from tenuto.runtime.saved_states import SavedStates
+from tenuto.runtime.shared_objects import SharedObjects
 from tenuto.runtime.tenant_counts import TenantCounts
 from tenuto.session.postgres.database import Database
 from tenuto.session.postgres.journal import PostgresJournal
+from tenuto.session.postgres.objects import Objects
 from tenuto.session.postgres.replicas import DamagedRow, Owned, Replicas
 from tenuto.session.records import SavedSession
 from tenuto.session.session import Session
@@ -90,6 +93,7 @@ class Member:
         number = self._asks.number
         self.journal = PostgresJournal(connect(), fingerprint, number)
         self._beats = Replicas(connect(), fingerprint, number)
+        self.objects = SharedObjects(Objects(connect()))
         self._asking = ThreadPoolExecutor(1, "tenuto-fleet")  # the only user of `_asks`
         self._beating = threading.Thread(target=self._beat_on, name="tenuto-heartbeat", daemon=True)
         self._closing = threading.Event()
@@ -129,6 +133,7 @@ class Member:
         if self._saved is not None:
             self._saved.close()
         self._asking.shutdown()
+        self.objects.close()
         with suppress(self._asks.db.errors):
             self._asks.end()
         self._asks.db.close()
@@ -138,7 +143,7 @@ class Member:
         """Answers a request, now or later."""
         match request:
             case Enter():
-                answer(Membership(secret=self._asks.secret, lease=self._lease))
+                answer(Membership(replica=self._asks.number, secret=self._asks.secret, lease=self._lease))
             case Locate() if self._is_here(request) and self._holds():
                 self._once_here(request, answer, Place(exists=True))
             case Locate():
@@ -436,16 +441,6 @@ class Member:
 
     def _unreachable(self, error: Exception) -> NotAcknowledged:
         return NotAcknowledged(f"the database {self._asks.db.place} cannot be asked who owns sessions: {error}")
-
-
-def answered(work: Callable[[], T], answer: Callable[[T], None], refuse: Callable[[BaseException], None]) -> None:
-    """Does `work`, and answers with what it returns, or refuses with what it raises."""
-    try:
-        value = work()
-    except BaseException as error:  # noqa: BLE001 - every error is answered
-        refuse(error)
-    else:
-        answer(value)
 
 
 def restored(engine: Engine, saved: SavedSession) -> Session:

@@ -34,8 +34,9 @@ from tenuto.engine.engine import Engine
 from tenuto.engine.moved_turns import Readied
 from tenuto.engine.thread import views
 from tenuto.engine.thread.loop import EngineLoop, Subscriber
+from tenuto.runtime.answering import answered
 from tenuto.runtime.burden import Burden, burden_of
-from tenuto.runtime.member import Member, answered
+from tenuto.runtime.member import Member
 from tenuto.session.records import SavedSession
 from tenuto.session.session import Session
 from tenuto.text.constraint import Constraint

@@ -67,6 +67,7 @@ from tenuto.runtime.moves import Moves, OfMoves
 from tenuto.runtime.outbox import Outbox
 from tenuto.runtime.preparation import Preparer, size_of
 from tenuto.runtime.session_files import SessionFiles
+from tenuto.runtime.shared_objects import OfObjects
 from tenuto.runtime.texts import Texts
 from tenuto.runtime.trainers import OfTrainers, Trainers
 from tenuto.session.journal import Journal
@@ -199,7 +200,7 @@ class Service:
                 self._loop.audit().add_done_callback(partial(self._reply, request))
             case _ if isinstance(request, OfEngine):
                 self._ask(request)
-            case _ if isinstance(request, OfFleet | OfMoves):
+            case _ if isinstance(request, OfFleet | OfMoves | OfObjects):
                 self._of_fleet(request)
             case _ if isinstance(request, OfTrainers):
                 self._trainers.take(request)
@@ -215,12 +216,15 @@ class Service:
             case _:
                 self._execute(request, lambda _: self._dispatcher.execute(request))
 
-    def _of_fleet(self, request: OfFleet | OfMoves) -> None:
+    def _of_fleet(self, request: OfFleet | OfMoves | OfObjects) -> None:
         if self._member is None or self._moves is None:
             raise NotFound("this server is not a replica of a fleet; see --fleet")
         answer, refuse = partial(self._outbox.answer, request), partial(self._outbox.refuse, request.call)
         if isinstance(request, OfFleet):
             self._member.take(request, answer, refuse)
+            return
+        if isinstance(request, OfObjects):
+            self._member.objects.take(request, answer, refuse)
             return
         self._outbox.announce(request.call)  # output of a turn that goes on here comes after the answer
         self._moves.take(request, answer, refuse, partial(self.publish, request.call))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from functools import partial
 from typing import Any
 
 import structlog
@@ -25,6 +26,7 @@ from tenuto.serve import map as map_routes
 from tenuto.serve.anthropic import batch_routes as anthropic_batches
 from tenuto.serve.anthropic import errors as anthropic_errors
 from tenuto.serve.anthropic import routes as anthropic
+from tenuto.serve.anthropic.batches import Batches
 from tenuto.serve.exchange import Exchange
 from tenuto.serve.fleet import routes as fleet_routes
 from tenuto.serve.fleet.fleet import Fleet
@@ -54,6 +56,7 @@ from tenuto.serve.openai import response_socket as openai_sockets
 from tenuto.serve.openai import routes as openai
 from tenuto.serve.openai import stored_chat_routes as openai_stored_chats
 from tenuto.serve.openai import tokens as openai_tokens
+from tenuto.serve.openai.found_responses import fate_here
 from tenuto.serve.sglang import encode as sglang_encode
 from tenuto.serve.sglang import routes as sglang
 from tenuto.serve.sglang import server as sglang_server
@@ -89,6 +92,8 @@ def build_app(edge: Edge, metrics: Metrics, fleet: Fleet | None = None) -> FastA
     )
     app.state.edge = edge
     app.state.metrics = metrics
+    edge.knows = partial(fate_here, edge)
+    edge.resumes[Batches.KIND] = partial(anthropic_batches.resume, edge)
     edge.turns.on_delta.append(metrics.turn_updated)
     edge.turns.on_end.append(metrics.turn_ended)
     for part in (

@@ -82,7 +82,14 @@ class List(Between, frozen=True, kw_only=True):
     asked: ListSessions
 
 
-AnyBetween = Reserve | Put | Take | Drop | Follow | Abort | Move | Empty | List
+class Fate(Between, frozen=True, kw_only=True):
+    """Answer with the output of a response, in JSON, whose session the replica has."""
+
+    tenant: str
+    response: str
+
+
+AnyBetween = Reserve | Put | Take | Drop | Follow | Abort | Move | Empty | List | Fate
 
 
 class News(msgspec.Struct, frozen=True, array_like=True):

@@ -15,6 +15,7 @@ import msgspec
 from tenuto.base.config import Limits
 from tenuto.base.errors import EngineStopped, TenutoError
 from tenuto.base.map_views import MapPart, TraceView
+from tenuto.base.objects import ItemPage, ObjectEdit, ObjectKey, ObjectsUse, StoredObject
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.plan import MemoryPart
 from tenuto.base.tokens import PackedTokens
@@ -577,6 +578,52 @@ class TellLoad(Request[dict[str, TenantUse]], frozen=True, kw_only=True):
     draining: bool
     moves: MovesView
     tenants: dict[str, TenantUse] = {}
+
+
+class FindObject(Request[StoredObject | None], frozen=True, kw_only=True):
+    """Return an object without its items; `None` if there is none."""
+
+    key: ObjectKey
+
+
+class ListObjects(Request[list[StoredObject]], frozen=True, kw_only=True):
+    """Return a tenant's objects of one kind without their items, the oldest first. `most`: at most so many."""
+
+    tenant: str
+    kind: str
+    most: int | None = None
+
+
+class CountObjects(Request[ObjectsUse], frozen=True, kw_only=True):
+    """Count a tenant's objects of one kind."""
+
+    tenant: str
+    kind: str
+
+
+class ListItems(Request[ItemPage | None], frozen=True, kw_only=True):
+    """Return at most `most` items of the list `part` of an object, after the one named `after`; `None` if there is no
+    such object."""
+
+    key: ObjectKey
+    part: str
+    most: int
+    after: str | None = None
+    newest_first: bool = False
+
+
+class EditObject(Request[bool], frozen=True, kw_only=True):
+    """Change an object, and answer once that is durable. Answers whether it was changed: its revision may be another
+    one. May be repeated as it is, if it is unknown whether it was carried out."""
+
+    key: ObjectKey
+    edit: ObjectEdit
+
+
+class ListAbandoned(Request[list[ObjectKey]], frozen=True, kw_only=True):
+    """Return objects of one kind, of all tenants, for which a replica had something to do whose lease has ended."""
+
+    kind: str
 
 
 AnyRequest: Any = reduce(or_, {*Request.__subclasses__(), *OfSession.__subclasses__()} - {OfSession})

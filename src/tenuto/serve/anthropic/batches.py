@@ -5,19 +5,26 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any
+from typing import Annotated, Any, Self, TypeVar
 
 import msgspec
+import structlog
 from pydantic import Field
 
-from tenuto.base.errors import IllegalTransition, InvalidRequest, LimitReached, NotFound
+from tenuto.base.errors import IllegalTransition, InvalidRequest, LimitReached, NotAcknowledged, NotFound
+from tenuto.base.objects import NOBODY, ItemName, NewItem, ObjectItem, StoredObject
 from tenuto.serve.anthropic.errors import FORM
 from tenuto.serve.shared.errors import Failure
 from tenuto.serve.shared.objects import ForeignObject
+from tenuto.serve.shared.tenant_objects import Edit, TenantObjects, new_edit
+
+log = structlog.get_logger("tenuto.batches")
 
 MAX_REQUESTS = 10_000
 """Maximum number of requests in a batch."""
@@ -29,10 +36,21 @@ AT_ONCE = 16
 """Maximum number of one tenant's requests that are answered at once."""
 LIFETIME = timedelta(hours=24)
 """Time after which requests that are not done expire."""
+WATCH_SECONDS = 0.5
+"""How often to look whether a batch was cancelled through another replica."""
+AGAIN_SECONDS = 0.5
+"""Time between attempts to reach the database."""
+WAITING, RESULTS = "waiting", "results"
+"""The lists of a batch's requests that have no result, and of lines of JSON, one for each that has."""
+
+T = TypeVar("T")
 
 Result = dict[str, Any]
-AnswerTo = Callable[[bytes], Awaitable[Result]]
-"""Returns the result of a request, given as JSON. It must not raise."""
+AnswerTo = Callable[[bytes], Awaitable[Result | None]]
+"""Returns the result of a request, given as JSON; `None` if this replica does not answer it, because it ends. It must
+not raise."""
+Work = Callable[[str, AnswerTo, int], Awaitable[None]]
+"""Works on a batch, like `Batches.run`."""
 
 
 class BatchRequest(ForeignObject):
@@ -60,152 +78,352 @@ class BatchBody(ForeignObject):
         return [(request.custom_id, json.dumps(request.params).encode()) for request in self.requests]
 
 
-@dataclass(slots=True)
-class Batch:
-    """A batch. `waiting`: the requests that have not begun. `running`: tasks that answer requests. `results`: lines of
-    JSON, one per request that is done. `size`: bytes of what waits and of the results. `counts`: results by type."""
+class Head(msgspec.Struct, frozen=True, array_like=True):
+    """What the object of a batch has besides items. Times are in seconds since the epoch. `counts`: results by type."""
 
-    id: str
-    waiting: deque[tuple[str, bytes]]
     total: int
-    size: int
-    created: datetime = field(default_factory=lambda: datetime.now(UTC))
-    running: set[asyncio.Task[Result]] = field(default_factory=set)
-    results: list[bytes] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
-    cancelled: datetime | None = None
-    ended: datetime | None = None
+    created: float
+    counts: dict[str, int] = {}
+    cancelled: float | None = None
+    ended: float | None = None
+
+    def encoded(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    def having(self, **fields: Any) -> Head:
+        """Returns this with other values of these fields."""
+        return msgspec.structs.replace(self, **fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch, as it was when it was read."""
+
+    stored: StoredObject
+    head: Head
+
+    @classmethod
+    def of(cls, stored: StoredObject) -> Self:
+        return cls(stored, msgspec.msgpack.decode(stored.head, type=Head))
 
     @property
-    def expires(self) -> datetime:
-        return self.created + LIFETIME
+    def id(self) -> str:
+        return self.stored.name
 
-    def is_cancelled(self) -> bool:
-        return self.cancelled is not None
+    @property
+    def has_ended(self) -> bool:
+        return self.head.ended is not None
+
+    @property
+    def expires(self) -> float:
+        return self.head.created + LIFETIME.total_seconds()
 
     def view(self, url: str) -> dict[str, Any]:
         """Returns the batch in the form for clients. `url`: that of all batches."""
-        status = "ended" if self.ended is not None else "canceling" if self.is_cancelled() else "in_progress"
-        counts = self.counts if self.ended is not None else Counter[str]()
+        head = self.head
+        status = "ended" if self.has_ended else "canceling" if head.cancelled is not None else "in_progress"
+        counts = Counter(head.counts if self.has_ended else {})
         kinds = ("succeeded", "errored", "canceled", "expired")
         return {
             "id": self.id,
             "type": "message_batch",
             "processing_status": status,
             "request_counts": {
-                "processing": self.total - counts.total(),
+                "processing": head.total - counts.total(),
                 **{kind: counts[kind] for kind in kinds},
             },
-            "created_at": self.created.isoformat(),
-            "expires_at": self.expires.isoformat(),
-            "ended_at": self.ended.isoformat() if self.ended is not None else None,
-            "cancel_initiated_at": self.cancelled.isoformat() if self.cancelled is not None else None,
+            "created_at": _shown(head.created),
+            "expires_at": _shown(self.expires),
+            "ended_at": _shown(head.ended),
+            "cancel_initiated_at": _shown(head.cancelled),
             "archived_at": None,
-            "results_url": f"{url}/{self.id}/results" if self.ended is not None else None,
+            "results_url": f"{url}/{self.id}/results" if self.has_ended else None,
         }
 
     def require_ended(self) -> None:
         """Raises `IllegalTransition` unless all requests are done."""
-        if self.ended is None:
+        if not self.has_ended:
             raise IllegalTransition(f"batch {self.id} is in progress; wait for its end, or cancel it")
 
-    def cancel(self) -> None:
-        """Ends the batch early. Nothing happens if it has ended."""
-        if self.ended is None and not self.is_cancelled():
-            self.cancelled = datetime.now(UTC)
-            for task in self.running:
-                task.cancel()
+
+def _shown(time: float | None) -> str | None:
+    return datetime.fromtimestamp(time, UTC).isoformat() if time is not None else None
 
 
 class Batches:
-    """The batches of a tenant. They exist only in this process and end with it.
+    """The batches of a tenant, and those of them that this replica works on.
 
-    Invariant: `_bytes` is the sum of the batches' sizes.
+    Invariant: each request of a batch is either in the list `WAITING` or has its result in the list `RESULTS`, and one
+    change moves it from one to the other. Only the replica that the batch names as its worker makes such changes, each
+    of which expects the revision that its last one has left. A replica becomes the worker only if the one before has
+    left the batch, or its lease has ended; what that one still does is not recorded any more. So no request has two
+    results, and a result that was recorded stays.
     """
 
-    def __init__(self) -> None:
-        self._by_id: dict[str, Batch] = {}  # the oldest first
-        self._bytes = 0
-        self._places = asyncio.Semaphore(AT_ONCE)
+    KIND = "batch of messages"
 
-    def open(self, requests: Sequence[tuple[str, bytes]]) -> Batch:
-        """Opens a batch. The oldest ones that have ended make room for it if needed. Raises `LimitReached`."""
+    def __init__(self, objects: TenantObjects) -> None:
+        self._objects = objects
+        self._places = asyncio.Semaphore(AT_ONCE)
+        self._runs: dict[str, Run | None] = {}  # those of this replica, which may have yet to begin
+
+    async def open(self, name: str, requests: Sequence[tuple[str, bytes]]) -> Batch:
+        """Opens a batch for this replica to work on, by the caller's call of `run`. The oldest ones that have ended
+        make room for it if needed. Raises `LimitReached`, and `NotAcknowledged` if it may be open."""
         size = sum(len(params) for _, params in requests)
-        unended = [batch for batch in self._by_id.values() if batch.ended is None]
-        used = sum(batch.size for batch in unended)
+        kept = await self._all()
+        unended = [batch for batch in kept if not batch.has_ended]
+        used = sum(batch.stored.size for batch in unended)
         if len(unended) >= MAX_BATCHES or used + size > MAX_BYTES:
             raise LimitReached(
                 f"{len(unended)} batches with {used} bytes are in progress, and this one has {size} bytes; "
                 f"allowed: {MAX_BATCHES} batches with {MAX_BYTES} bytes"
             )
-        while len(self._by_id) >= MAX_BATCHES or self._bytes + size > MAX_BYTES:
-            self.delete(next(batch for batch in self._by_id.values() if batch.ended is not None))
-        batch = Batch(f"msgbatch_{secrets.token_hex(12)}", deque(requests), len(requests), size)
-        self._by_id[batch.id] = batch
-        self._bytes += size
-        return batch
+        ended = iter([batch for batch in kept if batch.has_ended])
+        left, used = len(kept), sum(batch.stored.size for batch in kept)
+        while left >= MAX_BATCHES or used + size > MAX_BYTES:
+            oldest = next(ended)
+            await self._objects.delete(oldest.id)
+            left, used = left - 1, used - oldest.stored.size
+        head = Head(len(requests), time.time())
+        waiting = [NewItem(WAITING, custom_id, params) for custom_id, params in requests]
+        await self._objects.edit(name, "", Edit(head.encoded(), self._objects.worker, added=waiting))
+        return await self.find(name)
 
-    def find(self, name: str) -> Batch:
+    async def _all(self) -> list[Batch]:
+        return [Batch.of(each) for each in await self._objects.listed()]
+
+    async def find(self, name: str) -> Batch:
         """Returns a batch by id. Raises `NotFound`."""
-        found = self._by_id.get(name)
-        if found is None:
-            raise NotFound(f"there is no batch {name[:80]!r}; it was deleted, is too old, or ended with the server")
-        return found
+        if (found := await self._objects.find(name)) is None:
+            raise _absent(name)
+        return Batch.of(found)
 
-    def newest(self) -> list[Batch]:
+    async def newest(self) -> list[Batch]:
         """Returns all batches, the newest first."""
-        return list(self._by_id.values())[::-1]
+        return (await self._all())[::-1]
 
-    def delete(self, batch: Batch) -> None:
-        """Drops a batch and its results. Raises `IllegalTransition` if it is in progress."""
-        batch.require_ended()
-        del self._by_id[batch.id]
-        self._bytes -= batch.size
+    async def results(self, name: str) -> bytes:
+        """Returns the results of a batch that has ended, a line each. Raises `NotFound`, `IllegalTransition`."""
+        (await self.find(name)).require_ended()
+        return b"".join([item.body for item in await self._objects.items(name, RESULTS)])
 
-    async def run(self, batch: Batch, answer_to: AnswerTo, at_once: int) -> None:
-        """Answers a batch's requests, at most `at_once` of them at the same time."""
-        await asyncio.gather(*(self._work(batch, answer_to) for _ in range(min(at_once, AT_ONCE, batch.total))))
-        batch.ended = datetime.now(UTC)
+    async def cancel(self, name: str) -> Batch:
+        """Ends a batch early. Nothing happens if it has ended. Raises `NotFound`."""
 
-    async def _work(self, batch: Batch, answer_to: AnswerTo) -> None:
-        """Answers one request after the other."""
+        def cancelled(found: StoredObject | None) -> Edit | None:
+            if found is None:
+                raise _absent(name)
+            head = Batch.of(found).head
+            if head.ended is not None or head.cancelled is not None:
+                return None
+            return Edit(head.having(cancelled=time.time()).encoded(), found.worker)
+
+        await self._objects.change(name, cancelled)
+        if (run := self._runs.get(name)) is not None:
+            await run.look()
+        return await self.find(name)
+
+    async def delete(self, name: str) -> None:
+        """Drops a batch and its results. Raises `NotFound`, and `IllegalTransition` if it is in progress."""
+        (await self.find(name)).require_ended()
+        await self._objects.delete(name)
+
+    async def resume(self, name: str, answer_to: AnswerTo, at_once: int) -> None:
+        """Becomes the worker of a batch whose worker is gone, unless another replica does, and calls `run`."""
+        with self._working_on(name) as free:
+            if free and await self._claim(name):
+                log.info("taken over", batch=name)
+                await self._run(name, answer_to, at_once)
+
+    async def run(self, name: str, answer_to: AnswerTo, at_once: int) -> None:
+        """Answers the requests of a batch whose worker this replica is, at most `at_once` of them at the same time.
+        Returns once the batch has ended, or is not this replica's to work on any more."""
+        with self._working_on(name) as free:
+            if free:
+                await self._run(name, answer_to, at_once)
+
+    @contextmanager
+    def _working_on(self, name: str) -> Iterator[bool]:
+        """Yields whether this replica does not work on the batch, and has not yet to see that others do."""
+        free = name not in self._runs
+        if free:
+            self._runs[name] = None
+        try:
+            yield free
+        finally:
+            if free:
+                del self._runs[name]
+
+    async def _claim(self, name: str) -> bool:
+        found = await self._objects.find(name)
+        if found is None or not found.abandoned:
+            return False
+        edit = new_edit(found.revision, Edit(found.head, self._objects.worker))
+        return await until_known(lambda: self._objects.carry_out(name, edit))
+
+    async def _run(self, name: str, answer_to: AnswerTo, at_once: int) -> None:
+        found = await until_known(lambda: self.find(name))
+        run = self._runs[name] = Run(self._objects, found, answer_to, self._places)
+        await run.work(at_once)
+
+
+def new_name() -> str:
+    """Returns the id of a new batch."""
+    return f"msgbatch_{secrets.token_hex(12)}"
+
+
+def _absent(name: str) -> NotFound:
+    return NotFound(f"there is no batch {name[:80]!r}; it was deleted, is too old, or ended with the server")
+
+
+class _Left(Exception):
+    """The batch is not this replica's to work on any more."""
+
+
+class Run:
+    """Answers the requests of one batch. `batch`: as it was after its last change that is known here."""
+
+    def __init__(self, objects: TenantObjects, batch: Batch, answer_to: AnswerTo, places: asyncio.Semaphore) -> None:
+        self.batch = batch
+        self._objects = objects
+        self._answer_to = answer_to
+        self._places = places
+        self._waiting: deque[ObjectItem] = deque()  # requests that have not begun
+        self._running: dict[asyncio.Task[Result | None], None] = {}  # answers to requests, in order
+        self._changing = asyncio.Lock()  # held while the batch is changed, or read again
+        self._leaving = False  # no more requests are begun
+
+    async def work(self, at_once: int) -> None:
+        """Answers all requests, or leaves the batch to other replicas."""
+        watching = asyncio.ensure_future(self._watch())
+        try:
+            self._waiting.extend(await until_known(lambda: self._objects.items(self.batch.id, WAITING)))
+            most = max(1, min(at_once, AT_ONCE, len(self._waiting)))
+            await asyncio.gather(*(self._work() for _ in range(most)))
+            await self._leave()
+        except _Left:
+            pass
+        finally:
+            watching.cancel()
+            self._stop()
+
+    def _stop(self) -> None:
+        self._leaving = True
+        for task in list(self._running):
+            task.cancel()
+
+    async def look(self) -> None:
+        """Finds out whether the batch was cancelled, or has another worker."""
+        async with self._changing:
+            try:
+                await self._read()
+            except _Left:
+                self._stop()
+
+    async def _watch(self) -> None:
         while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            with suppress(NotAcknowledged):
+                await self.look()
+
+    async def _read(self) -> None:
+        """Reads the batch again. Raises `_Left`."""
+        found = await self._objects.find(self.batch.id)
+        if found is None or found.worker != self._objects.worker:
+            raise _Left
+        self.batch = Batch.of(found)
+        if self._is_cancelled():
+            for task in list(self._running):
+                task.cancel()
+
+    async def _work(self) -> None:
+        """Answers one request after the other. Raises `_Left`."""
+        while not self._leaving:
             async with self._places:
-                if not batch.waiting:
+                if not self._waiting or self._leaving:
                     return
-                name, params = batch.waiting.popleft()
-                result = await self._result(batch, params, answer_to)
-            self._add(batch, name, len(params), result)
+                request = self._waiting.popleft()
+                result = await self._result(request.body)
+            if result is None:
+                self._leaving = True
+                return
+            await self._record(request.name, len(request.body), result)
             await asyncio.sleep(0)  # thousands may end without waiting
 
-    async def _result(self, batch: Batch, params: bytes, answer_to: AnswerTo) -> Result:
-        if batch.is_cancelled():
+    def _is_cancelled(self) -> bool:
+        return self.batch.head.cancelled is not None
+
+    async def _result(self, params: bytes) -> Result | None:
+        if self._is_cancelled():
             return {"type": "canceled"}
-        task = asyncio.ensure_future(answer_to(params))
-        batch.running.add(task)
+        task = asyncio.ensure_future(self._answer_to(params))
+        self._running[task] = None
         try:
-            async with asyncio.timeout((batch.expires - datetime.now(UTC)).total_seconds()):
+            async with asyncio.timeout(self.batch.expires - time.time()):
                 return await task
         except TimeoutError:
             return {"type": "expired"}
         except asyncio.CancelledError:
-            if not batch.is_cancelled():
+            if self._leaving:
+                return None
+            if not self._is_cancelled():
                 raise
             return {"type": "canceled"}
         finally:
-            batch.running.discard(task)
+            del self._running[task]
 
-    def _add(self, batch: Batch, name: str, waited: int, result: Result) -> None:
-        """Stores a result. One for which there is no room becomes an error."""
-        line = _line(name, result)
-        if self._bytes - waited + len(line) > MAX_BYTES:
-            full = LimitReached(f"results have {self._bytes} bytes; allowed: {MAX_BYTES}; delete some batches")
-            result = {"type": "errored", "error": FORM.body(Failure.of(full), batch.id)}
-            line = _line(name, result)
-        batch.results.append(line)
-        batch.counts[result["type"]] += 1
-        batch.size += len(line) - waited
-        self._bytes += len(line) - waited
+    async def _record(self, name: str, waited: int, result: Result) -> None:
+        """Records a result. One for which there is no room becomes an error. Raises `_Left`."""
+        async with self._changing:
+            while True:
+                line = _line(name, result)
+                used = (await until_known(self._objects.use)).size
+                if used - waited + len(line) > MAX_BYTES:
+                    full = LimitReached(f"results have {used} bytes; allowed: {MAX_BYTES}; delete some batches")
+                    result = {"type": "errored", "error": FORM.body(Failure.of(full), self.batch.id)}
+                    line = _line(name, result)
+                if await self._recorded(name, result["type"], line):
+                    return
+                page = await until_known(lambda: self._objects.page(self.batch.id, RESULTS, 1, name))
+                await until_known(self._read)
+                if page is not None and page.found:  # it was recorded, and the batch was changed after that
+                    return
+
+    async def _recorded(self, name: str, kind: str, line: bytes) -> bool:
+        """Records a result, unless the batch was changed by others. Returns whether that has happened."""
+        head = self.batch.head
+        counts = {**head.counts, kind: head.counts.get(kind, 0) + 1}
+        last = sum(counts.values()) == head.total
+        head = head.having(counts=counts, ended=time.time() if last else None)
+        worker = self._objects.worker if not last else None
+        change = Edit(head.encoded(), worker, removed=[ItemName(WAITING, name)], added=[NewItem(RESULTS, name, line)])
+        return await self._carry_out(change, head)
+
+    async def _carry_out(self, change: Edit, head: Head) -> bool:
+        edit = new_edit(self.batch.stored.revision, change)
+        if not await until_known(lambda: self._objects.carry_out(self.batch.id, edit)):
+            return False
+        stored = msgspec.structs.replace(self.batch.stored, revision=edit.revision, worker=change.worker)
+        self.batch = Batch(stored, head)
+        return True
+
+    async def _leave(self) -> None:
+        """Leaves the batch to other replicas, unless it has ended. Raises `_Left` if others have it."""
+        async with self._changing:
+            while not self.batch.has_ended and not await self._carry_out(
+                Edit(self.batch.head.encoded(), NOBODY), self.batch.head
+            ):
+                await until_known(self._read)
+
+
+async def until_known(ask: Callable[[], Awaitable[T]]) -> T:
+    """Returns the answer to a question, which is asked again while the database cannot be asked."""
+    while True:
+        try:
+            return await ask()
+        except NotAcknowledged:
+            await asyncio.sleep(AGAIN_SECONDS)
 
 
 def _line(name: str, result: Result) -> bytes:

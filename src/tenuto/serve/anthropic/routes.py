@@ -78,7 +78,7 @@ async def begin(
                 edge, turn, reading.reader(turn.id), request_id, applied=applied, compaction=compaction
             )
         if thread is None:
-            thread = threads.new_thread(body.tool_use.definitions, kept)
+            thread = await threads.new_thread(body.tool_use.definitions, kept)
         turn = await threads.start_turn(edge, tenant, thread, start)
     end = partial(threads.end_turn, edge, tenant, thread, turn)
     return MessageAnswer(edge, turn, reading.reader(turn.id), request_id, thread.next_id, end)

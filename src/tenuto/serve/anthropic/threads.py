@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
+from fastapi import Depends
 from pydantic import Field
 
 from tenuto.base.checks import shown
@@ -18,11 +19,12 @@ from tenuto.base.errors import InvalidRequest, NotFound, SessionBusy, SessionClo
 from tenuto.base.tools.definitions import NO_TOOLS, Tools
 from tenuto.base.views import SessionInfo
 from tenuto.base.wire.messages import GetSession, StartTurn
-from tenuto.serve.shared.edge import Edge, of_tenant, open_message
-from tenuto.serve.shared.kept import Kept
+from tenuto.serve.shared.edge import Caller, Edge, EdgeOf, open_message
+from tenuto.serve.shared.kept import MAX_BYTES, MAX_KEPT, Kept
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.objects import ForeignObject
 from tenuto.serve.shared.settings import Tenant
+from tenuto.serve.shared.tenant_objects import TenantObjects
 
 TOOLS = "tools"
 """Key in the metadata of a thread's session: a digest of its tools."""
@@ -46,11 +48,44 @@ class ThreadNotFound(ThreadRefused, code="not_found", status=404):
         super().__init__("thread_not_found", said)
 
 
-class KeptTools(Kept):
-    """The tools of a tenant's latest threads, by their digests. Requests that continue a thread do not repeat them."""
+class KeptTools:
+    """The tools of a tenant's latest threads, by their digests. Requests that continue a thread do not repeat them. In
+    a fleet, replicas find those that others have kept."""
+
+    KIND = "tools"
+
+    def __init__(self, objects: TenantObjects | None) -> None:
+        """`objects`: those of the fleet, if there is one."""
+        self._kept = Kept()
+        self._objects = objects
+
+    async def keep(self, tools: Tools) -> None:
+        """Keeps tools."""
+        known, source = self._kept.find(tools.digest) is not None, tools.source.encode()
+        self._kept.keep(tools.digest, source)
+        if self._objects is not None and not known and len(source) <= MAX_BYTES:
+            await self._objects.create(tools.digest, b"", source)
+            await self._objects.drop_oldest(MAX_KEPT, MAX_BYTES)
+
+    async def find(self, digest: str) -> Tools | None:
+        """Returns the tools with this digest; `None` if they are not kept."""
+        source = self._kept.find(digest)
+        if source is None and self._objects is not None:
+            source = await self._objects.only_item(digest)
+        return Tools(source.decode()) if source is not None else None
 
 
-ThreadTools = Annotated[KeptTools, of_tenant(KeptTools)]
+def kept_tools(edge: Edge, tenant: Tenant) -> KeptTools:
+    """Returns those of a tenant."""
+    objects = edge.objects(tenant, KeptTools.KIND) if edge.in_fleet else None
+    return edge.part(KeptTools, objects, tenant=tenant.name)
+
+
+async def _kept(edge: EdgeOf, tenant: Caller) -> KeptTools:
+    return kept_tools(edge, tenant)
+
+
+ThreadTools = Annotated[KeptTools, Depends(_kept)]
 
 
 class ThreadField(ForeignObject):
@@ -110,6 +145,12 @@ class Thread:
             raise SessionBusy
 
 
+def session_of(message_id: str | None) -> str | None:
+    """Returns the session of the thread that has this message; `None` if it is of no thread."""
+    found = _MESSAGE_ID.fullmatch(message_id) if message_id is not None else None
+    return found[1] if found is not None else None
+
+
 async def find(edge: Edge, tenant: Tenant, message_id: str, kept: KeptTools) -> Thread:
     """Returns the place after this message. Raises `ThreadRefused`."""
     found = _MESSAGE_ID.fullmatch(message_id)
@@ -122,16 +163,16 @@ async def find(edge: Edge, tenant: Tenant, message_id: str, kept: KeptTools) -> 
     digest = state.metadata.get(TOOLS)
     if digest is None:
         return thread
-    source = kept.find(digest)
-    if source is None:
+    tools = await kept.find(digest)
+    if tools is None:
         raise ThreadNotFound(message_id, "the server has not kept the thread's tools")
-    return Thread(thread.session, thread.version, Tools(source.decode()), message_id)
+    return Thread(thread.session, thread.version, tools, message_id)
 
 
-def new_thread(tools: Tools, kept: KeptTools) -> Thread:
+async def new_thread(tools: Tools, kept: KeptTools) -> Thread:
     """Returns a new thread with these tools. Its session is not open yet."""
     if tools:
-        kept.keep(tools.digest, tools.source.encode())
+        await kept.keep(tools)
     return Thread(f"msg_{secrets.token_hex(16)}", tools=tools)
 
 

@@ -11,10 +11,11 @@ import msgspec
 
 from tenuto.base.errors import Draining, TenutoError, Unauthorized
 from tenuto.base.views import FleetView, Listing, Membership, Place, SessionKey, TenantUse
-from tenuto.base.wire.between import List
+from tenuto.base.wire.between import Fate, List, Move
 from tenuto.base.wire.messages import (
     Enter,
     GetFleet,
+    ListAbandoned,
     ListSessions,
     ListUnowned,
     Locate,
@@ -56,6 +57,7 @@ class Fleet:
         self._said: TellLoad | None = None
         self._limited = edge.settings.tenants.limited
         self._telling: asyncio.Task[None] | None = None
+        self._resuming: asyncio.Task[None] | None = None
         self._elsewhere: OrderedDict[SessionKey, str] = OrderedDict()
         self._asking: set[asyncio.Task[Place]] = set()
 
@@ -67,17 +69,22 @@ class Fleet:
         fleet = cls(edge, membership, edge.settings.fleet_secret or membership.secret)
         edge.is_elsewhere = fleet.is_elsewhere
         edge.listed_elsewhere = fleet.listed
+        edge.elsewhere_knows = fleet.knows
+        edge.bring = fleet.bring
+        edge.ask_objects, edge.replica = edge.link.call, membership.replica
         edge.in_fleet = True
         edge.turns.counted_after = fleet.lease
         fleet._telling = asyncio.ensure_future(fleet._tell_on())
+        fleet._resuming = asyncio.ensure_future(fleet._resume_on())
         if edge.settings.fleet_rebalance:
             fleet.rebalancing.begin()
         return fleet
 
     async def close(self) -> None:
         """Ends what goes on beside requests."""
-        if self._telling is not None:
-            self._telling.cancel()
+        for task in (self._telling, self._resuming):
+            if task is not None:
+                task.cancel()
         self.drain.close()
         self.rebalancing.close()
         await self.moving.close()
@@ -89,6 +96,15 @@ class Fleet:
             with suppress(TenutoError):
                 await self.tell()
             await asyncio.sleep(self.lease / TOLD)
+
+    async def _resume_on(self) -> None:
+        """Goes on with what replicas had to do that are gone."""
+        while self.edge.link.stopped is None:
+            await asyncio.sleep(self.lease)
+            for kind, resume in self.edge.resumes.items():
+                with suppress(TenutoError):
+                    for each in await self.edge.link.call(ListAbandoned(kind=kind)):
+                        await resume(each.tenant, each.name)
 
     async def tell(self) -> None:
         """Does that once, if anything has changed, and learns what tenants have at other replicas."""
@@ -185,6 +201,20 @@ class Fleet:
             page = await self.edge.link.call(unowned)
             found.append(Listing(sessions=page.sessions, turns={}, more=page.more))
         return found
+
+    async def bring(self, key: SessionKey) -> None:
+        """Has a session move here, if another replica owns it. Raises what `Between.ask` raises."""
+        if (url := await self.seek(key)) is not None:
+            view = await self.replicas()
+            here = next(each.url for each in view.replicas if each.replica == view.replica)
+            await self.between.ask(url, Move(tenant=key[0], session=key[1], url=here))
+            self.arrived(key)
+
+    async def knows(self, tenant: str, response: str) -> bytes | None:
+        """Returns what the replica knows of a response that has its session; `None` if that is this one, or there is
+        none. Raises what `Between.ask` raises."""
+        url = await self.seek((tenant, response))
+        return await self.between.ask(url, Fate(tenant=tenant, response=response)) if url is not None else None
 
     async def is_elsewhere(self, key: SessionKey) -> bool:
         """Whether another replica owns the session."""

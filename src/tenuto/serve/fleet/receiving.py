@@ -15,6 +15,7 @@ from tenuto.base.wire.between import (
     AnyBetween,
     Drop,
     Empty,
+    Fate,
     Follow,
     List,
     Move,
@@ -65,6 +66,9 @@ class Receiving:
                 request = self._read(await _body(receive))
                 if isinstance(request, List):
                     await _answer(send, 200, msgspec.msgpack.encode(await self._edge.listed(request.asked)))
+                    return
+                if isinstance(request, Fate):
+                    await _answer(send, 200, await self._edge.knows(request.tenant, request.response))
                     return
                 turn, start = await self._carry_out(request)
             except TenutoError as error:

@@ -15,7 +15,7 @@ from tenuto.serve.openai.schemas import Generation
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure
 from tenuto.serve.shared.samples import Samples, check_end, close_all, committed
-from tenuto.serve.shared.sse import DONE, Answer, data
+from tenuto.serve.shared.sse import DONE, Answer, Chunk, data
 from tenuto.serve.shared.timings import shown_times
 
 FINISH_REASONS = {
@@ -143,7 +143,11 @@ class Choices(Answer):
             event += self._chunk(index, writer.closing(), delta.result)
         return event
 
-    def closing(self) -> bytes:
+    def closing(self) -> Chunk:
+        return self.end()
+
+    def end(self) -> bytes:
+        """Returns the events at the end of a stream."""
         if not self._usage_at_end:
             return DONE
         return data({**self._head, "choices": [], "usage": self._usage(), **self._session(), **self._times(0)}) + DONE

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
 
 import msgspec
 from pydantic import Field
 
-from tenuto.base.errors import InvalidRequest, LimitReached, NotFound, SessionBusy
+from tenuto.base.errors import EngineStopped, InvalidRequest, LimitReached, NotAcknowledged, NotFound, SessionBusy
+from tenuto.base.objects import NOBODY, ItemName, NewItem, ObjectsUse, StoredObject
 from tenuto.serve.openai.response_answers import LISTED_TEXT, TEXT
 from tenuto.serve.openai.response_schemas import Item, Metadata, ResponsePart
 from tenuto.serve.shared.objects import ForeignObject
+from tenuto.serve.shared.tenant_objects import Edit, TenantObjects
 
 MAX_CONVERSATIONS = 10_000
 """Maximum number of one tenant's conversations."""
@@ -22,6 +26,10 @@ MAX_BYTES = 64 * 2**20
 """Maximum size of one tenant's conversations as JSON."""
 MAX_ITEMS = 20
 """Maximum number of items in one request."""
+AGAIN_SECONDS = 1.0
+"""Time between attempts to free a conversation."""
+ITEMS, PENDING = "items", "pending"
+"""The lists of a conversation's items, and of the input of the response being written."""
 
 _PREFIXES = {
     "message": "msg",
@@ -55,134 +63,283 @@ class ItemsBody(ForeignObject):
     items: Items
 
 
-@dataclass(slots=True)
-class Conversation:
-    """A list of items. `items`: in the form in which clients see them. `size`: bytes of the items and metadata as JSON.
-    `busy`: a response is being written."""
+class Head(msgspec.Struct, frozen=True, array_like=True):
+    """What the object of a conversation has besides items. `response`: the one being written that is to be added;
+    empty for none."""
 
-    id: str
     metadata: dict[str, str]
-    created_at: int = field(default_factory=lambda: int(time.time()))
-    items: list[dict[str, Any]] = field(default_factory=list)
-    size: int = 0
-    busy: bool = False
+    created_at: int
+    response: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A list of items, as it was when it was read. Its items are in the form in which clients see them."""
+
+    stored: StoredObject
+    head: Head
+
+    @classmethod
+    def of(cls, stored: StoredObject) -> Self:
+        return cls(stored, msgspec.msgpack.decode(stored.head, type=Head))
+
+    @property
+    def id(self) -> str:
+        return self.stored.name
 
     def view(self) -> dict[str, Any]:
         """Returns the conversation in the form for clients."""
-        return {"id": self.id, "object": "conversation", "created_at": self.created_at, "metadata": self.metadata}
+        head = self.head
+        return {
+            "id": self.id,
+            "object": "conversation",
+            "created_at": head.created_at,
+            "metadata": head.metadata,
+        }
 
-    def given(self) -> list[Item]:
-        """Returns the items in the form of requests."""
-        return [Item.model_validate(item) for item in self.items]
-
-    def page(self, after: str | None, limit: int, *, newest_first: bool) -> dict[str, Any]:
-        """Returns at most `limit` items after the one with the id `after`. Raises `NotFound`."""
-        return page_of(self.items, after, limit, newest_first=newest_first)
-
-    def item(self, name: str) -> dict[str, Any]:
-        """Returns an item by id. Raises `NotFound`."""
-        for item in self.items:
-            if item["id"] == name:
-                return item
-        raise NotFound(f"conversation {self.id} has no item {name[:80]!r}")
+    def missing(self, item: str) -> NotFound:
+        """Returns the error of a request for an item that is not there."""
+        return NotFound(f"conversation {self.id} has no item {item[:80]!r}")
 
 
 class GoingOn:
     """A response that may continue a conversation. `earlier`: the conversation's items; empty without one."""
 
-    def __init__(self, conversations: Conversations, conversation: Conversation | None, items: Sequence[Item]) -> None:
-        """`items`: the response's input. Raises `InvalidRequest`."""
-        self.earlier: list[Item] = []
+    def __init__(self, conversations: Conversations, name: str | None, response: str, earlier: list[Item]) -> None:
+        self.earlier = earlier
         self._conversations = conversations
-        self._conversation = conversation
-        self._input: list[dict[str, Any]] = []
-        if conversation is not None:
-            self.earlier = conversation.given()
-            self._input = [kept(item) for item in items]
-            conversation.busy = True
+        self._name = name
+        self._response = response
+        self._ended = name is None
 
-    def add(self, output: Sequence[dict[str, Any]]) -> None:
-        """Appends a complete response's input and output to the conversation."""
-        if self._conversation is not None:
-            self._conversations.add(self._conversation, [*self._input, *output])
+    async def add(self, output: Sequence[dict[str, Any]]) -> None:
+        """Appends a complete response's input and output to the conversation, and frees it. Raises `NotAcknowledged` if
+        it has gone on without the response, or that is unknown."""
+        if self._name is not None and not self._ended:
+            await self._conversations.complete(self._name, self._response, output)
+            self._ended = True
 
-    def end(self) -> None:
-        """Frees the conversation for the next response."""
-        if self._conversation is not None:
-            self._conversation.busy = False
+    async def end(self) -> None:
+        """Frees the conversation for the next response, unless that has happened. Tries until it is free."""
+        await self._until_done(self._conversations.free)
+
+    async def leave(self) -> None:
+        """Does that if the response may go on at another replica, which then decides whether it is added."""
+        await self._until_done(self._conversations.leave)
+
+    async def _until_done(self, do: Callable[[str, str], Awaitable[None]]) -> None:
+        while not self._ended and self._name is not None:
+            try:
+                await do(self._name, self._response)
+                self._ended = True
+            except NotAcknowledged:
+                await asyncio.sleep(AGAIN_SECONDS)
+            except EngineStopped:  # others find out that this replica is gone
+                return
+
+
+Fate = Callable[[str], Awaitable[list[dict[str, Any]] | None]]
+"""Returns the output of a response whose replica is gone; `None` if it has none. Raises `SessionBusy` while it is
+being written elsewhere."""
 
 
 class Conversations:
-    """The conversations of a tenant. They exist only in this process and end with it."""
+    """The conversations of a tenant.
 
-    def __init__(self) -> None:
-        self._by_id: dict[str, Conversation] = {}
-        self._bytes = 0
+    Invariant: a response that is to be added to a conversation is named in its head from before the response begins,
+    and its input is in the list `PENDING`. One change adds input and output, and removes the name. So whoever finds
+    the name of a response whose replica is gone can do what that replica would have done, and it is done once: no
+    response is in the conversation twice, and none that was answered is missing.
+    """
 
-    def open(self, items: Sequence[Item], metadata: dict[str, str]) -> Conversation:
+    KIND = "conversation"
+
+    def __init__(self, objects: TenantObjects, fate: Fate) -> None:
+        self._objects = objects
+        self._fate = fate
+
+    async def open(self, items: Sequence[Item], metadata: dict[str, str]) -> Conversation:
         """Opens a conversation. Raises `LimitReached`."""
-        if len(self._by_id) >= MAX_CONVERSATIONS:
+        used = await self._objects.use()
+        if used.objects >= MAX_CONVERSATIONS:
             raise LimitReached(f"{MAX_CONVERSATIONS} conversations exist, the most allowed; delete some")
-        self.require_room()
-        conversation = Conversation(f"conv_{secrets.token_hex(16)}", {})
-        self._by_id[conversation.id] = conversation
-        self.describe(conversation, metadata)
-        self.add(conversation, [kept(item) for item in items])
-        return conversation
+        _require_room(used)
+        name = f"conv_{secrets.token_hex(16)}"
+        head = _encoded(Head(metadata, int(time.time())))
+        await self._objects.edit(name, "", Edit(head, added=_new([kept(item) for item in items])))
+        return await self.find(name)
 
-    def find(self, name: str) -> Conversation:
-        """Returns a conversation by id. Raises `NotFound`."""
-        found = self._by_id.get(name)
-        if found is None:
-            raise NotFound(f"there is no conversation {name[:80]!r}; conversations end with the server")
-        return found
+    async def find(self, name: str) -> Conversation:
+        """Returns a conversation by id, after a response whose replica is gone was added or given up. Raises
+        `NotFound`."""
+        found = await self._find(name)
+        if not found.stored.abandoned:
+            return found
+        try:
+            output = await self._fate(found.head.response)
+        except SessionBusy:  # it goes on elsewhere
+            return found
+        if output is None:
+            await self.free(name, found.head.response)
+        else:
+            with suppress(NotAcknowledged):  # another request has added it
+                await self.complete(name, found.head.response, output)
+        return await self._find(name)
 
-    def go_on(self, name: str | None, items: Sequence[Item]) -> GoingOn:
+    async def _find(self, name: str) -> Conversation:
+        if (found := await self._objects.find(name)) is None:
+            raise _absent(name)
+        return Conversation.of(found)
+
+    async def items(self, name: str) -> list[Item]:
+        """Returns all items of a conversation in the form of requests. Raises `NotFound`."""
+        await self.find(name)
+        return await self._given(name)
+
+    async def _given(self, name: str) -> list[Item]:
+        return [Item.model_validate(item) for item in await self._items(name, ITEMS)]
+
+    async def _items(self, name: str, part: str) -> list[dict[str, Any]]:
+        return [msgspec.json.decode(item.body) for item in await self._objects.items(name, part)]
+
+    async def page(self, name: str, after: str | None, limit: int, *, newest_first: bool) -> dict[str, Any]:
+        """Returns at most `limit` items after the one with the id `after`. Raises `NotFound`."""
+        await self.find(name)
+        page = await self._objects.page(name, ITEMS, limit, after, newest_first=newest_first)
+        if page is None:
+            raise _absent(name)
+        if not page.found:
+            raise NotFound(f"there is no item {str(after)[:80]!r} here", param="after")
+        return listed([msgspec.json.decode(item.body) for item in page.items], more=page.more)
+
+    async def item(self, name: str, item: str) -> dict[str, Any]:
+        """Returns an item by id. Raises `NotFound`."""
+        found = await self.find(name)
+        for each in await self._items(name, ITEMS):
+            if each["id"] == item:
+                return each
+        raise found.missing(item)
+
+    async def go_on(self, name: str | None, items: Sequence[Item], response: str) -> GoingOn:
         """Begins a response with input `items` that continues the conversation `name`, if given. The caller must call
         its `end`. Raises `NotFound`, `SessionBusy`, `LimitReached`, `InvalidRequest`."""
         if name is None:
-            return GoingOn(self, None, items)
-        self.require_room()
-        return GoingOn(self, self.idle(name, "conversation"), items)
+            return GoingOn(self, None, response, [])
+        given = _new([kept(item) for item in items], PENDING)
+        while True:
+            found = await self._idle(name, "conversation")
+            _require_room(await self._objects.use())
+            edit = Edit(_with(found, response=response), self._objects.worker, (PENDING,), added=given)
+            going_on = GoingOn(self, name, response, [])
+            try:
+                if await self._objects.edit(name, found.stored.revision, edit) is None:
+                    continue
+                going_on.earlier = await self._given(name)
+            except BaseException:
+                await going_on.end()
+                raise
+            return going_on
 
-    def idle(self, name: str, param: str | None = None) -> Conversation:
+    async def _idle(self, name: str, param: str | None = None) -> Conversation:
         """Returns a conversation without a response in progress. `param`: the field that names it. Raises `NotFound`,
         `SessionBusy`."""
-        found = self.find(name)
-        if found.busy:
+        found = await self.find(name)
+        if found.head.response:
             raise SessionBusy(f"a response in conversation {name} is not complete yet", param=param)
         return found
 
-    def require_room(self) -> None:
-        """Raises `LimitReached` if the conversations are full."""
-        if self._bytes >= MAX_BYTES:
-            raise LimitReached(f"conversations have {self._bytes} bytes; allowed: {MAX_BYTES}; delete some")
+    async def complete(self, name: str, response: str, output: Sequence[dict[str, Any]]) -> None:
+        """Appends the input and output of the response that the conversation names, and frees it. Nothing happens if
+        the conversation was deleted. Raises `NotAcknowledged` if it names another one."""
+        given = await self._items(name, PENDING)
 
-    def add(self, conversation: Conversation, items: Sequence[dict[str, Any]]) -> None:
-        """Appends items, which must have ids."""
-        conversation.items += items
-        self._resize(conversation, sum(map(_size, items)))
+        def completed(found: StoredObject | None) -> Edit | None:
+            if found is None:
+                return None
+            conversation = Conversation.of(found)
+            if conversation.head.response != response:
+                raise NotAcknowledged(f"conversation {name} has gone on without this response; ask again")
+            return Edit(_with(conversation, response=""), None, (PENDING,), added=_new([*given, *output]))
 
-    def describe(self, conversation: Conversation, metadata: dict[str, str]) -> None:
-        """Replaces the metadata."""
-        self._resize(conversation, _size(metadata) - _size(conversation.metadata))
-        conversation.metadata = metadata
+        await self._objects.change(name, completed)
 
-    def remove(self, conversation: Conversation, item: str) -> None:
-        """Removes an item. Raises `NotFound`."""
-        found = conversation.item(item)
-        conversation.items.remove(found)
-        self._resize(conversation, -_size(found))
+    async def free(self, name: str, response: str) -> None:
+        """Gives up the response, if the conversation names it."""
 
-    def close(self, name: str) -> None:
+        def freed(found: StoredObject | None) -> Edit | None:
+            if found is None or (conversation := Conversation.of(found)).head.response != response:
+                return None
+            return Edit(_with(conversation, response=""), None, (PENDING,))
+
+        await self._objects.change(name, freed)
+
+    async def leave(self, name: str, response: str) -> None:
+        """Lets the next request find out what has become of the response, if the conversation names it."""
+
+        def left(found: StoredObject | None) -> Edit | None:
+            if found is None or Conversation.of(found).head.response != response:
+                return None
+            return Edit(found.head, NOBODY)
+
+        await self._objects.change(name, left)
+
+    async def add(self, name: str, items: Sequence[Item]) -> list[dict[str, Any]]:
+        """Appends items, which get ids, and returns them. Raises `NotFound`, `SessionBusy`, `LimitReached`,
+        `InvalidRequest`."""
+        new = [kept(item) for item in items]
+        while True:
+            found = await self._idle(name)
+            _require_room(await self._objects.use())
+            if await self._objects.edit(name, found.stored.revision, Edit(found.stored.head, added=_new(new))):
+                return new
+
+    async def describe(self, name: str, metadata: dict[str, str]) -> Conversation:
+        """Replaces the metadata. Raises `NotFound`."""
+
+        def described(found: StoredObject | None) -> Edit:
+            if found is None:
+                raise _absent(name)
+            return Edit(_with(Conversation.of(found), metadata=metadata), found.worker)
+
+        await self._objects.change(name, described)
+        return await self._find(name)
+
+    async def remove(self, name: str, item: str) -> Conversation:
+        """Removes an item. Raises `NotFound`, `SessionBusy`."""
+        while True:
+            found = await self._idle(name)
+            await self.item(name, item)
+            edit = Edit(found.stored.head, removed=[ItemName(ITEMS, item)])
+            if await self._objects.edit(name, found.stored.revision, edit):
+                return found
+
+    async def close(self, name: str) -> None:
         """Deletes a conversation. Raises `NotFound`."""
-        self._bytes -= self.find(name).size
-        del self._by_id[name]
+        if not await self._objects.delete(name):
+            raise _absent(name)
 
-    def _resize(self, conversation: Conversation, by: int) -> None:
-        conversation.size += by
-        if conversation.id in self._by_id:  # otherwise deleted during a response
-            self._bytes += by
+
+def _absent(name: str) -> NotFound:
+    return NotFound(f"there is no conversation {name[:80]!r}; those of a server without a fleet end with it")
+
+
+def _require_room(used: ObjectsUse) -> None:
+    """Raises `LimitReached` if the conversations are full."""
+    if used.size >= MAX_BYTES:
+        raise LimitReached(f"conversations have {used.size} bytes; allowed: {MAX_BYTES}; delete some")
+
+
+def _encoded(head: Head) -> bytes:
+    return msgspec.msgpack.encode(head)
+
+
+def _with(conversation: Conversation, **fields: Any) -> bytes:
+    """Returns the head of a conversation with other values of these fields."""
+    return _encoded(msgspec.structs.replace(conversation.head, **fields))
+
+
+def _new(items: Sequence[dict[str, Any]], part: str = ITEMS) -> list[NewItem]:
+    return [NewItem(part, item["id"], msgspec.json.encode(item)) for item in items]
 
 
 def page_of(items: Sequence[dict[str, Any]], after: str | None, limit: int, *, newest_first: bool) -> dict[str, Any]:
@@ -234,7 +391,3 @@ def _parts(content: str | list[ResponsePart] | None, kind: str) -> list[dict[str
     texts = [content] if isinstance(content, str) else [part.text for part in content or ()]
     more: dict[str, Any] = LISTED_TEXT if kind == TEXT else {}
     return [{"type": kind, "text": text, **more} for text in texts]
-
-
-def _size(value: Any) -> int:
-    return len(msgspec.json.encode(value))

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tenuto.base.errors import NotFound, TenutoError
+from tenuto.base.errors import NotFound, SessionBusy, TenutoError
 from tenuto.base.wire.messages import FindTurn, GetSession, StartTurn
 from tenuto.serve.openai.kept_responses import KeptResponses, Origin
 from tenuto.serve.openai.response_answers import Form, ResponseAnswer
@@ -64,6 +64,28 @@ async def found(edge: Edge, tenant: Tenant, kept: KeptResponses, name: str) -> t
     return response, origin
 
 
+async def fate(edge: Edge, tenant: Tenant, name: str) -> list[dict[str, Any]] | None:
+    """Returns the output of a response that was being written by a replica that is gone; `None` if it has none, and
+    never will. Raises `SessionBusy` while it is being written, and what asking another replica raises."""
+    told = await edge.elsewhere_knows(tenant.name, name)
+    found: list[dict[str, Any]] | None = msgspec.json.decode(
+        told if told is not None else await fate_here(edge, tenant.name, name)
+    )
+    return found
+
+
+async def fate_here(edge: Edge, tenant: str, name: str) -> bytes:
+    """Returns that as JSON, if no other replica has the response's session."""
+    try:
+        response, _ = await found(edge, Tenant(tenant), edge.part(KeptResponses, tenant=tenant), name)
+    except NotFound:
+        return b"null"
+    view = msgspec.json.decode(response)
+    if view["status"] == "in_progress":
+        raise SessionBusy(f"response {name} is not complete yet")
+    return msgspec.json.encode(view["output"] if view["status"] in ("completed", "incomplete") else None)
+
+
 async def _is_gone(edge: Edge, tenant: Tenant, name: str, response: bytes) -> bool:
     """Whether a response was deleted, perhaps at another replica: its session is closed. Those of responses that have
     failed are closed at once."""
@@ -93,7 +115,7 @@ async def _adopt(edge: Edge, tenant: Tenant, kept: KeptResponses, name: str) -> 
     if not (told.background or turn.committed):
         return
 
-    def keep(response: dict[str, Any]) -> None:
+    async def keep(response: dict[str, Any]) -> None:
         kept.end(name, msgspec.json.encode(response))
 
     def end() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -20,7 +20,7 @@ from tenuto.serve.shared.errors import Failure
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.samples import check_end, committed
 from tenuto.serve.shared.scores import scored
-from tenuto.serve.shared.sse import Answer, event
+from tenuto.serve.shared.sse import Answer, Chunk, event
 
 TEXT, THOUGHT = "output_text", "reasoning_text"
 LISTED_TEXT: dict[str, Any] = {"annotations": [], "logprobs": []}
@@ -63,6 +63,10 @@ def usage_of(usage: Usage, thoughts: int = 0) -> dict[str, Any]:
     }
 
 
+async def _nowhere(_: dict[str, Any]) -> None:
+    """Keeps a response nowhere."""
+
+
 class ResponseAnswer(Answer):
     """The response of one turn. `keep` is called with the response once it is complete, and `end` at the end of the
     answer. Answers with the same turn, `head` and `form` have the same events, of which those after number `after` are
@@ -74,7 +78,7 @@ class ResponseAnswer(Answer):
         turn: LiveTurn,
         head: dict[str, Any],
         form: Form,
-        keep: Callable[[dict[str, Any]], None] = lambda _: None,
+        keep: Callable[[dict[str, Any]], Awaitable[None]] = _nowhere,
         end: Callable[[], None] = lambda: None,
         after: int = -1,
     ) -> None:
@@ -101,7 +105,7 @@ class ResponseAnswer(Answer):
             self._read(delta)
         self._parts(self._reader.finish())
         self._close()
-        return self._done(result)
+        return await self._done(result)
 
     def leave(self) -> None:
         super().leave()
@@ -125,12 +129,15 @@ class ResponseAnswer(Answer):
     def news(self, _: int, deltas: list[Delta]) -> bytes:
         return b"".join([part for delta in deltas for part in self._read(delta)])
 
-    def closing(self) -> bytes:
+    def closing(self) -> Chunk:
+        return self._closing
+
+    async def _closing(self) -> bytes:
         result = self._turn.result
         assert result is not None
         check_end(self._edge, result)
         parts = [*self._parts(self._reader.finish()), *self._close()]
-        response = self._done(result)
+        response = await self._done(result)
         return b"".join([*parts, self._event(f"response.{response['status']}", response=response)])
 
     def failed(self, error: TenutoError) -> bytes:
@@ -147,13 +154,13 @@ class ResponseAnswer(Answer):
         """Returns the response as it is so far."""
         return {**self._head, "status": status, "output": list(self._output), "usage": None}
 
-    def _done(self, result: TurnResult) -> dict[str, Any]:
+    async def _done(self, result: TurnResult) -> dict[str, Any]:
         whole = result.reason not in (EndReason.LENGTH, EndReason.APPENDED)
         response = self.view("completed" if whole else "incomplete")
         if not whole:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         response["usage"] = usage_of(result.usage, self._reading.thought_tokens(self._turn.pieces))
-        self._keep(response)
+        await self._keep(response)
         return response
 
     # -- items and their events

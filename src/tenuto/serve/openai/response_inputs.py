@@ -34,7 +34,7 @@ async def count(
     is started on a fork of that response's session, and rolled back."""
     edge.adapter(body.model)
     with body.naming(edge.model.context_length):
-        earlier, habits, variables = _earlier(conversations, body), edge.model.habits, body.variables()
+        earlier, habits, variables = await _earlier(conversations, body), edge.model.habits, body.variables()
         if body.previous_response_id is None:
             given, told = without_volatile_lines(edge, body.rendered(habits, earlier)), body.tool_use.definitions
             prompt = Tokenize(tenant=tenant.name, input=given, tools=told, variables=variables)
@@ -60,7 +60,7 @@ async def compact(
     input's user messages, and the summary. With `previous_response_id` only the new items are computed."""
     adapter = edge.adapter(body.model)
     with body.naming(edge.model.context_length):
-        earlier = [*_earlier(conversations, body), *body.items]
+        earlier = [*await _earlier(conversations, body), *body.items]
         asking = body.asking(body.max_output_tokens)
         summary, usage = await while_connected(request, summarized(edge, tenant, asking, earlier, adapter))
     users = [entry_of(item) for item in earlier if item.type == "message" and item.role == "user"]
@@ -73,7 +73,7 @@ async def compact(
     }
 
 
-def _earlier(conversations: Conversations, body: InputBody) -> list[Item]:
+async def _earlier(conversations: Conversations, body: InputBody) -> list[Item]:
     """Returns the items of the conversation that the input follows, if any. Raises `NotFound`."""
     name = body.conversation_id
-    return conversations.find(name).given() if name is not None else []
+    return await conversations.items(name) if name is not None else []

@@ -62,7 +62,7 @@ async def create(
     stores = body.store is not False or request.scope["state"].get(KEEPS, False)
     items = await _listed(body) if stores else b""
     with body.naming(edge.model.context_length):
-        going_on = conversations.go_on(body.conversation_id, body.items)
+        going_on = await conversations.go_on(body.conversation_id, body.items, name)
         try:
             head = head_of(edge.name_of(adapter), name, body.echoed())
             start = body.start(tenant, (), habits, adapter=adapter, variables=body.variables())
@@ -87,7 +87,7 @@ async def create(
             )
             turn = await while_connected(request, starting)
         except BaseException:
-            going_on.end()
+            await going_on.end()
             raise
     origin = Origin(turn.id, form, asyncio.Event() if body.background else None)
 
@@ -97,12 +97,12 @@ async def create(
         elif stores:
             kept.begin(name, msgspec.json.encode(response), origin, items)
 
-    def keep(response: dict[str, Any]) -> None:
+    async def keep(response: dict[str, Any]) -> None:
+        await going_on.add(response["output"])
         store(response)
-        going_on.add(response["output"])
 
     def end() -> None:
-        going_on.end()
+        edge.spawn(going_on.leave() if edge.may_go_on_elsewhere(turn) else going_on.end())
         if turn.request.session == name and (not stores or not turn.committed):
             edge.spawn(edge.turns.close_if_open((tenant.name, name)))  # also aborts its turn
 
@@ -112,8 +112,14 @@ async def create(
     kept.begin(name, msgspec.json.encode(answer.view("in_progress")), origin, items)
     edge.spawn(write(kept, name, turn, answer, origin))
     if body.stream:
-        return EventStream(ResponseAnswer(edge, turn, head, form))
+        return EventStream(ResponseAnswer(edge, turn, head, form, partial(_once_ended, origin)))
     return Response(msgspec.json.encode(answer.view("queued")), media_type="application/json")
+
+
+async def _once_ended(origin: Origin, _: dict[str, Any]) -> None:
+    """Waits until a response in the background has ended, so that its conversation has it and is free."""
+    assert origin.ended is not None
+    await origin.ended.wait()
 
 
 async def _compacted(

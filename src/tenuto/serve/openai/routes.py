@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 
 from tenuto.base.errors import AlreadyExists, InvalidRequest, NotFound, SessionBusy, TenutoError
 from tenuto.base.tools.answers import Reading
@@ -17,10 +17,17 @@ from tenuto.serve.openai.answers import Choices, Writer
 from tenuto.serve.openai.chat import ChatWriter, Shown
 from tenuto.serve.openai.completions import CompletionWriter, echo_of
 from tenuto.serve.openai.schemas import ChatBody, CompletionBody, Generation
-from tenuto.serve.openai.stored_chats import StoredChats, StoredChoices, checked_metadata, listed_messages
+from tenuto.serve.openai.stored_chats import (
+    CHAT,
+    MESSAGES,
+    StoredChats,
+    StoredChoices,
+    checked_metadata,
+    listed_messages,
+)
 from tenuto.serve.openai.tools import customs_of
 from tenuto.serve.shared.bodies import JsonRoute, of_many
-from tenuto.serve.shared.edge import Caller, Edge, EdgeOf, of_tenant, open_message
+from tenuto.serve.shared.edge import Caller, Edge, EdgeOf, open_message
 from tenuto.serve.shared.idempotency import RequestKey
 from tenuto.serve.shared.placing import placed
 from tenuto.serve.shared.run_turns import start_in_run
@@ -33,7 +40,13 @@ from tenuto.serve.shared.volatile import without_volatile_lines
 
 router = APIRouter(route_class=JsonRoute, prefix="/v1", tags=["openai"], responses=REFUSALS)
 
-StoredOf = Annotated[StoredChats, of_tenant(StoredChats)]
+
+async def _stored(edge: EdgeOf, tenant: Caller) -> StoredChats:
+    chats, messages = edge.objects(tenant, CHAT), edge.objects(tenant, MESSAGES)
+    return edge.part(StoredChats, chats, messages, tenant=tenant.name)
+
+
+StoredOf = Annotated[StoredChats, Depends(_stored)]
 MAX_CHOICES = 1024
 """Maximum number of answers to one request: prompts times `n`."""
 

@@ -37,26 +37,25 @@ async def list_chats(
             if found is None:
                 raise InvalidRequest("a filter by metadata is not metadata[KEY]=VALUE", param="metadata")
             metadata[found[1]] = value
-    return _json(chats.page(model, metadata, after, limit, newest_first=order == "desc"))
+    return _json(await chats.page(model, metadata, after, limit, newest_first=order == "desc"))
 
 
 @router.get("/{completion_id}", response_model=None)
 async def read(chats: StoredOf, completion_id: str) -> Response:
     """Returns a stored chat."""
-    return _json(msgspec.Raw(chats.chat(completion_id)))
+    return _json(msgspec.Raw(await chats.chat(completion_id)))
 
 
 @router.post("/{completion_id}", response_model=None)
 async def update(chats: StoredOf, completion_id: str, body: MetadataBody) -> Response:
     """Replaces the metadata of a stored chat."""
-    return _json(msgspec.Raw(chats.describe(completion_id, body.metadata)))
+    return _json(msgspec.Raw(await chats.describe(completion_id, body.metadata)))
 
 
 @router.delete("/{completion_id}")
 async def delete(chats: StoredOf, completion_id: str) -> dict[str, Any]:
     """Deletes a stored chat."""
-    chats.chat(completion_id)
-    chats.forget(completion_id)
+    await chats.delete(completion_id)
     return {"id": completion_id, "object": "chat.completion.deleted", "deleted": True}
 
 
@@ -65,7 +64,7 @@ async def list_messages(
     chats: StoredOf, completion_id: str, after: After = None, limit: Limit = 20, order: Order = "asc"
 ) -> dict[str, Any]:
     """Returns a page of the messages that a stored chat answers."""
-    messages = chats.messages_of(completion_id)
+    messages = await chats.messages_of(completion_id)
     named = [{"id": f"{completion_id}-{number}", **message} for number, message in enumerate(messages)]
     return page_of(named, after, limit, newest_first=order == "desc")
 

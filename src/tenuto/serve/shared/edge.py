@@ -19,11 +19,14 @@ from starlette.datastructures import Headers
 
 from tenuto.base.errors import (
     ConfigError,
+    Disconnected,
     Draining,
+    EngineStopped,
     Forbidden,
     LimitReached,
     Misdirected,
     ModelNotFound,
+    NotAcknowledged,
     Overloaded,
     TenutoError,
     Unauthorized,
@@ -35,8 +38,10 @@ from tenuto.base.wire.messages import Expect, ListSessions, OpenSession, StartTu
 from tenuto.base.wire.messages import Request as Message
 from tenuto.serve.shared.idempotency import RequestKey
 from tenuto.serve.shared.live_turn import LiveTurn
+from tenuto.serve.shared.local_objects import LocalObjects
 from tenuto.serve.shared.settings import EVERYONE, ServeSettings, Tenant
 from tenuto.serve.shared.tasks import Background
+from tenuto.serve.shared.tenant_objects import Ask, TenantObjects
 from tenuto.serve.shared.turns import Turns
 
 T = TypeVar("T")
@@ -55,6 +60,15 @@ DEFAULT_MODEL = "default"
 async def _never(_: SessionKey) -> bool:
     """Whether another replica owns a session: there is none."""
     return False
+
+
+async def _stays(_: SessionKey) -> None:
+    """Brings a session here: it is."""
+
+
+async def _nobody(_: str, __: str) -> bytes | None:
+    """Returns what another replica knows of a response: there is none."""
+    return None
 
 
 async def _nothing(_: ListSessions) -> list[Listing]:
@@ -90,6 +104,14 @@ class Edge:
         self.in_fleet = False  # set by its fleet, like the next
         self.is_elsewhere: Callable[[SessionKey], Awaitable[bool]] = _never
         self.listed_elsewhere: Callable[[ListSessions], Awaitable[list[Listing]]] = _nothing
+        self.elsewhere_knows: Callable[[str, str], Awaitable[bytes | None]] = _nobody
+        self.bring: Callable[[SessionKey], Awaitable[None]] = _stays
+        self.knows: Callable[[str, str], Awaitable[bytes]]  # see `Fate`; set by the application
+        self.ask_objects: Ask = LocalObjects().ask
+        self.replica = 0  # its number
+        self.resumes: dict[
+            str, Callable[[str, str], Awaitable[None]]
+        ] = {}  # by kind, what goes on with abandoned objects
         self.draining = False  # set once, by `drain`
         self.leaving = False  # what is new goes to other replicas; set once, by its fleet
         self.hurried = False  # `drain` does not wait for turns
@@ -175,6 +197,15 @@ class Edge:
             self._parts[kind, tenant] = kind(*arguments)
         part: T = self._parts[kind, tenant]
         return part
+
+    def objects(self, tenant: Tenant, kind: str) -> TenantObjects:
+        """Returns a tenant's objects of one kind. In a fleet, all replicas share them."""
+        return TenantObjects(self.ask_objects, tenant.name, kind, self.replica)
+
+    def may_go_on_elsewhere(self, turn: LiveTurn) -> bool:
+        """Whether a turn that is lost here may go on, or be committed, at another replica."""
+        unknown = turn.elsewhere is not None or isinstance(turn.error, NotAcknowledged | EngineStopped | Disconnected)
+        return self.in_fleet and turn.result is None and unknown
 
     @property
     def healthy(self) -> bool:

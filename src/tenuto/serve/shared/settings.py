@@ -97,6 +97,11 @@ class Keys:
             return EVERYONE
         return self.by_digest.get(sha256(key.encode()).digest()) if key is not None else None
 
+    def named(self, name: str) -> Tenant | None:
+        """Returns the tenant of this name, or `None`."""
+        tenants = self.by_digest.values() if self.by_digest else (EVERYONE,)
+        return next((each for each in tenants if each.name == name), None)
+
     @staticmethod
     def of(entries: list[KeySettings]) -> Keys:
         """Builds the keys from a key file's entries. Raises `ConfigError`."""

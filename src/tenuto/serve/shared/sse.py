@@ -82,8 +82,9 @@ class Answer(ABC):
         """Returns the events for the next `deltas` of a turn; may be empty. Raises the error that should end the
         stream."""
 
-    def closing(self) -> bytes:
-        """Returns the events after the ends of all turns. Raises the error that should end the stream instead."""
+    def closing(self) -> Chunk:
+        """Returns the events after the ends of all turns. Raises the error that should end the stream instead, as does
+        the coroutine function."""
         return b""
 
     @abstractmethod
@@ -127,7 +128,7 @@ class EventStream(Response):
             try:
                 await self._put(self._answer.opening(), send)
                 await self._follow(send)
-                last = self._answer.closing()
+                last = await _made(self._answer.closing())
             except TenutoError as error:
                 last = self._answer.failed(error)
         await self._put(last, send)
@@ -154,8 +155,7 @@ class EventStream(Response):
                 await self._put(left, send)
 
     async def _put(self, part: Chunk, send: Send) -> None:
-        if not isinstance(part, bytes):
-            part = await part()
+        part = await _made(part)
         if not part:
             return
         if self._client is None:
@@ -205,6 +205,10 @@ class EventStream(Response):
         new = deltas[self._positions[index] :]
         self._positions[index] = len(deltas)
         return self._answer.news(index, new)
+
+
+async def _made(part: Chunk) -> bytes:
+    return part if isinstance(part, bytes) else await part()
 
 
 async def respond(request: Request, answer: Answer, *, stream: bool | None) -> Response:

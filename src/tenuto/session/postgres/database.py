@@ -12,7 +12,7 @@ from tenuto.session.journal_rows import Rows, Value
 if TYPE_CHECKING:
     import psycopg
 
-FORMAT = 3
+FORMAT = 4
 """The format of new databases."""
 CONNECT_SECONDS = 5
 STATEMENT_SECONDS = 10
@@ -20,7 +20,20 @@ STATEMENT_SECONDS = 10
 _LOCK = 0x54454E55
 """The advisory lock of those who create or upgrade the tables, and of changes that touch pieces others may use."""
 
-SCHEMA = """
+OBJECTS = """
+CREATE TABLE objects (
+    id BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY, tenant TEXT NOT NULL, kind TEXT NOT NULL, name TEXT NOT NULL,
+    revision TEXT NOT NULL, head BYTEA NOT NULL, size BIGINT NOT NULL, worker BIGINT, checksum BIGINT NOT NULL,
+    UNIQUE (tenant, kind, name)
+);
+CREATE INDEX workers_of_objects ON objects (kind, worker) WHERE worker IS NOT NULL;
+CREATE TABLE items (
+    number BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY, object BIGINT NOT NULL, part TEXT NOT NULL,
+    name TEXT NOT NULL, body BYTEA NOT NULL, checksum BIGINT NOT NULL, UNIQUE (object, part, name)
+);
+CREATE INDEX items_of_objects ON items (object, part, number)
+"""
+SCHEMA = f"""
 CREATE TABLE fleet (format INTEGER NOT NULL, fingerprint TEXT NOT NULL, secret TEXT NOT NULL);
 CREATE SEQUENCE epochs;
 CREATE TABLE replicas (
@@ -56,7 +69,7 @@ CREATE TABLE results (
     number BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY, session BIGINT NOT NULL, key TEXT NOT NULL,
     turn BYTEA NOT NULL, checksum BIGINT NOT NULL, UNIQUE (session, key)
 );
-"""
+{OBJECTS}"""
 # Tables and checksums are those of `journal_rows.SCHEMA`, and besides:
 #
 # `sessions.owner`: the replica that may commit; `epoch`: drawn from one sequence whenever a session is opened or
@@ -66,11 +79,13 @@ CREATE TABLE results (
 # what each tenant with limits has there, as a `TenantUse`, in JSON.
 # `begun`: the request of a session's open turn, a `StartTurn` in MessagePack, if another replica may begin it again,
 # which it may while the session has this version.
+# `objects`: see `StoredObject`; `items` are those of objects, in the order of their numbers.
 # `writers`: how many changes of a replica are committed, so that it knows after a lost connection.
 
 MIGRATIONS = {
     1: "ALTER TABLE replicas ADD COLUMN load TEXT",
     2: "ALTER TABLE replicas ADD COLUMN tenants TEXT",
+    3: OBJECTS,
 }
 """The statements that turn a database of each format into the next format."""
 

@@ -28,9 +28,9 @@ from tenuto.session.session import RECORD_BYTES, SESSION_BYTES
 
 log = logging.getLogger("tenuto.fleet")
 
-_LIVE = "NOT ended AND heartbeat + lease * INTERVAL '1 second' > clock_timestamp()"
+LIVE = "NOT ended AND heartbeat + lease * INTERVAL '1 second' > clock_timestamp()"
 """Whether a replica's lease has not ended, by the database's clock."""
-_UNOWNED = f"(owner IS NULL OR owner NOT IN (SELECT id FROM replicas WHERE {_LIVE}))"
+_UNOWNED = f"(owner IS NULL OR owner NOT IN (SELECT id FROM replicas WHERE {LIVE}))"
 """Whether no live replica owns a session."""
 FORGOTTEN = "INTERVAL '1 day'"
 """How long the row of a replica without sessions stays after its lease."""
@@ -138,7 +138,7 @@ class Replicas:
 
     def _others(self, tenants: Iterable[str]) -> dict[str, TenantUse]:
         found = dict.fromkeys(tenants, TenantUse())
-        query = f"SELECT tenants FROM replicas WHERE id <> ? AND tenants IS NOT NULL AND {_LIVE}"
+        query = f"SELECT tenants FROM replicas WHERE id <> ? AND tenants IS NOT NULL AND {LIVE}"
         for (told,) in self.db.execute(query, (self.number,)):
             for tenant, use in msgspec.json.decode(told, type=dict[str, TenantUse]).items():
                 if tenant in found:
@@ -172,7 +172,7 @@ class Replicas:
     def find(self, key: SessionKey) -> Owned | None:
         """Returns where a session is; `None` if there is none."""
         query = (
-            f"SELECT owner, epoch, coalesce({_LIVE}, FALSE), coalesce(url, '') FROM sessions LEFT JOIN replicas "
+            f"SELECT owner, epoch, coalesce({LIVE}, FALSE), coalesce(url, '') FROM sessions LEFT JOIN replicas "
             "ON replicas.id = owner WHERE tenant = ? AND name = ?"
         )
         found = self.db.execute(query, key).fetchone()
@@ -270,7 +270,7 @@ class Replicas:
     def _lives(self, owner: int | None) -> bool:
         """Whether a replica's lease has not ended, or was prolonged since the replica was marked as one that has `lost`
         a session. It cannot be prolonged before the caller's transaction ends."""
-        query = f"SELECT {_LIVE} OR NOT lost FROM replicas WHERE id = ? FOR SHARE"
+        query = f"SELECT {LIVE} OR NOT lost FROM replicas WHERE id = ? FOR SHARE"
         found = self.db.execute(query, (owner,)).fetchone()
         return found is not None and bool(found[0])
 
@@ -283,7 +283,7 @@ class Replicas:
         """Returns those of these replicas that live or own sessions."""
         asked = ",".join(map(str, replicas))
         query = (
-            f"SELECT id FROM replicas WHERE id = ANY(string_to_array(?, ',')::bigint[]) AND {_LIVE} "
+            f"SELECT id FROM replicas WHERE id = ANY(string_to_array(?, ',')::bigint[]) AND {LIVE} "
             "UNION SELECT owner FROM sessions WHERE owner = ANY(string_to_array(?, ',')::bigint[])"
         )
         return {number for (number,) in self.db.execute(query, (asked, asked))}
@@ -291,7 +291,7 @@ class Replicas:
     def all(self) -> list[ReplicaView]:
         """Returns the fleet's replicas, with the number of sessions that each owns."""
         query = (
-            f"SELECT id, url, {_LIVE}, extract(epoch FROM clock_timestamp() - heartbeat)::float8, lease, "
+            f"SELECT id, url, {LIVE}, extract(epoch FROM clock_timestamp() - heartbeat)::float8, lease, "
             "(SELECT count(*) FROM sessions WHERE owner = replicas.id), load FROM replicas ORDER BY id"
         )
         return [_view(*row) for row in self.db.execute(query)]
