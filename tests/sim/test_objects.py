@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.base.errors import TenutoError
-from tests.sim.faults_of_objects import FAULTS, Plant
-from tests.sim.objects import Violation, simulate
+from tests.sim.faults_of_objects import FAULTS, Plant, find
+from tests.sim.objects import simulate
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -15,7 +14,5 @@ def test_replicas_that_fail_sleep_and_lose_messages_keep_conversations_and_batch
 
 
 @pytest.mark.parametrize("plant", FAULTS)
-def test_a_planted_fault_of_objects_is_noticed(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch)
-    with pytest.raises((Violation, TenutoError, LookupError)):
-        simulate(FAULTS[plant])
+def test_a_planted_fault_of_objects_is_noticed(plant: Plant) -> None:
+    assert find(plant) is not None
