@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from tenuto.base.tools.definitions import ToolCall
 from tenuto.base.turns import Message, TurnInput
 from tenuto.base.wire.between import Put
+from tenuto.base.wire.fleet_messages import PutMove
 from tenuto.base.wire.frames import frame
-from tenuto.base.wire.messages import AbortTurn, Answer, Describe, PutMove, StartTurn, Tokenize
+from tenuto.base.wire.messages import AbortTurn, Answer, Describe, StartTurn, Tokenize
 from tenuto.base.wire.moves import StatePiece
 from tenuto.base.wire.pieces import PIECE, in_pieces
 

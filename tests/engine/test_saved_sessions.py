@@ -19,7 +19,8 @@ from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import Message
 from tenuto.base.views import SessionInfo
 from tenuto.base.wire.document import Conversation, SessionDocument, read_document
-from tenuto.base.wire.messages import ExportSession, Fork, ImportSession, OpenSession, Request, Rewind, StartTurn, Trim
+from tenuto.base.wire.messages import ExportSession, Fork, ImportSession, OpenSession, Rewind, StartTurn, Trim
+from tenuto.base.wire.request import Request
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread.dispatcher import Dispatcher
 from tenuto.engine.thread.rendering import Renderer

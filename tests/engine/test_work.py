@@ -14,7 +14,8 @@ import pytest
 from tenuto.base.config import Limits
 from tenuto.base.errors import LimitReached
 from tenuto.base.options import Policy
-from tenuto.base.wire.messages import GetStats, ListSessions, OpenSession, Request
+from tenuto.base.wire.messages import GetStats, ListSessions, OpenSession
+from tenuto.base.wire.request import Request
 from tenuto.engine.thread.dispatcher import Dispatcher
 from tenuto.engine.thread.rendering import Renderer
 from tests.engine.stage import FULL, SLIDING, STATE, Stage, count_from, every_overlap

@@ -27,9 +27,9 @@ from tenuto.base.wire.messages import (
     GetStats,
     ListSessions,
     OpenSession,
-    Request,
     StartTurn,
 )
+from tenuto.base.wire.request import Request
 from tenuto.serve.engine_process import EngineProcess
 from tenuto.serve.process import ProcessLink
 from tests.runtime.local import LocalLink

@@ -26,11 +26,11 @@ from tenuto.base.wire.messages import (
     ListTurns,
     OpenSession,
     Refusal,
-    Request,
     StartTurn,
     Stopped,
     Updates,
 )
+from tenuto.base.wire.request import Request
 from tenuto.runtime.models import load_model
 from tenuto.runtime.service import Service
 from tenuto.session.changes import Change

@@ -13,15 +13,8 @@ import pytest
 
 from tenuto.base.errors import NotAcknowledged, ObjectDamaged
 from tenuto.base.objects import ItemName, NewItem, ObjectEdit, ObjectKey
-from tenuto.base.wire.messages import (
-    CountObjects,
-    EditObject,
-    FindObject,
-    ListAbandoned,
-    ListItems,
-    ListObjects,
-    Request,
-)
+from tenuto.base.wire.fleet_messages import CountObjects, EditObject, FindObject, ListAbandoned, ListItems, ListObjects
+from tenuto.base.wire.request import Request
 from tenuto.runtime.shared_objects import OfObjects, SharedObjects
 from tenuto.serve.shared.local_objects import LocalObjects
 from tenuto.session.postgres.database import Database

@@ -13,7 +13,7 @@ import msgspec
 
 from tenuto.base.errors import NotAcknowledged, TenutoError
 from tenuto.base.turns import Delta
-from tenuto.base.wire.messages import BeginMove, SettleMove
+from tenuto.base.wire.fleet_messages import BeginMove, SettleMove
 from tenuto.base.wire.moves import StateEnd, StateOffer, StatePiece
 from tests.sim.fleet_clients import Clients, Known, Steps
 from tests.sim.fleet_replicas import Replica

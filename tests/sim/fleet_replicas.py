@@ -15,7 +15,8 @@ from tenuto.base.config import EngineConfig
 from tenuto.base.errors import NotAcknowledged, TenutoError
 from tenuto.base.options import TurnParams
 from tenuto.base.views import KeptTurn, MovesView, Place, TenantUse
-from tenuto.base.wire.messages import FindTurn, Locate, StartTurn, TellLoad
+from tenuto.base.wire.fleet_messages import Locate, TellLoad
+from tenuto.base.wire.messages import FindTurn, StartTurn
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread.loop import EngineLoop, Subscriber
 from tenuto.memory.memory import session_bytes, units_for_budget

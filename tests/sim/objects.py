@@ -27,7 +27,8 @@ import msgspec
 import psycopg
 
 from tenuto.base.errors import NotAcknowledged, SessionBusy, TenutoError
-from tenuto.base.wire.messages import ListAbandoned, Request
+from tenuto.base.wire.fleet_messages import ListAbandoned
+from tenuto.base.wire.request import Request
 from tenuto.runtime.shared_objects import OfObjects, SharedObjects
 from tenuto.serve.anthropic.batches import Batches, Result, Work, new_name
 from tenuto.serve.openai.conversations import Conversations

@@ -19,7 +19,8 @@ from tenuto.base.tools.definitions import ModelHabits
 from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.turns import Message, Transcript, TurnInput, TurnState, turn_input
 from tenuto.base.views import Compacted, SessionInfo
-from tenuto.base.wire.messages import CloseSession, GetSession, Request, StartTurn
+from tenuto.base.wire.messages import CloseSession, GetSession, StartTurn
+from tenuto.base.wire.request import Request
 from tenuto.client.compaction import CompactionOptions, compaction_body
 from tenuto.client.futures import chained
 from tenuto.client.transport import Event, Options, Transport

@@ -17,7 +17,8 @@ from tenuto.base.tools.answers import Reading
 from tenuto.base.tools.definitions import NO_TOOLS, Tools
 from tenuto.base.turns import Message, TurnInput, TurnResult
 from tenuto.base.views import Compacted, SessionInfo, hidden_session_id
-from tenuto.base.wire.messages import CopyTurns, Fork, GetSession, ReplaceHistory, Request, StartTurn
+from tenuto.base.wire.messages import CopyTurns, Fork, GetSession, ReplaceHistory, StartTurn
+from tenuto.base.wire.request import Request
 
 SUMMARY_TOKENS = 2048
 """Maximum number of tokens of a summary, unless the request says otherwise."""

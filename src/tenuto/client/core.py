@@ -25,6 +25,7 @@ from tenuto.base.turns import Delta, Input, Keep, Transcript, TurnKind, TurnResu
 from tenuto.base.views import AuditReport, Compacted, Erased, RecordPage, SessionInfo, SessionPage
 from tenuto.base.wire import messages
 from tenuto.base.wire.document import read_document
+from tenuto.base.wire.request import Request
 from tenuto.base.wire.state_file import StateFile
 from tenuto.client.futures import Steps, chained, mapped
 from tenuto.client.transport import Deliver, Options, RunningTurn, Transport
@@ -92,7 +93,7 @@ class EngineCore:
             messages.ImportSession(session=name, policy=document.policy(), document=document, state=str(source))
         )
 
-    def session(self, request: messages.Request[SessionInfo]) -> Future[SessionCore]:
+    def session(self, request: Request[SessionInfo]) -> Future[SessionCore]:
         """Sends `request` and returns the session that the answer describes."""
         return mapped(self.transport.call(request), lambda info: SessionCore(self, info.session_id))
 

@@ -12,7 +12,8 @@ import msgspec
 
 from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.views import Compacted, SessionInfo
-from tenuto.base.wire.messages import CloseSession, EraseSession, ExportSession, ImportSession, Request, StartTurn
+from tenuto.base.wire.messages import CloseSession, EraseSession, ExportSession, ImportSession, StartTurn
+from tenuto.base.wire.request import Request
 from tenuto.base.wire.state_file import StateFile
 from tenuto.client.compaction import compacted_from, compaction_body
 from tenuto.client.connection import Connection

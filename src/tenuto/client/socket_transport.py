@@ -11,7 +11,8 @@ from tenuto.base.errors import Disconnected, EngineStopped
 from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.turns import Delta
 from tenuto.base.views import Compacted
-from tenuto.base.wire.messages import AbortTurn, Draft, Request, Rewind, StartTurn
+from tenuto.base.wire.messages import AbortTurn, Draft, Rewind, StartTurn
+from tenuto.base.wire.request import Request
 from tenuto.client.connection import Connection
 from tenuto.client.feed import Feed, Source
 from tenuto.client.http import HttpTransport, source_of

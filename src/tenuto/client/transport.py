@@ -14,7 +14,8 @@ from tenuto.base.tools.answers import Reading
 from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.turns import Delta, Keep, TurnResult
 from tenuto.base.views import Compacted
-from tenuto.base.wire.messages import Request, StartTurn
+from tenuto.base.wire.messages import StartTurn
+from tenuto.base.wire.request import Request
 from tenuto.client.futures import Steps, chained
 
 T = TypeVar("T")

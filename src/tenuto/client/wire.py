@@ -21,6 +21,7 @@ from tenuto.base.turns import Message, TurnInput, TurnKind
 from tenuto.base.views import Record, RecordPage, SessionInfo, SessionPage
 from tenuto.base.wire import messages
 from tenuto.base.wire.bodies import read_body
+from tenuto.base.wire.request import Request, answer_of
 from tenuto.client.transport import Options
 
 T = TypeVar("T")
@@ -38,7 +39,7 @@ class Exchange(NamedTuple):
     query: dict[str, Any] | None = None
 
 
-def exchange_of(request: messages.Request[Any]) -> Exchange:
+def exchange_of(request: Request[Any]) -> Exchange:
     """Translates a client's request to HTTP. Raises `NotFound` if its session id cannot exist."""
     return _EXCHANGES[type(request)](request)
 
@@ -96,9 +97,9 @@ _EXCHANGES: dict[type, Callable[[Any], Exchange]] = {
 }
 
 
-def answer_from(request: messages.Request[T], body: Any) -> T:
+def answer_from(request: Request[T], body: Any) -> T:
     """Converts the JSON answer to `request`. Raises `TenutoError` if it has another form."""
-    kind = messages.answer_of(type(request))
+    kind = answer_of(type(request))
     with valid_answer():
         answer: T = msgspec.convert(_answer(kind, body), kind)
         return answer

@@ -24,7 +24,7 @@ from tenuto.base.views import (
     SessionKey,
     SessionPage,
 )
-from tenuto.base.wire.messages import CheckLease, Enter, FindOwner, GetFleet, ListUnowned, Locate, TellLoad
+from tenuto.base.wire.fleet_messages import CheckLease, Enter, FindOwner, GetFleet, ListUnowned, Locate, TellLoad
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread.loop import EngineLoop
 from tenuto.runtime.answering import answered

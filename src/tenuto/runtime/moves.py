@@ -15,7 +15,7 @@ import numpy as np
 
 from tenuto.base.errors import EngineStopped, NotAcknowledged, NotFound, TenutoError
 from tenuto.base.views import OwnedSession, Ticket
-from tenuto.base.wire.messages import (
+from tenuto.base.wire.fleet_messages import (
     BeginMove,
     CopyMove,
     DropMove,
@@ -23,12 +23,12 @@ from tenuto.base.wire.messages import (
     HoldMove,
     ListOwned,
     PutMove,
-    Request,
     ReserveMove,
     SettleMove,
     TakeMove,
 )
 from tenuto.base.wire.moves import MovedTurn, StateEnd, StateOffer, StatePiece
+from tenuto.base.wire.request import Request
 from tenuto.engine.departures import Rest
 from tenuto.engine.engine import Engine
 from tenuto.engine.moved_turns import Readied

@@ -40,7 +40,6 @@ from tenuto.base.wire.messages import (
     Look,
     OpenSession,
     Pause,
-    Request,
     Resume,
     StartTurn,
     Stopped,
@@ -49,6 +48,7 @@ from tenuto.base.wire.messages import (
     UnloadAdapter,
     Withdraw,
 )
+from tenuto.base.wire.request import Request
 from tenuto.engine.engine import Engine
 from tenuto.engine.erasure import Receipt
 from tenuto.engine.thread.acknowledge import Acknowledger

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from tenuto.base.errors import NotAcknowledged, ObjectDamaged
-from tenuto.base.wire.messages import CountObjects, EditObject, FindObject, ListAbandoned, ListItems, ListObjects
+from tenuto.base.wire.fleet_messages import CountObjects, EditObject, FindObject, ListAbandoned, ListItems, ListObjects
 from tenuto.runtime.answering import answered
 from tenuto.session.journal_rows import DAMAGE
 from tenuto.session.postgres.objects import Objects

@@ -13,11 +13,11 @@ from tenuto.base.wire.messages import (
     LoadAdapter,
     ReceiveTensors,
     ReleaseMemory,
-    Request,
     ResumeMemory,
     UpdateTensors,
     UpdateWeights,
 )
+from tenuto.base.wire.request import Request
 from tenuto.formats.tensor_pickle import NamedTensor, read_tensors
 from tenuto.runtime.lanes import Lanes
 from tenuto.runtime.loaded_model import LoadedModel

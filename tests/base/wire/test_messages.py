@@ -23,10 +23,10 @@ from tenuto.base.wire.messages import (
     StartTurn,
     Stopped,
     Updates,
-    answer_of,
     error_of,
     refusal_of,
 )
+from tenuto.base.wire.request import answer_of
 
 
 def test_every_request_names_the_type_of_its_answer() -> None:

@@ -22,11 +22,11 @@ from tenuto.base.wire.messages import (
     ListTurns,
     OpenSession,
     ReleaseMemory,
-    Request,
     Rewind,
     StartTurn,
     Trim,
 )
+from tenuto.base.wire.request import Request
 from tenuto.engine.thread.rendering import Basis, Outdated
 from tenuto.session.session import Session
 from tests.engine.test_saved_sessions import Talk, chatted

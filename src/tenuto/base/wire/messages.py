@@ -6,16 +6,16 @@ repeat. A session is identified by its tenant and its id among that tenant's ses
 
 from __future__ import annotations
 
-from functools import cache, reduce
+from functools import reduce
 from operator import or_
-from typing import Any, Generic, TypeVar, cast, get_args
+from typing import Any
 
 import msgspec
 
+import tenuto.base.wire.fleet_messages  # noqa: F401 - its requests are among `AnyRequest`
 from tenuto.base.config import Limits
 from tenuto.base.errors import EngineStopped, TenutoError
 from tenuto.base.map_views import MapPart, TraceView
-from tenuto.base.objects import ItemPage, ObjectEdit, ObjectKey, ObjectsUse, StoredObject
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.plan import MemoryPart
 from tenuto.base.tokens import PackedTokens
@@ -27,59 +27,20 @@ from tenuto.base.views import (
     AdapterView,
     AuditReport,
     Erased,
-    FleetView,
     FoundTurn,
-    Membership,
     ModelView,
-    MovesView,
-    OwnedSession,
-    OwnerView,
-    Place,
     RecordPage,
     SessionInfo,
     SessionKey,
     SessionPage,
     StateFilter,
     Stats,
-    TenantUse,
     Ticket,
     TokenizerView,
     WeightsView,
 )
 from tenuto.base.wire.document import SessionDocument
-from tenuto.base.wire.moves import StateEnd, StateOffer, StatePiece, Surplus
-
-T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
-
-
-class WireMessage(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=True):
-    """Base of all messages; on the wire an array that begins with the message's name."""
-
-
-class Request(WireMessage, Generic[T_co], frozen=True, kw_only=True):
-    """Edge to engine, answered with a `T_co`. `call` is set by the link."""
-
-    call: int = 0
-
-
-class OfSession(Request[T_co], Generic[T_co], frozen=True, kw_only=True):
-    """A request about one session."""
-
-    tenant: str
-    session: str
-
-    @property
-    def key(self) -> SessionKey:
-        """The key of the session."""
-        return self.tenant, self.session
-
-
-@cache
-def answer_of(request: type[Request[T]]) -> type[T]:
-    """Returns the answer type of a kind of request."""
-    (answer,) = get_args(request.__orig_bases__[0])  # type: ignore[attr-defined] # every generic class has bases
-    return cast("type[T]", answer)
+from tenuto.base.wire.request import OfSession, Request, WireMessage
 
 
 class Describe(Request[ModelView], frozen=True, kw_only=True):
@@ -419,7 +380,7 @@ class Look(Request[MapPart], frozen=True, kw_only=True):
     `again`: the numbers of sessions to describe in any case. `end`: nobody looks any more."""
 
     fresh: bool = False
-    again: list[int] = []
+    again: list[int] = msgspec.field(default_factory=list)
     end: bool = False
 
 
@@ -471,159 +432,6 @@ class Tokenize(Request[bytes], frozen=True, kw_only=True):
     markup: bool = False
     generate: bool = True
     closed: bool = False
-
-
-class Locate(OfSession[Place], frozen=True, kw_only=True):
-    """Say which replica of the fleet owns a session. If its owner's lease has ended, the replica that receives this
-    takes it over first."""
-
-
-class FindOwner(OfSession[OwnerView], frozen=True, kw_only=True):
-    """Say which replica of the fleet owns a session, without taking it over."""
-
-
-class GetFleet(Request[FleetView], frozen=True, kw_only=True):
-    """Describe the fleet."""
-
-
-class CheckLease(Request[bool], frozen=True, kw_only=True):
-    """Say whether this replica's lease has not ended, so that it may own sessions."""
-
-
-class Enter(Request[Membership], frozen=True, kw_only=True):
-    """Say which replica of the fleet this is."""
-
-
-class ListUnowned(Request[SessionPage], frozen=True, kw_only=True):
-    """List up to `limit` sessions of `tenant` after id `after` which no live replica of the fleet owns, by id."""
-
-    tenant: str
-    after: str
-    limit: int
-
-
-class BeginMove(OfSession[StateOffer], frozen=True, kw_only=True):
-    """Begin to move a session to another replica, and return the offer for that one. `move`: a unique name, by which
-    the other requests refer to it. `relieves`: of what this replica has too much; the other one refuses the session if
-    it would then have more. The session goes on."""
-
-    move: str
-    relieves: Surplus | None = None
-
-
-class CopyMove(Request[list[StatePiece]], frozen=True, kw_only=True):
-    """Return copies of units that were not copied yet and do not change any more. May be empty."""
-
-    move: str
-
-
-class HoldMove(Request[StateEnd], frozen=True, kw_only=True):
-    """Hold the session, and return what is left to send. Its open turn reports no more until `SettleMove`."""
-
-    move: str
-
-
-class SettleMove(Request[bool], frozen=True, kw_only=True):
-    """End a move. `gone`: another replica is the owner, and the session leaves. Otherwise it goes on here; if its owner
-    may have been changed (`asked`), only once the database says that it was not, and no longer can be. Answers whether
-    the session is still here."""
-
-    move: str
-    gone: bool = False
-    asked: bool = False
-
-
-class ListOwned(Request[list[OwnedSession]], frozen=True, kw_only=True):
-    """List the sessions that this replica owns, of all tenants."""
-
-
-class GiveUpSession(OfSession[None], frozen=True, kw_only=True):
-    """Give up an idle session, so that any replica may claim it."""
-
-
-class ReserveMove(Request[None], frozen=True, kw_only=True):
-    """Reserve room for a session of another replica that moves here."""
-
-    move: str
-    offer: StateOffer
-
-
-class PutMove(Request[None], frozen=True, kw_only=True):
-    """Take in units of its state."""
-
-    move: str
-    piece: StatePiece
-
-
-class TakeMove(Request[Ticket], frozen=True, kw_only=True):
-    """Take in the rest, and become the session's owner. The open turn goes on here, and deltas follow as after
-    `StartTurn`. The answer is that turn's ticket; its number is 0 without a turn."""
-
-    move: str
-    end: StateEnd
-
-
-class DropMove(Request[None], frozen=True, kw_only=True):
-    """Give up the room of a move; unknown moves are fine."""
-
-    move: str
-
-
-class TellLoad(Request[dict[str, TenantUse]], frozen=True, kw_only=True):
-    """Let the fleet know about this replica's edge: how many turns are open there, whether it is `draining`, and its
-    moves. `tenants`: those with limits, and how many turns each has here. Answered with the known use of these tenants
-    at other replicas."""
-
-    open_turns: int
-    draining: bool
-    moves: MovesView
-    tenants: dict[str, TenantUse] = {}
-
-
-class FindObject(Request[StoredObject | None], frozen=True, kw_only=True):
-    """Return an object without its items; `None` if there is none."""
-
-    key: ObjectKey
-
-
-class ListObjects(Request[list[StoredObject]], frozen=True, kw_only=True):
-    """Return a tenant's objects of one kind without their items, the oldest first. `most`: at most so many."""
-
-    tenant: str
-    kind: str
-    most: int | None = None
-
-
-class CountObjects(Request[ObjectsUse], frozen=True, kw_only=True):
-    """Count a tenant's objects of one kind."""
-
-    tenant: str
-    kind: str
-
-
-class ListItems(Request[ItemPage | None], frozen=True, kw_only=True):
-    """Return at most `most` items of the list `part` of an object, after the one named `after`; `None` if there is no
-    such object."""
-
-    key: ObjectKey
-    part: str
-    most: int
-    after: str | None = None
-    newest_first: bool = False
-
-
-class EditObject(Request[bool], frozen=True, kw_only=True):
-    """Change an object, and answer once that is durable. Answers whether it was changed: its revision may be another
-    one. May be repeated as it is, if it is unknown whether it was carried out."""
-
-    key: ObjectKey
-    edit: ObjectEdit
-
-
-class ListAbandoned(Request[list[ObjectKey]], frozen=True, kw_only=True):
-    """Return objects of one kind, of all tenants, for which a replica had something to do whose lease has ended."""
-
-    kind: str
 
 
 AnyRequest: Any = reduce(or_, {*Request.__subclasses__(), *OfSession.__subclasses__()} - {OfSession})

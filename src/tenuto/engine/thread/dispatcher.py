@@ -39,19 +39,18 @@ from tenuto.base.wire.messages import (
     ListTurns,
     Look,
     NameWeights,
-    OfSession,
     OpenSession,
     ParkSession,
     Pause,
     ReleaseMemory,
     ReplaceHistory,
-    Request,
     Resume,
     Rewind,
     StartTurn,
     Trim,
     UnloadAdapter,
 )
+from tenuto.base.wire.request import OfSession, Request
 from tenuto.engine.engine import Engine
 from tenuto.engine.erasure import Receipt
 from tenuto.engine.thread import views

@@ -11,7 +11,7 @@ import structlog
 
 from tenuto.base.errors import Draining, EngineStopped, NotFound, TenutoError
 from tenuto.base.views import FleetView, OwnedSession, ReplicaView
-from tenuto.base.wire.messages import GetFleet, GiveUpSession, ListOwned
+from tenuto.base.wire.fleet_messages import GetFleet, GiveUpSession, ListOwned
 from tenuto.serve.fleet.moving import Moving
 from tenuto.serve.shared.edge import Edge
 

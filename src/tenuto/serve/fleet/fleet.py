@@ -12,16 +12,8 @@ import msgspec
 from tenuto.base.errors import Draining, TenutoError, Unauthorized
 from tenuto.base.views import FleetView, Listing, Membership, Place, SessionKey, TenantUse
 from tenuto.base.wire.between import Fate, List, Move
-from tenuto.base.wire.messages import (
-    Enter,
-    GetFleet,
-    ListAbandoned,
-    ListSessions,
-    ListUnowned,
-    Locate,
-    StartTurn,
-    TellLoad,
-)
+from tenuto.base.wire.fleet_messages import Enter, GetFleet, ListAbandoned, ListUnowned, Locate, TellLoad
+from tenuto.base.wire.messages import ListSessions, StartTurn
 from tenuto.serve.fleet.asking import SECRET, Between
 from tenuto.serve.fleet.draining import Drain, by_room, others
 from tenuto.serve.fleet.moving import Moving

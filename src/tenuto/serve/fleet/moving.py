@@ -16,7 +16,7 @@ from tenuto.base.errors import EngineStopped, Misdirected, SessionBusy, TenutoEr
 from tenuto.base.turns import Keep
 from tenuto.base.views import MovesView, SessionKey
 from tenuto.base.wire.between import Drop, Put, Reserve, Take
-from tenuto.base.wire.messages import BeginMove, CopyMove, HoldMove, SettleMove
+from tenuto.base.wire.fleet_messages import BeginMove, CopyMove, HoldMove, SettleMove
 from tenuto.base.wire.moves import LiveStream, StateEnd, Surplus
 from tenuto.serve.fleet.asking import Between
 from tenuto.serve.fleet.peers import Broken

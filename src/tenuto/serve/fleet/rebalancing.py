@@ -9,7 +9,7 @@ import structlog
 
 from tenuto.base.errors import EngineStopped, TenutoError
 from tenuto.base.views import FleetView, OwnedSession, ReplicaView, SessionKey
-from tenuto.base.wire.messages import GetFleet, ListOwned
+from tenuto.base.wire.fleet_messages import GetFleet, ListOwned
 from tenuto.serve.fleet.balance import Shift, chosen, shifts
 from tenuto.serve.fleet.moving import Moving
 from tenuto.serve.shared.edge import Edge

@@ -24,8 +24,9 @@ from tenuto.base.wire.between import (
     Take,
     key_of,
 )
+from tenuto.base.wire.fleet_messages import DropMove, PutMove, ReserveMove, TakeMove
 from tenuto.base.wire.frames import frame
-from tenuto.base.wire.messages import DropMove, PutMove, ReserveMove, StartTurn, TakeMove, refusal_of
+from tenuto.base.wire.messages import StartTurn, refusal_of
 from tenuto.base.wire.moves import LiveStream
 from tenuto.serve.fleet.asking import PATH, SECRET
 from tenuto.serve.fleet.fleet import Fleet

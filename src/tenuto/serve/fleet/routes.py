@@ -10,7 +10,8 @@ from pydantic import Field
 
 from tenuto.base.errors import InvalidRequest, NotFound
 from tenuto.base.wire.between import Empty, Move
-from tenuto.base.wire.messages import CheckLease, FindOwner, GetFleet, GetSession
+from tenuto.base.wire.fleet_messages import CheckLease, FindOwner, GetFleet
+from tenuto.base.wire.messages import GetSession
 from tenuto.serve.fleet.fleet import Fleet
 from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.edge import Admin, Caller, EdgeOf

@@ -14,7 +14,7 @@ from tenuto.base.tools.answer_part import AnswerPart
 from tenuto.base.turns import Delta
 from tenuto.base.views import SessionInfo, Ticket
 from tenuto.base.wire.bodies import body_of
-from tenuto.base.wire.messages import Request
+from tenuto.base.wire.request import Request
 from tenuto.serve.native.answer_schemas import Session, Turn, etag
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure

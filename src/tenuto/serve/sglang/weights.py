@@ -13,10 +13,10 @@ from tenuto.base.wire.messages import (
     LeaveGroup,
     NameWeights,
     ReceiveTensors,
-    Request,
     UpdateTensors,
     UpdateWeights,
 )
+from tenuto.base.wire.request import Request
 from tenuto.serve.sglang.weight_schemas import (
     GroupRequest,
     InitGroupRequest,

@@ -9,7 +9,8 @@ from tenuto.base.errors import TenutoError
 from tenuto.base.tools.answers import Reading
 from tenuto.base.turns import TurnInput
 from tenuto.base.views import Compacted
-from tenuto.base.wire.messages import Request, StartTurn
+from tenuto.base.wire.messages import StartTurn
+from tenuto.base.wire.request import Request
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.samples import committed
 from tenuto.serve.shared.settings import Tenant

@@ -35,7 +35,7 @@ from tenuto.base.options import Policy, SessionAdapter
 from tenuto.base.views import Listing, ModelView, SessionKey
 from tenuto.base.wire.link import Link
 from tenuto.base.wire.messages import Expect, ListSessions, OpenSession, StartTurn
-from tenuto.base.wire.messages import Request as Message
+from tenuto.base.wire.request import Request as Message
 from tenuto.serve.shared.idempotency import RequestKey
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.local_objects import LocalObjects

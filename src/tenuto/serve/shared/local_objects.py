@@ -6,15 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from tenuto.base.objects import ItemPage, ObjectEdit, ObjectItem, ObjectKey, ObjectsUse, StoredObject
-from tenuto.base.wire.messages import (
-    CountObjects,
-    EditObject,
-    FindObject,
-    ListAbandoned,
-    ListItems,
-    ListObjects,
-    Request,
-)
+from tenuto.base.wire.fleet_messages import CountObjects, EditObject, FindObject, ListAbandoned, ListItems, ListObjects
+from tenuto.base.wire.request import Request
 
 T = TypeVar("T")
 

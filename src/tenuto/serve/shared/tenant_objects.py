@@ -17,7 +17,8 @@ from tenuto.base.objects import (
     ObjectsUse,
     StoredObject,
 )
-from tenuto.base.wire.messages import CountObjects, EditObject, FindObject, ListItems, ListObjects, Request
+from tenuto.base.wire.fleet_messages import CountObjects, EditObject, FindObject, ListItems, ListObjects
+from tenuto.base.wire.request import Request
 
 T = TypeVar("T")
 

@@ -14,8 +14,9 @@ from tenuto.base.errors import IllegalTransition, KeyReused, NotFound, ResultNot
 from tenuto.base.turns import Delta, Keep
 from tenuto.base.views import Erased, SessionKey, Ticket
 from tenuto.base.wire.between import Unsaid
+from tenuto.base.wire.fleet_messages import TakeMove
 from tenuto.base.wire.link import Link, TurnNews
-from tenuto.base.wire.messages import AbortTurn, CloseSession, EraseSession, FindTurn, StartTurn, TakeMove, Withdraw
+from tenuto.base.wire.messages import AbortTurn, CloseSession, EraseSession, FindTurn, StartTurn, Withdraw
 from tenuto.serve.shared.idempotency import REUSED, IdempotencyKeys, RequestKey
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.retention import EndedTurns
