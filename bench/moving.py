@@ -2,9 +2,9 @@
 
 `gap`: two replicas of the model share a PostgreSQL server that does not flush its files. Turns stream from a session of
 `--tokens` tokens, `--moves` in all, and during each the session moves to the other replica. The client stays connected
-to the first replica. The figures are the time between two tokens while nothing moves, and while state is copied; the
-longest time between two tokens from the request for each move until it is answered, and of as many tokens after it; and
-the time that the whole move takes. The longest of so many is large also if nothing moves.
+to the first replica. The figures are the time between two tokens while nothing moves, and while state is copied; and
+the longest time between two tokens during each move, and of as many tokens after it. The longest of so many is large
+also if nothing moves.
 
 `restart`: three replicas of the witness, with `--streams` clients. Each streams turn after turn of 50 tokens, at five a
 second at most, through changing replicas. Every replica has rows for all of them. Each replica gets SIGTERM in turn,

@@ -83,7 +83,7 @@ class ItemPage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ObjectsUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tenant's objects of one kind take: how many there are, and their `size` in bytes."""
+    """The number of a tenant's objects of one kind, and their `size` in bytes."""
 
     objects: int
     size: int

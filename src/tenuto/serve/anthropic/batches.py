@@ -79,7 +79,7 @@ class BatchBody(ForeignObject):
 
 
 class Head(msgspec.Struct, frozen=True, array_like=True):
-    """What the object of a batch has besides items. Times are in seconds since the epoch. `counts`: results by type."""
+    """The head of a batch's object. Times are in seconds since the epoch. `counts`: results by type."""
 
     total: int
     created: float
@@ -418,7 +418,7 @@ class Run:
 
 
 async def until_known(ask: Callable[[], Awaitable[T]]) -> T:
-    """Returns the answer to a question, which is asked again while the database cannot be asked."""
+    """Returns the result of `ask`, which is called again while the database cannot be reached."""
     while True:
         try:
             return await ask()

@@ -64,7 +64,7 @@ class ItemsBody(ForeignObject):
 
 
 class Head(msgspec.Struct, frozen=True, array_like=True):
-    """What the object of a conversation has besides items. `response`: the one being written that is to be added;
+    """The head of a conversation's object. `response`: the one being written that is to be added;
     empty for none."""
 
     metadata: dict[str, str]

@@ -38,7 +38,7 @@ class Ask(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """What is to become of an object; see `ObjectEdit`."""
+    """A change of an object; see `ObjectEdit`."""
 
     head: bytes | None
     worker: int | None = None
