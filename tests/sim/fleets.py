@@ -16,8 +16,6 @@ session can be used through every replica within a few leases.
 
 from __future__ import annotations
 
-import argparse
-import logging
 from collections.abc import Callable
 from random import Random
 from typing import TypeVar, cast
@@ -35,6 +33,7 @@ from tests.sim.disk import FaultyDisk
 from tests.sim.fleet_clients import Known, Steps, Violation, inputs
 from tests.sim.fleet_moves import Mover
 from tests.sim.fleet_replicas import LEASE, Replica
+from tests.sim.seeds import run
 
 T = TypeVar("T")
 
@@ -302,23 +301,5 @@ def simulate(seed: int, steps: int = 150) -> World:
     return world
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--steps", type=int, default=150)
-    given = parser.parse_args()
-    logging.getLogger("tenuto.fleet").setLevel(logging.CRITICAL)
-    seeds = range(given.seeds) if given.seed is None else [given.seed]
-    operations = 0
-    for seed in seeds:
-        try:
-            operations += simulate(seed, given.steps).operations
-        except BaseException:
-            print(f"seed {seed} fails")
-            raise
-    print(f"{len(seeds)} worlds, {operations} operations")
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, lambda seed, steps: simulate(seed, steps).operations, 150, "tenuto.fleet")

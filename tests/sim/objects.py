@@ -12,9 +12,7 @@ same everywhere, for ever; and once nothing fails any more, every conversation i
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import logging
 import selectors
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -40,6 +38,7 @@ from tenuto.session.postgres.replicas import Replicas
 from tests.postgres import database
 from tests.sim.fleet_replicas import Lossy
 from tests.sim.fleets import CLOCK
+from tests.sim.seeds import run
 
 T = TypeVar("T")
 
@@ -454,23 +453,5 @@ def simulate(seed: int, steps: int = 25) -> World:
     return world
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--steps", type=int, default=25)
-    given = parser.parse_args()
-    logging.getLogger("tenuto").setLevel(logging.CRITICAL)
-    seeds = range(given.seeds) if given.seed is None else [given.seed]
-    operations = 0
-    for seed in seeds:
-        try:
-            operations += simulate(seed, given.steps).operations
-        except BaseException:
-            print(f"seed {seed} fails")
-            raise
-    print(f"{len(seeds)} worlds, {operations} operations")
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, lambda seed, steps: simulate(seed, steps).operations, 25, "tenuto")

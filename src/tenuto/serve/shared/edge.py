@@ -67,7 +67,7 @@ async def _stays(_: SessionKey) -> None:
 
 
 async def _nobody(_: str, __: str) -> bytes | None:
-    """Returns what another replica knows of a response: there is none."""
+    """Asks another replica about a response: this server has no others."""
     return None
 
 
