@@ -49,20 +49,22 @@ def divide_among_tenants(
 
 
 def divide_one_by_one(wants: list[Row], budget: int) -> list[int]:
-    """Returns the same by brute force: one token each, then one at a time in turn to the most important that want
-    more."""
+    """Returns the same token by token: one to each; then, by importance, a quarter to the first, the rest to whichever
+    wants the fewest."""
     given_tokens = [0] * len(wants)
     for index, (wanted, _, _) in enumerate(wants):
         if wanted and budget:
             given_tokens[index] += 1
             budget -= 1
     for kind in sorted({(draft, -priority) for _, priority, draft in wants}):
-        members = sorted((i for i, (_, p, d) in enumerate(wants) if (d, -p) == kind), key=lambda i: wants[i][0])
-        while budget and any(given_tokens[i] < wants[i][0] for i in members):
-            for index in members:
-                if budget and given_tokens[index] < wants[index][0]:
-                    given_tokens[index] += 1
-                    budget -= 1
+        members = [i for i, (wanted, p, d) in enumerate(wants) if (d, -p) == kind and wanted > 1]
+        for turn in range(budget):
+            lacking = [i for i in members if given_tokens[i] < wants[i][0]]
+            if lacking:
+                first = lacking[0] == members[0] and turn < budget / 4
+                index = lacking[0] if first else min(lacking, key=lambda i: wants[i][0])
+                given_tokens[index] += 1
+        budget -= sum(given_tokens[i] - 1 for i in members)
     return given_tokens
 
 
@@ -121,13 +123,25 @@ def test_a_tenant_that_wants_more_has_received_its_share_by_weight(wants, weight
 
 
 @given(rows, st.integers(9, 80), st.integers(9, 80))
-def test_steps_that_delay_decodes_have_a_smaller_budget(wants: list[Row], budget: int, mixed: int) -> None:
-    decodes = any(wanted == 1 for wanted, _, _ in wants)
-    assert divide(wants, budget, mixed) == divide(wants, min(budget, mixed) if decodes else budget)
+def test_steps_of_several_turns_have_a_smaller_budget(wants: list[Row], budget: int, mixed: int) -> None:
+    count = sum(wanted > 0 for wanted, _, _ in wants)
+    assert divide(wants, budget, mixed) == divide(wants, min(budget, count + mixed) if count > 1 else budget)
 
 
 def test_a_short_prefill_is_done_in_one_step_beside_long_ones() -> None:
-    assert divide([(500, 0, False), (500, 0, False), (6, 0, False)], 32) == [13, 13, 6]
+    assert divide([(500, 0, False), (500, 0, False), (6, 0, False)], 32) == [25, 1, 6]
+
+
+def test_prefills_of_one_length_end_one_after_another() -> None:
+    assert divide([(48, 0, False)] * 16, 1024, mixed=256) == [48] * 5 + [22] + [1] * 10
+
+
+@given(st.lists(st.integers(2, 500), max_size=7), st.integers(9, 80))
+def test_the_prefill_that_waited_longest_gets_a_quarter_however_many_shorter_ones_come(
+    others: list[int], budget: int
+) -> None:
+    counts = divide([(500, 0, False), *((wanted, 0, False) for wanted in others)], budget)
+    assert counts[0] - 1 >= min(499, (budget - len(counts)) / 4)
 
 
 @every_mix

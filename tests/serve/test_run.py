@@ -242,7 +242,7 @@ def test_an_engine_whose_server_is_killed_ends_by_itself() -> None:
     [
         (("--model", "/nowhere/at/all.gguf"), "/nowhere/at/all.gguf"),
         (("--model", "witness", "--page-size", "0"), "page_size"),
-        (("--model", "witness", "--max-running-requests", "600"), "mixed_budget"),
+        (("--model", "witness", "--max-running-requests", "2000"), "token_budget"),
         (("--model", "witness", "--host", "0.0.0.0"), "API key"),
     ],
 )

@@ -87,8 +87,8 @@ class EngineConfig:
         1024, "Most tokens one step computes; more than max_running.", _COUNT, names={"cli": "--chunked-prefill-size"}
     )
     mixed_budget: int = option(
-        512,
-        "Most tokens of a step in which turns decode; more than max_running.",
+        256,
+        "Most tokens of a step of several turns, besides one token of each.",
         _COUNT,
         names={"cli": "--mixed-chunk-size"},
     )
@@ -144,12 +144,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_options(self, ConfigError)
-        for name in ("token_budget", "mixed_budget"):
-            if (budget := getattr(self, name)) <= self.max_running:
-                raise ConfigError(
-                    f"{name} is {budget}; allowed: more than max_running ({self.max_running}), "
-                    "so that prefills progress beside decodes"
-                )
+        if self.token_budget <= self.max_running:
+            raise ConfigError(
+                f"token_budget is {self.token_budget}; allowed: more than max_running ({self.max_running}), "
+                "so that prefills progress beside decodes"
+            )
 
 
 class EngineOptions(TypedDict, total=False):

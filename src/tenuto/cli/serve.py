@@ -45,17 +45,17 @@ def _ready(settings: ServerSettings, model: ModelView, address: str) -> None:
     """Prints the resolved configuration and the address."""
     exempt_existing_objects()
     config = model.config
-    mixed = min(config.mixed_budget, config.token_budget)
     units = ", ".join(f"{name} {count}" for name, count in model.units.items())
     if model.guess_bytes:
         units += f"; {model.guess_bytes / 2**20:.1f} MiB for guesses"
+    steps = f"{config.token_budget} tokens a step ({config.mixed_budget} of several turns)"
     fits = f"{model.capacity_tokens} tokens fit" if model.capacity_tokens else "all sessions take the same memory"
     lines = [
         f"model      {model.model}{f' ({model.path})' if model.path else ''}",
         f"compute    {model.compute}",
         f"context    {model.context_length} tokens a session (the model's own limit is {model.max_context})",
         f"memory     {fits}, in pages of {model.page_size} ({units})",
-        f"steps      {config.max_running} turns at once, {config.token_budget} tokens a step ({mixed} with decodes)",
+        f"steps      {config.max_running} turns at once, {steps}",
         *([f"settings   {', '.join(settings.sources)}"] if settings.sources else []),
         f"listening  {address}  (API description at {address}/docs)",
     ]

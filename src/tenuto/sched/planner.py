@@ -25,6 +25,8 @@ from tenuto.session.turn import Turn
 MAX_SCORES = 256
 """Maximum number of input tokens scored in a step. Scoring one takes several times the memory of its logits for the
 whole vocabulary."""
+LONGEST_WAITING_SHARE = 4
+"""The prefill that has waited longest gets at least this part, i.e. a quarter, of what prefills of its priority get."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,9 @@ class Flight:
 
 
 class Planner:
-    """Makes and applies plans of at most `config.token_budget` tokens, or `config.mixed_budget` if the plan has
-    decodes, which a long step would delay."""
+    """Makes and applies plans of at most `config.token_budget` tokens. Those of several turns have at most
+    `config.mixed_budget` besides one of each: a long step delays decodes, and prefills that end in one step all get
+    their first tokens late."""
 
     def __init__(
         self,
@@ -106,7 +109,7 @@ class Planner:
         self._batch = batch
         self._suspects = suspects
         self._budget = config.token_budget
-        self._mixed_budget = min(config.mixed_budget, config.token_budget)
+        self._mixed_budget = config.mixed_budget
         self._proposer = proposer
         self._lookahead = config.lookahead
         self.times = StepTimes()
@@ -171,14 +174,14 @@ class Planner:
         wanted[scoring] = np.minimum(wanted[scoring], max(1, MAX_SCORES // len(rows)))
 
     def _divide(self, order: Longs, wanted: Longs) -> Longs:
-        """Returns the tokens of each row. Every decode gets its token; prefills share the rest by their tenants'
-        weights; drafts get the remainder."""
+        """Returns the tokens of each row. Every row gets one; prefills share the rest by their tenants' weights; drafts
+        get the remainder."""
         counts = np.minimum(wanted, 1)
         prefills = (wanted > 1).nonzero()[0].tolist()
         if not prefills:
             return counts
         rows = int(counts.sum())
-        left = (self._budget if rows == len(prefills) else self._mixed_budget) - rows
+        left = self._most(rows) - rows
         turns = self._batch.turns
         for drafting in (False, True):
             tenants: dict[str, list[int]] = {}
@@ -193,17 +196,24 @@ class Planner:
                 left -= tokens
         return counts
 
+    def _most(self, rows: int) -> int:
+        """Returns the most tokens of a step of `rows` rows."""
+        return self._budget if rows == 1 else min(self._budget, rows + self._mixed_budget)
+
     def _share_out(self, tokens: int, rows: list[int], order: Longs, wanted: Longs, counts: Longs) -> None:
-        """Adds `tokens` to the counts of one tenant's prefills; `rows` are indices into `order`. Prefills of equal
-        priority share evenly, so that a long one does not delay a short one."""
+        """Adds `tokens` to the counts of one tenant's prefills; `rows` are indices into `order`. Of those of equal
+        priority, the shortest remaining is served first, since the mean time to the first token is then shortest; the
+        first in running order gets its share in any case, so that short ones cannot keep it waiting."""
         turns = self._batch.turns
         classes: dict[int, list[int]] = {}
         for index in rows:
             classes.setdefault(-turns[order[index]].priority, []).append(index)
         for key in sorted(classes):
-            members = sorted(classes[key], key=lambda index: int(wanted[index]))
-            for position, index in enumerate(members):
-                more = min(int(wanted[index]) - 1, -(-tokens // (len(members) - position)))
+            members = classes[key]
+            shares = [(members[0], -(-tokens // LONGEST_WAITING_SHARE))]
+            shares += [(index, tokens) for index in sorted(members, key=lambda index: int(wanted[index]))]
+            for index, most in shares:
+                more = min(int(wanted[index] - counts[index]), most, tokens)
                 counts[index] += more
                 tokens -= more
 
@@ -232,7 +242,9 @@ class Planner:
         ready = rows.samples[chosen] & (rows.expected[chosen] == proposal.starts + 1)
         ready &= (proposal.counts == 1) & self._batch.speculates[chosen]
         tokens = int(proposal.counts.sum())
-        most = np.minimum(rows.limit[chosen] - proposal.starts - 1, min(self._lookahead, self._mixed_budget - tokens))
+        most = np.minimum(
+            rows.limit[chosen] - proposal.starts - 1, min(self._lookahead, self._most(len(chosen)) - tokens)
+        )
         places = (ready & (most > 0)).nonzero()[0]
         if not len(places):
             return
@@ -249,7 +261,7 @@ class Planner:
 
     def _add_guesses(self, proposal: Proposal, guesses: dict[int, Guesses]) -> None:
         """Adds guesses, by index in `proposal.rows`, as far as the token budget and free units allow."""
-        left = self._mixed_budget - int(proposal.counts.sum())
+        left = self._most(len(proposal.rows)) - int(proposal.counts.sum())
         spare = (self._memory.free() - proposal.needs.sum(axis=1)).tolist()
         for index, wanted in guesses.items():
             added, turn = wanted.first(left), self._batch.turns[proposal.rows[index]]
