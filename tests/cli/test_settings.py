@@ -108,7 +108,7 @@ def test_flags_override_variables_which_override_the_file_and_the_defaults(show:
     assert found["token_budget"] == ("4096", "variable TENUTO_TOKEN_BUDGET")
     assert found["max_sessions"] == ("5", path)
     assert found["host_tier"] == (str(2**30), path)
-    assert found["mixed_budget"] == ("512", "default")
+    assert found["mixed_budget"] == ("256", "default")
     assert shown(show("--chunked-prefill-size", "99"))["token_budget"] == ("99", "flag --token-budget")
     assert shown(show("--disable-radix-cache"))["prefix_cache"] == ("false", "flag --prefix-cache")
 
@@ -154,7 +154,7 @@ def test_keys_are_masked(show: Show) -> None:
         ("memory = 'lots'\n", r"memory is 'lots'; allowed: .*4GiB"),
         ("disk_tier_size = '4'\nhost_tier = 'x'\n", r"host_tier is 'x'; allowed"),
         ("session_ttl = 'soon'\n", r"session_ttl is 'soon'; allowed"),
-        ("max_running = 600\n", r"mixed_budget is 512; allowed: more than max_running \(600\)"),
+        ("max_running = 2000\n", r"token_budget is 1024; allowed: more than max_running \(2000\)"),
         ("host = '0.0.0.0'\n", r"API key"),
         ("keys = 'none.toml'\n", r"key file none\.toml cannot be used"),
         ("fleet = 'postgresql://db/x'\n", r"fleet and advertise are given alone; allowed: both, or neither"),
