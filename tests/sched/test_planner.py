@@ -49,8 +49,8 @@ def divide_among_tenants(
 
 
 def divide_one_by_one(wants: list[Row], budget: int) -> list[int]:
-    """Returns the same token by token: one to each; then, by importance, a quarter to the first, the rest to whichever
-    wants the fewest."""
+    """Returns the same token by token. Each row gets one. Of the most important rows the first then gets a quarter, and
+    the one that wants the fewest tokens gets the next; the less important follow."""
     given_tokens = [0] * len(wants)
     for index, (wanted, _, _) in enumerate(wants):
         if wanted and budget:

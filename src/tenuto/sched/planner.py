@@ -25,8 +25,8 @@ from tenuto.session.turn import Turn
 MAX_SCORES = 256
 """Maximum number of input tokens scored in a step. Scoring one takes several times the memory of its logits for the
 whole vocabulary."""
-LONGEST_WAITING_SHARE = 4
-"""The prefill that has waited longest gets at least this part, i.e. a quarter, of what prefills of its priority get."""
+FIRST_SHARE = 4
+"""The divisor of what prefills of one priority get: a quarter of it is for the first of them in running order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ class Planner:
             classes.setdefault(-turns[order[index]].priority, []).append(index)
         for key in sorted(classes):
             members = classes[key]
-            shares = [(members[0], -(-tokens // LONGEST_WAITING_SHARE))]
+            shares = [(members[0], -(-tokens // FIRST_SHARE))]
             shares += [(index, tokens) for index in sorted(members, key=lambda index: int(wanted[index]))]
             for index, most in shares:
                 more = min(int(wanted[index] - counts[index]), most, tokens)
