@@ -62,7 +62,7 @@ class Peer:
     """One row of the tables. `home`: the directory, below the installed peers, that `bench/install/HOME.sh` fills.
     Without `server`, the command is a program of `bench.peers.inside`. `once`: start it once for all shapes. `single`:
     measure it in the first round only, to save time. `feature`: one of the CPU, by Linux's name, without which it
-    fails."""
+    fails. `asked`: measure it only if it is named."""
 
     name: str
     title: str
@@ -73,6 +73,7 @@ class Peer:
     once: bool = False
     single: bool = False
     feature: str = ""
+    asked: bool = False
 
     def absence(self, setting: Setting, machine: Machine) -> str:
         """Returns why the peer cannot be measured; empty if it can."""
@@ -99,10 +100,10 @@ def _tenuto(setting: Setting, shape: Shape) -> list[str]:
     return [sys.executable, "-c", "from tenuto.cli import main; main()", "serve", "--log-level", "error", *options]
 
 
-def _tenuto_inside(kv_cache_dtype: str) -> Command:
+def _tenuto_inside(kv_cache_dtype: str, kernels: str = "auto") -> Command:
     def command(setting: Setting, shape: Shape) -> list[str]:
         program, context = str(INSIDE / "tenuto_engine.py"), str(_context(shape))
-        return [sys.executable, program, setting.model, context, str(CACHE_GIB << 30), kv_cache_dtype]
+        return [sys.executable, program, setting.model, context, str(CACHE_GIB << 30), kv_cache_dtype, kernels]
 
     return command
 
@@ -227,5 +228,16 @@ PEERS = (
         "OpenVINO GenAI, in process, 8-bit KV (its default)",
         _openvino("u8"),
         home="openvino",
+    ),
+    *(
+        Peer(
+            f"tenuto-inside-{kernels}{'-8' if kept_as == 'int8' else ''}",
+            f"Tenuto, in process, `--kernels {kernels}`{', 8-bit KV' if kept_as == 'int8' else ''}",
+            _tenuto_inside(kept_as, kernels),
+            feature=feature,
+            asked=True,
+        )
+        for kernels, feature in (("avx512_bf16", "avx512_bf16"), ("avx512", "avx512_vnni"), ("avx2", "avx2"))
+        for kept_as in ("auto", "int8")
     ),
 )

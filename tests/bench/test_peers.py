@@ -29,7 +29,8 @@ from tenuto.kernels.native.build import Machine
 
 WORDS = tuple(range(200, 300))
 SHAPE = Shape(2, 3)
-OURS = tuple(peer for peer in PEERS if not peer.home and "-8" not in peer.name)  # the witness has no keys
+USUAL = tuple(peer for peer in PEERS if not peer.asked)
+OURS = tuple(peer for peer in USUAL if not peer.home and "-8" not in peer.name)  # the witness has no keys
 
 
 def setting(peers: Path) -> Setting:
@@ -161,7 +162,14 @@ def test_peers_and_shapes_can_be_selected() -> None:
     chosen: Namespace = parse(["--peers", "llamacpp,tenuto", "--shapes", "1x2,3x4"])
     assert [peer.name for peer in chosen.peers] == ["llamacpp", "tenuto"]
     assert chosen.shapes == (Shape(1, 2), Shape(3, 4))
-    assert parse([]).peers == PEERS
+    assert parse([]).peers == USUAL
+
+
+def test_kernels_that_another_cpu_would_use_are_measured_if_they_are_asked_for(tmp_path: Path) -> None:
+    [peer] = parse(["--peers", "tenuto-inside-avx512-8"]).peers
+    *_, kept_as, kernels = peer.command(setting(tmp_path), SHAPE)
+    assert (kept_as, kernels) == ("int8", "avx512")
+    assert "lacks avx512_vnni" in peer.absence(setting(tmp_path), Machine(frozenset({"avx2"}), None))
 
 
 class Scripted(BaseHTTPRequestHandler):

@@ -192,12 +192,16 @@ def prospects(step: NextStep, guesses: Sequence[Guesses]) -> tuple[list[int], np
 
 
 def chosen_counts(step: NextStep, guesses: Sequence[Guesses]) -> list[int]:
-    """Returns how many of each row's guesses a step computes so that it samples the most tokens per second."""
+    """Returns how many of each row's guesses a step computes so that it samples the most tokens per second.
+
+    Beside prompts, guesses are weighed by the time that they add, as if the prompts were not there: a long step does
+    not become a reason to compute guesses that would not be worth their time in a step of their own."""
     likeliest, expected = prospects(step, guesses)
     counts = [0] * len(guesses)
     if not likeliest:
         return counts
-    rates = expected / step.times.factors(step.rows, step.further + np.arange(len(expected), dtype=np.float64))
+    times = step.times.factors(step.rows, step.further + np.arange(len(expected), dtype=np.float64))
+    rates = expected / (1 + times - times[0])
     rates[0] *= WORTH
     for row in likeliest[: int(np.argmax(rates))]:
         counts[row] += 1
