@@ -127,11 +127,14 @@ struct Runs {
 };
 
 // The blocks of an input's rows that have outliers, so 15 bits. Within a run of rows they are sorted by block, so that
-// a block of weights is loaded once for several rows.
+// a block of weights is loaded once for several rows, and their `fine` quants are copied, so that products read them in
+// the order of memory.
 class OutlierBlocks {
 public:
   struct Entry {
-    int32_t row, block, at; // `at`: `Input::index`
+    int32_t row, block;
+    float scale; // of `fine`
+    alignas(16) int8_t fine[BLOCK];
   };
 
   // Reserves room for inputs of `rows` rows and `blocks` blocks.
@@ -151,7 +154,7 @@ public:
           uint64_t flags = load<uint64_t>(x.has_fine + x.index(eight, block));
           for (; flags; flags &= flags - 1)
             if (const int row = eight + __builtin_ctzll(flags) / 8; row < last)
-              entries_.push_back({row, block, (int32_t)x.index(row, block)});
+              add(x, row, block);
         }
     }
     runs_.push_back({INT_MAX, (int)entries_.size()});
@@ -165,6 +168,14 @@ private:
   struct Run {
     int first, entries; // the first row, and the first entry
   };
+
+  void add(const Input &x, int row, int block) {
+    const int64_t at = x.index(row, block);
+    Entry &entry = entries_.emplace_back();
+    entry.row = row, entry.block = block, entry.scale = x.scales[at] * FINE_STEP;
+    memcpy(entry.fine, x.fine + at * BLOCK, BLOCK);
+  }
+
   const Run *run_at(int first) const {
     const Run *found = runs_.data();
     while (found->first < first)

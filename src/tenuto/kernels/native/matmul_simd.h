@@ -63,37 +63,35 @@ static __attribute__((noinline)) void quantized_rows(const Panel &panel, const I
 
 // Adds the products of the `fine` quants of outlier blocks; row 0 of `out` is row `first` of the input.
 template <class Format>
-static void add_fine(const Panel &panel, const Input &x, const OutlierBlocks::Entry *entry,
-                     const OutlierBlocks::Entry *end, int first, float *out) {
+static void add_fine(const Panel &panel, const OutlierBlocks::Entry *entry, const OutlierBlocks::Entry *end, int first,
+                     float *out) {
   constexpr int BITS = Format::BITS, PARTS = Format::PARTS;
   const Behind behind = panel.behind<Format>();
-  u32x16 weights[8];
-  f32x16 scales[PARTS];
-  for (int there = -1; entry < end; entry++) {
-    if (entry->block != there) {
-      there = entry->block;
+  while (entry < end) {
+    const int block = entry->block;
+    u32x16 weights[8];
+    f32x16 scales[PARTS];
 #pragma GCC unroll 8
-      for (int j = 0; j < 8; j++)
-        weights[j] = Format::quads(panel.block<Format>(there), j);
+    for (int j = 0; j < 8; j++)
+      weights[j] = Format::quads(panel.block<Format>(block), j);
 #pragma GCC unroll 2
-      for (int part = 0; part < PARTS; part++)
-        scales[part] = scales_of<Format>(behind, there, part).scale;
-    }
-    const int64_t at = entry->at;
-    const float scale = x.scales[at] * FINE_STEP;
-    float *to = out + (int64_t)(entry->row - first) * LANES;
-    f32x16 acc = load<f32x16>(to);
+    for (int part = 0; part < PARTS; part++)
+      scales[part] = scales_of<Format>(behind, block, part).scale;
+    for (; entry < end && entry->block == block; entry++) {
+      float *to = out + (int64_t)(entry->row - first) * LANES;
+      f32x16 acc = load<f32x16>(to);
 #pragma GCC unroll 2
-    for (int part = 0; part < PARTS; part++) {
-      Dot even, odd; // two sums, so that an addition need not wait for the one before
+      for (int part = 0; part < PARTS; part++) {
+        Dot even, odd; // two sums, so that an addition need not wait for the one before
 #pragma GCC unroll 8
-      for (int j = part * (8 / PARTS); j < (part + 1) * (8 / PARTS); j += 2) {
-        even.template add<BITS>(weights[j], x.fine + at * BLOCK + 4 * j);
-        odd.template add<BITS>(weights[j + 1], x.fine + at * BLOCK + 4 * j + 4);
+        for (int j = part * (8 / PARTS); j < (part + 1) * (8 / PARTS); j += 2) {
+          even.template add<BITS>(weights[j], entry->fine + 4 * j);
+          odd.template add<BITS>(weights[j + 1], entry->fine + 4 * j + 4);
+        }
+        acc += to_float(even.template total<BITS>() + odd.template total<BITS>()) * (scales[part] * entry->scale);
       }
-      acc += to_float(even.template total<BITS>() + odd.template total<BITS>()) * (scales[part] * scale);
+      store(to, acc);
     }
-    store(to, acc);
   }
 }
 
@@ -170,7 +168,9 @@ static void multiply_panel(const Panel &panel, const Input &x, const OutlierBloc
   for (int row = first; row < last;) {
     int left = std::min(last - row, LANES - row % LANES), tile = row / LANES, from = row % LANES;
     float *to = out + (int64_t)(row - first) * LANES;
-    if (left >= 8 && MATMUL_ROWS >= 8)
+    if (left >= 16 && MATMUL_ROWS >= 16)
+      multiply_rows<Format, 16>(panel, x, tile, from, to), row += 16;
+    else if (left >= 8 && MATMUL_ROWS >= 8)
       multiply_rows<Format, 8>(panel, x, tile, from, to), row += 8;
     else if (left >= 4)
       multiply_rows<Format, 4>(panel, x, tile, from, to), row += 4;
@@ -180,5 +180,5 @@ static void multiply_panel(const Panel &panel, const Input &x, const OutlierBloc
       multiply_rows<Format, 1>(panel, x, tile, from, to), row += 1;
   }
   if constexpr (Format::QUANTIZED && !ALWAYS_15_BITS)
-    add_fine<Format>(panel, x, outliers.begin(first), outliers.end(first), first, out);
+    add_fine<Format>(panel, outliers.begin(first), outliers.end(first), first, out);
 }
