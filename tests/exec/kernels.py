@@ -14,6 +14,8 @@ NATIVE = [
     for name in VARIANTS
 ]
 """Parameters for all variants; those that cannot run here are skipped."""
+EXACT = next((name for name in VARIANTS if name in HERE.variants() and name != "amx"), "auto")
+"""The best variant here with which no bit depends on what else is in a step; see `allowed_behind`."""
 every_variant = pytest.mark.parametrize("variant", NATIVE)
 KERNELS = [*NATIVE, "torch"]
 """Parameters for all kernels, including PyTorch."""

@@ -32,7 +32,7 @@ from tenuto.text.grammars import GrammarCompiler
 from tenuto.text.stream import TextStream
 from tests.clock import ManualClock
 from tests.exec.eager import Eager
-from tests.exec.kernels import HERE, every_variant, needs_variant
+from tests.exec.kernels import EXACT, HERE, every_variant, needs_variant
 from tests.hybrid.predictor import with_predictor
 from tests.present import present
 
@@ -221,12 +221,10 @@ def test_guesses_of_a_draft_model_change_nothing(
 ) -> None:
     """Its first layers alone are mostly wrong; the model itself is wrong where turns have penalties or grammars.
     Guesses cost no time by the clock, so their number does not depend on the machine."""
-    draft = opened(str(with_layers(smollm2_path, tmp_path / "draft.gguf", layers)), "auto")
+    draft = opened(str(with_layers(smollm2_path, tmp_path / "draft.gguf", layers)), EXACT)
 
     def run(*, guesses: bool) -> Said:
-        model, proposer = opened(DEFAULT_MODEL, "auto").with_draft(draft), None
-        if not model.executor.batch_invariant:
-            pytest.skip("steps of few rows are rounded as others only where their turns are the same; see the docs")
+        model, proposer = opened(DEFAULT_MODEL, EXACT).with_draft(draft), None
         if guesses:
             config = EngineConfig(context_length=CONTEXT, max_running=RUNNING)
             proposer = DraftProposer(draft_model(draft, config, 60, ManualClock()), SuffixProposer())
