@@ -112,6 +112,11 @@ class Unsaid:
         self._tokens = tokens
         self._characters = characters
 
+    @property
+    def left(self) -> tuple[int, int]:
+        """The tokens and characters of the output that have yet to come before the part to pass on."""
+        return self._tokens, self._characters
+
     def of(self, delta: Delta) -> Delta | None:
         """Returns the part of the next delta that follows; `None` if there is none."""
         if not self._tokens and not self._characters:

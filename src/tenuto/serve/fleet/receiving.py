@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tenuto.base.errors import Draining, InvalidRequest, TenutoError, TooLarge, Unauthorized
+from tenuto.base.errors import AlreadyExists, Draining, InvalidRequest, TenutoError, TooLarge, Unauthorized
 from tenuto.base.wire.between import (
     Abort,
     AnyBetween,
@@ -142,8 +142,17 @@ class Receiving:
             await self._edge.link.call(take)
             self._fleet.arrived(key)
             return None, (0, 0)
-        turn = await self._edge.turns.receive(_live(request.tenant, request.session, stream), take)
-        self._fleet.relays.end(turn)
+        if self._fleet.moving.holds(key):
+            raise AlreadyExists(f"it is not settled yet whether session {key[1]!r} has left; move it again")
+        known = self._edge.turns.relayed(stream.name)
+        turn = known or _live(request.tenant, request.session, stream)
+        self._fleet.relays.end(turn)  # the engine is to be its source
+        try:
+            await self._edge.turns.receive(turn, stream, take)
+        except BaseException:
+            if turn is known and not turn.ended:
+                self._fleet.relays.begin(turn)
+            raise
         self._fleet.arrived(key)
         return turn, (len(stream.said.tokens), len(stream.said.text))
 
