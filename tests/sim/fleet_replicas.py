@@ -265,7 +265,7 @@ class Replica(Journaled):
             done.set_exception(error)
         return done
 
-    def execute(self, work: Callable[[Engine], T], *, after_output: bool = False) -> Future[T]:  # noqa: ARG002 - nobody reads it
+    def execute(self, work: Callable[[Engine], T], **_: bool) -> Future[T]:
         done = self.call(work)
         try:
             self.write()

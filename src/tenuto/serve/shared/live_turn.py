@@ -209,15 +209,17 @@ class LiveTurn:
 
 
 class Source:
-    """What feeds a turn: this replica's engine, or what another replica tells about it. A source begins when it is made,
-    and ends when the next one begins: what it tells after that is dropped."""
+    """What feeds a turn: this replica's engine, or what another replica tells about it. A source begins when it is
+    made, and ends when the next one begins: what it tells after that is dropped."""
 
     def __init__(self, turn: LiveTurn, start: tuple[int, int]) -> None:
-        """`start`: the tokens and characters of the output before what it will tell. The turn may be ahead of that: what
-        its readers have already is skipped. Raises `InvariantError` if it lacks some of that."""
+        """`start`: the numbers of tokens and characters of the output before what it will tell. What the turn has
+        after that is skipped. Raises `InvariantError` if it has less."""
         tokens, characters = turn.position
         if start[0] > tokens or start[1] > characters:
-            raise InvariantError(f"{turn.id} has an output of {(tokens, characters)}; its next source begins at {start}")
+            raise InvariantError(
+                f"{turn.id} has an output of {(tokens, characters)}; its next source begins at {start}"
+            )
         self.turn = turn
         self._unsaid = Unsaid(tokens - start[0], characters - start[1])
         turn.source = self

@@ -113,7 +113,7 @@ class Turns:
         return turn
 
     def again(self, turn: LiveTurn) -> LiveTurn | None:
-        """Returns the turn that has the id of `turn` in its place, if there is one: `turn` had moved, and was begun again
+        """Returns the turn that has taken the place of `turn`, if there is one: it had moved, and was begun again
         here."""
         found = self._turns.get(turn.id)
         return found if found is not turn else None
@@ -261,8 +261,9 @@ class Turns:
             self._end(turn)
 
     async def receive(self, turn: LiveTurn, stream: LiveStream, request: TakeMove) -> None:
-        """Takes over a turn of another replica, where its readers have `stream`. `turn`: a new one, or the one that was
-        here before (`relayed`), which nothing feeds any more. Raises the engine's refusal; the turn is not here then."""
+        """Takes over a turn of another replica, where its readers have `stream`. `turn`: a new one, or the one that
+        was here before (`relayed`), which nothing feeds any more. Raises the engine's refusal; the turn is not here
+        then."""
         key = turn.request.key
         assert key is not None
         before, gone = self._turns.get(turn.id), turn.elsewhere
