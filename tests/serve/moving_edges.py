@@ -150,10 +150,11 @@ class Others:
         self.asked: list[AnyBetween] = []
         self.answers: list[Answering] = []
         self.error: BaseException | None = None  # raised in place of answers with news
+        self.answer = b""  # to other requests
 
     async def ask(self, _: str, request: AnyBetween) -> bytes:
         self.asked.append(request)
-        return b""
+        return self.answer
 
     @asynccontextmanager
     async def stream(self, _: str, request: AnyBetween) -> AsyncIterator[Answering]:
@@ -195,10 +196,10 @@ class Edge:
     async def _locate(self, _: SessionKey) -> str | None:
         return self.owner
 
-    async def start(self, *news: Delta) -> tuple[LiveTurn, Request[Any]]:
+    async def start(self, *news: Delta, continues: bool = True) -> tuple[LiveTurn, Request[Any]]:
         """Starts a turn that has told so much. Returns it, and the request that the engine has got."""
-        request = StartTurn(kind="turn", tenant="", session="s", input=[1], resumable=True)
-        starting = asyncio.ensure_future(self.turns.start(request, continues=True))
+        request = StartTurn(kind="turn", tenant="", session="s", input=[1], resumable=continues)
+        starting = asyncio.ensure_future(self.turns.start(request, continues=continues))
         asked = await self.link.last(StartTurn)
         self.link.answer(asked, TICKET)
         self.link.tell(asked, *news)
@@ -214,12 +215,17 @@ class Edge:
     def receive(self, take: Take) -> asyncio.Task[list[Delta]]:
         """Gets a request to take the session over. Returns what is told to the replica that asks, until its end; raises
         the refusal."""
-        return asyncio.ensure_future(self._receive(msgspec.msgpack.encode(take)))
+        return asyncio.ensure_future(self._receive(take))
 
-    async def _receive(self, body: bytes) -> list[Delta]:
+    async def _receive(self, take: Take) -> list[Delta]:
+        news = [msgspec.msgpack.decode(each[4:], type=News) for each in await self.answer(take)]
+        return [each.delta for each in news if each.delta is not None]
+
+    async def answer(self, request: AnyBetween) -> list[bytes]:
+        """Answers a request of another replica. Returns the pieces of the answer's body; raises the refusal."""
         told: list[Any] = []
         got: asyncio.Queue[Any] = asyncio.Queue()
-        got.put_nowait({"type": "http.request", "body": body})
+        got.put_nowait({"type": "http.request", "body": msgspec.msgpack.encode(request)})
 
         async def send(message: Any) -> None:
             told.append(message)
@@ -228,8 +234,7 @@ class Edge:
         await self._receiving(scope, got.get, send)
         if told[0]["status"] != 200:
             raise error_of(msgspec.msgpack.decode(told[1]["body"], type=Refusal))
-        news = [msgspec.msgpack.decode(each["body"][4:], type=News) for each in told[1:] if each["body"]]
-        return [each.delta for each in news if each.delta is not None]
+        return [each["body"] for each in told[1:] if each["body"]]
 
     async def arrive(self, take: Take) -> TakeMove:
         """Takes the session over. Returns the request that the engine has got, and has answered."""

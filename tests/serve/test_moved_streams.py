@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from tenuto.base.errors import NoRoom, NotAcknowledged, TenutoError
-from tenuto.base.wire.between import Follow, Take
+from tenuto.base.wire.between import Abort, Follow, Take
 from tenuto.base.wire.fleet_messages import HoldMove, TakeMove
-from tenuto.base.wire.messages import StartTurn
+from tenuto.base.wire.messages import AbortTurn, StartTurn
 from tenuto.base.wire.moves import LiveStream
 from tenuto.serve.fleet import moving
 from tests.serve.moving_edges import KEY, TICKET, Edge, delta, held, result, settled, until
@@ -71,11 +71,8 @@ def test_a_turn_that_does_not_come_back_after_all_is_followed_where_it_is() -> N
         edge.link.refuse(await edge.link.last(TakeMove), NoRoom("no room"))
         with pytest.raises(NoRoom):
             await refused
-        edge.others.answers[0].tell(delta(1))
-        await until(lambda: isinstance(edge.others.asked[-1], Follow) or len(turn.deltas) > 1)
-        answer = edge.others.answers[-1]
-        assert len(edge.others.answers) == 2
-        answer.tell(*map(delta, range(1, 6)), result(6))
+        await until(lambda: isinstance(edge.others.asked[-1], Follow))
+        edge.others.answers[-1].tell(*map(delta, range(1, 6)), result(6))
         await turn.over()
         assert turn.reply().tokens == WHOLE
 
@@ -219,5 +216,51 @@ def test_a_relay_that_fails_unexpectedly_ends_its_turn() -> None:
         await settled()
         assert turn.ended
         assert isinstance(turn.error, TenutoError)
+
+    run(story)
+
+
+def test_a_turn_goes_on_for_its_readers_here_when_those_at_a_replica_that_relays_it_have_left() -> None:
+    """Its client has repeated the request where the session is now."""
+
+    async def story() -> None:
+        edge, next_one = Edge(), Edge()
+        turn, _ = await edge.start(delta(0), continues=False)
+        await edge.move(1)
+        asked = await next_one.arrive(edge.others.take())
+        moved = next_one.turns.find("", "s", turn.id)
+        reading = asyncio.ensure_future(moved.finished())
+        await settled()
+        edge.others.answer = msgspec.msgpack.encode(True)
+        edge.turns.abandon(turn)
+        await until(lambda: isinstance(edge.others.asked[-1], Abort))
+        answering = asyncio.ensure_future(next_one.answer(edge.others.asked[-1]))
+        await settled()
+        assert not any(isinstance(each, AbortTurn) for each in next_one.link.asked)
+        assert await answering == [edge.others.answer]
+        assert turn.ended  # its relay does not count as a reader any more
+        next_one.link.tell(asked, *map(delta, range(1, 6)), result(6))
+        assert (await reading).committed
+
+    run(story)
+
+
+def test_a_turn_that_nobody_reads_anywhere_is_rolled_back() -> None:
+    async def story() -> None:
+        edge, next_one = Edge(), Edge()
+        turn, _ = await edge.start(delta(0), continues=False)
+        await edge.move(1)
+        asked = await next_one.arrive(edge.others.take())
+        moved = next_one.turns.find("", "s", turn.id)
+        await settled()
+        edge.turns.abandon(turn)
+        await until(lambda: isinstance(edge.others.asked[-1], Abort))
+        answering = asyncio.ensure_future(next_one.answer(edge.others.asked[-1]))
+        aborting = await next_one.link.last(AbortTurn)
+        assert aborting.keep is None
+        assert moved.rolling_back  # a repeated request begins anew once it has ended
+        next_one.link.answer(aborting, True)
+        next_one.link.tell(asked, result(0))
+        assert await answering == [msgspec.msgpack.encode(False)]
 
     run(story)

@@ -56,12 +56,14 @@ class Follow(Between, frozen=True, kw_only=True):
 
 
 class Abort(Between, frozen=True, kw_only=True):
-    """Abort a turn of this name; see `messages.AbortTurn`."""
+    """Abort a turn of this name; see `messages.AbortTurn`. `unread`: only because it has no readers any more at the
+    replica that asks, so it goes on if it has some where this arrives. Answered with whether it goes on, or nothing."""
 
     tenant: str
     session: str
     name: str
     keep: Keep
+    unread: bool = False
 
 
 class Move(Between, frozen=True, kw_only=True):

@@ -186,12 +186,16 @@ class _Handover:
                 raise
             self._gone(turn, None)
 
-    async def _abort(self, turn: LiveTurn, keep: Keep) -> bool:
-        """Aborts the turn if it has moved; returns whether it has."""
+    async def _abort(self, turn: LiveTurn, keep: Keep, unread: bool) -> bool:
+        """Aborts the turn if it has moved; returns whether it has. `unread`: see `Turns.abort`."""
         await self._held.wait()
         if self._here:
             return False
-        await self._relays.abort(turn, keep)
+        if await self._relays.abort(turn, keep, unread=unread):
+            turn.rolling_back = False
+            if not turn.readers:  # nobody needs it here, and a relay would count as a reader there
+                self._relays.end(turn)
+                self._edge.turns.lose(turn, Disconnected("the turn goes on at another replica"))
         return True
 
     async def _hand_over(self, turn: LiveTurn | None, *, accepted: bool) -> None:

@@ -71,6 +71,9 @@ class Receiving:
                 if isinstance(request, Fate):
                     await _answer(send, 200, await self._edge.knows(request.tenant, request.response))
                     return
+                if isinstance(request, Abort):
+                    await _answer(send, 200, msgspec.msgpack.encode(await self._abort(request)))
+                    return
                 turn, start = await self._carry_out(request)
             except TenutoError as error:
                 await _answer(send, error.status, msgspec.msgpack.encode(refusal_of(0, error)))
@@ -109,15 +112,20 @@ class Receiving:
             case Follow():
                 turn = await self._edge.turns.recall(request.tenant, request.session, request.name)
                 return turn, (request.tokens, request.characters)
-            case Abort():
-                turn = await self._edge.turns.recall(request.tenant, request.session, request.name)
-                await self._edge.turns.abort(turn, request.keep)
             case Empty():
                 self._fleet.drain.begin(await self._fleet.replicas())
                 await self._fleet.tell()
             case Move():
                 await self._fleet.moving.move(key_of(request), request.url)
         return None, (0, 0)
+
+    async def _abort(self, request: Abort) -> bool:
+        """Carries out `Abort`. Returns whether the turn goes on."""
+        turn = await self._edge.turns.recall(request.tenant, request.session, request.name)
+        if request.unread:
+            return await self._edge.turns.unread(turn)
+        await self._edge.turns.abort(turn, request.keep)
+        return False
 
     def _expect(self, move: str) -> None:
         """Gives the room of a move up if nothing more comes."""

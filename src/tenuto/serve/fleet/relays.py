@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 
+import msgspec
 import structlog
 
 from tenuto.base.errors import Disconnected, NotFound, TenutoError
@@ -112,15 +113,21 @@ class Relays:
         async with self._between.stream(url, follow) as reply:
             await self.read(source, reply)
 
-    async def abort(self, turn: LiveTurn, keep: Keep) -> None:
-        """Aborts a relayed turn where it runs. Raises that replica's refusal."""
+    async def abort(self, turn: LiveTurn, keep: Keep, *, unread: bool) -> bool:
+        """Aborts a relayed turn where it runs. `unread`: see `Abort`. Returns whether it goes on. Raises that replica's
+        refusal."""
         key = turn.request.key
         assert key is not None
-        if (url := await self._locate(key)) is None:
-            if (again := self._turns.again(turn)) is not None:
-                await self._turns.abort(again, keep)
-        else:
-            await self._between.ask(url, Abort(tenant=key[0], session=key[1], name=turn.id, keep=keep))
+        if (url := await self._locate(key)) is not None:
+            asked = Abort(tenant=key[0], session=key[1], name=turn.id, keep=keep, unread=unread)
+            answer = await self._between.ask(url, asked)
+            return bool(answer) and msgspec.msgpack.decode(answer, type=bool)
+        if (again := self._turns.again(turn)) is None:
+            return False
+        if unread:
+            return await self._turns.unread(again)
+        await self._turns.abort(again, keep)
+        return False
 
 
 async def news(turn: LiveTurn, start: tuple[int, int]) -> AsyncIterator[News]:
@@ -128,6 +135,7 @@ async def news(turn: LiveTurn, start: tuple[int, int]) -> AsyncIterator[News]:
     changed = asyncio.Event()
     turn.listeners.append(changed.set)
     turn.readers += 1
+    turn.followers += 1
     try:
         unsaid, told = Unsaid(*start), len(turn.deltas)
         if turn.deltas and (more := unsaid.of(turn.reply())) is not None:
@@ -145,4 +153,5 @@ async def news(turn: LiveTurn, start: tuple[int, int]) -> AsyncIterator[News]:
             await changed.wait()
     finally:
         turn.readers -= 1
+        turn.followers -= 1
         turn.listeners.remove(changed.set)

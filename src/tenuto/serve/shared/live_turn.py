@@ -55,11 +55,13 @@ class LiveTurn:
         self.reading: Reading | None = None  # how the answer is parsed, if at all; set by the caller of `start`
         self.answered = asyncio.Event()  # the engine has accepted the turn, or it has failed
         self.readers = 0  # readers that want the turn to continue; each counts itself
+        self.followers = 0  # those among them that pass it on to other readers, which the turn does not know
         self.listeners: list[Callable[[], None]] = []  # called after every delta and at the end; must not raise
         self.refused: TenutoError | None = None  # why the turn must not begin; set by an abort
         self.rolling_back = False  # being aborted for lack of readers
-        # Set when its session leaves for another replica: aborts it there, or returns False if it has stayed here.
-        self.elsewhere: Callable[[Keep], Awaitable[bool]] | None = None
+        # Set when its session leaves for another replica: aborts it there, or returns False if it has stayed here. The
+        # second argument: see `Turns.abort`.
+        self.elsewhere: Callable[[Keep, bool], Awaitable[bool]] | None = None
         self.lost: TenutoError | None = None  # with which the engine has let it go, while it is unknown where it is
         # Invariant: a turn has one source at a time, and each source begins where the deltas end. Written by `Source`.
         self.source: Source | None = None

@@ -343,20 +343,26 @@ class Turns:
         if turn.request.key is not None:
             self.queues.leave(turn, turn.request.key)
 
-    async def abort(self, turn: LiveTurn, keep: Keep = None, refusal: TenutoError | None = None) -> None:
+    async def abort(
+        self, turn: LiveTurn, keep: Keep = None, refusal: TenutoError | None = None, *, unread: bool = False
+    ) -> None:
         """Ends the turn and commits the part given by `keep`; "delivered" is the part its readers have received. An
-        ended turn stays as it is; one that still waits for its session gets `refusal`."""
+        ended turn stays as it is; one that still waits for its session gets `refusal`. `unread`: only for lack of
+        readers, so it goes on if it has moved, and has readers there."""
         self._refuse_waiting(turn, refusal)
         await turn.answered.wait()
         if turn.ended or turn.ticket is None:
             return
         if keep == "delivered":
             keep = turn.delivered
-        turn.begin_abort()
-        if turn.elsewhere is not None and await turn.elsewhere(keep):
-            with suppress(TenutoError):
-                await turn.finished()
+        if not unread:
+            turn.begin_abort()
+        if turn.elsewhere is not None and await turn.elsewhere(keep, unread):
+            if turn.rolling_back or not unread:
+                with suppress(TenutoError):
+                    await turn.finished()
             return
+        turn.begin_abort()
         await self._link.call(
             AbortTurn(tenant=turn.tenant, session=turn.ticket.session, turn=turn.ticket.turn, keep=keep)
         )
@@ -375,11 +381,22 @@ class Turns:
             turn.rolling_back = True
             self._background.spawn(self._roll_back(turn))
 
+    async def unread(self, turn: LiveTurn) -> bool:
+        """Rolls a turn back that a replica has relayed, and for which that one has no readers any more. Returns whether
+        it goes on, since it has readers here."""
+        if turn.readers > turn.followers:
+            return True
+        if not turn.ended:
+            turn.rolling_back = True
+            await self._roll_back(turn)
+        return not turn.ended
+
     async def _roll_back(self, turn: LiveTurn) -> None:
         self._refuse_waiting(turn)
         if not turn.answered.is_set():
             await self.withdraw(turn.id)
-        await self.abort_quietly(turn)
+        with suppress(TenutoError):
+            await self.abort(turn, unread=True)
 
     def _refuse_waiting(self, turn: LiveTurn, refusal: TenutoError | None = None) -> None:
         refusal = refusal or IllegalTransition("the turn was aborted before it began")
