@@ -242,6 +242,7 @@ class Replica(Journaled):
     def locate(self, name: str) -> Place:
         """Raises `NotAcknowledged`."""
         place = self.member.locate(Locate(tenant="", session=name), self.world.now + LEASE)
+        self.member.told(("", name), place)
         if self.world.chance.random() < 0.8:  # otherwise others ask meanwhile
             self._read()
         return place
