@@ -19,7 +19,7 @@ from tenuto.base.wire.fleet_messages import BeginMove, CopyMove, HoldMove, Settl
 from tenuto.base.wire.frames import frame
 from tenuto.base.wire.link import Link
 from tenuto.base.wire.messages import Answer, Refusal, StartTurn, Updates, error_of, refusal_of
-from tenuto.base.wire.moves import MovedTurn, StateEnd, StateOffer
+from tenuto.base.wire.moves import MovedTurn, StateEnd, StateOffer, StatePiece
 from tenuto.base.wire.request import Request
 from tenuto.serve.fleet.asking import PATH, SECRET
 from tenuto.serve.fleet.moving import Moving
@@ -97,13 +97,14 @@ class Engine(Link):
         super().__init__()
         self.holds = held(0)
         self.stays = True  # what `SettleMove` says
+        self.copies: list[list[StatePiece] | TenutoError] = []  # the next answers to `CopyMove`; then nothing is left
         self.asked: list[Request[Any]] = []
 
     def send(self, request: Request[Any]) -> None:
         self.asked.append(request)
         answers: dict[type[Request[Any]], Callable[[], object]] = {
             BeginMove: lambda: OFFER,
-            CopyMove: list,
+            CopyMove: lambda: self.copies.pop(0) if self.copies else [],
             HoldMove: lambda: self.holds,
             SettleMove: lambda: self.stays,
         }
@@ -111,6 +112,9 @@ class Engine(Link):
             asyncio.get_running_loop().call_soon(self.answer, request, answers[type(request)]())
 
     def answer(self, request: Request[Any], value: object) -> None:
+        if isinstance(value, TenutoError):
+            self.refuse(request, value)
+            return
         self.take(Answer(call=request.call, value=msgspec.Raw(msgspec.msgpack.encode(value))))
 
     def tell(self, request: Request[Any], *news: Delta) -> None:
@@ -151,9 +155,12 @@ class Others:
         self.answers: list[Answering] = []
         self.error: BaseException | None = None  # raised in place of answers with news
         self.answer = b""  # to other requests
+        self.refusals: dict[type[AnyBetween], TenutoError] = {}  # of these, by kind
 
     async def ask(self, _: str, request: AnyBetween) -> bytes:
         self.asked.append(request)
+        if type(request) in self.refusals:
+            raise self.refusals[type(request)]
         return self.answer
 
     @asynccontextmanager

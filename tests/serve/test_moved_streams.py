@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
-from tenuto.base.errors import NoRoom, NotAcknowledged, TenutoError
-from tenuto.base.wire.between import Abort, Follow, Take
+from tenuto.base.errors import NoRoom, NotAcknowledged, NotFound, TenutoError
+from tenuto.base.wire.between import Abort, Follow, Put, Take
 from tenuto.base.wire.fleet_messages import HoldMove, TakeMove
 from tenuto.base.wire.messages import AbortTurn, StartTurn
-from tenuto.base.wire.moves import LiveStream
+from tenuto.base.wire.moves import LiveStream, StatePiece
 from tenuto.serve.fleet import moving
 from tests.serve.moving_edges import KEY, TICKET, Edge, delta, held, result, settled, until
 
@@ -138,6 +138,19 @@ def test_the_error_that_ends_a_turn_while_it_moves_is_told_if_the_move_fails() -
             await moved
         assert turn.ended
         assert isinstance(turn.error, NotAcknowledged)
+
+    run(story)
+
+
+def test_a_move_that_fails_says_what_failed_first() -> None:
+    """The next pieces are copied while the ones before are sent, and by then nothing can be copied any more."""
+
+    async def story() -> None:
+        edge = Edge()
+        edge.link.copies = [[StatePiece(0, 0, memoryview(b"unit"), [0])], NotFound("the session was closed")]
+        edge.others.refusals[Put] = NoRoom("no room")
+        with pytest.raises(NoRoom):
+            await edge.moving.move(KEY, "other")
 
     run(story)
 

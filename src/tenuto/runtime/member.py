@@ -107,9 +107,9 @@ class Member:
         self._asked_load = False
         self._saved: SavedStates | None = None
         self._returned: list[tuple[SessionKey, int]] = []  # claimed sessions that do not fit here, to be given up
-        # Invariant: a session that was claimed with an open turn is in `_untold`, with its epoch and the turn's request,
-        # from before it is here until the edge was told of that turn. Nobody is told that it is here without the turn,
-        # since a repeated request would start it a second time.
+        # Invariant: a session that was claimed with an open turn is in `_untold`, with its epoch and the turn's
+        # request, from before it is here until the edge was told of that turn. Nobody is told that it is here without
+        # the turn, since a repeated request would start it a second time.
         self._untold: dict[SessionKey, tuple[int, bytes]] = {}
 
     def _join(self, advertised: str) -> None:

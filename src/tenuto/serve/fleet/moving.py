@@ -128,7 +128,8 @@ class Moving:
                     for piece in pieces:
                         await self._between.ask(url, Put(move=name, piece=piece))
                 finally:
-                    pieces = await ahead
+                    await asyncio.wait((ahead,))
+                pieces = ahead.result()
         except BaseException:
             await self._give_up(name, url)
             raise

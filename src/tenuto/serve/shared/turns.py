@@ -21,6 +21,7 @@ from tenuto.serve.shared.idempotency import REUSED, IdempotencyKeys, RequestKey
 from tenuto.serve.shared.live_turn import LiveTurn, Source
 from tenuto.serve.shared.retention import EndedTurns
 from tenuto.serve.shared.session_queue import SessionQueues
+from tenuto.serve.shared.spared import SparedTurns
 from tenuto.serve.shared.tasks import Background
 
 
@@ -38,9 +39,7 @@ class Turns:
         self._keys = IdempotencyKeys()
         self._background = Background()
         self.open = Counter[str]()  # open turns, by tenant
-        self._spared: set[LiveTurn] = set()  # those among them that count at other replicas; see `moved`, `_came`
-        self.spared = Counter[str]()  # their number, by tenant
-        self.counted_after = 0.0  # seconds from when a turn comes from another replica; set by the fleet
+        self.spared = SparedTurns()  # those among them that count at other replicas
         # Called, in the context of its request, with every turn that goes to the engine.
         self.on_start: list[Callable[[LiveTurn], None]] = []
         self.on_delta: list[Callable[[LiveTurn, Delta], None]] = []  # called with every delta of a turn
@@ -108,7 +107,7 @@ class Turns:
         if turn.once is not None:
             self._keys.add(turn)
         self._add(turn)
-        self._came(turn)
+        self.spared.came(turn)
         self._background.begin(self._start(turn, queue=True))
         return turn
 
@@ -136,26 +135,9 @@ class Turns:
         turn.lost = None
         for heard in self.on_moved:
             heard(turn)
-        self._spare(turn)
+        self.spared.add(turn)
         if turn.request.key is not None:
             self.queues.leave(turn, turn.request.key)
-
-    def _came(self, turn: LiveTurn) -> None:
-        """Records that a turn has come from another replica, which may have told the fleet of it a moment ago. So it
-        counts here a little later."""
-        self._spare(turn)
-        asyncio.get_running_loop().call_later(self.counted_after, self._count, turn)
-
-    def _spare(self, turn: LiveTurn) -> None:
-        if not turn.ended and turn not in self._spared:
-            self._spared.add(turn)
-            self.spared[turn.tenant] += 1
-
-    def _count(self, turn: LiveTurn) -> None:
-        """Counts a turn that was spared, unless it runs at another replica."""
-        if turn in self._spared and (turn.ended or turn.elsewhere is None):
-            self._spared.remove(turn)
-            self.spared[turn.tenant] -= 1
 
     def _add(self, turn: LiveTurn) -> None:
         self._turns[turn.id] = turn
@@ -289,7 +271,7 @@ class Turns:
             if turn is not before:
                 self._not_received(turn, before, error)
             raise
-        self._came(turn)
+        self.spared.came(turn)
 
     def _not_received(self, turn: LiveTurn, before: LiveTurn | None, error: BaseException) -> None:
         """Undoes what `receive` has done for a new turn. `before`: the one that had its id."""
@@ -326,7 +308,7 @@ class Turns:
         """Lets the next turn of the session begin. The ended turn is retained if the engine had accepted it, unless
         another replica may go on with it."""
         self.open[turn.tenant] -= 1
-        self._count(turn)
+        self.spared.count(turn)
         if not turn.committed:
             self._keys.release(turn)
         else:
