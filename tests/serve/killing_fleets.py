@@ -74,6 +74,17 @@ class Down(Exception):
     """A replica has not answered as one that is up would."""
 
 
+def difference(output: list[int], right: list[int]) -> str:
+    """Says where two outputs differ first, with the tokens around that."""
+    pairs = zip(output, right, strict=False)
+    first = next((n for n, (one, other) in enumerate(pairs) if one != other), min(len(output), len(right)))
+    around = slice(max(0, first - 4), first + 8)
+    return (
+        f"they differ at token {first}; from token {around.start} on there are {output[around]}, not {right[around]}; "
+        f"there are {len(output)} tokens, not {len(right)}"
+    )
+
+
 class Client:
     """A client with sessions of its own, which asks any replica that seems to be up."""
 
@@ -120,10 +131,13 @@ class Client:
         answer = await self._ask("POST", f"/v1/sessions/{session.name}/turns", body, headers)
         told = answer.json()
         assert told["committed"], told
-        self._learn(session, given, told["tokens"], wanted, told["version"])
+        self._learn(session, given, told["tokens"], wanted, told["version"], told["id"])
 
-    def _learn(self, session: Session, given: list[int], output: list[int], wanted: int, version: int) -> None:
-        assert output == witness_output([*session.tokens, *given], wanted), f"wrong tokens in {session.name}"
+    def _learn(
+        self, session: Session, given: list[int], output: list[int], wanted: int, version: int, turn: str
+    ) -> None:
+        right = witness_output([*session.tokens, *given], wanted)
+        assert output == right, f"wrong tokens in {session.name}, turn {turn}: {difference(output, right)}"
         session.turns.append((given, output))
         assert version == len(session.turns), f"{session.name} has version {version}, not {len(session.turns)}"
 
@@ -160,7 +174,7 @@ class Client:
                 self._figures.retries += 1
                 await asyncio.sleep(0.1)
             assert time.monotonic() < deadline, f"a turn of {session.name} does not end"
-        self._learn(session, given, stream.output, wanted, stream.version)
+        self._learn(session, given, stream.output, wanted, stream.version, stream.turn)
 
 
 class _Stream:
@@ -172,24 +186,24 @@ class _Stream:
         self._body = body
         self._key = key
         self._figures = figures
-        self._turn = self._last = ""
+        self.turn = self._last = ""
         self.output: list[int] = []
         self.version = 0
         self.broke = 0.0
 
     async def read(self, http: httpx.AsyncClient, url: str) -> None:
         """Reads events from a replica until the turn ends. Raises `Down`, and httpx's errors."""
-        if self._turn:
+        if self.turn:
             more = {"last-event-id": self._last} if self._last else {}
-            asked = http.stream("GET", f"{url}{self._path}/{self._turn}/events", headers=more)
+            asked = http.stream("GET", f"{url}{self._path}/{self.turn}/events", headers=more)
         else:
             key = {"idempotency-key": self._key}
             asked = http.stream("POST", url + self._path, json=self._body, headers=key)
         async with asked as answer:
             if answer.status_code == 503:
                 raise Down
-            assert answer.status_code == 200, (await answer.aread(), self._turn, self._last)
-            self._turn = self._turn or answer.headers["x-turn-id"]
+            assert answer.status_code == 200, (await answer.aread(), self.turn, self._last)
+            self.turn = self.turn or answer.headers["x-turn-id"]
             name = number = ""
             async for line in lines(answer):
                 kind, _, value = line.partition(": ")

@@ -168,7 +168,7 @@ def sessions_that_go_on_while_they_are_held(patch: pytest.MonkeyPatch) -> None:
 
 
 def sessions_that_move_before_they_are_written(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Replica, "execute", Replica.call)
+    patch.setattr(Replica, "execute", lambda replica, work, **_: replica.call(work))
 
 
 def open_turns_that_stay_behind(patch: pytest.MonkeyPatch) -> None:

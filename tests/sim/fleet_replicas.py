@@ -242,6 +242,7 @@ class Replica(Journaled):
     def locate(self, name: str) -> Place:
         """Raises `NotAcknowledged`."""
         place = self.member.locate(Locate(tenant="", session=name), self.world.now + LEASE)
+        self.member.told(("", name), place)
         if self.world.chance.random() < 0.8:  # otherwise others ask meanwhile
             self._read()
         return place
@@ -265,7 +266,7 @@ class Replica(Journaled):
             done.set_exception(error)
         return done
 
-    def execute(self, work: Callable[[Engine], T]) -> Future[T]:
+    def execute(self, work: Callable[[Engine], T], **_: bool) -> Future[T]:
         done = self.call(work)
         try:
             self.write()

@@ -221,13 +221,18 @@ class AbortGate:
         if self._held is None:
             self._held = []
 
+    @property
+    def held(self) -> Sequence[Delta]:
+        """The deltas that are held back now."""
+        return self._held or ()
+
     def take(self, delta: Delta) -> Delta | None:
         """Returns the delta to pass on after `delta` has come, or `None` if it is held back."""
         if self._held is not None:
             self._held.append(delta)
             if delta.result is None:
                 return None
-            delta = self._kept(self._held, delta.result)
+            delta, self._held = self._kept(self._held, delta.result), []
         self._tokens += len(delta.tokens)
         self.delivered = delta.delivered
         return delta

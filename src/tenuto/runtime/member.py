@@ -107,6 +107,10 @@ class Member:
         self._asked_load = False
         self._saved: SavedStates | None = None
         self._returned: list[tuple[SessionKey, int]] = []  # claimed sessions that do not fit here, to be given up
+        # Invariant: a session that was claimed with an open turn is in `_untold`, with its epoch and the turn's
+        # request, from before it is here until the edge was told of that turn. Nobody is told that it is here without
+        # the turn, since a repeated request would start it a second time.
+        self._untold: dict[SessionKey, tuple[int, bytes]] = {}
 
     def _join(self, advertised: str) -> None:
         for last in (False, True):  # a machine that pauses may lose its connection
@@ -144,7 +148,7 @@ class Member:
         match request:
             case Enter():
                 answer(Membership(replica=self._asks.number, secret=self._asks.secret, lease=self._lease))
-            case Locate() if self._is_here(request) and self._holds():
+            case Locate() if self._is_here(request) and self._holds() and _key(request) not in self._untold:
                 self._once_here(request, answer, Place(exists=True))
             case Locate():
                 locate = partial(self.locate, request, self._now() + self._lease)
@@ -264,12 +268,12 @@ class Member:
 
     def locate(self, request: Locate, deadline: float) -> Place:
         """Finds a session, and becomes its owner if it has none. `deadline`: until when to wait for a lease."""
-        key = request.tenant, request.session
+        key = _key(request)
         try:
             for _ in range(ATTEMPTS):
                 if self._is_here(request):
                     self._require_lease(deadline)
-                    return Place(exists=True)
+                    return self._here(key)
                 if self._now() > deadline and self._failing:
                     raise NotAcknowledged("the database of the fleet cannot be asked; ask again")
                 if (seen := self._asks.find(key)) is None:
@@ -288,10 +292,25 @@ class Member:
 
     def _once_here(self, request: Locate, answer: Callable[[Place], None], place: Place) -> None:
         """Answers where a session is, once it has its state."""
-        if self._saved is None:
+
+        def tell() -> None:
             answer(place)
+            self.told(_key(request), place)
+
+        if self._saved is None:
+            tell()
         else:
-            self._saved.once_here((request.tenant, request.session), lambda: answer(place))
+            self._saved.once_here(_key(request), tell)
+
+    def told(self, key: SessionKey, place: Place) -> None:
+        """Records that the edge was told where a session is."""
+        if place.begun is not None:
+            self._untold.pop(key, None)
+
+    def _here(self, key: SessionKey) -> Place:
+        """Returns the place of a session that is here, with its open turn if the edge was not told of that."""
+        session, (epoch, begun) = self._engine.registry.find(key[1], key[0]), self._untold.get(key, (0, None))
+        return Place(exists=True, begun=begun if session is not None and session.epoch == epoch else None)
 
     def _instead(self) -> str | None:
         """Returns the address of a replica to claim a session in place of this one, if this one is draining."""
@@ -341,6 +360,9 @@ class Member:
             raise SessionDamaged(f"session {key[1]!r} is damaged in the database: {error}") from None
         if saved is None:
             return None
+        self._untold.pop(key, None)
+        if saved.begun is not None:
+            self._untold[key] = saved.epoch, saved.begun
         try:
             session = self._loop.call(partial(self._come, restored, saved, seen.owner)).result()
         except TenutoError:
@@ -441,6 +463,10 @@ class Member:
 
     def _unreachable(self, error: Exception) -> NotAcknowledged:
         return NotAcknowledged(f"the database {self._asks.db.place} cannot be asked who owns sessions: {error}")
+
+
+def _key(request: Locate) -> SessionKey:
+    return request.tenant, request.session
 
 
 def restored(engine: Engine, saved: SavedSession) -> Session:

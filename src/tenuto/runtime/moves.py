@@ -174,7 +174,7 @@ class Moves:
             self._loop.publish(rest.session)
             return rest, engine.departures.unit_bytes
 
-        rest, sizes = self._loop.execute(hold).result()
+        rest, sizes = self._loop.execute(hold, after_output=True).result()  # the edge hands over what it has been told
         position, units, pieces = rest.position, rest.units, rest.pieces
         if (lent := rest.lent) is not None:
             state = lent.read()

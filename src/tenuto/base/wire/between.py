@@ -56,12 +56,14 @@ class Follow(Between, frozen=True, kw_only=True):
 
 
 class Abort(Between, frozen=True, kw_only=True):
-    """Abort a turn of this name; see `messages.AbortTurn`."""
+    """Abort a turn of this name; see `messages.AbortTurn`. `unread`: only because it has no readers any more at the
+    replica that asks, so it goes on if it has some where this arrives. Answered with whether it goes on, or nothing."""
 
     tenant: str
     session: str
     name: str
     keep: Keep
+    unread: bool = False
 
 
 class Move(Between, frozen=True, kw_only=True):
@@ -111,6 +113,11 @@ class Unsaid:
     def __init__(self, tokens: int, characters: int) -> None:
         self._tokens = tokens
         self._characters = characters
+
+    @property
+    def left(self) -> tuple[int, int]:
+        """The tokens and characters of the output that have yet to come before the part to pass on."""
+        return self._tokens, self._characters
 
     def of(self, delta: Delta) -> Delta | None:
         """Returns the part of the next delta that follows; `None` if there is none."""

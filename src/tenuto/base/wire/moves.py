@@ -129,7 +129,9 @@ class StateEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 class LiveStream(msgspec.Struct, frozen=True, kw_only=True):
     """The stream of an open turn at the edge of the replica that it leaves. `said`: all its deltas, joined. `once`: its
-    idempotency key and the digest of its request. `continues`: it goes on without readers. `about`: see `StartTurn`."""
+    idempotency key and the digest of its request. `continues`: it goes on without readers. `about`: see `StartTurn`.
+    `ahead`: the numbers of tokens and characters at the end of `said` that the engine will tell once more, since its
+    turn was begun again after a replica was lost."""
 
     name: str
     ticket: Ticket
@@ -139,3 +141,4 @@ class LiveStream(msgspec.Struct, frozen=True, kw_only=True):
     continues: bool
     resumable: bool
     about: bytes = b""
+    ahead: tuple[int, int] = (0, 0)

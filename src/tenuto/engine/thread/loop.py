@@ -80,16 +80,22 @@ class EngineLoop:
         return future
 
     def execute(
-        self, work: Callable[[Engine], T], then: Callable[[Future[T]], None] | None = None, *, ends: bool = False
+        self,
+        work: Callable[[Engine], T],
+        then: Callable[[Future[T]], None] | None = None,
+        *,
+        ends: bool = False,
+        after_output: bool = False,
     ) -> Future[T]:
         """Runs `work` like `call`; for work that changes sessions or shows their state. The future gets the result once
         all earlier changes and its own are acknowledged. While changes cannot be acknowledged, the work is rejected
-        unless it `ends` a turn. `then` is called with the completed future, before turns that `work`
+        unless it `ends` a turn. `after_output`: `after_round` is called before the future gets the result, so that all
+        output reported until then is sent first. `then` is called with the completed future, before turns that `work`
         started report."""
         future: Future[T] = Future()
         if then is not None:
             future.add_done_callback(then)
-        self._post(_Command(work, future, self._announcer, ends=ends))
+        self._post(_Command(work, future, self._announcer, ends=ends, after_output=after_output))
         return future
 
     def subscribe(self, turn: Turn, subscriber: Subscriber) -> None:
@@ -201,6 +207,8 @@ class EngineLoop:
                 self._gathering.begin(opened, self._engine.now())
 
         def tell(refusal: TenutoError | None) -> None:
+            if command.after_output:
+                self._after_round()
             answer(refusal)
             for turn in opened:
                 self._open(turn, refusal)
@@ -243,11 +251,10 @@ class EngineLoop:
             subscription.refuse(refusal)
 
     def publish(self, session: Session) -> None:
-        """Reports all output of the session's open turn so far, before the command that calls this is answered. Called
-        in the engine's thread."""
+        """Reports all output of the session's open turn so far, or does so when the command that started the turn is
+        answered. Called in the engine's thread, by a command."""
         if session.turn is not None:
             self._publish(session.turn)
-            self._after_round()  # whoever waits for the answer runs in another thread
 
     def drop(self, session: Session) -> None:
         """Drops a session that another replica owns. Its open turn ends with an error. Called in the engine's thread,
@@ -325,7 +332,8 @@ class _Subscription:
 
 class _Command(Generic[T]):
     """Work for the engine's thread, and the future for its result. A command with an `announcer` shows the state of
-    sessions, and is rejected while changes cannot be acknowledged, unless it `ends` a turn."""
+    sessions, and is rejected while changes cannot be acknowledged, unless it `ends` a turn. `after_output`: see
+    `EngineLoop.execute`."""
 
     def __init__(
         self,
@@ -334,7 +342,9 @@ class _Command(Generic[T]):
         announcer: Announcer | None = None,
         *,
         ends: bool = False,
+        after_output: bool = False,
     ) -> None:
+        self.after_output = after_output
         self._work = work
         self._future = future
         self._announcer = announcer

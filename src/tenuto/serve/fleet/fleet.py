@@ -65,7 +65,7 @@ class Fleet:
         edge.bring = fleet.bring
         edge.ask_objects, edge.replica = edge.link.call, membership.replica
         edge.in_fleet = True
-        edge.turns.counted_after = fleet.lease
+        edge.turns.spared.after = fleet.lease
         fleet._telling = asyncio.ensure_future(fleet._tell_on())
         fleet._resuming = asyncio.ensure_future(fleet._resume_on())
         if edge.settings.fleet_rebalance:

@@ -12,7 +12,7 @@ from functools import partial
 import msgspec
 import structlog
 
-from tenuto.base.errors import EngineStopped, Misdirected, SessionBusy, TenutoError
+from tenuto.base.errors import Disconnected, EngineStopped, Misdirected, SessionBusy, TenutoError
 from tenuto.base.turns import Keep
 from tenuto.base.views import MovesView, SessionKey
 from tenuto.base.wire.between import Drop, Put, Reserve, Take
@@ -22,7 +22,7 @@ from tenuto.serve.fleet.asking import Between
 from tenuto.serve.fleet.peers import Broken
 from tenuto.serve.fleet.relays import Relays
 from tenuto.serve.shared.edge import Edge
-from tenuto.serve.shared.live_turn import LiveTurn
+from tenuto.serve.shared.live_turn import LiveTurn, Source
 
 log = structlog.get_logger("tenuto.fleet")
 
@@ -81,6 +81,10 @@ class Moving:
             for moving in self._tasks:
                 moving.cancel()
 
+    def holds(self, key: SessionKey) -> bool:
+        """Whether it is not settled yet where this session is."""
+        return key in self._held
+
     async def _move(self, key: SessionKey, url: str, relieves: Surplus | None) -> None:
         if key in self._under_way:
             raise SessionBusy(f"session {key[1]} is moving already")
@@ -94,7 +98,10 @@ class Moving:
                 except SessionBusy:  # its turn is of a kind that is waited for
                     if (turn := self._edge.turns.queues.open_turn(key)) is None or last == 1:
                         raise
-                    await turn.over()
+                    if turn.accepted:
+                        await turn.over()
+                    else:  # it has just begun
+                        await asyncio.sleep(RETRY_SECONDS)
         except BaseException as error:
             self._failed += 1
             log.warning("move failed", session=key[1], to=url, reason=str(error))
@@ -121,7 +128,8 @@ class Moving:
                     for piece in pieces:
                         await self._between.ask(url, Put(move=name, piece=piece))
                 finally:
-                    pieces = await ahead
+                    await asyncio.wait((ahead,))
+                pieces = ahead.result()
         except BaseException:
             await self._give_up(name, url)
             raise
@@ -163,45 +171,54 @@ class _Handover:
 
     async def carry_out(self) -> None:
         turn = self._edge.turns.queues.open_turn(self._key)
+        accepted = turn is not None and turn.accepted
         if turn is not None:
             turn.elsewhere = partial(self._abort, turn)
         try:
-            await self._hand_over(turn)
+            await self._hand_over(turn, accepted=accepted)
         except BaseException as error:
             if not isinstance(error, EngineStopped) and await self._settle():
                 if turn is not None:
-                    turn.elsewhere = None
+                    self._edge.turns.stays(turn)
                 raise
             if isinstance(error, EngineStopped):
-                if turn is not None and not turn.ended:
-                    self._edge.turns.relay(turn, error)
+                if turn is not None:
+                    self._edge.turns.lose(turn, error)
                 raise
             self._gone(turn, None)
 
-    async def _abort(self, turn: LiveTurn, keep: Keep) -> bool:
-        """Aborts the turn if it has moved; returns whether it has."""
+    async def _abort(self, turn: LiveTurn, keep: Keep, unread: bool) -> bool:
+        """Aborts the turn if it has moved; returns whether it has. `unread`: see `Turns.abort`."""
         await self._held.wait()
         if self._here:
             return False
-        await self._relays.abort(turn, keep)
+        if await self._relays.abort(turn, keep, unread=unread):
+            turn.rolling_back = False
+            if not turn.readers:  # nobody needs it here, and a relay would count as a reader there
+                self._relays.end(turn)
+                self._edge.turns.lose(turn, Disconnected("the turn goes on at another replica"))
         return True
 
-    async def _hand_over(self, turn: LiveTurn | None) -> None:
+    async def _hand_over(self, turn: LiveTurn | None, *, accepted: bool) -> None:
+        """`accepted`: whether the engine had accepted the turn. Only then all that it has told of the turn came before
+        its answer to `HoldMove`."""
         end = await self._edge.link.call(HoldMove(move=self._name))
         if end.turn is None:
             if turn is not None:  # it has ended, or will be refused
-                turn.elsewhere = None
+                self._edge.turns.stays(turn)
             turn = None
-        elif turn is None or turn.ticket is None:
+        elif turn is None or not accepted:
             raise SessionBusy("the session's turn has just begun; move it again")
         tenant, session = self._key
+        stream = _stream(turn)
         end = await self._send(end)
-        take = Take(move=self._name, tenant=tenant, session=session, end=end, stream=_stream(turn))
+        take = Take(move=self._name, tenant=tenant, session=session, end=end, stream=stream)
         taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._asked = True
         reading = partial(self._read, take, turn, taken)
         if turn is None:
             await reading()
+            await taken
         else:
             self._relays.begin(turn, reading)
             try:
@@ -222,23 +239,27 @@ class _Handover:
             size -= len(piece.data)
         return msgspec.structs.replace(end, pieces=left, kept=kept)
 
-    async def _read(self, take: Take, turn: LiveTurn | None, taken: asyncio.Future[None]) -> None:
+    async def _read(self, take: Take, turn: LiveTurn | None, taken: asyncio.Future[None]) -> bool:
+        """Has the other replica take the session, and reads what it tells of the turn. Returns False if it has refused,
+        and `taken` says why. Raises why the rest of the answer is lost."""
         try:
             async with self._between.stream(self._url, take) as reply:
                 if not taken.done():
                     taken.set_result(None)
                 if turn is None:
-                    await reply.rest()
+                    with suppress(Broken, TenutoError):  # it has moved, and the rest of the answer is empty
+                        await reply.rest()
                 else:
-                    await self._relays.read(turn, reply)
-        except (Broken, TenutoError) as error:
-            if taken.done() and turn is not None:
+                    await self._relays.read(Source(turn, turn.position), reply)
+        except BaseException as error:
+            if taken.done():
                 raise
-            if taken.done():  # it has moved, and the rest of the answer is empty
-                return
-            if turn is None:
+            ended = isinstance(error, asyncio.CancelledError)
+            taken.set_exception(Disconnected("the move was broken off") if ended else error)
+            if not isinstance(error, Exception):
                 raise
-            taken.set_exception(error)
+            return False
+        return True
 
     def _gone(self, turn: LiveTurn | None, taken: asyncio.Future[None] | None) -> None:
         """Notes that another replica is the owner. Turns that wait here are started there."""
@@ -263,17 +284,18 @@ class _Handover:
 
 
 def _stream(turn: LiveTurn | None) -> LiveStream | None:
-    if turn is None or turn.ticket is None:
+    if turn is None or turn.ticket is None or turn.source is None:
         return None
     return LiveStream(
         name=turn.id,
         ticket=turn.ticket,
-        said=turn.reply(),
+        said=turn.received(),
         reading=turn.reading,
         once=turn.once,
         continues=turn.continues,
         resumable=turn.request.resumable,
         about=turn.request.about,
+        ahead=turn.source.ahead,
     )
 
 

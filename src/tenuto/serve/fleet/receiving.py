@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tenuto.base.errors import Draining, InvalidRequest, TenutoError, TooLarge, Unauthorized
+from tenuto.base.errors import AlreadyExists, Draining, InvalidRequest, TenutoError, TooLarge, Unauthorized
 from tenuto.base.wire.between import (
     Abort,
     AnyBetween,
@@ -71,6 +71,9 @@ class Receiving:
                 if isinstance(request, Fate):
                     await _answer(send, 200, await self._edge.knows(request.tenant, request.response))
                     return
+                if isinstance(request, Abort):
+                    await _answer(send, 200, msgspec.msgpack.encode(await self._abort(request)))
+                    return
                 turn, start = await self._carry_out(request)
             except TenutoError as error:
                 await _answer(send, error.status, msgspec.msgpack.encode(refusal_of(0, error)))
@@ -109,15 +112,20 @@ class Receiving:
             case Follow():
                 turn = await self._edge.turns.recall(request.tenant, request.session, request.name)
                 return turn, (request.tokens, request.characters)
-            case Abort():
-                turn = await self._edge.turns.recall(request.tenant, request.session, request.name)
-                await self._edge.turns.abort(turn, request.keep)
             case Empty():
                 self._fleet.drain.begin(await self._fleet.replicas())
                 await self._fleet.tell()
             case Move():
                 await self._fleet.moving.move(key_of(request), request.url)
         return None, (0, 0)
+
+    async def _abort(self, request: Abort) -> bool:
+        """Carries out `Abort`. Returns whether the turn goes on."""
+        turn = await self._edge.turns.recall(request.tenant, request.session, request.name)
+        if request.unread:
+            return await self._edge.turns.unread(turn)
+        await self._edge.turns.abort(turn, request.keep)
+        return False
 
     def _expect(self, move: str) -> None:
         """Gives the room of a move up if nothing more comes."""
@@ -142,8 +150,17 @@ class Receiving:
             await self._edge.link.call(take)
             self._fleet.arrived(key)
             return None, (0, 0)
-        turn = await self._edge.turns.receive(_live(request.tenant, request.session, stream), take)
-        self._fleet.relays.end(turn)
+        if self._fleet.moving.holds(key):
+            raise AlreadyExists(f"it is not settled yet whether session {key[1]!r} has left; move it again")
+        known = self._edge.turns.relayed(stream.name)
+        turn = known or _live(request.tenant, request.session, stream)
+        self._fleet.relays.end(turn)  # the engine is to be its source
+        try:
+            await self._edge.turns.receive(turn, stream, take)
+        except BaseException:
+            if turn is known and not turn.ended:
+                self._fleet.relays.begin(turn)
+            raise
         self._fleet.arrived(key)
         return turn, (len(stream.said.tokens), len(stream.said.text))
 

@@ -6,6 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 
+import msgspec
+import structlog
+
 from tenuto.base.errors import Disconnected, NotFound, TenutoError
 from tenuto.base.turns import Keep
 from tenuto.base.views import SessionKey
@@ -13,8 +16,10 @@ from tenuto.base.wire.between import Abort, Follow, News, Unsaid
 from tenuto.base.wire.messages import error_of, refusal_of
 from tenuto.serve.fleet.asking import Between, news_of
 from tenuto.serve.fleet.peers import Broken, Reply
-from tenuto.serve.shared.live_turn import LiveTurn
+from tenuto.serve.shared.live_turn import LiveTurn, Source
 from tenuto.serve.shared.turns import Turns
+
+log = structlog.get_logger("tenuto.fleet")
 
 PAUSE_SECONDS = 0.05
 PATIENCE_SECONDS = 10.0
@@ -36,34 +41,45 @@ class Relays:
         self._between = between
         self._locate = locate
         self._patience = lease + PATIENCE_SECONDS
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # by the turn's name
+        self._tasks: dict[LiveTurn, asyncio.Task[None]] = {}
 
-    def begin(self, turn: LiveTurn, reading: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Relays a turn. `reading`: reads what is told at first."""
+    def begin(self, turn: LiveTurn, reading: Callable[[], Awaitable[bool]] | None = None) -> None:
+        """Relays a turn. `reading`: reads what is told at first, and returns False if the turn has not moved."""
         self.end(turn)
-        self._tasks[turn.id] = asyncio.ensure_future(self._run(turn, reading))
+        self._tasks[turn] = asyncio.ensure_future(self._run(turn, reading))
 
     def end(self, turn: LiveTurn) -> None:
-        """Ends a relay: the turn has come back, or has ended."""
-        if (task := self._tasks.pop(turn.id, None)) is not None:
+        """Ends a relay: the turn comes back, or has not moved."""
+        if (task := self._tasks.pop(turn, None)) is not None:
             task.cancel()
 
-    async def read(self, turn: LiveTurn, reply: Reply) -> None:
+    async def read(self, source: Source, reply: Reply) -> None:
         """Passes on an answer with news. Raises `Broken`."""
         async for each in news_of(reply):
-            self._pass_on(turn, each)
+            self._pass_on(source, each)
 
-    def _pass_on(self, turn: LiveTurn, each: News) -> None:
+    def _pass_on(self, source: Source, each: News) -> None:
         if each.delta is not None:
-            self._turns.relay(turn, each.delta)
+            self._turns.relay(source, each.delta)
         elif each.refusal is not None:
             raise Broken(str(error_of(each.refusal)))
 
-    async def _run(self, turn: LiveTurn, reading: Callable[[], Awaitable[None]] | None) -> None:
+    async def _run(self, turn: LiveTurn, reading: Callable[[], Awaitable[bool]] | None) -> None:
+        try:
+            await self._relay(turn, reading)
+        except Exception:  # a bug of ours, whose turn must not stay open
+            log.exception("a relay failed")
+            self._turns.lose(turn, TenutoError("the server failed; its log says why"))
+        finally:
+            if self._tasks.get(turn) is asyncio.current_task():
+                del self._tasks[turn]
+
+    async def _relay(self, turn: LiveTurn, reading: Callable[[], Awaitable[bool]] | None) -> None:
         clock = asyncio.get_running_loop().time
         if reading is not None:
             with suppress(Broken, TenutoError):
-                await reading()
+                if not await reading():
+                    return
         heard = clock()
         error: TenutoError = Disconnected("the replica to which the turn has moved is gone; ask again")
         while not turn.ended and clock() < heard + self._patience:
@@ -78,36 +94,40 @@ class Relays:
                 heard = clock()
             if not turn.ended:
                 await asyncio.sleep(PAUSE_SECONDS)
-        self._tasks.pop(turn.id, None)
-        if not turn.ended:
-            self._turns.relay(turn, error)
+        self._turns.lose(turn, error)
 
     async def _follow(self, turn: LiveTurn) -> None:
         key = turn.request.key
         assert key is not None
         url = await self._locate(key)
         tenant, session = key
-        said = turn.reply()
-        tokens, characters = len(said.tokens), len(said.text)
+        start = tokens, characters = turn.position
+        source = Source(turn, start)
         if url is None:
             if (again := self._turns.again(turn)) is None:
                 raise NotFound("its session is here, or was closed")
-            async for each in news(again, (tokens, characters)):
-                self._pass_on(turn, each)
+            async for each in news(again, start):
+                self._pass_on(source, each)
             return
         follow = Follow(tenant=tenant, session=session, name=turn.id, tokens=tokens, characters=characters)
         async with self._between.stream(url, follow) as reply:
-            await self.read(turn, reply)
+            await self.read(source, reply)
 
-    async def abort(self, turn: LiveTurn, keep: Keep) -> None:
-        """Aborts a relayed turn where it runs. Raises that replica's refusal."""
+    async def abort(self, turn: LiveTurn, keep: Keep, *, unread: bool) -> bool:
+        """Aborts a relayed turn where it runs. `unread`: see `Abort`. Returns whether it goes on. Raises that replica's
+        refusal."""
         key = turn.request.key
         assert key is not None
-        if (url := await self._locate(key)) is None:
-            if (again := self._turns.again(turn)) is not None:
-                await self._turns.abort(again, keep)
-        else:
-            await self._between.ask(url, Abort(tenant=key[0], session=key[1], name=turn.id, keep=keep))
+        if (url := await self._locate(key)) is not None:
+            asked = Abort(tenant=key[0], session=key[1], name=turn.id, keep=keep, unread=unread)
+            answer = await self._between.ask(url, asked)
+            return bool(answer) and msgspec.msgpack.decode(answer, type=bool)
+        if (again := self._turns.again(turn)) is None:
+            return False
+        if unread:
+            return await self._turns.unread(again)
+        await self._turns.abort(again, keep)
+        return False
 
 
 async def news(turn: LiveTurn, start: tuple[int, int]) -> AsyncIterator[News]:
@@ -115,6 +135,7 @@ async def news(turn: LiveTurn, start: tuple[int, int]) -> AsyncIterator[News]:
     changed = asyncio.Event()
     turn.listeners.append(changed.set)
     turn.readers += 1
+    turn.followers += 1
     try:
         unsaid, told = Unsaid(*start), len(turn.deltas)
         if turn.deltas and (more := unsaid.of(turn.reply())) is not None:
@@ -132,4 +153,5 @@ async def news(turn: LiveTurn, start: tuple[int, int]) -> AsyncIterator[News]:
             await changed.wait()
     finally:
         turn.readers -= 1
+        turn.followers -= 1
         turn.listeners.remove(changed.set)

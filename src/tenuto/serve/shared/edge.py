@@ -280,7 +280,7 @@ class Edge:
 
     def turns_of(self, tenant: str) -> int:
         """Returns how many turns a tenant has here, without those that other replicas count."""
-        return self.turns.open[tenant] - self.turns.spared[tenant] + self._reserved[tenant]
+        return self.turns.open[tenant] - self.turns.spared.counts[tenant] + self._reserved[tenant]
 
     async def listed(self, request: ListSessions) -> Listing:
         """Returns sessions that are in this server's memory."""

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import msgspec
 
-from tenuto.base.errors import TenutoError
+from tenuto.base.errors import InvariantError, TenutoError
 from tenuto.base.options import TurnParams
 from tenuto.base.tools.answer_part import AnswerPart
 from tenuto.base.tools.answers import Reading
@@ -17,8 +17,10 @@ from tenuto.base.tools.definitions import NO_TOOLS
 from tenuto.base.tools.variables import NO_VARIABLES
 from tenuto.base.turns import AbortGate, Delta, Keep, TurnResult, joined
 from tenuto.base.views import Ticket
+from tenuto.base.wire.between import Unsaid
 from tenuto.base.wire.link import TurnNews
 from tenuto.base.wire.messages import StartTurn
+from tenuto.base.wire.moves import LiveStream
 
 
 class LiveTurn:
@@ -53,11 +55,16 @@ class LiveTurn:
         self.reading: Reading | None = None  # how the answer is parsed, if at all; set by the caller of `start`
         self.answered = asyncio.Event()  # the engine has accepted the turn, or it has failed
         self.readers = 0  # readers that want the turn to continue; each counts itself
+        self.followers = 0  # those among them that pass it on to other readers, which the turn does not know
         self.listeners: list[Callable[[], None]] = []  # called after every delta and at the end; must not raise
         self.refused: TenutoError | None = None  # why the turn must not begin; set by an abort
         self.rolling_back = False  # being aborted for lack of readers
-        # Set when its session leaves for another replica: aborts it there, or returns False if it has stayed here.
-        self.elsewhere: Callable[[Keep], Awaitable[bool]] | None = None
+        # Set when its session leaves for another replica: aborts it there, or returns False if it has stayed here. The
+        # second argument: see `Turns.abort`.
+        self.elsewhere: Callable[[Keep, bool], Awaitable[bool]] | None = None
+        self.lost: TenutoError | None = None  # with which the engine has let it go, while it is unknown where it is
+        # Invariant: a turn has one source at a time, and each source begins where the deltas end. Written by `Source`.
+        self.source: Source | None = None
         self._gate = AbortGate()
         self.begin_abort = self._gate.begin_abort
         self._over = asyncio.Event()
@@ -100,7 +107,21 @@ class LiveTurn:
         if self.error is not None and self.ticket is None:
             raise self.error
 
+    @property
+    def accepted(self) -> bool:
+        """Whether this replica's engine has the turn."""
+        return self.ticket is not None and self.source is not None and self.elsewhere is None
+
     # -- written by its owner, `Turns`
+
+    def goes_on(self, stream: LiveStream) -> Source:
+        """Adds what another replica's `stream` of the turn has and this one lacks. Returns the source that follows: the
+        engine of this replica, to which the turn has moved."""
+        more = Unsaid(*self.position).of(stream.said)
+        if more is not None and (more.tokens or more.text):
+            self.deliver(more)
+        tokens, characters = stream.ahead
+        return Source(self, (len(stream.said.tokens) - tokens, len(stream.said.text) - characters))
 
     def deliver(self, news: TurnNews) -> None:
         """Handles a message about the turn from the link."""
@@ -161,6 +182,16 @@ class LiveTurn:
         """Returns all deltas so far, joined into one."""
         return joined(self.deltas)
 
+    def received(self) -> Delta:
+        """Returns all deltas so far, with those that are held back since an abort began, joined into one."""
+        return joined([*self.deltas, *self._gate.held])
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """The numbers of tokens and characters received so far."""
+        received = self.received()
+        return len(received.tokens), len(received.text)
+
     @property
     def pieces(self) -> Iterator[tuple[str, int]]:
         """The text and the number of tokens of each delta so far."""
@@ -177,3 +208,34 @@ class LiveTurn:
             self._over.set()
         for listener in self.listeners:
             listener()
+
+
+class Source:
+    """What feeds a turn: this replica's engine, or what another replica tells about it. A source begins when it is
+    made, and ends when the next one begins: what it tells after that is dropped."""
+
+    def __init__(self, turn: LiveTurn, start: tuple[int, int]) -> None:
+        """`start`: the numbers of tokens and characters of the output before what it will tell. What the turn has
+        after that is skipped. Raises `InvariantError` if it has less."""
+        tokens, characters = turn.position
+        if start[0] > tokens or start[1] > characters:
+            raise InvariantError(
+                f"{turn.id} has an output of {(tokens, characters)}; its next source begins at {start}"
+            )
+        self.turn = turn
+        self._unsaid = Unsaid(tokens - start[0], characters - start[1])
+        turn.source = self
+
+    @property
+    def current(self) -> bool:
+        """Whether no other source has followed."""
+        return self.turn.source is self
+
+    @property
+    def ahead(self) -> tuple[int, int]:
+        """The tokens and characters that readers have, and that this source will tell once more."""
+        return self._unsaid.left
+
+    def new(self, delta: Delta) -> Delta | None:
+        """Returns the part of its next delta that readers do not have; `None` if there is none."""
+        return self._unsaid.of(delta) if self.current else None

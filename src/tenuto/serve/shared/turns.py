@@ -10,17 +10,18 @@ from functools import partial
 
 import msgspec
 
-from tenuto.base.errors import IllegalTransition, KeyReused, NotFound, ResultNotKept, TenutoError
+from tenuto.base.errors import Disconnected, IllegalTransition, KeyReused, NotFound, ResultNotKept, TenutoError
 from tenuto.base.turns import Delta, Keep
 from tenuto.base.views import Erased, SessionKey, Ticket
-from tenuto.base.wire.between import Unsaid
 from tenuto.base.wire.fleet_messages import TakeMove
 from tenuto.base.wire.link import Link, TurnNews
 from tenuto.base.wire.messages import AbortTurn, CloseSession, EraseSession, FindTurn, StartTurn, Withdraw
+from tenuto.base.wire.moves import LiveStream
 from tenuto.serve.shared.idempotency import REUSED, IdempotencyKeys, RequestKey
-from tenuto.serve.shared.live_turn import LiveTurn
+from tenuto.serve.shared.live_turn import LiveTurn, Source
 from tenuto.serve.shared.retention import EndedTurns
 from tenuto.serve.shared.session_queue import SessionQueues
+from tenuto.serve.shared.spared import SparedTurns
 from tenuto.serve.shared.tasks import Background
 
 
@@ -38,9 +39,7 @@ class Turns:
         self._keys = IdempotencyKeys()
         self._background = Background()
         self.open = Counter[str]()  # open turns, by tenant
-        self._spared: set[LiveTurn] = set()  # those among them that count at other replicas; see `moved`, `_came`
-        self.spared = Counter[str]()  # their number, by tenant
-        self.counted_after = 0.0  # seconds from when a turn comes from another replica; set by the fleet
+        self.spared = SparedTurns()  # those among them that count at other replicas
         # Called, in the context of its request, with every turn that goes to the engine.
         self.on_start: list[Callable[[LiveTurn], None]] = []
         self.on_delta: list[Callable[[LiveTurn, Delta], None]] = []  # called with every delta of a turn
@@ -108,40 +107,37 @@ class Turns:
         if turn.once is not None:
             self._keys.add(turn)
         self._add(turn)
-        self._came(turn)
+        self.spared.came(turn)
         self._background.begin(self._start(turn, queue=True))
         return turn
 
     def again(self, turn: LiveTurn) -> LiveTurn | None:
-        """Returns the turn that was begun here again after `turn`, which had moved, if there is one."""
+        """Returns the turn that has taken the place of `turn`, if there is one: it had moved, and was begun again
+        here."""
         found = self._turns.get(turn.id)
         return found if found is not turn else None
+
+    def relayed(self, turn_id: str) -> LiveTurn | None:
+        """Returns the open turn of this id, if it has moved to another replica and readers here follow it."""
+        known = self._turns.get(turn_id)
+        return known if known is not None and not known.ended and known.elsewhere is not None else None
+
+    def stays(self, turn: LiveTurn) -> None:
+        """Records that the session of a turn has not left. If the engine has let the turn go meanwhile, it ends."""
+        turn.elsewhere = None
+        lost, turn.lost = turn.lost, None
+        if lost is not None and turn.source is not None:
+            self._deliver(turn.source, lost)
 
     def moved(self, turn: LiveTurn) -> None:
         """Records that the session of a turn belongs to another replica, which counts the turn: its next turn need not
         wait for this one."""
+        turn.lost = None
         for heard in self.on_moved:
             heard(turn)
-        self._spare(turn)
+        self.spared.add(turn)
         if turn.request.key is not None:
             self.queues.leave(turn, turn.request.key)
-
-    def _came(self, turn: LiveTurn) -> None:
-        """Records that a turn has come from another replica, which may have told the fleet of it a moment ago. So it
-        counts here a little later."""
-        self._spare(turn)
-        asyncio.get_running_loop().call_later(self.counted_after, self._count, turn)
-
-    def _spare(self, turn: LiveTurn) -> None:
-        if not turn.ended and turn not in self._spared:
-            self._spared.add(turn)
-            self.spared[turn.tenant] += 1
-
-    def _count(self, turn: LiveTurn) -> None:
-        """Counts a turn that was spared, unless it runs at another replica."""
-        if turn in self._spared and (turn.ended or turn.elsewhere is None):
-            self._spared.remove(turn)
-            self.spared[turn.tenant] -= 1
 
     def _add(self, turn: LiveTurn) -> None:
         self._turns[turn.id] = turn
@@ -184,7 +180,7 @@ class Turns:
                 return
             for heard in self.on_start:
                 heard(turn)
-            await self._link.start(request, partial(self._deliver, turn))
+            await self._link.start(request, partial(self._deliver, Source(turn, (0, 0))))
         except TenutoError as error:
             turn.fail(error)
             self._end(turn)
@@ -232,64 +228,76 @@ class Turns:
 
     # -- deltas and ends
 
-    def relay(self, turn: LiveTurn, news: Delta | TenutoError) -> None:
-        """Takes news of a turn from the replica to which it has moved, which counts them."""
-        was_open = not turn.ended
-        if was_open:
-            turn.deliver(news)
-        if was_open and turn.ended:
+    def relay(self, source: Source, delta: Delta) -> None:
+        """Takes a delta of a turn from the replica to which it has moved, which counts it."""
+        turn = source.turn
+        if not turn.ended and (new := source.new(delta)) is not None:
+            turn.deliver(new)
+            if new.result is not None:
+                self._end(turn)
+
+    def lose(self, turn: LiveTurn, error: TenutoError) -> None:
+        """Ends a turn that goes on nowhere, as far as this replica can find out."""
+        if not turn.ended:
+            turn.fail(error)
             self._end(turn)
 
-    async def receive(self, turn: LiveTurn, request: TakeMove) -> LiveTurn:
-        """Takes over a turn of another replica, with its output so far. A turn that was here before is the same
-        again. Raises the engine's refusal; the turn is not here then."""
+    async def receive(self, turn: LiveTurn, stream: LiveStream, request: TakeMove) -> None:
+        """Takes over a turn of another replica, where its readers have `stream`. `turn`: a new one, or the one that
+        was here before (`relayed`), which nothing feeds any more. Raises the engine's refusal; the turn is not here
+        then."""
         key = turn.request.key
         assert key is not None
-        known = self._turns.get(turn.id)
-        back = known is not None and not known.ended and known.elsewhere is not None
-        if back and known is not None:
-            said = known.reply()
-            unsaid = Unsaid(len(said.tokens), len(said.text))
-            more = unsaid.of(turn.reply())
-            turn, gone = known, known.elsewhere
-            self.queues.continues(turn, key)
-        else:
-            unsaid, more, gone = Unsaid(0, 0), None, None
+        before, gone = self._turns.get(turn.id), turn.elsewhere
+        if turn is not before:
             self._add(turn)
-            self.queues.continues(turn, key)
             if turn.once is not None:
                 self._keys.add(turn)
+        self.queues.continues(turn, key)
+        source: Source | None = None
+
+        def deliver(news: TurnNews) -> None:
+            nonlocal source
+            if isinstance(news, Ticket):  # it comes first
+                turn.elsewhere, source = None, turn.goes_on(stream)
+            if source is not None:
+                self._deliver(source, news)
+
         try:
-            await self._link.start(request, partial(self._received, turn, unsaid, more))
-        except BaseException:
+            await self._link.start(request, deliver)
+        except BaseException as error:
             self.queues.leave(turn, key)
-            if not back:
-                self.open[turn.tenant] -= 1
-                self._turns.pop(turn.id, None)
-                self._keys.release(turn)
             turn.elsewhere = gone
+            if turn is not before:
+                self._not_received(turn, before, error)
             raise
-        self._came(turn)
-        return turn
+        self.spared.came(turn)
 
-    def _received(self, turn: LiveTurn, unsaid: Unsaid, more: Delta | None, news: TurnNews) -> None:
-        """Handles a message about a turn that goes on here; the first one is its ticket."""
-        if isinstance(news, Ticket) and turn.elsewhere is not None:
-            turn.elsewhere = None
-            if more is not None:
-                turn.deliver(more)
-        left = unsaid.of(news) if isinstance(news, Delta) else news
-        if left is not None:
-            self._deliver(turn, left)
+    def _not_received(self, turn: LiveTurn, before: LiveTurn | None, error: BaseException) -> None:
+        """Undoes what `receive` has done for a new turn. `before`: the one that had its id."""
+        self.open[turn.tenant] -= 1
+        self._keys.release(turn)
+        del self._turns[turn.id]
+        if before is not None:
+            self._turns[turn.id] = before
+        turn.fail(error if isinstance(error, TenutoError) else Disconnected("the turn has not moved here"))
 
-    def _deliver(self, turn: LiveTurn, news: TurnNews) -> None:
+    def _deliver(self, source: Source, news: TurnNews) -> None:
+        """Handles a message of this replica's engine about a turn."""
+        turn = source.turn
+        if not source.current:  # it has moved
+            return
         if turn.elsewhere is not None and isinstance(news, TenutoError):
-            return  # the engine has let it go; whoever moves it knows how it goes on
-        turn.deliver(news)
-        if isinstance(news, Delta):
+            turn.lost = news  # whoever moves it finds out whether it goes on elsewhere
+            return
+        new = source.new(news) if isinstance(news, Delta) else news
+        if new is None:
+            return
+        turn.deliver(new)
+        if isinstance(new, Delta):
             for heard in self.on_delta:
-                heard(turn, news)
-            if news.result is None:
+                heard(turn, new)
+            if new.result is None:
                 return
         if turn.ended and turn.ticket is not None:
             for heard_end in self.on_end:
@@ -300,14 +308,14 @@ class Turns:
         """Lets the next turn of the session begin. The ended turn is retained if the engine had accepted it, unless
         another replica may go on with it."""
         self.open[turn.tenant] -= 1
-        self._count(turn)
+        self.spared.count(turn)
         if not turn.committed:
             self._keys.release(turn)
         else:
             turn.request = msgspec.structs.replace(turn.request, about=b"")  # kept with the result
-        if turn.elsewhere is not None and self.again(turn) is not None:  # it was begun again after its move
-            return
-        if turn.ticket is None or (turn.request.resumable and turn.error is not None):
+        if self.again(turn) is not None:  # it was begun again here, or has come back as another one
+            pass
+        elif turn.ticket is None or (turn.request.resumable and turn.error is not None):
             self._turns.pop(turn.id, None)
         else:
             for dropped in self._ended.add(turn):
@@ -317,20 +325,26 @@ class Turns:
         if turn.request.key is not None:
             self.queues.leave(turn, turn.request.key)
 
-    async def abort(self, turn: LiveTurn, keep: Keep = None, refusal: TenutoError | None = None) -> None:
+    async def abort(
+        self, turn: LiveTurn, keep: Keep = None, refusal: TenutoError | None = None, *, unread: bool = False
+    ) -> None:
         """Ends the turn and commits the part given by `keep`; "delivered" is the part its readers have received. An
-        ended turn stays as it is; one that still waits for its session gets `refusal`."""
+        ended turn stays as it is; one that still waits for its session gets `refusal`. `unread`: only for lack of
+        readers, so it goes on if it has moved, and has readers there."""
         self._refuse_waiting(turn, refusal)
         await turn.answered.wait()
         if turn.ended or turn.ticket is None:
             return
         if keep == "delivered":
             keep = turn.delivered
-        turn.begin_abort()
-        if turn.elsewhere is not None and await turn.elsewhere(keep):
-            with suppress(TenutoError):
-                await turn.finished()
+        if not unread:
+            turn.begin_abort()
+        if turn.elsewhere is not None and await turn.elsewhere(keep, unread):
+            if turn.rolling_back or not unread:
+                with suppress(TenutoError):
+                    await turn.finished()
             return
+        turn.begin_abort()
         await self._link.call(
             AbortTurn(tenant=turn.tenant, session=turn.ticket.session, turn=turn.ticket.turn, keep=keep)
         )
@@ -349,11 +363,22 @@ class Turns:
             turn.rolling_back = True
             self._background.spawn(self._roll_back(turn))
 
+    async def unread(self, turn: LiveTurn) -> bool:
+        """Rolls a turn back that a replica has relayed, and for which that one has no readers any more. Returns whether
+        it goes on, since it has readers here."""
+        if turn.readers > turn.followers:
+            return True
+        if not turn.ended:
+            turn.rolling_back = True
+            await self._roll_back(turn)
+        return not turn.ended
+
     async def _roll_back(self, turn: LiveTurn) -> None:
         self._refuse_waiting(turn)
         if not turn.answered.is_set():
             await self.withdraw(turn.id)
-        await self.abort_quietly(turn)
+        with suppress(TenutoError):
+            await self.abort(turn, unread=True)
 
     def _refuse_waiting(self, turn: LiveTurn, refusal: TenutoError | None = None) -> None:
         refusal = refusal or IllegalTransition("the turn was aborted before it began")
