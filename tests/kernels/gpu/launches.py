@@ -51,7 +51,10 @@ def attending(
     norms = [torch.zeros(head_dim), torch.zeros(head_dim)] if more else None
     sinks = torch.zeros(heads) if more else None
     queries = attention.append(q, k, v, table, rows, rows, pages, rotation, norms, 1e-6)
-    attention.decode(queries, table, rows, rows, pages, 0.1, window, sinks, cap)
+    for many in (8, 256):  # many rows have fewer splits
+        each, some = torch.zeros(many, heads, head_dim, dtype=dtype), torch.zeros(many, dtype=torch.int32)
+        done = attention.counters(many, kv_heads, each.device)
+        attention.decode(each, table, some, some, pages, done, 0.1, window, sinks, cap)
     attention.prefill(queries, tiles, table, pages, 0.1, window, sinks, cap)
 
 
@@ -146,6 +149,7 @@ LAUNCHES = {
     "attention of 80 elements a head": Launch(partial(attending, torch.bfloat16, 80, 32, 32), _HALF),
     "attention in float32": Launch(partial(attending, torch.float32, 128, 32, 8)),
     "attention in float32 of 256 elements a head": Launch(partial(attending, torch.float32, 256, 16, 8, more=True)),
+    "attention in float32 of 64 elements a head": Launch(partial(attending, torch.float32, 64, 9, 3)),
     "norms of 4096 elements": Launch(partial(normalising, torch.bfloat16, 4096)),
     "norms of 576 elements": Launch(partial(normalising, torch.bfloat16, 576)),
     "norms of 128 elements in float32": Launch(partial(normalising, torch.float32, 128)),

@@ -15,11 +15,6 @@ from tenuto.kernels.recurrent import Piece
 from tenuto.models.decoder import Decoder
 
 
-def bucket_of(rows: int) -> int:
-    """Returns the number of rows of the captured step that computes `rows`: a power of two, or a multiple of 16."""
-    return 1 << (rows - 1).bit_length() if rows <= 16 else -(-rows // 16) * 16
-
-
 def captured(model: Decoder, memories: Memories, sampled: torch.Tensor, rows: int, ring: Ring) -> Callable[[], None]:
     """Captures the decode step of at most `rows` rows, and returns a function that queues it. `sampled`, int32 [row
     ids], are the tokens that rows sampled last."""

@@ -10,7 +10,8 @@ import torch
 
 from tenuto.base.plan import Ints, Plan
 from tenuto.exec.forward import Longs
-from tenuto.exec.gpu.decodes import bucket_of, captured
+from tenuto.exec.gpu.buckets import bucket_of
+from tenuto.exec.gpu.decodes import captured
 from tenuto.exec.gpu.memory import GpuPages
 from tenuto.exec.gpu.queue import Queue
 from tenuto.exec.gpu.ring import Ring

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from tenuto.base.plan import Ints, PageCopies, TableChanges
+from tenuto.exec.gpu.buckets import bucket_of
 from tenuto.exec.torch_memory import indices
-from tenuto.kernels.gpu.attention import append, decode, prefill, tiles_of
+from tenuto.kernels.gpu.attention import append, counters, decode, prefill, tiles_of
 from tenuto.kernels.ragged import ragged_arange
 from tenuto.models.block import Norm, Rotation
 from tenuto.models.groups import PageShape
@@ -24,8 +25,8 @@ class GpuPages:
     """The `Pages` of a group for kernels on a GPU.
 
     `pages` is [layers, units, 2, kv_heads, page_size, head_dim], keys before values, so that a page of one layer is
-    contiguous. `table`, int32 [row ids, pages of the longest sequence], never moves, so that captured steps can refer
-    to it.
+    contiguous. `table`, int32 [row ids, pages of the longest sequence], and `done`, the counts of `attention.decode`,
+    never move, so that captured steps can refer to them.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class GpuPages:
             (layers, units, 2, shape.kv_heads, page_size, shape.head_dim), device=device, dtype=element
         )
         self.table = torch.zeros((rows, -(-longest // page_size)), device=device, dtype=torch.int32)
+        self.done = counters(bucket_of(rows), shape.kv_heads, device)
 
     @property
     def units(self) -> tuple[torch.Tensor, int]:
@@ -86,7 +88,8 @@ class DecodeAttention:
     ) -> torch.Tensor:
         """See `StepMemory.attend`."""
         own = self.pages
-        return decode(q, own.table, self.owners, self.positions, own.pages[layer], scale, own.window, sinks, cap)
+        given = q, own.table, self.owners, self.positions, own.pages[layer], own.done
+        return decode(*given, scale, own.window, sinks, cap)
 
 
 class MixedAttention(DecodeAttention):
