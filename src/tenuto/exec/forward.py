@@ -9,6 +9,7 @@ from typing import Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
+from tenuto.base.config import EngineOptions
 from tenuto.base.groups import MemorySpec
 from tenuto.base.plan import Bytes, Ints, Plan
 from tenuto.kernels.sampling import Choice, Masks, Options
@@ -77,6 +78,10 @@ class Forward(Protocol):
     @property
     def batch_invariant(self) -> bool:
         """See `Executor.batch_invariant`."""
+
+    @property
+    def defaults(self) -> EngineOptions:
+        """See `Executor.defaults`."""
 
     @property
     def description(self) -> str:

@@ -82,6 +82,7 @@ class ModelExecutor:
         self.spec, self.layout = forward.spec, forward.layout
         self.batch_invariant = forward.batch_invariant
         self.predicts = bool(forward.config.predictor)
+        self.defaults = forward.defaults
         self._loader = loader
         self._adapter_reader = adapter_reader
         self._pack = forward.packer
