@@ -272,11 +272,11 @@ class ModelExecutor:
 
         found = self.forward.decode(plan, tokens, self._options.records)
         if found is not None:
-            self._unknown = partial(self._put_sampled, plan.rows, found)
+            self._unknown = partial(self._put_sampled, plan, found)
         return found
 
-    def _put_sampled(self, rows: Ints, tokens: Callable[[], Ints]) -> None:
-        self._last_sampled[rows] = tokens()
+    def _put_sampled(self, plan: Plan, tokens: Callable[[], Ints]) -> None:
+        self._last_sampled[plan.rows[plan.samples > 0]] = tokens()
 
     def _computed(self, plan: Plan) -> StepResult:
         samples = samples_of(plan)

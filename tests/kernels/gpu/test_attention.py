@@ -127,6 +127,43 @@ def test_a_prefill_attends_as_the_portable_kernel_does(chunks, heads, shape, ext
     close(found, rows.expected(q, counts.tolist(), **extra))
 
 
+@settings(max_examples=12, deadline=None)
+@given(
+    chunks=st.lists(
+        st.tuples(st.sampled_from([0, 1, 64, 300]), st.sampled_from([1, 1, 2, 17, 129])), min_size=1, max_size=4
+    ),
+    heads=st.sampled_from(GROUPS[:4]),
+    shape=shapes,
+    extra=extras,
+)
+def test_decodes_and_prefills_of_one_step_write_over_their_queries_and_over_nothing_else(
+    chunks, heads, shape, extra
+) -> None:
+    starts, counts = (np.array(x, np.int32) for x in zip(*chunks, strict=True))
+    rows = Rows((starts + counts).tolist(), shape["page_size"], heads, shape["head_dim"], shape["dtype"], shape["seed"])
+    rows.fill(np.maximum(starts + 1 - extra["window"], 0).tolist() if extra["window"] else None)
+    extra, many, one = made(rows, extra), int(counts.sum()), counts == 1
+    q = rows.queries(many + 5)
+    expected = rows.expected(q[:many].contiguous(), counts.tolist(), **extra)
+    before = q.clone()
+    tiles = attention.tiles_of(starts, counts, rows.ids)
+    tiles = np.concatenate((tiles[~np.isin(tiles[:, 0], rows.ids[one])], [[0, 0, 0, 0]]))
+    alone, firsts = np.where(one, starts, -1), counts.cumsum() - counts
+    owners, alone, firsts = ([*each, *more] for each, more in ((rows.ids, [0, 0]), (alone, [-1, -1]), (firsts, [0, 0])))
+
+    def both(q: torch.Tensor, table: torch.Tensor, given: list[torch.Tensor], **options) -> torch.Tensor:
+        tiles, owners, alone, firsts, done = given
+        attention.prefill(q, tiles, table, options.pop("pages"), out=q, **options)
+        return attention.decode(q, table, owners, alone, rows.pages.to(q.device), done, out=q, places=firsts, **options)
+
+    done = attention.counters(len(owners), rows.kv_heads, torch.device("cpu"))
+    given = [*(ints(each) for each in (tiles, owners, alone, firsts)), done]
+    found = on_device(both, q, rows.table, given, pages=rows.pages, **extra)
+    assert not done.any()
+    close(found[:many], expected)
+    assert torch.equal(found[many:], before[many:])
+
+
 def test_tiles_cover_each_token_once_the_longest_first() -> None:
     starts, counts, ids = (np.array(x, np.int32) for x in ([5, 0, 1000], [300, 128, 1], [2, 0, 7]))
     tiles = attention.tiles_of(starts, counts, ids)

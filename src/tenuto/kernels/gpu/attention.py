@@ -116,15 +116,18 @@ def decode(
     sinks: torch.Tensor | None = None,
     cap: float = 0.0,
     out: torch.Tensor | None = None,
+    places: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the attention output of queries, each of which sees the keys of its row up to its own position.
 
     `q`: [tokens, heads, head_dim], contiguous; the result has its shape, and is written to `out` if that is given.
     `owners`, `positions`: int32 [tokens]; several tokens may have one row; with position -1 nothing is read and the
-    output is zero. `done`, of `counters`, is zero before and after every launch; launches that use it follow each other
-    on one stream. Scores are multiplied by `scale`. `window`, `sinks`, float32 [heads], and `cap` are those of
-    `models.block.StepMemory.attend` and `kernels.paged.PagedAttention`."""
-    rows, heads, head_dim = q.shape
+    output is zero. With `places`, int32 [tokens], these are only some of the tokens of `q`, by their index there, and
+    only their output is written, at position -1 none; `out` may then be `q`. `done`, of `counters`, is zero before and
+    after every launch; launches that use it follow each other on one stream. Scores are multiplied by `scale`.
+    `window`, `sinks`, float32 [heads], and `cap` are those of `models.block.StepMemory.attend` and
+    `kernels.paged.PagedAttention`."""
+    rows, (heads, head_dim) = len(owners), q.shape[1:]
     kv_heads, page_size = pages.shape[2:4]
     assert len(done) >= rows, "every row has a count"
     padded, group = next_power_of_2(head_dim), heads // kv_heads
@@ -144,6 +147,7 @@ def decode(
         table,
         owners,
         positions,
+        places,
         pages,
         sinks,
         scale,
@@ -199,7 +203,8 @@ def prefill(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the attention output of the queries of `tiles`, int32 [n, 4] (see `tiles_of`), whose own keys are already
-    in `pages`; the output of tokens in no tile is undefined. The other arguments are those of `decode`."""
+    in `pages`; the output of tokens in no tile is not written. `out` may be `q`. The other arguments are those of
+    `decode`."""
     heads, head_dim = q.shape[1:]
     kv_heads, page_size = pages.shape[2:4]
     padded = next_power_of_2(head_dim)
@@ -253,15 +258,15 @@ def shared_memory(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
-def tiles_of(starts: Ints, counts: Ints, rows: Ints) -> npt.NDArray[np.int32]:
-    """Cuts chunks into tiles of at most `TILE` tokens. Row `rows[i]` of the table computes `counts[i]` tokens from
+def tiles_of(starts: Ints, counts: Ints, rows: Ints, tile: int = TILE) -> npt.NDArray[np.int32]:
+    """Cuts chunks into tiles of at most `tile` tokens. Row `rows[i]` of the table computes `counts[i]` tokens from
     position `starts[i]`, int32 [chunks]; the chunks follow each other in the flat batch. Returns int32 [tiles, 4]: a
     tile's row, the index of its first token in the flat batch, that token's position and the number of tokens. Those
     with the most keys are first, so that the last programs to start are short."""
-    pieces = -(-counts // TILE)
-    within = ragged_arange(pieces) * TILE
+    pieces = -(-counts // tile)
+    within = ragged_arange(pieces) * tile
     chunk = np.repeat(np.arange(len(counts)), pieces)
     firsts = np.cumsum(counts, dtype=np.int64) - counts
-    sizes = np.minimum(counts[chunk] - within, TILE)
+    sizes = np.minimum(counts[chunk] - within, tile)
     tiles = np.stack((rows[chunk], firsts[chunk] + within, starts[chunk] + within, sizes), axis=1)
     return tiles[np.argsort(-(tiles[:, 2] + sizes), kind="stable")].astype(np.int32)

@@ -194,6 +194,7 @@ def decode(
     table,
     owners,
     positions,
+    places,
     pages,
     sinks,
     scale,
@@ -228,14 +229,17 @@ def decode(
     heads = head * GROUP + group
     mask = present[:, None] & (d < DIM)[None, :]
     place = row * (KV_HEADS * GROUP) + heads
-    spots = place[:, None] * DIM + d[None, :]
+    token = row
+    if places is not None:
+        token = tl.load(places + row).to(tl.int64)
+    spots = (token * (KV_HEADS * GROUP) + heads)[:, None] * DIM + d[None, :]
     if position < 0:
-        if tl.program_id(2) == 0:
-            tl.store(out + spots, tl.zeros([GROUP_PAD, DIM_PAD], out.dtype.element_ty), mask)
+        if places is None:
+            tl.store(out + spots, tl.zeros([GROUP_PAD, DIM_PAD], out.dtype.element_ty), mask & (tl.program_id(2) == 0))
     elif tl.program_id(2) < programs:
         entries = table + tl.load(owners + row).to(tl.int64) * table_stride
         queries = tl.load(q + spots, mask, 0.0)
-        places = tl.zeros([GROUP_PAD], tl.int32) + position
+        seen = tl.zeros([GROUP_PAD], tl.int32) + position
         for split in range(tl.program_id(2), used, tl.num_programs(2)):
             peaks = tl.full([GROUP_PAD], LOWEST, tl.float32)
             totals = tl.zeros([GROUP_PAD], tl.float32)
@@ -247,7 +251,7 @@ def decode(
             stop = tl.minimum(start + each, position + 1)
             peaks, totals, sums = _attend(
                 queries,
-                places,
+                seen,
                 peaks,
                 totals,
                 tl.zeros([GROUP_PAD, DIM_PAD], tl.float32),
@@ -277,7 +281,9 @@ def decode(
             count = done + row * KV_HEADS + head
             tl.debug_barrier()  # all threads have stored their part before one of them counts it
             if tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == programs - 1:
-                _merge(out, parts, weights, row * KV_HEADS + head, used, GROUP, DIM, DIM_PAD, SPLITS, MERGED)
+                own = (row * KV_HEADS + head) * GROUP * SPLITS
+                given = parts + own * DIM, weights + own
+                _merge(out + (token * KV_HEADS + head) * GROUP * DIM, *given, used, GROUP, DIM, DIM_PAD, SPLITS, MERGED)
                 tl.store(count, 0)
 
 
@@ -286,7 +292,6 @@ def _merge(
     out,
     parts,
     weights,
-    kv_head,
     used,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -294,13 +299,12 @@ def _merge(
     SPLITS: tl.constexpr,
     MERGED: tl.constexpr,
 ):
-    """Adds up the `used` splits of the query heads that read one KV head of one row, MERGED at a time. `kv_head`: its
-    number among those of all rows. Other programs have stored the splits, so they are read past the nearest cache,
-    which other multiprocessors do not write to."""
+    """Adds up the `used` splits of the query heads that read one KV head of one row, MERGED at a time. Other programs
+    have stored the splits, so they are read past the nearest cache, which other multiprocessors do not write to."""
     HEADS: tl.constexpr = triton.next_power_of_2(GROUP)  # noqa: N806 - known at compilation
     group = tl.arange(0, HEADS)
     d = tl.arange(0, DIM_PAD)
-    place = kv_head * GROUP + tl.minimum(group, GROUP - 1)  # what is too much is read twice and not used
+    place = tl.minimum(group, GROUP - 1)  # what is too much is read twice and not used
     split = tl.arange(0, SPLITS)
     logs = tl.load(weights + place[:, None] * SPLITS + tl.minimum(split, used - 1)[None, :], cache_modifier=".cg")
     peaks = tl.max(logs, axis=1)
