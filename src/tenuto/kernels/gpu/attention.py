@@ -19,6 +19,7 @@ import torch
 from triton import cdiv, next_power_of_2
 
 from tenuto.base.plan import Ints
+from tenuto.kernels.gpu import append_kernels
 from tenuto.kernels.gpu import attention_kernels as kernels
 from tenuto.kernels.ragged import ragged_arange
 
@@ -67,7 +68,7 @@ def append(
     cos, sin = rotation or (None, None)
     q_weight, k_weight = norms or (None, None)
     padded, group_pad = next_power_of_2(head_dim), next_power_of_2(group)
-    kernels.append[(tokens, kv_heads)](
+    append_kernels.append[(tokens, kv_heads)](
         q,
         k,
         v,
