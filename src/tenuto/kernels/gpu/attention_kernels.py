@@ -175,19 +175,39 @@ def decode(
                 True,
             )
             found = sums / totals[:, None]
-            if used == 1:
+            if (used == 1) | (SPLITS == 1):
                 tl.store(out + spots, found.to(out.dtype.element_ty), mask)
             else:
                 tl.store(parts + (place * SPLITS + split)[:, None] * DIM + d[None, :], found, mask)
                 tl.store(weights + place * SPLITS + split, peaks + tl.log2(totals), present)
-        if used > 1:
-            count = done + row * KV_HEADS + head
-            tl.debug_barrier()  # all threads have stored their part before one of them counts it
-            if tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == programs - 1:
-                own = (row * KV_HEADS + head) * GROUP * SPLITS
-                given = parts + own * DIM, weights + own
-                _merge(out + (token * KV_HEADS + head) * GROUP * DIM, *given, used, GROUP, DIM, DIM_PAD, SPLITS, MERGED)
-                tl.store(count, 0)
+        if SPLITS > 1:
+            own = row * KV_HEADS + head
+            spot = out + (token * KV_HEADS + head) * GROUP * DIM
+            given = parts + own * GROUP * SPLITS * DIM, weights + own * GROUP * SPLITS
+            _count(done + own, programs, spot, *given, used, GROUP, DIM, DIM_PAD, SPLITS, MERGED)
+
+
+@triton.jit
+def _count(
+    count,
+    programs,
+    out,
+    parts,
+    weights,
+    used,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MERGED: tl.constexpr,
+):
+    """Counts this program as done if there are several splits. If all `programs` are, it adds the splits up and sets
+    the count back. See `_merge`."""
+    if used > 1:
+        tl.debug_barrier()  # all threads have stored their part before one of them counts it
+        if tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == programs - 1:
+            _merge(out, parts, weights, used, GROUP, DIM, DIM_PAD, SPLITS, MERGED)
+            tl.store(count, 0)
 
 
 @triton.jit
