@@ -1,4 +1,4 @@
-"""`python -m bench.gpu`: checks and measures everything that computes on a GPU, in less than eight minutes.
+"""`python -m bench.gpu`: checks and measures everything that computes on a GPU, in about ten minutes.
 
 It checks every kernel against PyTorch, runs small models under the memory checker, compares turns token by token
 (captured steps with steps queued one kernel at a time, and both with the reference), and measures. Weights are random
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu import checks, server, speed
+from bench.gpu import checks, server, sessions, speed
 from bench.gpu.models import TimedQueue, executor
 from bench.random_models import EIGHT, TYPES, stored
 from tenuto.exec.gpu.forward import GpuForward
@@ -71,6 +71,11 @@ def table(found: dict[str, Any]) -> str:
     if isinstance(parked := found.get("parking"), dict):
         out, back, most = (f"{parked[way]:.0f} GB/s" for way in ("out_gb_s", "back_gb_s", "limit_gb_s"))
         lines += ["", f"Parked pages leave at {out} and come back at {back}; a pinned copy makes {most}."]
+    if isinstance(turns := found.get("sessions"), dict):
+        for name in ("captured", "kernel by kernel"):
+            each, first = turns[name], f"first token after {turns[name]['first_token_ms']:.0f} ms"
+            speed = f"{each['tokens_s']:,.0f} tokens/s, {each['of_limit']:.2f} of prompts and decodes alone"
+            lines += ["", f"Sessions, {name}: {speed}, {first}."]
     for part in ("products", "recurrent"):
         if isinstance(each := found.get(part), dict):
             columns = list(next(iter(each.values())))
@@ -79,7 +84,7 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
-SPEED = ("decode", "quantized", "prefill", "parking", "products", "recurrent", "profile")
+SPEED = ("decode", "quantized", "prefill", "parking", "sessions", "products", "recurrent", "profile")
 PARTS = ("turns", "kernels", "prompts", "waiting", "sanitizer", "server", *SPEED)
 
 
@@ -118,6 +123,8 @@ def measured(report: Report, parts: set[str]) -> None:
     if "quantized" in parts:
         for name in ("int4", "fp8"):
             _quantized(report, name, limit)
+    if "sessions" in parts:
+        report.part("sessions", sessions.compared)
     if "products" in parts:
         report.part("products", partial(speed.products, limit["bytes"], limit["flops"]))
     if "recurrent" in parts:

@@ -136,12 +136,15 @@ def few_steps(kind: type[GpuForward]) -> None:
 
 
 def steps_without_waiting() -> str:
-    """Computes decode steps while PyTorch raises an error for every call that waits for the device."""
+    """Computes prompts and decodes, captured before, while PyTorch raises an error for every call that waits for the
+    device."""
     with executor(SMALL["full attention"], torch.bfloat16, GpuForward) as made:
-        rows = Rows(made, 4, 256)
-        tokens = rows.turns(np.ones((4, 40), np.int32), 4)[-1]
+        rows = Rows(made, 4, 512)
+        prompts = np.ones((4, 40), np.int32)
+        tokens = rows.turns(prompts, 4)[-1]
         torch.cuda.set_sync_debug_mode("error")
         try:
+            rows.turns(prompts, 4)
             rows.decode(tokens, 8)
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -178,13 +178,19 @@ class EngineOptions(TypedDict, total=False):
     strict: bool
 
 
-def engine_config(given: EngineOptions, max_context: int | None = None) -> EngineConfig:
-    """Resolves the configuration. The default context length is capped at the model's, `max_context`. Raises
+def engine_config(
+    given: EngineOptions, max_context: int | None = None, defaults: EngineOptions | None = None
+) -> EngineConfig:
+    """Resolves the configuration. `defaults` replace those of `EngineConfig`; of these, `max_running` yields to a
+    smaller `token_budget` that is given. The default context length is capped at the model's, `max_context`. Raises
     `ConfigError`."""
     unknown = given.keys() - EngineOptions.__annotations__.keys()
     if unknown:
         raise ConfigError(f"unknown engine options {sorted(unknown)}; allowed: {sorted(EngineOptions.__annotations__)}")
-    config = EngineConfig(**given)
+    usual: EngineOptions = {**defaults} if defaults is not None else {}
+    if "max_running" in usual and "token_budget" in given:
+        usual["max_running"] = max(1, min(usual["max_running"], given["token_budget"] - 1))
+    config = EngineConfig(**(usual | given))
     if max_context is None or config.context_length <= max_context:
         return config
     if "context_length" not in given:

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tenuto.base.config import EngineOptions
 from tenuto.base.groups import MemorySpec
 from tenuto.base.sampling import Candidate, Sampling, TokenLogprob
 
@@ -282,6 +283,10 @@ class Executor(Copier, Protocol):
     @property
     def predicts(self) -> bool:
         """Whether the model has a head for multi-token prediction. Then plans have a `predictor`."""
+
+    @property
+    def defaults(self) -> EngineOptions:
+        """Options of an engine that are better for this executor than their general defaults, which they replace."""
 
     def prepare(self, units: tuple[int, ...], rows: int, overlap: int = 1, lookahead: int = 0) -> None:
         """Allocates memory for `units[g]` units of each group of `spec`, and page tables and kept inputs for row ids

@@ -8,10 +8,21 @@ import re
 import sys
 from pathlib import Path
 
+from tenuto.base.config import EngineOptions
 from tenuto.base.errors import ConfigError
 
 SHARE_OF_MACHINE = 0.25
 SHARE_OF_DEVICE = 0.85
+
+ON_CUDA: EngineOptions = {"token_budget": 4096, "mixed_budget": 2048, "max_running": 256, "overlap": 1}
+"""A CUDA device computes thousands of tokens in the time that their weights take to be read, and many turns at once.
+While it computes, the host plans the next step."""
+
+
+def engine_defaults(kind: str) -> EngineOptions:
+    """Returns the options of engines that are better for a `kind` of device, such as `cuda`, than their general
+    defaults."""
+    return {**ON_CUDA} if kind == "cuda" else {}
 
 
 def is_cpu(device: str) -> bool:

@@ -82,6 +82,7 @@ class ModelExecutor:
         self.spec, self.layout = forward.spec, forward.layout
         self.batch_invariant = forward.batch_invariant
         self.predicts = bool(forward.config.predictor)
+        self.defaults = forward.defaults
         self._loader = loader
         self._adapter_reader = adapter_reader
         self._pack = forward.packer
@@ -271,11 +272,11 @@ class ModelExecutor:
 
         found = self.forward.decode(plan, tokens, self._options.records)
         if found is not None:
-            self._unknown = partial(self._put_sampled, plan.rows, found)
+            self._unknown = partial(self._put_sampled, plan, found)
         return found
 
-    def _put_sampled(self, rows: Ints, tokens: Callable[[], Ints]) -> None:
-        self._last_sampled[rows] = tokens()
+    def _put_sampled(self, plan: Plan, tokens: Callable[[], Ints]) -> None:
+        self._last_sampled[plan.rows[plan.samples > 0]] = tokens()
 
     def _computed(self, plan: Plan) -> StepResult:
         samples = samples_of(plan)

@@ -9,6 +9,7 @@ from typing import cast
 
 import numpy as np
 
+from tenuto.base.config import EngineOptions
 from tenuto.base.errors import ConfigError
 from tenuto.base.plan import Bytes, Ints, Plan, TableChanges
 from tenuto.exec.forward import Longs, Outputs, Singles, describe
@@ -87,6 +88,7 @@ class NativeForward:
         self.config, self.spec, self.wide = model.config, model.spec, model.wide
         self.weight_bytes = model.weight_bytes
         self.batch_invariant = True
+        self.defaults = EngineOptions()
         self.threads = threads
         self._handle = library.open(byref(model.model), model.ops, len(model.ops), self.threads)
         if not self._handle:

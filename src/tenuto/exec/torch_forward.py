@@ -12,6 +12,7 @@ import torch
 
 from tenuto.base.errors import ConfigError
 from tenuto.base.plan import Bytes, Ints, Plan
+from tenuto.exec.device import engine_defaults
 from tenuto.exec.forward import Longs, Outputs, Singles, describe
 from tenuto.exec.torch_memory import Memories, indices
 from tenuto.kernels.elements import Element
@@ -91,6 +92,7 @@ class TorchForward:
         self.spec = memory_spec(self._groups, page_size)
         self.layout = f"torch {model.dtype}"
         self.batch_invariant = False
+        self.defaults = engine_defaults(model.device.type)
         self.description = f"PyTorch in {element} on {model.device}"
         self._adapters: dict[int, Changes] = {}  # by slot
 

@@ -21,6 +21,7 @@ from typing import cast
 
 import numpy as np
 
+from tenuto.base.config import EngineOptions
 from tenuto.base.errors import InvariantError, ModelError, StepFailed
 from tenuto.base.groups import GroupSpec, Kind, MemorySpec
 from tenuto.base.plan import (
@@ -116,6 +117,7 @@ class WitnessExecutor:
         self.spec = MemorySpec(page_size, tuple(groups))
         self.layout = "witness"
         self.batch_invariant = True
+        self.defaults = EngineOptions()
         self.predicts = False
         self._vocab_size = vocab_size
         self._verify = verify

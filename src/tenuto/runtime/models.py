@@ -108,7 +108,7 @@ class Model:
 
     def configured(self, given: EngineOptions) -> EngineConfig:
         """Resolves an engine's configuration for this model. Raises `ConfigError`."""
-        config = engine_config(given, self.max_context)
+        config = engine_config(given, self.max_context, self.executor.defaults)
         exact = self.executor.batch_invariant
         if config.speculate == "mtp" and not self.executor.predicts:
             raise ConfigError(

@@ -1,6 +1,7 @@
 """A queue that needs no device: work is done at once. Captured work may not use what a captured graph cannot repeat."""
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +21,7 @@ class Done:
 
 class Watch(TorchDispatchMode):
     """Records the operations of captured work with the addresses of tensors that exist before it, and refuses those
-    that wait for the device or read the host's memory."""
+    that wait for the device or read the host's memory, which may be elsewhere the next time."""
 
     WAITING = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "item", "is_nonzero", "equal")
 
@@ -32,6 +33,8 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.__name__
         assert not any(word in name for word in self.WAITING), f"{name} waits for the device"
+        lifted = name.startswith("lift_fresh") and args[0].dim() > 0  # a single number goes with the launch
+        assert not lifted, f"{name} copies from the host's memory"
         chosen = args[1] if name.startswith("index.") else ()
         masks = [each for each in chosen if each is not None and each.dtype == torch.bool]
         assert not masks, f"{name} waits for the device to count what a mask chooses"
@@ -45,6 +48,17 @@ class Watch(TorchDispatchMode):
             ):
                 self._made.add(each.untyped_storage().data_ptr())
         return result
+
+
+def _refused(*_: object) -> None:
+    raise AssertionError("from_numpy reads the host's memory")
+
+
+class Nothing(TorchDispatchMode):
+    """Refuses every operation."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func.__name__} is queued, or allocates")
 
 
 class HostQueue:
@@ -64,7 +78,7 @@ class HostQueue:
         self.captured += 1
 
         def watched() -> list[tuple[str, tuple[object, ...]]]:
-            with torch.inference_mode(), Watch() as watch:
+            with torch.inference_mode(), patch.object(torch, "from_numpy", _refused), Watch() as watch:
                 work()
                 return watch.seen
 

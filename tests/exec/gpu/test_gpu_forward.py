@@ -1,20 +1,28 @@
 """The forward pass on a GPU computes what plain PyTorch computes, also in captured steps."""
 
+from concurrent.futures import Future
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from bench.gpu.models import Eager, Rows
 from bench.random_models import TYPES, attention, model, stored
+from tenuto.base.plan import PREVIOUS_SAMPLE, InputVectors, PageCopies, Plan, TableChanges, TokenMasks
 from tenuto.base.sampling import GREEDY, Sampling
+from tenuto.exec.gpu import buckets
 from tenuto.exec.gpu.forward import GpuForward
+from tenuto.exec.gpu.ring import CHANGES, StepNumbers
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.kernels.gpu.fused import FUSED
+from tenuto.kernels.sampling import OPTIONS
 from tenuto.models.config import GatedDelta, ModelConfig
 from tenuto.models.decoder import Decoder
+from tests.exec.driver import Driver, Work
 from tests.exec.gpu.conftest import DEVICE
-from tests.exec.gpu.queue import HostQueue
+from tests.exec.gpu.queue import HostQueue, Nothing
 
 MODELS = {
     "full attention": model(2, 32, [attention(2, 1, 16)], 48, 101, 128),
@@ -47,7 +55,100 @@ def test_captured_steps_sample_what_plain_pytorch_samples(name: str, sampling: S
         results.append(Rows(executor, 3, 128, sampling).turns(prompts, 5).tolist())
         executor.close()
     assert results[0] == results[1] == results[2]
-    assert (queue.captured, queue.runs) == (1, 5)
+    captured = (1, 5) if name == "gated delta net" else (2, 6)  # the prompts, unless they go through recurrent layers
+    assert (queue.captured, queue.runs) == captured
+
+
+P, KNOWN = PREVIOUS_SAMPLE, -2
+"""In `STEPS`: what the row sampled in the step before; or in the last step of it, which has been collected."""
+
+
+def prompt(seed: int, count: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 101, count).tolist()
+
+
+STEPS: list[list[Work]] = [
+    [(0, prompt(0, 20), 0), (1, prompt(1, 1), 0)],
+    [(0, prompt(2, 13), 1), (1, prompt(3, 29), 1)],
+    [(2, prompt(4, 40), 0), (0, [P], 1), (1, [P], 1)],
+    [(2, prompt(5, 47), 1), (0, [P], 1), (1, [P], 1)],  # too long to be captured
+    [(0, [P], 1), (1, [P], 1), (2, [P], 1)],
+    [(1, [P], 1), (3, prompt(6, 60), 1)],  # too long to be captured
+    [(1, [P], 1), (3, [P], 1)],
+    [(3, [P], 1), (1, [P], 1), (0, [KNOWN], 1), (2, [KNOWN, *prompt(7, 4)], 1)],
+    [(0, [P], 1), (2, [P, *prompt(8, 3)], 1)],
+]
+"""Rows compute chunks of prompts, of which some sample, beside others' decodes; rows pause and go on."""
+LONGEST = 48
+
+
+def carried_out(forward: TorchForward, overlap: int) -> list[list[int]]:
+    """Carries out `STEPS`; with `overlap`, each is submitted before the one before it is collected."""
+    executor = ModelExecutor(forward)
+    driver, last, found, flying = Driver(executor, 40, 4), dict.fromkeys(range(4), 0), [], []
+    sampling = [(row, replace(DRAWN, seed=row) if row else GREEDY) for row in range(4)]
+
+    def collect() -> None:
+        rows = [row for row, _, samples in flying.pop(0) if samples]
+        found.append(executor.collect().tokens.tolist())
+        last.update(zip(rows, found[-1], strict=True))
+
+    for i, step in enumerate(STEPS):
+        known = [(row, [last[row] if t == KNOWN else t for t in tokens], samples) for row, tokens, samples in step]
+        executor.submit(driver.plan(known, sampling=() if i else sampling))
+        flying.append(known)
+        if len(flying) > overlap:
+            collect()
+    while flying:
+        collect()
+    executor.close()
+    return found
+
+
+@pytest.mark.parametrize(("name", "overlap"), [("full attention", 1), ("windows, sinks, norms", 0)])
+def test_captured_steps_with_prompts_sample_what_plain_pytorch_samples(
+    name: str, overlap: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buckets, "MOST_TOKENS", LONGEST)
+    config, queue = MODELS[name], HostQueue()
+    expected = carried_out(TorchForward(decoder(config, fused=False), 32), 0 if overlap == 0 else 1)
+    assert carried_out(Eager(decoder(config, fused=True), 32, queue), overlap) == expected
+    assert queue.runs == 0
+    assert carried_out(GpuForward(decoder(config, fused=True), 32, queue), overlap) == expected
+    assert queue.runs == len(STEPS) - 2, "all but two run as captured"
+    assert queue.captured == 5, "steps of about the same size are captured once"
+
+
+def test_the_host_queues_a_captured_step_without_another_operation() -> None:
+    forward = GpuForward(decoder(MODELS["full attention"], fused=True), 32, HostQueue())
+    executor = ModelExecutor(forward)
+    driver = Driver(executor, 40, 4)
+    for step in STEPS[:3]:
+        plan = driver.plan([(row, [max(t, 0) for t in tokens], samples) for row, tokens, samples in step])
+        numbers = StepNumbers(plan, plan.tokens, np.zeros(4, OPTIONS))
+        with Nothing():
+            wait = forward._ring.start(lambda: None, numbers)
+            assert len(wait()) == plan.samples.sum()
+    executor.close()
+
+
+def test_plans_that_a_captured_step_cannot_carry_out_are_left_to_the_host() -> None:
+    forward = GpuForward(decoder(MODELS["full attention"], fused=True), 32, HostQueue())
+    executor = ModelExecutor(forward)
+    driver = Driver(executor, 40, 4)
+    plan = driver.plan([(0, prompt(0, 9), 1), (1, prompt(1, 1), 1)])
+
+    def captured(plan: Plan) -> bool:
+        return forward.decode(plan, lambda: plan.tokens, np.zeros(4, OPTIONS)) is not None
+
+    assert captured(plan)
+    assert not captured(replace(plan, samples=plan.counts)), "guesses"
+    assert not captured(replace(plan, adapters=np.ones(2, np.int32)))
+    assert not captured(replace(plan, masks=(TokenMasks(0, Future()),)))
+    assert not captured(replace(plan, copies=(PageCopies(*np.zeros((3, 1), np.int32)),)))
+    assert not captured(replace(plan, vectors=InputVectors(*np.ones((2, 1), np.int32))))
+    assert not captured(replace(plan, tables=(TableChanges(*np.zeros((3, CHANGES + 1), np.int32)),)))
+    executor.close()
 
 
 @pytest.mark.parametrize("name", TYPES)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -39,6 +40,15 @@ def test_work_that_a_graph_can_repeat_is_repeated() -> None:
 )
 def test_work_that_waits_for_the_device_is_refused(work: Callable[[], object]) -> None:
     with pytest.raises(AssertionError, match="waits for the device"):
+        HostQueue().capture(work)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [lambda: FIXED + torch.from_numpy(np.ones(4, np.float32)), lambda: FIXED + torch.tensor([1.0, 2.0, 3.0, 4.0])],
+)
+def test_work_that_copies_from_the_host_s_memory_is_refused(work: Callable[[], object]) -> None:
+    with pytest.raises(AssertionError, match="the host's memory"):
         HostQueue().capture(work)
 
 

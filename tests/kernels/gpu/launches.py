@@ -18,7 +18,7 @@ from tenuto.kernels.gpu.linear import linear
 from tenuto.kernels.gpu.norms import add_rms_norm, gated_norm, rms_norm
 from tenuto.kernels.gpu.recurrent import convolve_step, gated_delta_step, mamba2_step, mamba_step
 from tenuto.kernels.gpu.sampling import sample
-from tenuto.kernels.gpu.steps import Entries, begin, change, finish
+from tenuto.kernels.gpu.steps import OWN, Entries, begin, change, finish, single, spread
 from tenuto.kernels.quantized import Numbers, Quantized
 from tenuto.kernels.recurrent import Slots
 from tenuto.models.block import GATES, UNGATED
@@ -51,7 +51,11 @@ def attending(
     norms = [torch.zeros(head_dim), torch.zeros(head_dim)] if more else None
     sinks = torch.zeros(heads) if more else None
     queries = attention.append(q, k, v, table, rows, rows, pages, rotation, norms, 1e-6)
-    attention.decode(queries, table, rows, rows, pages, 0.1, window, sinks, cap)
+    for many in (8, 256):  # many rows have fewer splits
+        each, some = torch.zeros(many, heads, head_dim, dtype=dtype), torch.zeros(many, dtype=torch.int32)
+        done = attention.counters(many, kv_heads, each.device)
+        attention.decode(each, table, some, some, pages, done, 0.1, window, sinks, cap)
+        attention.decode(each, table, some, some, pages, done, 0.1, window, sinks, cap, each, some)
     attention.prefill(queries, tiles, table, pages, 0.1, window, sinks, cap)
 
 
@@ -109,12 +113,15 @@ def mamba(dtype: torch.dtype, channels: int, size: int) -> None:
 
 def stepping() -> None:
     """Begins and ends a step with a state group and a page table."""
-    shared = {"counts": (3, 2), "numbers": (3, 8, 64), "tokens": (3, 64)}
-    given = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in shared.items()}
+    fields = OWN + 2
+    shared = {"counts": (3, 3), "inputs": (3, 2560), "numbers": (3, fields, 64), "changes": (3, 3, 4096)}
+    given = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in {**shared, "tokens": (3, 64)}.items()}
     one, sampled = torch.zeros(1, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
     entries = Entries(**given, options=torch.zeros(3, 64, 5, dtype=torch.float64), turn=one, place=one)
-    rows = begin(entries, 5, 64, sampled)
-    change(entries, 0, 5, torch.zeros(64, 100, dtype=torch.int32))
+    rows = begin(entries, fields, 64)
+    single(entries, rows, sampled)
+    spread(entries, rows, 2560, attention.TILE, sampled)
+    change(entries, 0, torch.zeros(64, 100, dtype=torch.int32))
     finish(entries, rows, torch.zeros(64, dtype=torch.int64), sampled)
 
 
@@ -146,6 +153,7 @@ LAUNCHES = {
     "attention of 80 elements a head": Launch(partial(attending, torch.bfloat16, 80, 32, 32), _HALF),
     "attention in float32": Launch(partial(attending, torch.float32, 128, 32, 8)),
     "attention in float32 of 256 elements a head": Launch(partial(attending, torch.float32, 256, 16, 8, more=True)),
+    "attention in float32 of 64 elements a head": Launch(partial(attending, torch.float32, 64, 9, 3)),
     "norms of 4096 elements": Launch(partial(normalising, torch.bfloat16, 4096)),
     "norms of 576 elements": Launch(partial(normalising, torch.bfloat16, 576)),
     "norms of 128 elements in float32": Launch(partial(normalising, torch.float32, 128)),

@@ -38,9 +38,19 @@ def made(rows: Rows, extra: dict) -> dict:
     return {**extra, "sinks": sinks, "scale": rows.head_dim**-0.5}
 
 
+def decoded(rows: Rows, q: torch.Tensor, owners: object, positions: object, **extra: object) -> torch.Tensor:
+    """Decodes twice: the second launch finds the counts as the first did, and computes the same."""
+    done = attention.counters(len(q), rows.kv_heads, torch.device("cpu"))
+    given = q, rows.table, ints(owners), ints(positions), rows.pages, done
+    found = on_device(attention.decode, *given, **extra)
+    assert not done.any(), "every count is zero again"
+    assert torch.equal(on_device(attention.decode, *given, **extra), found)
+    return found
+
+
 @settings(max_examples=12, deadline=None)
 @given(
-    lengths=st.lists(st.sampled_from([1, 2, 31, 32, 33, 64, 65, 127, 300, 700]), min_size=1, max_size=4),
+    lengths=st.lists(st.sampled_from([1, 2, 31, 32, 33, 64, 65, 127, 129, 300, 700]), min_size=1, max_size=4),
     heads=st.sampled_from(GROUPS),
     shape=shapes,
     extra=extras,
@@ -52,25 +62,46 @@ def test_a_decode_step_attends_as_the_portable_kernel_does(lengths, heads, shape
     q = rows.queries(len(lengths) + 2)
     owners = np.concatenate((rows.ids, [0, 0]))
     positions = np.array([*lengths, 0, 0]) - 1
-    found = on_device(attention.decode, q, rows.table, ints(owners), ints(positions), rows.pages, **extra)
+    found = decoded(rows, q, owners, positions, **extra)
     close(found[:-2], rows.expected(q[:-2], [1] * len(lengths), **extra))
     assert not found[-2:].any(), "padding is zero"
 
 
-def test_a_row_does_not_depend_on_the_others_or_on_how_many_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_does_not_depend_on_what_the_others_hold_or_on_who_adds_its_splits_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rows = Rows([1100, 3, 700], 32, (1, 4), 64)
     rows.fill()
     q = rows.queries(3)
 
-    def decoded(*chosen: int) -> torch.Tensor:
-        owners, positions = rows.ids[list(chosen)], [rows.lengths[i] - 1 for i in chosen]
-        queries = q[list(chosen)].contiguous()
-        return on_device(attention.decode, queries, rows.table, ints(owners), ints(positions), rows.pages, 0.125)
+    def chosen(*order: int) -> torch.Tensor:
+        positions = [rows.lengths[i] - 1 for i in order]
+        return decoded(rows, q[list(order)].contiguous(), rows.ids[list(order)], positions, scale=0.125)
 
-    alone = torch.cat([decoded(0), decoded(1), decoded(2)])
-    assert torch.equal(decoded(2, 0, 1), alone[[2, 0, 1]])
-    monkeypatch.setattr(attention, "_PROGRAMS", 3)  # as with so many rows that a program computes all splits of one
-    assert torch.equal(decoded(0, 1, 2), alone)
+    alone = torch.cat([chosen(0), chosen(1), chosen(2)])
+    assert torch.equal(chosen(2, 0, 1), alone[[2, 0, 1]])
+    for programs in (3, 6, 9):  # as with so many rows that a program computes all splits of one, or every second or so
+        monkeypatch.setattr(attention, "_PROGRAMS", programs)
+        assert torch.equal(chosen(0, 1, 2), alone)
+
+
+def test_many_rows_have_fewer_splits_and_give_the_same_up_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Rows([1100, 3, 700, 129], 32, (2, 4), 64)
+    rows.fill()
+    q = rows.queries(4)
+    expected = rows.expected(q, [1] * 4, scale=0.125)
+    for least in (16, 128, 512, 4096):
+        monkeypatch.setattr(attention, "least_keys", lambda *_, least=least: least)
+        close(decoded(rows, q, rows.ids, np.array(rows.lengths) - 1, scale=0.125), expected)
+
+
+def test_splits_get_longer_as_rows_get_more() -> None:
+    least = [attention.least_keys(rows, 8) for rows in (1, 4, 16, 64, 128, 256, 512)]
+    assert least == sorted(least)
+    assert (least[0], least[-1]) == (128, 2048)
+    assert 2048 // least[0] * 8 >= 128, "one row of 2,048 keys and 8 KV heads has a program for every multiprocessor"
+    assert attention.decode_splits(8, least[0], 2048) == 16
+    assert attention.decode_splits(8, attention.least_keys(256, 8), 2304) == 2
 
 
 @settings(max_examples=12, deadline=None)
@@ -94,6 +125,43 @@ def test_a_prefill_attends_as_the_portable_kernel_does(chunks, heads, shape, ext
     tiles = np.concatenate((tiles, [[0, 0, -1, 0]]))  # padding
     found = on_device(attention.prefill, q, ints(tiles), rows.table, rows.pages, **extra)
     close(found, rows.expected(q, counts.tolist(), **extra))
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    chunks=st.lists(
+        st.tuples(st.sampled_from([0, 1, 64, 300]), st.sampled_from([1, 1, 2, 17, 129])), min_size=1, max_size=4
+    ),
+    heads=st.sampled_from(GROUPS[:4]),
+    shape=shapes,
+    extra=extras,
+)
+def test_decodes_and_prefills_of_one_step_write_over_their_queries_and_over_nothing_else(
+    chunks, heads, shape, extra
+) -> None:
+    starts, counts = (np.array(x, np.int32) for x in zip(*chunks, strict=True))
+    rows = Rows((starts + counts).tolist(), shape["page_size"], heads, shape["head_dim"], shape["dtype"], shape["seed"])
+    rows.fill(np.maximum(starts + 1 - extra["window"], 0).tolist() if extra["window"] else None)
+    extra, many, one = made(rows, extra), int(counts.sum()), counts == 1
+    q = rows.queries(many + 5)
+    expected = rows.expected(q[:many].contiguous(), counts.tolist(), **extra)
+    before = q.clone()
+    tiles = attention.tiles_of(starts, counts, rows.ids)
+    tiles = np.concatenate((tiles[~np.isin(tiles[:, 0], rows.ids[one])], [[0, 0, 0, 0]]))
+    alone, firsts = np.where(one, starts, -1), counts.cumsum() - counts
+    owners, alone, firsts = ([*each, *more] for each, more in ((rows.ids, [0, 0]), (alone, [-1, -1]), (firsts, [0, 0])))
+
+    def both(q: torch.Tensor, table: torch.Tensor, given: list[torch.Tensor], **options) -> torch.Tensor:
+        tiles, owners, alone, firsts, done = given
+        attention.prefill(q, tiles, table, options.pop("pages"), out=q, **options)
+        return attention.decode(q, table, owners, alone, rows.pages.to(q.device), done, out=q, places=firsts, **options)
+
+    done = attention.counters(len(owners), rows.kv_heads, torch.device("cpu"))
+    given = [*(ints(each) for each in (tiles, owners, alone, firsts)), done]
+    found = on_device(both, q, rows.table, given, pages=rows.pages, **extra)
+    assert not done.any()
+    close(found[:many], expected)
+    assert torch.equal(found[many:], before[many:])
 
 
 def test_tiles_cover_each_token_once_the_longest_first() -> None:

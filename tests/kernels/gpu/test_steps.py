@@ -1,16 +1,20 @@
 """The two ends of a captured step pass numbers and tokens through host memory."""
 
+from __future__ import annotations
+
 import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.base.plan import NO_SLOT, PREVIOUS_SAMPLE
-from tenuto.kernels.gpu.steps import CHANGED, OWN, Entries, begin, change, finish
+from tenuto.kernels.gpu.attention import tiles_of
+from tenuto.kernels.gpu.steps import CHANGED, OWN, Entries, begin, change, finish, single, spread
 from tenuto.kernels.sampling import OPTIONS, uniforms
 from tests.kernels.gpu.conftest import DEVICE
 
-IDS, MOST, FIELDS, TABLES = 40, 150, OWN + 2, 2
+IDS, MOST, FIELDS, TABLES = 100, 150, OWN + 2, 2
+MOST_TOKENS, MOST_CHANGES, TILE = 800, 200, 16
 
 
 def pinned(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -18,55 +22,122 @@ def pinned(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return found.pin_memory() if torch.cuda.is_available() else found
 
 
-@settings(max_examples=20, deadline=None)
-@given(count=st.integers(0, IDS), rows=st.sampled_from([IDS, 140]), turn=st.integers(0, 2), seed=st.integers(0, 9))
-def test_a_step_reads_what_the_host_wrote_and_writes_what_it_samples(count, rows, turn, seed) -> None:
-    generator = np.random.default_rng(seed)
-    ints = {"counts": (3, 1 + TABLES), "numbers": (3, FIELDS + CHANGED * TABLES, MOST), "tokens": (3, MOST)}
-    shared = {name: pinned(torch.int32, *shape) for name, shape in ints.items()}
-    for each in shared.values():
-        each.random_(0, 7)  # what earlier steps left
-    records = pinned(torch.float64, 3, MOST, len(OPTIONS.names or ()))
-    turns = [torch.tensor([each], dtype=torch.int32, device=DEVICE) for each in (turn, 9)]
-    entries = Entries(**shared, options=records, turn=turns[0], place=turns[1])
-    numbers, options = entries.numbers[turn].numpy(), records[turn].numpy().view(OPTIONS)[:, 0]
-    changes = [0, int(generator.integers(1, IDS))]
-    entries.counts[turn] = torch.tensor([count, *changes])
-    ids = generator.permutation(IDS)[:count].astype(np.int32)
-    numbers[0, :count] = generator.integers(PREVIOUS_SAMPLE, 3, count)
-    numbers[1, :count], numbers[2, :count] = ids, generator.integers(0, 5000, count)
-    numbers[3, :count], numbers[4, :count] = NO_SLOT, 1
-    for name in OPTIONS.names or ():
-        options[name][:count] = generator.integers(0, 2**62 if name == "seed" else 99, count)
-    table, sampled = (torch.arange(n, dtype=torch.int32, device=DEVICE) for n in (IDS * 30, IDS))
-    table = table.view(IDS, 30)
-    expected_table, known = table.cpu().numpy().copy(), sampled.cpu().numpy().copy()
-    moved = numbers[FIELDS + CHANGED : FIELDS + 2 * CHANGED, : changes[1]]
-    moved[:] = np.arange(changes[1]), generator.integers(0, 30, changes[1]), generator.integers(0, 9999, changes[1])
-    expected_table[moved[0], moved[1]] = moved[2]
+class Host:
+    """A step as the host writes it, among what earlier steps left. Rows have the numbers of tokens `counts`."""
 
-    begun = begin(entries, FIELDS, rows, sampled)
-    for number in range(TABLES):
-        change(entries, number, FIELDS, table)
+    def __init__(self, counts: list[int], turn: int, seed: int) -> None:
+        self.draw = np.random.default_rng(seed)
+        ints = {
+            "counts": (3, 2 + TABLES),
+            "inputs": (3, MOST_TOKENS),
+            "numbers": (3, FIELDS, MOST),
+            "changes": (3, CHANGED * TABLES, MOST_CHANGES),
+            "tokens": (3, MOST),
+        }
+        shared = {name: pinned(torch.int32, *shape) for name, shape in ints.items()}
+        for each in shared.values():
+            each.random_(0, 7)
+        records = pinned(torch.float64, 3, MOST, len(OPTIONS.names or ()))
+        turns = [torch.tensor([each], dtype=torch.int32, device=DEVICE) for each in (turn, 9)]
+        self.entries = Entries(**shared, options=records, turn=turns[0], place=turns[1])
+        self.n, self.turn, self.counts = len(counts), turn, np.array(counts, np.int32)
+        many = int(self.counts.sum())
+        self.changed = [0, int(self.draw.integers(1, MOST_CHANGES))]
+        self.entries.counts[turn] = torch.tensor([self.n, many, *self.changed])
+        self.inputs = self.entries.inputs[turn].numpy()[:many]
+        self.inputs[:] = self.draw.integers(PREVIOUS_SAMPLE, 3, many)
+        self.numbers = self.entries.numbers[turn].numpy()[:, : self.n]
+        self.ids, self.starts, self.firsts, self.samples = (self.numbers[i] for i in (0, 1, 3, 4))
+        self.ids[:] = self.draw.permutation(IDS)[: self.n]
+        self.starts[:] = self.draw.integers(0, 5, self.n) * TILE * self.draw.integers(1, 9, self.n)
+        self.numbers[2], self.firsts[:] = self.counts, self.counts.cumsum() - self.counts
+        self.samples[:] = self.draw.integers(0, 2, self.n)
+        self.numbers[OWN], self.numbers[OWN + 1] = NO_SLOT, 1
+        self.options = records[turn].numpy().view(OPTIONS)[: self.n, 0]
+        for name in OPTIONS.names or ():
+            self.options[name] = self.draw.integers(0, 2**62 if name == "seed" else 99, self.n)
+
+    @property
+    def lasts(self) -> np.ndarray:
+        return self.starts + self.counts - 1
+
+
+turns, seeds = st.integers(0, 2), st.integers(0, 9)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    counts=st.lists(st.sampled_from([1, 1, 2, 7]), max_size=40), rows=st.sampled_from([40, 140]), turn=turns, seed=seeds
+)
+def test_a_step_reads_what_the_host_wrote_and_writes_what_it_samples(counts, rows, turn, seed) -> None:
+    host = Host(counts, turn, seed)
+    entries, n = host.entries, host.n
+    begun = begin(entries, FIELDS, rows)
     found = begun.numbers.cpu().numpy()
-    tokens = np.where(numbers[0, :count] == PREVIOUS_SAMPLE, known[ids], numbers[0, :count])
-    assert (found[0, :count] == tokens).all()
-    assert (found[1:, :count] == numbers[1:FIELDS, :count]).all()
-    assert (found[:, count:] == np.array([0, 0, -1, -1, -1])[:, None]).all()
-    assert (table.cpu().numpy() == expected_table).all()
+    assert (found[:, :n] == host.numbers).all()
+    assert (found[:, n:] == np.array([0, 0, 0, 2**30, 0, -1, -1])[:, None]).all()
+    assert begun.lasts.tolist() == [*(host.firsts + host.counts - 1), *[0] * (rows - n)]
+    assert begun.alone.tolist() == [*np.where(host.counts == 1, host.starts, -1), *[-1] * (rows - n)]
+    assert begun.sampling.tolist() == [*np.where(host.samples > 0, host.lasts, -1), *[-1] * (rows - n)]
     temperature, top_k, top_p, min_p, uniform = (each.cpu().numpy() for each in begun.choice)
     for name, values in {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}.items():
-        assert (values[:count] == options[name][:count]).all()
-        assert not values[count:].any()
-    assert (uniform[:count] == uniforms(options["seed"][:count], numbers[2, :count].astype(np.int64) + 1)).all()
+        assert (values[:n] == host.options[name]).all()
+        assert not values[n:].any()
+    assert (uniform[:n] == uniforms(host.options["seed"], host.lasts.astype(np.int64) + 1)).all()
 
-    before = entries.tokens.clone()
-    samples = torch.arange(rows, device=DEVICE) + 100
-    finish(entries, begun, samples, sampled)
+    table = torch.arange(IDS * 30, dtype=torch.int32, device=DEVICE).view(IDS, 30)
+    expected = table.cpu().numpy().copy()
+    changed = host.changed[1]
+    moved = entries.changes[turn].numpy()[CHANGED : 2 * CHANGED, :changed]
+    moved[:] = np.arange(changed) % IDS, np.arange(changed) // IDS, host.draw.integers(0, 9999, changed)
+    expected[moved[0], moved[1]] = moved[2]
+    for number in range(TABLES):
+        change(entries, number, table)
+    assert (table.cpu().numpy() == expected).all()
+
+    before, sampled = entries.tokens.clone(), torch.arange(IDS, dtype=torch.int32, device=DEVICE)
+    finish(entries, begun, torch.arange(rows, device=DEVICE) + 100, sampled)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    known[ids] = np.arange(count) + 100
-    before[turn, :count] = torch.arange(count, dtype=torch.int32) + 100
+    known, sampling = np.arange(IDS), host.samples > 0
+    known[host.ids[sampling]] = np.flatnonzero(sampling) + 100
+    before[turn, : host.n][torch.from_numpy(sampling)] = torch.from_numpy(np.flatnonzero(sampling) + 100).int()
     assert (sampled.cpu().numpy() == known).all()
     assert torch.equal(entries.tokens, before)
-    assert int(turns[0]) == (turn + 1) % 3
+    assert int(entries.turn) == (turn + 1) % 3
+
+
+@settings(max_examples=10, deadline=None)
+@given(count=st.integers(0, 40), rows=st.sampled_from([40, 140]), turn=turns, seed=seeds)
+def test_rows_of_one_token_read_it_or_what_they_sampled_last(count, rows, turn, seed) -> None:
+    host = Host([1] * count, turn, seed)
+    sampled = torch.arange(IDS, dtype=torch.int32, device=DEVICE) + 50
+    found = single(host.entries, begin(host.entries, FIELDS, rows), sampled)
+    expected = np.where(host.inputs == PREVIOUS_SAMPLE, host.ids + 50, host.inputs)
+    assert found.tolist() == [*expected, *[0] * (rows - count)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    counts=st.lists(st.sampled_from([1, 1, 2, 15, 16, 17, 32, 100]), max_size=7),
+    more=st.integers(0, 90),
+    spare=st.integers(0, 40),
+    turn=turns,
+    seed=seeds,
+)
+def test_tokens_find_their_rows_and_tiles_are_those_that_the_host_would_cut(counts, more, spare, turn, seed) -> None:
+    counts = [*counts, *[1] * more]
+    host = Host(counts, turn, seed)
+    many, sampled = int(host.counts.sum()), torch.arange(IDS, dtype=torch.int32, device=DEVICE) + 50
+    found = spread(host.entries, begin(host.entries, FIELDS, host.n + spare + 4), max(many + spare, 16), TILE, sampled)
+    owners = np.repeat(host.ids, host.counts)
+    assert found.ids.tolist()[:many] == np.where(host.inputs == PREVIOUS_SAMPLE, owners + 50, host.inputs).tolist()
+    assert found.owners.tolist()[:many] == owners.tolist()
+    within = np.arange(many) - np.repeat(host.firsts, host.counts)
+    assert found.positions.tolist()[:many] == (np.repeat(host.starts, host.counts) + within).tolist()
+    assert set(found.positions.tolist()[many:]) <= {-1}
+    assert set(found.ids.tolist()[many:] + found.owners.tolist()[many:]) <= {0}
+    chosen = host.counts > 1
+    tiles = tiles_of(host.starts, host.counts, host.ids, TILE)
+    expected = tiles[np.isin(tiles[:, 0], host.ids[chosen])].tolist()
+    assert found.tiles.tolist() == expected + [[0] * 4] * (len(found.tiles) - len(expected))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from tenuto.base.plan import Ints, PageCopies, TableChanges
+from tenuto.exec.gpu.buckets import bucket_of
 from tenuto.exec.torch_memory import indices
-from tenuto.kernels.gpu.attention import append, decode, prefill, tiles_of
+from tenuto.kernels.gpu.attention import append, counters, decode, prefill, tiles_of
 from tenuto.kernels.ragged import ragged_arange
 from tenuto.models.block import Norm, Rotation
 from tenuto.models.groups import PageShape
@@ -24,8 +26,8 @@ class GpuPages:
     """The `Pages` of a group for kernels on a GPU.
 
     `pages` is [layers, units, 2, kv_heads, page_size, head_dim], keys before values, so that a page of one layer is
-    contiguous. `table`, int32 [row ids, pages of the longest sequence], never moves, so that captured steps can refer
-    to it.
+    contiguous. `table`, int32 [row ids, pages of the longest sequence], and `done`, the counts of `attention.decode`,
+    never move, so that captured steps can refer to them.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class GpuPages:
             (layers, units, 2, shape.kv_heads, page_size, shape.head_dim), device=device, dtype=element
         )
         self.table = torch.zeros((rows, -(-longest // page_size)), device=device, dtype=torch.int32)
+        self.done = counters(bucket_of(rows), shape.kv_heads, device)
 
     @property
     def units(self) -> tuple[torch.Tensor, int]:
@@ -54,9 +57,9 @@ class GpuPages:
             taken = self.pages.index_select(1, indices(copies.sources, device))
             self.pages.index_copy_(1, indices(copies.targets, device), taken)
 
-    def step(self, rows: Ints, starts: Ints, counts: Ints) -> MixedAttention:
+    def step(self, rows: Ints, starts: Ints, counts: Ints) -> RaggedAttention:
         """See `Pages.step`."""
-        return MixedAttention(self, rows, starts, counts)
+        return RaggedAttention(self, ragged_rows(rows, starts, counts, self.table.device))
 
 
 class DecodeAttention:
@@ -86,35 +89,51 @@ class DecodeAttention:
     ) -> torch.Tensor:
         """See `StepMemory.attend`."""
         own = self.pages
-        return decode(q, own.table, self.owners, self.positions, own.pages[layer], scale, own.window, sinks, cap)
+        given = q, own.table, self.owners, self.positions, own.pages[layer], own.done
+        return decode(*given, scale, own.window, sinks, cap)
 
 
-class MixedAttention(DecodeAttention):
-    """Attention of rows that compute any number of tokens. Rows with one token are computed as in `DecodeAttention`, so
-    that their results do not depend on the other rows."""
+@dataclass(frozen=True, slots=True)
+class RaggedRows:
+    """Tokens of rows that compute any number of them, on the device, all int32. `owners`, `positions`: those of each
+    token, see `DecodeAttention`. `tiles`: see `attention.prefill`. Rows that compute one token are in none; for each of
+    them `ids`, `alone` and `firsts` are its row of the page table, its position and the token's index. Other entries
+    there have position -1."""
 
-    def __init__(self, pages: GpuPages, rows: Ints, starts: Ints, counts: Ints) -> None:
-        device = pages.table.device
-        positions = np.repeat(starts, counts) + ragged_arange(counts)
-        super().__init__(pages, ints(np.repeat(rows, counts), device), ints(positions, device))
-        single = counts == 1
-        self._single, self._tiles = None, None
-        if single.all():
-            return
-        tiles = tiles_of(starts, counts, rows)
-        self._tiles = ints(tiles[~np.isin(tiles[:, 0], rows[single])], device)
-        if single.any():
-            self._single = indices((counts.cumsum() - counts)[single], device)
-            self._alone = DecodeAttention(pages, self.owners[self._single], self.positions[self._single])
+    owners: torch.Tensor
+    positions: torch.Tensor
+    tiles: torch.Tensor
+    ids: torch.Tensor
+    alone: torch.Tensor
+    firsts: torch.Tensor
+
+
+class RaggedAttention(DecodeAttention):
+    """Attention of `RaggedRows`. Rows with one token are computed as in `DecodeAttention`. It writes over the queries,
+    so that it needs no memory, and the output for no token is that of `append`, zero."""
+
+    def __init__(self, pages: GpuPages, rows: RaggedRows) -> None:
+        super().__init__(pages, rows.owners, rows.positions)
+        self._rows = rows
 
     def __call__(
         self, layer: int, q: torch.Tensor, scale: float, sinks: torch.Tensor | None = None, cap: float = 0.0
     ) -> torch.Tensor:
         """See `StepMemory.attend`."""
-        own = self.pages
-        if self._tiles is None:
-            return super().__call__(layer, q, scale, sinks, cap)
-        found = prefill(q, self._tiles, own.table, own.pages[layer], scale, own.window, sinks, cap)
-        if self._single is not None:
-            found.index_copy_(0, self._single, self._alone(layer, q[self._single], scale, sinks, cap))
-        return found
+        own, rows = self.pages, self._rows
+        options = scale, own.window, sinks, cap, q
+        if len(rows.tiles):
+            prefill(q, rows.tiles, own.table, own.pages[layer], *options)
+        if len(rows.ids):
+            decode(q, own.table, rows.ids, rows.alone, own.pages[layer], own.done, *options, rows.firsts)
+        return q
+
+
+def ragged_rows(rows: Ints, starts: Ints, counts: Ints, device: torch.device) -> RaggedRows:
+    """Returns the tokens of rows of which row `rows[i]` computes `counts[i]` tokens from position `starts[i]` on."""
+    positions = np.repeat(starts, counts) + ragged_arange(counts)
+    one, firsts = counts == 1, counts.cumsum() - counts
+    tiles = tiles_of(starts, counts, rows)
+    tiles = tiles[~np.isin(tiles[:, 0], rows[one])]
+    given = np.repeat(rows, counts), positions, tiles, rows[one], starts[one], firsts[one]
+    return RaggedRows(*(ints(each, device) for each in given))

@@ -79,6 +79,7 @@ class ParallelForward:
         self.spec = memory_spec(layer_groups(whole.config, whole.element), whole.page_size)
         self.layout = f"{own.layout}, {size} parts"
         self.batch_invariant = False
+        self.defaults = own.defaults
         self.description = f"{own.description}, {size} processes"
         self._own, self._size, self._followers = own, size, followers
         self._lock = threading.Lock()

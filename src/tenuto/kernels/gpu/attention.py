@@ -4,8 +4,8 @@ The pages of one layer are [units, 2, kv_heads, page_size, head_dim], keys befor
 a page of one layer is contiguous. Slot `s` of page `table[row, i]` holds the key and value of the row's position
 `i * page_size + s`. The page size is a power of two.
 
-A result for a row depends on no other row of a launch. Splits (Dao et al., "Flash-Decoding for long-context
-inference", 2023) and blocks are chosen by shapes and by the row's own length.
+What a row gets does not depend on what other rows of a launch hold. Splits (Dao et al., "Flash-Decoding for
+long-context inference", 2023) and blocks are chosen by shapes, by the number of rows, and by the row's own length.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from triton import cdiv, next_power_of_2
 
 from tenuto.base.plan import Ints
+from tenuto.kernels.gpu import append_kernels
 from tenuto.kernels.gpu import attention_kernels as kernels
 from tenuto.kernels.ragged import ragged_arange
 
@@ -27,10 +28,14 @@ TILE = 128
 
 _PROGRAMS = 32 * 132
 """So many programs keep an H200, which has 132 multiprocessors, busy to the end."""
-_LEAST_KEYS = 256
-"""A split has at least so many keys: for fewer, a program's start and the merge cost more than the split gains."""
-_KEY_BYTES = 32768
-"""The size of a block of keys that `decode` loads at a time; as much is loaded of values."""
+_LEAST_KEYS, _MOST_LEAST_KEYS = 128, 2048
+"""The least number of keys of a split, for few rows and for many: see `least_keys`."""
+_KEYS = 64
+"""The most keys that `decode` loads at a time."""
+_KEY_BYTES = 16384
+"""The most bytes of keys that `decode` loads at a time; as much is loaded of values."""
+_MERGED = 2048
+"""The most numbers of splits that a program of `decode` adds up at a time."""
 
 
 def append(
@@ -63,7 +68,7 @@ def append(
     cos, sin = rotation or (None, None)
     q_weight, k_weight = norms or (None, None)
     padded, group_pad = next_power_of_2(head_dim), next_power_of_2(group)
-    kernels.append[(tokens, kv_heads)](
+    append_kernels.append[(tokens, kv_heads)](
         q,
         k,
         v,
@@ -95,71 +100,96 @@ def append(
     return out
 
 
+def counters(rows: int, kv_heads: int, device: torch.device) -> torch.Tensor:
+    """Returns the `done` of `decode` for at most `rows` tokens."""
+    return torch.zeros((rows, kv_heads), device=device, dtype=torch.int32)
+
+
 def decode(
     q: torch.Tensor,
     table: torch.Tensor,
     owners: torch.Tensor,
     positions: torch.Tensor,
     pages: torch.Tensor,
+    done: torch.Tensor,
     scale: float,
     window: int = 0,
     sinks: torch.Tensor | None = None,
     cap: float = 0.0,
     out: torch.Tensor | None = None,
+    places: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the attention output of queries, each of which sees the keys of its row up to its own position.
 
     `q`: [tokens, heads, head_dim], contiguous; the result has its shape, and is written to `out` if that is given.
     `owners`, `positions`: int32 [tokens]; several tokens may have one row; with position -1 nothing is read and the
-    output is zero. Scores are multiplied by `scale`. `window`, `sinks`, float32 [heads], and `cap` are those of
-    `models.block.StepMemory.attend` and `kernels.paged.PagedAttention`."""
-    rows, heads, head_dim = q.shape
+    output is zero. With `places`, int32 [tokens], these are only some of the tokens of `q`, by their index there, and
+    only their output is written, at position -1 none; `out` may then be `q`. `done`, of `counters`, is zero before and
+    after every launch; launches that use it follow each other on one stream. Scores are multiplied by `scale`.
+    `window`, `sinks`, float32 [heads], and `cap` are those of `models.block.StepMemory.attend` and
+    `kernels.paged.PagedAttention`."""
+    rows, (heads, head_dim) = len(owners), q.shape[1:]
     kv_heads, page_size = pages.shape[2:4]
-    padded = next_power_of_2(head_dim)
+    assert len(done) >= rows, "every row has a count"
+    padded, group = next_power_of_2(head_dim), heads // kv_heads
     block = key_block(padded, pages.element_size())
     keys = table.shape[1] * page_size
-    splits = decode_splits(kv_heads, min(keys, window) if window else keys)
+    least = least_keys(rows, kv_heads)
+    splits = decode_splits(kv_heads, least, min(keys, window) if window else keys)
     out = torch.empty_like(q) if out is None else out
     parts = torch.empty((rows, heads, splits, head_dim), device=q.device, dtype=torch.float32)
     weights = torch.empty((rows, heads, splits), device=q.device, dtype=torch.float32)
-    constants = {"DIM": head_dim, "DIM_PAD": padded, "BLOCK": block, "SPLITS": splits, "WINDOW": window}
-    constants["LEAST"] = max(_LEAST_KEYS // block, 1)
     kernels.decode[(rows, kv_heads, min(splits, next_power_of_2(cdiv(_PROGRAMS, rows * kv_heads))))](
         q,
+        out,
         parts,
         weights,
+        done,
         table,
         owners,
         positions,
+        places,
         pages,
         sinks,
         scale,
         table.stride(0),
         pages.stride(0),
         KV_HEADS=kv_heads,
-        GROUP=heads // kv_heads,
-        GROUP_PAD=max(next_power_of_2(heads // kv_heads), 16),  # the fewest rows of a product on tensor cores
+        GROUP=group,
+        GROUP_PAD=max(next_power_of_2(group), 16),  # the fewest rows of a product on tensor cores
+        DIM=head_dim,
+        DIM_PAD=padded,
         PAGE=page_size,
+        BLOCK=block,
+        SPLITS=splits,
+        MERGED=max(min(_MERGED // (next_power_of_2(group) * padded), splits), 1),
+        LEAST=max(least // block, 1),
+        WINDOW=window,
         CAP=cap,
-        **constants,
-        num_warps=4,
+        num_warps=2 if pages.element_size() < 4 and padded <= 128 else 4,  # with fewer, registers would spill
         num_stages=3,
-    )
-    kernels.merge[(rows, heads)](
-        parts, weights, out, positions, HEADS=heads, **constants, num_warps=min(max(splits * padded // 2048, 1), 8)
     )
     return out
 
 
 def key_block(padded: int, element_size: int) -> int:
     """Returns how many keys, each of `padded` elements of `element_size` bytes, `decode` loads at a time."""
-    return min(max(_KEY_BYTES // (padded * element_size), 16), 128)
+    return 16 if element_size == 4 else min(max(_KEY_BYTES // (padded * element_size), 16), _KEYS)
 
 
-def decode_splits(kv_heads: int, keys: int) -> int:
-    """Returns how many splits a row of at most `keys` keys has: so many that a single row occupies the device, unless
-    it is too short; a power of two."""
-    return int(min(next_power_of_2(cdiv(256, kv_heads)), 64, next_power_of_2(cdiv(keys, _LEAST_KEYS))))
+def least_keys(rows: int, kv_heads: int) -> int:
+    """Returns how many keys a split has at least. The more rows there are, the fewer splits keep the device busy, and
+    each costs a program's start and its part of the sum; a power of two."""
+    programs = rows * kv_heads  # with one split each
+    if programs <= 64:
+        return _LEAST_KEYS
+    return int(min(max(next_power_of_2(programs), 2 * _LEAST_KEYS), _MOST_LEAST_KEYS))
+
+
+def decode_splits(kv_heads: int, least: int, keys: int) -> int:
+    """Returns how many splits, each of at least `least` keys, a row of at most `keys` keys has: so many that a single
+    row occupies the device, unless it is too short; a power of two."""
+    return int(min(next_power_of_2(cdiv(256, kv_heads)), 64, next_power_of_2(cdiv(keys, least))))
 
 
 def prefill(
@@ -174,7 +204,8 @@ def prefill(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the attention output of the queries of `tiles`, int32 [n, 4] (see `tiles_of`), whose own keys are already
-    in `pages`; the output of tokens in no tile is undefined. The other arguments are those of `decode`."""
+    in `pages`; the output of tokens in no tile is not written. `out` may be `q`. The other arguments are those of
+    `decode`."""
     heads, head_dim = q.shape[1:]
     kv_heads, page_size = pages.shape[2:4]
     padded = next_power_of_2(head_dim)
@@ -228,15 +259,15 @@ def shared_memory(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
-def tiles_of(starts: Ints, counts: Ints, rows: Ints) -> npt.NDArray[np.int32]:
-    """Cuts chunks into tiles of at most `TILE` tokens. Row `rows[i]` of the table computes `counts[i]` tokens from
+def tiles_of(starts: Ints, counts: Ints, rows: Ints, tile: int = TILE) -> npt.NDArray[np.int32]:
+    """Cuts chunks into tiles of at most `tile` tokens. Row `rows[i]` of the table computes `counts[i]` tokens from
     position `starts[i]`, int32 [chunks]; the chunks follow each other in the flat batch. Returns int32 [tiles, 4]: a
     tile's row, the index of its first token in the flat batch, that token's position and the number of tokens. Those
     with the most keys are first, so that the last programs to start are short."""
-    pieces = -(-counts // TILE)
-    within = ragged_arange(pieces) * TILE
+    pieces = -(-counts // tile)
+    within = ragged_arange(pieces) * tile
     chunk = np.repeat(np.arange(len(counts)), pieces)
     firsts = np.cumsum(counts, dtype=np.int64) - counts
-    sizes = np.minimum(counts[chunk] - within, TILE)
+    sizes = np.minimum(counts[chunk] - within, tile)
     tiles = np.stack((rows[chunk], firsts[chunk] + within, starts[chunk] + within, sizes), axis=1)
     return tiles[np.argsort(-(tiles[:, 2] + sizes), kind="stable")].astype(np.int32)

@@ -16,103 +16,6 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def append(
-    q,
-    k,
-    v,
-    out,
-    table,
-    owners,
-    positions,
-    pages,
-    cos,
-    sin,
-    q_weight,
-    k_weight,
-    epsilon,
-    q_stride,
-    q_head_stride,
-    k_stride,
-    v_stride,
-    table_stride,
-    unit_stride,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    PAIRS: tl.constexpr,
-    PAGE: tl.constexpr,
-):
-    """A program computes one KV head of one token, and the query heads that read it. Its grid is [tokens, KV heads]."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    position = tl.load(positions + token)
-    d = tl.arange(0, DIM_PAD)
-    inside = d < DIM
-    one = tl.arange(0, 1)
-    group = tl.arange(0, GROUP_PAD)
-    heads = head * GROUP + group
-    present = (group < GROUP)[:, None] & inside[None, :]
-    place = out + (token * KV_HEADS * GROUP + heads)[:, None] * DIM + d[None, :]
-    if position < 0:
-        tl.store(place, tl.zeros([GROUP_PAD, DIM_PAD], out.dtype.element_ty), present)
-    else:
-        queries = q + token * q_stride + heads * q_head_stride
-        queries = _placed(queries, group < GROUP, q_weight, cos, sin, token, epsilon, DIM, DIM_PAD, PAIRS)
-        tl.store(place, queries.to(out.dtype.element_ty), present)
-        owner = tl.load(owners + token).to(tl.int64)
-        unit = tl.load(table + owner * table_stride + position // PAGE).to(tl.int64)
-        slot = pages + unit * unit_stride + (head * PAGE + position % PAGE) * DIM + d[None, :]
-        key = k + token * k_stride + (head + one) * DIM
-        key = _placed(key, one == 0, k_weight, cos, sin, token, epsilon, DIM, DIM_PAD, PAIRS)
-        tl.store(slot, _finite(key, pages.dtype.element_ty), inside[None, :])
-        value = tl.load(v + token * v_stride + head * DIM + d[None, :], inside[None, :], 0.0)
-        tl.store(slot + KV_HEADS * PAGE * DIM, _finite(value, pages.dtype.element_ty), inside[None, :])
-
-
-@triton.jit
-def _placed(
-    heads,
-    present,
-    weight,
-    cos,
-    sin,
-    token,
-    epsilon,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    PAIRS: tl.constexpr,
-):
-    """Returns heads, of which `heads` points at the first elements, normalised and rotated, float32 [n, DIM_PAD]."""
-    d = tl.arange(0, DIM_PAD)
-    inside = d < DIM
-    mask = present[:, None] & inside[None, :]
-    x = tl.load(heads[:, None] + d[None, :], mask, 0.0).to(tl.float32)
-    factor = 1.0
-    if weight is not None:
-        factor = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + epsilon)[:, None]
-        x = x * factor * tl.load(weight + d, inside, 0.0)[None, :]
-    if PAIRS > 0:
-        partner = tl.where(d < PAIRS, d + PAIRS, tl.where(d < 2 * PAIRS, d - PAIRS, d))
-        y = tl.load(heads[:, None] + partner[None, :], mask, 0.0).to(tl.float32)
-        if weight is not None:
-            y = y * factor * tl.load(weight + partner, inside, 0.0)[None, :]
-        y = tl.where((d < PAIRS)[None, :], -y, y)
-        angle = token * PAIRS + d % PAIRS
-        turned = d < 2 * PAIRS
-        x = x * tl.load(cos + angle, turned, 1.0)[None, :] + y * tl.load(sin + angle, turned, 0.0)[None, :]
-    return x
-
-
-@triton.jit
-def _finite(x, dtype: tl.constexpr):
-    """Returns `x` in `dtype`, with zeros for infinity and NaN."""
-    x = x.to(dtype)
-    return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, tl.zeros_like(x))
-
-
-@triton.jit
 def _attend(
     queries,
     places,
@@ -172,23 +75,29 @@ def _attend(
 
 
 @triton.jit
-def _split(position, WINDOW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the first key that a query at `position` sees, and how many keys each split has."""
+def _splits(position, WINDOW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns the first key that a query at `position` sees, how many keys each split has, and how many splits there
+    are: none at position -1."""
     first = 0
     if WINDOW > 0:
         first = tl.maximum(position + 1 - WINDOW, 0)
     blocks = tl.cdiv(position + 1 - first, BLOCK)
-    return first, tl.maximum(tl.cdiv(blocks, SPLITS), LEAST) * BLOCK
+    wanted = tl.maximum(tl.minimum(tl.cdiv(blocks, LEAST), SPLITS), 1)
+    each = tl.maximum(tl.cdiv(blocks, wanted), 1)
+    return first, each * BLOCK, tl.cdiv(blocks, each)
 
 
 @triton.jit
 def decode(
     q,
+    out,
     parts,
     weights,
+    done,
     table,
     owners,
     positions,
+    places,
     pages,
     sinks,
     scale,
@@ -202,90 +111,141 @@ def decode(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
+    MERGED: tl.constexpr,
     LEAST: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
 ):
     """A program computes splits of one row for one KV head: the one with its number, and every further one as far away
-    as there are programs. Its grid is [rows, KV heads, programs]. A split's output is stored in `parts`, float32 [rows,
-    heads, SPLITS, DIM], and the binary logarithm of its weight in `weights`, float32 [rows, heads, SPLITS]."""
+    as there are programs. Its grid is [rows, KV heads, programs]. If there is one split, its output is the result. Else
+    it is stored in `parts`, float32 [rows, heads, SPLITS, DIM], and the binary logarithm of its weight in `weights`,
+    float32 [rows, heads, SPLITS]; and the program that is done last, by the count in `done`, int32 [rows, KV heads],
+    adds all splits up, in their order, and sets the count back to zero."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     position = tl.load(positions + row)
-    first, each = _split(position, WINDOW, SPLITS, LEAST, BLOCK)
+    first, each, used = _splits(position, WINDOW, SPLITS, LEAST, BLOCK)
+    programs = tl.minimum(used, tl.num_programs(2))
     group = tl.arange(0, GROUP_PAD)
     present = group < GROUP
     d = tl.arange(0, DIM_PAD)
     heads = head * GROUP + group
     mask = present[:, None] & (d < DIM)[None, :]
     place = row * (KV_HEADS * GROUP) + heads
-    entries = table + tl.load(owners + row).to(tl.int64) * table_stride
-    queries = tl.load(q + place[:, None] * DIM + d[None, :], mask & (position >= 0), 0.0)
-    places = tl.zeros([GROUP_PAD], tl.int32) + position
-    for split in range(tl.program_id(2), tl.cdiv(position + 1 - first, each), tl.num_programs(2)):
-        peaks = tl.full([GROUP_PAD], LOWEST, tl.float32)
-        totals = tl.zeros([GROUP_PAD], tl.float32)
-        if sinks is not None:
-            sunk = tl.load(sinks + heads, present & (split == 0), float("-inf")) * LOG2E
-            peaks = tl.maximum(peaks, sunk)
-            totals = tl.exp2(sunk - peaks)
-        start = first + split * each
-        stop = tl.minimum(start + each, position + 1)
-        peaks, totals, sums = _attend(
-            queries,
-            places,
-            peaks,
-            totals,
-            tl.zeros([GROUP_PAD, DIM_PAD], tl.float32),
-            entries,
-            pages,
-            head,
-            start,
-            stop,
-            scale,
-            unit_stride,
-            KV_HEADS,
-            DIM,
-            DIM_PAD,
-            PAGE,
-            BLOCK,
-            0,
-            CAP,
-            True,
-        )
-        tl.store(parts + (place * SPLITS + split)[:, None] * DIM + d[None, :], sums / totals[:, None], mask)
-        tl.store(weights + place * SPLITS + split, peaks + tl.log2(totals), present)
+    token = row
+    if places is not None:
+        token = tl.load(places + row).to(tl.int64)
+    spots = (token * (KV_HEADS * GROUP) + heads)[:, None] * DIM + d[None, :]
+    if position < 0:
+        if places is None:
+            tl.store(out + spots, tl.zeros([GROUP_PAD, DIM_PAD], out.dtype.element_ty), mask & (tl.program_id(2) == 0))
+    elif tl.program_id(2) < programs:
+        entries = table + tl.load(owners + row).to(tl.int64) * table_stride
+        queries = tl.load(q + spots, mask, 0.0)
+        seen = tl.zeros([GROUP_PAD], tl.int32) + position
+        for split in range(tl.program_id(2), used, tl.num_programs(2)):
+            peaks = tl.full([GROUP_PAD], LOWEST, tl.float32)
+            totals = tl.zeros([GROUP_PAD], tl.float32)
+            if sinks is not None:
+                sunk = tl.load(sinks + heads, present & (split == 0), float("-inf")) * LOG2E
+                peaks = tl.maximum(peaks, sunk)
+                totals = tl.exp2(sunk - peaks)
+            start = first + split * each
+            stop = tl.minimum(start + each, position + 1)
+            peaks, totals, sums = _attend(
+                queries,
+                seen,
+                peaks,
+                totals,
+                tl.zeros([GROUP_PAD, DIM_PAD], tl.float32),
+                entries,
+                pages,
+                head,
+                start,
+                stop,
+                scale,
+                unit_stride,
+                KV_HEADS,
+                DIM,
+                DIM_PAD,
+                PAGE,
+                BLOCK,
+                0,
+                CAP,
+                True,
+            )
+            found = sums / totals[:, None]
+            if (used == 1) | (SPLITS == 1):
+                tl.store(out + spots, found.to(out.dtype.element_ty), mask)
+            else:
+                tl.store(parts + (place * SPLITS + split)[:, None] * DIM + d[None, :], found, mask)
+                tl.store(weights + place * SPLITS + split, peaks + tl.log2(totals), present)
+        if SPLITS > 1:
+            own = row * KV_HEADS + head
+            spot = out + (token * KV_HEADS + head) * GROUP * DIM
+            given = parts + own * GROUP * SPLITS * DIM, weights + own * GROUP * SPLITS
+            _count(done + own, programs, spot, *given, used, GROUP, DIM, DIM_PAD, SPLITS, MERGED)
 
 
 @triton.jit
-def merge(
+def _count(
+    count,
+    programs,
+    out,
     parts,
     weights,
-    out,
-    positions,
-    HEADS: tl.constexpr,
+    used,
+    GROUP: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
-    LEAST: tl.constexpr,
-    WINDOW: tl.constexpr,
+    MERGED: tl.constexpr,
 ):
-    """A program adds up the splits of one head of one row. Its grid is [rows, heads]."""
-    row = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions + row)
-    first, each = _split(position, WINDOW, SPLITS, LEAST, BLOCK)
-    place = row * HEADS + tl.program_id(1)
-    split = tl.arange(0, SPLITS)
-    used = split * each < position + 1 - first
+    """Counts this program as done if there are several splits. If all `programs` are, it adds the splits up and sets
+    the count back. See `_merge`."""
+    if used > 1:
+        tl.debug_barrier()  # all threads have stored their part before one of them counts it
+        if tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == programs - 1:
+            _merge(out, parts, weights, used, GROUP, DIM, DIM_PAD, SPLITS, MERGED)
+            tl.store(count, 0)
+
+
+@triton.jit
+def _merge(
+    out,
+    parts,
+    weights,
+    used,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MERGED: tl.constexpr,
+):
+    """Adds up the `used` splits of the query heads that read one KV head of one row, MERGED at a time. Other programs
+    have stored the splits, so they are read past the nearest cache, which other multiprocessors do not write to."""
+    HEADS: tl.constexpr = triton.next_power_of_2(GROUP)  # noqa: N806 - known at compilation
+    group = tl.arange(0, HEADS)
     d = tl.arange(0, DIM_PAD)
-    inside = d < DIM
-    logs = tl.load(weights + place * SPLITS + split, used, LOWEST)
-    shares = tl.where(used, tl.exp2(logs - tl.max(logs, axis=0)), 0.0)
-    spots = (place * SPLITS + split)[:, None] * DIM + d[None, :]
-    found = tl.sum(tl.load(parts + spots, used[:, None] & inside[None, :], 0.0) * shares[:, None], axis=0)
-    total = tl.where(position < 0, 1.0, tl.sum(shares, axis=0))
-    tl.store(out + place * DIM + d, (found / total).to(out.dtype.element_ty), inside)
+    place = tl.minimum(group, GROUP - 1)  # what is too much is read twice and not used
+    split = tl.arange(0, SPLITS)
+    logs = tl.load(weights + place[:, None] * SPLITS + tl.minimum(split, used - 1)[None, :], cache_modifier=".cg")
+    peaks = tl.max(logs, axis=1)
+    totals = tl.zeros([HEADS], tl.float32)
+    sums = tl.zeros([HEADS, DIM_PAD], tl.float32)
+    inside, nothing = None, None
+    if DIM < DIM_PAD:
+        inside, nothing = (d < DIM)[None, None, :], 0.0
+    for begin in range(0, used, MERGED):
+        some = begin + tl.arange(0, MERGED)
+        at = place[:, None] * SPLITS + tl.minimum(some, used - 1)[None, :]
+        weight = tl.load(weights + at, cache_modifier=".cg")
+        shares = tl.where((some < used)[None, :], tl.exp2(weight - peaks[:, None]), 0.0)
+        values = tl.load(parts + at[:, :, None] * DIM + d[None, None, :], inside, nothing, cache_modifier=".cg")
+        sums += tl.sum(values * shares[:, :, None], axis=1)
+        totals += tl.sum(shares, axis=1)
+    found = (sums / totals[:, None]).to(out.dtype.element_ty)
+    tl.store(out + place[:, None] * DIM + d[None, :], found, (group < GROUP)[:, None] & (d < DIM)[None, :])
 
 
 @triton.jit
