@@ -5,6 +5,7 @@ import pytest
 from tenuto.base.config import EngineConfig, EngineOptions, WorkerSettings, engine_config
 from tenuto.base.errors import ConfigError
 from tenuto.exec.device import ON_CUDA, engine_defaults
+from tenuto.exec.witness import WitnessExecutor
 from tenuto.runtime.models import load_model
 
 
@@ -19,6 +20,7 @@ def test_a_model_is_configured_by_its_executor_s_defaults_unless_others_are_give
     model = load_model(WorkerSettings(model="witness"))
     general = model.configured({})
     assert (general.token_budget, general.mixed_budget, general.max_running, general.overlap) == (1024, 256, 32, 0)
+    assert isinstance(model.executor, WitnessExecutor)
     model.executor.defaults = engine_defaults("cuda")  # as those of a model on a GPU
     given: EngineOptions = {"mixed_budget": 256, "overlap": 0}
     found = model.configured(given)

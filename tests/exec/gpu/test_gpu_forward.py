@@ -85,7 +85,9 @@ LONGEST = 48
 def carried_out(forward: TorchForward, overlap: int) -> list[list[int]]:
     """Carries out `STEPS`; with `overlap`, each is submitted before the one before it is collected."""
     executor = ModelExecutor(forward)
-    driver, last, found, flying = Driver(executor, 40, 4), dict.fromkeys(range(4), 0), [], []
+    driver, last = Driver(executor, 40, 4), dict.fromkeys(range(4), 0)
+    found: list[list[int]] = []
+    flying: list[list[Work]] = []
     sampling = [(row, replace(DRAWN, seed=row) if row else GREEDY) for row in range(4)]
 
     def collect() -> None:
@@ -94,7 +96,9 @@ def carried_out(forward: TorchForward, overlap: int) -> list[list[int]]:
         last.update(zip(rows, found[-1], strict=True))
 
     for i, step in enumerate(STEPS):
-        known = [(row, [last[row] if t == KNOWN else t for t in tokens], samples) for row, tokens, samples in step]
+        known: list[Work] = [
+            (row, [last[row] if t == KNOWN else t for t in tokens], samples) for row, tokens, samples in step
+        ]
         executor.submit(driver.plan(known, sampling=() if i else sampling))
         flying.append(known)
         if len(flying) > overlap:

@@ -149,15 +149,15 @@ def test_decodes_and_prefills_of_one_step_write_over_their_queries_and_over_noth
     tiles = attention.tiles_of(starts, counts, rows.ids)
     tiles = np.concatenate((tiles[~np.isin(tiles[:, 0], rows.ids[one])], [[0, 0, 0, 0]]))
     alone, firsts = np.where(one, starts, -1), counts.cumsum() - counts
-    owners, alone, firsts = ([*each, *more] for each, more in ((rows.ids, [0, 0]), (alone, [-1, -1]), (firsts, [0, 0])))
+    padded = [[*each, more, more] for each, more in ((rows.ids, 0), (alone, -1), (firsts, 0))]
 
     def both(q: torch.Tensor, table: torch.Tensor, given: list[torch.Tensor], **options) -> torch.Tensor:
         tiles, owners, alone, firsts, done = given
         attention.prefill(q, tiles, table, options.pop("pages"), out=q, **options)
         return attention.decode(q, table, owners, alone, rows.pages.to(q.device), done, out=q, places=firsts, **options)
 
-    done = attention.counters(len(owners), rows.kv_heads, torch.device("cpu"))
-    given = [*(ints(each) for each in (tiles, owners, alone, firsts)), done]
+    done = attention.counters(len(counts) + 2, rows.kv_heads, torch.device("cpu"))
+    given = [*(ints(each) for each in (tiles, *padded)), done]
     found = on_device(both, q, rows.table, given, pages=rows.pages, **extra)
     assert not done.any()
     close(found[:many], expected)
