@@ -1,6 +1,6 @@
 """Steps as captured work: the host writes the numbers of a step and goes on; the device does the rest.
 
-What is launched depends on the size of the step alone, see `buckets`. How many rows and tokens there are, whose they
+The launches depend on the size of the step alone, see `buckets`. How many rows and tokens there are, whose they
 are and where they begin is read from the device's memory by every step, so a step is never planned again.
 """
 

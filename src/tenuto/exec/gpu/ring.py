@@ -27,7 +27,7 @@ of 32."""
 
 @dataclass(frozen=True, slots=True)
 class StepNumbers:
-    """What the host knows of a step: the plan, its `tokens` as `Forward.decode` has them, and options by row id."""
+    """The host's part of a step: the plan, its `tokens` as `Forward.decode` has them, and options by row id."""
 
     plan: Plan
     tokens: Ints

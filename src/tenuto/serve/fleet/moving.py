@@ -240,8 +240,8 @@ class _Handover:
         return msgspec.structs.replace(end, pieces=left, kept=kept)
 
     async def _read(self, take: Take, turn: LiveTurn | None, taken: asyncio.Future[None]) -> bool:
-        """Has the other replica take the session, and reads what it tells of the turn. Returns False if it has refused,
-        and `taken` says why. Raises why the rest of the answer is lost."""
+        """Asks the other replica to take the session, and reads the turn's news from its answer. Returns False if it
+        has refused; `taken` has the reason. Raises the reason if the rest of the answer is lost."""
         try:
             async with self._between.stream(self._url, take) as reply:
                 if not taken.done():

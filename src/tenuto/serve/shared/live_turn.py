@@ -54,15 +54,15 @@ class LiveTurn:
         self.error: TenutoError | None = None
         self.reading: Reading | None = None  # how the answer is parsed, if at all; set by the caller of `start`
         self.answered = asyncio.Event()  # the engine has accepted the turn, or it has failed
-        self.readers = 0  # readers that want the turn to continue; each counts itself
-        self.followers = 0  # those among them that pass it on to other readers, which the turn does not know
+        self.readers = 0  # those that want the turn to continue; each counts itself
+        self.followers = 0  # readers that are replicas, whose own readers the turn does not know
         self.listeners: list[Callable[[], None]] = []  # called after every delta and at the end; must not raise
         self.refused: TenutoError | None = None  # why the turn must not begin; set by an abort
         self.rolling_back = False  # being aborted for lack of readers
         # Set when its session leaves for another replica: aborts it there, or returns False if it has stayed here. The
         # second argument: see `Turns.abort`.
         self.elsewhere: Callable[[Keep, bool], Awaitable[bool]] | None = None
-        self.lost: TenutoError | None = None  # with which the engine has let it go, while it is unknown where it is
+        self.lost: TenutoError | None = None  # the engine's error, until it is known whether the turn has moved
         # Invariant: a turn has one source at a time, and each source begins where the deltas end. Written by `Source`.
         self.source: Source | None = None
         self._gate = AbortGate()
@@ -211,12 +211,12 @@ class LiveTurn:
 
 
 class Source:
-    """What feeds a turn: this replica's engine, or what another replica tells about it. A source begins when it is
-    made, and ends when the next one begins: what it tells after that is dropped."""
+    """A source of a turn's output: this replica's engine, or another replica that relays it. A source begins when it is
+    made, and ends when the next one begins: later deltas of it are dropped."""
 
     def __init__(self, turn: LiveTurn, start: tuple[int, int]) -> None:
-        """`start`: the numbers of tokens and characters of the output before what it will tell. What the turn has
-        after that is skipped. Raises `InvariantError` if it has less."""
+        """`start`: the numbers of tokens and characters of the output that precede its first delta. If the turn has
+        more already, that part of the deltas is skipped. Raises `InvariantError` if it has less."""
         tokens, characters = turn.position
         if start[0] > tokens or start[1] > characters:
             raise InvariantError(
@@ -233,9 +233,9 @@ class Source:
 
     @property
     def ahead(self) -> tuple[int, int]:
-        """The tokens and characters that readers have, and that this source will tell once more."""
+        """The numbers of tokens and characters that readers have, and that this source is still to repeat."""
         return self._unsaid.left
 
     def new(self, delta: Delta) -> Delta | None:
-        """Returns the part of its next delta that readers do not have; `None` if there is none."""
+        """Returns the part of its next delta that is new to readers, if any."""
         return self._unsaid.of(delta) if self.current else None
