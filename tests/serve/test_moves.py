@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from tests.eventually import eventually
+from tests.exec.kernels import EXACT
 from tests.postgres import database
 from tests.serve.replicas import Replicas, replicas
 from tests.serve.test_killed_streams import witness_output
@@ -328,7 +329,7 @@ def test_a_drained_replica_becomes_empty_and_goes_on_to_serve() -> None:
 
 def test_a_models_turn_says_the_same_after_its_move(smollm2_path: Path) -> None:
     """Sampling, a grammar and stop strings go on where they stood, and so does a chat over another interface."""
-    model = ("--model", str(smollm2_path), "--context-length", "2048", "--max-running", "2")
+    model = ("--model", str(smollm2_path), "--kernels", EXACT, "--context-length", "2048", "--max-running", "2")
     with replicas(database(), 2, *model, lease=20) as fleet, ExitStack() as closing:
         one, two = (closing.enter_context(server.client()) for server in fleet.servers)
         schema = {"type": "array", "items": {"type": "integer"}, "minItems": 60, "maxItems": 60}

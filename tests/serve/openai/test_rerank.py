@@ -12,6 +12,8 @@ from tenuto.serve.shared.relevance import _ASKED, _JUDGE, TASK
 from tests.serve.server import Server
 
 QUERY = "Which animal purrs?"
+ROUNDING = 5e-3
+"""How much a score may change with the number of tokens in a step, with kernels for AMX; scores below are 0.02 apart."""
 DOCUMENTS = ["Cats purr when they are content.", "The Rhine flows north.", "Bread is made of flour."]
 
 
@@ -37,14 +39,14 @@ def test_a_model_is_asked_and_its_yes_weighed_against_its_no(smollm2_server: Ser
     wanted = [1 / (1 + exp(logprob(server, text, "no") - logprob(server, text, "yes"))) for text in DOCUMENTS]
     answer = post(server, "/v1/rerank", {"model": "default", "query": QUERY, "documents": DOCUMENTS})
     assert [entry["relevance_score"] for entry in answer["results"]] == pytest.approx(
-        sorted(wanted, reverse=True), abs=1e-3
+        sorted(wanted, reverse=True), abs=ROUNDING
     )
     for entry in answer["results"]:
-        assert entry["relevance_score"] == pytest.approx(wanted[entry["index"]], abs=1e-3)
+        assert entry["relevance_score"] == pytest.approx(wanted[entry["index"]], abs=ROUNDING)
         assert entry["document"] == {"text": DOCUMENTS[entry["index"]]}
     assert answer["usage"]["total_tokens"] > 100
     scores = post(server, "/score", {"text_1": QUERY, "text_2": DOCUMENTS})["data"]
-    assert [entry["score"] for entry in scores] == pytest.approx(wanted, abs=1e-3)
+    assert [entry["score"] for entry in scores] == pytest.approx(wanted, abs=ROUNDING)
     best = post(server, "/rerank", {"query": QUERY, "documents": [{"text": text} for text in DOCUMENTS], "top_n": 1})
     assert [entry["index"] for entry in best["results"]] == [answer["results"][0]["index"]]
     bare = post(server, "/reranking", {"query": QUERY, "documents": DOCUMENTS, "return_documents": False})
