@@ -51,9 +51,15 @@ def test_steps_that_get_slower_as_a_whole_change_no_choice() -> None:
     )
 
 
-def test_beside_a_prefill_a_guess_costs_a_token_of_many() -> None:
+def test_guesses_beside_a_prompt_must_be_worth_the_time_that_they_add() -> None:
+    """Beside 11 tokens of a prompt, four guesses would add a third to the step's time, and three tokens to two."""
     times = learned(lambda n: 0.01 + 0.01 * n, 2)
-    assert chosen_counts(NextStep(times, 2, 2, 2), [sure(4, 0.9), NO_GUESSES])[0] == 0
+    for prompt in (0, 2, 11):
+        assert chosen_counts(NextStep(times, 2, 2 + prompt, 2), [sure(4, 0.9), NO_GUESSES])[0] == 0
+
+
+def test_guesses_beside_a_prompt_longer_than_any_measured_are_taken_for_cheap() -> None:
+    times = learned(lambda n: 0.01 + 0.01 * n, 2)
     assert chosen_counts(NextStep(times, 2, 402, 1), [sure(4, 0.9), NO_GUESSES])[0] == 4
 
 
