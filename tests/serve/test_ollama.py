@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from operator import mul
 from typing import Any
 
 import httpx
@@ -15,6 +16,8 @@ from tests.serve.server import Server
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 GREEDY = {"temperature": 0, "num_predict": 12}
+ROUNDING = 1e-3
+"""How much cosines may change with the number of tokens in a step, with kernels for AMX."""
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +100,11 @@ def test_a_call_and_its_result_are_rendered(client: Client) -> None:
     assert counts[0] < counts[1] < counts[2]
 
 
+def cosine(vector: Sequence[float], other: Sequence[float]) -> float:
+    """Returns the cosine of the angle between two vectors of length 1."""
+    return sum(map(mul, vector, other))
+
+
 def test_texts_are_embedded(smollm2: Client, smollm2_server: Server) -> None:
     texts = ["tea", "coffee with milk"]
     found = smollm2.embed("smollm2", texts)
@@ -104,10 +112,11 @@ def test_texts_are_embedded(smollm2: Client, smollm2_server: Server) -> None:
         f"{smollm2_server.url}/v1/embeddings", json={"input": texts, "normalize": True}, timeout=60
     ).json()
     for vector, other in zip(found.embeddings, usual["data"], strict=True):
-        assert vector == pytest.approx(other["embedding"])
+        assert cosine(vector, other["embedding"]) == pytest.approx(1, abs=ROUNDING)
         assert sum(number**2 for number in vector) == pytest.approx(1)
+    assert cosine(*found.embeddings) < 1 - 10 * ROUNDING
     assert found.prompt_eval_count == usual["usage"]["prompt_tokens"]
-    assert smollm2.embeddings("smollm2", "tea").embedding == pytest.approx(found.embeddings[0])
+    assert cosine(smollm2.embeddings("smollm2", "tea").embedding, found.embeddings[0]) == pytest.approx(1, abs=ROUNDING)
     with pytest.raises(ResponseError, match="input is empty"):
         smollm2.embed("smollm2", "")
 
