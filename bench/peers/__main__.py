@@ -25,8 +25,8 @@ def parse(given: list[str]) -> argparse.Namespace:
     """Parses the command line. Exits with a message if it is invalid."""
     parser = argparse.ArgumentParser(prog="python -m bench.peers", description=__doc__)
     usual = tuple(peer for peer in PEERS if not peer.asked)
-    told = f"some of {','.join(peer.name for peer in PEERS)}; default: {','.join(peer.name for peer in usual)}"
-    parser.add_argument("--peers", type=_peers, default=usual, help=told)
+    names = f"some of {','.join(peer.name for peer in PEERS)}; default: {','.join(peer.name for peer in usual)}"
+    parser.add_argument("--peers", type=_peers, default=usual, help=names)
     parser.add_argument("--shapes", type=_shapes, default=SHAPES, help="SESSIONSxTURNS, separated by commas")
     parser.add_argument("--rounds", type=_at_least_one, default=3, help="number of rounds")
     parser.add_argument("--no-limits", action="store_true", help="do not measure the engines' steps by themselves")

@@ -1,4 +1,4 @@
-"""What the edge is told, and when, while a session leaves for another replica."""
+"""The messages to the edge, in their order, while a session leaves for another replica."""
 
 from __future__ import annotations
 
