@@ -44,7 +44,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A measured round: the seconds of all turns, those to each turn's first token, and the sampled tokens by session."""
+    """A measured round: the seconds of all turns, those to the first token of each, and sampled tokens by session."""
 
     seconds: float
     first: list[float]
