@@ -2,9 +2,9 @@
 
 `gap`: two replicas of the model share a PostgreSQL server that does not flush its files. Turns stream from a session of
 `--tokens` tokens, `--moves` in all, and during each the session moves to the other replica. The client stays connected
-to the first replica. The figures are the time between two tokens while nothing moves, and while state is copied; and
-the longest time between two tokens during each move, and of as many tokens after it. The longest of so many is large
-also if nothing moves.
+to the first replica. Before each of these turns the same one streams without a move. The figures are the time between
+two tokens in turns without a move, and while state is copied; and the longest time between two tokens during each move,
+and of as many tokens of the turn before it. The longest of so many is large also if nothing moves.
 
 `restart`: three replicas of the witness, with `--streams` clients. Each streams turn after turn of 50 tokens, at five a
 second at most, through changing replicas. Every replica has rows for all of them. Each replica gets SIGTERM in turn,
@@ -42,8 +42,8 @@ from tests.serve.replicas import Replicas, replicas
 
 QUIET = 25
 """Tokens before each move."""
-TOKENS = 400
-"""Of a turn, of which about half come during the move."""
+TOKENS = 560
+"""Of a turn, which must be enough for a whole move."""
 SETTLING = 0.1
 """Seconds after a move that still belong to it."""
 RESTART_STEP = 0.2
@@ -81,13 +81,16 @@ async def gap(fleet: Replicas, tokens: int, moves: int) -> None:
         fill.raise_for_status()
         await (await http.post(f"{urls[0]}/fleet/move", json={"session": "s", "to": urls[1]})).aread()  # hashes weights
         await (await http.post(f"{urls[0]}/fleet/move", json={"session": "s", "to": urls[0]})).aread()
-        measured = [await _moved_turn(http, urls[0], urls[number % 2], tokens) for number in range(1, moves + 1)]
+        measured = []
+        for number in range(1, moves + 1):
+            still, _, _ = await _turn(http, urls[0], None, tokens)
+            measured.append((still, *await _turn(http, urls[0], urls[number % 2], tokens)))
     _show_gaps(measured)
 
 
-async def _moved_turn(http: httpx.AsyncClient, url: str, to: str, length: int) -> tuple[list[float], float, float]:
-    """Streams a turn whose session, of `length` tokens, moves to `to`, and drops the turn. Returns when its tokens
-    came, and when the move began and ended."""
+async def _turn(http: httpx.AsyncClient, url: str, to: str | None, length: int) -> tuple[list[float], float, float]:
+    """Streams a turn of a session of `length` tokens, which moves to `to` unless that is None, and drops the turn.
+    Returns when its tokens came, and when the move began and ended."""
     times: list[float] = []
     moving: asyncio.Task[None] | None = None
     began = ended = 0.0
@@ -101,36 +104,43 @@ async def _moved_turn(http: httpx.AsyncClient, url: str, to: str, length: int) -
     body = {"input": [5], "max_new_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
     async for at, _ in deltas(http, f"{url}/v1/sessions/s/turns", body):
         times.append(at)
-        if len(times) == QUIET:
+        if len(times) == QUIET and to is not None:
             moving = asyncio.ensure_future(move())
-    if moving is None:
-        raise RuntimeError("the turn ended before its session moved")
-    await moving
+    if moving is not None:
+        await moving
+    if times[-1] < ended + SETTLING:
+        raise RuntimeError("the turn ended before its session had moved")
     (await http.post(f"{url}/v1/sessions/s/rewind", json={"position": length})).raise_for_status()
     return times, began, ended
 
 
-def _show_gaps(measured: Sequence[tuple[list[float], float, float]]) -> None:
+def _show_gaps(measured: Sequence[tuple[list[float], list[float], float, float]]) -> None:
     quiet: list[float] = []
     copying: list[float] = []
     longest: list[float] = []
     usual: list[float] = []
-    for times, began, ended in measured:
-        pairs = list(pairwise(times))
-        moving = [late - early for early, late in pairs if late > began and early < ended + SETTLING]
-        after = [late - early for early, late in pairs if early > ended + SETTLING]
-        quiet += [late - early for early, late in pairs if late < began] + after
-        copying += [late - early for early, late in pairs if late > began and late < ended]
-        longest.append(max(moving))
-        usual.append(max(after[-len(moving) :]))
+    for without, times, began, ended in measured:
+        pairs = [pair for pair in pairwise(times) if pair[1] > began and pair[0] < ended + SETTLING]
+        still = [late - early for early, late in pairwise(without[QUIET:])]
+        quiet += still
+        copying += [late - early for early, late in pairs if late < ended]
+        longest.append(max(late - early for early, late in pairs))
+        usual.append(max(still[: len(pairs)]))
     _show("while nothing moves", quiet)
     _show("while state is copied", copying)
-    shown = ", ".join(f"{1000 * each:.1f}" for each in longest)
-    took = statistics.median(ended - began for _, began, ended in measured)
-    print(f"longest in each move: {shown} ms; a move takes {1000 * took:.0f} ms")
-    print(f"longest of as many after it: {', '.join(f'{1000 * each:.1f}' for each in usual)} ms")
-    added = 1000 * (statistics.median(longest) - statistics.median(quiet))
-    print(f"added by a move, at its longest: {added:.1f} ms in the median (goal: 20)", flush=True)
+    took = statistics.median(ended - began for *_, began, ended in measured)
+    print(f"longest in each move: {_listed(longest)} ms; a move takes {1000 * took:.0f} ms")
+    print(f"longest of as many without a move: {_listed(usual)} ms")
+    usually = statistics.median(quiet)
+    by_move, without_move = (1000 * (statistics.median(most) - usually) for most in (longest, usual))
+    print(
+        f"added at the longest, medians: {by_move:.1f} ms by a move (goal: 20), {without_move:.1f} ms without",
+        flush=True,
+    )
+
+
+def _listed(seconds: Sequence[float]) -> str:
+    return ", ".join(f"{1000 * each:.1f}" for each in seconds)
 
 
 def _show(when: str, seconds: Sequence[float]) -> None:
