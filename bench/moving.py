@@ -2,9 +2,10 @@
 
 `gap`: two replicas of the model share a PostgreSQL server that does not flush its files. Turns stream from a session of
 `--tokens` tokens, `--moves` in all, and during each the session moves to the other replica. The client stays connected
-to the first replica. Before each of these turns the same one streams without a move. The figures are the time between
-two tokens in turns without a move, and while state is copied; and the longest time between two tokens during each move,
-and of as many tokens of the turn before it. The longest of so many is large also if nothing moves.
+to the first replica. Before each of these turns the same one streams without a move. A step makes one token, since
+nothing is guessed. The figures are the time between two tokens in turns without a move, and while state is copied; and
+the longest time between two tokens during each move, and of as many tokens of the turn before it. The longest of so
+many is large also if nothing moves.
 
 `restart`: three replicas of the witness, with `--streams` clients. Each streams turn after turn of 50 tokens, at five a
 second at most, through changing replicas. Every replica has rows for all of them. Each replica gets SIGTERM in turn,
@@ -201,7 +202,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.only in (None, "gap"):
         model = ("--model", given.model) if given.model else ()
-        with replicas(database(), 2, *model, "--context-length", "8192") as fleet:
+        with replicas(database(), 2, *model, "--context-length", "8192", "--speculate", "off") as fleet:
             asyncio.run(gap(fleet, given.tokens, given.moves))
     for kind, seconds in (("restart", 300), ("outlive", 2)):
         if given.only in (None, kind):
