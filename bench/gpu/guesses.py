@@ -36,16 +36,21 @@ class GuessingRows:
     def __init__(self, executor: ModelExecutor, sampling: Sampling, lookahead: int, *, grammar: bool) -> None:
         self._executor, self._sampling = executor, sampling
         self._lookahead, self._grammar, self._vocab = lookahead, grammar, executor.forward.config.vocab
+        self._units: tuple[int, ...] | None = None
         self.guessed = self.right = self.steps = 0
 
     def turns(self, prompts: list[list[int]], count: int, expected: list[list[int]] | None = None) -> list[list[int]]:
         """Computes prompts and samples `count` tokens after each. With the `expected` ones, rows guess: what is
-        expected, or from a random place on something else. Returns what each row samples."""
+        expected, or from a random place on something else. Returns what each row samples. Later calls have as many
+        prompts, of the same lengths."""
         many, draw = len(prompts), np.random.default_rng(0)
         pages = -(-(max(map(len, prompts)) + count + self._lookahead) // PAGE)
         paged = [group.paged for group in self._executor.spec.groups]
         units = tuple(many * pages if page else 2 * many for page in paged)
-        self._executor.prepare(units, many, overlap=1, lookahead=self._lookahead)
+        if self._units is None:
+            self._executor.prepare(units, many, overlap=1, lookahead=self._lookahead)
+            self._units = units
+        assert units == self._units, "the memory is that of the first call"
         rows = [_Row(list(prompt)) for prompt in prompts]
         for step in range(many * count):
             working = [i for i, row in enumerate(rows[: step + 1]) if len(row.sampled) < count]
@@ -142,4 +147,3 @@ def prompts_of(vocab: int, lengths: list[int]) -> list[list[int]]:
     """Returns random prompts."""
     draw = np.random.default_rng(1)
     return [draw.integers(0, vocab, length).tolist() for length in lengths]
-

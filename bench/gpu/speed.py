@@ -273,7 +273,9 @@ def _mamba(rows: int) -> tuple[Callable[[], object], int]:
     rates, each = torch.randn(channels, size, device=CUDA), torch.randn(channels, device=CUDA)
 
     def work() -> torch.Tensor:
-        return mamba_step(convolve_step(inputs, inputs[:, :0], weight, None, slots)[0], inputs, each, b, c, rates, each, slots)
+        return mamba_step(
+            convolve_step(inputs, inputs[:, :0], weight, None, slots)[0], inputs, each, b, c, rates, each, slots
+        )
 
     return work, moved
 

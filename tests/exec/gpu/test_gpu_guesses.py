@@ -17,12 +17,10 @@ from tenuto.models.decoder import Decoder
 from tests.exec.gpu.conftest import DEVICE
 from tests.exec.gpu.queue import HostQueue
 
-VOCAB, LOOKAHEAD, COUNT = 45, 3, 9
+VOCAB, LOOKAHEAD, COUNT = 45, 3, 7
 MODELS = {
     "attention": model(1, 32, [attention(2, 1, 16)], 48, VOCAB, 128),
-    "window, gated delta net": model(
-        2, 32, [GatedDelta(1, 2, 8, 8, 4), attention(2, 1, 16, window=7)], 48, VOCAB, 128
-    ),
+    "window, gated delta net": model(2, 32, [GatedDelta(1, 2, 8, 8, 4), attention(2, 1, 16, window=7)], 48, VOCAB, 128),
     "Mamba-2": model(1, 32, [Mamba2(4, 8, 8, 2, 4, conv_bias=True, proj_bias=False)], 48, VOCAB, 128),
     "Mamba": model(1, 32, [Mamba(24, 8, 4, 3, conv_bias=True, proj_bias=True)], 48, VOCAB, 128),
 }
@@ -37,9 +35,14 @@ def rows_of(config: ModelConfig, kind: type[TorchForward], queue: HostQueue, *, 
     return GuessingRows(ModelExecutor(forward), drawn, LOOKAHEAD, grammar=grammar)
 
 
-@pytest.mark.parametrize("grammar", [False, True], ids=["any token", "grammar"])
-@pytest.mark.parametrize("name", MODELS)
-def test_guesses_change_no_token_in_captured_steps(name: str, grammar: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "grammar"),
+    [("attention", True), ("window, gated delta net", False), ("Mamba-2", True), ("Mamba", False)],
+)
+def test_guesses_change_no_token_in_captured_steps(name: str, grammar: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_host = 2 if name == "window, gated delta net" else 0
+    if by_host:  # PyTorch computes two prompts, and absorbs what other rows kept before
+        monkeypatch.setattr("tenuto.exec.gpu.forward.MOST_STEPPED", LOOKAHEAD + 1)
     queue, prompts = HostQueue(), prompts_of(VOCAB, [9, 1, 14])
     expected = rows_of(MODELS[name], TorchForward, queue, grammar=grammar).turns(prompts, COUNT)
     if grammar:
@@ -51,4 +54,5 @@ def test_guesses_change_no_token_in_captured_steps(name: str, grammar: bool) -> 
         assert 0 < rows.right < rows.guessed
         assert rows.steps < COUNT + len(prompts) - 1, "right guesses save steps"
     parts = 2 if grammar else 1
-    assert rows.steps <= queue.runs <= parts * rows.steps, "every step ran as captured"
+    assert rows.steps - by_host <= queue.runs <= parts * rows.steps, "every other step ran as captured"
+    assert queue.runs == rows.steps - by_host or grammar

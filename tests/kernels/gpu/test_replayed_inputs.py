@@ -1,5 +1,5 @@
-"""Rows of recurrent layers on GPUs that absorb what an earlier step kept, and keep inputs of guesses themselves, compute
-what the reference computes token by token."""
+"""Rows of recurrent layers on GPUs that absorb what an earlier step kept, and keep inputs of guesses themselves,
+compute what the reference computes token by token."""
 
 from __future__ import annotations
 
@@ -127,18 +127,14 @@ class Layer:
 seeds = st.integers(0, 99)
 
 
-def delta_parts(
-    layer: Layer, key_heads: int, served: int, key_dim: int, value_dim: int
-) -> tuple[Kernel, Scan]:
+def delta_parts(layer: Layer, key_heads: int, served: int, key_dim: int, value_dim: int) -> tuple[Kernel, Scan]:
     many, keys = key_heads * served, key_heads * key_dim
     log_rates, decay_bias = layer.random(many), layer.random(many)
 
     def kernel(convolved: torch.Tensor, others: torch.Tensor, slots: Slots) -> torch.Tensor:
         return gated_delta_step(convolved, others, log_rates.to(DEVICE), decay_bias.to(DEVICE), slots, key_heads)
 
-    def scan(
-        convolved: torch.Tensor, others: torch.Tensor, state: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def scan(convolved: torch.Tensor, others: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = torch.split(convolved, [keys, keys, many * value_dim], dim=2)
         q, k = (part.unflatten(2, (key_heads, key_dim)).repeat_interleave(served, dim=2) for part in (q, k))
         q, k = (part * (part.square().sum(dim=3, keepdim=True) + 1e-6).rsqrt() for part in (q, k))
@@ -185,9 +181,7 @@ def test_mamba2(given, heads, dims, kernel, kept, seed) -> None:
         own = (each.to(DEVICE) for each in (step_bias, log_rates, skip))
         return mamba2_step(convolved, others, *own, slots, 0.5, limits)
 
-    def scan(
-        convolved: torch.Tensor, others: torch.Tensor, state: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def scan(convolved: torch.Tensor, others: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, b, c = (
             part.unflatten(2, (n, -1))
             for part, n in zip(torch.split(convolved, parts, dim=2), (many, groups, groups), strict=True)

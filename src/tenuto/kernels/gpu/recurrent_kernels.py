@@ -2,8 +2,8 @@
 
 A program computes a part of one row, one input after another: those that the row absorbs, then its own tokens. Without
 `spans` (see `kernels.recurrent.Slots`) a row has one token, whose index is the row's, and absorbs and keeps nothing.
-`tokens` is the number of all tokens. Behind theirs, `convolve` has `most` results for each row: those of the inputs that
-it absorbs, and some that are undefined.
+`tokens` is the number of all tokens. Behind theirs, `convolve` has `most` results for each row: those of the inputs
+that it absorbs, and some that are undefined.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def convolve(
     PLACES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program computes BLOCK of the `width` columns of one row: channels, then others, which are only copied. It alone
-    reads and writes their state and their kept inputs."""
+    """A program computes BLOCK of the `width` columns of one row: channels, then others, which are only copied. It
+    alone reads and writes their state and their kept inputs."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = tl.arange(0, PLACES)
@@ -93,7 +93,7 @@ def convolve(
     has_before = has_place & (read >= 0)
     own = inputs + first * stride + column
     beside = others + first * other_stride + column - channels
-    for t in range(0, absorbed + count):
+    for t in range(absorbed + count):
         x = _input(own, beside, kept, t, absorbed, column, present, channels, stride, other_stride, width)
         earlier = _earlier(own, kept, before, t, absorbed, column, has_place, has_before, stride, width, KERNEL, PLACES)
         total = tl.sum(earlier * taps, axis=1) + x * last + offset
@@ -106,7 +106,7 @@ def convolve(
     tl.debug_barrier()
     tl.store(state + write * channels * (KERNEL - 1) + at, earlier.to(state.dtype.element_ty), mask=has_place)
     if kept is not None:
-        for t in range(0, tl.where(keeps > 0, count, 0)):
+        for t in range(tl.where(keeps > 0, count, 0)):
             x = _input(own, beside, None, t, 0, column, present, channels, stride, other_stride, width)
             tl.store(kept + t * width + column, x, mask=present)
 
@@ -196,7 +196,7 @@ def gated_delta(
     before = state + (read * heads + head) * (KEY_DIM * VALUE_DIM) + at
     after = state + (write * heads + head) * (KEY_DIM * VALUE_DIM) + at
     s = tl.load(before, mask=inside & (read >= 0), other=0.0).to(tl.float32)
-    for t in range(0, absorbed + count):
+    for t in range(absorbed + count):
         if spans is not None:
             tl.store(after, s.to(state.dtype.element_ty), mask=inside & (keeps > 0) & (t == absorbed))
         place = _place(t, absorbed, first, row, tokens, most)
@@ -269,7 +269,7 @@ def mamba2(
     before = state + (read * heads + head) * (HEAD_DIM * SIZE) + at
     after = state + (write * heads + head) * (HEAD_DIM * SIZE) + at
     h = tl.load(before, mask=inside & (read >= 0), other=0.0).to(tl.float32)
-    for t in range(0, absorbed + count):
+    for t in range(absorbed + count):
         if spans is not None:
             tl.store(after, h.to(state.dtype.element_ty), mask=inside & (keeps > 0) & (t == absorbed))
         place = _place(t, absorbed, first, row, tokens, most)
@@ -335,7 +335,7 @@ def mamba(
     rates = -tl.exp(tl.load(log_rates + at, mask=inside, other=0.0))
     after = state + write * channels * SIZE + at
     h = tl.load(state + read * channels * SIZE + at, mask=inside & (read >= 0), other=0.0).to(tl.float32)
-    for t in range(0, absorbed + count):
+    for t in range(absorbed + count):
         if spans is not None:
             tl.store(after, h.to(state.dtype.element_ty), mask=inside & (keeps > 0) & (t == absorbed))
         place = _place(t, absorbed, first, row, tokens, most)

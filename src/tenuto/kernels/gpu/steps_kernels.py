@@ -1,5 +1,5 @@
-"""The Triton functions of `steps`, which says what they compute. Capital arguments are known at compilation. Host memory
-is read past the caches, which may hold an earlier step."""
+"""The Triton functions of `steps`, which says what they compute. Capital arguments are known at compilation. Host
+memory is read past the caches, which may hold an earlier step."""
 
 from __future__ import annotations
 
@@ -53,7 +53,13 @@ def begin(
     given = i < tl.load(counts + entry * counted, cache_modifier=".cv")
     numbers += entry * lines * most + i
     for field in tl.static_range(FIELDS):
-        absent = _NO_SLOT if field >= OWN else _NEVER if field == _FIRST or field == _OUTPUT else 0  # noqa: PLR1714
+        absent = 0
+        if field >= OWN:
+            absent = _NO_SLOT
+        if field == _FIRST:
+            absent = _NEVER
+        if field == _OUTPUT:
+            absent = _NEVER
         value = tl.load(numbers + field * most, given, absent, cache_modifier=".cv")
         tl.store(found + field * rows + i, value, stored)
     start = tl.load(numbers + _START * most, given, 0, cache_modifier=".cv")
