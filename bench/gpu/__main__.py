@@ -1,8 +1,9 @@
-"""`python -m bench.gpu`: checks and measures everything that computes on a GPU, in about ten minutes.
+"""`python -m bench.gpu`: checks and measures everything that computes on a GPU, in less than eight minutes.
 
 It checks every kernel against PyTorch, runs small models under the memory checker, compares turns token by token
-(captured steps with steps queued one kernel at a time, and both with the reference), and measures. Weights are random
-and made on the device. It writes `gpu.json` and a table, `gpu.md`, into a folder.
+(captured steps with steps queued one kernel at a time, and both with the reference; also with guesses and grammars),
+and measures. Weights are random and made on the device. It writes `gpu.json` and a table, `gpu.md`, into a folder.
+Parts that it comes to too late are not run; `--only` names these for another run.
 
 Limits are measured in the same run: the bandwidth of a copy on the device, and the rate of a large matrix product.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -29,16 +31,23 @@ from tenuto.exec.gpu.forward import GpuForward
 
 @dataclass
 class Report:
-    """The results of a run, written to `folder` after each part, so that an interrupted run leaves some."""
+    """The results of a run, written to `folder` after each part, so that an interrupted run leaves some. No part begins
+    after `end`, in seconds of `time.perf_counter`."""
 
     folder: Path
     found: dict[str, Any]
+    end: float = math.inf
+
+    @property
+    def late(self) -> bool:
+        """Whether no further part begins."""
+        return time.perf_counter() >= self.end
 
     def part(self, name: str, work: Callable[[], Any]) -> Any:
         """Runs a part of the report. An error becomes its result, and the other parts are still run."""
         begin = time.perf_counter()
         try:
-            result = work()
+            result = work() if not self.late else "not run: it came too late"
         except Exception as error:  # noqa: BLE001 - an error is a finding
             result = f"failed: {type(error).__name__}: {error}"[:2000]
         self.found[name] = result
@@ -85,7 +94,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 SPEED = ("decode", "quantized", "prefill", "parking", "sessions", "products", "recurrent", "profile")
-PARTS = ("turns", "kernels", "prompts", "waiting", "sanitizer", "server", *SPEED)
+PARTS = ("turns", "guesses", "kernels", "prompts", "waiting", "sanitizer", "server", *SPEED)
 
 
 def main() -> None:
@@ -93,13 +102,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="folder for the report")
     parser.add_argument("--only", nargs="*", default=list(PARTS), choices=PARTS, help="the parts to run")
+    parser.add_argument("--seconds", type=float, default=400, help="time after which no further part begins")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     properties = torch.cuda.get_device_properties(0)
-    report = Report(options.out, {"gpu": properties.name, "torch": torch.__version__})
+    end = time.perf_counter() + options.seconds
+    report = Report(options.out, {"gpu": properties.name, "torch": torch.__version__}, end)
     print(f"{properties.name}, PyTorch {torch.__version__}", flush=True)
     works: dict[str, Callable[[], Any]] = {
         "turns": checks.same_turns,
+        "guesses": checks.same_guesses,
         "kernels": lambda: checks.kernels(options.out),
         "prompts": checks.prompts_in_bfloat16,
         "waiting": checks.steps_without_waiting,
@@ -114,7 +126,7 @@ def main() -> None:
 
 def measured(report: Report, parts: set[str]) -> None:
     """Runs the measurements, of which the larger ones are of a model of 8 billion parameters."""
-    if not parts & set(SPEED):
+    if not parts & set(SPEED) or report.late:
         return
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # a thread that moves between cores is slower
     limit = report.part("limits", speed.limits)
@@ -137,6 +149,8 @@ def measured(report: Report, parts: set[str]) -> None:
 
 
 def _in_bfloat16(report: Report, parts: set[str], limit: dict[str, float]) -> None:
+    if report.late:
+        return
     queue = TimedQueue()
     with executor(EIGHT, torch.bfloat16, GpuForward, queue=queue) as made:
         if "decode" in parts:
@@ -150,6 +164,8 @@ def _in_bfloat16(report: Report, parts: set[str], limit: dict[str, float]) -> No
 
 def _quantized(report: Report, name: str, limit: dict[str, float]) -> None:
     queue, kind = TimedQueue(), TYPES[name]
+    if report.late:
+        return
     with executor(EIGHT, torch.bfloat16, GpuForward, stored(EIGHT, kind), queue) as made:
         for batch in (1, 16, 64):
             work = partial(speed.decoding, made, batch, limit["bytes"], queue, kind)

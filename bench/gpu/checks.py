@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.gpu.models import SMALL, Eager, Rows, executor
+from bench.gpu.guesses import GuessingRows, prompts_of
+from bench.gpu.models import RECURRENT, SMALL, Eager, Rows, executor
 from bench.random_models import TYPES, attention, model, stored
 from tenuto.base.plan import Ints
 from tenuto.base.sampling import GREEDY, Sampling
@@ -23,7 +24,9 @@ from tenuto.kernels.native.grouped import Grouped
 from tenuto.models.config import ModelConfig
 
 DRAWN = Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=3)
-SANITIZER_SECONDS = 100.0
+LOOKAHEAD, GUESSED = 4, 60
+"""The most guesses of a row in a step, and the number of tokens that rows sample, where they guess."""
+SANITIZER_SECONDS = 80.0
 """Time for the memory checker, which runs everything many times slower."""
 
 
@@ -55,6 +58,25 @@ def _compared(name: str, config: ModelConfig, sampling: Sampling, numbers: Group
         shown = "same tokens" if at is None else f"differ from step {at} of {len(captured)}"
         found[f"{name}: captured steps and {other}"] = shown
         print(f"{name}: captured steps and {other}: {shown}", flush=True)
+    return found
+
+
+def same_guesses() -> dict[str, str]:
+    """Compares rows with guesses, with grammars or without: captured steps and steps queued kernel by kernel with plain
+    PyTorch that does not guess."""
+    found: dict[str, str] = {}
+    for name, config in (SMALL | RECURRENT).items():
+        prompts = prompts_of(config.vocab, [150, 1, 40, 220, 90])
+        for grammar in (False, True):
+            with executor(config, torch.float32, TorchForward) as made:
+                expected = GuessingRows(made, DRAWN, LOOKAHEAD, grammar=grammar).turns(prompts, GUESSED)
+            for kind in (Eager, GpuForward):
+                with executor(config, torch.float32, kind) as made:
+                    rows = GuessingRows(made, DRAWN, LOOKAHEAD, grammar=grammar)
+                    same = rows.turns(prompts, GUESSED, expected) == expected
+                shown = f"{'same tokens' if same else 'tokens differ'}, {rows.right} of {rows.guessed} guesses right"
+                found[f"{name}, {'grammar' if grammar else 'any token'}: {kind.__name__}"] = shown
+                print(f"{name}, grammar {grammar}, {kind.__name__}: {shown}", flush=True)
     return found
 
 
@@ -90,7 +112,7 @@ def kernels(folder: Path) -> str:
     command = [sys.executable, "-m", "pytest", *options, "-p", "no:cacheprovider", *paths]
     with log.open("w") as file:
         subprocess.run(  # noqa: S603 - our own command
-            command, stdout=file, stderr=subprocess.STDOUT, timeout=240, check=False
+            command, stdout=file, stderr=subprocess.STDOUT, timeout=200, check=False
         )
     return log.read_text().strip().splitlines()[-1]
 
@@ -126,18 +148,24 @@ def memory_checker(folder: Path) -> dict[str, str]:
 
 
 def few_steps(kind: type[GpuForward]) -> None:
-    """Computes a prompt and a few decodes of each small model, cut to two layers."""
-    for name, config in SMALL.items():
-        with executor(replace(config, layers=config.layers[:2]), torch.float32, kind) as made:
+    """Computes a prompt, a few decodes, and guesses with and without a grammar, of each small model, cut to two
+    layers."""
+    for name, config in (SMALL | RECURRENT).items():
+        cut = replace(config, layers=config.layers[:2])
+        with executor(cut, torch.float32, kind) as made:
             rows = Rows(made, 3, 256)
             rows.turns(np.ones((3, 70), np.int32), 3, overlap=0)
+        for grammar in (False, True):
+            with executor(cut, torch.float32, kind) as made:
+                guessing = GuessingRows(made, DRAWN, LOOKAHEAD, grammar=grammar)
+                guessing.turns(prompts_of(cut.vocab, [9, 70]), 4, [[1] * 4] * 2)
         torch.cuda.synchronize()
         print(name, "computed", flush=True)
 
 
 def steps_without_waiting() -> str:
-    """Computes prompts and decodes, captured before, while PyTorch raises an error for every call that waits for the
-    device."""
+    """Computes prompts, decodes and guesses, captured before, while PyTorch raises an error for every call that waits
+    for the device."""
     with executor(SMALL["full attention"], torch.bfloat16, GpuForward) as made:
         rows = Rows(made, 4, 512)
         prompts = np.ones((4, 40), np.int32)
@@ -148,4 +176,15 @@ def steps_without_waiting() -> str:
             rows.decode(tokens, 8)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+    for grammar in (False, True):
+        with executor(SMALL["gated delta net"], torch.bfloat16, GpuForward) as made:
+            guessing = GuessingRows(made, GREEDY, LOOKAHEAD, grammar=grammar)
+            given = prompts_of(made.forward.config.vocab, [40, 9, 70])
+            expected = guessing.turns(given, 20)
+            guessing.turns(given, 20, expected)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                guessing.turns(given, 20, expected)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
     return "no call waited for the device"

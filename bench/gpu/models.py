@@ -17,7 +17,7 @@ from tenuto.exec.gpu.queue import CudaQueue
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.kernels.gpu.fused import FUSED
-from tenuto.models.config import GatedDelta, ModelConfig
+from tenuto.models.config import GatedDelta, Mamba, Mamba2, ModelConfig
 from tenuto.models.decoder import Decoder
 from tenuto.models.weights import StoredWeight
 
@@ -32,6 +32,11 @@ SMALL = {
     "gated delta net": model(4, 256, [GatedDelta(2, 4, 32, 32, 4), attention(4, 2, 64, gated=True)], 512, 1000, 4096),
 }
 """Small models whose turns are compared."""
+RECURRENT = {
+    "Mamba-2": model(4, 256, [Mamba2(8, 64, 32, 2, 4, conv_bias=True, proj_bias=False)], 512, 1000, 4096),
+    "Mamba": model(4, 256, [Mamba(512, 16, 16, 4, conv_bias=True, proj_bias=False)], 512, 1000, 4096),
+}
+"""More small models, for guesses."""
 
 
 class Eager(GpuForward):

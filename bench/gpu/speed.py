@@ -241,7 +241,7 @@ def _delta(rows: int) -> tuple[Callable[[], object], int]:
     strengths, rates = torch.randn(rows, 64, device=CUDA, dtype=torch.bfloat16), torch.randn(32, device=CUDA)
 
     def work() -> torch.Tensor:
-        convolved = convolve_step(inputs, weight, None, slots)
+        convolved, _ = convolve_step(inputs, strengths, weight, None, slots)
         return gated_delta_step(convolved, strengths, rates, rates, slots, 16)
 
     return work, moved
@@ -257,7 +257,7 @@ def _mamba2(rows: int) -> tuple[Callable[[], object], int]:
     steps, each = torch.randn(rows, 80, device=CUDA, dtype=torch.bfloat16), torch.randn(80, device=CUDA)
 
     def work() -> torch.Tensor:
-        return mamba2_step(convolve_step(inputs, weight, None, slots), steps, each, each, each, slots)
+        return mamba2_step(convolve_step(inputs, steps, weight, None, slots)[0], steps, each, each, each, slots)
 
     return work, moved
 
@@ -273,7 +273,9 @@ def _mamba(rows: int) -> tuple[Callable[[], object], int]:
     rates, each = torch.randn(channels, size, device=CUDA), torch.randn(channels, device=CUDA)
 
     def work() -> torch.Tensor:
-        return mamba_step(convolve_step(inputs, weight, None, slots), inputs, each, b, c, rates, each, slots)
+        return mamba_step(
+            convolve_step(inputs, inputs[:, :0], weight, None, slots)[0], inputs, each, b, c, rates, each, slots
+        )
 
     return work, moved
 

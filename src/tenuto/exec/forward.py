@@ -99,11 +99,11 @@ class Forward(Protocol):
         the indices in `tokens` after which logits are wanted."""
 
     def decode(self, plan: Plan, tokens: Callable[[], Ints], options: Options) -> Callable[[], Ints] | None:
-        """Starts a step, of decodes or also of prefills, that needs no masks and whose samples need no edited logits,
-        and does not wait for it. It computes `tokens()`, int32 [tokens], in which `PREVIOUS_SAMPLE` stands for what the
-        row sampled last, in such a step, and samples by `options`, [row ids], alone. Returns a function that waits for
-        the sampled tokens and returns them, int32 [samples]. Returns None, having done nothing, if `plan` must be
-        computed by `apply` and `run`."""
+        """Starts a step whose samples need no edited logits, and waits for its masks, if it has any, but not for the
+        step. It computes `tokens()`, int32 [tokens], in which `PREVIOUS_SAMPLE` stands for what the row sampled last,
+        in such a step, and samples by `options`, [row ids], and the masks alone. Returns a function that waits for the
+        sampled tokens and returns them, int32 [samples]. Returns None, having done nothing, if `plan` must be computed
+        by `apply` and `run`."""
 
     def remember(self, plan: Plan, following: Ints) -> None:
         """Stores the head's keys and values for the tokens that `run` has just computed. `following`, int32 [tokens]:

@@ -276,7 +276,8 @@ class ModelExecutor:
         return found
 
     def _put_sampled(self, plan: Plan, tokens: Callable[[], Ints]) -> None:
-        self._last_sampled[plan.rows[plan.samples > 0]] = tokens()
+        sampling = plan.samples > 0
+        self._last_sampled[plan.rows[sampling]] = tokens()[plan.samples.cumsum()[sampling] - 1]
 
     def _computed(self, plan: Plan) -> StepResult:
         samples = samples_of(plan)

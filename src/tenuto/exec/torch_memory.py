@@ -112,9 +112,11 @@ class Memories:
         page_size: int,
         device: torch.device,
         pages: NewPages = PageMemory,
+        most_stepped: int = 0,
     ) -> None:
-        """`pages` allocates those of a group."""
-        self._device = device
+        """`pages` allocates those of a group. `most_stepped`: the most tokens of a row for which recurrent layers have
+        kernels of their own, see `StepMemory.slots`; 0 if there are none."""
+        self._device, self._most_stepped = device, most_stepped
         self.copies = copies_for(device)
         self._places = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
         self.pages: dict[int, Pages] = {}  # by number of the group
@@ -157,26 +159,34 @@ class Memories:
     def step(self, plan: Plan) -> MemoriesStep:
         """Returns the memory for the layers while `plan`, which must have been applied, is computed."""
         given = plan.rows, plan.starts, plan.counts
+        attentions = {g: memory.step(*given) for g, memory in self.pages.items()}
         moved = zip(self.states, plan.states, strict=True)
         moves = {g: (indices(each.reads, self._device), indices(each.writes, self._device)) for g, each in moved}
-        step = self.step_of(
-            {g: memory.step(*given) for g, memory in self.pages.items()},
-            moves,
-            pieces(plan.counts, self._device) if moves else (),
-        )
-        if plan.states:
-            step.take_inputs(plan, self._device)
+        if int(plan.counts.max(initial=0)) <= self._most_stepped or not moves:
+            return self.step_of(attentions, moves, self._spans(plan) if moves else None)
+        step = MemoriesStep(self, self._places, attentions, moves, pieces(plan.counts, self._device))
+        step.take_inputs(plan, self._device)
         return step
 
     def step_of(
         self,
         attentions: Mapping[int, Attention],
         moves: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
-        pieces: tuple[Piece, ...],
+        spans: torch.Tensor | None,
     ) -> MemoriesStep:
-        """Returns the memory for the layers of rows that absorb and keep nothing. By number of the group: its
-        attention, or the slots that it reads and writes, both int64 [rows]."""
-        return MemoriesStep(self, self._places, attentions, moves, pieces)
+        """Returns the memory for the layers of a step whose recurrent layers have kernels of their own. By number of
+        the group: its attention, or the slots that it reads and writes, both integers, [rows]. `spans`: see
+        `Slots`."""
+        return MemoriesStep(self, self._places, attentions, moves, None, spans)
+
+    def _spans(self, plan: Plan) -> torch.Tensor | None:
+        """Returns the `Slots.spans` of a plan, or None if it needs none."""
+        same = plan.states[0]  # rows absorb and keep the same in all groups
+        if (plan.counts == 1).all() and not (same.absorbs.any() or same.keeps.any()):
+            return None
+        firsts = plan.counts.cumsum() - plan.counts
+        columns = np.stack((plan.rows, firsts, plan.counts, same.absorbs, same.keeps))
+        return torch.from_numpy(columns.astype(np.int32)).to(self._device)
 
     def pages_step(self, rows: Ints, starts: Ints, counts: Ints) -> PagesStep:
         """Returns the memory for layers of attention that compute `counts[i]` tokens of row `rows[i]` from position
@@ -221,13 +231,14 @@ class MemoriesStep(PagesStep):
         places: Mapping[int, tuple[int, int]],
         attentions: Mapping[int, Attention],
         moves: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
-        pieces: tuple[Piece, ...],
+        pieces: tuple[Piece, ...] | None,
+        spans: torch.Tensor | None = None,
     ) -> None:
-        """`places`: see `PagesStep`. `moves`: see `Memories.step_of`."""
+        """`places`: see `PagesStep`. `moves`, `spans`: see `Memories.step_of`. `pieces`: None if recurrent layers have
+        kernels of their own."""
         super().__init__(attentions, places)
         self._slots, self._inputs, self._moves = memories.states, memories.inputs, moves
-        self.pieces = pieces
-        self._single = all(piece.tokens.shape[1] == 1 for piece in pieces)
+        self.pieces, self._stepped, self._spans = pieces or (), pieces is None, spans
         self.keeping: torch.Tensor | None = None
         self._absorbing: tuple[Absorbing, ...] = ()
         self._kept: list[torch.Tensor] = []
@@ -236,21 +247,21 @@ class MemoriesStep(PagesStep):
         """Sets what the rows of `plan` absorb and keep."""
         same = plan.states[0]  # rows absorb and keep the same in all groups
         self._absorbing = absorbing(plan.rows, same.absorbs, device)
-        self._single = self._single and not self._absorbing
         if (keeps := same.keeps > 0).any():
             self.keeping = indices(np.flatnonzero(keeps), device)
-            self._single = False
             counts = plan.counts[keeps]
             kept = np.flatnonzero(np.repeat(keeps, plan.counts)), np.repeat(plan.rows[keeps], counts)
             self._kept = [indices(values, device) for values in (*kept, ragged_arange(counts))]
 
     def slots(self, layer: int) -> Slots | None:
         """See `StepMemory.slots`."""
-        if not self._single:
+        if not self._stepped:
             return None
         group, place = self._places[layer]
         convolution, recurrent = (part[place] for part in self._slots[group].parts)
-        return Slots(convolution, recurrent, *self._moves[group])
+        inputs = self._inputs[group][place]
+        kept = inputs if self._spans is not None and inputs.shape[1] else None
+        return Slots(convolution, recurrent, *self._moves[group], self._spans, kept)
 
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `StepMemory.read`."""

@@ -19,7 +19,7 @@ class Fused:
     add_rms_norm: Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
     gated_norm: Callable[..., torch.Tensor]
     activate: Callable[[str, torch.Tensor, float], torch.Tensor]
-    convolve_step: Callable[..., torch.Tensor]
+    convolve_step: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     gated_delta_step: Callable[..., torch.Tensor]
     mamba2_step: Callable[..., torch.Tensor]
     mamba_step: Callable[..., torch.Tensor]

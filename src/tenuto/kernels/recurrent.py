@@ -61,13 +61,20 @@ def absorbing(ids: Ints, counts: Ints, device: torch.device) -> tuple[Absorbing,
 @dataclass(frozen=True, slots=True)
 class Slots:
     """The states of one recurrent layer in all slots: that of the convolution and the recurrent one, both [slots,
-    ...]. Row `i` reads slot `reads[i]`, or the zero state if that is negative, and writes slot `writes[i]`; both int64
-    [rows]."""
+    ...]. Row `i` reads slot `reads[i]`, or the zero state if that is negative, and writes slot `writes[i]`; both are
+    integers, [rows].
+
+    `spans`, int32 [5, rows], contiguous, has each row's id, the index of its first token, the number of its tokens, the
+    number of inputs that it absorbs, and 1 if those of its tokens are kept, otherwise 0; see `base.plan.StateMoves`.
+    Without it, row `i` has one token, token `i`. `kept`, float32 [row ids, most, inputs], contiguous, are the layer's
+    kept inputs: those of the convolution, then others. Without it, no row absorbs or keeps any."""
 
     convolution: torch.Tensor
     recurrent: torch.Tensor
     reads: torch.Tensor
     writes: torch.Tensor
+    spans: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
 
 
 class StateSlots:

@@ -233,8 +233,8 @@ class StepMemory(Protocol):
         value is zero."""
 
     def slots(self, layer: int) -> Slots | None:
-        """Returns where a step finds and leaves the states of `layer`, if every row computes one token and keeps and
-        absorbs nothing; otherwise None."""
+        """Returns where the device's own kernels find and leave the states of `layer`, if they compute this step, in
+        which every row has few tokens; otherwise None."""
 
     @property
     def pieces(self) -> tuple[Piece, ...]:

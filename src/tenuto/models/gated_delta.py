@@ -46,22 +46,21 @@ class GatedDeltaBlock:
         raw = linear(x, self._ba)
         slots = step.memory.slots(layer)
         if self._fused is not None and slots is not None:
-            convolved = self._fused.convolve_step(inputs, self._conv, None, slots)
+            convolved, strengths = self._fused.convolve_step(inputs, raw, self._conv, None, slots)
             rates = self._log_rates, self._decay_bias
-            return self._gated(self._fused.gated_delta_step(convolved, raw, *rates, slots, s.key_heads), z)
-        strengths = raw.view(len(x), s.key_heads, 2, -1).float()
-        beta, decay = strengths[:, :, 0].flatten(1).sigmoid(), strengths[:, :, 1].flatten(1)
-        decay = -self._log_rates.exp() * functional.softplus(decay + self._decay_bias)
+            return self._gated(self._fused.gated_delta_step(convolved, strengths, *rates, slots, s.key_heads), z)
         found = torch.empty(len(x), s.value_heads, s.value_dim, device=x.device)
-
-        def scan(
-            convolved: torch.Tensor, others: torch.Tensor, state: torch.Tensor
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            decay, beta = others.chunk(2, dim=2)
-            return self._scan(*self._heads(convolved.float()), decay, beta, state)
-
-        recur(step, layer, inputs, torch.cat((decay, beta), dim=1), self._conv, None, scan, found)
+        recur(step, layer, inputs, raw, self._conv, None, self._recurrence, found)
         return self._gated(found, z)
+
+    def _recurrence(
+        self, convolved: torch.Tensor, raw: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `recur`."""
+        strengths = raw.view(*raw.shape[:2], self._shape.key_heads, 2, -1).float()
+        beta, decay = strengths[..., 0, :].flatten(2).sigmoid(), strengths[..., 1, :].flatten(2)
+        decay = -self._log_rates.exp() * functional.softplus(decay + self._decay_bias)
+        return self._scan(*self._heads(convolved.float()), decay, beta, state)
 
     def _gated(self, found: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """Returns the layer's output, [tokens, hidden], for that of the heads, float32 [tokens, value_heads,

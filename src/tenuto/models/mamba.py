@@ -36,7 +36,7 @@ class MambaBlock:
         inputs, gate = linear(x, self._in, self._in_bias).chunk(2, dim=1)
         slots = step.memory.slots(layer)
         if self._fused is not None and slots is not None:
-            convolved = self._fused.convolve_step(inputs, self._conv, self._conv_bias, slots)
+            convolved, _ = self._fused.convolve_step(inputs, inputs[:, :0], self._conv, self._conv_bias, slots)
             low, b, c = self._selected(convolved)
             rates = self._log_rates, self._skip
             steps = linear(low, self._steps)

@@ -42,7 +42,7 @@ class Mamba2Block:
             inputs = inputs * self._input_scales
         slots = step.memory.slots(layer)
         if self._fused is not None and slots is not None:
-            convolved = self._fused.convolve_step(inputs, self._conv, self._conv_bias, slots)
+            convolved, steps = self._fused.convolve_step(inputs, steps, self._conv, self._conv_bias, slots)
             found = self._fused.mamba2_step(
                 convolved,
                 steps,

@@ -3,7 +3,7 @@
 import pytest
 
 from tenuto.exec.device import ON_CUDA
-from tenuto.exec.gpu.buckets import MOST_TOKENS, bucket_of, mixed_bucket_of
+from tenuto.exec.gpu.buckets import MOST_SAMPLES, MOST_TOKENS, bucket_of, mixed_bucket_of, samples_bucket_of
 
 
 def test_a_step_fits_into_the_captured_one() -> None:
@@ -21,6 +21,16 @@ def test_rows_fit_and_are_no_more_than_there_can_be(most: int) -> None:
         found = mixed_bucket_of(300, rows, bucket_of(most))
         assert found is not None
         assert rows <= found[1] <= min(max(4, 4 * rows), bucket_of(most))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16, 48, 256])
+def test_samples_fit_and_are_few_times_more_than_taken(rows: int) -> None:
+    for samples in range(MOST_SAMPLES + 1):
+        found = samples_bucket_of(samples, MOST_TOKENS, rows)
+        assert found is not None
+        assert samples <= found <= max(rows, 4 * samples)
+    assert samples_bucket_of(30, 32, rows) in {32, rows}, "no more than tokens, unless rows are"
+    assert samples_bucket_of(MOST_SAMPLES + 1, MOST_TOKENS, rows) is None
 
 
 def test_there_are_few_sizes() -> None:

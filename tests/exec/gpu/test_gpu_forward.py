@@ -55,8 +55,7 @@ def test_captured_steps_sample_what_plain_pytorch_samples(name: str, sampling: S
         results.append(Rows(executor, 3, 128, sampling).turns(prompts, 5).tolist())
         executor.close()
     assert results[0] == results[1] == results[2]
-    captured = (1, 5) if name == "gated delta net" else (2, 6)  # the prompts, unless they go through recurrent layers
-    assert (queue.captured, queue.runs) == captured
+    assert (queue.captured, queue.runs) == (2, 6), "the prompts, and the decodes"
 
 
 P, KNOWN = PREVIOUS_SAMPLE, -2
@@ -136,22 +135,29 @@ def test_the_host_queues_a_captured_step_without_another_operation() -> None:
     executor.close()
 
 
-def test_plans_that_a_captured_step_cannot_carry_out_are_left_to_the_host() -> None:
+def test_plans_that_a_captured_step_cannot_carry_out_are_left_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = GpuForward(decoder(MODELS["full attention"], fused=True), 32, HostQueue())
     executor = ModelExecutor(forward)
     driver = Driver(executor, 40, 4)
     plan = driver.plan([(0, prompt(0, 9), 1), (1, prompt(1, 1), 1)])
+    known: Future[None] = Future()
+    known.set_result(None)
 
     def captured(plan: Plan) -> bool:
         return forward.decode(plan, lambda: plan.tokens, np.zeros(4, OPTIONS)) is not None
 
     assert captured(plan)
-    assert not captured(replace(plan, samples=plan.counts)), "guesses"
+    assert captured(replace(plan, samples=plan.counts)), "guesses"
+    assert captured(replace(plan, masks=(TokenMasks(0, known),)))
     assert not captured(replace(plan, adapters=np.ones(2, np.int32)))
-    assert not captured(replace(plan, masks=(TokenMasks(0, Future()),)))
     assert not captured(replace(plan, copies=(PageCopies(*np.zeros((3, 1), np.int32)),)))
     assert not captured(replace(plan, vectors=InputVectors(*np.ones((2, 1), np.int32))))
     assert not captured(replace(plan, tables=(TableChanges(*np.zeros((3, CHANGES + 1), np.int32)),)))
+    monkeypatch.setattr(buckets, "MOST_SAMPLES", 9)
+    assert not captured(replace(plan, samples=plan.counts)), "too many samples"
+    monkeypatch.setattr("tenuto.exec.gpu.forward.MASKS", 1)
+    assert captured(replace(plan, masks=(TokenMasks(0, known),)))
+    assert not captured(replace(plan, masks=(TokenMasks(0, known), TokenMasks(1, known)))), "too many masks"
     executor.close()
 
 

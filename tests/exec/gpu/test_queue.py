@@ -5,7 +5,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
+from tests.exec.gpu.conftest import DEVICE
 from tests.exec.gpu.queue import HostQueue
 
 FIXED = torch.arange(4.0)
@@ -64,3 +67,46 @@ def test_work_that_does_other_operations_the_next_time_is_refused() -> None:
     again = HostQueue().capture(lambda: FIXED.abs() if signs.pop() else FIXED.neg())
     with pytest.raises(AssertionError, match="other operations"):
         again()
+
+
+@pytest.mark.parametrize("other", [lambda n: FIXED * float(n), lambda n: torch.ones(n) + 1, lambda n: FIXED[:n] + 1])
+def test_work_that_has_other_numbers_or_sizes_the_next_time_is_refused(other: Callable[[int], object]) -> None:
+    numbers = [3, 2]
+    again = HostQueue().capture(lambda: other(numbers.pop()))
+    with pytest.raises(AssertionError, match="other operations"):
+        again()
+
+
+def test_work_that_leaves_behind_what_it_computed_is_refused() -> None:
+    left: list[torch.Tensor] = []
+    with pytest.raises(AssertionError, match="leaves memory behind"):
+        HostQueue().capture(lambda: left.append(FIXED + 1))
+
+
+def test_work_that_allocates_memory_of_the_host_is_refused() -> None:
+    with pytest.raises(AssertionError, match="memory of the host"):
+        HostQueue().capture(lambda: torch.ops.aten._pin_memory(FIXED))
+
+
+@triton.jit
+def _add(x, number):
+    tl.store(x, tl.load(x) + number)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="launches are recorded in Triton's interpreter")
+def test_a_kernel_that_is_launched_with_other_numbers_tensors_or_programs_is_refused() -> None:
+    x, y = (torch.zeros(1, device=DEVICE) for _ in range(2))
+    first = (x, 2, 1)
+    again = HostQueue().capture(lambda: _add[(1,)](x, 2))
+    again()
+    assert x.item() == 4
+    for second in ((y, 2, 1), (x, 3, 1), (x, 2, 2)):
+        given = [second, first]
+
+        def work(given: list[tuple[torch.Tensor, int, int]] = given) -> None:
+            tensor, number, programs = given.pop()
+            _add[(programs,)](tensor, number)
+
+        again = HostQueue().capture(work)
+        with pytest.raises(AssertionError, match="other operations"):
+            again()

@@ -18,7 +18,7 @@ from tenuto.kernels.gpu.linear import linear
 from tenuto.kernels.gpu.norms import add_rms_norm, gated_norm, rms_norm
 from tenuto.kernels.gpu.recurrent import convolve_step, gated_delta_step, mamba2_step, mamba_step
 from tenuto.kernels.gpu.sampling import sample
-from tenuto.kernels.gpu.steps import OWN, Entries, begin, change, finish, single, spread
+from tenuto.kernels.gpu.steps import OWN, Entries, allow, begin, change, finish, select, single, spread
 from tenuto.kernels.quantized import Numbers, Quantized
 from tenuto.kernels.recurrent import Slots
 from tenuto.models.block import GATES, UNGATED
@@ -75,54 +75,64 @@ def sampling(vocab: int) -> None:
     sample(torch.zeros(8, vocab), floats[0], torch.zeros(8, dtype=torch.int32), *floats[1:])
 
 
-def eight(convolution: torch.Tensor, recurrent: torch.Tensor) -> Slots:
-    """Returns the slots of eight rows."""
-    return Slots(convolution, recurrent, torch.zeros(8, dtype=torch.int64), torch.zeros(8, dtype=torch.int64))
+def eight(convolution: torch.Tensor, recurrent: torch.Tensor, kept: int = 0) -> Slots:
+    """Returns the slots of eight rows, which may have several tokens if there are `kept` numbers of each token."""
+    each = torch.zeros(8, dtype=torch.int64)
+    if not kept:
+        return Slots(convolution, recurrent, each, each)
+    return Slots(convolution, recurrent, each, each, torch.zeros(5, 8, dtype=torch.int32), torch.zeros(8, 5, kept))
 
 
-def delta(dtype: torch.dtype, kept: torch.dtype) -> None:
+def delta(dtype: torch.dtype, state: torch.dtype, *, guessed: bool = False) -> None:
     """Computes a gated delta net of Qwen3-Next."""
     channels, served = 2 * 16 * 128 + 32 * 128, 2
-    slots = eight(torch.zeros(9, channels, 3, dtype=kept), torch.zeros(9, 32, 128, 128, dtype=kept))
+    parts = torch.zeros(9, channels, 3, dtype=state), torch.zeros(9, 32, 128, 128, dtype=state)
+    slots = eight(*parts, channels + 64 if guessed else 0)
     inputs, weight = torch.zeros(8, channels, dtype=dtype), torch.zeros(channels, 1, 4, dtype=dtype)
-    convolved = convolve_step(inputs, weight, None, slots)
-    strengths, rates = torch.zeros(8, 16 * 2 * served, dtype=dtype), torch.zeros(32)
+    raw, rates = torch.zeros(8, 16 * 2 * served, dtype=dtype), torch.zeros(32)
+    convolved, strengths = convolve_step(inputs, raw, weight, None, slots)
     found = gated_delta_step(convolved, strengths, rates, rates, slots, 16)
     z = torch.zeros(8, 16, 2 * 128 + 2 * 2 * 128, dtype=dtype)[..., -256:]
     gated_norm(found.flatten(1), z, torch.zeros(128), 1e-6, 32)
 
 
-def mamba2(dtype: torch.dtype, heads: int, head_dim: int, size: int) -> None:
+def mamba2(dtype: torch.dtype, heads: int, head_dim: int, size: int, *, guessed: bool = False) -> None:
     channels, each = heads * head_dim + 2 * size, torch.zeros(heads)
-    slots = eight(torch.zeros(9, channels, 3, dtype=dtype), torch.zeros(9, heads, head_dim, size))
+    parts = torch.zeros(9, channels, 3, dtype=dtype), torch.zeros(9, heads, head_dim, size)
+    slots = eight(*parts, channels + heads if guessed else 0)
     weight, bias = torch.zeros(channels, 1, 4, dtype=dtype), torch.zeros(channels, dtype=dtype)
-    convolved = convolve_step(torch.zeros(8, channels, dtype=dtype), weight, bias, slots)
-    found = mamba2_step(convolved, torch.zeros(8, heads, dtype=dtype), each, each, each, slots).flatten(1)
+    inputs, steps = torch.zeros(8, channels + heads, dtype=dtype).split([channels, heads], dim=1)
+    convolved, steps = convolve_step(inputs, steps, weight, bias, slots)
+    found = mamba2_step(convolved, steps, each, each, each, slots).flatten(1)
     weight = torch.zeros(heads * head_dim)
     gated_norm(found, torch.zeros(8, 1, len(weight), dtype=dtype), weight, 1e-6, gate_first=True)
 
 
-def mamba(dtype: torch.dtype, channels: int, size: int) -> None:
-    each = torch.zeros(channels)
-    x, parts = torch.zeros(8, channels, dtype=dtype), torch.zeros(8, 160 + 2 * size, dtype=dtype)
-    _, b, c = parts.split([160, size, size], dim=1)
-    slots = eight(torch.zeros(9, channels, 3, dtype=dtype), torch.zeros(9, channels, size))
+def mamba(dtype: torch.dtype, channels: int, size: int, *, guessed: bool = False) -> None:
+    each, inputs = torch.zeros(channels), torch.zeros(8, channels, dtype=dtype)
+    parts = torch.zeros(9, channels, 3, dtype=dtype), torch.zeros(9, channels, size)
+    slots = eight(*parts, channels if guessed else 0)
+    x, _ = convolve_step(inputs, inputs[:, :0], torch.zeros(channels, 1, 4, dtype=dtype), each.to(dtype), slots)
+    _, b, c = torch.zeros(len(x), 160 + 2 * size, dtype=dtype).split([160, size, size], dim=1)
     found = mamba_step(x, x, each, b, c, torch.zeros(channels, size), each, slots)
-    gated_norm(found, x[:, None], None)
+    gated_norm(found, inputs[:, None], None)
 
 
 def stepping() -> None:
     """Begins and ends a step with a state group and a page table."""
     fields = OWN + 2
-    shared = {"counts": (3, 3), "inputs": (3, 2560), "numbers": (3, fields, 64), "changes": (3, 3, 4096)}
-    given = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in {**shared, "tokens": (3, 64)}.items()}
+    shared = {"counts": (3, 4), "inputs": (3, 2560), "numbers": (3, fields, 64), "changes": (3, 3, 4096)}
+    shared |= {"masked": (3, 512), "masks": (3, 128, 4748), "tokens": (3, 512)}
+    given = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in shared.items()}
     one, sampled = torch.zeros(1, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
     entries = Entries(**given, options=torch.zeros(3, 64, 5, dtype=torch.float64), turn=one, place=one)
     rows = begin(entries, fields, 64)
+    samples = select(entries, rows, 64)
     single(entries, rows, sampled)
     spread(entries, rows, 2560, attention.TILE, sampled)
     change(entries, 0, torch.zeros(64, 100, dtype=torch.int32))
-    finish(entries, rows, torch.zeros(64, dtype=torch.int64), sampled)
+    allow(entries, torch.zeros(64, 151_936))
+    finish(entries, samples, torch.zeros(64, dtype=torch.int64), sampled)
 
 
 def multiplying(dtype: torch.dtype, inputs: int, outputs: int) -> None:
@@ -164,8 +174,11 @@ LAUNCHES = {
     "sampling from 49152 tokens": Launch(partial(sampling, 49_152)),
     "gated delta net": Launch(partial(delta, torch.bfloat16, torch.float32)),
     "gated delta net in float16": Launch(partial(delta, torch.float16, torch.float16)),
+    "gated delta net with guesses": Launch(partial(delta, torch.bfloat16, torch.float32, guessed=True)),
     "Mamba-2": Launch(partial(mamba2, torch.bfloat16, 80, 64, 128)),
+    "Mamba-2 with guesses": Launch(partial(mamba2, torch.bfloat16, 80, 64, 128, guessed=True)),
     "Mamba": Launch(partial(mamba, torch.bfloat16, 5120, 16)),
+    "Mamba with guesses": Launch(partial(mamba, torch.bfloat16, 5120, 16, guessed=True)),
     "product of few rows": Launch(partial(multiplying, torch.bfloat16, 4096, 6144), _LINEAR),
     "product of few rows and many outputs": Launch(partial(multiplying, torch.float16, 4096, 128_256), _LINEAR),
     "product of few rows and uneven inputs": Launch(partial(multiplying, torch.bfloat16, 1584, 4096), _LINEAR),

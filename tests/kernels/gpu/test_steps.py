@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 
 from tenuto.base.plan import NO_SLOT, PREVIOUS_SAMPLE
 from tenuto.kernels.gpu.attention import tiles_of
-from tenuto.kernels.gpu.steps import CHANGED, OWN, Entries, begin, change, finish, single, spread
-from tenuto.kernels.sampling import OPTIONS, uniforms
+from tenuto.kernels.gpu.steps import CHANGED, OWN, SPAN, Entries, allow, begin, change, finish, select, single, spread
+from tenuto.kernels.sampling import OPTIONS, Masks, uniforms
+from tenuto.kernels.torch_sampling import mask
 from tests.kernels.gpu.conftest import DEVICE
 
 IDS, MOST, FIELDS, TABLES = 100, 150, OWN + 2, 2
 MOST_TOKENS, MOST_CHANGES, TILE = 800, 200, 16
+MOST_SAMPLES, MOST_MASKS, WORDS = 260, 11, 5
 
 
 def pinned(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -23,16 +25,19 @@ def pinned(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 class Host:
-    """A step as the host writes it, among what earlier steps left. Rows have the numbers of tokens `counts`."""
+    """A step as the host writes it, among what earlier steps left. Rows have the numbers of tokens `counts`. Each
+    samples after none, the last, or several of them."""
 
     def __init__(self, counts: list[int], turn: int, seed: int) -> None:
         self.draw = np.random.default_rng(seed)
         ints = {
-            "counts": (3, 2 + TABLES),
+            "counts": (3, 3 + TABLES),
             "inputs": (3, MOST_TOKENS),
             "numbers": (3, FIELDS, MOST),
             "changes": (3, CHANGED * TABLES, MOST_CHANGES),
-            "tokens": (3, MOST),
+            "masked": (3, MOST_SAMPLES),
+            "masks": (3, MOST_MASKS, WORDS),
+            "tokens": (3, MOST_SAMPLES),
         }
         shared = {name: pinned(torch.int32, *shape) for name, shape in ints.items()}
         for each in shared.values():
@@ -43,23 +48,29 @@ class Host:
         self.n, self.turn, self.counts = len(counts), turn, np.array(counts, np.int32)
         many = int(self.counts.sum())
         self.changed = [0, int(self.draw.integers(1, MOST_CHANGES))]
-        self.entries.counts[turn] = torch.tensor([self.n, many, *self.changed])
         self.inputs = self.entries.inputs[turn].numpy()[:many]
         self.inputs[:] = self.draw.integers(PREVIOUS_SAMPLE, 3, many)
         self.numbers = self.entries.numbers[turn].numpy()[:, : self.n]
-        self.ids, self.starts, self.firsts, self.samples = (self.numbers[i] for i in (0, 1, 3, 4))
+        self.starts, self.samples, outputs, self.ids, self.firsts = self.numbers[: SPAN + 2]
         self.ids[:] = self.draw.permutation(IDS)[: self.n]
         self.starts[:] = self.draw.integers(0, 5, self.n) * TILE * self.draw.integers(1, 9, self.n)
-        self.numbers[2], self.firsts[:] = self.counts, self.counts.cumsum() - self.counts
-        self.samples[:] = self.draw.integers(0, 2, self.n)
+        self.firsts[:], self.numbers[SPAN + 2] = self.counts.cumsum() - self.counts, self.counts
+        self.numbers[SPAN + 3 : OWN] = self.draw.integers(0, 3, (2, self.n))
+        self.samples[:] = np.minimum(self.draw.integers(0, 4, self.n), self.counts)
+        outputs[:] = self.samples.cumsum() - self.samples
         self.numbers[OWN], self.numbers[OWN + 1] = NO_SLOT, 1
+        self.sampled = int(self.samples.sum())
+        self.entries.counts[turn] = torch.tensor([self.n, many, self.sampled, *self.changed])
         self.options = records[turn].numpy().view(OPTIONS)[: self.n, 0]
         for name in OPTIONS.names or ():
             self.options[name] = self.draw.integers(0, 2**62 if name == "seed" else 99, self.n)
 
     @property
-    def lasts(self) -> np.ndarray:
-        return self.starts + self.counts - 1
+    def places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The row of each sample, the index of the token before it, and the number of the row's samples after it."""
+        of = np.arange(self.n).repeat(self.samples)
+        left = self.samples.cumsum()[of] - np.arange(self.sampled) - 1
+        return of, (self.firsts + self.counts)[of] - left - 1, left
 
 
 turns, seeds = st.integers(0, 2), st.integers(0, 9)
@@ -75,15 +86,20 @@ def test_a_step_reads_what_the_host_wrote_and_writes_what_it_samples(counts, row
     begun = begin(entries, FIELDS, rows)
     found = begun.numbers.cpu().numpy()
     assert (found[:, :n] == host.numbers).all()
-    assert (found[:, n:] == np.array([0, 0, 0, 2**30, 0, -1, -1])[:, None]).all()
-    assert begun.lasts.tolist() == [*(host.firsts + host.counts - 1), *[0] * (rows - n)]
+    assert (found[:, n:] == np.array([0, 0, 2**30, 0, 2**30, 0, 0, 0, -1, -1])[:, None]).all()
     assert begun.alone.tolist() == [*np.where(host.counts == 1, host.starts, -1), *[-1] * (rows - n)]
-    assert begun.sampling.tolist() == [*np.where(host.samples > 0, host.lasts, -1), *[-1] * (rows - n)]
-    temperature, top_k, top_p, min_p, uniform = (each.cpu().numpy() for each in begun.choice)
+
+    many, spare = host.sampled, 1 + rows % 7
+    sampling = select(entries, begun, many + spare)
+    of, after, left = host.places
+    assert sampling.after.tolist() == [*after, *[0] * spare]
+    assert sampling.owners.tolist() == [*np.where(left == 0, host.ids[of], -1), *[-1] * spare]
+    temperature, top_k, top_p, min_p, uniform = (each.cpu().numpy() for each in sampling.choice)
     for name, values in {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}.items():
-        assert (values[:n] == host.options[name]).all()
-        assert not values[n:].any()
-    assert (uniform[:n] == uniforms(host.options["seed"], host.lasts.astype(np.int64) + 1)).all()
+        assert (values[:many] == host.options[name][of]).all()
+        assert not values[many:].any()
+    positions = host.starts[of].astype(np.int64) + after - host.firsts[of] + 1
+    assert (uniform[:many] == uniforms(host.options["seed"][of], positions)).all()
 
     table = torch.arange(IDS * 30, dtype=torch.int32, device=DEVICE).view(IDS, 30)
     expected = table.cpu().numpy().copy()
@@ -96,15 +112,41 @@ def test_a_step_reads_what_the_host_wrote_and_writes_what_it_samples(counts, row
     assert (table.cpu().numpy() == expected).all()
 
     before, sampled = entries.tokens.clone(), torch.arange(IDS, dtype=torch.int32, device=DEVICE)
-    finish(entries, begun, torch.arange(rows, device=DEVICE) + 100, sampled)
+    finish(entries, sampling, torch.arange(many + spare, device=DEVICE) + 100, sampled)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    known, sampling = np.arange(IDS), host.samples > 0
-    known[host.ids[sampling]] = np.flatnonzero(sampling) + 100
-    before[turn, : host.n][torch.from_numpy(sampling)] = torch.from_numpy(np.flatnonzero(sampling) + 100).int()
+    known, last = np.arange(IDS), left == 0
+    known[host.ids[of[last]]] = np.flatnonzero(last) + 100
+    before[turn, :many] = torch.arange(many) + 100
     assert (sampled.cpu().numpy() == known).all()
     assert torch.equal(entries.tokens, before)
     assert int(entries.turn) == (turn + 1) % 3
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    counts=st.lists(st.sampled_from([1, 2, 7]), max_size=9),
+    vocab=st.sampled_from([1, 31, 32, 130, 150, 5000]),
+    spare=st.integers(1, 3),
+    turn=turns,
+    seed=seeds,
+)
+def test_samples_with_a_mask_keep_the_logits_that_it_allows(counts, vocab, spare, turn, seed) -> None:
+    host = Host(counts, turn, seed)
+    many, entries = host.sampled, host.entries
+    begin(entries, FIELDS, host.n + 1)
+    masked, masks = entries.masked[turn].numpy(), entries.masks[turn].numpy()
+    chosen = host.draw.permutation(many)[: MOST_MASKS - 1]
+    masked[:many] = -1
+    masked[chosen] = host.draw.permutation(MOST_MASKS)[: len(chosen)]
+    masks[:] = host.draw.integers(-(2**31), 2**31, masks.shape)
+    masks[:, 0] |= 1  # what allows no token is no mask
+    logits = torch.randn(many + spare, vocab + 3, generator=torch.Generator().manual_seed(seed))
+    expected = logits.clone()
+    mask(expected[:, :vocab], Masks(chosen, masks[masked[chosen]].view(np.uint32)))
+    given = logits.to(DEVICE)
+    allow(entries, given[:, :vocab])
+    assert torch.equal(given.cpu(), expected)
 
 
 @settings(max_examples=10, deadline=None)

@@ -5,6 +5,10 @@ from __future__ import annotations
 MOST_TOKENS = 2560
 """The most tokens of a captured step: the prefills of `exec.device.ON_CUDA`'s mixed steps, and as many decodes again as
 it has turns. Longer steps take so long that the host keeps up."""
+MOST_SAMPLES = 512
+"""The most samples of a captured step: each takes the memory of a vocabulary's logits."""
+MOST_STEPPED = 256
+"""The most tokens of a row that recurrent layers compute one after another. Scans by blocks are better at more."""
 _LEAST_TOKENS, _LEAST_ROWS = 16, 4
 _FINE = 512
 """Steps of more tokens take longer with each, so their sizes are closer to each other."""
@@ -28,3 +32,14 @@ def mixed_bucket_of(tokens: int, rows: int, most: int) -> tuple[int, int] | None
     while many < rows:
         many *= 4
     return found, min(many, most)
+
+
+def samples_bucket_of(samples: int, tokens: int, rows: int) -> int | None:
+    """Returns the number of samples of the captured step of `tokens` tokens and `rows` rows that takes `samples`: one
+    for each row, or a power of four as many; None if it has too many samples."""
+    if samples > MOST_SAMPLES:
+        return None
+    found = rows
+    while found < samples:
+        found *= 4
+    return min(found, tokens, MOST_SAMPLES)

@@ -7,6 +7,7 @@ are and where they begin is read from the device's memory by every step, so a st
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -15,62 +16,102 @@ from tenuto.exec.gpu.ring import Ring
 from tenuto.exec.torch_memory import Memories
 from tenuto.kernels.gpu.attention import TILE
 from tenuto.kernels.gpu.sampling import sample
-from tenuto.kernels.gpu.steps import begin, change, finish, single, spread
-from tenuto.kernels.recurrent import Piece
+from tenuto.kernels.gpu.steps import Rows, allow, begin, change, finish, select, single, spread
 from tenuto.models.decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """The most tokens, rows and samples of a captured step. `decodes`: whether every row computes and samples one
+    token, and absorbs and keeps nothing. `masked`: whether samples may have masks."""
+
+    tokens: int
+    rows: int
+    samples: int
+    decodes: bool
+    masked: bool
 
 
 class CapturedSteps:
     """The captured steps of a model, each captured when it is first needed. `sampled`, int32 [row ids], are the tokens
-    that rows sampled last."""
+    that rows sampled last.
+
+    A step whose samples may have masks has two parts, between which the host waits for the masks: the first ends with
+    logits, in one tensor for all such steps, and the second samples from them.
+    """
 
     def __init__(self, model: Decoder, memories: Memories, sampled: torch.Tensor, ring: Ring) -> None:
         self._model, self._memories, self._sampled, self._ring = model, memories, sampled, ring
         self._pages = {g: pages for g, pages in memories.pages.items() if isinstance(pages, GpuPages)}
-        self._decodes: dict[int, Callable[[], None]] = {}  # by number of rows
-        self._mixed: dict[tuple[int, int], Callable[[], None]] = {}  # by numbers of tokens and rows
+        self._steps: dict[Size, Callable[[], None]] = {}
+        self._ends: dict[tuple[int, int], Callable[[], None]] = {}  # by numbers of rows and samples
+        self._logits: torch.Tensor | None = None  # of steps with masks, float32 [most rows of a step, vocab]
 
-    def decode(self, rows: int) -> Callable[[], None]:
-        """Returns a function that queues a step in which each of at most `rows` rows computes and samples one token."""
-        found = self._decodes.get(rows)
+    def step(self, size: Size) -> Callable[[], None]:
+        """Returns a function that queues a step, or its first part if samples may have masks."""
+        found = self._steps.get(size)
         if found is None:
-            found = self._decodes[rows] = self._captured(lambda: self._decode(rows))
+            self._allocate(size)
+            found = self._steps[size] = self._captured(lambda: self._compute(size))
         return found
 
-    def mixed(self, tokens: int, rows: int) -> Callable[[], None]:
-        """Returns a function that queues a step of at most `tokens` tokens of at most `rows` rows, of which some sample
-        after their last one. The model has no recurrent layers."""
-        found = self._mixed.get((tokens, rows))
+    def end(self, size: Size) -> Callable[[], None]:
+        """Returns a function that queues the second part of a step."""
+        key = size.rows, size.samples
+        found = self._ends.get(key)
         if found is None:
-            found = self._mixed[tokens, rows] = self._captured(lambda: self._compute(tokens, rows))
+            found = self._ends[key] = self._captured(lambda: self._sample_masked(*key))
         return found
+
+    @torch.inference_mode()
+    def _allocate(self, size: Size) -> None:
+        if size.masked and self._logits is None:
+            shape = self._ring.most, self._model.config.vocab
+            self._logits = torch.zeros(shape, device=self._sampled.device, dtype=torch.float32)
 
     @torch.inference_mode()
     def _captured(self, work: Callable[[], None]) -> Callable[[], None]:
         return self._ring.capture(work)
 
-    def _decode(self, many: int) -> None:
-        entries, each = self._ring.entries, torch.arange(many, device=self._sampled.device)
-        rows = begin(entries, self._ring.fields, many)
-        tokens = single(entries, rows, self._sampled)
+    def _compute(self, size: Size) -> None:
+        rows = begin(self._ring.entries, self._ring.fields, size.rows)
+        logits = self._decode(rows) if size.decodes else self._mixed(rows, size)
+        if size.masked:
+            assert self._logits is not None  # `_allocate` was called
+            self._logits[: size.samples].copy_(logits)
+        else:
+            self._sample(rows, logits)
+
+    def _decode(self, rows: Rows) -> torch.Tensor:
+        tokens = single(self._ring.entries, rows, self._sampled)
         self._change_tables()
         attentions = {g: DecodeAttention(pages, rows.ids, rows.alone) for g, pages in self._pages.items()}
-        moves = dict(zip(self._memories.states, rows.moves, strict=True))
-        memory = self._memories.step_of(attentions, moves, (Piece(each, each[:, None]),))
-        logits = self._model.projected(self._model.normed(self._model.hidden(tokens, rows.alone, memory)))
-        finish(entries, rows, sample(logits, *rows.choice), self._sampled)
+        memory = self._memories.step_of(attentions, self._moves(rows), None)
+        return self._model.projected(self._model.normed(self._model.hidden(tokens, rows.alone, memory)))
 
-    def _compute(self, many_tokens: int, many: int) -> None:
+    def _mixed(self, rows: Rows, size: Size) -> torch.Tensor:
         entries = self._ring.entries
-        rows = begin(entries, self._ring.fields, many)
-        tokens = spread(entries, rows, many_tokens, TILE, self._sampled)
+        tokens = spread(entries, rows, size.tokens, TILE, self._sampled)
         self._change_tables()
         ragged = RaggedRows(tokens.owners, tokens.positions, tokens.tiles, rows.ids, rows.alone, rows.firsts)
-        memory = self._memories.step_of(
-            {g: RaggedAttention(pages, ragged) for g, pages in self._pages.items()}, moves={}, pieces=()
-        )
-        logits = self._model.logits(self._model.hidden(tokens.ids, tokens.positions, memory), rows.lasts)
-        finish(entries, rows, sample(logits, *rows.choice), self._sampled)
+        attentions = {g: RaggedAttention(pages, ragged) for g, pages in self._pages.items()}
+        memory = self._memories.step_of(attentions, self._moves(rows), rows.spans)
+        after = select(entries, rows, size.samples).after
+        return self._model.logits(self._model.hidden(tokens.ids, tokens.positions, memory), after)
+
+    def _moves(self, rows: Rows) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        return {g: (reads, writes) for g, (reads, writes) in zip(self._memories.states, rows.moves, strict=True)}
+
+    def _sample(self, rows: Rows, logits: torch.Tensor) -> None:
+        entries = self._ring.entries
+        sampling = select(entries, rows, len(logits))
+        finish(entries, sampling, sample(logits, *sampling.choice), self._sampled)
+
+    def _sample_masked(self, rows: int, samples: int) -> None:
+        assert self._logits is not None  # the first part was captured before
+        entries, logits = self._ring.entries, self._logits[:samples]
+        allow(entries, logits)
+        self._sample(begin(entries, self._ring.fields, rows), logits)
 
     def _change_tables(self) -> None:
         for number, pages in enumerate(self._pages.values()):

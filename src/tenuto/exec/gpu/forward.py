@@ -10,11 +10,11 @@ import torch
 
 from tenuto.base.plan import Ints, Plan
 from tenuto.exec.forward import Longs
-from tenuto.exec.gpu.buckets import bucket_of, mixed_bucket_of
-from tenuto.exec.gpu.captured import CapturedSteps
+from tenuto.exec.gpu.buckets import MOST_STEPPED, bucket_of, mixed_bucket_of, samples_bucket_of
+from tenuto.exec.gpu.captured import CapturedSteps, Size
 from tenuto.exec.gpu.memory import GpuPages
 from tenuto.exec.gpu.queue import Queue
-from tenuto.exec.gpu.ring import CHANGES, Ring, StepNumbers
+from tenuto.exec.gpu.ring import CHANGES, MASKS, Ring, StepNumbers, masked_samples
 from tenuto.exec.torch_forward import TorchForward, TorchLogits
 from tenuto.exec.torch_memory import Memories
 from tenuto.kernels.gpu.sampling import sample
@@ -39,8 +39,8 @@ class GpuLogits(TorchLogits):
 
 
 class GpuForward(TorchForward):
-    """A `Forward` for a GPU. Steps that need no guesses, masks or edited logits are captured once for each size, and
-    then run without the host. Those of recurrent layers are decodes, in which all rows compute and sample one token."""
+    """A `Forward` for a GPU. Steps that need no edited logits are captured once for each size, and then run without the
+    host, except that it waits for masks. With recurrent layers, their rows have at most `MOST_STEPPED` tokens."""
 
     logits_type = GpuLogits
 
@@ -56,9 +56,11 @@ class GpuForward(TorchForward):
     def _memories(self, units: tuple[int, ...], rows: int, most_kept: int) -> Memories:
         """Also allocates what captured steps need."""
         pages = partial(GpuPages, self.config.max_context)
-        memories = Memories(self._groups, units, rows, most_kept, self.spec.page_size, self._device, pages)
+        given = self._groups, units, rows, most_kept, self.spec.page_size, self._device
+        memories = Memories(*given, pages, MOST_STEPPED)
         sampled = torch.zeros(rows, dtype=torch.int32, device=self._device)
-        self._ring = Ring(self._queue, bucket_of(rows), len(memories.states), len(memories.pages), self._device)
+        groups = len(memories.states), len(memories.pages)
+        self._ring = Ring(self._queue, bucket_of(rows), *groups, self.config.vocab, self._device)
         self._captured = CapturedSteps(self._model, memories, sampled, self._ring)
         return memories
 
@@ -66,17 +68,27 @@ class GpuForward(TorchForward):
         """See `Forward.decode`."""
         if self._waits or not _simple(plan):
             return None
-        step = self._step_for(plan)
-        return self._ring.start(step, StepNumbers(plan, tokens(), options)) if step is not None else None
-
-    def _step_for(self, plan: Plan) -> Callable[[], None] | None:
-        """Returns the captured step that computes a plan, if there can be one."""
-        steps, rows, many = self._captured, len(plan.rows), len(plan.tokens)
+        size, steps = self._size_of(plan), self._captured
+        if size is None:
+            return None
         assert steps is not None  # `prepare` has been called
-        if rows == many and plan.samples.all():
-            return steps.decode(bucket_of(rows))
-        size = mixed_bucket_of(many, rows, self._ring.most) if not plan.states else None
-        return steps.mixed(*size) if size is not None else None
+        parts = steps.step(size), steps.end(size) if size.masked else None
+        return self._ring.start(parts[0], StepNumbers(plan, tokens(), options), parts[1])
+
+    def _size_of(self, plan: Plan) -> Size | None:
+        """Returns the size of the captured step that computes a plan, if there can be one."""
+        rows, many, most = len(plan.rows), len(plan.tokens), self._ring.most
+        masked = bool(plan.masks)
+        if rows == many and plan.samples.all() and not any(m.absorbs.any() or m.keeps.any() for m in plan.states):
+            bucket = bucket_of(rows)
+            return Size(bucket, bucket, bucket, decodes=True, masked=masked)
+        found = mixed_bucket_of(many, rows, most)
+        if found is None or (plan.states and int(plan.counts.max()) > MOST_STEPPED):
+            return None
+        samples = samples_bucket_of(int(plan.samples.sum()), *found)
+        if samples is None or (masked and samples > most):
+            return None
+        return Size(*found, samples, decodes=False, masked=masked)
 
     def release_units(self) -> None:
         self._captured = None
@@ -84,15 +96,12 @@ class GpuForward(TorchForward):
 
 
 def _simple(plan: Plan) -> bool:
-    """Whether rows of a plan sample at most after their last token, without scores, vectors, adapters, masks or a
-    predictor, and it copies no page, keeps no inputs, and makes no more changes of page tables than fit. Every row of a
-    plan computes at least one token."""
+    """Whether a plan has no scores, vectors, adapters or predictor, copies no page, and has no more masks or changes of
+    page tables than fit. Every row of a plan computes at least one token."""
     return (
         len(plan.rows) > 0
-        and not plan.masks
         and (plan.scores is None and plan.vectors is None and plan.adapters is None and plan.predictor is None)
-        and int(plan.samples.max()) <= 1
         and not any(len(copies.sources) for copies in plan.copies)
-        and not any(moves.absorbs.any() or moves.keeps.any() for moves in plan.states)
+        and (not plan.masks or masked_samples(plan) <= MASKS)
         and all(len(changes.rows) <= CHANGES for changes in plan.tables)
     )

@@ -10,10 +10,10 @@ from functools import partial
 import numpy as np
 import torch
 
-from tenuto.base.plan import Ints, Plan
-from tenuto.exec.gpu.buckets import MOST_TOKENS
+from tenuto.base.plan import Ints, Plan, Words
+from tenuto.exec.gpu.buckets import MOST_SAMPLES, MOST_TOKENS
 from tenuto.exec.gpu.queue import Mark, Queue
-from tenuto.kernels.gpu.steps import CHANGED, OWN, Entries
+from tenuto.kernels.gpu.steps import CHANGED, OWN, SPAN, Entries
 from tenuto.kernels.sampling import OPTIONS, Options
 
 IN_FLIGHT = 3
@@ -23,6 +23,9 @@ IN_FLIGHT = 3
 CHANGES = 4096
 """The most changes of a page table that a captured step makes: those of a turn that starts from 131,072 tokens in pages
 of 32."""
+MASKS = 128
+"""The most samples with masks of a captured step."""
+NO_MASK = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +39,16 @@ class StepNumbers:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One step's part of `Entries`, as arrays. `changes` are those of each page table, int32 [CHANGED, most]. `done` is
-    behind the last step that used it."""
+    """One step's part of `Entries`, as arrays. `changes` are those of each page table, int32 [CHANGED, most]. `masks`
+    are unsigned. `done` is behind the last step that used it."""
 
     counts: Ints
     inputs: Ints
     rows: Ints
     changes: tuple[Ints, ...]
     options: Options
+    masked: Ints
+    masks: Words
     tokens: Ints
     done: Mark
 
@@ -55,21 +60,23 @@ class Ring:
     queued steps are done.
     """
 
-    def __init__(self, queue: Queue, most: int, states: int, tables: int, device: torch.device) -> None:
+    def __init__(self, queue: Queue, most: int, states: int, tables: int, vocab: int, device: torch.device) -> None:
         """`states`, `tables`: the numbers of groups with states and with page tables."""
-        self.most, self.fields, self._queue = most, OWN + 2 * states, queue
+        self.most, self.fields, self._queue, self._vocab = most, OWN + 2 * states, queue, vocab
 
         def shared(dtype: torch.dtype, *shape: int) -> torch.Tensor:
             size = IN_FLIGHT * int(np.prod(shape)) * dtype.itemsize
             return queue.pinned(size).view(dtype).view(IN_FLIGHT, *shape)
 
         self.entries = Entries(
-            counts=shared(torch.int32, 2 + tables),
+            counts=shared(torch.int32, 3 + tables),
             inputs=shared(torch.int32, max(MOST_TOKENS, most)),
             numbers=shared(torch.int32, self.fields, most),
             changes=shared(torch.int32, CHANGED * max(tables, 1), CHANGES),
             options=shared(torch.float64, most, len(OPTIONS.names or ())),
-            tokens=shared(torch.int32, most),
+            masked=shared(torch.int32, max(MOST_SAMPLES, most)),
+            masks=shared(torch.int32, MASKS, -(-vocab // 32)),
+            tokens=shared(torch.int32, max(MOST_SAMPLES, most)),
             turn=torch.zeros(1, dtype=torch.int32, device=device),
             place=torch.zeros(1, dtype=torch.int32, device=device),
         )
@@ -87,6 +94,8 @@ class Ring:
             shared.numbers[number].numpy(),
             tuple(changes[CHANGED * i : CHANGED * (i + 1)] for i in range(tables)),
             shared.options[number].numpy().view(OPTIONS)[:, 0],
+            shared.masked[number].numpy(),
+            shared.masks[number].numpy().view(np.uint32),
             shared.tokens[number].numpy(),
             done,
         )
@@ -100,38 +109,73 @@ class Ring:
         self.entries.turn.fill_(self._next)
         return again
 
-    def start(self, step: Callable[[], None], given: StepNumbers) -> Callable[[], Ints]:
+    def start(
+        self, step: Callable[[], None], given: StepNumbers, sample: Callable[[], None] | None = None
+    ) -> Callable[[], Ints]:
         """Queues a captured step; see `Forward.decode`. Nothing is allocated on the device, copied there or waited for:
-        the step reads the entry itself."""
-        entry, plan = self._all[self._next], given.plan
+        the step reads the entry itself. With `sample`, `step` ends with logits, and `sample` is queued as soon as the
+        plan's masks are known."""
+        entry = self._all[self._next]
         entry.done.synchronize()
-        n, many, rows, counts = len(plan.rows), len(plan.tokens), entry.rows, entry.counts
-        counts[0], counts[1] = n, many
+        self._write(entry, given)
+        step()
+        try:
+            if sample is not None:
+                self._mask(entry, given.plan)
+                sample()
+            self._next = (self._next + 1) % IN_FLIGHT
+        finally:  # without its end, the step has not moved `entries.turn` either
+            entry.done.record()
+        return partial(_result, entry, int(given.plan.samples.sum()))
+
+    def _write(self, entry: _Entry, given: StepNumbers) -> None:
+        plan, rows, counts = given.plan, entry.rows, entry.counts
+        n, many = len(plan.rows), len(plan.tokens)
+        counts[:3] = n, many, plan.samples.sum()
         entry.inputs[:many] = given.tokens
-        rows[0, :n] = plan.rows
-        rows[1, :n] = plan.starts
-        rows[2, :n] = plan.counts
-        rows[3, 0] = 0
-        np.cumsum(plan.counts[:-1], out=rows[3, 1:n])
-        rows[4, :n] = plan.samples
+        rows[0, :n] = plan.starts
+        rows[1, :n] = plan.samples
+        rows[2, :n] = plan.samples.cumsum() - plan.samples
+        rows[SPAN, :n] = plan.rows
+        rows[SPAN + 1, :n] = plan.counts.cumsum() - plan.counts
+        rows[SPAN + 2, :n] = plan.counts
         for place, moves in enumerate(plan.states):
+            rows[SPAN + 3, :n] = moves.absorbs  # the same in all groups
+            rows[SPAN + 4, :n] = moves.keeps
             rows[OWN + 2 * place, :n] = moves.reads
             rows[OWN + 2 * place + 1, :n] = moves.writes
         given.options.take(plan.rows, out=entry.options[:n], mode="clip")  # other modes copy twice
         for place, changes in enumerate(plan.tables):
-            counts[2 + place] = changed = len(changes.rows)
+            counts[3 + place] = changed = len(changes.rows)
             if changed:
                 own = entry.changes[place]
                 own[0, :changed] = changes.rows
                 own[1, :changed] = changes.index
                 own[2, :changed] = changes.pages
-        step()
-        self._next = (self._next + 1) % IN_FLIGHT
-        entry.done.record()
-        return partial(_result, entry, plan.samples)
+
+    def _mask(self, entry: _Entry, plan: Plan) -> None:
+        """Waits for a plan's masks and writes them; those that allow no token are left out."""
+        entry.masked[: int(plan.samples.sum())] = NO_MASK
+        number = 0
+        for given in plan.masks:
+            words = given.allowed.result()
+            for i, allowed in enumerate(words if words is not None else ()):
+                own = entry.masks[number]
+                width = min(len(allowed), len(own))
+                own[:width], own[width:] = allowed[:width], 0
+                if self._vocab % 32:
+                    own[-1] &= np.uint32((1 << self._vocab % 32) - 1)
+                if own.any():
+                    entry.masked[given.place + i] = number
+                    number += 1
 
 
-def _result(entry: _Entry, samples: Ints) -> Ints:
+def masked_samples(plan: Plan) -> int:
+    """Returns how many samples of a plan may have masks."""
+    places = np.array([masks.place for masks in plan.masks], np.int64)
+    return int(plan.samples[plan.samples.cumsum().searchsorted(places, side="right")].sum())
+
+
+def _result(entry: _Entry, samples: int) -> Ints:
     entry.done.synchronize()
-    found: Ints = entry.tokens[: len(samples)][samples > 0]
-    return found
+    return entry.tokens[:samples].copy()
