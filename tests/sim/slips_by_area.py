@@ -118,7 +118,7 @@ SAVES = (
     Slip("memory.tiers.moves", "            for file in self.files:\n                self._disk.remove(file)\n", ""),
     Slip("memory.tiers.copies", "        if unit.file is not None and unit.data is not None and not unit.hosts and not unit.leaving:", "        if unit.file is not None and unit.data is not None:"),
     Slip("engine.parking", "        self._cut_saved(session, most)\n", ""),
-    Slip("engine.parking", "        self._replace(session, None)\n        self.saves.forget(session.key)\n", "        self._replace(session, None)\n"),
+    Slip("engine.parking", "        self._replace(session, None)\n        if not keep_saved:\n            self.saves.forget(session.key)\n", "        self._replace(session, None)\n"),
     Slip("engine.snapshots", "            if after in (After.DONE, After.LATER):\n                del", "            if True:\n                del"),
     Slip("engine.snapshots", "        self._allowed -= self._saves.begin()", "        self._saves.begin()"),
     Slip("engine.snapshots", "(self.pause if session.turn is None else self.delay)", "self.pause"),
