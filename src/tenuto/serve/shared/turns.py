@@ -363,10 +363,10 @@ class Turns:
             turn.rolling_back = True
             self._background.spawn(self._roll_back(turn))
 
-    async def unread(self, turn: LiveTurn) -> bool:
-        """Rolls a turn back that a replica has relayed, and for which that one has no readers any more. Returns whether
-        it goes on, since it has readers here."""
-        if turn.readers > turn.followers:
+    async def unread(self, turn: LiveTurn, follower: str) -> bool:
+        """Rolls a turn back for which the replica `follower`, which relays it, has no readers any more. Returns whether
+        it goes on, since it has other readers here, or where it has moved."""
+        if turn.readers > turn.followers[follower]:
             return True
         if not turn.ended:
             turn.rolling_back = True
