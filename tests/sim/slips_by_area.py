@@ -10,7 +10,7 @@ ERASING = (
     Slip("memory.tiers.copies", "            if unit not in without:\n", "            if True:\n"),
     Slip("memory.tiers.erasing", "if unit.references == count}", "if unit.references >= count}"),
     Slip("engine.erasure", "        for kept in [kept for kept in core.registry.prefixes if _shares(held, kept)]:\n            self._lifecycle.drop(kept)\n", ""),
-    Slip("engine.erasure", "        core.idle_memory.finish()\n", ""),
+    Slip("engine.erasure", "        self._core.idle_memory.finish()\n", ""),
     Slip("engine.erasure", "            session.state = SessionState.OPEN", "            pass"),
     Slip("sched.draft_proposer", "        self._beside.forget(tenant)\n        self._model.tables.clear()\n", "        self._beside.forget(tenant)\n"),
     Slip("memory.tiers.state_index", "secure_delete = ON", "secure_delete = OFF"),

@@ -79,6 +79,13 @@ class Move(Between, frozen=True, kw_only=True):
     url: str
 
 
+class Forget(Between, frozen=True, kw_only=True):
+    """Overwrite what the replica has of a session that was erased; see `messages.EraseTraces`. Answered as that is."""
+
+    tenant: str
+    session: str
+
+
 class Empty(Between, frozen=True, kw_only=True):
     """Begin to empty the replica that receives this."""
 
@@ -96,7 +103,7 @@ class Fate(Between, frozen=True, kw_only=True):
     response: str
 
 
-AnyBetween = Reserve | Put | Take | Drop | Follow | Abort | Move | Empty | List | Fate
+AnyBetween = Reserve | Put | Take | Drop | Follow | Abort | Move | Forget | Empty | List | Fate
 
 
 class News(msgspec.Struct, frozen=True, array_like=True):
@@ -106,7 +113,7 @@ class News(msgspec.Struct, frozen=True, array_like=True):
     refusal: Refusal | None = None
 
 
-def key_of(request: Take | Follow | Abort | Move) -> SessionKey:
+def key_of(request: Take | Follow | Abort | Move | Forget) -> SessionKey:
     """Returns the key of the session of a request."""
     return request.tenant, request.session
 

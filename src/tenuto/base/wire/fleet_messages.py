@@ -91,6 +91,11 @@ class GiveUpSession(OfSession[None], frozen=True, kw_only=True):
     unsaved: bool = False
 
 
+class EraseTraces(OfSession[list[str]], frozen=True, kw_only=True):
+    """Overwrite what is left here of a session that another replica has erased. Answered with what could not be
+    overwritten, and why."""
+
+
 class ReserveMove(Request[None], frozen=True, kw_only=True):
     """Reserve room for a session of another replica that moves here."""
 

@@ -17,6 +17,7 @@ from tenuto.base.wire.between import (
     Empty,
     Fate,
     Follow,
+    Forget,
     List,
     Move,
     Put,
@@ -24,7 +25,7 @@ from tenuto.base.wire.between import (
     Take,
     key_of,
 )
-from tenuto.base.wire.fleet_messages import DropMove, PutMove, ReserveMove, TakeMove
+from tenuto.base.wire.fleet_messages import DropMove, EraseTraces, PutMove, ReserveMove, TakeMove
 from tenuto.base.wire.frames import frame
 from tenuto.base.wire.messages import StartTurn, refusal_of
 from tenuto.base.wire.moves import LiveStream
@@ -65,14 +66,8 @@ class Receiving:
                 if not self._fleet.is_forwarded(given):
                     raise Unauthorized(f"{SECRET} is missing")
                 request = self._read(await _body(receive))
-                if isinstance(request, List):
-                    await _answer(send, 200, msgspec.msgpack.encode(await self._edge.listed(request.asked)))
-                    return
-                if isinstance(request, Fate):
-                    await _answer(send, 200, await self._edge.knows(request.tenant, request.response))
-                    return
-                if isinstance(request, Abort):
-                    await _answer(send, 200, msgspec.msgpack.encode(await self._abort(request)))
+                if (body := await self._answered(request)) is not None:
+                    await _answer(send, 200, body)
                     return
                 turn, start, reader = await self._carry_out(request)
             except TenutoError as error:
@@ -92,6 +87,21 @@ class Receiving:
         except msgspec.MsgspecError as error:
             raise InvalidRequest(f"another replica's request cannot be read: {error}") from error
         return request
+
+    async def _answered(self, request: AnyBetween) -> bytes | None:
+        """Carries out a request that has an answer of its own, and returns that; `None` for others."""
+        match request:
+            case List():
+                return msgspec.msgpack.encode(await self._edge.listed(request.asked))
+            case Fate():
+                return await self._edge.knows(request.tenant, request.response)
+            case Abort():
+                return msgspec.msgpack.encode(await self._abort(request))
+            case Forget():
+                self._edge.turns.forget_ended(key_of(request))
+                asked = EraseTraces(tenant=request.tenant, session=request.session)
+                return msgspec.msgpack.encode(await self._edge.link.call(asked))
+        return None
 
     async def _carry_out(self, request: AnyBetween) -> tuple[LiveTurn | None, tuple[int, int], str]:
         """Carries out a request. Returns the turn about which to tell, the tokens and characters of its output after

@@ -407,9 +407,13 @@ class Turns:
         tenant, session_id = session
         with self.queues.closing(session):
             erased = await self._link.call(EraseSession(tenant=tenant, session=session_id, version=version))
+        return msgspec.structs.replace(erased, answers=self.forget_ended(session))
+
+    def forget_ended(self, session: SessionKey) -> int:
+        """Forgets the ended turns of a session, and returns their number."""
         ended = [turn for turn in self._turns.values() if turn.request.key == session and turn.ended]
         for turn in ended:
             self._ended.forget(turn)
             self._keys.release(turn)
             del self._turns[turn.id]
-        return msgspec.structs.replace(erased, answers=len(ended))
+        return len(ended)
