@@ -154,6 +154,7 @@ class Others:
         self.asked: list[AnyBetween] = []
         self.urls: list[str] = []  # where each was asked
         self.answers: list[Answering] = []
+        self.open = 0  # the number of those that are being read
         self.error: BaseException | None = None  # raised in place of answers with news
         self.answer = b""  # to other requests
         self.refusals: dict[type[AnyBetween], TenutoError] = {}  # of these, by kind
@@ -172,7 +173,11 @@ class Others:
         if self.error is not None:
             raise self.error
         self.answers.append(Answering())
-        yield self.answers[-1]
+        self.open += 1
+        try:
+            yield self.answers[-1]
+        finally:
+            self.open -= 1
 
     def take(self) -> Take:
         """Returns the last request to take a session over, as the other replica gets it."""
