@@ -3,6 +3,7 @@ happened. Until it has left, it can go on where it was."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -16,6 +17,7 @@ from tenuto.base.turns import TurnState
 from tenuto.base.wire.moves import StateEnd, StateOffer, StatePiece
 from tenuto.engine.departures import Rest
 from tenuto.memory.tiers.lent import LentUnits
+from tenuto.memory.tiers.unit_files import SUFFIX
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 from tests.engine.stage import (
@@ -30,6 +32,7 @@ from tests.engine.stage import (
     every_mix,
     every_overlap,
 )
+from tests.engine.test_snapshots import begin, goes_on
 
 IDENTITY = "weights"
 
@@ -417,3 +420,64 @@ def test_state_of_other_weights_is_not_sent() -> None:
     turn = there.say("s", [3], 4)
     there.play()
     assert list(turn.output) == continuation([*history, 3], 4)
+
+
+@every_mix
+def test_what_an_erased_session_has_left_where_it_was_before_is_overwritten(mix: Any, tmp_path: Path) -> None:
+    here, there = begin(tmp_path, mix, checkpoint_rate=10**9), Stage(mix)
+    here.committed("stays", 40)
+    here.committed(tokens=50)
+    for _ in range(20):
+        here.step()
+    move = Move(here, there)
+    move.give(move.hold())
+    assert any(pool.used[unit] for pool in here.engine.pools for unit in pool.unused()[0])
+    assert here.engine.erasure.erase_traces("another") == []
+    assert any(pool.used[unit] for pool in here.engine.pools for unit in pool.unused()[0])
+    assert here.engine.erasure.erase_traces("s") == []
+    assert not any(pool.used[unit] for pool in here.engine.pools for unit in pool.unused()[0])
+    here.engine.audit()
+    assert goes_on(here, "stays", 5) == 45
+
+
+def test_rows_of_an_erased_session_in_files_that_others_need_are_overwritten(tmp_path: Path) -> None:
+    here, there = begin(tmp_path, checkpoint_rate=10**9), Stage()
+    here.engine.snapshots.pause = 1.0
+    here.committed("stays", 40)
+    history = here.committed(tokens=50).history
+    for _ in range(20):
+        here.step()
+    here.clock.advance(1.0)
+    here.step()  # both are written together
+    here.step()
+    move = Move(here, there)
+    move.give(move.hold())
+    page = history[:4].tobytes()
+    assert any(page.hex().encode() in file.read_bytes() for file in tmp_path.glob(f"*{SUFFIX}"))
+    assert here.engine.erasure.erase_traces("s") == []
+    assert not any(page.hex().encode() in file.read_bytes() for file in tmp_path.glob(f"*{SUFFIX}"))
+    here.engine.audit()
+    assert goes_on(here, "stays", 5) == 45
+
+
+def test_state_that_an_erased_session_has_saved_for_others_is_removed(tmp_path: Path) -> None:
+    stage = begin(tmp_path, checkpoint_rate=10**9)
+    stage.committed("s", 50)
+    for _ in range(20):
+        stage.step()
+    stage.engine.sessions.leave(stage.engine.registry.get("s"), keep_saved=True)
+    assert list(tmp_path.glob(f"*{SUFFIX}"))
+    assert stage.engine.erasure.erase_traces("s") == []
+    assert not list(tmp_path.glob(f"*{SUFFIX}"))
+    stage.engine.audit()
+
+
+def test_room_for_a_session_that_never_came_is_overwritten(tmp_path: Path) -> None:
+    here, there = Stage(), Stage()
+    here.committed(tokens=50)
+    move = Move(here, there)
+    while move.copy(10**6):
+        pass
+    there.engine.arrivals.drop("m")
+    assert there.engine.erasure.erase_traces("s") == []
+    assert not any(pool.used[unit] for pool in there.engine.pools for unit in pool.unused()[0])

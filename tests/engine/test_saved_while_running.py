@@ -333,3 +333,59 @@ def test_a_saved_session_in_host_memory_comes_back_without_its_files(mix, tmp_pa
         path.unlink()
     assert goes_on(stage, "a", 1) == 59
     assert not tiers.failures
+
+
+@every_mix
+def test_a_session_that_was_given_up_leaves_its_saved_state_for_others_and_for_no_session_here(mix, tmp_path) -> None:
+    stage = running(tmp_path, mix)
+    for name in ("a", "b"):
+        stage.committed(name, 50)
+    steps(stage)
+    stage.engine.sessions.leave(stage.engine.registry.get("a"), keep_saved=True)
+    stage.engine.sessions.leave(stage.engine.registry.get("b"))
+    steps(stage)
+    stage.engine.audit()
+    assert len(parking_in(stage.engine)) == 0
+    assert listed(stage, "a") == 55
+    assert listed(stage, "b") == 0
+    stage.committed("c", 20)
+    stage.committed("a", 30)  # another session of that name
+    assert goes_on(stage, "a", 7) == 35
+    steps(stage)
+    assert listed(stage, "a") == 30 + 5 + 1 + 3
+
+
+def test_state_of_sessions_that_were_given_up_ends_with_the_weights_that_computed_it(tmp_path: Path) -> None:
+    stage = running(tmp_path)
+    stage.committed("a", 50)
+    steps(stage)
+    stage.engine.sessions.leave(stage.engine.registry.get("a"), keep_saved=True)
+    stage.engine.occupation.update(stage.executor.load("other"), "other weights")
+    steps(stage)
+    stage.engine.audit()
+    assert listed(stage, "a") == 0
+
+
+def test_state_that_waits_or_is_on_its_way_to_disk_is_not_saved_yet(tmp_path: Path) -> None:
+    carrier = ByHand()
+    stage = running(tmp_path, carrier=carrier)
+    stage.engine.snapshots.pause = PAUSE
+    stage.committed("a", 50)
+    session = stage.engine.registry.get("a")
+    steps(stage)
+    assert session in parking_in(stage.engine).unsaved
+    assert not stage.engine.snapshots.is_saved(session)
+    stage.clock.advance(PAUSE)
+    steps(stage)
+    assert session not in parking_in(stage.engine).unsaved
+    assert not stage.engine.snapshots.is_saved(session)
+    carrier.finish()
+    steps(stage)
+    assert stage.engine.snapshots.is_saved(session)
+
+
+def listed(stage: Stage, name: str) -> int:
+    """Returns the number of tokens for which the index lists state of a session."""
+    disk = present(parking_in(stage.engine).tiers.disk)
+    found = disk.index.find(("", name))
+    return found.position if found is not None else 0

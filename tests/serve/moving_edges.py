@@ -152,24 +152,32 @@ class Others:
 
     def __init__(self) -> None:
         self.asked: list[AnyBetween] = []
+        self.urls: list[str] = []  # where each was asked
         self.answers: list[Answering] = []
+        self.open = 0  # the number of those that are being read
         self.error: BaseException | None = None  # raised in place of answers with news
         self.answer = b""  # to other requests
         self.refusals: dict[type[AnyBetween], TenutoError] = {}  # of these, by kind
 
-    async def ask(self, _: str, request: AnyBetween) -> bytes:
+    async def ask(self, url: str, request: AnyBetween) -> bytes:
         self.asked.append(request)
+        self.urls.append(url)
         if type(request) in self.refusals:
             raise self.refusals[type(request)]
         return self.answer
 
     @asynccontextmanager
-    async def stream(self, _: str, request: AnyBetween) -> AsyncIterator[Answering]:
+    async def stream(self, url: str, request: AnyBetween) -> AsyncIterator[Answering]:
         self.asked.append(request)
+        self.urls.append(url)
         if self.error is not None:
             raise self.error
         self.answers.append(Answering())
-        yield self.answers[-1]
+        self.open += 1
+        try:
+            yield self.answers[-1]
+        finally:
+            self.open -= 1
 
     def take(self) -> Take:
         """Returns the last request to take a session over, as the other replica gets it."""
@@ -199,6 +207,7 @@ class Edge:
             arrived=lambda _: None,
         )
         self._receiving = Receiving(cast("Any", None), cast("Any", fleet))
+        self._asking: list[asyncio.Queue[Any]] = []  # what comes from each replica that asks
 
     async def _locate(self, _: SessionKey) -> str | None:
         return self.owner
@@ -211,6 +220,10 @@ class Edge:
         self.link.answer(asked, TICKET)
         self.link.tell(asked, *news)
         return await starting, asked
+
+    def leave(self) -> None:
+        """Lets the replica whose request came last leave before its answer ends."""
+        self._asking[-1].put_nowait({"type": "http.disconnect"})
 
     async def move(self, tokens: int) -> None:
         """Moves the session, whose turn has sampled so many tokens, to another replica."""
@@ -232,6 +245,7 @@ class Edge:
         """Answers a request of another replica. Returns the pieces of the answer's body; raises the refusal."""
         told: list[Any] = []
         got: asyncio.Queue[Any] = asyncio.Queue()
+        self._asking.append(got)
         got.put_nowait({"type": "http.request", "body": msgspec.msgpack.encode(request)})
 
         async def send(message: Any) -> None:

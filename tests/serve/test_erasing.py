@@ -11,6 +11,9 @@ import httpx
 import pytest
 
 import tenuto
+from tests.eventually import eventually
+from tests.postgres import database
+from tests.serve.replicas import replicas
 from tests.serve.server import Server, serving
 
 SECRET = "the heron keeps its amber lantern under the seventh bridge"
@@ -176,3 +179,30 @@ def test_both_python_clients_erase(witness: Server) -> None:
         assert receipt.tokens == 30
         assert sum(receipt.overwritten.values()) >= sum(receipt.held.values()) > 0
         assert receipt.failed == []
+
+
+def test_no_file_of_a_fleet_has_anything_of_a_session_that_has_moved_and_was_erased(tmp_path: Path) -> None:
+    options = ("--model", "witness", "--context-length", "4096", "--disk-tier", str(tmp_path))
+    with replicas(database(), 3, *options, lease=60) as fleet:
+        clients = [server.client() for server in fleet.servers]
+        for name in ("stays", "goes-for-good"):
+            clients[0].post("/v1/sessions", json={"id": name}).raise_for_status()
+        for turn in range(6):
+            said(clients[0], "stays", [(turn * 31 + i * 7) % 200 for i in range(40)])
+            said(clients[0], "goes-for-good", [(turn * 17 + i * i) % 200 for i in range(40)])
+        tokens = history(clients[0], "goes-for-good")
+        eventually(lambda: any(found_in(tmp_path, window) for window in windows(tokens)))
+        for server in (fleet.servers[1], fleet.servers[2]):
+            moved = clients[0].post("/fleet/move", json={"session": "goes-for-good", "to": server.url})
+            assert moved.status_code == 200, moved.text
+            said(clients[0], "goes-for-good", [1, 2, 3])
+        erased(clients[1], "goes-for-good")
+        assert not any(found_in(tmp_path, window) for window in windows(tokens))
+        said(clients[0], "stays", [1])
+        fleet.servers[2].kill_all()
+        (failed,) = clients[0].delete("/v1/sessions/stays?erase=true", timeout=60).json()["failed"]
+        assert failed.startswith("replica ")
+        assert fleet.servers[2].url in failed
+        for client, server in zip(clients[:2], fleet.servers, strict=False):
+            client.close()
+            server.audit()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tenuto.memory.tiers.state_index import SUFFIXES, StateIndex
@@ -17,6 +18,7 @@ from tests.serve.server import END_SECONDS, Server
 from tests.serve.test_killed_streams import witness_output
 
 TOKENS = 400
+OPTIONS = ("--model", "witness", "--page-size", "8", "--context-length", "4096", "--disk-tier")
 
 
 @pytest.fixture
@@ -26,8 +28,7 @@ def shared(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def fleet(shared: Path) -> Iterator[Replicas]:
-    options = ("--model", "witness", "--page-size", "8", "--context-length", "4096", "--disk-tier", str(shared))
-    with replicas(database(), 2, *options) as servers:
+    with replicas(database(), 2, *OPTIONS, str(shared)) as servers:
         yield servers
 
 
@@ -46,6 +47,11 @@ def opened(server: Server, session: str, shared: Path) -> list[int]:
     history = [*given, *ask(server, session, given)["tokens"]]
     eventually(lambda: saved(session, shared) == len(history) - 1)
     return history
+
+
+def refusal(answer: httpx.Response) -> Any:
+    """Returns the code of an error."""
+    return answer.json()["error"]["code"]
 
 
 def saved(session: str, shared: Path) -> int:
@@ -77,6 +83,24 @@ def test_a_fleet_that_was_ended_goes_on_with_what_its_last_replica_has_saved(fle
     answer = ask(fleet.servers[0], "s", [1, 2])
     assert answer["tokens"] == witness_output([*history, 1, 2], 5)
     assert answer["usage"]["cached_tokens"] == len(history) - 1
+
+
+def test_a_session_that_a_drained_replica_gave_up_goes_on_elsewhere_with_its_saved_state(shared: Path) -> None:
+    """The other replica has no room for it at first, neither when it is drained, nor when somebody asks for it."""
+    with replicas(database(), 2, *OPTIONS, str(shared), "--max-sessions", "2") as fleet:
+        one, two = fleet.servers
+        history = opened(one, "s", shared)
+        with two.client() as http:
+            for name in ("a", "b"):
+                http.post("/v1/sessions", json={"id": name}).raise_for_status()
+            assert one.stop() == 0
+            assert refusal(http.get("/v1/sessions/s")) == "overloaded"
+            http.delete("/v1/sessions/a").raise_for_status()
+            eventually(lambda: http.get("/v1/sessions/s").status_code == 200)
+        answer = ask(two, "s", [1, 2])
+        assert answer["tokens"] == witness_output([*history, 1, 2], 5)
+        assert answer["usage"]["cached_tokens"] == len(history) - 1
+        two.audit()
 
 
 def test_damaged_state_is_computed_again(fleet: Replicas, shared: Path) -> None:

@@ -8,12 +8,13 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
-from tenuto.base.errors import NoRoom, NotAcknowledged, NotFound, TenutoError
+from tenuto.base.errors import Disconnected, Misdirected, NoRoom, NotAcknowledged, NotFound, TenutoError
 from tenuto.base.wire.between import Abort, Follow, Put, Take
 from tenuto.base.wire.fleet_messages import HoldMove, TakeMove
 from tenuto.base.wire.messages import AbortTurn, StartTurn
 from tenuto.base.wire.moves import LiveStream, StatePiece
-from tenuto.serve.fleet import moving
+from tenuto.serve.fleet import moving, receiving, relays
+from tenuto.serve.fleet.peers import Broken
 from tests.serve.moving_edges import KEY, TICKET, Edge, delta, held, result, settled, until
 
 WHOLE = tuple(range(6))
@@ -71,7 +72,8 @@ def test_a_turn_that_does_not_come_back_after_all_is_followed_where_it_is() -> N
         edge.link.refuse(await edge.link.last(TakeMove), NoRoom("no room"))
         with pytest.raises(NoRoom):
             await refused
-        await until(lambda: isinstance(edge.others.asked[-1], Follow))
+        await settled()
+        assert isinstance(edge.others.asked[-1], Follow)
         edge.others.answers[-1].tell(*map(delta, range(1, 6)), result(6))
         await turn.over()
         assert turn.reply().tokens == WHOLE
@@ -275,5 +277,189 @@ def test_a_turn_that_nobody_reads_anywhere_is_rolled_back() -> None:
         next_one.link.answer(aborting, True)
         next_one.link.tell(asked, result(0))
         assert await answering == [msgspec.msgpack.encode(False)]
+
+    run(story)
+
+
+class Three:
+    """Three replicas. A turn has moved from the first to the second and from there to the third. Its readers at the
+    first were the only ones at the start."""
+
+    def __init__(self) -> None:
+        self.first, self.second, self.third = Edge(), Edge(), Edge()
+
+    async def begin(self) -> None:
+        self.turn, _ = await self.first.start(delta(0), continues=False)
+        await self.first.move(1)
+        await self.second.arrive(self.first.others.take())
+        self.passed = self.second.turns.find("", "s", self.turn.id)
+        await settled()
+        await self.second.move(1)
+        self.asked = await self.third.arrive(self.second.others.take())
+        await settled()
+
+    async def abort(self, by: Edge) -> Abort:
+        """Returns the request with which a replica asks for an abort."""
+        await until(lambda: isinstance(by.others.asked[-1], Abort))
+        asked = by.others.asked[-1]
+        assert isinstance(asked, Abort)
+        return asked
+
+    @property
+    def aborts(self) -> bool:
+        """Whether the turn is aborted where it runs."""
+        return any(isinstance(each, AbortTurn) for each in self.third.link.asked)
+
+
+def test_a_turn_goes_on_for_readers_at_a_replica_through_which_it_has_passed() -> None:
+    """Those of the first replica leave. The third knows of one reader, the second, and not for whom that reads."""
+
+    async def story() -> None:
+        three = Three()
+        await three.begin()
+        reading = asyncio.ensure_future(three.passed.finished())  # a client came back there with `Last-Event-ID`
+        await settled()
+        three.first.others.answer = msgspec.msgpack.encode(True)
+        three.first.turns.abandon(three.turn)
+        asked = await three.abort(three.first)
+        there = {"other": three.second, "elsewhere": three.third}[three.first.others.urls[-1]]
+        answering = asyncio.ensure_future(there.answer(asked))
+        await settled()
+        assert not three.aborts
+        assert await answering == [msgspec.msgpack.encode(True)]
+        assert three.turn.ended
+        assert not three.first.others.open  # it does not count as a reader any more
+        three.second.others.answers[-1].tell(*map(delta, range(1, 6)), result(6))
+        assert (await reading).committed
+
+    run(story)
+
+
+def test_a_turn_that_has_passed_through_a_replica_ends_with_its_last_reader() -> None:
+    async def story() -> None:
+        three = Three()
+        await three.begin()
+        three.first.turns.abandon(three.turn)
+        answering = asyncio.ensure_future(three.second.answer(await three.abort(three.first)))
+        assert three.first.others.urls[-1] == "other"  # the second
+        passed_on = asyncio.ensure_future(three.third.answer(await three.abort(three.second)))
+        aborting = await three.third.link.last(AbortTurn)
+        three.third.link.answer(aborting, True)
+        three.third.link.tell(three.asked, result(0))
+        assert await passed_on == [msgspec.msgpack.encode(False)]
+        three.second.others.answers[-1].tell(result(0))
+        assert await answering == [msgspec.msgpack.encode(False)]
+
+    run(story)
+
+
+def test_a_replica_whose_readers_are_gone_without_a_word_says_so_where_the_turn_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(receiving, "GRACE_SECONDS", 0)
+
+    async def story() -> None:
+        three = Three()
+        await three.begin()
+        three.second.others.answer = msgspec.msgpack.encode(True)
+        three.second.leave()
+        assert (await three.abort(three.second)).unread
+        await settled()
+        assert three.passed.ended  # it goes on there, and is not relayed any more
+
+    run(story)
+
+
+def test_a_replica_without_readers_relays_no_longer_although_it_could_not_say_so() -> None:
+    async def story() -> None:
+        edge = Edge()
+        turn, _ = await edge.start(delta(0), continues=False)
+        await edge.move(1)
+        edge.others.refusals[Abort] = Disconnected("it is gone")
+        edge.turns.abandon(turn)
+        await settled()
+        assert turn.ended
+
+    run(story)
+
+
+def test_a_turn_that_its_engine_has_dropped_for_its_move_goes_on() -> None:
+    """The engine may say so before it is known that the session has left."""
+
+    async def story() -> None:
+        edge = Edge()
+        turn, started = await edge.start(delta(0))
+        edge.link.holds, edge.link.stays = held(1), False
+        moving = asyncio.ensure_future(edge.moving.move(KEY, "other"))
+        await edge.link.last(HoldMove)
+        edge.link.refuse(started, NotAcknowledged("another replica owns the session"))
+        await moving
+        await until(lambda: bool(edge.others.answers))
+        edge.others.answers[-1].tell(*map(delta, range(1, 6)), result(6))
+        await settled()
+        assert turn.committed
+        assert turn.reply().tokens == WHOLE
+
+    run(story)
+
+
+def test_a_turn_that_nobody_tells_about_any_more_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relays, "PATIENCE_SECONDS", 0)
+
+    async def story() -> None:
+        edge = Edge()
+        turn, _ = await edge.start(delta(0))
+        edge.others.error = Broken("it is gone")
+        edge.relays.begin(turn)
+        await settled()
+        assert isinstance(turn.error, Disconnected)
+
+    run(story)
+
+
+def test_a_turn_that_waits_for_a_session_that_moves_is_sent_after_it() -> None:
+    async def story() -> None:
+        edge = Edge()
+        await edge.start(delta(0))
+        next_one = StartTurn(kind="turn", tenant="", session="s", input=[2])
+        waiting = asyncio.ensure_future(edge.turns.start(next_one, queue=True))
+        await settled()
+        await edge.move(1)
+        await settled()
+        assert waiting.done()
+        assert isinstance(waiting.exception(), Misdirected)
+        assert edge.turns.queues.open_turn(KEY) is None  # it counts where it is
+
+    run(story)
+
+
+def test_a_turn_goes_on_for_a_replica_that_relays_it_when_another_one_has_no_readers_any_more() -> None:
+    """The first replica has lost the second, and has the turn from the third as well."""
+
+    async def story() -> None:
+        three = Three()
+        await three.begin()
+        about = {"tenant": "", "session": "s", "name": three.turn.id, "reader": three.first.relays.reader}
+        following = asyncio.ensure_future(three.third.answer(Follow(**about, tokens=1, characters=2)))
+        await settled()
+        answering = asyncio.ensure_future(three.third.answer(Abort(**about, keep=None, unread=True)))
+        await settled()
+        assert not three.aborts
+        assert await answering == [msgspec.msgpack.encode(True)]
+        three.third.link.tell(three.asked, *map(delta, range(1, 6)), result(6))
+        await following
+
+    run(story)
+
+
+def test_what_an_engine_tells_of_a_turn_that_has_moved_is_not_said() -> None:
+    async def story() -> None:
+        edge = Edge()
+        turn, started = await edge.start(delta(0))
+        await edge.move(1)
+        edge.link.tell(started, delta(1))
+        edge.others.answers[-1].tell(*map(delta, range(1, 6)), result(6))
+        await turn.over()
+        assert turn.reply().tokens == WHOLE
 
     run(story)

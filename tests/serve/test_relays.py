@@ -53,7 +53,7 @@ def test_a_turn_that_was_begun_again_is_passed_on_from_where_the_stream_had_ende
         heard: list[Delta] = []
 
         async def follow() -> None:
-            async for each in news(turn, (start, sum(len(delta.text) for delta in WHOLE[:start]))):
+            async for each in news(turn, (start, sum(len(delta.text) for delta in WHOLE[:start])), ""):
                 assert each.delta is not None
                 heard.append(each.delta)
 

@@ -263,6 +263,28 @@ def test_a_session_that_its_owner_gives_up_is_anyones(make: Make) -> None:
     assert len(present(other.take()).records) == 1
 
 
+def test_a_replica_is_needed_while_a_session_that_was_given_up_has_state_there(make: Make) -> None:
+    owner, full, other = make("a"), make("b"), make("c")
+    numbers = left, tried, _ = [each.replicas.number for each in (owner, full, other)]
+    for name in ("s", "t"):
+        owner.engine.sessions.open(name)
+    owner.write()
+    owner.replicas.give_up(KEY, owner.engine.registry.get("s").epoch, left)
+    owner.replicas.give_up(("", "t"), owner.engine.registry.get("t").epoch)
+    owner.replicas.end()
+    seen = present(other.replicas.find(KEY))
+    assert (seen.owner, seen.saved_by) == (None, left)
+    assert present(other.replicas.find(("", "t"))).saved_by is None
+    assert other.replicas.needed(numbers) == {*numbers}
+    claimed = present(full.replicas.claim(KEY, seen))
+    full.replicas.give_up(KEY, claimed.epoch, seen.saved_by)  # it has no room
+    full.replicas.end()
+    assert other.replicas.needed(numbers) == {*numbers} - {tried}
+    other.take()
+    assert present(other.replicas.find(KEY)).saved_by == other.replicas.number
+    assert other.replicas.needed(numbers) == {other.replicas.number}
+
+
 def test_owners_of_sessions_that_share_pieces_cut_only_what_nobody_has(make: Make) -> None:
     first, second = make("a"), make("b")
     first.open()

@@ -187,7 +187,7 @@ def open_turns_that_move_without_their_output(patch: pytest.MonkeyPatch) -> None
 
 
 def moved_sessions_that_stay_here_too(patch: pytest.MonkeyPatch) -> None:
-    def leave(moves: Moves, engine: Engine, move: str) -> None:
+    def leave(moves: Moves, engine: Engine, move: str, **_: bool) -> None:
         engine.departures.resume(move)
 
     patch.setattr(Moves, "_leave", leave)

@@ -63,7 +63,7 @@ class Clients:
         self._db = db
         self._jumped = -1e9  # when the database's clock did so last
         self._inputs = iter(range(1, 10**9))
-        self.moves = 0
+        self.moves = self.given_up = 0
 
     def _here(self, name: str, known: Known, replica: Replica) -> bool:
         """Whether the replica says that it has the session."""

@@ -13,7 +13,7 @@ import msgspec
 
 from tenuto.base.errors import NotAcknowledged, TenutoError
 from tenuto.base.turns import Delta
-from tenuto.base.wire.fleet_messages import BeginMove, SettleMove
+from tenuto.base.wire.fleet_messages import BeginMove, GiveUpSession, SettleMove
 from tenuto.base.wire.moves import StateEnd, StateOffer, StatePiece
 from tests.sim.fleet_clients import Clients, Known, Steps
 from tests.sim.fleet_replicas import Replica
@@ -72,6 +72,14 @@ class Mover(Clients):
             pass
         yield from self._settle_move(SettleMove(move=move, gone=gone, asked=asked), replica)
         self.moves += gone
+
+    def _give_up(self, name: str, known: Known, replica: Replica) -> Steps:
+        """Has a session given up, with or without waiting for its saved state."""
+        if not self._here(name, known, replica):
+            return
+        yield
+        replica.moves.give_up(GiveUpSession(tenant="", session=name, unsaved=self.rng.random() < 0.3))
+        self.given_up += 1
 
     def _settle_move(self, settle: SettleMove, replica: Replica) -> Steps:
         while True:

@@ -275,8 +275,8 @@ class Replica(Journaled):
             done.set_exception(error)
         return done
 
-    def drop(self, session: Session) -> None:
-        self.engine.sessions.leave(session)
+    def drop(self, session: Session, *, keep_saved: bool = False) -> None:
+        self.engine.sessions.leave(session, keep_saved=keep_saved)
 
     def publish(self, session: Session) -> None:
         """Nobody reads output."""

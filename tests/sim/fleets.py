@@ -11,7 +11,7 @@ epoch, or of an earlier epoch after a later one; an open turn that was recorded 
 token follows from those before it, however often its session has moved; a turn
 that is repeated with its idempotency key, at whatever replica, is carried out once; nothing is left of sessions that
 were closed or erased; and once nothing fails any more, every replica knows what tenants have at the others, and every
-session can be used through every replica within a few leases.
+session can be used through every replica within a few leases. In worlds of odd seeds, replicas also give sessions up.
 """
 
 from __future__ import annotations
@@ -50,9 +50,11 @@ CREATE FUNCTION fleet.clock_timestamp() RETURNS TIMESTAMPTZ LANGUAGE SQL AS 'SEL
 
 
 class World(Mover):
-    """Replicas, clients and time. `seed` decides everything."""
+    """Replicas, clients and time. `seed` decides everything. `gives_up`: whether replicas give sessions up, as
+    when they are drained."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, gives_up: bool = False) -> None:
+        self._gives_up = gives_up
         self.url = database()
         super().__init__(Random(seed), psycopg.connect(self.url, autocommit=True))
         self._offset = 0.0  # of the database's clock
@@ -69,7 +71,7 @@ class World(Mover):
         self.calm = True
         self.replicas = [Replica(self, f"replica-{number}") for number in range(REPLICAS)]
         self.calm = False
-        self.operations = self.moves = self._taken_over = 0
+        self.operations = self.moves = self.given_up = self._taken_over = 0
 
     def close(self) -> None:
         for each in self.dbs:
@@ -154,6 +156,7 @@ class World(Mover):
         name, replica = self.rng.choice(free), self.rng.choice(awake)
         known = self.sessions[name]
         kinds = [self._turn, self._turn, self._turn, self._read, self._move, self._move, self._move]
+        kinds += [self._give_up] * 4 if self._gives_up else []
         if known.asked is None:
             kinds += [self._repeat, self._rewind, self._fork, self.rng.choice((self._close, self._erase))]
         kind = self._open if known.open is not True else self.rng.choice(kinds)
@@ -291,9 +294,9 @@ def _check_outputs(session: Session) -> None:
             raise Violation(f"{session.id} has other tokens than follow from its history")
 
 
-def simulate(seed: int, steps: int = 150) -> World:
+def simulate(seed: int, steps: int = 150, *, gives_up: bool = False) -> World:
     """Runs a world. Raises `Violation`, or whatever a replica raises."""
-    world = World(seed)
+    world = World(seed, gives_up=gives_up)
     try:
         world.run(steps)
     finally:
@@ -302,4 +305,4 @@ def simulate(seed: int, steps: int = 150) -> World:
 
 
 if __name__ == "__main__":
-    run(__doc__, lambda seed, steps: simulate(seed, steps).operations, 150, "tenuto.fleet")
+    run(__doc__, lambda seed, steps: simulate(seed, steps, gives_up=seed % 2 == 1).operations, 150, "tenuto.fleet")

@@ -69,7 +69,7 @@ OF_TRAINING = (
     Slip("engine.parking", "                self._find(session)\n", ""),
     Slip(
         "engine.parking",
-        "                self.saves.forget(session.key)\n        self.tiers.become",
+        "        self.saves.forget_all()\n        self.tiers.become",
         "        self.tiers.become",
     ),
     Slip("engine.session_states", "            if not memory.is_current:\n                return nothing\n", ""),

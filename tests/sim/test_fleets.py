@@ -5,15 +5,46 @@ from __future__ import annotations
 import psycopg
 import pytest
 
-from tenuto.base.errors import InvariantError, TenutoError
+from tenuto.base.errors import InvariantError, SessionBusy, TenutoError
+from tenuto.base.wire.fleet_messages import GiveUpSession
 from tests.sim.faults_of_fleets import FAULTS, Plant
 from tests.sim.fleet_clients import Violation
+from tests.sim.fleet_replicas import asked_turn
 from tests.sim.fleets import World, simulate
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_replicas_that_fail_sleep_and_lose_messages_keep_their_promises(seed: int) -> None:
     assert simulate(seed).operations > 10
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_replicas_that_also_give_sessions_up_keep_their_promises(seed: int) -> None:
+    assert simulate(seed, gives_up=True).given_up > 0
+
+
+@pytest.mark.parametrize("parked", [False, True])
+def test_a_session_that_was_given_up_goes_on_with_its_saved_state(parked: bool) -> None:
+    world = World(0)
+    world.calm = True
+    owner, other, _ = world.replicas
+    owner.disk.budget = other.disk.budget = 10**6
+    owner.engine.sessions.open("a")
+    owner.start(asked_turn("a", 1, None, resumable=False))
+    while not owner.engine.idle:
+        owner.engine.step()
+    owner.write()
+    with pytest.raises(SessionBusy, match="not saved yet"):
+        owner.moves.give_up(GiveUpSession(tenant="", session="a"))
+    owner.rest()
+    if parked:
+        owner.engine.sessions.park("a")
+    owner.moves.give_up(GiveUpSession(tenant="", session="a"))
+    assert other.locate("a").url is None
+    other.rest()
+    assert other.taken_over == 1
+    owner.engine.audit()
+    world.close()
 
 
 def test_sessions_go_on_with_state_that_replicas_have_left() -> None:

@@ -220,6 +220,7 @@ class Arrivals:
         """Gives up the room of a move, if there is any."""
         if (arrival := self._take(move)) is not None:
             self._release(arrival)
+            self._registry.traces.add((arrival.offer.tenant, arrival.offer.session))
 
     def withdraw(self) -> bool:
         """Gives up the room that was reserved last, because its units are needed. Returns whether there was any."""

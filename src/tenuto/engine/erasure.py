@@ -87,10 +87,7 @@ class Erasure:
         if session.turn is not None:
             session.state = SessionState.OPEN  # otherwise the turn's end closes it
             self._lifecycle.abort(session.turn, EndReason.ABORT)
-        self._lifecycle.expectations.withdraw_all()
-        self._flights.land()
-        core.idle_memory.finish()
-        core.idle_memory.saves.settle(core.clock.now())
+        self._stand_still()
         records = core.idle_memory.records(session)
         copies = erase_copies(core.idle_memory.tiers, core.idle_memory.saves, records, core.clock.now())
         rows = ErasedRows()
@@ -103,11 +100,7 @@ class Erasure:
             core.proposer.forget(tenant)
         overwritten = self._overwrite()
         tokens = session.wipe()
-        failed = copies.failed
-        if left := sum(
-            sum(pool.used[unit] for unit in pool.unused()[0]) for pools, _ in self._memories() for pool in pools
-        ):
-            failed.append(f"{left} free units on the device could not be overwritten")
+        failed = [*copies.failed, *self._left_over()]
         names = [pool.name for pool in core.memory.pools]
         erased = Erased(
             session=session_id,
@@ -120,6 +113,42 @@ class Erasure:
             failed=failed,
         )
         return Receipt(erased, rows)
+
+    @guarded
+    def erase_traces(self, session_id: str, *, tenant: str = "") -> list[str]:
+        """Overwrites what is left here of a session that has left for another replica, or was to come from one, and was
+        erased there. Returns what could not be overwritten, and why. Waits for the steps and copies under way. Kept
+        closed sessions of the tenant yield, since they may share units with it; open ones keep what they hold. Does
+        nothing if the session was never here."""
+        core, key = self._core, (tenant, session_id)
+        if key not in core.registry.traces:
+            return []
+        self._stand_still()
+        record = core.idle_memory.saves.record(key) if core.registry.find(session_id, tenant) is None else None
+        records = [record] if record is not None else []
+        copies = erase_copies(core.idle_memory.tiers, core.idle_memory.saves, records, core.clock.now())
+        for kept in [kept for kept in core.registry.prefixes if kept.policy.tenant == tenant]:
+            self._lifecycle.drop(kept)
+        if core.proposer is not None:
+            core.proposer.forget(tenant)
+        self._overwrite()
+        failed = [*copies.failed, *self._left_over()]
+        if not failed:
+            core.registry.traces.erased(key)
+        return failed
+
+    def _stand_still(self) -> None:
+        """Ends the steps and copies under way, and what comes back early."""
+        self._lifecycle.expectations.withdraw_all()
+        self._flights.land()
+        self._core.idle_memory.finish()
+        self._core.idle_memory.saves.settle(self._core.clock.now())
+
+    def _left_over(self) -> list[str]:
+        """Says how many free units could not be overwritten, if there are any."""
+        pools = (pool for pools, _ in self._memories() for pool in pools)
+        left = sum(sum(pool.used[unit] for unit in pool.unused()[0]) for pool in pools)
+        return [f"{left} free units on the device could not be overwritten"] if left else []
 
     def _sharing(self, session: Session, held: Units, stored: set[StoredUnit]) -> list[Sharing]:
         """Returns the open sessions that hold some of these units, or have copies of them."""

@@ -414,9 +414,14 @@ class Lifecycle:
         """Closes and removes a session without an open turn. It keeps no memory."""
         return self._close(session, "erase", keep=False)
 
-    def leave(self, session: Session) -> None:
-        """Removes a session without an open turn that another engine continues. It keeps no memory."""
-        self._idle_memory.forget(session)
+    def came(self, session: Session) -> None:
+        """Called with every new session, before it has memory."""
+        self._idle_memory.came(session)
+
+    def leave(self, session: Session, *, keep_saved: bool) -> None:
+        """Removes a session without an open turn that another engine continues. It keeps no memory, but its saved state
+        stays for that one with `keep_saved`."""
+        self._idle_memory.forget(session, keep_saved=keep_saved)
         self._remove(session, "leave", keep=False)
         self._sessions.note_left(session)
 

@@ -262,7 +262,7 @@ class Parking:
         if keep:
             for session in sessions:
                 self._find(session)
-                self.saves.forget(session.key)
+        self.saves.forget_all()
         self.tiers.become(identity, keep=keep)
 
     def is_parked_current(self, session: Session) -> bool:
@@ -304,10 +304,17 @@ class Parking:
         if parked is not None:
             self._replace(child, self._part(child, parked, most))
 
-    def forget(self, session: Session) -> None:
-        """Discards the parked memory and the saved state of a session that is closed or must not be restored."""
-        self._replace(session, None)
+    def came(self, session: Session) -> None:
+        """Discards the saved state of an earlier session with the key of a new one: the earlier one was given up, and
+        may have changed since."""
         self.saves.forget(session.key)
+
+    def forget(self, session: Session, *, keep_saved: bool = False) -> None:
+        """Discards the parked memory of a session that is closed or must not be restored, and its saved state, unless
+        another engine will look for that (`keep_saved`)."""
+        self._replace(session, None)
+        if not keep_saved:
+            self.saves.forget(session.key)
         self.unsaved.pop(session, None)
 
     def _part(self, session: Session, parked: Parked, position: int) -> Parked | None:

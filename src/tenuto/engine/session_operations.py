@@ -44,6 +44,7 @@ class SessionOperations:
         self, session_id: str | None, policy: Policy, system: str | None, *, idle: float = 0.0, journaled: bool = False
     ) -> Session:
         session = self._registry.open(session_id, self._adapters.resolve(policy), system, idle)
+        self._lifecycle.came(session)
         self._counts.note("open")
         self._lifecycle.pressure.note(session)
         if not journaled:
@@ -211,16 +212,16 @@ class SessionOperations:
         self._lifecycle.close(session)
 
     @guarded
-    def leave(self, session: Session) -> None:
+    def leave(self, session: Session, *, keep_saved: bool = False) -> None:
         """Removes a session that another replica owns by now, if it is still here: its turn is aborted, its memory is
-        dropped, and nothing is journaled."""
+        dropped, and nothing is journaled. `keep_saved`: its saved state stays for that replica."""
         if self._registry.find(session.id, session.policy.tenant) is not session:
             return
         if session.turn is not None:
             session.turn.recorded = False  # the other replica has its request
             self._lifecycle.abort(session.turn, EndReason.ABORT)
         if session.state is not SessionState.CLOSED:
-            self._lifecycle.leave(session)
+            self._lifecycle.leave(session, keep_saved=keep_saved)
 
     @guarded
     def drop(self, session_id: str | None = None, *, tenant: str = "") -> int:

@@ -126,6 +126,12 @@ class Snapshots:
         added = self._saves.add(session.key, at, [first for first, _ in ranges], units)
         return After.MORE if added and not last else After.DONE
 
+    def is_saved(self, session: Session) -> bool:
+        """Whether no state of the session waits to be written, or is being written."""
+        return not self._parking.keeps or (
+            session not in self._parking.unsaved and not self._saves.under_way(session.key)
+        )
+
     def save(self, sessions: Iterable[Session], seconds: float) -> None:
         """Writes the state of sessions without open turns, most recently used first, for at most `seconds`. Does
         nothing without a disk tier."""

@@ -23,7 +23,7 @@ class LeftFolders(Protocol):
         """Returns what a replica has left. Raises `IndexUnusable`."""
 
     def tidy(self, needed: Callable[[Collection[int]], Collection[int]]) -> None:
-        """Removes what nobody needs any more. `needed`: returns those of these replicas that live or own sessions."""
+        """Removes what nobody needs any more. `needed`: returns those of these replicas whose sessions may need it."""
 
 
 class Folders:

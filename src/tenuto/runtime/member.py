@@ -106,7 +106,8 @@ class Member:
         self._load = ReplicaLoad()
         self._asked_load = False
         self._saved: SavedStates | None = None
-        self._returned: list[tuple[SessionKey, int]] = []  # claimed sessions that do not fit here, to be given up
+        # Claimed sessions that do not fit here, to be given up: with their epochs, and the replicas with their state.
+        self._returned: list[tuple[SessionKey, int, int | None]] = []
         # Invariant: a session that was claimed with an open turn is in `_untold`, with its epoch and the turn's
         # request, from before it is here until the edge was told of that turn. Nobody is told that it is here without
         # the turn, since a repeated request would start it a second time.
@@ -352,7 +353,7 @@ class Member:
         another one to do that."""
         if seen.owner != self._asks.number and (url := self._instead()) is not None:
             return Place(exists=True, url=url)
-        lapses = self._lapses
+        lapses, saved_by = self._lapses, self._saved_by(key, seen)
         try:
             saved = self._asks.claim(key, seen)
         except DamagedRow as error:
@@ -366,21 +367,27 @@ class Member:
         try:
             session = self._loop.call(partial(self._come, restored, saved, seen.owner)).result()
         except TenutoError:
-            self._returned.append((key, saved.epoch))
+            self._returned.append((key, saved.epoch, saved_by))
             raise
         try:
             self._require_lease(deadline)
         except NotAcknowledged:  # so that the next claim finds the open turn's request
             self._loop.call(lambda _: self._loop.drop(session)).result()
-            self._returned.append((key, saved.epoch))
+            self._returned.append((key, saved.epoch, saved_by))
             raise
         if self._lapses != lapses:  # it may have been claimed again meanwhile
             self._loop.call(lambda _: self._loop.drop(session)).result()
             return None
-        if self._saved is not None and seen.owner not in (None, self._asks.number):
-            self._saved.begin(session, seen.owner)
+        if self._saved is not None and saved_by is not None:
+            self._saved.begin(session, saved_by)
         log.info("session taken over", extra={"session": key[1], "owner": seen.owner, "epoch": saved.epoch})
         return Place(exists=True, begun=saved.begun)
+
+    def _saved_by(self, key: SessionKey, seen: Owned) -> int | None:
+        """Returns the other replica that may have saved a session's state, if there is one."""
+        if seen.owner == self._asks.number:  # it did not fit here when it was claimed before
+            return next((by for other, epoch, by in self._returned if (other, epoch) == (key, seen.epoch)), None)
+        return seen.saved_by if seen.saved_by != self._asks.number else None
 
     # -- moves of sessions between replicas
 
@@ -409,13 +416,13 @@ class Member:
         try:
             session = self._loop.call(partial(self._come, accept, saved, owner)).result()
         except TenutoError:
-            self._returned.append((key, saved.epoch))
+            self._returned.append((key, saved.epoch, None))
             raise
         try:
             self._require_lease(deadline)
         except NotAcknowledged:
             self._loop.call(lambda _: self._loop.drop(session)).result()
-            self._returned.append((key, saved.epoch))
+            self._returned.append((key, saved.epoch, None))
             raise
         if self._lapses != lapses:  # it may have been claimed again meanwhile
             self._loop.call(lambda _: self._loop.drop(session)).result()
@@ -435,10 +442,10 @@ class Member:
         return epoch is not None
 
     def give_up(self, session: Session) -> None:
-        """Gives up a session that is held here. Raises `NotAcknowledged` if it is unknown whether that has happened.
-        Runs in the thread of `later`."""
+        """Gives up a session that is held here, and whose saved state stays. Raises `NotAcknowledged` if it is unknown
+        whether that has happened. Runs in the thread of `later`."""
         try:
-            self._asks.give_up(session.key, session.epoch)
+            self._asks.give_up(session.key, session.epoch, self._asks.number)
         except self._asks.db.errors as error:
             raise self._unreachable(error) from error
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tenuto.base.errors import EngineStopped, NotAcknowledged, NotFound, TenutoError
+from tenuto.base.errors import EngineStopped, NotAcknowledged, NotFound, SessionBusy, TenutoError
 from tenuto.base.views import OwnedSession, Ticket
 from tenuto.base.wire.fleet_messages import (
     BeginMove,
@@ -208,9 +208,9 @@ class Moves:
         self._leaving.pop(request.move, None)
         return True
 
-    def _leave(self, engine: Engine, move: str) -> None:
+    def _leave(self, engine: Engine, move: str, *, keep_saved: bool = False) -> None:
         if (session := engine.departures.forget(move)) is not None:
-            self._loop.drop(session)
+            self._loop.drop(session, keep_saved=keep_saved)
 
     def give_up(self, request: GiveUpSession) -> None:
         """Carries out `GiveUpSession`. If it is unknown whether that has happened, the session is dropped here all the
@@ -222,10 +222,14 @@ class Moves:
             session = engine.registry.get(request.session, request.tenant)
             try:
                 session.require_idle("give up")
-                engine.departures.hold(move)
+                if not (request.unsaved or engine.snapshots.is_saved(session)):
+                    raise SessionBusy(f"the state of session {request.session} is not saved yet")
+                lent = engine.departures.hold(move).lent
             except TenutoError:
                 engine.departures.resume(move)
                 raise
+            if lent is not None:
+                engine.states.take_back(lent)
             return session
 
         try:
@@ -236,7 +240,7 @@ class Moves:
         try:
             self._member.give_up(session)
         finally:
-            self._loop.call(lambda engine: self._leave(engine, move)).result()
+            self._loop.call(lambda engine: self._leave(engine, move, keep_saved=True)).result()
 
     # -- for the replica to which it moves
 

@@ -32,7 +32,7 @@ class SavedStates:
         self._reading.shutdown()
 
     def begin(self, session: Session, owner: int) -> None:
-        """Begins to read the state of a session that was just claimed, and that replica `owner` had before."""
+        """Begins to read the state of a session that was just claimed, which replica `owner` has left."""
         self._arriving[session.key] = arrived = Future[None]()
         self._reading.submit(self._read, session, owner, arrived)
 

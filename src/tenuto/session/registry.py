@@ -18,6 +18,7 @@ from tenuto.memory.session_memory import SessionMemory, all_holders
 from tenuto.session.pins import Pins
 from tenuto.session.session import Session
 from tenuto.session.tenants import Tenant
+from tenuto.session.traces import Traces
 from tenuto.session.turn import Turn
 
 MAX_ID_LENGTH = 128
@@ -58,6 +59,7 @@ class Registry:
         self.more_expired = False  # whether more sessions were due than the last `expired` found
         self._entries = count(1)
         self._left: dict[SessionKey, None] = {}  # sessions that another replica continues, in the order of leaving
+        self.traces = Traces()
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -217,6 +219,7 @@ class Registry:
 
     def note_left(self, session: Session) -> None:
         """Remembers that another replica continues a closed session."""
+        self.traces.add(session.key)
         self._left[session.key] = None
         if len(self._left) > MAX_LEFT:
             del self._left[next(iter(self._left))]

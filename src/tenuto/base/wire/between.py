@@ -30,13 +30,14 @@ class Put(Between, frozen=True, kw_only=True):
 
 class Take(Between, frozen=True, kw_only=True):
     """See `messages.TakeMove`. Answered, once the session has another owner, with the news of its open turn, whose
-    `stream` goes on there."""
+    `stream` goes on there. `reader`: stands for the replica that asks, among the turn's readers."""
 
     move: str
     tenant: str
     session: str
     end: StateEnd
     stream: LiveStream | None
+    reader: str = ""
 
 
 class Drop(Between, frozen=True, kw_only=True):
@@ -46,24 +47,28 @@ class Drop(Between, frozen=True, kw_only=True):
 
 
 class Follow(Between, frozen=True, kw_only=True):
-    """Answer with the deltas of the turn of this name after so many tokens and characters of its output."""
+    """Answer with the deltas of the turn of this name after so many tokens and characters of its output. `reader`: see
+    `Take`."""
 
     tenant: str
     session: str
     name: str
     tokens: int
     characters: int
+    reader: str = ""
 
 
 class Abort(Between, frozen=True, kw_only=True):
     """Abort a turn of this name; see `messages.AbortTurn`. `unread`: only because it has no readers any more at the
-    replica that asks, so it goes on if it has some where this arrives. Answered with whether it goes on, or nothing."""
+    replica that asks, which is `reader`, so it goes on if it has others where this arrives. Answered with whether it
+    goes on, or nothing."""
 
     tenant: str
     session: str
     name: str
     keep: Keep
     unread: bool = False
+    reader: str = ""
 
 
 class Move(Between, frozen=True, kw_only=True):
@@ -72,6 +77,13 @@ class Move(Between, frozen=True, kw_only=True):
     tenant: str
     session: str
     url: str
+
+
+class Forget(Between, frozen=True, kw_only=True):
+    """Overwrite what the replica has of a session that was erased; see `messages.EraseTraces`. Answered as that is."""
+
+    tenant: str
+    session: str
 
 
 class Empty(Between, frozen=True, kw_only=True):
@@ -91,7 +103,7 @@ class Fate(Between, frozen=True, kw_only=True):
     response: str
 
 
-AnyBetween = Reserve | Put | Take | Drop | Follow | Abort | Move | Empty | List | Fate
+AnyBetween = Reserve | Put | Take | Drop | Follow | Abort | Move | Forget | Empty | List | Fate
 
 
 class News(msgspec.Struct, frozen=True, array_like=True):
@@ -101,7 +113,7 @@ class News(msgspec.Struct, frozen=True, array_like=True):
     refusal: Refusal | None = None
 
 
-def key_of(request: Take | Follow | Abort | Move) -> SessionKey:
+def key_of(request: Take | Follow | Abort | Move | Forget) -> SessionKey:
     """Returns the key of the session of a request."""
     return request.tenant, request.session
 

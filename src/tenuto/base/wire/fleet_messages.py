@@ -85,7 +85,15 @@ class ListOwned(Request[list[OwnedSession]], frozen=True, kw_only=True):
 
 
 class GiveUpSession(OfSession[None], frozen=True, kw_only=True):
-    """Give up an idle session, so that any replica may claim it."""
+    """Give up an idle session, so that any replica may claim it. Its saved state stays for that one. Unless `unsaved`,
+    refused with `SessionBusy` until all of its state is saved, if this replica saves state."""
+
+    unsaved: bool = False
+
+
+class EraseTraces(OfSession[list[str]], frozen=True, kw_only=True):
+    """Overwrite what is left here of a session that another replica has erased. Answered with what could not be
+    overwritten, and why."""
 
 
 class ReserveMove(Request[None], frozen=True, kw_only=True):

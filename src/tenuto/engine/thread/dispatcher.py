@@ -18,6 +18,7 @@ from tenuto.base.options import Policy, SessionAdapter, TurnParams
 from tenuto.base.tokens import PackedTokens
 from tenuto.base.views import AdapterView, FoundTurn, RecordPage, SessionInfo, SessionPage, Stats, Ticket
 from tenuto.base.wire.document import Conversation, SessionDocument
+from tenuto.base.wire.fleet_messages import EraseTraces
 from tenuto.base.wire.messages import (
     AbortTurn,
     BeginTrace,
@@ -296,6 +297,10 @@ class Dispatcher:
     @_execute.register
     def _(self, command: EraseSession, _: None) -> Receipt:
         return self._engine.erasure.erase(command.session, tenant=command.tenant)
+
+    @_execute.register
+    def _(self, command: EraseTraces, _: None) -> list[str]:
+        return self._engine.erasure.erase_traces(command.session, tenant=command.tenant)
 
     # -- turns
 

@@ -256,12 +256,12 @@ class EngineLoop:
         if session.turn is not None:
             self._publish(session.turn)
 
-    def drop(self, session: Session) -> None:
-        """Drops a session that another replica owns. Its open turn ends with an error. Called in the engine's thread,
-        between commands or by one."""
+    def drop(self, session: Session, *, keep_saved: bool = False) -> None:
+        """Drops a session that another replica owns, or may own. Its open turn ends with an error. `keep_saved`: see
+        `SessionOperations.leave`. Called in the engine's thread, between commands or by one."""
         if session.turn is not None and (mine := self._subscriptions.pop(session.turn.number, None)) is not None:
             mine.refuse(NotAcknowledged(LOST))
-        self._engine.sessions.leave(session)
+        self._engine.sessions.leave(session, keep_saved=keep_saved)
         self._end(self._engine.outcomes.take_ended(), self._engine.outcomes.take_changes())
 
     def _publish(self, turn: Turn) -> None:

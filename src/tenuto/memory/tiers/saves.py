@@ -128,6 +128,11 @@ class Saves:
 
     # -- saving
 
+    def under_way(self, key: SessionKey) -> bool:
+        """Whether state of a session is being written, or is to be written next."""
+        record = self.record(key)
+        return record is not None and record in self._saves
+
     @property
     def gathered(self) -> tuple[int, int]:
         """The number of sessions in the next write, and of the bytes that it writes."""
@@ -249,6 +254,11 @@ class Saves:
         if record is not None:
             self._tiers.forget(record)
             self._note_discarded()
+
+    def forget_all(self) -> None:
+        """Discards all records, also those of sessions that have left."""
+        for key in list(self._records):
+            self.forget(key)
 
     def cut(self, key: SessionKey, position: int, stay: Sequence[int]) -> None:
         """Cuts the record of a session, which is not unread, to `position`, where the first `stay` units of each group

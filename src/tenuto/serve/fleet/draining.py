@@ -9,7 +9,7 @@ from itertools import count
 
 import structlog
 
-from tenuto.base.errors import Draining, EngineStopped, NotFound, TenutoError
+from tenuto.base.errors import Draining, EngineStopped, NotFound, SessionBusy, TenutoError
 from tenuto.base.views import FleetView, OwnedSession, ReplicaView
 from tenuto.base.wire.fleet_messages import GetFleet, GiveUpSession, ListOwned
 from tenuto.serve.fleet.moving import Moving
@@ -25,8 +25,8 @@ PAUSE_SECONDS = 0.1
 class Drain:
     """Empties this replica once `begin` was called. It then opens no session and lets none move here: what is new goes
     to another replica. Sessions with open turns move first, to the replicas with most room. An idle session without
-    state, or without room elsewhere, is given up. The next replica that gets a request for it claims it. After `hurry`,
-    all idle ones are given up.
+    state, or without room elsewhere, is given up once its state is saved, if there is a disk tier. The next replica
+    that gets a request for it claims it. After `hurry`, all idle ones are given up.
 
     Sessions are owned here until they have moved, and their turns go on. Turns without a session that lasts, of single
     requests, end here.
@@ -114,11 +114,11 @@ class Drain:
                 for each in await self._edge.link.call(ListOwned()):
                     if each.idle:
                         with suppress(TenutoError):  # it moves, or its next turn has begun
-                            await self._give_up(each)
+                            await self._give_up(each, unsaved=True)
             await asyncio.sleep(PAUSE_SECONDS)
 
-    async def _give_up(self, each: OwnedSession) -> None:
-        await self._edge.link.call(GiveUpSession(tenant=each.tenant, session=each.session))
+    async def _give_up(self, each: OwnedSession, *, unsaved: bool = False) -> None:
+        await self._edge.link.call(GiveUpSession(tenant=each.tenant, session=each.session, unsaved=unsaved))
 
     async def _empty(self, owned: Sequence[OwnedSession], refused: set[tuple[str, str]]) -> None:
         places, turn = asyncio.Semaphore(AT_ONCE), count()
@@ -130,7 +130,8 @@ class Drain:
                     targets = by_room(others(await self._edge.link.call(GetFleet())))  # one may be draining by now
                     url = targets[next(turn) % len(targets)].url if targets else None
                     if each.idle and (not each.units or key in refused or url is None):
-                        await self._give_up(each)
+                        with suppress(SessionBusy):  # its state is not saved yet, or its next turn has begun
+                            await self._give_up(each)
                     elif url is not None:
                         await self._moving.move(key, url)
                 except NotFound:

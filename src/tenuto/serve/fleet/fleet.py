@@ -6,12 +6,13 @@ import asyncio
 import hmac
 from collections import OrderedDict
 from contextlib import suppress
+from itertools import chain
 
 import msgspec
 
 from tenuto.base.errors import Draining, TenutoError, Unauthorized
-from tenuto.base.views import FleetView, Listing, Membership, Place, SessionKey, TenantUse
-from tenuto.base.wire.between import Fate, List, Move
+from tenuto.base.views import FleetView, Listing, Membership, Place, ReplicaView, SessionKey, TenantUse
+from tenuto.base.wire.between import Fate, Forget, List, Move
 from tenuto.base.wire.fleet_messages import Enter, GetFleet, ListAbandoned, ListUnowned, Locate, TellLoad
 from tenuto.base.wire.messages import ListSessions, StartTurn
 from tenuto.serve.fleet.asking import SECRET, Between
@@ -62,6 +63,7 @@ class Fleet:
         edge.is_elsewhere = fleet.is_elsewhere
         edge.listed_elsewhere = fleet.listed
         edge.elsewhere_knows = fleet.knows
+        edge.erase_elsewhere = fleet.erase
         edge.bring = fleet.bring
         edge.ask_objects, edge.replica = edge.link.call, membership.replica
         edge.in_fleet = True
@@ -201,6 +203,23 @@ class Fleet:
             here = next(each.url for each in view.replicas if each.replica == view.replica)
             await self.between.ask(url, Move(tenant=key[0], session=key[1], url=here))
             self.arrived(key)
+
+    async def erase(self, key: SessionKey) -> list[str]:
+        """Has the other replicas overwrite what they have of a session that was erased here. Returns what could not be
+        overwritten, and why."""
+        try:
+            view = await self.replicas()
+        except TenutoError as error:
+            return [f"the other replicas are not known: {error}"]
+        others = [each for each in view.replicas if each.live and each.replica != view.replica]
+        return list(chain.from_iterable(await asyncio.gather(*(self._erase_at(each, key) for each in others))))
+
+    async def _erase_at(self, replica: ReplicaView, key: SessionKey) -> list[str]:
+        try:
+            answer = await self.between.ask(replica.url, Forget(tenant=key[0], session=key[1]))
+        except TenutoError as error:
+            return [f"replica {replica.replica} may have a part of the session: {error}"]
+        return [f"replica {replica.replica}: {each}" for each in msgspec.msgpack.decode(answer, type=list[str])]
 
     async def knows(self, tenant: str, response: str) -> bytes | None:
         """Returns what the replica knows of a response that has its session; `None` if that is this one, or there is

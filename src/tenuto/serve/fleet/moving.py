@@ -192,7 +192,13 @@ class _Handover:
         await self._held.wait()
         if self._here:
             return False
-        if await self._relays.abort(turn, keep, unread=unread):
+        try:
+            goes_on = await self._relays.abort(turn, keep, unread=unread)
+        except TenutoError:
+            if not unread:
+                raise
+            goes_on = True  # as far as this replica knows; that it leaves says the same as its request
+        if goes_on:
             turn.rolling_back = False
             if not turn.readers:  # nobody needs it here, and a relay would count as a reader there
                 self._relays.end(turn)
@@ -212,7 +218,8 @@ class _Handover:
         tenant, session = self._key
         stream = _stream(turn)
         end = await self._send(end)
-        take = Take(move=self._name, tenant=tenant, session=session, end=end, stream=stream)
+        reader = self._relays.reader
+        take = Take(move=self._name, tenant=tenant, session=session, end=end, stream=stream, reader=reader)
         taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._asked = True
         reading = partial(self._read, take, turn, taken)
@@ -220,7 +227,7 @@ class _Handover:
             await reading()
             await taken
         else:
-            self._relays.begin(turn, reading)
+            self._relays.begin(turn, reading, self._url)
             try:
                 await taken
             except BaseException:

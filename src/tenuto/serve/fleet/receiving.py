@@ -17,6 +17,7 @@ from tenuto.base.wire.between import (
     Empty,
     Fate,
     Follow,
+    Forget,
     List,
     Move,
     Put,
@@ -24,7 +25,7 @@ from tenuto.base.wire.between import (
     Take,
     key_of,
 )
-from tenuto.base.wire.fleet_messages import DropMove, PutMove, ReserveMove, TakeMove
+from tenuto.base.wire.fleet_messages import DropMove, EraseTraces, PutMove, ReserveMove, TakeMove
 from tenuto.base.wire.frames import frame
 from tenuto.base.wire.messages import StartTurn, refusal_of
 from tenuto.base.wire.moves import LiveStream
@@ -65,24 +66,20 @@ class Receiving:
                 if not self._fleet.is_forwarded(given):
                     raise Unauthorized(f"{SECRET} is missing")
                 request = self._read(await _body(receive))
-                if isinstance(request, List):
-                    await _answer(send, 200, msgspec.msgpack.encode(await self._edge.listed(request.asked)))
+                if (body := await self._answered(request)) is not None:
+                    await _answer(send, 200, body)
                     return
-                if isinstance(request, Fate):
-                    await _answer(send, 200, await self._edge.knows(request.tenant, request.response))
-                    return
-                if isinstance(request, Abort):
-                    await _answer(send, 200, msgspec.msgpack.encode(await self._abort(request)))
-                    return
-                turn, start = await self._carry_out(request)
+                turn, start, reader = await self._carry_out(request)
             except TenutoError as error:
                 await _answer(send, error.status, msgspec.msgpack.encode(refusal_of(0, error)))
                 return
             if turn is None:
                 await _answer(send, 200, b"")
                 return
-            await until_disconnected(scope, receive, self._tell(turn, start, send))
-            self._left(turn)
+            try:
+                await until_disconnected(scope, receive, self._tell(turn, start, reader, send))
+            finally:
+                self._left(turn)
 
     def _read(self, body: bytes) -> AnyBetween:
         try:
@@ -91,9 +88,24 @@ class Receiving:
             raise InvalidRequest(f"another replica's request cannot be read: {error}") from error
         return request
 
-    async def _carry_out(self, request: AnyBetween) -> tuple[LiveTurn | None, tuple[int, int]]:
-        """Carries out a request. Returns the turn about which to tell, and the tokens and characters of its output
-        after which to begin."""
+    async def _answered(self, request: AnyBetween) -> bytes | None:
+        """Carries out a request that has an answer of its own, and returns that; `None` for others."""
+        match request:
+            case List():
+                return msgspec.msgpack.encode(await self._edge.listed(request.asked))
+            case Fate():
+                return await self._edge.knows(request.tenant, request.response)
+            case Abort():
+                return msgspec.msgpack.encode(await self._abort(request))
+            case Forget():
+                self._edge.turns.forget_ended(key_of(request))
+                asked = EraseTraces(tenant=request.tenant, session=request.session)
+                return msgspec.msgpack.encode(await self._edge.link.call(asked))
+        return None
+
+    async def _carry_out(self, request: AnyBetween) -> tuple[LiveTurn | None, tuple[int, int], str]:
+        """Carries out a request. Returns the turn about which to tell, the tokens and characters of its output after
+        which to begin, and who reads them."""
         link = self._edge.link
         match request:
             case Reserve(move=move, offer=offer):
@@ -105,25 +117,26 @@ class Receiving:
                 self._expect(move)
                 await link.call(PutMove(move=move, piece=piece))
             case Take():
-                return await asyncio.shield(asyncio.ensure_future(self._take(request)))
+                turn, start = await asyncio.shield(asyncio.ensure_future(self._take(request)))
+                return turn, start, request.reader
             case Drop(move=move):
                 self._forget(move)
                 await link.call(DropMove(move=move))
             case Follow():
                 turn = await self._edge.turns.recall(request.tenant, request.session, request.name)
-                return turn, (request.tokens, request.characters)
+                return turn, (request.tokens, request.characters), request.reader
             case Empty():
                 self._fleet.drain.begin(await self._fleet.replicas())
                 await self._fleet.tell()
             case Move():
                 await self._fleet.moving.move(key_of(request), request.url)
-        return None, (0, 0)
+        return None, (0, 0), ""
 
     async def _abort(self, request: Abort) -> bool:
         """Carries out `Abort`. Returns whether the turn goes on."""
         turn = await self._edge.turns.recall(request.tenant, request.session, request.name)
         if request.unread:
-            return await self._edge.turns.unread(turn)
+            return await self._edge.turns.unread(turn, request.reader)
         await self._edge.turns.abort(turn, request.keep)
         return False
 
@@ -164,24 +177,19 @@ class Receiving:
         self._fleet.arrived(key)
         return turn, (len(stream.said.tokens), len(stream.said.text))
 
-    async def _tell(self, turn: LiveTurn, start: tuple[int, int], send: Send) -> None:
+    async def _tell(self, turn: LiveTurn, start: tuple[int, int], reader: str, send: Send) -> None:
         headers = [(b"content-type", b"application/octet-stream")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async for each in news(turn, start):
+        async for each in news(turn, start, reader):
             body = b"".join(frame(msgspec.msgpack.encode(each)))
             await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _left(self, turn: LiveTurn) -> None:
-        """Rolls the turn back unless it ends, continues without readers, has moved on, or a reader comes back in
+        """Rolls the turn back, also if it has moved on, unless it ends, continues without readers, or one comes back in
         time."""
-
-        def look() -> None:
-            if turn.elsewhere is None:
-                self._edge.turns.abandon(turn)
-
         if not turn.ended:
-            asyncio.get_running_loop().call_later(GRACE_SECONDS, look)
+            asyncio.get_running_loop().call_later(GRACE_SECONDS, self._edge.turns.abandon, turn)
 
 
 def _live(tenant: str, session: str, stream: LiveStream) -> LiveTurn:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 import msgspec
 import structlog
@@ -29,11 +31,21 @@ Locate = Callable[[SessionKey], Awaitable[str | None]]
 """Returns the address of a session's owner; `None` if that is this replica, or there is no such session."""
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class _Teller:
+    """A replica at `url`, as long as a relay has its answer."""
+
+    url: str
+
+
 class Relays:
     """Passes on what other replicas tell about turns that have moved there, from where this replica's own stream ended.
 
     If the connection breaks, the session may have moved again, or another replica has begun the turn again: it is asked
     for at the owner. Only if it is nowhere for too long, the stream ends with an error.
+
+    Invariant: whoever relays a turn is one of its readers where it is relayed from, for as long as it may have readers
+    itself. So a turn goes on while it has a reader anywhere, however many replicas are between.
     """
 
     def __init__(self, turns: Turns, between: Between, locate: Locate, lease: float) -> None:
@@ -42,11 +54,15 @@ class Relays:
         self._locate = locate
         self._patience = lease + PATIENCE_SECONDS
         self._tasks: dict[LiveTurn, asyncio.Task[None]] = {}
+        self._tellers: dict[LiveTurn, _Teller] = {}  # the replicas that are telling about turns
+        self.reader = secrets.token_hex(8)
+        """Stands for this replica among the readers of turns at others."""
 
-    def begin(self, turn: LiveTurn, reading: Callable[[], Awaitable[bool]] | None = None) -> None:
-        """Relays a turn. `reading`: reads what is told at first, and returns False if the turn has not moved."""
+    def begin(self, turn: LiveTurn, reading: Callable[[], Awaitable[bool]] | None = None, url: str = "") -> None:
+        """Relays a turn. `reading`: reads what the replica at `url` tells at first, and returns False if the turn has
+        not moved."""
         self.end(turn)
-        self._tasks[turn] = asyncio.ensure_future(self._run(turn, reading))
+        self._tasks[turn] = asyncio.ensure_future(self._run(turn, reading, url))
 
     def end(self, turn: LiveTurn) -> None:
         """Ends a relay: the turn comes back, or has not moved."""
@@ -64,9 +80,9 @@ class Relays:
         elif each.refusal is not None:
             raise Broken(str(error_of(each.refusal)))
 
-    async def _run(self, turn: LiveTurn, reading: Callable[[], Awaitable[bool]] | None) -> None:
+    async def _run(self, turn: LiveTurn, reading: Callable[[], Awaitable[bool]] | None, url: str) -> None:
         try:
-            await self._relay(turn, reading)
+            await self._relay(turn, reading, url)
         except Exception:  # a bug of ours, whose turn must not stay open
             log.exception("a relay failed")
             self._turns.lose(turn, TenutoError("the server failed; its log says why"))
@@ -74,10 +90,10 @@ class Relays:
             if self._tasks.get(turn) is asyncio.current_task():
                 del self._tasks[turn]
 
-    async def _relay(self, turn: LiveTurn, reading: Callable[[], Awaitable[bool]] | None) -> None:
+    async def _relay(self, turn: LiveTurn, reading: Callable[[], Awaitable[bool]] | None, url: str) -> None:
         clock = asyncio.get_running_loop().time
         if reading is not None:
-            with suppress(Broken, TenutoError):
+            with suppress(Broken, TenutoError), self._telling(turn, url):
                 if not await reading():
                     return
         heard = clock()
@@ -106,36 +122,51 @@ class Relays:
         if url is None:
             if (again := self._turns.again(turn)) is None:
                 raise NotFound("its session is here, or was closed")
-            async for each in news(again, start):
+            async for each in news(again, start, self.reader):
                 self._pass_on(source, each)
             return
-        follow = Follow(tenant=tenant, session=session, name=turn.id, tokens=tokens, characters=characters)
-        async with self._between.stream(url, follow) as reply:
-            await self.read(source, reply)
+        follow = Follow(
+            tenant=tenant, session=session, name=turn.id, tokens=tokens, characters=characters, reader=self.reader
+        )
+        with self._telling(turn, url):
+            async with self._between.stream(url, follow) as reply:
+                await self.read(source, reply)
+
+    @contextmanager
+    def _telling(self, turn: LiveTurn, url: str) -> Iterator[None]:
+        self._tellers[turn] = teller = _Teller(url)
+        try:
+            yield
+        finally:
+            if self._tellers.get(turn) is teller:
+                del self._tellers[turn]
 
     async def abort(self, turn: LiveTurn, keep: Keep, *, unread: bool) -> bool:
-        """Aborts a relayed turn where it runs. `unread`: see `Abort`. Returns whether it goes on. Raises that replica's
-        refusal."""
+        """Aborts a relayed turn where it runs, or for lack of readers (`unread`, see `Abort`) where it is relayed from:
+        that replica may have others. Returns whether it goes on. Raises the other replica's refusal."""
         key = turn.request.key
         assert key is not None
-        if (url := await self._locate(key)) is not None:
-            asked = Abort(tenant=key[0], session=key[1], name=turn.id, keep=keep, unread=unread)
+        teller = self._tellers.get(turn) if unread else None
+        if (url := teller.url if teller is not None else await self._locate(key)) is not None:
+            tenant, session = key
+            asked = Abort(tenant=tenant, session=session, name=turn.id, keep=keep, unread=unread, reader=self.reader)
             answer = await self._between.ask(url, asked)
             return bool(answer) and msgspec.msgpack.decode(answer, type=bool)
         if (again := self._turns.again(turn)) is None:
             return False
         if unread:
-            return await self._turns.unread(again)
+            return await self._turns.unread(again, self.reader)
         await self._turns.abort(again, keep)
         return False
 
 
-async def news(turn: LiveTurn, start: tuple[int, int]) -> AsyncIterator[News]:
-    """Yields the news of a turn after so many tokens and characters of its output, until it has ended."""
+async def news(turn: LiveTurn, start: tuple[int, int], reader: str) -> AsyncIterator[News]:
+    """Yields the news of a turn after so many tokens and characters of its output, until it has ended. `reader`: the
+    replica that reads them."""
     changed = asyncio.Event()
     turn.listeners.append(changed.set)
     turn.readers += 1
-    turn.followers += 1
+    turn.followers[reader] += 1
     try:
         unsaid, told = Unsaid(*start), len(turn.deltas)
         if turn.deltas and (more := unsaid.of(turn.reply())) is not None:
@@ -153,5 +184,5 @@ async def news(turn: LiveTurn, start: tuple[int, int]) -> AsyncIterator[News]:
             await changed.wait()
     finally:
         turn.readers -= 1
-        turn.followers -= 1
+        turn.followers[reader] -= 1
         turn.listeners.remove(changed.set)

@@ -166,7 +166,10 @@ async def close_session(
     if erase and finish:
         raise InvalidRequest("erase and finish are both true; allowed: one of them", param="finish")
     if erase:
-        receipt = await edge.turns.erase_session((tenant.name, session_id), version=version_of(if_match))
+        key = tenant.name, session_id
+        receipt = await edge.turns.erase_session(key, version=version_of(if_match))
+        failed = [*receipt.failed, *await edge.erase_elsewhere(key)]
+        receipt = msgspec.structs.replace(receipt, failed=failed)
         return Response(msgspec.json.encode(receipt), media_type="application/json")
     await edge.turns.close_session((tenant.name, session_id), finish=finish, version=version_of(if_match))
     return Response(status_code=204)

@@ -66,6 +66,11 @@ async def _stays(_: SessionKey) -> None:
     """Brings a session here: it is."""
 
 
+async def _erases_nothing(_: SessionKey) -> list[str]:
+    """Has other replicas overwrite what they have of an erased session: this server has no others."""
+    return []
+
+
 async def _nobody(_: str, __: str) -> bytes | None:
     """Asks another replica about a response: this server has no others."""
     return None
@@ -104,6 +109,7 @@ class Edge:
         self.in_fleet = False  # set by its fleet, like the next
         self.is_elsewhere: Callable[[SessionKey], Awaitable[bool]] = _never
         self.listed_elsewhere: Callable[[ListSessions], Awaitable[list[Listing]]] = _nothing
+        self.erase_elsewhere: Callable[[SessionKey], Awaitable[list[str]]] = _erases_nothing
         self.elsewhere_knows: Callable[[str, str], Awaitable[bytes | None]] = _nobody
         self.bring: Callable[[SessionKey], Awaitable[None]] = _stays
         self.knows: Callable[[str, str], Awaitable[bytes]]  # see `Fate`; set by the application

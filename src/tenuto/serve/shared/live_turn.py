@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 
 import msgspec
@@ -55,7 +56,7 @@ class LiveTurn:
         self.reading: Reading | None = None  # how the answer is parsed, if at all; set by the caller of `start`
         self.answered = asyncio.Event()  # the engine has accepted the turn, or it has failed
         self.readers = 0  # those that want the turn to continue; each counts itself
-        self.followers = 0  # readers that are replicas, whose own readers the turn does not know
+        self.followers = Counter[str]()  # readers that are replicas, each as long as it may have readers itself
         self.listeners: list[Callable[[], None]] = []  # called after every delta and at the end; must not raise
         self.refused: TenutoError | None = None  # why the turn must not begin; set by an abort
         self.rolling_back = False  # being aborted for lack of readers

@@ -363,10 +363,10 @@ class Turns:
             turn.rolling_back = True
             self._background.spawn(self._roll_back(turn))
 
-    async def unread(self, turn: LiveTurn) -> bool:
-        """Rolls a turn back that a replica has relayed, and for which that one has no readers any more. Returns whether
-        it goes on, since it has readers here."""
-        if turn.readers > turn.followers:
+    async def unread(self, turn: LiveTurn, follower: str) -> bool:
+        """Rolls a turn back for which the replica `follower`, which relays it, has no readers any more. Returns whether
+        it goes on, since it has other readers here, or where it has moved."""
+        if turn.readers > turn.followers[follower]:
             return True
         if not turn.ended:
             turn.rolling_back = True
@@ -407,9 +407,13 @@ class Turns:
         tenant, session_id = session
         with self.queues.closing(session):
             erased = await self._link.call(EraseSession(tenant=tenant, session=session_id, version=version))
+        return msgspec.structs.replace(erased, answers=self.forget_ended(session))
+
+    def forget_ended(self, session: SessionKey) -> int:
+        """Forgets the ended turns of a session, and returns their number."""
         ended = [turn for turn in self._turns.values() if turn.request.key == session and turn.ended]
         for turn in ended:
             self._ended.forget(turn)
             self._keys.release(turn)
             del self._turns[turn.id]
-        return msgspec.structs.replace(erased, answers=len(ended))
+        return len(ended)

@@ -12,7 +12,7 @@ from tenuto.session.journal_rows import Rows, Value
 if TYPE_CHECKING:
     import psycopg
 
-FORMAT = 4
+FORMAT = 5
 """The format of new databases."""
 CONNECT_SECONDS = 5
 STATEMENT_SECONDS = 10
@@ -20,6 +20,7 @@ STATEMENT_SECONDS = 10
 _LOCK = 0x54454E55
 """The advisory lock of those who create or upgrade the tables, and of changes that touch pieces others may use."""
 
+GIVEN_UP = "CREATE INDEX given_up_sessions ON sessions (left_by) WHERE owner IS NULL"
 OBJECTS = """
 CREATE TABLE objects (
     id BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY, tenant TEXT NOT NULL, kind TEXT NOT NULL, name TEXT NOT NULL,
@@ -46,9 +47,10 @@ CREATE TABLE sessions (
     id BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY, tenant TEXT NOT NULL, name TEXT NOT NULL, policy BYTEA NOT NULL,
     system TEXT, version BIGINT NOT NULL, used DOUBLE PRECISION, length BIGINT NOT NULL, turns BIGINT NOT NULL,
     results BIGINT NOT NULL, checksum BIGINT NOT NULL, born BYTEA, owner BIGINT,
-    epoch BIGINT NOT NULL DEFAULT nextval('epochs'), UNIQUE (tenant, name)
+    epoch BIGINT NOT NULL DEFAULT nextval('epochs'), left_by BIGINT, UNIQUE (tenant, name)
 );
 CREATE INDEX sessions_of_owners ON sessions (owner);
+{GIVEN_UP};
 CREATE TABLE pieces (
     id BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY, tokens BYTEA NOT NULL, checksum BIGINT NOT NULL
 );
@@ -73,7 +75,9 @@ CREATE TABLE results (
 # Tables and checksums are those of `journal_rows.SCHEMA`, and besides:
 #
 # `sessions.owner`: the replica that may commit; `epoch`: drawn from one sequence whenever a session is opened or
-# claimed, so no two ownerships have the same. `records`: the epoch and the owner that committed the turn.
+# claimed, so no two ownerships have the same. `left_by`: the replica that has saved the state of a session without an
+# owner, if there is one; of no meaning while the session has an owner. `records`: the epoch and the owner that
+# committed the turn.
 # `replicas`: a lease ends `lease` seconds after its heartbeat, by the database's clock, or when it is `ended`. `lost`:
 # whether a session may have been claimed since the heartbeat. `load`: a `ReplicaLoad` in JSON. `tenants`:
 # what each tenant with limits has there, as a `TenantUse`, in JSON.
@@ -86,6 +90,7 @@ MIGRATIONS = {
     1: "ALTER TABLE replicas ADD COLUMN load TEXT",
     2: "ALTER TABLE replicas ADD COLUMN tenants TEXT",
     3: OBJECTS,
+    4: f"ALTER TABLE sessions ADD COLUMN left_by BIGINT;\n{GIVEN_UP}",
 }
 """The statements that turn a database of each format into the next format."""
 

@@ -32,6 +32,8 @@ LIVE = "NOT ended AND heartbeat + lease * INTERVAL '1 second' > clock_timestamp(
 """Whether a replica's lease has not ended, by the database's clock."""
 _UNOWNED = f"(owner IS NULL OR owner NOT IN (SELECT id FROM replicas WHERE {LIVE}))"
 """Whether no live replica owns a session."""
+_NUMBERS = "string_to_array(?, ',')::bigint[]"
+"""A value with numbers, separated by commas."""
 FORGOTTEN = "INTERVAL '1 day'"
 """How long the row of a replica without sessions stays after its lease."""
 
@@ -39,12 +41,19 @@ FORGOTTEN = "INTERVAL '1 day'"
 @dataclass(frozen=True, slots=True)
 class Owned:
     """Where a session is. `owner`: the number of its owner; `None` if it was given up. `live`: whether the owner's
-    lease has not ended. `url`: of the owner."""
+    lease has not ended. `url`: of the owner. `left_by`: the replica that has saved the state of a session that was
+    given up, if there is one."""
 
     owner: int | None
     epoch: int
     live: bool
     url: str
+    left_by: int | None = None
+
+    @property
+    def saved_by(self) -> int | None:
+        """The replica that may have saved the session's state, if there is one."""
+        return self.owner if self.owner is not None else self.left_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +181,8 @@ class Replicas:
     def find(self, key: SessionKey) -> Owned | None:
         """Returns where a session is; `None` if there is none."""
         query = (
-            f"SELECT owner, epoch, coalesce({LIVE}, FALSE), coalesce(url, '') FROM sessions LEFT JOIN replicas "
-            "ON replicas.id = owner WHERE tenant = ? AND name = ?"
+            f"SELECT owner, epoch, coalesce({LIVE}, FALSE), coalesce(url, ''), left_by FROM sessions "
+            "LEFT JOIN replicas ON replicas.id = owner WHERE tenant = ? AND name = ?"
         )
         found = self.db.execute(query, key).fetchone()
         return Owned(*found) if found is not None else None
@@ -274,19 +283,23 @@ class Replicas:
         found = self.db.execute(query, (owner,)).fetchone()
         return found is not None and bool(found[0])
 
-    def give_up(self, key: SessionKey, epoch: int) -> None:
-        """Gives up a session, if it is owned in this epoch, so that any replica may claim it."""
-        query = "UPDATE sessions SET owner = NULL WHERE tenant = ? AND name = ? AND owner = ? AND epoch = ?"
-        self.db.execute(query, (*key, self.number, epoch))
+    def give_up(self, key: SessionKey, epoch: int, saved_by: int | None = None) -> None:
+        """Gives up a session, if it is owned in this epoch, so that any replica may claim it. `saved_by`: the replica
+        that has saved its state, if there is one."""
+        query = (
+            "UPDATE sessions SET owner = NULL, left_by = ? WHERE tenant = ? AND name = ? AND owner = ? AND epoch = ?"
+        )
+        self.db.execute(query, (saved_by, *key, self.number, epoch))
 
     def needed(self, replicas: Collection[int]) -> set[int]:
-        """Returns those of these replicas that live or own sessions."""
+        """Returns those of these replicas that live, own sessions, or have the state of some that were given up."""
         asked = ",".join(map(str, replicas))
         query = (
-            f"SELECT id FROM replicas WHERE id = ANY(string_to_array(?, ',')::bigint[]) AND {LIVE} "
-            "UNION SELECT owner FROM sessions WHERE owner = ANY(string_to_array(?, ',')::bigint[])"
+            f"SELECT id FROM replicas WHERE id = ANY({_NUMBERS}) AND {LIVE} "
+            f"UNION SELECT owner FROM sessions WHERE owner = ANY({_NUMBERS}) "
+            f"UNION SELECT left_by FROM sessions WHERE owner IS NULL AND left_by = ANY({_NUMBERS})"
         )
-        return {number for (number,) in self.db.execute(query, (asked, asked))}
+        return {number for (number,) in self.db.execute(query, (asked, asked, asked))}
 
     def all(self) -> list[ReplicaView]:
         """Returns the fleet's replicas, with the number of sessions that each owns."""
