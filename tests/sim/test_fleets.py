@@ -7,8 +7,8 @@ import pytest
 
 from tenuto.base.errors import InvariantError, TenutoError
 from tests.sim.faults_of_fleets import FAULTS, Plant
-from tests.sim.fleet_clients import Violation
 from tests.sim.fleets import World, simulate
+from tests.sim.violation import Violation
 
 
 @pytest.mark.parametrize("seed", range(4))
