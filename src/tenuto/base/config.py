@@ -282,14 +282,14 @@ class WorkerSettings:
 
     def __post_init__(self) -> None:
         check_options(self, ConfigError)
-        engine_config(self.config)
+        config = engine_config(self.config)
         if len(self.adapters) < len(self.lora_modules):
             raise ConfigError("lora_modules have a name twice; allowed: different names")
         if (self.fleet is None) != (self.advertise is None):
             raise ConfigError("fleet and advertise are given alone; allowed: both, or neither")
         if self.fleet is not None and self.journal is not None:
             raise ConfigError("fleet and journal are given; allowed: one of them: a fleet's database has the sessions")
-        if self.shared_tier is not None and (self.fleet is None or not self.config.get("disk_tier")):
+        if self.shared_tier is not None and (self.fleet is None or not config.disk_tier):
             raise ConfigError("shared_tier is given without fleet and disk_tier; allowed: with both")
         if self.advertise is not None and not _REPLICA.fullmatch(self.advertise):
             raise ConfigError(f"advertise is {shown(self.advertise)}; allowed: a URL such as http://10.0.0.1:8000")

@@ -31,7 +31,7 @@ REMOVED = 100
 """The most objects that one request removes."""
 RETRIES = 2
 RETRY_SECONDS = 5
-_SAID = 300
+_SAID = 400
 """The most characters of what a store says about a failure."""
 _PROBE = b"whether this can be written and read"
 
@@ -67,12 +67,11 @@ class ObjectStore:
         """Does something with the store. Raises `StoreFailed`."""
         try:
             yield
-        except FileNotFoundError as error:
-            raise ObjectMissing(said(error)) from None
         except self._errors as error:
+            missing = isinstance(error, FileNotFoundError)
             with self._counting:
-                self.failures[operation] += 1
-            raise StoreFailed(said(error)) from None
+                self.failures[operation] += not (missing and operation == "read")
+            raise (ObjectMissing if missing else StoreFailed)(said(error)) from None
 
     def _count(self, direction: str, size: int) -> None:
         with self._counting:
@@ -189,7 +188,7 @@ def open_store(url: str) -> ObjectStore:
 def said(error: Exception) -> str:
     """Returns what a store has said, in one line and without the queries of URLs, which may have signatures."""
     text = " ".join(str(error).partition("Debug source")[0].split())
-    return re.sub(r"\?[^\s\"')]+", "?...", text)[:_SAID] or type(error).__name__
+    return re.sub(r"(://[^\s?]*)\?[^\s\"')]+", r"\1?...", text)[:_SAID] or type(error).__name__
 
 
 def _batches(names: Iterable[str]) -> Iterator[list[str]]:
