@@ -67,7 +67,7 @@ def failures_after_which_nothing_is_tried_again(patch: pytest.MonkeyPatch) -> No
     patch.setattr(Mirror, "_copy", copied)
 
 
-def objects_that_others_removed_and_nobody_misses(patch: pytest.MonkeyPatch) -> None:
+def objects_that_vanish_and_nobody_misses(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Mirror, "_recheck", lambda _: None)
 
 
@@ -83,13 +83,13 @@ def objects_that_are_removed_though_they_are_needed(patch: pytest.MonkeyPatch) -
 FAULTS: dict[Plant, int] = {
     listings_that_are_written_before_their_files: 0,
     files_that_are_removed_while_others_need_them: 0,
-    files_that_are_removed_before_listings: 0,
-    erased_units_that_stay: 0,
+    files_that_are_removed_before_listings: 5,
+    erased_units_that_stay: 42,
     sessions_that_stay_when_they_are_closed: 0,
-    failures_after_which_nothing_is_tried_again: 0,
-    objects_that_others_removed_and_nobody_misses: 0,
+    failures_after_which_nothing_is_tried_again: 1,
+    objects_that_vanish_and_nobody_misses: 7,
     objects_that_are_removed_though_they_are_needed: 0,
-    saved_state_that_is_not_compared: 0,
+    saved_state_that_is_not_compared: 33,
 }
 """The faults, each with a world that fails with it. `python -m tests.sim.faults_of_shared_tiers` looks for such
 worlds."""

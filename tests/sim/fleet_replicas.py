@@ -185,8 +185,7 @@ class Replica(Journaled):
         world.disks[self.member.number] = self.disk
         self.tier: SimulatedTier | None = None
         if world.store is not None:
-            secret, number = self.member.secret, self.member.number
-            self.tier = SimulatedTier(world.store, secret, number, self._meanwhile, lambda: self.world.now)
+            self.tier = SimulatedTier(world.store, self.member.number, self._meanwhile, lambda: self.world.now)
         place = self.tier if self.tier is not None else Disks(world.disks)
         self.states, self.readings = SavedStates([place], cast("EngineLoop", self)), Readings()
         self.states._reading = cast("Any", self.readings)

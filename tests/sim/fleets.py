@@ -71,7 +71,9 @@ class World(Mover):
         self.chance = Random(seed * 31 + 7)
         self.calm = True
         weather = Random(seed * 17 + 3)
-        self.store = SharedStore(weather, self.disks, lambda: self.calm, self._needed) if shared else None
+        self.store: SharedStore | None = None
+        if shared:
+            self.store = SharedStore(weather, self.disks, lambda: self.calm, self._needed, loses=seed % 4 == 3)
         self.running: list[tuple[Replica, Steps]] = []
         self._over: set[Steps] = set()
         self.replicas = [Replica(self, f"replica-{number}") for number in range(REPLICAS)]

@@ -25,6 +25,8 @@ FAILS = 0.08
 SPOILS = 0.15
 """The probability that an object is read which is not what it should be."""
 
+SECRET = "of all fleets: names of objects do not depend on chance"
+
 Units = dict[int, list[NamedUnit]]
 Stored = bytes | Units
 """An object: what is listed for a session, or the units of a file."""
@@ -32,7 +34,7 @@ Stored = bytes | Units
 
 class SharedStore:
     """The objects of all replicas. `chance`: decides what fails; nothing does while the world is `calm`. `needed`:
-    which of some replicas live or own sessions, as the database says."""
+    which of some replicas live or own sessions, as the database says. `loses`: whether objects vanish."""
 
     def __init__(
         self,
@@ -40,13 +42,16 @@ class SharedStore:
         disks: Mapping[int, FaultyDisk],
         calm: Callable[[], bool],
         needed: Callable[[Collection[int]], Collection[int]],
+        *,
+        loses: bool,
     ) -> None:
         self.chance = chance
+        self.loses = loses
         self.disks = disks
         self.calm = calm
         self.needed = needed
         self.objects: dict[str, Stored] = {}
-        self.tidied: set[str] = set()  # folders from which others have removed objects
+        self.tidied: set[str] = set()  # folders from which objects have gone otherwise
         self._older: dict[str, list[Stored]] = {}
 
     def fails(self, when: str) -> bool:
@@ -70,6 +75,12 @@ class SharedStore:
 
     def names(self, folder: str) -> set[str]:
         return {name.removeprefix(f"{folder}/") for name in self.objects if name.startswith(f"{folder}/")}
+
+    def lose(self, folder: str) -> None:
+        """Removes an object from a folder, if there is one."""
+        for name in self.chance.sample(sorted(self.names(folder)), min(1, len(self.names(folder)))):
+            del self.objects[f"{folder}/{name}"]
+            self.tidied.add(folder)
 
     def replicas(self) -> set[int]:
         """Returns the numbers of all replicas with objects."""
@@ -162,14 +173,14 @@ class SimulatedTier(SharedTier):
     """The shared tier of one replica."""
 
     def __init__(
-        self, store: SharedStore, secret: str, number: int, meanwhile: Callable[[], None], now: Callable[[], float]
+        self, store: SharedStore, number: int, meanwhile: Callable[[], None], now: Callable[[], float]
     ) -> None:
-        self.folder = f"{prefix_of(secret)}-{number}"
+        self.folder = f"{prefix_of(SECRET)}-{number}"
         self._client, self._shared = Client(store, self.folder, meanwhile), store
         self._disk = disk = store.disks[number]
         directory, asked = Path(str(number)), cast("ObjectStore", self._client)
-        super().__init__(asked, secret, number, directory, now)
-        self.mirror = Mirror(disk.index, SharedFolder(asked, secret, number, directory), AtOnce())
+        super().__init__(asked, SECRET, number, directory, now)
+        self.mirror = Mirror(disk.index, SharedFolder(asked, SECRET, number, directory), AtOnce())
         disk.watch(self.mirror)
 
     @contextmanager
@@ -180,6 +191,8 @@ class SimulatedTier(SharedTier):
         """Does one round, and sometimes removes what others have left."""
         with suppress(StoreFailed, DiskFailed):
             self.mirror.round(now, settled=0.1)
+        if self._shared.loses and self._shared.chance.random() < 0.1:
+            self._shared.lose(self.folder)
         if self._shared.chance.random() < 0.1:
             with suppress(StoreFailed):
                 self.tidy(self._shared.needed)

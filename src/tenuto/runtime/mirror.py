@@ -143,7 +143,7 @@ class Mirror:
         return set(due), files
 
     def _copy_again(self, files: set[str]) -> None:
-        for name in tuple(files):
+        for name in sorted(files):
             if name in self._lengths and self._target.put_file(name) is None:
                 self._give_up(name)
             files.discard(name)
@@ -151,14 +151,14 @@ class Mirror:
     def _copy(self, sessions: set[SessionKey]) -> None:
         """Copies what the index lists for sessions, which are taken from the set one by one."""
         wanted: dict[SessionKey, tuple[str, Listing]] = {}
-        for key in tuple(sessions):
+        for key in sorted(sessions):
             if (found := self._found(key)) is not None:
                 wanted[key] = found
             else:
                 self._unlist(key)
                 sessions.discard(key)
         lacking = {name for _, listing in wanted.values() for name in listing.sizes} - self._lengths.keys()
-        self._each(self._copy_file, lacking)
+        self._each(self._copy_file, sorted(lacking))
         for key, (_, listing) in tuple(wanted.items()):
             if not listing.sizes.keys() <= self._lengths.keys():  # it has changed meanwhile, which will be told
                 del wanted[key]

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -90,7 +89,7 @@ class SharedFolder:
         return listing_name(self._secret, key)
 
     def remove(self, names: Collection[str]) -> None:
-        self._store.remove([f"{self._folder}/{name}" for name in names])
+        self._store.remove([f"{self._folder}/{name}" for name in sorted(names)])
 
     def names(self) -> set[str]:
         return self._store.names(self._folder)
@@ -183,7 +182,7 @@ class SharedTier:
         rest = REMOVED
         for number in sorted(unneeded & self._unneeded):
             folder = f"{self._prefix}-{number}"
-            names = [f"{folder}/{name}" for name in islice(self._store.names(folder), rest)]
+            names = [f"{folder}/{name}" for name in sorted(self._store.names(folder))[:rest]]
             self._store.remove(names)
             rest -= len(names)
         self._unneeded = unneeded
