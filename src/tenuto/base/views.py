@@ -307,7 +307,7 @@ class Stats(View, frozen=True, kw_only=True):
     `tier_failures`: failed copies, writes and reads, by cause. `snapshots`: sessions that an earlier process saved, by
     whether their memory was restored. `saved`: sessions with state on disk for the next process; `unsaved`: those that
     wait for it; `saved_bytes`: bytes written for it. `held_tokens`: committed tokens of open sessions, by tenant.
-    `shared`: the shared tier, if there is one."""
+    `shared`: the use of the fleet's shared tier."""
 
     sessions: int
     running: int
@@ -335,7 +335,7 @@ class Stats(View, frozen=True, kw_only=True):
     unsaved: int
     saved_bytes: int
     held_tokens: dict[str, int]
-    shared: SharedTierView | None = None
+    shared: SharedTierView = SharedTierView()
 
 
 def hidden_session_id() -> str:
