@@ -48,10 +48,6 @@ def files_that_are_removed_before_listings(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Mirror, "_remove", files_first)
 
 
-def erased_units_that_stay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Mirror, "overwritten", lambda *_: None)
-
-
 def sessions_that_stay_when_they_are_closed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Mirror, "_unlist", lambda *_: None)
 
@@ -84,7 +80,6 @@ FAULTS: dict[Plant, int] = {
     listings_that_are_written_before_their_files: 0,
     files_that_are_removed_while_others_need_them: 0,
     files_that_are_removed_before_listings: 5,
-    erased_units_that_stay: 42,
     sessions_that_stay_when_they_are_closed: 0,
     failures_after_which_nothing_is_tried_again: 1,
     objects_that_vanish_and_nobody_misses: 7,
