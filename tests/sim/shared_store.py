@@ -107,7 +107,7 @@ class Client:
 
     @contextmanager
     def _changing(self) -> Iterator[SharedStore]:
-        if self._store.chance.random() < 0.3:
+        if not self._store.calm() and self._store.chance.random() < 0.3:
             self._meanwhile()
         if self._store.fails("before"):
             raise StoreFailed("the request is lost")
