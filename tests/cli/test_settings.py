@@ -90,9 +90,11 @@ def test_every_option_is_read_from_its_variable(show: Show) -> None:
     of_fleet = {"TENUTO_FLEET": "postgresql://db/fleet", "TENUTO_ADVERTISE": "http://10.0.0.1:8000"}
     assert shown(show(**of_fleet))["advertise"] == ('"http://10.0.0.1:8000"', "variable TENUTO_ADVERTISE")
     assert shown(show(**of_fleet))["fleet"] == ("********", "variable TENUTO_FLEET")
+    shared = shown(show(**of_fleet, TENUTO_DISK_TIER="tier", TENUTO_SHARED_TIER="s3://bucket/prefix"))
+    assert shared["shared_tier"] == ('"s3://bucket/prefix"', "variable TENUTO_SHARED_TIER")
     found = shown(show(**given))
     for name, (value, source) in found.items():
-        if name not in ("keys", "fleet", "advertise", "fleet_secret_file"):
+        if name not in ("keys", "fleet", "advertise", "fleet_secret_file", "shared_tier"):
             assert source == f"variable TENUTO_{name.upper()}"
             assert value == defaults.get(name, value)
     assert found["served_model_name"][0] == '["a", "b"]'
@@ -161,6 +163,10 @@ def test_keys_are_masked(show: Show) -> None:
         ("advertise = 'http://db:1'\n", r"fleet and advertise are given alone"),
         ("fleet = 'x'\nadvertise = 'a:1'\n", r"advertise is 'a:1'; allowed: a URL such as"),
         ("fleet = 'x'\nadvertise = 'http://a:1'\njournal = 'j'\n", r"fleet and journal are given; allowed: one"),
+        ("shared_tier = 's3://b/p'\n", r"shared_tier is given without fleet and disk_tier; allowed: with both"),
+        ("shared_tier = 'ftp://b'\n", r"shared_tier is 'ftp://b'; allowed: s3://BUCKET/PREFIX, gs://.*, or none"),
+        ("shared_tier = 's3://'\n", r"shared_tier is 's3://'; allowed"),
+        ("shared_tier = 'file://tier'\n", r"shared_tier is 'file://tier'; allowed"),
         ("fleet_lease = 0.1\n", r"fleet_lease is 0\.1; allowed"),
         ("fleet_secret_file = 'no'\n", r"the file with the fleet's secret, no, cannot be used"),
         ("port = \n", r"tenuto\.toml cannot be used: .*line 1"),
@@ -168,6 +174,13 @@ def test_keys_are_masked(show: Show) -> None:
 )
 def test_an_error_in_the_file_is_one_line_that_names_it(show: Show, file: str, error: str) -> None:
     assert re.search(error, refused(show(file=file)))
+
+
+@pytest.mark.parametrize("url", ["s3://user:hidden@bucket/p", "s3://bucket/p?key=hidden", "s3://b#hidden", "hidden@b"])
+def test_what_may_be_credentials_in_the_url_of_a_store_is_refused_and_not_shown(show: Show, url: str) -> None:
+    error = refused(show(file=f"shared_tier = '{url}'\n"))
+    assert re.search(r"shared_tier is a URL with a user, a query or a fragment; allowed: s3://", error)
+    assert "hidden" not in error
 
 
 def test_the_secret_of_a_fleet_is_a_line_that_can_be_sent(tmp_path: Path) -> None:

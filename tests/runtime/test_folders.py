@@ -59,22 +59,22 @@ def left(tmp_path: Path) -> Iterator[Path]:
 
 
 def read(folders: Folders, about: Wanted) -> tuple[int, list[list[int]]]:
-    position, groups = folders.of(1).read(KEY, about)
+    position, groups = folders.of(1, KEY).read(KEY, about)
     return position, [[int(unit[0]) for unit in group] for group in groups]
 
 
 def test_state_of_a_replica_is_found_while_it_goes_on(folders: Folders, left: Path) -> None:
-    assert folders.of(1).reaches(KEY) == 6
-    assert folders.of(1).reaches(("tenant", "another")) == 0
+    assert folders.of(1, KEY).reaches(KEY) == 6
+    assert folders.of(1, KEY).reaches(("tenant", "another")) == 0
     assert read(folders, wanted()) == (6, [[0, 1, 2]])
 
 
 def test_state_that_is_listed_later_is_found(folders: Folders, left: Path) -> None:
-    assert folders.of(1).reaches(("tenant", "t")) == 0
+    assert folders.of(1, KEY).reaches(("tenant", "t")) == 0
     index = StateIndex(left / INDEX)
     index.apply([Listing(("tenant", "t"), 4, (0,), (), {})])
     index.close()
-    assert folders.of(1).reaches(("tenant", "t")) == 4
+    assert folders.of(1, KEY).reaches(("tenant", "t")) == 4
 
 
 def test_units_of_other_tokens_are_not_read(folders: Folders, left: Path) -> None:
@@ -111,10 +111,10 @@ def test_a_file_or_an_index_that_is_missing_or_damaged_is_an_error(folders: Fold
     (left / INDEX).write_bytes(b"no index")
     (left / f"{INDEX}-wal").unlink()
     with pytest.raises((DiskFailed, IndexUnusable)):
-        folders.of(1).reaches(KEY)
+        folders.of(1, KEY).reaches(KEY)
     shutil.rmtree(left)
     with pytest.raises(IndexUnusable):
-        folders.of(1)
+        folders.of(1, KEY)
 
 
 def test_malformed_rows_of_an_index_are_an_error(folders: Folders, left: Path) -> None:
@@ -123,7 +123,7 @@ def test_malformed_rows_of_an_index_are_an_error(folders: Folders, left: Path) -
     index._connection("write").commit()
     index.close()
     with pytest.raises(DiskFailed, match="malformed"):
-        folders.of(1).reaches(KEY)
+        folders.of(1, KEY).reaches(KEY)
 
 
 def test_folders_that_nobody_needs_twice_in_a_row_are_removed(tmp_path: Path, folders: Folders) -> None:

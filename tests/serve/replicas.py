@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -22,7 +22,7 @@ LEASE = 1.5
 class Replicas:
     """Servers with the same options on one database. `url`: of the database. `lease`: in seconds; a busy machine may
     let a replica wait for longer than a short one. `networks`: those the replicas are in, if they have their own.
-    `rebalance`: whether they spread load."""
+    `rebalance`: whether they spread load. `own`: returns more options of a replica."""
 
     def __init__(
         self,
@@ -32,11 +32,13 @@ class Replicas:
         lease: float = LEASE,
         networks: Networks | None = None,
         rebalance: bool = False,
+        own: Callable[[int], Sequence[str]] = lambda _: (),
     ) -> None:
         self.url = url
         self.lease = lease
         self.networks = networks
         self._arguments = *arguments, "--fleet-rebalance" if rebalance else "--no-fleet-rebalance"
+        self._own = own
         self._places = networks.places if networks is not None else [Place("127.0.0.1", url)] * count
         self._ports = [free_port() for _ in range(count)]
         with ThreadPoolExecutor(count) as starting:
@@ -52,6 +54,7 @@ class Replicas:
         return Server(
             *("--host", place.address, "--port", str(port), "--advertise", f"http://{place.address}:{port}"),
             *("--fleet", place.database, "--fleet-lease", str(self.lease), *self._arguments),
+            *self._own(number),
             env={"TENUTO_ADMIN_API_KEY": KEY} if self.networks is not None else None,
             enter=place.enter,
         )
@@ -81,9 +84,10 @@ def replicas(
     lease: float = LEASE,
     networks: Networks | None = None,
     rebalance: bool = False,
+    own: Callable[[int], Sequence[str]] = lambda _: (),
 ) -> Iterator[Replicas]:
     """Runs a fleet inside the context."""
-    fleet = Replicas(url, count, *arguments, lease=lease, networks=networks, rebalance=rebalance)
+    fleet = Replicas(url, count, *arguments, lease=lease, networks=networks, rebalance=rebalance, own=own)
     try:
         yield fleet
     finally:

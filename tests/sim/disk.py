@@ -7,7 +7,7 @@ from random import Random
 
 from tenuto.base.views import SessionKey
 from tenuto.memory.tiers.contents import Content, NamedUnit
-from tenuto.memory.tiers.disk import DiskFailed, IndexUnusable, Listed, Listing, Run, UnitFile
+from tenuto.memory.tiers.disk import DiskFailed, IndexUnusable, Listed, Listing, Run, UnitFile, Watcher
 from tenuto.memory.tiers.state_index import MEMORY, StateIndex
 
 FAILS = 0.1
@@ -41,6 +41,12 @@ class FaultyIndex(StateIndex):
         super().apply(changes)
         self.log_holds |= any(change.position is None for change in changes)
 
+    def sessions(self) -> list[SessionKey]:
+        """Returns the sessions that are listed."""
+        if self._is_empty(self._connection("read")):
+            return []
+        return [(str(tenant), str(name)) for tenant, name in self._read("SELECT tenant, name FROM sessions")]
+
     def empty_log(self) -> None:
         if self._chance.random() < FAILS:
             raise DiskFailed("write", "simulated write failure")
@@ -64,6 +70,11 @@ class FaultyDisk:
         self._sizes: dict[str, int] = {}  # as the engine counts them
         self._written = 0
         self.index = FaultyIndex(chance)
+        self._watcher: Watcher | None = None
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tells somebody of changes from now on."""
+        self._watcher = self.index._watcher = watcher
 
     def become(self, identity: str, *, keep: bool = False) -> None:
         """Does nothing: all files of the simulation have the same identity."""
@@ -103,6 +114,8 @@ class FaultyDisk:
                     unit.data.fill(0)
                     rows[row] = NamedUnit(Content(b"", b""), unit.data)
                     file.overwritten += 1
+        if self._watcher is not None:
+            self._watcher.overwritten(file.name)
         return file.overwritten
 
     def holding(self) -> Iterator[tuple[str, int, int]]:

@@ -15,6 +15,7 @@ from tenuto.base.errors import AlreadyExists
 from tenuto.base.wire.messages import StartTurn
 from tenuto.session.session import Session
 from tests.sim.fleet_replicas import LEASE, Replica, asked_turn
+from tests.sim.violation import Violation
 
 NAMES = ("a", "b", "c", "d")
 MOST = 7
@@ -22,10 +23,6 @@ MOST = 7
 
 Steps = Generator[None, None, None]
 """An operation of a client. Anything may happen between its steps."""
-
-
-class Violation(AssertionError):
-    """A replica has broken a promise."""
 
 
 @dataclass

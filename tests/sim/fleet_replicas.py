@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from random import Random
 from typing import Any, Protocol, TypeVar, cast
@@ -14,7 +14,7 @@ import psycopg
 from tenuto.base.config import EngineConfig
 from tenuto.base.errors import NotAcknowledged, TenutoError
 from tenuto.base.options import TurnParams
-from tenuto.base.views import KeptTurn, MovesView, Place, TenantUse
+from tenuto.base.views import KeptTurn, MovesView, Place, SessionKey, TenantUse
 from tenuto.base.wire.fleet_messages import Locate, TellLoad
 from tenuto.base.wire.messages import FindTurn, StartTurn
 from tenuto.engine.engine import Engine
@@ -22,7 +22,7 @@ from tenuto.engine.thread.loop import EngineLoop, Subscriber
 from tenuto.memory.memory import session_bytes, units_for_budget
 from tenuto.memory.shape import Shape
 from tenuto.memory.tiers.contents import NamedUnit
-from tenuto.memory.tiers.disk import DiskFailed, IndexUnusable, UnitFile
+from tenuto.memory.tiers.disk import DiskFailed, UnitFile
 from tenuto.memory.tiers.left_state import LeftState
 from tenuto.runtime.member import BEATS, Member
 from tenuto.runtime.models import Model
@@ -37,6 +37,7 @@ from tenuto.text.stream import TextStream
 from tests.carriers import AtOnce
 from tests.session.test_journal import Journaled
 from tests.sim.disk import FaultyDisk
+from tests.sim.shared_store import SharedStore, SimulatedTier
 
 T = TypeVar("T")
 
@@ -58,13 +59,15 @@ def asked_turn(name: str, given: int, key: str | None, *, resumable: bool) -> St
 
 class Surroundings(Protocol):
     """The world of a replica: its database, and time. `failure` says whether the next message is lost. `disks`: of all
-    replicas that ever lived, by number. `chance`: decides what their disks do."""
+    replicas that ever lived, by number. `chance`: decides what their disks do. `store`: the store that replicas share
+    if none can read the disk of another."""
 
     url: str
     now: float
     dbs: list[Database]
     disks: dict[int, FaultyDisk]
     chance: Random
+    store: SharedStore | None
 
     def failure(self) -> str: ...
 
@@ -139,7 +142,7 @@ class Disks:
     def __init__(self, disks: Mapping[int, FaultyDisk]) -> None:
         self._disks = disks
 
-    def of(self, replica: int) -> LeftState:
+    def of(self, replica: int, key: SessionKey) -> LeftState:
         disk = self._disks[replica]
         return LeftState(disk.index, lambda _: nullcontext(Left(disk)))
 
@@ -162,7 +165,7 @@ class Replica(Journaled):
 
     def __init__(self, world: Surroundings, name: str) -> None:
         self.world = world
-        self.disk = FaultyDisk(world.chance)
+        self.disk = FaultyDisk(world.chance, swaps=world.store is None)
         self.disk.budget = world.chance.choice(BUDGETS)
         super().__init__()
         self.engine.sessions.recover()
@@ -180,7 +183,11 @@ class Replica(Journaled):
         loop, model = cast("EngineLoop", self), str(self.engine.vocab_size)
         self.moves = Moves(self.member, loop, lambda: model, lambda _: None, self.engine.turns.ready)
         world.disks[self.member.number] = self.disk
-        self.states, self.readings = SavedStates(Disks(world.disks), cast("EngineLoop", self)), Readings()
+        self.tier: SimulatedTier | None = None
+        if world.store is not None:
+            self.tier = SimulatedTier(world.store, self.member.number, self._meanwhile, lambda: self.world.now)
+        place = self.tier if self.tier is not None else Disks(world.disks)
+        self.states, self.readings = SavedStates([place], cast("EngineLoop", self)), Readings()
         self.states._reading = cast("Any", self.readings)
         self.member._saved = self.states
         world.dbs += [self.member._asks.db, self.member._beats.db, self.member.journal._db]
@@ -211,16 +218,21 @@ class Replica(Journaled):
         """Gives sessions that were claimed the state that their last owners have saved."""
         while self.readings.waiting:
             session, owner, arrived = self.readings.waiting.pop(0)
-            with suppress(DiskFailed, IndexUnusable):
-                self.states.fetch(session, owner)
+            self.states.find(session, owner)
             self.states.arrive(session, arrived)
 
     def rest(self) -> None:
         """Does what nobody waits for: saves what has changed, and reads what is left to read."""
         self._read()
         for _ in range(SAVING):
-            if self.engine.idle:
-                self.engine.step()
+            self._meanwhile()
+        if self.tier is not None:
+            self.tier.step(self.world.now)
+
+    def _meanwhile(self) -> None:
+        """Does a step that begins no turn."""
+        if self.engine.idle:
+            self.engine.step()
 
     def _fails(self) -> str:
         return "before" if self.cut_off else "" if self._counting else self.world.failure()

@@ -16,7 +16,7 @@ session can be used through every replica within a few leases. In worlds of odd 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from random import Random
 from typing import TypeVar, cast
 
@@ -26,14 +26,17 @@ from tenuto.base.errors import Misdirected, NotAcknowledged, NotFound, SessionBu
 from tenuto.base.views import Place, TenantUse
 from tenuto.runtime.member import BEATS
 from tenuto.session.postgres.database import Database
+from tenuto.session.postgres.replicas import Replicas
 from tenuto.session.session import RECORD_BYTES, SESSION_BYTES, Session
 from tests.postgres import database
 from tests.serve.test_killed_streams import witness_output
 from tests.sim.disk import FaultyDisk
-from tests.sim.fleet_clients import Known, Steps, Violation, inputs
+from tests.sim.fleet_clients import Known, Steps, inputs
 from tests.sim.fleet_moves import Mover
 from tests.sim.fleet_replicas import LEASE, Replica
 from tests.sim.seeds import run
+from tests.sim.shared_store import SharedStore
+from tests.sim.violation import Violation
 
 T = TypeVar("T")
 
@@ -50,10 +53,10 @@ CREATE FUNCTION fleet.clock_timestamp() RETURNS TIMESTAMPTZ LANGUAGE SQL AS 'SEL
 
 
 class World(Mover):
-    """Replicas, clients and time. `seed` decides everything. `gives_up`: whether replicas give sessions up, as
-    when they are drained."""
+    """Replicas, clients and time. `seed` decides everything. `gives_up`: whether replicas give sessions up, as when they
+    are drained. With a `shared` tier, no replica can read the disk of another."""
 
-    def __init__(self, seed: int, *, gives_up: bool = False) -> None:
+    def __init__(self, seed: int, *, gives_up: bool = False, shared: bool = False) -> None:
         self._gives_up = gives_up
         self.url = database()
         super().__init__(Random(seed), psycopg.connect(self.url, autocommit=True))
@@ -63,12 +66,17 @@ class World(Mover):
         path = "search_path TO fleet, pg_catalog, public"
         self._db.execute(f"ALTER DATABASE {name} SET {path}".encode())
         self._db.execute(f"SET {path}".encode())
-        self.dbs: list[Database] = []
+        self._asks = Replicas(Database(self.url), "tokens")
+        self.dbs = [self._asks.db]
         self.disks: dict[int, FaultyDisk] = {}
         self.chance = Random(seed * 31 + 7)
+        self.calm = True
+        weather = Random(seed * 17 + 3)
+        self.store: SharedStore | None = None
+        if shared:
+            self.store = SharedStore(weather, self.disks, lambda: self.calm, self._needed, loses=seed % 4 == 3)
         self.running: list[tuple[Replica, Steps]] = []
         self._over: set[Steps] = set()
-        self.calm = True
         self.replicas = [Replica(self, f"replica-{number}") for number in range(REPLICAS)]
         self.calm = False
         self.operations = self.moves = self.given_up = self._taken_over = 0
@@ -109,6 +117,8 @@ class World(Mover):
         self.advance(rng.choice((0.01, 0.05, 0.2)))
         for replica in self._awake():
             self._pass(replica)
+            if replica.tier is not None:
+                replica.tier.check()
         draw, replica = rng.random(), rng.choice(self.replicas)
         if replica.ended or draw < 0.01:
             self._restart(replica)
@@ -203,6 +213,28 @@ class World(Mover):
         self._check_rest()
         for replica in self.replicas:
             replica.engine.audit()
+        self._check_store()
+
+    def _needed(self, numbers: Collection[int]) -> Collection[int]:
+        """Returns those of these replicas that live or own sessions; no message about that is lost."""
+        return self._asks.needed(numbers)
+
+    def _check_store(self) -> None:
+        """Checks that the store has what the disks of replicas have, and nothing that nobody needs."""
+        if self.store is None:
+            return
+        for replica in self.replicas:
+            tier = replica.tier
+            assert tier is not None
+            saves = replica.engine.idle_memory.saves
+            for _ in range(100):  # the disk still fails
+                saves._retry_at = 0.0
+                saves.settle(self.now)
+            tier.settle(self.now)
+            for _ in range(2):
+                tier.tidy(self._needed)
+            if unneeded := self.store.replicas() - set(self._needed(self.store.replicas())):
+                raise Violation(f"the store has objects of replicas {unneeded}, which nobody needs")
 
     def _live_on(self, leases: float) -> None:
         """Lets replicas keep their leases, and write what they have, for so long."""
@@ -294,9 +326,9 @@ def _check_outputs(session: Session) -> None:
             raise Violation(f"{session.id} has other tokens than follow from its history")
 
 
-def simulate(seed: int, steps: int = 150, *, gives_up: bool = False) -> World:
+def simulate(seed: int, steps: int = 150, *, gives_up: bool = False, shared: bool = False) -> World:
     """Runs a world. Raises `Violation`, or whatever a replica raises."""
-    world = World(seed, gives_up=gives_up)
+    world = World(seed, gives_up=gives_up, shared=shared)
     try:
         world.run(steps)
     finally:
@@ -305,4 +337,9 @@ def simulate(seed: int, steps: int = 150, *, gives_up: bool = False) -> World:
 
 
 if __name__ == "__main__":
-    run(__doc__, lambda seed, steps: simulate(seed, steps, gives_up=seed % 2 == 1).operations, 150, "tenuto.fleet")
+    run(
+        __doc__,
+        lambda seed, steps: simulate(seed, steps, gives_up=seed % 2 == 1, shared=seed // 2 % 2 == 1).operations,
+        150,
+        "tenuto.fleet",
+    )

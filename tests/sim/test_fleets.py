@@ -8,9 +8,10 @@ import pytest
 from tenuto.base.errors import InvariantError, SessionBusy, TenutoError
 from tenuto.base.wire.fleet_messages import GiveUpSession
 from tests.sim.faults_of_fleets import FAULTS, Plant
-from tests.sim.fleet_clients import Violation
+from tests.sim.faults_of_shared_tiers import FAULTS as TIER_FAULTS
 from tests.sim.fleet_replicas import asked_turn
 from tests.sim.fleets import World, simulate
+from tests.sim.violation import Violation
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -47,6 +48,15 @@ def test_a_session_that_was_given_up_goes_on_with_its_saved_state(parked: bool) 
     world.close()
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_replicas_with_a_shared_tier_whose_store_fails_keep_their_promises(seed: int) -> None:
+    assert simulate(seed, shared=True).operations > 10
+
+
+def test_sessions_go_on_with_state_from_a_shared_tier() -> None:
+    assert any(simulate(seed, shared=True).taken_over for seed in range(20))
+
+
 def test_sessions_go_on_with_state_that_replicas_have_left() -> None:
     assert any(simulate(seed).taken_over for seed in range(20))
 
@@ -56,6 +66,13 @@ def test_a_planted_fault_of_owners_or_leases_is_noticed(plant: Plant, monkeypatc
     plant(monkeypatch)
     with pytest.raises((Violation, TenutoError, InvariantError)):
         simulate(FAULTS[plant])
+
+
+@pytest.mark.parametrize("plant", TIER_FAULTS)
+def test_a_planted_fault_of_a_shared_tier_is_noticed(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises((Violation, TenutoError, InvariantError)):
+        simulate(TIER_FAULTS[plant], shared=True)
 
 
 def test_a_session_lost_by_a_jump_of_the_clock_is_dropped_once_the_database_answers(

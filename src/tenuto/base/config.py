@@ -34,6 +34,8 @@ OTHER_VARIABLES = ("TENUTO_CACHE", "TENUTO_URL")
 """Environment variables that set no option: the directory of models, and the URL of a client's server."""
 
 _REPLICA = re.compile(r"http://[^/?#@\s]+")
+_STORE = re.compile(r"(?:s3|gs|az)://[^/\s]+(?:/\S*)?|file:///\S+")
+_STORES = "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or file:///DIRECTORY"
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
@@ -66,6 +68,23 @@ def _tenant_weights(name: str, given: Iterable[Iterable[Any]]) -> tuple[tuple[st
     return tuple(
         (tenant, WEIGHTS.check(f"the weight of tenant {tenant!r}", each, ConfigError)) for tenant, each in pairs
     )
+
+
+def shared_tier_url(name: str, given: object) -> str | None:
+    """Returns the URL of an object store; `None` for "none". Raises `ConfigError`, whose message never has what may be
+    credentials."""
+    if given is None or given == "none":
+        return None
+    if not isinstance(given, str):
+        raise ConfigError(f"{name} is {shown(given)}; allowed: {_STORES}, or none")
+    if set("@?#") & set(given):
+        raise ConfigError(
+            f"{name} is a URL with a user, a query or a fragment; allowed: {_STORES}; credentials come from the "
+            "environment"
+        )
+    if not _STORE.fullmatch(given):
+        raise ConfigError(f"{name} is {shown(given)}; allowed: {_STORES}, or none")
+    return given
 
 
 def _speculate(name: str, given: object) -> str:
@@ -252,18 +271,26 @@ class WorkerSettings:
     fleet_lease: float = option(
         1.5, "Seconds after its last heartbeat until other replicas take over this one's sessions.", Bounds(0.5, 60.0)
     )
+    shared_tier: str | None = option(
+        None,
+        "Object store to which the replicas of a fleet copy what their disk tiers save, for those that take sessions"
+        f" over on other machines: {_STORES}.",
+        shared_tier_url,
+    )
     log_level: str = option("info", "What is logged, at least.", LEVELS)
     config: EngineOptions = field(default_factory=EngineOptions)
 
     def __post_init__(self) -> None:
         check_options(self, ConfigError)
-        engine_config(self.config)
+        config = engine_config(self.config)
         if len(self.adapters) < len(self.lora_modules):
             raise ConfigError("lora_modules have a name twice; allowed: different names")
         if (self.fleet is None) != (self.advertise is None):
             raise ConfigError("fleet and advertise are given alone; allowed: both, or neither")
         if self.fleet is not None and self.journal is not None:
             raise ConfigError("fleet and journal are given; allowed: one of them: a fleet's database has the sessions")
+        if self.shared_tier is not None and (self.fleet is None or not config.disk_tier):
+            raise ConfigError("shared_tier is given without fleet and disk_tier; allowed: with both")
         if self.advertise is not None and not _REPLICA.fullmatch(self.advertise):
             raise ConfigError(f"advertise is {shown(self.advertise)}; allowed: a URL such as http://10.0.0.1:8000")
 
@@ -299,6 +326,12 @@ def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
         for name, text in environ.items()
         if name.startswith("TENUTO_") and text and name not in OTHER_VARIABLES
     }
+
+
+def allows_http(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the usual variables of object stores allow them to be asked without TLS."""
+    names = (f"{store}_ALLOW_HTTP" for store in ("AWS", "GOOGLE", "AZURE"))
+    return any(environ.get(name, "").lower() in ("1", "true", "yes", "on") for name in names)
 
 
 _OTLP_EXPORTERS = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}

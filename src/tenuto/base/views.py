@@ -287,6 +287,16 @@ class Erased(View, frozen=True, kw_only=True):
     answers: int = 0
 
 
+class SharedTierView(View, frozen=True, kw_only=True):
+    """The use of a store that the replicas of a fleet share. `moved`: bytes since the start, by direction; `failures`:
+    requests that failed, by what they were to do. `waiting`: sessions whose saved state has yet to reach it, or has yet
+    to be removed."""
+
+    moved: dict[str, int] = {}
+    failures: dict[str, int] = {}
+    waiting: int = 0
+
+
 class Stats(View, frozen=True, kw_only=True):
     """Counts since the start, and the present state. `accepted_tokens` and `rejected_tokens`: guesses that became
     output, and others that were computed, by source. `recomputed`: tokens computed again, by reason. `replayed`: tokens
@@ -296,7 +306,8 @@ class Stats(View, frozen=True, kw_only=True):
     parked sessions; `restored`: sessions restored since the start; `tier_moves`: units moved, by destination;
     `tier_failures`: failed copies, writes and reads, by cause. `snapshots`: sessions that an earlier process saved, by
     whether their memory was restored. `saved`: sessions with state on disk for the next process; `unsaved`: those that
-    wait for it; `saved_bytes`: bytes written for it. `held_tokens`: committed tokens of open sessions, by tenant."""
+    wait for it; `saved_bytes`: bytes written for it. `held_tokens`: committed tokens of open sessions, by tenant.
+    `shared`: the use of the fleet's shared tier."""
 
     sessions: int
     running: int
@@ -324,6 +335,7 @@ class Stats(View, frozen=True, kw_only=True):
     unsaved: int
     saved_bytes: int
     held_tokens: dict[str, int]
+    shared: SharedTierView = SharedTierView()
 
 
 def hidden_session_id() -> str:

@@ -6,11 +6,12 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Protocol
 
+from tenuto.base.views import SessionKey
 from tenuto.memory.tiers.left_state import LeftState
 from tenuto.memory.tiers.state_index import SUFFIXES, StateIndex
 from tenuto.memory.tiers.unit_files import INDEX, LOCK, UnitReader
@@ -19,8 +20,9 @@ from tenuto.memory.tiers.unit_files import INDEX, LOCK, UnitReader
 class LeftFolders(Protocol):
     """The state that other replicas have saved, or earlier processes. One thread uses it at a time."""
 
-    def of(self, replica: int) -> LeftState:
-        """Returns what a replica has left. Raises `IndexUnusable`."""
+    def of(self, replica: int, key: SessionKey) -> LeftState:
+        """Returns what a replica has left of a session, and maybe of others. Raises `IndexUnusable` or
+        `DiskFailed`."""
 
     def tidy(self, needed: Callable[[Collection[int]], Collection[int]]) -> None:
         """Removes what nobody needs any more. `needed`: returns those of these replicas whose sessions may need it."""
@@ -36,7 +38,7 @@ class Folders:
     def __init__(self, directory: Path, secret: str, number: int) -> None:
         """`secret`: of the fleet, by which its folders differ from those of others. `number`: of this replica."""
         self._directory = directory
-        self._prefix = hashlib.blake2b(secret.encode(), digest_size=8, person=b"tenuto-folders").hexdigest()
+        self._prefix = prefix_of(secret)
         self._number = number
         self._copy: tuple[int, list[tuple[int, int] | None], StateIndex] | None = None  # of the index read last
         self._unneeded: set[int] = set()
@@ -49,7 +51,7 @@ class Folders:
     def _folder(self, replica: int) -> Path:
         return self._directory / f"{self._prefix}-{replica}"
 
-    def of(self, replica: int) -> LeftState:
+    def of(self, replica: int, key: SessionKey) -> LeftState:  # noqa: ARG002 - one index has all sessions
         folder = self._folder(replica)
         return LeftState(self._index(replica, folder / INDEX), lambda identity: closing(UnitReader(folder, identity)))
 
@@ -74,10 +76,20 @@ class Folders:
     def _numbers(self) -> Iterator[int]:
         """Yields the numbers of the replicas of this fleet that have folders."""
         with suppress(OSError):
-            for folder in self._directory.iterdir():
-                prefix, _, number = folder.name.rpartition("-")
-                if prefix == self._prefix and number.isdecimal():
-                    yield int(number)
+            yield from numbers((folder.name for folder in self._directory.iterdir()), self._prefix)
+
+
+def prefix_of(secret: str) -> str:
+    """Returns the beginning of the names of all folders of a fleet with this secret."""
+    return hashlib.blake2b(secret.encode(), digest_size=8, person=b"tenuto-folders").hexdigest()
+
+
+def numbers(folders: Iterable[str], prefix: str) -> Iterator[int]:
+    """Yields the numbers of the replicas of a fleet whose folders are among these."""
+    for folder in folders:
+        of, _, number = folder.rpartition("-")
+        if of == prefix and number.isdecimal():
+            yield int(number)
 
 
 def _changed(path: Path) -> tuple[int, int] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -123,11 +123,11 @@ class Member:
             else:
                 return
 
-    def start(self, engine: Engine, loop: EngineLoop, folders: LeftFolders | None) -> None:
-        """Keeps the lease from now on, and restores sessions in `engine`, whose thread is that of `loop`. `folders`:
-        where replicas save state, if they do."""
+    def start(self, engine: Engine, loop: EngineLoop, places: Sequence[LeftFolders]) -> None:
+        """Keeps the lease from now on, and restores sessions in `engine`, whose thread is that of `loop`. `places`:
+        where replicas save state."""
         self._engine, self._loop = engine, loop
-        self._saved = SavedStates(folders, loop) if folders is not None else None
+        self._saved = SavedStates(places, loop) if places else None
         self._beating.start()
 
     def close(self) -> None:

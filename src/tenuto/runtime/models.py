@@ -11,9 +11,17 @@ from random import SystemRandom
 from time import sleep
 from typing import Protocol
 
-from tenuto.base.checks import real
+from tenuto.base.checks import MAX_COUNT, real
 from tenuto.base.clock import Clock, SystemClock
-from tenuto.base.config import EngineConfig, EngineOptions, WorkerSettings, cache_advice, cache_dir, engine_config
+from tenuto.base.config import (
+    EngineConfig,
+    EngineOptions,
+    WorkerSettings,
+    cache_advice,
+    cache_dir,
+    engine_config,
+    user_path,
+)
 from tenuto.base.embedding import EmbeddingHabits
 from tenuto.base.errors import ConfigError
 from tenuto.base.groups import GroupSpec, Kind, MemorySpec
@@ -24,6 +32,8 @@ from tenuto.exec.witness import WitnessExecutor
 from tenuto.exec.witness_hashes import WIDTH as WITNESS_WIDTH
 from tenuto.memory.memory import kept_bytes, session_bytes, units_for_budget
 from tenuto.memory.shape import Shape
+from tenuto.memory.tiers.disk import Watcher
+from tenuto.memory.tiers.unit_files import UnitFiles
 from tenuto.sched.draft_model import DraftModel
 from tenuto.sched.draft_proposer import DraftProposer
 from tenuto.sched.draft_tables import DraftTables
@@ -251,9 +261,16 @@ def memory_bytes(settings: WorkerSettings) -> int | None:
     return int(memory * total_bytes(settings.device)) if isinstance(memory, float) else memory
 
 
-def build_engine(model: Model, config: EngineConfig, memory_bytes: int | None, masks: Masks | None = None) -> Engine:
+def build_engine(
+    model: Model,
+    config: EngineConfig,
+    memory_bytes: int | None,
+    masks: Masks | None = None,
+    watcher: Watcher | None = None,
+) -> Engine:
     """Builds an engine that uses `memory_bytes` for model state, by default enough for two sessions with full contexts,
-    their turns and older checkpoints. Raises `ConfigError` if one turn does not fit."""
+    their turns and older checkpoints. `watcher`: is told of changes in the disk tier. Raises `ConfigError` if one turn
+    does not fit."""
     spec, clock = model.executor.spec, SystemClock()
     shape = Shape.of(config, spec.page_size)
     budget = memory_bytes if memory_bytes is not None else 2 * session_bytes(spec, shape) + kept_bytes(spec, shape)
@@ -265,6 +282,9 @@ def build_engine(model: Model, config: EngineConfig, memory_bytes: int | None, m
         proposer = DraftProposer(draft_model(model.draft, config, pages, clock), proposer)
     units = units_for_budget(spec, shape, budget, expected=max(1, config.context_length // 4))
     text = partial(TextStream, model.tokenizer) if model.tokenizer is not None else None
+    identity, disk = model.tier_identity(config), None
+    if config.disk_tier and watcher is not None:
+        disk = UnitFiles(user_path(config.disk_tier), config.disk_tier_size or MAX_COUNT, identity, watcher)
     return Engine(
         model.executor,
         units,
@@ -277,7 +297,8 @@ def build_engine(model: Model, config: EngineConfig, memory_bytes: int | None, m
         proposer=proposer,
         predictor=predictor,
         masks=masks,
-        identity=model.tier_identity(config),
+        disk=disk,
+        identity=identity,
         generates=not model.embedding.only,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from tenuto.base.errors import EngineStopped
@@ -21,10 +21,11 @@ class SavedStates:
     """Reads saved state in another thread. Requests for a session wait for its state: a turn that began before would
     compute it again."""
 
-    def __init__(self, folders: LeftFolders, loop: EngineLoop) -> None:
-        self._folders = folders
+    def __init__(self, places: Sequence[LeftFolders], loop: EngineLoop) -> None:
+        """`places`: where replicas leave state; the first that has a session's is used."""
+        self._places = places
         self._loop = loop
-        self._reading = ThreadPoolExecutor(1, "tenuto-folders")  # the only user of `folders`
+        self._reading = ThreadPoolExecutor(1, "tenuto-folders")  # the only user of `_places`
         self._arriving: dict[SessionKey, Future[None]] = {}  # sessions whose state is still being read
 
     def close(self) -> None:
@@ -49,10 +50,7 @@ class SavedStates:
 
     def _read(self, session: Session, owner: int, arrived: Future[None]) -> None:
         try:
-            if self.fetch(session, owner):
-                log.info("saved state taken over", extra={"session": session.id, "owner": owner})
-        except (DiskFailed, IndexUnusable) as error:
-            log.info("no saved state is there", extra={"session": session.id, "owner": owner, "reason": str(error)})
+            self.find(session, owner)
         except EngineStopped:
             pass
         except Exception:  # a bug of ours; the state is computed then
@@ -60,16 +58,30 @@ class SavedStates:
         finally:
             self.arrive(session, arrived)
 
+    def find(self, session: Session, owner: int) -> None:
+        """Gives a session the state that its earlier owner has left somewhere. Raises `EngineStopped`."""
+        about = {"session": session.id, "owner": owner}
+        reasons: list[str] = []
+        for place in self._places:
+            try:
+                if self.fetch(place, session, owner):
+                    log.info("saved state taken over", extra=about)
+                    return
+            except (DiskFailed, IndexUnusable) as error:
+                reasons.append(str(error))
+        if reasons:
+            log.info("no saved state is there", extra={**about, "reason": "; ".join(reasons)})
+
     def arrive(self, session: Session, arrived: Future[None]) -> None:
         """Lets those go on that wait for the state of a session, whether it was found or not."""
         if self._arriving.get(session.key) is arrived:
             del self._arriving[session.key]
         arrived.set_result(None)
 
-    def fetch(self, session: Session, owner: int) -> bool:
-        """Gives a session the state that its earlier owner has left. Returns whether it has. Raises `DiskFailed`,
-        `IndexUnusable` or `EngineStopped`."""
-        left = self._folders.of(owner)
+    def fetch(self, place: LeftFolders, session: Session, owner: int) -> bool:
+        """Gives a session the state that its earlier owner has left in a place. Returns whether it has. Raises
+        `DiskFailed`, `IndexUnusable` or `EngineStopped`."""
+        left = place.of(owner, session.key)
         reached = left.reaches(session.key)
         wanted = self._loop.call(lambda engine: engine.states.wanted(session, reached)).result()
         if wanted is None:
@@ -78,7 +90,8 @@ class SavedStates:
         return bool(state.position) and self._loop.call(lambda it: it.states.take(session, wanted, state)).result()
 
     def _tidy(self, needed: Callable[[Collection[int]], Collection[int]]) -> None:
-        try:
-            self._folders.tidy(needed)
-        except Exception as error:  # noqa: BLE001 - of the database, or of one that is closing
-            log.warning("folders of replicas that are gone cannot be found: %s", error)
+        for place in self._places:
+            try:
+                place.tidy(needed)
+            except Exception as error:  # noqa: BLE001 - of the database, of a store, or of one that is closing
+                log.warning("folders of replicas that are gone cannot be removed: %s", error)

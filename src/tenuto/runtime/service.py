@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -14,6 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import msgspec
+
 from tenuto.base.config import EngineConfig, WorkerSettings, user_path
 from tenuto.base.errors import ConfigError, NotFound, TenutoError
 from tenuto.base.heap import give_back
@@ -21,7 +24,7 @@ from tenuto.base.interpreter import without_collections
 from tenuto.base.options import TurnParams
 from tenuto.base.tools.definitions import ModelHabits
 from tenuto.base.turns import Delta
-from tenuto.base.views import AdapterView, FoundTurn, KeptTurn, ModelView, RecordPage, SessionInfo, Ticket
+from tenuto.base.views import AdapterView, FoundTurn, KeptTurn, ModelView, RecordPage, SessionInfo, Stats, Ticket
 from tenuto.base.wire.document import SessionDocument
 from tenuto.base.wire.messages import (
     AbortTurn,
@@ -57,17 +60,19 @@ from tenuto.engine.thread.journaling import JournalWriter
 from tenuto.engine.thread.loop import EngineLoop
 from tenuto.engine.thread.rendering import Renderer
 from tenuto.memory.memory import kept_bytes
-from tenuto.runtime.folders import Folders
+from tenuto.runtime.folders import Folders, LeftFolders
 from tenuto.runtime.intake import Input, Intake
 from tenuto.runtime.lanes import Lanes
 from tenuto.runtime.loaded_model import LoadedModel
 from tenuto.runtime.member import Member, OfFleet
 from tenuto.runtime.models import Model, build_engine, load_model, memory_bytes, server_budget
 from tenuto.runtime.moves import Moves, OfMoves
+from tenuto.runtime.object_store import ObjectStore, open_store
 from tenuto.runtime.outbox import Outbox
 from tenuto.runtime.preparation import Preparer, size_of
 from tenuto.runtime.session_files import SessionFiles
 from tenuto.runtime.shared_objects import OfObjects
+from tenuto.runtime.shared_tier import SharedTier
 from tenuto.runtime.texts import Texts
 from tenuto.runtime.trainers import OfTrainers, Trainers
 from tenuto.session.journal import Journal
@@ -107,10 +112,12 @@ class Service:
         journal: Journal | None = None,
         member: Member | None = None,
         adapters: Mapping[str, str] = NO_ADAPTERS,
+        store: ObjectStore | None = None,
     ) -> None:
         """`adapters`: the directories of adapters, by their names. With a `journal`, its sessions are restored, and
         later changes are written to it before they are acknowledged. As the `member` of a fleet, sessions are taken
-        over when they are needed, and changes are written to the fleet's journal. Raises `ConfigError`."""
+        over when they are needed, and changes are written to the fleet's journal. `store`: the fleet's shared tier.
+        Raises `ConfigError`."""
         self._executor = model.executor
         self._config = config
         self._masks = MaskThreads()
@@ -121,13 +128,11 @@ class Service:
                 undo.callback(member.journal.close)
             if journal is not None:
                 undo.callback(journal.close)
-            folders = None
-            if member is not None and config.disk_tier:
-                folders = Folders(user_path(config.disk_tier), member.secret, member.number)
-                kept = replace(config, disk_tier=str(folders.own))
-            else:  # without a journal, nobody finds the state
-                kept = config if journal is not None else replace(config, checkpoint_rate=0)
-            self._engine = engine = build_engine(model, kept, memory_bytes, self._masks)
+            kept, places, self._shared = _saved_places(member, config, store)
+            if member is None and journal is None:  # nobody finds the state
+                kept = replace(kept, checkpoint_rate=0)
+            mirror = self._shared.mirror if self._shared is not None else None
+            self._engine = engine = build_engine(model, kept, memory_bytes, self._masks, mirror)
             undo.callback(partial(engine.end, keep=True))
             for name, path in adapters.items():
                 engine.adapters.load(name, path, model.executor.read_adapter(path))
@@ -151,7 +156,9 @@ class Service:
         if self._writer is not None:
             self._writer.start(self._loop.wake)
         if member is not None:
-            member.start(engine, self._loop, folders)
+            member.start(engine, self._loop, places)
+        if mirror is not None:
+            mirror.start(time.monotonic)
         self._loaded = LoadedModel(model, config, self._loop, self._dispatcher)
         self._trainers = Trainers(self._loaded, self._lanes, self._answer_with, self._move_memory)
         self._session_files = SessionFiles(self._loaded, self._loop, self._dispatcher, engine.states)
@@ -285,8 +292,14 @@ class Service:
     def _ask(self, request: Request[T]) -> None:
         """Executes a command without effect on sessions, which does not show their state. So its answer need not wait
         for the journal."""
-        asked = self._loop.call(lambda _: self._dispatcher.execute(request))
+        asked = self._loop.call(lambda _: self._with_shared(self._dispatcher.execute(request)))
         asked.add_done_callback(partial(self._reply, request))
+
+    def _with_shared(self, value: T) -> T:
+        """Adds the counts of the shared tier to statistics."""
+        if isinstance(value, Stats) and self._shared is not None:
+            return msgspec.structs.replace(value, shared=self._shared.view())
+        return value
 
     def _move_memory(self, request: Request[T], work: Callable[[], T]) -> None:
         """Answers with the result of `work`, which releases, allocates or replaces the model's memory. Runs in the lane
@@ -387,6 +400,8 @@ class Service:
             except Exception:
                 log.exception("the memory of sessions could not be saved; it will be computed again")
         self._engine.end(keep=self._outlived)
+        if self._shared is not None:
+            self._shared.mirror.close(time.monotonic, self._config.snapshot_seconds)
 
     def _log_snapshot(self, event: str) -> None:
         counts = self._engine.snapshots.counts
@@ -395,7 +410,8 @@ class Service:
 
 
 def open_service(settings: WorkerSettings, send: Callable[[AnyReply], None]) -> Service:
-    """Loads a model and opens a service for it. Raises `ModelError` or `ConfigError`."""
+    """Loads a model and opens a service for it. Raises `ModelError`, `ConfigError` or `ExtraMissing`."""
+    store = open_store(settings.shared_tier) if settings.shared_tier is not None else None
     model = load_model(settings)
     config = model.configured(settings.config)
     memory = memory_bytes(settings)
@@ -409,7 +425,23 @@ def open_service(settings: WorkerSettings, send: Callable[[AnyReply], None]) -> 
         journal=open_journal(settings, model),
         member=join_fleet(settings, model),
         adapters=settings.adapters,
+        store=store,
     )
+
+
+def _saved_places(
+    member: Member | None, config: EngineConfig, store: ObjectStore | None
+) -> tuple[EngineConfig, list[LeftFolders], SharedTier | None]:
+    """Returns the configuration of the engine, where a fleet's replicas leave state, and the shared tier among these
+    places, if there is a store."""
+    if member is None or not config.disk_tier:
+        return config, [], None
+    folders = Folders(user_path(config.disk_tier), member.secret, member.number)
+    kept = replace(config, disk_tier=str(folders.own))
+    if store is None:
+        return kept, [folders], None
+    shared = SharedTier(store, member.secret, member.number, folders.own)
+    return kept, [folders, shared], shared
 
 
 def join_fleet(settings: WorkerSettings, model: Model) -> Member | None:

@@ -212,6 +212,12 @@ def _totals(stats: Stats) -> Iterator[Metric]:
     yield _gauge("saved_sessions", "Sessions with state on disk for the next process", [((), stats.saved)])
     yield _gauge("unsaved_sessions", "Sessions whose latest state waits to be written", [((), stats.unsaved)])
     yield _counter("saved_bytes", "Bytes of state written for the next process", [((), stats.saved_bytes)])
+    text = "Bytes that were copied to the fleet's shared tier, or read there"
+    yield _counter("shared_tier_bytes", text, _by_name(stats.shared.moved), "direction")
+    text = "Requests to the shared tier that failed, by what they were to do"
+    yield _counter("shared_tier_failures", text, _by_name(stats.shared.failures), "operation")
+    text = "Sessions whose saved state waits to be copied to the shared tier, or to be removed there"
+    yield _gauge("shared_tier_waiting", text, [((), stats.shared.waiting)])
     yield _counter("steps", "Steps", [((), stats.steps)])
     yield _counter("failed_steps", "Steps that the device did not finish", [((), events["step failed"])])
     yield _counter("preemptions", "Running turns that had to yield", [((), events["preempt"])])

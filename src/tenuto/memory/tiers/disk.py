@@ -74,13 +74,8 @@ class Listed(NamedTuple):
     files: Sequence[tuple[str, int]]
 
 
-class Index(Protocol):
-    """The sessions whose state the files of a disk have, for the process that uses the disk next. The engine's thread
-    reads it, and the thread that writes files changes it."""
-
-    def begin(self, identity: str) -> dict[SessionKey, Listed]:
-        """Returns the sessions that an earlier process has listed for units with this `identity`. From now on, only
-        sessions for such units are listed. Raises `IndexUnusable`; then the index is empty, if it can be written."""
+class ReadableIndex(Protocol):
+    """The sessions whose state some files have."""
 
     def meaning(self) -> str:
         """Returns the identity of the units for which sessions are listed. Raises `DiskFailed`."""
@@ -88,8 +83,17 @@ class Index(Protocol):
     def find(self, key: SessionKey) -> Listed | None:
         """Returns a listed session, or `None`. Raises `DiskFailed`, and `ValueError` for a damaged row."""
 
-    def runs(self, key: SessionKey) -> list[Run]:
+    def runs(self, key: SessionKey) -> Sequence[Run]:
         """Returns the runs of a session, by group and in order. Raises `DiskFailed`."""
+
+
+class Index(ReadableIndex, Protocol):
+    """The sessions whose state the files of a disk have, for the process that uses the disk next. The engine's thread
+    reads it, and the thread that writes files changes it."""
+
+    def begin(self, identity: str) -> dict[SessionKey, Listed]:
+        """Returns the sessions that an earlier process has listed for units with this `identity`. From now on, only
+        sessions for such units are listed. Raises `IndexUnusable`; then the index is empty, if it can be written."""
 
     def apply(self, changes: Sequence[Listing]) -> None:
         """Makes changes, all or none. Raises `DiskFailed`."""
@@ -99,6 +103,19 @@ class Index(Protocol):
 
     def clear(self, identity: str) -> None:
         """Removes all listings; units have this `identity` from now on. Raises `DiskFailed`."""
+
+
+class Watcher(Protocol):
+    """Is told what has changed on a disk, by the thread that has changed it."""
+
+    def listed(self, keys: Iterable[SessionKey]) -> None:
+        """The index lists other state of these sessions, or none any more."""
+
+    def cleared(self) -> None:
+        """The index lists no session any more."""
+
+    def overwritten(self, file: str) -> None:
+        """Units of a file were overwritten, or may have been."""
 
 
 class Readable(Protocol):

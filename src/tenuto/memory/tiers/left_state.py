@@ -10,7 +10,7 @@ from tenuto.base.plan import Bytes
 from tenuto.base.views import SessionKey
 from tenuto.memory.tiers.contents import Contents
 from tenuto.memory.tiers.copies import Place
-from tenuto.memory.tiers.disk import DiskFailed, Index, Readable, UnitCopy, UnitFile, read_units
+from tenuto.memory.tiers.disk import DiskFailed, Readable, ReadableIndex, UnitCopy, UnitFile, read_units
 from tenuto.memory.tiers.saves import usable_places
 
 
@@ -37,7 +37,7 @@ class LeftState:
     whatever has become of the files.
     """
 
-    def __init__(self, index: Index, reading: Callable[[str], AbstractContextManager[Readable]]) -> None:
+    def __init__(self, index: ReadableIndex, reading: Callable[[str], AbstractContextManager[Readable]]) -> None:
         """`reading`: opens the files, of which those with units of an identity are read."""
         self._index = index
         self._reading = reading

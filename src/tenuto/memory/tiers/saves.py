@@ -334,7 +334,7 @@ class Saves:
         self._tiers.forget_files(record)
         return record
 
-    def _runs(self, record: Parked) -> list[Run]:
+    def _runs(self, record: Parked) -> Sequence[Run]:
         disk = self._tiers.disk
         try:
             return disk.index.runs(record.key) if disk is not None and record.key is not None else []

@@ -13,7 +13,7 @@ from typing import Any
 from tenuto.base.private import create_private
 from tenuto.base.views import SessionKey
 from tenuto.memory.tiers.contents import MARK
-from tenuto.memory.tiers.disk import DiskFailed, IndexUnusable, Listed, Listing, Run
+from tenuto.memory.tiers.disk import DiskFailed, IndexUnusable, Listed, Listing, Run, Watcher
 
 SCHEMA = """
 CREATE TABLE meaning (identity TEXT NOT NULL);
@@ -50,9 +50,10 @@ class StateIndex:
     The engine's thread reads, and the thread that writes files changes the index; each has its connection.
     """
 
-    def __init__(self, path: Path | str) -> None:
-        """With path `MEMORY`, the index is not kept."""
+    def __init__(self, path: Path | str, watcher: Watcher | None = None) -> None:
+        """With path `MEMORY`, the index is not kept. `watcher`: is told what has changed."""
         self._path = path
+        self._watcher = watcher
         self._connections: dict[str, sqlite3.Connection] = {}
 
     @classmethod
@@ -149,6 +150,19 @@ class StateIndex:
         files = [(str(name), int(size)) for name, size in self._read(_FILES, key)]
         return Listed(int(found[0][0]), files) if found else None
 
+    def listing(self, key: SessionKey) -> tuple[str, Listing] | None:
+        """Returns the meaning of units, and all that is listed for a session as a change of an empty index, or `None`.
+        Another thread may change the index meanwhile. Raises `DiskFailed`, and `ValueError` for a damaged row."""
+        self._read("BEGIN")  # so that all of it is of one moment
+        try:
+            if (listed := self.find(key)) is None:
+                return None
+            runs, sizes = self.runs(key), dict(listed.files)
+            groups = max((run.group for run in runs), default=-1) + 1
+            return self.meaning(), Listing(key, listed.position, (0,) * groups, runs, sizes)
+        finally:
+            self._read("COMMIT")
+
     def _read(self, query: str, values: Sequence[str] = ()) -> list[Any]:
         try:
             return self._connection("read").execute(query, values).fetchall()
@@ -164,6 +178,8 @@ class StateIndex:
         except sqlite3.Error as error:
             cause = "full" if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL else "write"
             raise DiskFailed(cause, f"the index could not be written: {error}") from error
+        if self._watcher is not None:
+            self._watcher.listed(change.key for change in changes)
 
     def empty_log(self) -> None:
         try:
@@ -186,6 +202,8 @@ class StateIndex:
                 database.execute("UPDATE meaning SET identity = ?", (identity,))
         except sqlite3.Error as error:
             raise DiskFailed("write", f"the index could not be written: {error}") from error
+        if self._watcher is not None:
+            self._watcher.cleared()
 
     def close(self) -> None:
         """Closes the database, which may be used again."""

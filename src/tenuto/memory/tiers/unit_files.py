@@ -24,7 +24,7 @@ from tenuto.base.errors import ConfigError
 from tenuto.base.plan import Bytes
 from tenuto.base.private import make_private_directory, open_private, open_regular
 from tenuto.memory.tiers.contents import Content, NamedUnit
-from tenuto.memory.tiers.disk import DiskFailed, UnitFile
+from tenuto.memory.tiers.disk import DiskFailed, UnitFile, Watcher
 from tenuto.memory.tiers.file_writes import DirectWriter, Parts, write_all
 from tenuto.memory.tiers.state_index import StateIndex
 
@@ -119,9 +119,11 @@ class UnitFiles(UnitReader):
     missing files.
     """
 
-    def __init__(self, directory: Path, budget: int, identity: str = "") -> None:
-        """Files that another process has left stay until `take_over`. Raises `ConfigError`."""
+    def __init__(self, directory: Path, budget: int, identity: str = "", watcher: Watcher | None = None) -> None:
+        """Files that another process has left stay until `take_over`. `watcher`: is told what has changed. Raises
+        `ConfigError`."""
         super().__init__(directory, identity)
+        self._watcher = watcher
         self.budget = budget
         self._identity = identity
         self._used = 0
@@ -139,7 +141,7 @@ class UnitFiles(UnitReader):
         self._leaving: deque[Path] = deque()  # files to be removed, usually in another thread than the engine's
         self._removing = threading.Lock()  # held while they are removed
         self._direct = DirectWriter()
-        self.index = StateIndex(directory / INDEX)
+        self.index = StateIndex(directory / INDEX, watcher)
 
     def become(self, identity: str, *, keep: bool = False) -> None:
         self._identity = identity
@@ -179,6 +181,9 @@ class UnitFiles(UnitReader):
                 file.units, file.overwritten = _overwrite(opened, kept)
         except _UNREADABLE as error:
             raise DiskFailed("write", f"{path} could not be overwritten: {error}") from error
+        finally:
+            if self._watcher is not None:
+                self._watcher.overwritten(file.name)
         return file.overwritten
 
     def remove(self, file: UnitFile) -> None:
