@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -167,6 +168,22 @@ def _openvino(kept_as: str) -> Command:
     return command
 
 
+def _on_lesser(cpu: str) -> Callable[[Setting], Mapping[str, str]]:
+    """Returns the environment in which a program finds the features of a CPU whose best kernels are `cpu`: `avx512`, as
+    Ice Lake and Zen 4 without BF16, or `avx2`, as Zen 3. Raises `CalledProcessError` without a C compiler."""
+
+    def environment(setting: Setting) -> dict[str, str]:
+        library = setting.peers / "lesser_cpu.so"
+        source = INSIDE / "lesser_cpu.c"
+        if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
+            command = ["cc", "-O1", "-shared", "-fPIC", "-o", str(library), str(source)]
+            library.parent.mkdir(parents=True, exist_ok=True)
+            subprocess.run(command, check=True)  # noqa: S603 - our source
+        return {"LD_PRELOAD": str(library), "BENCH_CPU": cpu}
+
+    return environment
+
+
 _LLAMA_API = Server(LlamaConversation, "resend", "/health")
 
 PEERS = (
@@ -239,5 +256,17 @@ PEERS = (
         )
         for kernels, feature in (("avx512_bf16", "avx512_bf16"), ("avx512", "avx512_vnni"), ("avx2", "avx2"))
         for kept_as in ("auto", "int8")
+    ),
+    *(
+        Peer(
+            f"openvino-inside-8-{cpu}",
+            f"OpenVINO GenAI, in process, 8-bit KV, on a CPU with {without}",
+            _openvino("u8"),
+            home="openvino",
+            environment=_on_lesser(cpu),
+            feature="cpuid_fault",
+            asked=True,
+        )
+        for cpu, without in (("avx512", "AVX-512 and VNNI only"), ("avx2", "AVX2 only"))
     ),
 )

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shutil
+import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -170,6 +173,17 @@ def test_kernels_that_another_cpu_would_use_are_measured_if_they_are_asked_for(t
     *_, kept_as, kernels = peer.command(setting(tmp_path), SHAPE)
     assert (kept_as, kernels) == ("int8", "avx512")
     assert "lacks avx512_vnni" in peer.absence(setting(tmp_path), Machine(frozenset({"avx2"}), None))
+
+
+@pytest.mark.skipif("cpuid_fault" not in Machine.this().features, reason="CPUID cannot be intercepted here")
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+@pytest.mark.parametrize(("cpu", "found"), [("avx512", "AVX512 False"), ("avx2", "AVX2 False")])
+def test_a_peer_finds_a_lesser_cpu_if_that_is_asked_for(cpu: str, found: str, tmp_path: Path) -> None:
+    [peer] = parse(["--peers", f"openvino-inside-8-{cpu}"]).peers
+    asks = "import torch; print(torch.backends.cpu.get_cpu_capability(), torch.cpu._is_amx_tile_supported())"
+    environment = {**os.environ, **peer.environment(setting(tmp_path))}
+    said = subprocess.run([sys.executable, "-c", asks], env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout.split() == found.split()
 
 
 class Scripted(BaseHTTPRequestHandler):
