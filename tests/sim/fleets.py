@@ -12,6 +12,7 @@ token follows from those before it, however often its session has moved; a turn
 that is repeated with its idempotency key, at whatever replica, is carried out once; nothing is left of sessions that
 were closed or erased; and once nothing fails any more, every replica knows what tenants have at the others, and every
 session can be used through every replica within a few leases. In worlds of odd seeds, replicas also give sessions up.
+In every other pair of worlds, replicas share saved state in an object store, which fails and lies.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ CREATE FUNCTION fleet.clock_timestamp() RETURNS TIMESTAMPTZ LANGUAGE SQL AS 'SEL
 
 
 class World(Mover):
-    """Replicas, clients and time. `seed` decides everything. `gives_up`: whether replicas give sessions up, as when they
-    are drained. With a `shared` tier, no replica can read the disk of another."""
+    """Replicas, clients and time. `seed` decides everything. `gives_up`: whether replicas give sessions up, as when
+    they are drained. With a `shared` tier, no replica can read the disk of another."""
 
     def __init__(self, seed: int, *, gives_up: bool = False, shared: bool = False) -> None:
         self._gives_up = gives_up

@@ -9,7 +9,7 @@ import torch
 
 from bench.gpu.models import Eager, Rows
 from bench.random_models import TYPES, attention, model, stored
-from tenuto.base.plan import PREVIOUS_SAMPLE, InputVectors, PageCopies, Plan, TableChanges, TokenMasks
+from tenuto.base.plan import PREVIOUS_SAMPLE, InputVectors, PageCopies, Plan, TableChanges, TokenMasks, Words
 from tenuto.base.sampling import GREEDY, Sampling
 from tenuto.exec.gpu import buckets
 from tenuto.exec.gpu.forward import GpuForward
@@ -140,7 +140,7 @@ def test_plans_that_a_captured_step_cannot_carry_out_are_left_to_the_host(monkey
     executor = ModelExecutor(forward)
     driver = Driver(executor, 40, 4)
     plan = driver.plan([(0, prompt(0, 9), 1), (1, prompt(1, 1), 1)])
-    known: Future[None] = Future()
+    known: Future[Words | None] = Future()
     known.set_result(None)
 
     def captured(plan: Plan) -> bool:

@@ -26,11 +26,12 @@ MODELS = {
 }
 
 
-def rows_of(config: ModelConfig, kind: type[TorchForward], queue: HostQueue, *, grammar: bool) -> GuessingRows:
+def rows_of(config: ModelConfig, kind: type[GpuForward] | None, queue: HostQueue, *, grammar: bool) -> GuessingRows:
+    """Returns rows of a model that PyTorch computes, or forwards of this `kind`."""
     torch.manual_seed(0)
     with torch.inference_mode():
-        decoder = Decoder(config, None, DEVICE, torch.float32, None if kind is TorchForward else FUSED)
-    forward = kind(decoder, 32) if kind is TorchForward else kind(decoder, 32, queue)
+        decoder = Decoder(config, None, DEVICE, torch.float32, None if kind is None else FUSED)
+    forward = TorchForward(decoder, 32) if kind is None else kind(decoder, 32, queue)
     drawn = Sampling(temperature=0.8, top_k=20, top_p=0.95, seed=3)
     return GuessingRows(ModelExecutor(forward), drawn, LOOKAHEAD, grammar=grammar)
 
@@ -44,7 +45,7 @@ def test_guesses_change_no_token_in_captured_steps(name: str, grammar: bool, mon
     if by_host:  # PyTorch computes two prompts, and absorbs what other rows kept before
         monkeypatch.setattr("tenuto.exec.gpu.forward.MOST_STEPPED", LOOKAHEAD + 1)
     queue, prompts = HostQueue(), prompts_of(VOCAB, [9, 1, 14])
-    expected = rows_of(MODELS[name], TorchForward, queue, grammar=grammar).turns(prompts, COUNT)
+    expected = rows_of(MODELS[name], None, queue, grammar=grammar).turns(prompts, COUNT)
     if grammar:
         positions = [len(prompt) for prompt in prompts]
         assert all((t + i + at + n) % 3 == 0 for i, at in enumerate(positions) if i for n, t in enumerate(expected[i]))

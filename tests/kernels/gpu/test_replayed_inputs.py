@@ -178,8 +178,8 @@ def test_mamba2(given, heads, dims, kernel, kept, seed) -> None:
     limits = (0.1, 2.0)
 
     def run(convolved: torch.Tensor, others: torch.Tensor, slots: Slots) -> torch.Tensor:
-        own = (each.to(DEVICE) for each in (step_bias, log_rates, skip))
-        return mamba2_step(convolved, others, *own, slots, 0.5, limits)
+        own_bias, own_rates, own_skip = (each.to(DEVICE) for each in (step_bias, log_rates, skip))
+        return mamba2_step(convolved, others, own_bias, own_rates, own_skip, slots, 0.5, limits)
 
     def scan(convolved: torch.Tensor, others: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, b, c = (
