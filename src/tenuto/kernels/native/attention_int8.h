@@ -106,10 +106,8 @@ INLINE void score_int8(const Cache &cache, const Chunk &chunk, int first, const 
     for (int d = part * BLOCK; d < std::min(dim, (part + 1) * BLOCK); d += 4) {
       if (ahead)
 #pragma GCC unroll 8
-        for (int b = 0; b < BLOCKS; b++) {
+        for (int b = 0; b < BLOCKS; b++)
           __builtin_prefetch(ahead->at[first + b] + d * LANES, 0, 2);
-          __builtin_prefetch(ahead->values(first + b) + d * LANES, 0, 2);
-        }
       u32x16 keys[BLOCKS];
 #pragma GCC unroll 8
       for (int b = 0; b < BLOCKS; b++)
@@ -143,13 +141,18 @@ INLINE void score_int8(const Cache &cache, const Chunk &chunk, int first, const 
 
 // Does what `add_value_pairs` does, for an INT8 cache.
 template <int ROWS, int WIDTH>
-INLINE void add_values_int8(const Chunk &chunk, const QueryRows &rows, int row, int d,
+INLINE void add_values_int8(const Chunk &chunk, const QueryRows &rows, int row, int d, const Chunk *ahead,
                             const uint8_t (*coarse_weights)[CHUNK * LANES],
                             const uint8_t (*fine_weights)[CHUNK * LANES], const ChunkWeights *chunk_weights) {
   UnsignedDot coarse[ROWS][WIDTH], fine[ROWS][WIDTH];
   for (int i = 0; i < chunk.count; i++) {
     const char *values = chunk.values(i) + 4 * d;
+    const int64_t to_then = ahead ? ahead->values(i) - chunk.values(i) : 0;
     for (int slot = i * LANES; slot < (i + 1) * LANES; slot += 4, values += 4 * rows.head_dim) {
+      if (ahead)
+#pragma GCC unroll 4
+        for (int v = 0; v < WIDTH; v++)
+          __builtin_prefetch(values + v * 4 * LANES + to_then, 0, 2);
       u32x16 four[WIDTH];
 #pragma GCC unroll 4
       for (int v = 0; v < WIDTH; v++)
@@ -196,7 +199,7 @@ static __attribute__((noinline)) void attend_int8(const Blocks &blocks, const Qu
           softmax_chunk_int8(scores[r], value_scales, coarse_weights[r], fine_weights[r], count, *rows.result(row + r));
     }
     for_parts<values_at_once(2 * ROWS)>(rows.head_dim / LANES, [&](int vector, auto so_many) {
-      add_values_int8<ROWS, decltype(so_many)::value>(chunk, rows, row, vector * LANES, coarse_weights, fine_weights,
+      add_values_int8<ROWS, decltype(so_many)::value>(chunk, rows, row, vector * LANES, ahead, coarse_weights, fine_weights,
                                                       chunk_weights);
     });
   }

@@ -82,18 +82,32 @@ static void join(Workspace &work, const TenutoOp &op, Member &member) {
   }
 }
 
+// Several rows share cache lines with the scales of their quants. So a member takes a block of all its rows before the
+// next one, and begins elsewhere than the others: otherwise the lines would go to and fro between cores.
 static void norm(Workspace &work, const TenutoOp &op, Member &member, int count, const int32_t *which) {
-  constexpr int ROWS_AHEAD = 3; // prefetched, since another core may have them in its caches
+  constexpr int ROWS = 8; // at once
   const Input to = work.a(work.model.hidden, count, op.consumer);
-  for (int i = work.team.begin_of(member.number, count); i < work.team.begin_of(member.number + 1, count); i++) {
-    const float *from = work.x(which ? which[i] : i);
-    const float factor = inverse_rms(from, work.widths.hidden, work.model.hidden, op.epsilon);
-    for (int b = 0; b < to.blocks; b++, from += BLOCK) {
-      for (int k = 0; k < BLOCK; k += LANES)
-        __builtin_prefetch(from + ROWS_AHEAD * work.widths.hidden + k);
-      f32x16 low = load<f32x16>(from) * factor * load<f32x16>(op.norm + b * BLOCK);
-      f32x16 high = load<f32x16>(from + LANES) * factor * load<f32x16>(op.norm + b * BLOCK + LANES);
-      to.set(i, b, low, high);
+  const int width = work.widths.hidden, first = work.team.begin_of(member.number, count),
+            last = work.team.begin_of(member.number + 1, count), begin = work.team.begin_of(member.number, to.blocks);
+  auto row = [&](int i) { return work.x(which ? which[i] : i); };
+  for (int i = first; i < last; i += ROWS) {
+    const int now = std::min(ROWS, last - i);
+    float factors[ROWS];
+    for (int r = 0; r < now && i == first; r++) // another core may have the rows in its caches
+      for (int k = 0; k < width; k += LANES)
+        __builtin_prefetch(row(i + r) + k);
+    for (int r = 0; r < now; r++)
+      factors[r] = inverse_rms(row(i + r), width, work.model.hidden, op.epsilon);
+    for (int n = 0; n < to.blocks; n++) {
+      const int b = (begin + n) % to.blocks;
+      const f32x16 low = load<f32x16>(op.norm + b * BLOCK), high = load<f32x16>(op.norm + b * BLOCK + LANES);
+      for (int r = 0; r < now; r++) {
+        const float *from = row(i + r) + b * BLOCK;
+        if (i + now + r < last)
+          for (int k = 0; k < BLOCK; k += LANES)
+            __builtin_prefetch(row(i + now + r) + b * BLOCK + k);
+        to.set(i + r, b, load<f32x16>(from) * factors[r] * low, load<f32x16>(from + LANES) * factors[r] * high);
+      }
     }
   }
 }

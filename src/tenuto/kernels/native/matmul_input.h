@@ -32,9 +32,10 @@ constexpr float OUTLIER_RATIO = 23.0f;
 constexpr float FINE_STEP = 1.0f / 128.0f; // of a quant
 
 // Input rows in tiles of 16 rows and blocks of 32 columns. `type` says which arrays are used.
-//   INT8: `quants` and `fine`, int8 [rows / 16][blocks][16][32]. For each block of a row, [rows / 16][blocks][16]:
-//         float `scales` of `quants`, the sums of the values that the quants stand for, of all 32 (`sums`) and of the
-//         first 16 (`first_half_sums`), and `has_fine`, whether the block has 15 bits.
+//   INT8: `quants` and `fine`, int8 [rows / 16][blocks][16][32]. For each block of a row, [rows / 8][blocks][8]: float
+//         `scales` of `quants`, the sums of the values that the quants stand for, of all 32 (`sums`) and of the first 16
+//         (`first_half_sums`), and `has_fine`, whether the block has 15 bits. Thus two threads with eight rows each
+//         write to no common cache line.
 //   BF16: `pairs`, and F32: `floats`, [rows / 16][blocks][16][32].
 struct Input {
   int blocks;
@@ -47,6 +48,8 @@ struct Input {
 
   // Returns the index of a block of a row.
   int64_t index(int row, int block) const { return ((int64_t)(row / LANES) * blocks + block) * LANES + row % LANES; }
+  // Does the same for `scales`, `sums`, `first_half_sums` and `has_fine`.
+  int64_t scale_index(int row, int block) const { return ((int64_t)(row / 8) * blocks + block) * 8 + row % 8; }
 
   // Sets columns 32 * block to 32 * block + 31 of a row. Quants are x / scale, rounded to the nearest; the highest |x|
   // becomes 127, or 127 * 128 with 15 bits.
@@ -75,17 +78,19 @@ struct Input {
     }
     store(quants + at * BLOCK, to_bytes(coarse_a));
     store(quants + at * BLOCK + 16, to_bytes(coarse_b));
-    has_fine[at] = fifteen_bits;
-    scales[at] = fifteen_bits ? scale / FINE_STEP : scale;
-    sums[at] = scale * sum16(to_float(qa + qb));
-    first_half_sums[at] = scale * sum16(to_float(qa));
+    const int64_t one = scale_index(row, block);
+    has_fine[one] = fifteen_bits;
+    scales[one] = fifteen_bits ? scale / FINE_STEP : scale;
+    sums[one] = scale * sum16(to_float(qa + qb));
+    first_half_sums[one] = scale * sum16(to_float(qa));
   }
 
   // Returns these columns, as products read them.
   void get(int row, int block, float *to) const {
     const int64_t at = index(row, block);
     if (type == InputType::INT8) {
-      const float scale = scales[at], fine_scale = has_fine[at] ? scale * FINE_STEP : 0.0f;
+      const int64_t one = scale_index(row, block);
+      const float scale = scales[one], fine_scale = has_fine[one] ? scale * FINE_STEP : 0.0f;
       for (int k = 0; k < BLOCK; k++)
         to[k] = quants[at * BLOCK + k] * scale + fine[at * BLOCK + k] * fine_scale;
       return;
@@ -106,8 +111,9 @@ struct Input {
       } else {
         memcpy(quants + to * BLOCK, other.quants + from * BLOCK, BLOCK);
         memcpy(fine + to * BLOCK, other.fine + from * BLOCK, BLOCK);
-        scales[to] = other.scales[from], sums[to] = other.sums[from], first_half_sums[to] = other.first_half_sums[from];
-        has_fine[to] = other.has_fine[from];
+        const int64_t one = scale_index(row, block), its = other.scale_index(from_row, block);
+        scales[one] = other.scales[its], sums[one] = other.sums[its];
+        first_half_sums[one] = other.first_half_sums[its], has_fine[one] = other.has_fine[its];
       }
     }
   }
@@ -151,7 +157,7 @@ public:
       runs_.push_back({first, (int)entries_.size()});
       for (int block = 0; block < x.blocks; block++)
         for (int eight = first; eight < last; eight += 8) {
-          uint64_t flags = load<uint64_t>(x.has_fine + x.index(eight, block));
+          uint64_t flags = load<uint64_t>(x.has_fine + x.scale_index(eight, block));
           for (; flags; flags &= flags - 1)
             if (const int row = eight + __builtin_ctzll(flags) / 8; row < last)
               add(x, row, block);
@@ -170,10 +176,9 @@ private:
   };
 
   void add(const Input &x, int row, int block) {
-    const int64_t at = x.index(row, block);
     Entry &entry = entries_.emplace_back();
-    entry.row = row, entry.block = block, entry.scale = x.scales[at] * FINE_STEP;
-    memcpy(entry.fine, x.fine + at * BLOCK, BLOCK);
+    entry.row = row, entry.block = block, entry.scale = x.scales[x.scale_index(row, block)] * FINE_STEP;
+    memcpy(entry.fine, x.fine + x.index(row, block) * BLOCK, BLOCK);
   }
 
   const Run *run_at(int first) const {

@@ -28,6 +28,7 @@ static __attribute__((noinline)) void quantized_rows(const Panel &panel, const I
   f32x16 acc[ROWS] = {};
   const uint8_t *ahead = panel.data + PREFETCH_DISTANCE;
   for (int b = 0; b < blocks; b++, at += LANES) {
+    const int64_t ones[] = {x.scale_index(tile * LANES + from, b), x.scale_index(tile * LANES + 8, b)}; // of eight rows
     const uint8_t *block = panel.block<Format>(b);
     for (int i = 0; i < Format::BLOCK_BYTES + 64; i += 64, ahead += 64)
       __builtin_prefetch(ahead, 0, 2);
@@ -48,11 +49,12 @@ static __attribute__((noinline)) void quantized_rows(const Panel &panel, const I
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; r++) {
         i32x16 sum = dots[r].template total<BITS>();
-        float scale = x.scales[at + r];
+        const int64_t one = ones[r / 8] + r % 8;
+        float scale = x.scales[one];
         if (ALWAYS_15_BITS)
           sum = (sum << 7) + fine[r].template total<BITS>(), scale *= FINE_STEP;
-        const float first = PARTS > 1 ? x.first_half_sums[at + r] : x.sums[at + r];
-        acc[r] = add_block(acc[r], sum, s, scale, part ? x.sums[at + r] - first : first);
+        const float first = PARTS > 1 ? x.first_half_sums[one] : x.sums[one];
+        acc[r] = add_block(acc[r], sum, s, scale, part ? x.sums[one] - first : first);
       }
     }
   }
