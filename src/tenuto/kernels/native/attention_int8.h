@@ -199,8 +199,8 @@ static __attribute__((noinline)) void attend_int8(const Blocks &blocks, const Qu
           softmax_chunk_int8(scores[r], value_scales, coarse_weights[r], fine_weights[r], count, *rows.result(row + r));
     }
     for_parts<values_at_once(2 * ROWS)>(rows.head_dim / LANES, [&](int vector, auto so_many) {
-      add_values_int8<ROWS, decltype(so_many)::value>(chunk, rows, row, vector * LANES, ahead, coarse_weights, fine_weights,
-                                                      chunk_weights);
+      add_values_int8<ROWS, decltype(so_many)::value>(chunk, rows, row, vector * LANES, ahead, coarse_weights,
+                                                      fine_weights, chunk_weights);
     });
   }
 }
