@@ -34,9 +34,8 @@ constexpr float FINE_STEP = 1.0f / 128.0f; // of a quant
 // Input rows in tiles of 16 rows and blocks of 32 columns. `type` says which arrays are used.
 //   INT8: `quants` and `fine`, int8 [rows / 16][blocks][16][32]. For each block of a row, [rows / 8][blocks][8]: float
 //         `scales` of `quants`, the sums of the values that the quants stand for, of all 32 (`sums`) and of the first
-//         16
-//         (`first_half_sums`), and `has_fine`, whether the block has 15 bits. Thus two threads with eight rows each
-//         write to no common cache line.
+//         half (`first_half_sums`), and `has_fine`, whether the block has 15 bits. Thus two threads with eight rows
+//         each write to no common cache line.
 //   BF16: `pairs`, and F32: `floats`, [rows / 16][blocks][16][32].
 struct Input {
   int blocks;
