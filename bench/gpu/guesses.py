@@ -17,8 +17,8 @@ from tenuto.exec.model_executor import ModelExecutor
 
 @dataclass
 class _Row:
-    """A row: the tokens to compute next, of which the last `guesses` are guesses; the position of the first; what it
-    has sampled; the slot of its state, and how many inputs its next step absorbs."""
+    """A row. `tokens`: to be computed next, from position `at` on; the last `guesses` of them are guesses. `sampled`:
+    the tokens that it has sampled. `slot`: of its state. `kept`: how many inputs its next step absorbs."""
 
     tokens: list[int]
     guesses: int = 0

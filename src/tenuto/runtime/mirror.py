@@ -160,7 +160,7 @@ class Mirror:
         lacking = {name for _, listing in wanted.values() for name in listing.sizes} - self._lengths.keys()
         self._each(self._copy_file, sorted(lacking))
         for key, (_, listing) in tuple(wanted.items()):
-            if not listing.sizes.keys() <= self._lengths.keys():  # it has changed meanwhile, which will be told
+            if not listing.sizes.keys() <= self._lengths.keys():  # it has changed meanwhile, and will come again
                 del wanted[key]
                 sessions.discard(key)
 

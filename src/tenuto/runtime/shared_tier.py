@@ -96,7 +96,7 @@ class SharedFolder:
 
 
 class SharedTier:
-    """What all replicas have in the store, as `LeftFolders`. `mirror`: copies what this replica saves.
+    """The saved state of all replicas in the store, as `LeftFolders`. `mirror`: copies what this replica saves.
 
     Invariant: objects are removed only if their replica was not `needed` twice in a row. Nothing in the store is
     trusted: state is used only if the files say that it is what the session's tokens demand.
