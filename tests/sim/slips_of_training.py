@@ -66,7 +66,7 @@ OF_TRAINING = (
         "position = self._sessions.get(session), self._settled(session)",
     ),
     Slip("engine.parking", " and is_pure(parked.lineage, self._memory.weights):", ":"),
-    Slip("engine.parking", "                self._find(session)\n", ""),
+    Slip("engine.parking", "                self._find(session)\n", "                pass\n"),
     Slip(
         "engine.parking",
         "        self.saves.forget_all()\n        self.tiers.become",
