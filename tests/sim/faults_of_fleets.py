@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -277,23 +277,24 @@ FAULTS: dict[Plant, int] = {
 """The faults, each with a world that fails with it. `python -m tests.sim.faults_of_fleets` looks for such worlds."""
 
 
-def find(plant: Plant, most: int) -> int | None:
-    """Returns the first world that fails with a fault."""
+def find(plant: Plant, most: int, *, shared: bool = False) -> int | None:
+    """Returns the first of `most` worlds that fails with a fault. `shared`: see `simulate`."""
     for seed in range(most):
         with pytest.MonkeyPatch.context() as patch:
             plant(patch)
             try:
-                simulate(seed)
+                simulate(seed, shared=shared)
             except Exception:  # noqa: BLE001 - whatever a fault causes
                 return seed
     return None
 
 
-def main() -> None:
+def look(faults: Iterable[Plant], most: int, *, shared: bool = False) -> None:
+    """Prints a world for each fault."""
     logging.getLogger("tenuto.fleet").setLevel(logging.CRITICAL)
-    for plant in FAULTS:
-        print(plant.__name__, find(plant, 150), flush=True)
+    for plant in faults:
+        print(plant.__name__, find(plant, most, shared=shared), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    look(FAULTS, 150)

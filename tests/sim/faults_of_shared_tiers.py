@@ -3,7 +3,6 @@ each."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable
 
 import pytest
@@ -11,8 +10,7 @@ import pytest
 from tenuto.base.views import SessionKey
 from tenuto.runtime.mirror import Mirror
 from tenuto.runtime.shared_tier import SharedTier
-from tests.sim.faults_of_fleets import Plant, saved_state_that_is_not_compared
-from tests.sim.fleets import simulate
+from tests.sim.faults_of_fleets import Plant, look, saved_state_that_is_not_compared
 
 
 def listings_that_are_written_before_their_files(patch: pytest.MonkeyPatch) -> None:
@@ -90,23 +88,5 @@ FAULTS: dict[Plant, int] = {
 worlds."""
 
 
-def find(plant: Plant, most: int) -> int | None:
-    """Returns the first world that fails with a fault."""
-    for seed in range(most):
-        with pytest.MonkeyPatch.context() as patch:
-            plant(patch)
-            try:
-                simulate(seed, shared=True)
-            except Exception:  # noqa: BLE001 - whatever a fault causes
-                return seed
-    return None
-
-
-def main() -> None:
-    logging.getLogger("tenuto.fleet").setLevel(logging.CRITICAL)
-    for plant in FAULTS:
-        print(plant.__name__, find(plant, 60), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    look(FAULTS, 60, shared=True)

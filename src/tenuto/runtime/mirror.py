@@ -55,7 +55,7 @@ class Target(Protocol):
 
 class Mirror:
     """Copies the files of a disk tier, and what its index lists for each session, to a store. It is a `Watcher` of the
-    disk; all else happens in its own thread, so neither a step nor a write to disk waits for the store.
+    disk. Everything else happens in its own thread, so that steps and writes to disk never wait for the store.
 
     Invariants: an object with a session's listing names only files of which there are copies: these are written before,
     and removed after it names them no more. A file in which units were overwritten is copied again, or its copy is
