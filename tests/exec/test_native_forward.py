@@ -163,6 +163,7 @@ def path(tmp_path: Path) -> Path:
         (5, Kind.BF16, "auto"),
         (32, Kind.Q6_K, "auto"),
         (32, Kind.Q2_K, "auto"),
+        (32, Kind.IQ4_XS, "auto"),
         (16, Kind.F32, "auto"),
         (5, Kind.F32, "int8"),
         (32, Kind.BF16, "int8"),
@@ -175,7 +176,7 @@ def test_logits_do_not_depend_on_chunks_batches_or_pages_in_a_single_bit(
     """So a session that was preempted, forked or cut differently generates the same output, and so does a replay. The
     only exceptions use another kernel: with tiles, quantized weights and no more than four rows at once; and attention
     of a few tokens to keys and values in 8 bits."""
-    model = WIDE if kind in (Kind.Q2_K, Kind.Q6_K) else MODEL
+    model = WIDE if kind in (Kind.Q2_K, Kind.Q6_K, Kind.IQ4_XS) else MODEL
     path = save_gguf(tmp_path / "m.gguf", model, kind)
     executor = native(path, variant, page_size, kv_cache_dtype=kept_as)
     driver = Driver(executor, 600, 12)

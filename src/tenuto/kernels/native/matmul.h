@@ -19,7 +19,8 @@ static void product(const Matrix &w, int panel, int count, const Input &x, const
 #endif
   for (int i = 0; i < count; i++, out += (int64_t)(last - first) * LANES) {
     const Panel one(w, panel + i);
-    with_format(w.format, [&](auto format) { multiply_panel<decltype(format)>(one, x, outliers, first, last, out); });
+    with_format(w.format,
+                [&](auto format) { multiply_panel<decltype(format)>(one, x, outliers, first, last, out, buffer); });
   }
 }
 

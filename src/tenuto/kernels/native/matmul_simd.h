@@ -26,11 +26,11 @@ static __attribute__((noinline)) void quantized_rows(const Panel &panel, const I
   const Behind behind = panel.behind<Format>();
   int64_t at = (int64_t)tile * blocks * LANES + from;
   f32x16 acc[ROWS] = {};
-  const uint8_t *ahead = panel.data + PREFETCH_DISTANCE;
+  const uint8_t *ahead = panel.packed + PREFETCH_DISTANCE;
   for (int b = 0; b < blocks; b++, at += LANES) {
     const int64_t ones[] = {x.scale_index(tile * LANES + from, b), x.scale_index(tile * LANES + 8, b)}; // of eight rows
     const uint8_t *block = panel.block<Format>(b);
-    for (int i = 0; i < Format::BLOCK_BYTES + 64; i += 64, ahead += 64)
+    for (int i = 0; i < Format::PACKED_BYTES + 64; i += 64, ahead += 64)
       __builtin_prefetch(ahead, 0, 2);
 #pragma GCC unroll 2
     for (int part = 0; part < PARTS; part++) {
@@ -61,6 +61,26 @@ static __attribute__((noinline)) void quantized_rows(const Panel &panel, const I
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++)
     store(out + r * LANES, acc[r]);
+}
+
+// Unpacks a quantized panel to `out`, so that products with many rows need not do it for every few of them.
+template <class Format> static Panel unpack(const Panel &panel, uint8_t *out) {
+  typedef Unpacked<Format> To;
+  const Behind behind = panel.behind<Format>();
+  const Panel to(panel, out);
+  float *const scales = (float *)(out + (int64_t)to.blocks * To::BLOCK_BYTES);
+  for (int b = 0; b < to.blocks; b++) {
+    const uint8_t *block = panel.block<Format>(b);
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++, out += 64)
+      store(out, Format::quads(block, j));
+    for (int part = 0; part < To::PARTS; part++) {
+      const f32x16 scale = Format::Layout::scale(behind, b, part);
+      store(scales + ((int64_t)part * to.blocks + b) * LANES, scale);
+      store(scales + ((int64_t)(To::PARTS + part) * to.blocks + b) * LANES, minimum_of<Format>(behind, b, part, scale));
+    }
+  }
+  return to;
 }
 
 // Adds the products of the `fine` quants of outlier blocks; row 0 of `out` is row `first` of the input.
@@ -183,4 +203,14 @@ static void multiply_panel(const Panel &panel, const Input &x, const OutlierBloc
   }
   if constexpr (Format::QUANTIZED && !ALWAYS_15_BITS)
     add_fine<Format>(panel, outliers.begin(first), outliers.end(first), first, out);
+}
+
+// Does the same, with a quantized panel unpacked to `buffer` if there are many rows; with AMX, tiles multiply those.
+template <class Format>
+static void multiply_panel(const Panel &panel, const Input &x, const OutlierBlocks &outliers, int first, int last,
+                           float *out, uint8_t *buffer) {
+  if constexpr (Format::QUANTIZED && !TENUTO_AMX)
+    if (last - first >= UNPACKED_ROWS)
+      return multiply_panel<Unpacked<Format>>(unpack<Format>(panel, buffer), x, outliers, first, last, out);
+  multiply_panel<Format>(panel, x, outliers, first, last, out);
 }

@@ -55,8 +55,12 @@ struct Behind {
 struct Panel {
   const uint8_t *data;
   int blocks, group;
+  const uint8_t *packed; // where it is in the matrix, if `data` is elsewhere
   Panel(const Matrix &w, int number)
-      : data(w.data + (int64_t)number * w.stride), blocks((w.inputs + BLOCK - 1) / BLOCK), group(w.group) {}
+      : data(w.data + (int64_t)number * w.stride), blocks((w.inputs + BLOCK - 1) / BLOCK), group(w.group),
+        packed(data) {}
+  // Panel `of`, with other blocks, each with its own scales.
+  Panel(const Panel &of, const uint8_t *data) : data(data), blocks(of.blocks), group(0), packed(of.packed) {}
   template <class Format> const uint8_t *block(int b) const { return data + (int64_t)b * Format::BLOCK_BYTES; }
   template <class Format> Behind behind() const { return {block<Format>(blocks), blocks, group}; }
 };
@@ -74,16 +78,14 @@ template <int parts, bool minima> struct Halves {
   INLINE f32x16 minimum(const Behind &at, int block, int part) { return scale(at, block, parts + part); }
 };
 
-// float32 scales [groups][16], and then minima [groups][16].
-template <bool minima> struct Floats {
-  static constexpr int PARTS = 1;
+// float32 scales [PARTS][groups][16], and then minima [PARTS][groups][16].
+template <int parts, bool minima> struct Floats {
+  static constexpr int PARTS = parts;
   static constexpr bool MINIMA = minima;
-  INLINE f32x16 scale(const Behind &at, int block, int) {
-    return load<f32x16>(at.data + (int64_t)(block >> at.group) * 64);
+  INLINE f32x16 scale(const Behind &at, int block, int part) {
+    return load<f32x16>(at.data + ((int64_t)part * at.groups() + (block >> at.group)) * 64);
   }
-  INLINE f32x16 minimum(const Behind &at, int block, int) {
-    return load<f32x16>(at.data + ((int64_t)at.groups() + (block >> at.group)) * 64);
-  }
+  INLINE f32x16 minimum(const Behind &at, int block, int part) { return scale(at, block, parts + part); }
 };
 
 constexpr int TOGETHER = 8; // blocks that share the unit of their codes
@@ -145,7 +147,7 @@ INLINE u32x16 single_bits(const uint8_t *block, int j) { return load<u32x16>(blo
 // bytes. Where the layout has no minima, the minimum is -2^(BITS - 1) scale.
 template <int bits, int vectors, class Scaling> struct Quantized {
   static constexpr bool QUANTIZED = true, SCALED = true, MINIMA = Scaling::MINIMA;
-  static constexpr int BITS = bits, PARTS = Scaling::PARTS, BLOCK_BYTES = vectors * 64;
+  static constexpr int BITS = bits, PARTS = Scaling::PARTS, BLOCK_BYTES = vectors * 64, PACKED_BYTES = BLOCK_BYTES;
   typedef Scaling Layout;
 };
 
@@ -157,7 +159,7 @@ struct Q4_1 : Quantized<4, 4, Halves<1, true>> {
   INLINE u32x16 quads(const uint8_t *block, int j) { return nibbles(block, j); }
 };
 
-struct INT4 : Quantized<4, 4, Floats<true>> {
+struct INT4 : Quantized<4, 4, Floats<1, true>> {
   INLINE u32x16 quads(const uint8_t *block, int j) { return nibbles(block, j); }
 };
 
@@ -185,7 +187,7 @@ struct Q8_0 : Quantized<8, 8, Halves<1, false>> {
   INLINE u32x16 quads(const uint8_t *block, int j) { return load<u32x16>(block + 64 * j); }
 };
 
-struct INT8 : Quantized<8, 8, Floats<true>> {
+struct INT8 : Quantized<8, 8, Floats<1, true>> {
   INLINE u32x16 quads(const uint8_t *block, int j) { return load<u32x16>(block + 64 * j); }
 };
 
@@ -204,6 +206,12 @@ struct IQ4_XS : Quantized<8, 4, Codes<1>> {
 // Floats of 4 bits (E2M1), doubled.
 struct MXFP4 : Quantized<5, 4, Exponents> {
   INLINE u32x16 quads(const uint8_t *block, int j) { return looked_up(MXFP4_BOOK, nibbles(block, j)); }
+};
+
+// A panel of `Format` whose quants are bytes and whose scales are float32; see `unpack` in `matmul_simd.h`.
+template <class Format> struct Unpacked : Quantized<Format::BITS, 8, Floats<Format::PARTS, true>> {
+  static constexpr int PACKED_BYTES = Format::BLOCK_BYTES;
+  INLINE u32x16 quads(const uint8_t *block, int j) { return load<u32x16>(block + 64 * j); }
 };
 
 template <int block_bytes, bool scaled = false> struct Unquantized {
@@ -233,7 +241,7 @@ struct F32 : Unquantized<32 * 64> {
 
 // Lane n of vector j has the pair w[2 j], w[2 j + 1] of floats of 8 bits (E4M3).
 struct FP8 : Unquantized<32 * 16, true> {
-  typedef Floats<false> Layout;
+  typedef Floats<1, false> Layout;
   INLINE Pairs pairs(const uint8_t *vector) { return e4m3_pairs(vector); }
   INLINE float weight(const uint8_t *block, int k, int lane) {
     const uint32_t bits = block[k / 2 * 32 + lane * 2 + k % 2];
@@ -279,19 +287,23 @@ template <class Use> INLINE void with_format(PanelFormat format, Use use) {
   }
 }
 
+// Returns the minimum of part `part` of a block, whose scale is `scale`.
+template <class Format> INLINE f32x16 minimum_of(const Behind &at, int block, int part, f32x16 scale) {
+  if constexpr (Format::MINIMA)
+    return Format::Layout::minimum(at, block, part);
+  else
+    return scale * (float)-(1 << (Format::BITS - 1));
+}
+
 struct Scales {
   f32x16 scale, minimum;
 };
 // Returns the scale and the minimum of part `part` of a block, for quants as `Dot` reads them.
 template <class Format> INLINE Scales scales_of(const Behind &at, int block, int part = 0) {
-  constexpr float offset = Format::BITS == 8 ? OFFSET : 0, zero = 1 << (Format::BITS - 1);
+  constexpr float offset = Format::BITS == 8 ? OFFSET : 0;
   const f32x16 scale = Format::Layout::scale(at, block, part);
-  if constexpr (!Format::MINIMA)
-    return {scale, scale * (offset - zero)};
-  else if constexpr (offset != 0)
-    return {scale, Format::Layout::minimum(at, block, part) + scale * offset};
-  else
-    return {scale, Format::Layout::minimum(at, block, part)};
+  const f32x16 minimum = minimum_of<Format>(at, block, part, scale);
+  return {scale, offset != 0 ? minimum + scale * offset : minimum};
 }
 
 // Copies the weights of one output, float [inputs], to `to`.
@@ -305,13 +317,11 @@ template <class Format> static void weight_row(const Panel &panel, int lane, int
         to[k] *= lane_of(Format::Layout::scale(behind, k / BLOCK, 0), lane);
     } else {
       const int part = k % BLOCK / (BLOCK / Format::PARTS);
-      const float scale = lane_of(Format::Layout::scale(behind, k / BLOCK, part), lane);
-      float minimum = scale * -(1 << (Format::BITS - 1));
-      if constexpr (Format::MINIMA)
-        minimum = lane_of(Format::Layout::minimum(behind, k / BLOCK, part), lane);
+      const f32x16 scale = Format::Layout::scale(behind, k / BLOCK, part);
+      const f32x16 minimum = minimum_of<Format>(behind, k / BLOCK, part, scale);
       uint8_t quants[64];
       store(quants, Format::quads(block, k % BLOCK / 4));
-      to[k] = scale * quants[lane * 4 + k % 4] + minimum;
+      to[k] = lane_of(scale, lane) * quants[lane * 4 + k % 4] + lane_of(minimum, lane);
     }
   }
 }
