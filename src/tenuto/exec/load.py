@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from hashlib import sha256
@@ -15,6 +15,7 @@ from tenuto.exec.device import check_device, is_cpu, usable_cores
 from tenuto.exec.forward import Forward
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward
+from tenuto.exec.nodes import Node, interleaved, usable_nodes
 from tenuto.kernels import native
 from tenuto.kernels.elements import Element, KVCacheDtype
 from tenuto.kernels.native.build import VARIANTS, Machine, Unavailable, library
@@ -39,9 +40,10 @@ class ExecutorOptions:
     compiled into `cache` and unavailable without it. `predictor`: whether the model's head for multi-token prediction
     is loaded, if it has one. `kv_cache_dtype` is a `KVCacheDtype`; values other than `auto` need native kernels.
     `tensor_parallel`: the number of processes that compute the model together. `share_weights`: whether processes with
-    the same `cache`, model and options have one copy of the weights, a file there; needs native kernels. `say` receives
-    a message before kernels are compiled, which takes some seconds, and the reason if plain PyTorch is used as a
-    fallback.
+    the same `cache`, model and options have one copy of the weights, a file there; needs native kernels. `nodes`: the
+    machine's memory nodes, over which native kernels spread weights and, if there is one for each core, threads. `say`
+    receives a message before kernels are compiled, which takes some seconds, and the reason if plain PyTorch is used as
+    a fallback.
     """
 
     page_size: int
@@ -55,6 +57,7 @@ class ExecutorOptions:
     share_weights: bool = False
     cache: Path | None = None
     machine: Machine = field(default_factory=Machine.this)
+    nodes: Sequence[Node] = field(default_factory=usable_nodes)
     say: Callable[[str], None] = lambda _: None
 
     def __post_init__(self) -> None:
@@ -155,14 +158,19 @@ def _native_forward(
         return None
     try:
         found = _native(config, cache, options)
-        packed = _packed(config, files, checkpoint, options, wide)
-        return NativeForward(found, packed, threads=usable_cores())
+        with interleaved(options.nodes):
+            packed = _packed(config, files, checkpoint, options, wide)
+        forward = NativeForward(found, packed, threads=usable_cores())
     except Unavailable as reason:
         if kernels != "auto":
             raise ConfigError(f"kernels {kernels!r} cannot be used: {reason}") from reason
         _refuse(options, str(reason))
         options.say(f"Plain PyTorch computes: {reason}")
         return None
+    several = len(options.nodes) > 1 and forward.threads == sum(len(node.cores) for node in options.nodes)
+    if several and not forward.pin(options.nodes):  # fewer threads than cores go where cores are free
+        options.say("The system does not let threads be kept on memory nodes")
+    return forward
 
 
 def _refuse(options: ExecutorOptions, reason: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from ctypes import Array, byref, c_int64, c_uint8
+from ctypes import Array, byref, c_int32, c_int64, c_uint8
 from typing import cast
 
 import numpy as np
@@ -13,6 +13,7 @@ from tenuto.base.config import EngineOptions
 from tenuto.base.errors import ConfigError
 from tenuto.base.plan import Bytes, Ints, Plan, TableChanges
 from tenuto.exec.forward import Longs, Outputs, Singles, describe
+from tenuto.exec.nodes import Node, node_of
 from tenuto.kernels.native import library
 from tenuto.kernels.native.library import GroupStep, Library, OpKind, Step
 from tenuto.kernels.native.sampling import sample, score
@@ -90,6 +91,7 @@ class NativeForward:
         self.batch_invariant = True
         self.defaults = EngineOptions()
         self.threads = threads
+        self._nodes = 0  # among which threads are divided
         self._handle = library.open(byref(model.model), model.ops, len(model.ops), self.threads)
         if not self._handle:
             raise ConfigError(f"{self.threads} threads, or memory for their work, cannot be allocated")
@@ -97,6 +99,16 @@ class NativeForward:
         self._logits, self._best = self._room_for(16)
         self.op_seconds = np.zeros(len(OpKind))
         self._adapters: dict[int, PlacedAdapter] = {}  # by slot
+
+    def pin(self, nodes: Sequence[Node]) -> bool:
+        """Keeps each thread, except for the one that calls `run`, on one of these nodes. Returns whether the system
+        allows that; `description` says so then."""
+        for member in range(1, self.threads):
+            cores = node_of(member, self.threads, nodes).cores
+            if self._library.pin(self._handle, member, (c_int32 * len(cores))(*cores), len(cores)):
+                return False
+        self._nodes = len(nodes)
+        return True
 
     @property
     def layout(self) -> str:
@@ -109,7 +121,8 @@ class NativeForward:
 
     @property
     def description(self) -> str:
-        parts = self._library.variant, f"{self.threads} threads", self._kept_as
+        where = f" on {self._nodes} memory nodes" if self._nodes else ""
+        parts = self._library.variant, f"{self.threads} threads{where}", self._kept_as
         return f"native kernels ({', '.join(filter(None, parts))})"
 
     @property

@@ -36,6 +36,8 @@ public:
       }
   }
 
+  Team &team() { return work_.team; }
+
   void prepare(const int64_t *units, int rows, int most_kept) {
     bool recurrent = false;
     for (int g = 0; g < (int)groups_.size(); g++) {
@@ -198,6 +200,11 @@ void *tenuto_open(const TenutoModel *model, const TenutoOp *ops, int count, int 
   Forward *forward = nullptr;
   guarded([&] { forward = new Forward(*model, ops, count, threads); });
   return forward;
+}
+
+// Keeps thread `member`, 1 to threads - 1, on these cores. Returns 1 if the system cannot do that, or else 0.
+int tenuto_pin(void *forward, int member, const int32_t *cores, int count) {
+  return !((Forward *)forward)->team().pin(member, cores, count);
 }
 
 // Allocates `units[g]` units of each group, and room to keep the inputs of `most_kept` tokens for each of `rows` row

@@ -154,6 +154,8 @@ class Library:
         self.variant = loaded.tenuto_variant().decode()
         self.open = loaded.tenuto_open
         self.open.argtypes, self.open.restype = (POINTER(Model), POINTER(Op), c_int, c_int), c_void_p
+        self.pin = loaded.tenuto_pin
+        self.pin.argtypes = (c_void_p, c_int, POINTER(c_int32), c_int)
         self.prepare = loaded.tenuto_prepare
         self.prepare.argtypes = (c_void_p, POINTER(c_int64), c_int, c_int)
         self.copy = loaded.tenuto_copy

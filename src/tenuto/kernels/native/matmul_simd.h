@@ -183,20 +183,22 @@ INLINE void multiply_rows(const Panel &panel, const Input &x, int tile, int from
     pair_rows<Format, ROWS>(panel, x, tile, from, out);
 }
 
-// Multiplies rows `first` to `last` of the input, `first` a multiple of 16, by a panel: float [last - first][16].
+// Multiplies rows `first` to `last` of the input, `first` a multiple of 16, by a panel: float [last - first][16]. Takes
+// a few rows too many at once where that is faster than those that are left in two or three parts, so up to three more
+// rows are written.
 template <class Format>
 static void multiply_panel(const Panel &panel, const Input &x, const OutlierBlocks &outliers, int first, int last,
                            float *out) {
   for (int row = first; row < last;) {
     int left = std::min(last - row, LANES - row % LANES), tile = row / LANES, from = row % LANES;
     float *to = out + (int64_t)(row - first) * LANES;
-    if (left >= 16 && MATMUL_ROWS >= 16)
+    if (left > 12 && MATMUL_ROWS >= 16)
       multiply_rows<Format, 16>(panel, x, tile, from, to), row += 16;
-    else if (left >= 8 && MATMUL_ROWS >= 8)
+    else if (left > 6 && MATMUL_ROWS >= 8)
       multiply_rows<Format, 8>(panel, x, tile, from, to), row += 8;
-    else if (left >= 4)
+    else if (left > 2)
       multiply_rows<Format, 4>(panel, x, tile, from, to), row += 4;
-    else if (left >= 2)
+    else if (left == 2)
       multiply_rows<Format, 2>(panel, x, tile, from, to), row += 2;
     else
       multiply_rows<Format, 1>(panel, x, tile, from, to), row += 1;

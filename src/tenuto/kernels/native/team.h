@@ -5,6 +5,7 @@
 #include <atomic>
 #include <climits>
 #include <functional>
+#include <pthread.h>
 #include <sched.h>
 #include <thread>
 #include <time.h>
@@ -69,6 +70,23 @@ public:
 
   int size() const { return size_; }
 
+  // Keeps a member, other than the caller's thread, on these cores. Returns whether the system can do that.
+  bool pin(int member, const int32_t *cores, int count) {
+#if defined(__linux__)
+    cpu_set_t *const set = CPU_ALLOC(CORES);
+    if (!set)
+      return false;
+    CPU_ZERO_S(CPU_ALLOC_SIZE(CORES), set);
+    for (int i = 0; i < count; i++)
+      CPU_SET_S(cores[i], CPU_ALLOC_SIZE(CORES), set);
+    const bool done = !pthread_setaffinity_np(members_[member - 1].native_handle(), CPU_ALLOC_SIZE(CORES), set);
+    CPU_FREE(set);
+    return done;
+#else
+    return false;
+#endif
+  }
+
   // Returns seconds since a fixed moment, unaffected by changes of the clock.
   static double seconds() {
     timespec t;
@@ -123,6 +141,7 @@ public:
 
 private:
   static constexpr double SPIN_SECONDS = 100e-6;
+  static constexpr int CORES = 1 << 16; // more than any system has
 
   struct alignas(64) Share {
     std::atomic<int> taken{0};
