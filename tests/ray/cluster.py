@@ -50,6 +50,7 @@ class Cluster:
     def __init__(self, database: str, *, haproxy: Mapping[str, str] | None = None) -> None:
         self.has_haproxy = haproxy is not None
         self._scratch = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # sockets need a short path
+        proxying = {**haproxy_in(self._scratch), **haproxy} if haproxy is not None else {}
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         self._log = (self._scratch / "driver.log").open("w")
         self._driver = subprocess.Popen(
@@ -59,7 +60,7 @@ class Cluster:
             stderr=self._log,
             text=True,
             start_new_session=True,
-            env={**os.environ, **ENVIRONMENT, **(haproxy_in(self._scratch) if self.has_haproxy else {}), **(haproxy or {})},
+            env={**os.environ, **ENVIRONMENT, **proxying},
         )
 
     def run(self, name: str = "fleet", *, server: Mapping[str, Any] | None = None, **deployment: Any) -> None:
@@ -82,8 +83,12 @@ class Cluster:
         return httpx.Client(base_url=self.url, timeout=60)
 
     def live(self, http: httpx.Client) -> list[str]:
-        """Returns the addresses of the replicas that accept requests, as one of them sees them."""
-        answer = http.get("/fleet")
+        """Returns the addresses of the replicas that accept requests, as one of them sees them; none if that one ends
+        just then."""
+        try:
+            answer = http.get("/fleet")
+        except httpx.TransportError:  # HAProxy closes a connection that it has used before, instead of answering 500
+            return []
         known = answer.json()["replicas"] if answer.status_code == 200 else []
         return [each["url"] for each in known if each["live"] and is_ready(each["url"])]
 

@@ -28,11 +28,10 @@ from tests.serve.test_fleet import Stream
 from tests.serve.test_killed_streams import witness_output
 from tests.serve.test_session_sockets import answer, send
 
-
 PROXY, HAPROXY = "proxy", "haproxy"
 QUICK = {
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
-    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3",  # so long streams go on after a change of the replicas
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3",  # how long streams go on after a change of the replicas
 }
 
 
@@ -55,7 +54,8 @@ def http(cluster: Cluster) -> Iterator[httpx.Client]:
 def pair(cluster: Cluster, http: httpx.Client) -> list[Replica]:
     """Both replicas, which the router knows, if there is one."""
     found = cluster.replicas(http, 2)
-    for each in found if not cluster.has_haproxy else ():  # it knows them once requests for the sessions of each go there at once
+    for each in [] if cluster.has_haproxy else found:
+        # The router knows them once requests for the sessions of each go there at once.
         opened = httpx.post(f"{each.url}/v1/sessions", json={}, timeout=60).raise_for_status().json()["id"]
         eventually(partial(is_known, http, opened, found))
     return found
@@ -199,7 +199,10 @@ def test_a_replica_whose_server_ends_is_replaced(cluster: Cluster, http: httpx.C
 
 
 def is_served(http: httpx.Client, session: str) -> bool:
-    return http.get(f"/v1/sessions/{session}").status_code == 200
+    try:
+        return http.get(f"/v1/sessions/{session}").status_code == 200
+    except httpx.TransportError:  # see `Cluster.live`
+        return False
 
 
 def resume(stream: Stream, http: httpx.Client) -> None:

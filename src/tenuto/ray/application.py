@@ -47,8 +47,7 @@ def fleet(arguments: Arguments) -> Application:
 
 
 def routing(arguments: Arguments) -> RequestRouterConfig:
-    """Returns the configuration of `SessionRouter`. Behind HAProxy, which chooses the replicas itself, Ray Serve refuses
-    an application with one."""
+    """Returns the configuration of `SessionRouter`. Ray refuses it with HAProxy, which chooses replicas itself."""
     return RequestRouterConfig(
         request_router_class=f"{SessionRouter.__module__}.{SessionRouter.__name__}",
         request_router_kwargs=arguments.router,
