@@ -36,7 +36,16 @@ class Replica:
         self.url = url
         engine = httpx.get(f"{url}/v1/engine", timeout=60).json()["pid"]
         self.server = parent_of(engine)
-        self.actor = parent_of(self.server)
+        self.actor = parent_of(parent_of(self.server))
+
+    def kill(self) -> None:
+        """Kills the actor as Ray does, with its children, but not with theirs."""
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError, ValueError):
+                if parent_of(int(entry.name)) == self.actor:
+                    os.kill(int(entry.name), signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has noticed
+            os.kill(self.actor, signal.SIGKILL)
 
     def forwarded(self) -> int:
         with httpx.Client(base_url=self.url, timeout=60) as http:

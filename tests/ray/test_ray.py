@@ -172,20 +172,22 @@ def turns(replica: Replica) -> int:
     return sum(int(float(line.split()[-1])) for line in lines if line.startswith("tenuto_turns_ended_total"))
 
 
-def test_a_stream_of_a_killed_actor_goes_on_elsewhere(
+def test_a_stream_of_a_killed_actor_goes_on_and_its_server_ends_in_order(
     cluster: Cluster, http: httpx.Client, pair: list[Replica]
 ) -> None:
     http.post("/v1/sessions", json={"id": "killed"}).raise_for_status()
     stream = Stream("killed", 600)
     stream.begin(http, 20)
     killed = owner_of(http, "killed", pair)
-    os.kill(killed.actor, signal.SIGKILL)
+    killed.kill()
     resume(stream, http)
     (record,) = http.get("/v1/sessions/killed/turns").raise_for_status().json()["data"]
     assert record["output_tokens"] == stream.output
     assert len(stream.output) == 600
     eventually(lambda: not is_running(killed.server))
     assert killed.url not in {each.url for each in cluster.replicas(http, 2)}
+    (seen,) = (each for each in http.get("/fleet").json()["replicas"] if each["url"] == killed.url)
+    assert seen["moves"]["done"] > 0  # of sessions, to the other replica
 
 
 def test_a_replica_whose_server_ends_is_replaced(cluster: Cluster, http: httpx.Client, pair: list[Replica]) -> None:
