@@ -19,6 +19,7 @@ from tenuto.base.wire.fleet_messages import (
     BeginMove,
     CopyMove,
     DropMove,
+    EraseTraces,
     GiveUpSession,
     HoldMove,
     ListOwned,
@@ -55,6 +56,7 @@ OfMoves = (
     | PutMove
     | TakeMove
     | DropMove
+    | EraseTraces
 )
 """Requests about moves."""
 THREADS = 8
@@ -117,6 +119,7 @@ class Moves:
             GiveUpSession: self.give_up,
             PutMove: lambda asked: self.put(asked.move, asked.piece),
             DropMove: lambda asked: self.drop(asked.move),
+            EraseTraces: self.erase_traces,
         }
         if isinstance(request, TakeMove):
             self._working.submit(self._take, request, answer, refuse, subscriber)
@@ -256,6 +259,19 @@ class Moves:
             self._member.give_up(session)
         finally:
             self._loop.call(lambda engine: self._leave(engine, move, keep_saved=True)).result()
+
+    def erase_traces(self, request: EraseTraces) -> list[str]:
+        """Carries out `EraseTraces`, most of it in parts between which steps go on."""
+
+        def sweep(engine: Engine) -> bool:
+            return engine.erasure.sweep(request.session, tenant=request.tenant)
+
+        def erase(engine: Engine) -> list[str]:
+            return engine.erasure.erase_traces(request.session, tenant=request.tenant)
+
+        while self._loop.call(sweep).result():
+            pass
+        return self._loop.execute(erase).result()
 
     # -- for the replica to which it moves
 

@@ -27,7 +27,6 @@ from tenuto.base.views import (
     Ticket,
 )
 from tenuto.base.wire.document import Conversation, SessionDocument
-from tenuto.base.wire.fleet_messages import EraseTraces
 from tenuto.base.wire.messages import (
     AbortTurn,
     BeginTrace,
@@ -310,10 +309,6 @@ class Dispatcher:
     @_execute.register
     def _(self, command: EraseSession, _: None) -> Receipt:
         return self._engine.erasure.erase(command.session, tenant=command.tenant)
-
-    @_execute.register
-    def _(self, command: EraseTraces, _: None) -> list[str]:
-        return self._engine.erasure.erase_traces(command.session, tenant=command.tenant)
 
     # -- turns
 
