@@ -8,6 +8,7 @@ import pytest
 from tenuto.base.errors import InvariantError, SessionBusy, TenutoError
 from tenuto.base.wire.fleet_messages import BeginMove, GiveUpSession
 from tenuto.session.journal_rows import StoredSessions
+from tenuto.session.records import SavedSession
 from tests.sim.faults_of_fleets import FAULTS, Plant
 from tests.sim.faults_of_shared_tiers import FAULTS as TIER_FAULTS
 from tests.sim.fleet_replicas import asked_turn
@@ -55,9 +56,12 @@ def test_a_session_is_read_again_while_its_owner_changes_only_if_it_has_changed(
 ) -> None:
     reads: list[int] = []
     together = StoredSessions.together
-    monkeypatch.setattr(
-        StoredSessions, "together", lambda stored, numbers: reads.extend(numbers) or together(stored, numbers)
-    )
+
+    def noted(stored: StoredSessions, numbers: list[int]) -> list[SavedSession]:
+        reads.extend(numbers)
+        return together(stored, numbers)
+
+    monkeypatch.setattr(StoredSessions, "together", noted)
     world = World(0)
     world.calm = True
     owner, other, _ = world.replicas
