@@ -15,6 +15,7 @@ from tenuto.base.errors import InvalidRequest, Misdirected, NoRoom, NotFound, Se
 from tenuto.base.options import TurnParams
 from tenuto.base.turns import TurnState
 from tenuto.base.wire.moves import StateEnd, StateOffer, StatePiece
+from tenuto.engine import erasure
 from tenuto.engine.departures import Rest
 from tenuto.memory.tiers.lent import LentUnits
 from tenuto.memory.tiers.unit_files import SUFFIX
@@ -40,6 +41,11 @@ IDENTITY = "weights"
 def sent(message: Any, kind: Any) -> Any:
     """Returns a message as the other replica gets it."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind)
+
+
+def used_and_free(stage: Stage) -> int:
+    """Returns the number of free units that were used since they were last overwritten."""
+    return sum(sum(pool.used[unit] for unit in pool.unused()[0]) for pool in stage.engine.pools)
 
 
 def summed(stage: Stage, pieces: list[StatePiece]) -> list[StatePiece]:
@@ -438,6 +444,36 @@ def test_what_an_erased_session_has_left_where_it_was_before_is_overwritten(mix:
     assert not any(pool.used[unit] for pool in here.engine.pools for unit in pool.unused()[0])
     here.engine.audit()
     assert goes_on(here, "stays", 5) == 45
+
+
+@every_mix
+def test_traces_are_swept_in_parts_between_which_turns_go_on(mix: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(erasure, "SWEPT_BYTES", 1)
+    monkeypatch.setattr(erasure, "SWEPT_SESSIONS", 1)
+    here, there = Stage(mix, prefix_cache=True), Stage(mix)
+    history = list(here.committed("stays", 40).history)
+    for closed in "ab":
+        here.committed(closed, 20)
+        here.engine.sessions.close(closed)
+    here.committed(tokens=50)
+    move = Move(here, there)
+    move.give(move.hold())
+    assert here.engine.registry.prefixes
+    assert not here.engine.erasure.sweep("another")
+    turn, parts = here.say("stays", [3], 40), 0
+    before = used_and_free(here)
+    while here.engine.erasure.sweep("s"):
+        assert used_and_free(here) >= before - 1
+        here.engine.audit()
+        here.step()
+        before, parts = used_and_free(here), parts + 1
+    assert parts > 0
+    assert used_and_free(here) == 0
+    assert not here.engine.registry.prefixes
+    here.play()
+    assert list(turn.output) == continuation([*history, 3], 40)
+    assert here.engine.erasure.erase_traces("s") == []
+    assert used_and_free(here) == 0
 
 
 def test_rows_of_an_erased_session_in_files_that_others_need_are_overwritten(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tenuto.base.views import SharedTierView
 from tenuto.engine.thread.views import records, stats
 from tenuto.memory.checkpoints.thinning import PER_OCTAVE
 from tests.engine.stage import FULL, SLIDING, STATE, WINDOW, Stage, count_from
@@ -97,12 +98,12 @@ def test_a_rewind_replays_the_same_tokens_and_counts_them(long: tuple[Stage, int
     stage, _ = long
     engine, child = stage.engine, f"{turns}"
     said = records(engine.registry.get("long"), TURNS - turns, 1)[0].resume_cost
-    before = stats(engine)
+    before = stats(engine, SharedTierView())
     engine.sessions.fork("long", child=child)
     engine.sessions.rewind(child, turn=TURNS - turns)
     engine.sessions.fork(child, child=f"fork {turns}")  # there, nothing more is lost
     computed = stage.cost(lambda: stage.say(child, [5, 6], 4))
-    after = stats(engine)
+    after = stats(engine, SharedTierView())
     assert computed - (2 + 4) == said == after.replayed["rewind"] - before.replayed.get("rewind", 0)
     assert said == after.recomputed.get("no checkpoint", 0) - before.recomputed.get("no checkpoint", 0)
     assert after.replayed["fork"] == 0

@@ -4,6 +4,7 @@ and the result for a sequence does not depend, in a single bit, on how steps are
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -271,6 +272,34 @@ def test_one_thread_computes_the_same_as_two(variant: str, path: Path) -> None:
     assert torch.equal(*results)
     for each in (executor, alone):
         each.close()
+
+
+def cpus_of_threads() -> set[frozenset[int]]:
+    """Returns the CPUs that threads of this process may use; one set if all may use the same."""
+    found = set()
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(ProcessLookupError):  # it has ended
+            found.add(frozenset(os.sched_getaffinity(int(thread.name))))
+    return found
+
+
+@needs_variant
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have CPUs only on Linux")
+def test_threads_that_leave_a_shared_cpu_may_use_every_cpu_afterwards(path: Path) -> None:
+    """Beside processes that keep all CPUs busy, so that threads of a step meet on one."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
+    executor = native(path)
+    try:
+        driver = Driver(executor, 60, 2)
+        logits_of(executor, driver.plan([(0, text(20), 20)]))
+        for token in text(200):
+            logits_of(executor, driver.plan([(0, [token], 1)]))
+            assert cpus_of_threads() == {frozenset(os.sched_getaffinity(0))}
+    finally:
+        for each in busy:
+            each.kill()
+            each.wait()
+        executor.close()
 
 
 def test_the_number_of_threads_stays_within_the_cpu_quota(tmp_path: Path) -> None:

@@ -6,8 +6,12 @@ import threading
 from collections.abc import Sequence
 from typing import Any, cast
 
+import pytest
+
 from tenuto.base.options import Policy, TurnParams
 from tenuto.base.turns import Delta
+from tenuto.base.wire.fleet_messages import EraseTraces
+from tenuto.engine import erasure
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread.loop import EngineLoop
 from tenuto.runtime.moves import Moves
@@ -87,3 +91,31 @@ def test_a_session_is_held_once_all_output_of_its_turn_was_sent() -> None:
     moves.close()
     assert output
     assert sent == output
+
+
+def ignored(_: object) -> None:
+    """Receives what nobody reads."""
+
+
+def test_what_a_session_has_left_is_erased_in_parts_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(erasure, "SWEPT_BYTES", 1)
+    engine, swept = make_engine(), list[int]()  # the steps before each part
+    sweep = engine.erasure.sweep
+
+    def noted(session_id: str, *, tenant: str) -> bool:
+        swept.append(engine.steps)
+        return sweep(session_id, tenant=tenant)
+
+    monkeypatch.setattr(engine.erasure, "sweep", noted)
+    loop = EngineLoop(engine)
+    moves = Moves(cast("Any", None), loop, lambda: "identity", lambda _: None, cast("Any", None))
+    loop.execute(lambda engine: engine.sessions.open("gone", Policy())).result()
+    turn = loop.execute(lambda engine: engine.turns.submit("gone", range(1, 30), TurnParams(max_new_tokens=1))).result()
+    eventually(lambda: turn.result is not None)
+    loop.execute(lambda engine: engine.sessions.leave(engine.registry.get("gone"))).result()
+    loop.execute(lambda engine: engine.sessions.open("s", Policy())).result()
+    loops.start(loop, lambda engine: engine.turns.submit("s", [1, 2, 3], TurnParams(max_new_tokens=4000)), ignored)
+    assert moves.erase_traces(EraseTraces(tenant="", session="gone")) == []
+    assert len(set(swept)) == len(swept) > 3
+    loop.close()
+    moves.close()

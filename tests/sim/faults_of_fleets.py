@@ -25,7 +25,7 @@ from tenuto.runtime.tenant_counts import TenantCounts
 from tenuto.session.changes import Change
 from tenuto.session.journal_changes import ChangeTables
 from tenuto.session.postgres.journal import PostgresJournal
-from tenuto.session.postgres.replicas import Beat, Owned, Replicas
+from tenuto.session.postgres.replicas import Beat, Owned, ReadSession, Replicas
 from tenuto.session.records import SavedSession
 from tenuto.session.registry import Registry
 from tenuto.session.session import Session
@@ -137,18 +137,19 @@ def moves_that_are_given_up_without_a_new_epoch(patch: pytest.MonkeyPatch) -> No
 
 
 def sessions_that_move_in_any_epoch(patch: pytest.MonkeyPatch) -> None:
-    def take(replicas: Replicas, key: SessionKey, owner: int, _: int) -> SavedSession | None:
+    def take(replicas: Replicas, key: SessionKey, owner: int, _: int, read: ReadSession | None) -> SavedSession | None:
         seen = replicas.find(key)
-        return real(replicas, key, owner, seen.epoch) if seen is not None else None
+        return real(replicas, key, owner, seen.epoch, read) if seen is not None else None
 
     real = Replicas.take
     patch.setattr(Replicas, "take", take)
 
 
 def sessions_that_are_moved_by_whoever_owns_them(patch: pytest.MonkeyPatch) -> None:
-    def take(replicas: Replicas, key: SessionKey, _: int, __: int) -> SavedSession | None:
-        seen = replicas.find(key)
-        return real(replicas, key, seen.owner, seen.epoch) if seen is not None and seen.owner is not None else None
+    def take(replicas: Replicas, key: SessionKey, _: int, __: int, read: ReadSession | None) -> SavedSession | None:
+        if (seen := replicas.find(key)) is None or seen.owner is None:
+            return None
+        return real(replicas, key, seen.owner, seen.epoch, read)
 
     real = Replicas.take
     patch.setattr(Replicas, "take", take)

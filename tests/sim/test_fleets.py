@@ -6,7 +6,9 @@ import psycopg
 import pytest
 
 from tenuto.base.errors import InvariantError, SessionBusy, TenutoError
-from tenuto.base.wire.fleet_messages import GiveUpSession
+from tenuto.base.wire.fleet_messages import BeginMove, GiveUpSession
+from tenuto.session.journal_rows import StoredSessions
+from tenuto.session.records import SavedSession
 from tests.sim.faults_of_fleets import FAULTS, Plant
 from tests.sim.faults_of_shared_tiers import FAULTS as TIER_FAULTS
 from tests.sim.fleet_replicas import asked_turn
@@ -45,6 +47,43 @@ def test_a_session_that_was_given_up_goes_on_with_its_saved_state(parked: bool) 
     other.rest()
     assert other.taken_over == 1
     owner.engine.audit()
+    world.close()
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_session_is_read_again_while_its_owner_changes_only_if_it_has_changed(
+    monkeypatch: pytest.MonkeyPatch, changes: bool
+) -> None:
+    reads: list[int] = []
+    together = StoredSessions.together
+
+    def noted(stored: StoredSessions, numbers: list[int]) -> list[SavedSession]:
+        reads.extend(numbers)
+        return together(stored, numbers)
+
+    monkeypatch.setattr(StoredSessions, "together", noted)
+    world = World(0)
+    world.calm = True
+    owner, other, _ = world.replicas
+    session = owner.engine.sessions.open("a")
+
+    def say(token: int) -> None:
+        owner.start(asked_turn("a", token, None, resumable=False))
+        while not owner.engine.idle:
+            owner.engine.step()
+        owner.write()
+
+    say(1)
+    offer = owner.moves.begin(BeginMove(tenant="", session="a", move="move"))
+    other.moves.reserve("move", offer, other.moves.read(offer))
+    if changes:
+        say(2)
+    end = owner.moves.hold("move")
+    other.moves.become("move", end, other.moves.prepare("move", end), lambda _: None)
+    came = other.engine.registry.get("a")
+    assert (came.version, came.history) == (session.version, session.history)
+    assert came.epoch > session.epoch
+    assert len(reads) == (2 if changes else 1)
     world.close()
 
 

@@ -335,7 +335,7 @@ class Stats(View, frozen=True, kw_only=True):
     unsaved: int
     saved_bytes: int
     held_tokens: dict[str, int]
-    shared: SharedTierView = SharedTierView()
+    shared: SharedTierView
 
 
 def hidden_session_id() -> str:

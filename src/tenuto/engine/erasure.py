@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import ClassVar
 
 import msgspec
@@ -28,6 +28,11 @@ from tenuto.session.session import Session
 
 PIECE = 2**22
 """The number of bytes that are overwritten at once."""
+
+SWEPT_BYTES = 2**24
+"""The number of bytes that `sweep` overwrites. That takes some milliseconds."""
+SWEPT_SESSIONS = 32
+"""The number of closed sessions whose memory it gives up."""
 
 Units = list[set[int]]
 """Units by group."""
@@ -113,6 +118,25 @@ class Erasure:
             failed=failed,
         )
         return Receipt(erased, rows)
+
+    @guarded
+    def sweep(self, session_id: str, *, tenant: str = "") -> bool:
+        """Does a part of `erase_traces` that takes some milliseconds, and returns whether there is more that can be
+        done in parts. Steps and copies go on. What becomes free meanwhile is left to `erase_traces`."""
+        core = self._core
+        if (tenant, session_id) not in core.registry.traces or self._occupation.released:
+            return False
+        kept = list(islice((each for each in core.registry.prefixes if each.policy.tenant == tenant), SWEPT_SESSIONS))
+        for session in kept:
+            self._lifecycle.drop(session)
+        for pools, executor in self._memories():
+            for group, pool in enumerate(pools):
+                lease = pool.take_used(self, max(1, SWEPT_BYTES // max(1, executor.unit_bytes(group))))
+                taken, count = len(lease), self._write_zeros(executor, group, lease)
+                pool.overwritten(lease, count)
+                if taken:
+                    return count == taken
+        return bool(kept)
 
     @guarded
     def erase_traces(self, session_id: str, *, tenant: str = "") -> list[str]:

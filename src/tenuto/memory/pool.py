@@ -179,10 +179,11 @@ class Pool:
             self._stranded = [unit for unit in self._stranded if unit not in ended]
             (self._limbo[-1] if self._limbo else self._free).extend(left)
 
-    def take_used(self, holder: Holder) -> Lease:
-        """Returns a lease on all free units that are `used`."""
-        used = [unit for unit in self._free if self.used[unit]]
-        self._free = [unit for unit in self._free if not self.used[unit]] + used
+    def take_used(self, holder: Holder, most: int | None = None) -> Lease:
+        """Returns a lease on all free units that are `used`, or `most` of them."""
+        used = [unit for unit in self._free if self.used[unit]][:most]
+        taken = set(used)
+        self._free = [unit for unit in self._free if unit not in taken] + used
         return Lease(self, array("i", self._take(len(used)) or ()), holder)
 
     def overwritten(self, lease: Lease, count: int) -> None:

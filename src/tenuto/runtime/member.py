@@ -36,7 +36,7 @@ from tenuto.runtime.tenant_counts import TenantCounts
 from tenuto.session.postgres.database import Database
 from tenuto.session.postgres.journal import PostgresJournal
 from tenuto.session.postgres.objects import Objects
-from tenuto.session.postgres.replicas import DamagedRow, Owned, Replicas
+from tenuto.session.postgres.replicas import DamagedRow, Owned, ReadSession, Replicas
 from tenuto.session.records import SavedSession
 from tenuto.session.session import Session
 
@@ -395,18 +395,33 @@ class Member:
         """Runs `work` in the thread that asks the database, in which no session is claimed meanwhile."""
         self._asking.submit(work)
 
+    def read(self, key: SessionKey) -> ReadSession | None:
+        """Reads a session that is to move here, so that `receive` takes less time; `None` if the database does not have
+        it yet. Raises `NotAcknowledged` if the database cannot be asked. Runs in the thread of `later`."""
+        try:
+            return self._asks.read(key)
+        except DamagedRow as error:
+            raise SessionDamaged(f"session {key[1]!r} is damaged in the database: {error}") from None
+        except self._asks.db.errors as error:
+            raise self._unreachable(error) from error
+
     def receive(
-        self, key: SessionKey, owner: int, epoch: int, accept: Callable[[Engine, SavedSession], Session]
+        self,
+        key: SessionKey,
+        owner: int,
+        epoch: int,
+        accept: Callable[[Engine, SavedSession], Session],
+        read: ReadSession | None = None,
     ) -> Session:
-        """Becomes the owner of a session that its owner holds in `epoch`, and lets the engine `accept` it. Raises
-        `NotAcknowledged` if that is impossible, or it is unknown whether it has happened. Runs in the thread of
-        `later`."""
+        """Becomes the owner of a session that its owner holds in `epoch`, and lets the engine `accept` it. `read`: the
+        session as `read` has returned it. Raises `NotAcknowledged` if that is impossible, or it is unknown whether it
+        has happened. Runs in the thread of `later`."""
         if self._engine.registry.find(key[1], key[0]) is not None:
             raise AlreadyExists(f"session {key[1]!r} is here")
         deadline, lapses = self._now() + self._lease, self._lapses
         self._require_lease(deadline)
         try:
-            saved = self._asks.take(key, owner, epoch)
+            saved = self._asks.take(key, owner, epoch, read)
         except DamagedRow as error:
             raise SessionDamaged(f"session {key[1]!r} is damaged in the database: {error}") from None
         except self._asks.db.errors as error:

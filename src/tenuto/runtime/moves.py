@@ -19,6 +19,7 @@ from tenuto.base.wire.fleet_messages import (
     BeginMove,
     CopyMove,
     DropMove,
+    EraseTraces,
     GiveUpSession,
     HoldMove,
     ListOwned,
@@ -37,6 +38,7 @@ from tenuto.engine.thread.loop import EngineLoop, Subscriber
 from tenuto.runtime.answering import answered
 from tenuto.runtime.burden import Burden, burden_of
 from tenuto.runtime.member import Member
+from tenuto.session.postgres.replicas import ReadSession
 from tenuto.session.records import SavedSession
 from tenuto.session.session import Session
 from tenuto.text.constraint import Constraint
@@ -54,6 +56,7 @@ OfMoves = (
     | PutMove
     | TakeMove
     | DropMove
+    | EraseTraces
 )
 """Requests about moves."""
 THREADS = 8
@@ -91,6 +94,7 @@ class Moves:
         self._working = ThreadPoolExecutor(THREADS, "tenuto-moves")
         self._held: dict[str, Session] = {}  # by move; only for the threads of this class, one at a time for each move
         self._offers: dict[str, StateOffer] = {}  # of sessions that arrive, likewise
+        self._read: dict[str, ReadSession | None] = {}  # by move: those sessions as the database had them before
         self._leaving: dict[str, StateOffer] = {}  # of sessions that are to leave, until that is settled
         self._tickets: dict[str, Ticket] = {}  # of turns that go on here, until their moves are answered
         self._counting = threading.Lock()  # held while what leaves, or comes, is counted for the next one
@@ -113,12 +117,15 @@ class Moves:
             HoldMove: lambda asked: self.hold(asked.move),
             SettleMove: self.settle,
             GiveUpSession: self.give_up,
-            ReserveMove: lambda asked: self.reserve(asked.move, asked.offer),
             PutMove: lambda asked: self.put(asked.move, asked.piece),
             DropMove: lambda asked: self.drop(asked.move),
+            EraseTraces: self.erase_traces,
         }
         if isinstance(request, TakeMove):
             self._working.submit(self._take, request, answer, refuse, subscriber)
+            return
+        if isinstance(request, ReserveMove):
+            self._member.later(partial(self._reserve, request, answer, refuse))
             return
         work = partial(answered, partial(parts[type(request)], request), answer, refuse)
         settles = isinstance(request, SettleMove) and request.asked and not request.gone
@@ -126,6 +133,17 @@ class Moves:
             self._member.later(work)  # which asks the database
         else:
             self._working.submit(work)
+
+    def _reserve(
+        self, request: ReserveMove, answer: Callable[[Any], None], refuse: Callable[[BaseException], None]
+    ) -> None:
+        """Reads a session that is to come, while it goes on elsewhere, and then reserves room for it."""
+        try:
+            read = self.read(request.offer)
+        except BaseException as error:  # noqa: BLE001 - every error is answered
+            refuse(error)
+        else:
+            self._working.submit(answered, partial(self.reserve, request.move, request.offer, read), answer, refuse)
 
     def _take(
         self,
@@ -242,11 +260,29 @@ class Moves:
         finally:
             self._loop.call(lambda engine: self._leave(engine, move, keep_saved=True)).result()
 
+    def erase_traces(self, request: EraseTraces) -> list[str]:
+        """Carries out `EraseTraces`, most of it in parts between which steps go on."""
+
+        def sweep(engine: Engine) -> bool:
+            return engine.erasure.sweep(request.session, tenant=request.tenant)
+
+        def erase(engine: Engine) -> list[str]:
+            return engine.erasure.erase_traces(request.session, tenant=request.tenant)
+
+        while self._loop.call(sweep).result():
+            pass
+        return self._loop.execute(erase).result()
+
     # -- for the replica to which it moves
 
-    def reserve(self, move: str, offer: StateOffer) -> None:
-        """Carries out `ReserveMove`. Raises `InvalidRequest` unless the state is of this model and these weights, and
-        `NoRoom` if the session comes to spread load, and this replica has as much as the one that it would leave."""
+    def read(self, offer: StateOffer) -> ReadSession | None:
+        """Carries out the part of `ReserveMove` that asks the database; see `Member.read`."""
+        return self._member.read((offer.tenant, offer.session))
+
+    def reserve(self, move: str, offer: StateOffer, read: ReadSession | None) -> None:
+        """Carries out the rest of `ReserveMove`. `read`: the session as `read` has returned it. Raises `InvalidRequest`
+        unless the state is of this model and these weights, and `NoRoom` if the session comes to spread load, and this
+        replica has as much as the one that it would leave."""
         self._require_weights(offer.identity)
         if offer.params is not None:
             self._constrain(offer.params)  # compiles the grammar
@@ -255,7 +291,7 @@ class Moves:
                 burden = self._loop.call(burden_of).result().plus(list(self._offers.values()))
                 burden.require_less(offer.relieved, offer)
             self._loop.call(lambda engine: engine.arrivals.reserve(move, offer)).result()
-            self._offers[move] = offer
+            self._offers[move], self._read[move] = offer, read
 
     def put(self, move: str, piece: StatePiece) -> None:
         """Carries out `PutMove`."""
@@ -267,11 +303,13 @@ class Moves:
         try:
             self._expected(move)
             self._require_weights(end.identity)
-            self._loop.call(lambda engine: engine.arrivals.complete(move, end)).result()
-            return self._ready(end.turn, self._constrain(end.turn.params)) if end.turn is not None else None
+            completing = self._loop.call(lambda engine: engine.arrivals.complete(move, end))
+            readied = self._ready(end.turn, self._constrain(end.turn.params)) if end.turn is not None else None
+            completing.result()
         except BaseException:
             self._drop(move)
             raise
+        return readied
 
     def become(self, move: str, end: StateEnd, readied: Readied | None, subscriber: Subscriber) -> Ticket:
         """Carries out the rest of `TakeMove`: this replica becomes the owner. An error before that leaves everything
@@ -280,7 +318,7 @@ class Moves:
             offer = self._expected(move)
             key = offer.tenant, offer.session
             accept = partial(self._accept, move, end.position, readied, subscriber)
-            session = self._member.receive(key, offer.owner, end.epoch, accept)
+            session = self._member.receive(key, offer.owner, end.epoch, accept, self._read.get(move))
         finally:
             self._drop(move)
         log.info("session moved here", extra={"session": key[1], "owner": offer.owner, "epoch": session.epoch})
@@ -333,6 +371,7 @@ class Moves:
     def _drop(self, move: str) -> Future[None] | None:
         """Begins to do that; not if the engine has stopped."""
         self._offers.pop(move, None)
+        self._read.pop(move, None)
         with suppress(EngineStopped):
             return self._loop.call(lambda engine: engine.arrivals.drop(move))
         return None

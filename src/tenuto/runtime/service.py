@@ -15,8 +15,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-import msgspec
-
 from tenuto.base.config import EngineConfig, WorkerSettings, user_path
 from tenuto.base.errors import ConfigError, NotFound, TenutoError
 from tenuto.base.heap import give_back
@@ -24,7 +22,16 @@ from tenuto.base.interpreter import without_collections
 from tenuto.base.options import TurnParams
 from tenuto.base.tools.definitions import ModelHabits
 from tenuto.base.turns import Delta
-from tenuto.base.views import AdapterView, FoundTurn, KeptTurn, ModelView, RecordPage, SessionInfo, Stats, Ticket
+from tenuto.base.views import (
+    AdapterView,
+    FoundTurn,
+    KeptTurn,
+    ModelView,
+    RecordPage,
+    SessionInfo,
+    SharedTierView,
+    Ticket,
+)
 from tenuto.base.wire.document import SessionDocument
 from tenuto.base.wire.messages import (
     AbortTurn,
@@ -148,7 +155,8 @@ class Service:
         self._describe = _description(model, engine, [*engine.core.adapters])
         self._renderer = Renderer(model.chat, model.tokenizer)
         self._texts = Texts(model.tokenizer)
-        self._dispatcher = Dispatcher(engine, self._renderer)
+        shared = self._shared.view if self._shared is not None else SharedTierView
+        self._dispatcher = Dispatcher(engine, self._renderer, shared)
         self._outbox = Outbox(send, self._texts)
         self._lanes = Lanes()
         self._updates: list[tuple[int, Delta]] = []  # since the last flush; only for the engine's thread
@@ -292,14 +300,7 @@ class Service:
     def _ask(self, request: Request[T]) -> None:
         """Executes a command without effect on sessions, which does not show their state. So its answer need not wait
         for the journal."""
-        asked = self._loop.call(lambda _: self._with_shared(self._dispatcher.execute(request)))
-        asked.add_done_callback(partial(self._reply, request))
-
-    def _with_shared(self, value: T) -> T:
-        """Adds the counts of the shared tier to statistics."""
-        if isinstance(value, Stats) and self._shared is not None:
-            return msgspec.structs.replace(value, shared=self._shared.view())
-        return value
+        self._loop.call(lambda _: self._dispatcher.execute(request)).add_done_callback(partial(self._reply, request))
 
     def _move_memory(self, request: Request[T], work: Callable[[], T]) -> None:
         """Answers with the result of `work`, which releases, allocates or replaces the model's memory. Runs in the lane

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import singledispatchmethod
 from itertools import islice
@@ -16,9 +16,17 @@ from tenuto.base.errors import ContextExceeded, InvalidRequest, InvariantError, 
 from tenuto.base.map_views import MapPart, TraceView
 from tenuto.base.options import Policy, SessionAdapter, TurnParams
 from tenuto.base.tokens import PackedTokens
-from tenuto.base.views import AdapterView, FoundTurn, RecordPage, SessionInfo, SessionPage, Stats, Ticket
+from tenuto.base.views import (
+    AdapterView,
+    FoundTurn,
+    RecordPage,
+    SessionInfo,
+    SessionPage,
+    SharedTierView,
+    Stats,
+    Ticket,
+)
 from tenuto.base.wire.document import Conversation, SessionDocument
-from tenuto.base.wire.fleet_messages import EraseTraces
 from tenuto.base.wire.messages import (
     AbortTurn,
     BeginTrace,
@@ -87,9 +95,13 @@ class Dispatcher:
     The input of a command is `prepared` as tokens outside the engine's thread, against a `Basis`.
     """
 
-    def __init__(self, engine: Engine, renderer: Renderer) -> None:
+    def __init__(
+        self, engine: Engine, renderer: Renderer, shared: Callable[[], SharedTierView] = SharedTierView
+    ) -> None:
+        """`shared`: returns the use of the fleet's shared tier."""
         self._engine = engine
         self._renderer = renderer
+        self._shared = shared
 
     def execute(self, command: Request[T], prepared: Prepared | None = None) -> T:
         """Executes a command and returns its answer. Raises the errors for which commands are rejected, and `Outdated`
@@ -298,10 +310,6 @@ class Dispatcher:
     def _(self, command: EraseSession, _: None) -> Receipt:
         return self._engine.erasure.erase(command.session, tenant=command.tenant)
 
-    @_execute.register
-    def _(self, command: EraseTraces, _: None) -> list[str]:
-        return self._engine.erasure.erase_traces(command.session, tenant=command.tenant)
-
     # -- turns
 
     @_execute.register
@@ -429,7 +437,7 @@ class Dispatcher:
 
     @_execute.register
     def _(self, _command: GetStats, _: None) -> Stats:
-        return views.stats(self._engine)
+        return views.stats(self._engine, self._shared())
 
     @_execute.register
     def _(self, command: Look, _: None) -> MapPart:

@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from tenuto.base.tokens import ForkedAt, PackedTokens, PackedTurn, StateSpan
-from tenuto.base.views import PoolReport, Record, SessionInfo, Stats, Ticket
+from tenuto.base.views import PoolReport, Record, SessionInfo, SharedTierView, Stats, Ticket
 from tenuto.engine.engine import Engine
 from tenuto.memory.pool import Lease
 from tenuto.session.records import Origin, TurnRecord
@@ -156,8 +156,8 @@ def ticket(turn: Turn, *, echo: bool) -> Ticket:
     )
 
 
-def stats(engine: Engine) -> Stats:
-    """Returns the engine's counters."""
+def stats(engine: Engine, shared: SharedTierView) -> Stats:
+    """Returns the engine's counters, with those of the fleet's `shared` tier."""
     counts, totals, tiers = engine.counts, engine.totals, engine.idle_memory.tiers
     return Stats(
         sessions=len(engine.registry),
@@ -186,4 +186,5 @@ def stats(engine: Engine) -> Stats:
         unsaved=len(engine.idle_memory.unsaved),
         saved_bytes=engine.idle_memory.saves.saved_bytes,
         held_tokens=engine.registry.held(),
+        shared=shared,
     )

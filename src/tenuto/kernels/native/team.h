@@ -1,5 +1,7 @@
 // A team of threads that computes one step after another. Within a step its members meet at barriers, and take tasks
-// from counters. Between steps they spin briefly and then sleep, so that an idle server uses no CPU time.
+// from counters. Between steps they spin briefly and then sleep, so that an idle server uses no CPU time. Each begins a
+// step on a CPU of its own: if another process uses one, the system may wake two members on the same CPU, and let them
+// take turns there for a tenth of a second, in which steps take twice as long.
 #pragma once
 
 #include <atomic>
@@ -97,8 +99,10 @@ public:
   // Runs `work(member)` in every member, with the caller as member 0, and waits for all.
   void run(const std::function<void(int)> &work) {
     work_ = &work;
-    if (size_ > 1)
+    if (size_ > 1) {
+      shares_[0].cpu.store(current_cpu(), std::memory_order_relaxed);
       wake();
+    }
     work(0);
     barrier();
   }
@@ -145,6 +149,7 @@ private:
 
   struct alignas(64) Share {
     std::atomic<int> taken{0};
+    std::atomic<int> cpu{-1}; // on which the member was when it began its last step
   };
 
   void end() {
@@ -167,9 +172,44 @@ private:
       seen++;
       if (stop_)
         return;
+      leave_shared_cpu(member);
       (*work_)(member);
       barrier();
     }
+  }
+
+  static int current_cpu() {
+#if defined(__linux__)
+    return sched_getcpu();
+#else
+    return -1;
+#endif
+  }
+
+  // Moves the calling member to another CPU if one before it is on the same, and there is one without any of them.
+  void leave_shared_cpu(int member) {
+#if defined(__linux__)
+    const int cpu = current_cpu();
+    bool shared = false;
+    for (int i = 0; i < member; i++)
+      shared |= shares_[i].cpu.load(std::memory_order_relaxed) == cpu;
+    shares_[member].cpu.store(cpu, std::memory_order_relaxed);
+    cpu_set_t allowed;
+    if (!shared || sched_getaffinity(0, sizeof allowed, &allowed))
+      return;
+    cpu_set_t left = allowed;
+    for (int i = 0; i < member; i++) {
+      const int taken = shares_[i].cpu.load(std::memory_order_relaxed);
+      if (taken >= 0 && taken < CPU_SETSIZE)
+        CPU_CLR(taken, &left);
+    }
+    if (CPU_COUNT(&left) == 0 || sched_setaffinity(0, sizeof left, &left))
+      return;
+    shares_[member].cpu.store(current_cpu(), std::memory_order_relaxed);
+    sched_setaffinity(0, sizeof allowed, &allowed); // only for the moment
+#else
+    (void)member;
+#endif
   }
 
   // Waits until the generation differs from `seen`.

@@ -57,6 +57,16 @@ class Owned:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadSession:
+    """A session as it was read. `number`, `written`: of its row, and the transaction that had written that last: each
+    change of the session, of its owner and of its epoch writes the row again."""
+
+    saved: SavedSession
+    number: int
+    written: str
+
+
+@dataclass(frozen=True, slots=True)
 class Beat:
     """The findings of a heartbeat. `lost`: whether a session may have been claimed since the last one. `others`: the
     use at other live replicas of the tenants that this one has named."""
@@ -241,10 +251,33 @@ class Replicas:
                 raise DamagedRow(str(error)) from error
         return replace(saved, epoch=epoch, begun=begun)
 
-    def take(self, key: SessionKey, owner: int, epoch: int) -> SavedSession | None:
+    def read(self, key: SessionKey) -> ReadSession | None:
+        """Reads a session, which its owner may change meanwhile; `None` if there is none. Raises `DamagedRow`."""
+        with self.db.transaction():
+            self.db.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+            query = "SELECT id, xmin::text FROM sessions WHERE tenant = ? AND name = ?"
+            if (found := self.db.execute(query, key).fetchone()) is None:
+                return None
+            number, written = found
+            try:
+                (saved,) = self._stored.together([number])
+            except DAMAGE as error:
+                raise DamagedRow(str(error)) from error
+        return ReadSession(saved, number, written)
+
+    def take(self, key: SessionKey, owner: int, epoch: int, read: ReadSession | None = None) -> SavedSession | None:
         """Becomes the owner of a session that its `owner` hands over, which owns it in `epoch` and holds it. Returns
-        it with its new epoch, or `None` if it has changed its owner or its epoch since. Raises `DamagedRow`; the
-        session keeps its owner then."""
+        it with its new epoch, or `None` if it has changed its owner or its epoch since. `read`: the session as it was
+        read before; it is read again only if it has changed since. Raises `DamagedRow`; the session keeps its owner
+        then."""
+        if read is not None:
+            unchanged = (
+                "UPDATE sessions SET owner = ?, epoch = nextval('epochs') WHERE id = ? AND xmin::text = ? "
+                "AND epoch = ? AND owner = ? RETURNING epoch"
+            )
+            values = (self.number, read.number, read.written, epoch, owner)
+            if (found := self.db.execute(unchanged, values).fetchone()) is not None:
+                return replace(read.saved, epoch=found[0])
         take = (
             "UPDATE sessions SET owner = ?, epoch = nextval('epochs') WHERE tenant = ? AND name = ? AND epoch = ? "
             "AND owner = ? RETURNING id, epoch"
