@@ -260,7 +260,7 @@ FAULTS: dict[Plant, int] = {
     erasures_that_leave_results: 0,
     retries_that_are_written_again: 11,
     moves_that_are_given_up_without_a_new_epoch: 2,
-    sessions_that_move_in_any_epoch: 58,
+    sessions_that_move_in_any_epoch: 65,
     sessions_that_are_moved_by_whoever_owns_them: 38,
     sessions_that_go_on_while_they_are_held: 48,
     sessions_that_move_before_they_are_written: 167,

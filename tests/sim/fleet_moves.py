@@ -92,8 +92,7 @@ class Mover(Clients):
 
     def _copy(self, move: str, offer: StateOffer, replica: Replica, other: Replica) -> Generator[None, None, None]:
         """Sends the state, while the session goes on. Raises `Lost`, and the other replica's refusals."""
-        sent = _sent(offer, StateOffer)
-        self._send(other, lambda: other.moves.reserve(move, sent, other.moves.read(sent)))
+        self._send(other, lambda: other.reserve(move, _sent(offer, StateOffer)))
         self.running.append((other, self._forgotten(move, other)))
         for _ in range(self.rng.randint(0, 3)):
             for piece in replica.moves.copy(move):

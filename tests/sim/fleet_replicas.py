@@ -17,6 +17,7 @@ from tenuto.base.options import TurnParams
 from tenuto.base.views import KeptTurn, MovesView, Place, SessionKey, TenantUse
 from tenuto.base.wire.fleet_messages import Locate, TellLoad
 from tenuto.base.wire.messages import FindTurn, StartTurn
+from tenuto.base.wire.moves import StateOffer
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread.loop import EngineLoop, Subscriber
 from tenuto.memory.memory import session_bytes, units_for_budget
@@ -60,7 +61,7 @@ def asked_turn(name: str, given: int, key: str | None, *, resumable: bool) -> St
 class Surroundings(Protocol):
     """The world of a replica: its database, and time. `failure` says whether the next message is lost. `disks`: of all
     replicas that ever lived, by number. `chance`: decides what their disks do. `store`: the store that replicas share
-    if none can read the disk of another."""
+    if none can read the disk of another. `reads_ahead`: whether sessions that move are read before they are held."""
 
     url: str
     now: float
@@ -68,6 +69,7 @@ class Surroundings(Protocol):
     disks: dict[int, FaultyDisk]
     chance: Random
     store: SharedStore | None
+    reads_ahead: bool
 
     def failure(self) -> str: ...
 
@@ -171,7 +173,7 @@ class Replica(Journaled):
         self.engine.sessions.recover()
         self.engine.snapshots.pause = self.engine.snapshots.delay = 0.0
         self.name = name
-        self.cut_off = self.ended = self._counting = False
+        self.cut_off = self.ended = self._quiet = False
         self.wakes = 0.0  # until when it sleeps
         self.beats = world.now
         self._unwritten: list[Change] = []
@@ -235,7 +237,7 @@ class Replica(Journaled):
             self.engine.step()
 
     def _fails(self) -> str:
-        return "before" if self.cut_off else "" if self._counting else self.world.failure()
+        return "before" if self.cut_off else "" if self._quiet else self.world.failure()
 
     def _wait(self, seconds: float) -> None:
         """Waits in the thread that answers where sessions are, while others go on."""
@@ -247,9 +249,8 @@ class Replica(Journaled):
         if self.wakes <= self.world.now and self.beats <= self.world.now:
             self.beats = self.world.now + LEASE / BEATS
             self.member.keep_lease()
-            self._counting = True
-            self.member.count_unowned()
-            self._counting = False
+            with self._answered():
+                self.member.count_unowned()
 
     def locate(self, name: str) -> Place:
         """Raises `NotAcknowledged`."""
@@ -258,6 +259,24 @@ class Replica(Journaled):
         if self.world.chance.random() < 0.8:  # otherwise others ask meanwhile
             self._read()
         return place
+
+    @contextmanager
+    def _answered(self) -> Iterator[None]:
+        """Loses no message of the block, unless the replica is cut off."""
+        self._quiet = True
+        try:
+            yield
+        finally:
+            self._quiet = False
+
+    def reserve(self, move: str, offer: StateOffer) -> None:
+        """Reserves room for a session that is to come, which it has read before if it can. A lost message would only
+        refuse the move, as others do."""
+        read = None
+        if self.world.reads_ahead and not self.cut_off:
+            with self._answered():
+                read = self.moves.read(offer)
+        self.moves.reserve(move, offer, read)
 
     def start(self, command: StartTurn) -> None:
         """Starts a turn of tokens."""

@@ -71,6 +71,7 @@ class World(Mover):
         self.dbs = [self._asks.db]
         self.disks: dict[int, FaultyDisk] = {}
         self.chance = Random(seed * 31 + 7)
+        self.reads_ahead = seed % 3 != 0
         self.calm = True
         weather = Random(seed * 17 + 3)
         self.store: SharedStore | None = None

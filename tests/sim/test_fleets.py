@@ -5,7 +5,7 @@ from __future__ import annotations
 import psycopg
 import pytest
 
-from tenuto.base.errors import InvariantError, SessionBusy, TenutoError
+from tenuto.base.errors import InvariantError, NotAcknowledged, SessionBusy, TenutoError
 from tenuto.base.wire.fleet_messages import BeginMove, GiveUpSession
 from tenuto.session.journal_rows import StoredSessions
 from tenuto.session.records import SavedSession
@@ -62,7 +62,7 @@ def test_a_session_is_read_again_while_its_owner_changes_only_if_it_has_changed(
         return together(stored, numbers)
 
     monkeypatch.setattr(StoredSessions, "together", noted)
-    world = World(0)
+    world = World(1)
     world.calm = True
     owner, other, _ = world.replicas
     session = owner.engine.sessions.open("a")
@@ -75,7 +75,7 @@ def test_a_session_is_read_again_while_its_owner_changes_only_if_it_has_changed(
 
     say(1)
     offer = owner.moves.begin(BeginMove(tenant="", session="a", move="move"))
-    other.moves.reserve("move", offer, other.moves.read(offer))
+    other.reserve("move", offer)
     if changes:
         say(2)
     end = owner.moves.hold("move")
@@ -84,6 +84,19 @@ def test_a_session_is_read_again_while_its_owner_changes_only_if_it_has_changed(
     assert (came.version, came.history) == (session.version, session.history)
     assert came.epoch > session.epoch
     assert len(reads) == (2 if changes else 1)
+    world.close()
+
+
+def test_a_session_does_not_move_to_a_replica_that_cannot_ask_the_database() -> None:
+    world = World(0)
+    world.calm = True
+    owner, other, _ = world.replicas
+    owner.engine.sessions.open("a")
+    owner.write()
+    offer = owner.moves.begin(BeginMove(tenant="", session="a", move="move"))
+    other.cut_off = True
+    with pytest.raises(NotAcknowledged, match="cannot be asked"):
+        other.moves.read(offer)
     world.close()
 
 
