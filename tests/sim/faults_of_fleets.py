@@ -155,6 +155,17 @@ def sessions_that_are_moved_by_whoever_owns_them(patch: pytest.MonkeyPatch) -> N
     patch.setattr(Replicas, "take", take)
 
 
+def sessions_that_come_as_they_were_read_before(patch: pytest.MonkeyPatch) -> None:
+    def take(
+        replicas: Replicas, key: SessionKey, owner: int, epoch: int, read: ReadSession | None
+    ) -> SavedSession | None:
+        saved = real(replicas, key, owner, epoch)
+        return replace(read.saved, epoch=saved.epoch) if saved is not None and read is not None else saved
+
+    real = Replicas.take
+    patch.setattr(Replicas, "take", take)
+
+
 def sessions_that_go_on_while_they_are_held(patch: pytest.MonkeyPatch) -> None:
     hold = Departures.hold
 
@@ -262,6 +273,7 @@ FAULTS: dict[Plant, int] = {
     moves_that_are_given_up_without_a_new_epoch: 2,
     sessions_that_move_in_any_epoch: 65,
     sessions_that_are_moved_by_whoever_owns_them: 38,
+    sessions_that_come_as_they_were_read_before: 4,
     sessions_that_go_on_while_they_are_held: 48,
     sessions_that_move_before_they_are_written: 167,
     open_turns_that_stay_behind: 2,
