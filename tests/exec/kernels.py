@@ -1,5 +1,9 @@
 """The variants of the native kernels that can run here, and the effect of their rounding."""
 
+import os
+from contextlib import suppress
+from pathlib import Path
+
 import pytest
 
 from tenuto.kernels.native.build import VARIANTS, Machine
@@ -29,3 +33,12 @@ def allowed_behind(compute: str) -> float:
     if "amx" in compute:
         return 0.5
     return 1e-9 if any(name in compute for name in VARIANTS) else 2e-3
+
+
+def cores_of_threads() -> list[list[int]]:
+    """Returns the cores that each thread of this process may run on. On Linux only."""
+    found = []
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(ProcessLookupError):  # it has ended
+            found.append(sorted(os.sched_getaffinity(int(thread.name))))
+    return found

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import platform
 import sys
 from pathlib import Path
 
@@ -14,29 +12,15 @@ from tenuto.base.config import cache_dir
 from tenuto.exec.device import usable_cores
 from tenuto.exec.load import ExecutorOptions, load_executor
 from tenuto.exec.model_executor import ModelExecutor
-from tenuto.exec.nodes import Node, interleaved, node_of, usable_nodes
+from tenuto.exec.nodes import Node, interleaved, node_of, policy, usable_nodes
 from tenuto.models.store import resolve
-from tests.exec.kernels import HERE
+from tests.exec.kernels import HERE, cores_of_threads
 from tests.models.tiny import save_hf, tiny_llama
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory nodes are known on Linux only")
 
-GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}.get(platform.machine(), -1)
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
 NO_CORE = 60_000
-
-
-def policy() -> int:
-    """Returns the memory policy of this thread, -1 if the system does not tell."""
-    found = ctypes.c_int(-1)
-    ctypes.CDLL(None).syscall(ctypes.c_long(GET_MEMPOLICY), ctypes.byref(found), None, ctypes.c_ulong(0), None, 0)
-    return found.value
-
-
-def allowed() -> list[list[int]]:
-    """Returns the cores that each thread of this process may run on."""
-    threads = [int(entry.name) for entry in Path("/proc/self/task").iterdir()]
-    return [sorted(os.sched_getaffinity(thread)) for thread in threads]
 
 
 def test_nodes_have_the_cores_that_this_process_may_use(tmp_path: Path) -> None:
@@ -63,14 +47,17 @@ def test_nodes_get_runs_of_threads_in_proportion_to_their_cores(threads: int, co
 
 
 def test_memory_is_interleaved_within_the_block_only() -> None:
-    before = policy()
-    with interleaved([Node(0, (0,))]):
+    before, several = policy(), [Node(0, (0,)), Node(1, (1,))]
+    with interleaved(several[:1]):
         assert policy() == before
-    with interleaved([Node(0, (0,)), Node(1, (1,))]):
+    with interleaved(several):
         within = policy()
+        with interleaved(several):
+            assert policy() == within
+        assert policy() == within, "a policy from before was given up"
     assert policy() == before
     if within == before:
-        pytest.skip("this system lets no process change its memory policy")
+        pytest.skip("this process already has a memory policy, or may not change it")
     assert (before, within) == (0, 3)
 
 
@@ -85,14 +72,15 @@ def test_threads_stay_on_their_nodes_if_the_system_can_keep_them_there(tmp_path:
     path, half, said = save_hf(tmp_path, tiny_llama()), len(CORES) // 2, list[str]()
     free = executor(path, [Node(0, tuple(CORES))], said)
     assert "memory nodes" not in free.forward.description
-    assert all(cores == CORES for cores in allowed())
+    assert set(map(tuple, cores_of_threads())) == {tuple(CORES)}
     free.close()
     kept = executor(path, [Node(0, tuple(CORES[:half])), Node(1, tuple(CORES[half:]))], said)
     assert "on 2 memory nodes" in kept.forward.description
-    assert allowed().count(CORES[half:]) == len(CORES) - half
+    assert cores_of_threads().count(CORES[half:]) == len(CORES) - half
     kept.close()
     assert not any("memory nodes" in message for message in said)
     lost = executor(path, [Node(0, tuple(CORES[:-1])), Node(1, (NO_CORE,))], said)
     assert "memory nodes" not in lost.forward.description
+    assert set(map(tuple, cores_of_threads())) == {tuple(CORES)}
     assert said[-1] == "The system does not let threads be kept on memory nodes"
     lost.close()

@@ -131,10 +131,11 @@ class Erasure:
             self._lifecycle.drop(session)
         for pools, executor in self._memories():
             for group, pool in enumerate(pools):
-                lease = pool.take_used(self, max(1, SWEPT_BYTES // max(1, executor.unit_bytes(group))))
+                most = max(1, SWEPT_BYTES // max(1, executor.unit_bytes(group)))
+                lease = pool.take_used(self, most)
                 taken, count = len(lease), self._write_zeros(executor, group, lease)
                 pool.overwritten(lease, count)
-                if taken:
+                if taken == most or count < taken:
                     return count == taken
         return bool(kept)
 

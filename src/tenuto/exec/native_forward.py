@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from ctypes import Array, byref, c_int32, c_int64, c_uint8
@@ -103,12 +104,17 @@ class NativeForward:
     def pin(self, nodes: Sequence[Node]) -> bool:
         """Keeps each thread, except for the one that calls `run`, on one of these nodes. Returns whether the system
         allows that; `description` says so then."""
-        for member in range(1, self.threads):
-            cores = node_of(member, self.threads, nodes).cores
-            if self._library.pin(self._handle, member, (c_int32 * len(cores))(*cores), len(cores)):
-                return False
-        self._nodes = len(nodes)
-        return True
+        members = range(1, self.threads)
+        kept = all(self._keep(member, node_of(member, self.threads, nodes).cores) for member in members)
+        if not kept:
+            for member in members:
+                self._keep(member, sorted(os.sched_getaffinity(0)))
+        self._nodes = len(nodes) if kept else 0
+        return kept
+
+    def _keep(self, member: int, cores: Sequence[int]) -> bool:
+        failed: int = self._library.pin(self._handle, member, (c_int32 * len(cores))(*cores), len(cores))
+        return failed == 0
 
     @property
     def layout(self) -> str:

@@ -1,4 +1,4 @@
-"""Machines with several memory nodes (NUMA), whose cores reach the memory of their own node fastest. On Linux."""
+"""Machines with several memory nodes (NUMA), whose cores reach the memory of their own node fastest; Linux only."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 _SYSTEM = Path("/sys/devices/system/node")
-_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
-"""The number of the system call, which the C library does not wrap; see `set_mempolicy(2)`."""
+_CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}.get(platform.machine())
+"""The numbers of `set_mempolicy(2)` and `get_mempolicy(2)`, which the C library does not wrap."""
 _DEFAULT, _INTERLEAVE = 0, 3
 """Policies: memory of the node whose core first writes to it, and of all nodes in turn."""
 
@@ -30,10 +30,13 @@ def usable_nodes(system: Path = _SYSTEM) -> list[Node]:
     a folder for each node, with its cores in `cpulist` (see the kernel's `sysfs-devices-node`)."""
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
     found = []
-    for path in system.glob("node[0-9]*"):
-        cores = _numbers((path / "cpulist").read_text(encoding="ascii")) & usable
-        if cores:
-            found.append(Node(int(path.name.removeprefix("node")), tuple(sorted(cores))))
+    try:
+        for path in system.glob("node[0-9]*"):
+            cores = _numbers((path / "cpulist").read_text(encoding="ascii")) & usable
+            if cores:
+                found.append(Node(int(path.name.removeprefix("node")), tuple(sorted(cores))))
+    except OSError:
+        return []
     return sorted(found)
 
 
@@ -53,9 +56,9 @@ def node_of(member: int, threads: int, found: Sequence[Node]) -> Node:
 @contextmanager
 def interleaved(found: Sequence[Node]) -> Iterator[None]:
     """What the calling thread, or a thread that it starts, first writes to within the block lies on all nodes in turn,
-    if there are several. So all of them are read at once, whichever threads need it. Where the system does not allow
-    that, as in some containers, nothing changes."""
-    applied = len(found) > 1 and _set_policy(_INTERLEAVE, found)
+    if there are several. So all nodes are read at once, whichever thread reads. Nothing changes where the system does
+    not allow that, as in some containers, or where the thread already has a policy, as under `numactl`."""
+    applied = len(found) > 1 and policy() == _DEFAULT and _set_policy(_INTERLEAVE, found)
     try:
         yield
     finally:
@@ -63,13 +66,24 @@ def interleaved(found: Sequence[Node]) -> Iterator[None]:
             _set_policy(_DEFAULT, ())
 
 
+def policy() -> int | None:
+    """Returns the number of the calling thread's policy; None where the system does not tell."""
+    found = ctypes.c_int()
+    asked = _call(1, ctypes.byref(found), None, ctypes.c_ulong(0), None, ctypes.c_ulong(0))
+    return found.value if asked else None
+
+
 def _set_policy(policy: int, found: Sequence[Node]) -> bool:
-    number = _SET_MEMPOLICY.get(platform.machine())
-    if number is None or not sys.platform.startswith("linux"):
-        return False
     words = (ctypes.c_ulong * (1 + max((node.number for node in found), default=0) // 64))()
     for node in found:
         words[node.number // 64] |= 1 << node.number % 64
     bits = ctypes.c_ulong(64 * len(words) + 1)  # the kernel reads one bit less
-    failed: int = ctypes.CDLL(None).syscall(ctypes.c_long(number), policy, words if found else None, bits)
+    return _call(0, policy, words if found else None, bits)
+
+
+def _call(which: int, *arguments: object) -> bool:
+    """Makes one of `_CALLS`. Returns whether the system has carried it out."""
+    if _CALLS is None or not sys.platform.startswith("linux"):
+        return False
+    failed: int = ctypes.CDLL(None).syscall(ctypes.c_long(_CALLS[which]), *arguments)
     return failed == 0

@@ -51,6 +51,7 @@ class ServerProcess:
         self._patience = settings.serve.drain_seconds + settings.worker.snapshot_seconds + END_SECONDS
         self._child = subprocess.Popen(
             # Ray kills the children of an actor that it kills. The server shall outlive it, so it is a shell's child.
+            # With `exit`, the shell does not replace itself by the server.
             ["/bin/sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-m", "tenuto.ray.server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -83,7 +84,8 @@ class ServerProcess:
         try:
             return self._child.wait(self._patience)
         except subprocess.TimeoutExpired:
-            os.killpg(self._child.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has just ended
+                os.killpg(self._child.pid, signal.SIGKILL)
             return self._child.wait()
 
     def _read(self) -> None:

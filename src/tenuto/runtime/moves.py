@@ -65,6 +65,8 @@ COPY_BYTES = 3 * 2**19
 """How much of a session is copied between two steps at most. To copy, sum, send and receive it takes the two replicas
 about eight milliseconds of CPU time together, so that steps meanwhile are not much longer. Blocks of this size are
 used again, see `heap.LARGE_BLOCK`."""
+MOST_SWEEPS = 2**14
+"""The most parts in which traces are overwritten before the rest is at once: turns free memory meanwhile."""
 
 Ready = Callable[[MovedTurn, Constraint | None], Readied]
 Constrain = Callable[[Any], Constraint | None]
@@ -140,10 +142,9 @@ class Moves:
         """Reads a session that is to come, while it goes on elsewhere, and then reserves room for it."""
         try:
             read = self.read(request.offer)
+            self._working.submit(answered, partial(self.reserve, request.move, request.offer, read), answer, refuse)
         except BaseException as error:  # noqa: BLE001 - every error is answered
             refuse(error)
-        else:
-            self._working.submit(answered, partial(self.reserve, request.move, request.offer, read), answer, refuse)
 
     def _take(
         self,
@@ -269,21 +270,22 @@ class Moves:
         def erase(engine: Engine) -> list[str]:
             return engine.erasure.erase_traces(request.session, tenant=request.tenant)
 
-        while self._loop.call(sweep).result():
-            pass
+        for _ in range(MOST_SWEEPS):
+            if not self._loop.call(sweep).result():
+                break
         return self._loop.execute(erase).result()
 
     # -- for the replica to which it moves
 
     def read(self, offer: StateOffer) -> ReadSession | None:
-        """Carries out the part of `ReserveMove` that asks the database; see `Member.read`."""
+        """Carries out the part of `ReserveMove` that asks the database; see `Member.read`. Raises `InvalidRequest`
+        unless the state is of this model and these weights."""
+        self._require_weights(offer.identity)
         return self._member.read((offer.tenant, offer.session))
 
     def reserve(self, move: str, offer: StateOffer, read: ReadSession | None) -> None:
-        """Carries out the rest of `ReserveMove`. `read`: the session as `read` has returned it. Raises `InvalidRequest`
-        unless the state is of this model and these weights, and `NoRoom` if the session comes to spread load, and this
-        replica has as much as the one that it would leave."""
-        self._require_weights(offer.identity)
+        """Carries out the rest of `ReserveMove`. `read`: the session as `read` has returned it. Raises `NoRoom` if the
+        session comes to spread load, and this replica has as much as the one that it would leave."""
         if offer.params is not None:
             self._constrain(offer.params)  # compiles the grammar
         with self._counting if offer.relieved is not None else nullcontext():

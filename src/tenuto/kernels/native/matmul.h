@@ -7,7 +7,7 @@
 #endif
 
 // Multiplies rows `first` to `last` of the input, at most `ROWS_AT_ONCE`, by `count` panels from `panel` on: float
-// [count][last - first][16], and room for three rows more, which may be written. `first` is a multiple of 16.
+// [count][last - first][16], and rows up to the next multiple of 4 may be written. `first` is a multiple of 16.
 // `outliers` has the input's outlier blocks. `buffer` has room for two unpacked panels.
 static void product(const Matrix &w, int panel, int count, const Input &x, const OutlierBlocks &outliers, int first,
                     int last, float *out, uint8_t *buffer) {

@@ -8,6 +8,7 @@
 #include "weight_formats.h"
 
 constexpr int ROWS_AT_ONCE = 256; // input rows of one product
+static_assert(ROWS_AT_ONCE % LANES == 0, "products write whole tiles");
 
 // The number format of input rows: pairs of bfloat16 (see `PairElement`), quants, or float.
 enum class InputType { BF16, INT8, F32 };

@@ -183,9 +183,9 @@ INLINE void multiply_rows(const Panel &panel, const Input &x, int tile, int from
     pair_rows<Format, ROWS>(panel, x, tile, from, out);
 }
 
-// Multiplies rows `first` to `last` of the input, `first` a multiple of 16, by a panel: float [last - first][16]. Takes
-// a few rows too many at once where that is faster than those that are left in two or three parts, so up to three more
-// rows are written.
+// Multiplies rows `first` to `last` of the input, `first` a multiple of 16, by a panel: float [last - first][16]. Rows
+// that would be left for two or three smaller kernels are rounded up to one where that is faster, so rows up to the
+// next multiple of 4 may be written.
 template <class Format>
 static void multiply_panel(const Panel &panel, const Input &x, const OutlierBlocks &outliers, int first, int last,
                            float *out) {
@@ -207,7 +207,8 @@ static void multiply_panel(const Panel &panel, const Input &x, const OutlierBloc
     add_fine<Format>(panel, outliers.begin(first), outliers.end(first), first, out);
 }
 
-// Does the same, with a quantized panel unpacked to `buffer` if there are many rows; with AMX, tiles multiply those.
+// Does the same, with a quantized panel unpacked to `buffer` if there are many rows; not with AMX, whose tiles multiply
+// most of those.
 template <class Format>
 static void multiply_panel(const Panel &panel, const Input &x, const OutlierBlocks &outliers, int first, int last,
                            float *out, uint8_t *buffer) {

@@ -1,7 +1,7 @@
 // A team of threads that computes one step after another. Within a step its members meet at barriers, and take tasks
 // from counters. Between steps they spin briefly and then sleep, so that an idle server uses no CPU time. Each begins a
-// step on a CPU of its own: if another process uses one, the system may wake two members on the same CPU, and let them
-// take turns there for a tenth of a second, in which steps take twice as long.
+// step on a CPU without an earlier one, if it can: if another process uses a CPU, the system may wake two members on
+// the same one, and let them take turns there for a tenth of a second, in which steps take twice as long.
 #pragma once
 
 #include <atomic>
@@ -186,7 +186,7 @@ private:
 #endif
   }
 
-  // Moves the calling member to another CPU if one before it is on the same, and there is one without any of them.
+  // Moves the calling member to another CPU if one before it is on the same, and some CPU has none of them.
   void leave_shared_cpu(int member) {
 #if defined(__linux__)
     const int cpu = current_cpu();

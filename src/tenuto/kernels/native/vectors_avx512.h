@@ -97,7 +97,7 @@ constexpr int OFFSET = 0; // subtracted from 8-bit weights by `Dot::add`
 
 // The number of input rows that a product takes at once: the sums of a block fit into the registers, beside them those
 // of all blocks do not, but they are needed only once a block. The number of rows from which it is faster to unpack a
-// panel before. The numbers of query rows whose sums fit; `FEW_ROWS` where there are not as many.
+// panel first. The numbers of query rows whose sums fit; `FEW_ROWS` where there are not as many.
 constexpr int MATMUL_ROWS = 16, UNPACKED_ROWS = 24, ATTENTION_ROWS = 12, INT8_ATTENTION_ROWS = 6, FEW_ROWS = 6;
 // The numbers of blocks of keys, and of vectors of values, that a number of query rows takes at once: enough that an
 // addition need not wait for the one before.

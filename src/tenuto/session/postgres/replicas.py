@@ -58,8 +58,8 @@ class Owned:
 
 @dataclass(frozen=True, slots=True)
 class ReadSession:
-    """A session as it was read. `number`, `written`: of its row, and the transaction that had written that last: each
-    change of the session, of its owner and of its epoch writes the row again."""
+    """A session as it was read. `number`: its row's. `written`: the transaction that last wrote the row, as each change
+    of the session, of its owner and of its epoch does."""
 
     saved: SavedSession
     number: int
