@@ -215,6 +215,7 @@ FIGURES = {
     **dict.fromkeys(("prompt_tokens", "cached_tokens", "generated_tokens", "computed_tokens"), 2),
     **{name: {"some": 3} for name in COUNTED},
     "transitions": {Transition("preempt"): 3},
+    "shared": {},
     "pools": [{"name": "g", "capacity": 9, "free": 4, "in_flight": 0, "leased": 5, "by_holder": {"session": 5}}],
 }
 
