@@ -76,8 +76,11 @@ class RoundedForward(TorchForward):
         type(kv).write(kv, layer, slots, self._keys(k), self._values(v))
 
 
-def round_products(monkeypatch: pytest.MonkeyPatch, variant: str, kind: Kind) -> None:
-    """Makes products of plain PyTorch round like `variant` does with weights of this kind and at least five rows."""
+def round_products(
+    monkeypatch: pytest.MonkeyPatch, variant: str, kind: Kind, order: torch.Tensor | None = None
+) -> None:
+    """Makes products of plain PyTorch round like `variant` does with weights of this kind and at least five rows.
+    `order`: that of the inputs whose neighbours are rounded together, int64 [inputs]."""
     exact = kind is Kind.F32 or (kind is Kind.F16 and variant != "amx")
     in_bfloat16 = kind is Kind.BF16 or variant == "amx"
 
@@ -86,6 +89,8 @@ def round_products(monkeypatch: pytest.MonkeyPatch, variant: str, kind: Kind) ->
             return functional.linear(x, weight, bias)
         if in_bfloat16:
             return functional.linear(to_bfloat16(x), to_bfloat16(weight), bias)
+        if order is not None:
+            x, weight = x[..., order], weight[:, order]
         return functional.linear(to_quants(x), weight, bias)
 
     for module in (attention, decoder, experts, gated_delta, mamba2, mlp):

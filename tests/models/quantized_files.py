@@ -6,7 +6,7 @@ Each maker returns a matrix's parts, by their names behind the module's, and the
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ Made = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """A way to quantize: `config`, the model's `quantization_config`, and `make`, which quantizes one matrix."""
+    """A way to quantize: `config`, the model's `quantization_config`, and `make`, which quantizes one matrix. `order`:
+    of inputs, in which those of a group are neighbours."""
 
     config: dict[str, Any]
     make: Callable[[torch.Tensor], Made]
+    order: torch.Tensor | None = None
 
 
 def rounded(
@@ -52,23 +54,27 @@ def words(numbers: torch.Tensor, bits: int) -> torch.Tensor:
     return (numbers.unflatten(1, (-1, 32 // bits)) << shifts).sum(dim=2).to(torch.int32)
 
 
-def gptq(bits: int, group: int, *, symmetric: bool, version: str = "gptq") -> Quantization:
+def gptq(
+    bits: int, group: int, *, symmetric: bool, version: str = "gptq", order: torch.Tensor | None = None
+) -> Quantization:
+    """`order`: of inputs, in which those of a group are neighbours."""
+
     def make(weight: torch.Tensor) -> Made:
         size = group if group > 0 else weight.shape[1]
-        numbers, scales, zeros = rounded(weight, bits, size, symmetric=symmetric, dtype=torch.float16)
+        by_group = order if order is not None else torch.arange(weight.shape[1])
+        numbers, scales, zeros = rounded(weight[:, by_group], bits, size, symmetric=symmetric, dtype=torch.float16)
+        back = by_group.argsort()
         stored = (zeros - int(version == "gptq")) % 2**bits
         parts = {
-            "qweight": words(numbers, bits).T,
+            "qweight": words(numbers[:, back], bits).T,
             "qzeros": words(stored.T, bits),
             "scales": scales.T,
-            "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // size,
+            "g_idx": (back // size).int(),
         }
-        return parts, decoded(numbers, scales, zeros)
+        return parts, decoded(numbers, scales, zeros)[:, back]
 
-    return Quantization(
-        {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "checkpoint_format": version},
-        make,
-    )
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group, "checkpoint_format": version}
+    return Quantization(config | {"desc_act": order is not None}, make, order)
 
 
 def awq(group: int) -> Quantization:
@@ -99,29 +105,42 @@ def _compressed(stored: str, make: Callable[[torch.Tensor], Made], **weights: An
     return Quantization(config, make)
 
 
-def packed_words(bits: int, group: int, *, symmetric: bool, dtype: torch.dtype = torch.bfloat16) -> Quantization:
-    """Integers in words, by compressed-tensors."""
+def packed_words(
+    bits: int,
+    group: int,
+    *,
+    symmetric: bool,
+    dtype: torch.dtype = torch.bfloat16,
+    order: torch.Tensor | None = None,
+) -> Quantization:
+    """Integers in words, by compressed-tensors. `order` as in `gptq`."""
 
     def make(weight: torch.Tensor) -> Made:
-        numbers, scales, zeros = rounded(weight, bits, group, symmetric=symmetric, dtype=dtype)
+        by_group = order if order is not None else torch.arange(weight.shape[1])
+        numbers, scales, zeros = rounded(weight[:, by_group], bits, group, symmetric=symmetric, dtype=dtype)
+        back = by_group.argsort()
         parts = {
-            "weight_packed": words(numbers, bits),
+            "weight_packed": words(numbers[:, back], bits),
             "weight_scale": scales,
             "weight_shape": torch.tensor(weight.shape),
         }
         if not symmetric:
             parts["weight_zero_point"] = words(zeros.T, bits).T
-        return parts, decoded(numbers, scales, zeros)
+        if order is not None:
+            parts["weight_g_idx"] = (back // group).int()
+        return parts, decoded(numbers, scales, zeros)[:, back]
 
-    return _compressed(
+    found = _compressed(
         "pack-quantized",
         make,
+        actorder="group" if order is not None else None,
         num_bits=bits,
         type="int",
         symmetric=symmetric,
         strategy="group",
         group_size=group,
     )
+    return replace(found, order=order)
 
 
 def whole_bytes(strategy: str, group: int = 0, *, symmetric: bool = True) -> Quantization:

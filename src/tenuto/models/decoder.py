@@ -148,7 +148,7 @@ class Decoder:
         self.dtype = dtype
         stored = dict(weights) if weights is not None else None
         held = sum(math.prod(weight.shape) for weight in stored.values()) if stored is not None else sys.maxsize
-        kinds = {name: weight.kind for name, weight in (stored or {}).items()}
+        kinds = {name: weight.kind for name, weight in (stored or {}).items() if weight.order is None}
         # spare, so that a slightly wrong shape is reported by name
         room = Room(device, dtype, 2 * held + _SPARE, fused, kinds, ranks)
         self._ranks = ranks

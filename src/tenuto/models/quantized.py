@@ -18,7 +18,7 @@ from tenuto.formats.safetensors_file import SafeTensor
 from tenuto.kernels.native.formats import PanelFormat
 from tenuto.kernels.native.grouped import BLOCK, Grouped, in_halves
 from tenuto.models.settings import Settings
-from tenuto.models.weights import Bytes, Floats, StoredWeight
+from tenuto.models.weights import Bytes, Floats, Longs, StoredWeight
 
 Numbers = npt.NDArray[Any]
 
@@ -31,6 +31,7 @@ _DTYPES = {
     "BF16": np.uint16,
     "F32": np.float32,
 }
+_SIGNED = {"I32": np.int32, "I64": np.int64}
 _FLOATS = ("F16", "BF16", "F32")
 _IGNORED = (".input_scale", ".input_zero_point", ".output_scale", ".k_scale", ".v_scale", ".q_scale")
 """Scales of activations and of a KV cache. Ours have scales of their own, for fewer values each."""
@@ -70,13 +71,23 @@ class Parts:
             return found
         return (found.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
-    def check_order(self, name: str, inputs: int, group: int) -> None:
-        """Checks that the groups of inputs, if the files list them, are of neighbours."""
-        if name in self and not np.array_equal(self.array(name), np.arange(inputs) // group):
+    def order(self, name: str, inputs: int, group: int) -> Longs | None:
+        """Returns the order in which inputs of the same group are neighbours, int64 [inputs]; `None` if they are
+        neighbours already. `name`: the part with the group of each input, if there is one (`desc_act`, `actorder`)."""
+        if name not in self:
+            return None
+        self.shape(name, "I32", "I64")
+        self.expect(name, inputs)
+        groups, sorted_groups = self.array(name).view(_SIGNED[self._tensors[name].dtype]), np.arange(inputs) // group
+        if np.array_equal(groups, sorted_groups):
+            return None
+        order = np.argsort(groups, kind="stable")
+        if not np.array_equal(groups[order], sorted_groups):
             raise ModelError(
-                f"the inputs of {self.module} are grouped in another order ({name}, desc_act or actorder); supported: "
-                "groups of neighbouring inputs"
+                f"tensor {self.module}{name} has the numbers of groups of {inputs} inputs; expected: each of 0 to "
+                f"{inputs // group - 1} {group} times"
             )
+        return order.astype(np.int64, copy=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +125,7 @@ def _gptq(settings: Settings) -> Method:
         parts.expect(".scales", groups, outputs)
         parts.shape(".qzeros", "I32")
         parts.expect(".qzeros", groups, outputs * bits // 32)
-        parts.check_order(".g_idx", inputs, group)
+        order = parts.order(".g_idx", inputs, group)
 
         def scales() -> tuple[Floats, Floats]:
             zeros = (_unpacked(parts.array(".qzeros"), bits) + np.uint8(less)) & np.uint8(2**bits - 1)
@@ -123,7 +134,7 @@ def _gptq(settings: Settings) -> Method:
         def quants() -> Bytes:
             return _unpacked(parts.array(".qweight").T, bits)
 
-        return _grouped(_INTEGERS[bits], (outputs, inputs), group, quants, scales)
+        return _grouped(_INTEGERS[bits], (outputs, inputs), group, quants, scales, order)
 
     return Method((".qweight",), (".qweight", ".qzeros", ".scales", ".g_idx"), matrix)
 
@@ -188,7 +199,7 @@ def _packed_words(parts: Parts) -> StoredWeight:
     groups = _two(parts, ".weight_scale", *_FLOATS)[1]
     group = _group(parts, inputs, groups)
     parts.expect(".weight_scale", outputs, groups)
-    parts.check_order(".weight_g_idx", inputs, group)
+    order = parts.order(".weight_g_idx", inputs, group)
     if ".weight_zero_point" in parts:
         parts.shape(".weight_zero_point", "I32")
         parts.expect(".weight_zero_point", -(-outputs * bits // 32), groups)
@@ -202,7 +213,7 @@ def _packed_words(parts: Parts) -> StoredWeight:
     def quants() -> Bytes:
         return _unpacked(parts.array(".weight_packed"), bits)
 
-    return _grouped(_INTEGERS[bits], (outputs, inputs), group, quants, scales)
+    return _grouped(_INTEGERS[bits], (outputs, inputs), group, quants, scales, order)
 
 
 def _fine_grained(settings: Settings) -> Method:
@@ -301,9 +312,11 @@ def _grouped(
     group: int,
     quants: Callable[[], Bytes],
     scales: Callable[[], tuple[Floats, Floats | None]],
+    order: Longs | None = None,
 ) -> StoredWeight:
     """Returns a matrix. `quants` returns its numbers, uint8 of `shape`. `scales` returns scales and zeros, float32
-    [outputs, groups], for groups of `group` inputs; FP8 has no zeros."""
+    [outputs, groups], for groups of `group` inputs; FP8 has no zeros. `order`: as in `StoredWeight`; the columns of
+    `quants` are brought into it."""
     inputs = shape[1]
     if inputs % BLOCK or group % BLOCK:
         raise ModelError(f"quantized weights of {inputs} inputs in groups of {group}; supported: multiples of {BLOCK}")
@@ -320,10 +333,11 @@ def _grouped(
         count = -(-inputs // shared)
         arrays = [found] if zeros is None else [found, -zeros * found]
         each = [np.repeat(values, -(-group // shared), axis=1)[:, :count] for values in arrays]
-        data = in_halves(quants()) if numbers is PanelFormat.INT4 else quants()
+        stored = quants() if order is None else quants()[:, order]
+        data = in_halves(stored) if numbers is PanelFormat.INT4 else stored
         return np.concatenate((data, *(np.ascontiguousarray(values).view(np.uint8) for values in each)), axis=1)
 
-    return StoredWeight(kind, shape, read)
+    return StoredWeight(kind, shape, read, order)
 
 
 METHODS: dict[str, Callable[[Settings], Method]] = {

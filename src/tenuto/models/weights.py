@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -46,12 +46,14 @@ class StoredWeight:
 
     `read` returns its raw little-endian bytes, uint8: [outputs, bytes per output] for a matrix, [1, bytes] for a
     vector. It maps them from the file anew at each call, so that they take memory only while in use. Raises
-    `ModelError`.
+    `ModelError`. `order`, int64 [inputs]: a matrix's stored column j is that of input `order[j]`; `None` if columns are
+    in the order of inputs. Only quantized matrices may have one.
     """
 
     kind: Kind | Grouped
     shape: tuple[int, ...]
     read: Callable[[], Bytes]
+    order: Longs | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, elements: Elements, kind: Kind | Grouped) -> StoredWeight:
@@ -72,11 +74,20 @@ class StoredWeight:
 
     def decode(self) -> Floats:
         """Returns the elements as float32. Raises `ModelError` like `dequantize`."""
-        return dequantize(self.read().reshape(-1), self.kind, self.shape)
+        return self._decode(self.read(), self.shape)
+
+    def _decode(self, rows: Bytes, shape: tuple[int, ...]) -> Floats:
+        """Decodes rows of `read`, with columns in the order of inputs."""
+        found = dequantize(rows.reshape(-1), self.kind, shape)
+        if self.order is None:
+            return found
+        values = np.empty_like(found)
+        values[..., self.order] = found
+        return values
 
     def equals(self, other: StoredWeight) -> bool:
-        """Whether both have the same kind, shape and bytes."""
-        if (self.kind, self.shape) != (other.kind, other.shape):
+        """Whether both have the same kind, shape, order and bytes."""
+        if (self.kind, self.shape) != (other.kind, other.shape) or not same_order(self.order, other.order):
             return False
         first, second = self.read(), other.read()
         return all(
@@ -92,14 +103,14 @@ class StoredWeight:
             if self.kind is kind:
                 yield rows.view(f"u{_PLAIN[kind].itemsize}")
             else:
-                yield _words(dequantize(rows.reshape(-1), self.kind, (len(rows), *self.shape[1:])), kind)
+                yield _words(self._decode(rows, (len(rows), *self.shape[1:])), kind)
 
     def select(self, outputs: slice | Longs) -> StoredWeight:
         """Returns the selected outputs; those of a matrix are read on demand."""
         if len(self.shape) < 2:
             return StoredWeight.of(self.elements()[outputs], self.kind)
         count = len(range(*outputs.indices(self.shape[0]))) if isinstance(outputs, slice) else len(outputs)
-        return StoredWeight(self.kind, (count, *self.shape[1:]), lambda: self.read()[outputs])
+        return StoredWeight(self.kind, (count, *self.shape[1:]), lambda: self.read()[outputs], self.order)
 
     def each(self) -> Iterator[StoredWeight]:
         """Yields the tensors along the first dimension; each is read on demand."""
@@ -109,6 +120,11 @@ class StoredWeight:
     def _read_part(self, number: int) -> Bytes:
         part: Bytes = self.read()[number]
         return part.reshape(_rows(self.shape[1:]), -1)
+
+
+def same_order(first: Longs | None, second: Longs | None) -> bool:
+    """Whether two matrices have their columns in the same order."""
+    return first is second or (first is not None and second is not None and np.array_equal(first, second))
 
 
 def stored_in(tensor: GgufTensor) -> StoredWeight:

@@ -128,23 +128,26 @@ public:
         for (int part = 1; part < task.parts; part++)
           add_partial(result, partial(task, part, r), dim());
         const int token = work_.batch.first(task.range.row) + task.range.query + r / queries_per_kv();
-        finish(a, to, token, task.range.head * queries_per_kv() + r % queries_per_kv(), result);
+        finish(op, to, token, task.range.head * queries_per_kv() + r % queries_per_kv(), result);
       }
     }
-    if (dim() % BLOCK == 0)
+    if (!has_parts_of_heads(op))
       return;
-    work_.team.barrier(); // a block of the input has parts of two heads
+    work_.team.barrier();
     const int width = a.heads * dim();
     for (int token; (token = work_.team.take(member.number, work_.tokens())) >= 0;) {
       const float *from = work_.attention_output(token);
       for (int b = 0; b < to.blocks; b++) {
-        f32x16 high = b * BLOCK + LANES < width ? load<f32x16>(from + b * BLOCK + LANES) : f32x16{};
-        to.set(token, b, load<f32x16>(from + b * BLOCK), high);
+        const int at = b * BLOCK;
+        const f32x16 high = at + LANES < width ? columns(from, op.order, at + LANES) : f32x16{};
+        to.set(token, b, columns(from, op.order, at), high);
       }
     }
   }
 
 private:
+  // Whether blocks of the next product's input have parts of several heads.
+  bool has_parts_of_heads(const TenutoOp &op) const { return dim() % BLOCK || op.order; }
   int query_rows(const QueryRange &range) const { return range.queries * queries_per_kv(); }
   bool is_long(const QueryRange &range) const { return query_rows(range) >= LANES * work_.team.size(); }
   int chunk_of(int position) const { return pages_.cache.block_of(position) / CHUNK; }
@@ -273,7 +276,8 @@ private:
   }
 
   // Normalises the result of a head of a token, and stores it in the next product's input.
-  void finish(const TenutoAttention &a, const Input &to, int token, int head, PartialAttention *result) const {
+  void finish(const TenutoOp &op, const Input &to, int token, int head, PartialAttention *result) const {
+    const TenutoAttention &a = *op.attention;
     float inverse = result->sum > 0.0f ? 1.0f / result->sum : 0.0f; // 0 if all scores are NaN
     if (a.sinks) {
       const float sink = a.sinks[head] * LOG2_E, highest = std::max(result->max_score, sink);
@@ -286,7 +290,7 @@ private:
       for (int d = 0; d < dim(); d += LANES)
         store(values + d, load<f32x16>(values + d) * sigmoid16(load<f32x16>(gate + d)));
     }
-    if (dim() % BLOCK == 0) {
+    if (!has_parts_of_heads(op)) {
       for (int d = 0; d < dim(); d += BLOCK)
         to.set(token, (head * dim() + d) / BLOCK, load<f32x16>(values + d) * inverse,
                load<f32x16>(values + d + LANES) * inverse);

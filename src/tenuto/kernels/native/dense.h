@@ -100,13 +100,15 @@ static void norm(Workspace &work, const TenutoOp &op, Member &member, int count,
       factors[r] = inverse_rms(row(i + r), width, work.model.hidden, op.epsilon);
     for (int n = 0; n < to.blocks; n++) {
       const int b = (begin + n) % to.blocks;
-      const f32x16 low = load<f32x16>(op.norm + b * BLOCK), high = load<f32x16>(op.norm + b * BLOCK + LANES);
+      const int at = b * BLOCK;
+      const f32x16 low = columns(op.norm, op.order, at), high = columns(op.norm, op.order, at + LANES);
       for (int r = 0; r < now; r++) {
-        const float *from = row(i + r) + b * BLOCK;
+        const float *from = row(i + r);
         if (i + now + r < last)
           for (int k = 0; k < BLOCK; k += LANES)
-            __builtin_prefetch(row(i + now + r) + b * BLOCK + k);
-        to.set(i + r, b, load<f32x16>(from) * factors[r] * low, load<f32x16>(from + LANES) * factors[r] * high);
+            __builtin_prefetch(row(i + now + r) + at + k);
+        to.set(i + r, b, columns(from, op.order, at) * factors[r] * low,
+               columns(from, op.order, at + LANES) * factors[r] * high);
       }
     }
   }

@@ -110,13 +110,15 @@ struct TenutoExperts {
 //   JOIN       B = rows e of `first` and h of H (see `sources`), normed and side by side: scale * e / rms(scale * e) *
 //              norm[0], h / rms(h) * norm[1], with norm [2][hidden]; x = 0.
 //   LOGITS     scale * (A times first), limited to `cap` by a hyperbolic tangent unless that is 0.
-// `consumer` is the format of the matrices that the result, A or B, is multiplied by.
+// `consumer` is the format of the matrices that the result, A or B, is multiplied by. In NORM, SELECT and ATTEND,
+// column j of the result is the one that would be column `order[j]` otherwise, int32 [columns], unless that is null.
 struct TenutoOp {
   int32_t kind;
   PanelFormat consumer;
   int32_t activation, apart, column;
   float epsilon, scale, gate_scale, cap;
   const float *norm;
+  const int32_t *order;
   Matrix first, second, third;
   const TenutoAttention *attention;
   const TenutoRecurrent *recurrent;

@@ -34,6 +34,16 @@ INLINE float lane_of(f32x16 v, int lane) {
   return lanes[lane];
 }
 
+// Returns columns `at` to `at + 15` of a row, whose column j is `row[order[j]]`, or `row[j]` if `order` is null.
+INLINE f32x16 columns(const float *row, const int32_t *order, int at) {
+  if (!order)
+    return load<f32x16>(row + at);
+  float found[16];
+  for (int i = 0; i < 16; i++)
+    found[i] = row[order[at + i]];
+  return load<f32x16>(found);
+}
+
 // Rounds to bfloat16, to the nearest and to even between two, in the low 16 bits of each lane. `v` must not be NaN.
 INLINE u32x16 to_bf16_bits(f32x16 v) {
   u32x16 bits = as<u32x16>(v);

@@ -202,7 +202,7 @@ private:
     if (const TenutoAttention *a = op.attention) {
       const TenutoGroup &g = groups[a->group];
       w.queries = std::max(w.queries, a->heads * g.head_dim);
-      if (g.head_dim % BLOCK || a->gated)
+      if (g.head_dim % BLOCK || a->gated || op.order)
         w.attention_output = std::max(w.attention_output, a->heads * g.head_dim);
       w.head_dim = std::max(w.head_dim, g.head_dim);
     }

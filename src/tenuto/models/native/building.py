@@ -38,7 +38,12 @@ class Building:
         Parallel mixers share the weights of one norm."""
         if name not in self._norms:
             self._norms[name] = self.panels.vector(f"{name}.weight", self.config.hidden)
-        return op(kind, consumer=consumer.format, epsilon=self.config.norm_eps, norm=self._norms[name], **more)
+        read = self.read_by(consumer)
+        return op(kind, epsilon=self.config.norm_eps, norm=self._norms[name], **read, **more)
+
+    def read_by(self, consumer: Matrix) -> dict[str, Any]:
+        """Returns the fields of an operation whose result products with `consumer` read."""
+        return {"consumer": consumer.format, "order": self.panels.indices(self.panels.input_order(consumer))}
 
     def add(self, matrix: Matrix, *, apart: bool, column: int = -1, scale: float = 1.0) -> Op:
         """Returns the operation that adds `matrix` times a block's output, times `scale`, to the residual stream, or

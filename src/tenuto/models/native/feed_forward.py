@@ -24,8 +24,11 @@ def feed_forward(b: Building, shape: Mlp | Experts, name: str, *, apart: bool) -
 def _mlp(b: Building, mlp: Mlp, name: str, *, apart: bool) -> list[Op]:
     part = f"{name}mlp."
     names = _inner_names(mlp.activation)
-    inner = b.panels.matrices({part + each: mlp.width for each in names}, b.config.hidden)
-    (down,) = b.panels.matrices({f"{part}down_proj": b.config.hidden}, mlp.width)
+    (down,) = b.panels.matrices({f"{part}down_proj": b.config.hidden}, mlp.width, any_order=True)
+    outputs, order = {part + each: mlp.width for each in names}, b.panels.input_order(down)
+    inner = b.panels.matrices(
+        outputs, b.config.hidden, order=dict.fromkeys(outputs, order) if order is not None else {}, any_order=True
+    )
     return [
         b.norm(OpKind.NORM, f"{name}post_attention_layernorm", inner[0]),
         op(

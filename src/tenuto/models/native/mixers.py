@@ -33,8 +33,9 @@ def _attention(b: Building, a: Attention, layer: int, name: str, *, apart: bool)
     part, hidden, width = f"{name}self_attn.", b.config.hidden, a.heads * a.head_dim
     outputs = {"q": width * (2 if a.gated else 1), "k": a.kv_heads * a.head_dim, "v": a.kv_heads * a.head_dim}
     scales = b.key_scales.get(layer)
-    q, k, v = b.panels.matrices({f"{part}{n}_proj": size for n, size in outputs.items()}, hidden, bias=a.bias)
-    (out,) = b.panels.matrices({f"{part}o_proj": hidden}, width, bias=a.out_bias)
+    projections = {f"{part}{n}_proj": size for n, size in outputs.items()}
+    q, k, v = b.panels.matrices(projections, hidden, bias=a.bias, any_order=True)
+    (out,) = b.panels.matrices({f"{part}o_proj": hidden}, width, bias=a.out_bias, any_order=True)
     group, place = b.places[layer]
     norms = [b.panels.vector(f"{part}{n}_norm.weight", a.head_dim) if a.qk_norm else None for n in "qk"]
     sinks = b.panels.vector(f"{part}sinks", a.heads) if a.sinks else None
@@ -57,7 +58,7 @@ def _attention(b: Building, a: Attention, layer: int, name: str, *, apart: bool)
     return [
         b.norm(OpKind.NORM, f"{name}input_layernorm", q),
         op(OpKind.QKV, first=q, second=k, third=v, attention=shape),
-        op(OpKind.ATTEND, consumer=out.format, attention=shape),
+        op(OpKind.ATTEND, attention=shape, **b.read_by(out)),
         b.add(out, apart=apart, scale=a.out_scale),
     ]
 
@@ -67,7 +68,7 @@ def _mamba2(b: Building, m: Mamba2, layer: int, name: str, *, apart: bool) -> li
     steps."""
     part, hidden, panels = f"{name}mamba.", b.config.hidden, b.panels
     projected = {f"{part}in_proj": m.channels + m.convolved + m.heads}
-    (first,) = panels.matrices(projected, hidden, bias=m.proj_bias)
+    (first,) = panels.matrices(projected, hidden, bias=m.proj_bias, any_order=True)
     (out,) = panels.matrices({f"{part}out_proj": hidden}, m.channels, bias=m.proj_bias)
     group, place = b.places[layer]
     shape = library.Recurrent(
@@ -115,6 +116,7 @@ def _gated_delta(b: Building, d: GatedDelta, layer: int, name: str, *, apart: bo
         {key: d.key_heads * sum(parts) for key, parts in sizes.items()},
         hidden,
         order={key: _by_part(d.key_heads, parts) for key, parts in sizes.items()},
+        any_order=True,
     )
     (out,) = panels.matrices({f"{part}out_proj": hidden}, values)
     group, place = b.places[layer]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
+import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
 from tenuto.base.errors import ModelError
@@ -13,7 +15,7 @@ from tenuto.kernels.native.grouped import BLOCK, Grouped
 from tenuto.kernels.native.library import Matrix
 from tenuto.kernels.native.pack import LANES, Arena, pack_blocks, pack_floats, pack_quantized
 from tenuto.kernels.native.shared_memory import WeightMemory
-from tenuto.models.weights import Floats, Longs, StoredWeight, without_place, wrong_shape
+from tenuto.models.weights import Floats, Longs, StoredWeight, same_order, without_place, wrong_shape
 
 _PANELS: dict[Kind | Grouped, PanelFormat] = {
     Kind.F32: PanelFormat.F32,
@@ -31,6 +33,14 @@ def same_input(first: Matrix, second: Matrix) -> bool:
     return first.format == second.format or not {first.format, second.format} & _FLOATS
 
 
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """The orders of a matrix's columns and rows, int64, as numbers of inputs and of outputs; `None` if as they are."""
+
+    inputs: Longs | None
+    outputs: Longs | None
+
+
 class Panels:
     """A model's weights, and their packed copies, which live as long as this object. Each weight is taken by name,
     once. Matrices keep their stored type, or with `plain` become bfloat16. But matrices that are multiplied by the same
@@ -46,6 +56,8 @@ class Panels:
         self._arena = Arena(memory)
         self.names: dict[int, str] = {}
         """The names of matrices, without `.weight`, by the address of their packed data."""
+        self.orders: dict[str, Orders] = {}
+        """The orders of matrices, by their names, that are not packed as they are."""
 
     @property
     def size(self) -> int:
@@ -89,24 +101,46 @@ class Panels:
         *,
         bias: bool = False,
         order: Mapping[str, Longs] = _AS_STORED,
+        any_order: bool = False,
     ) -> list[Matrix]:
         """Takes and packs matrices that are multiplied by the same input, and their biases with `bias`. `outputs` maps
         their names, without `.weight`, to their numbers of outputs. `order`, int64 [outputs], maps the names of those
-        whose outputs are rearranged to indices of stored outputs."""
+        whose outputs are rearranged to indices of stored outputs. `any_order`: whether the input can have another
+        order, that of `input_order`; else matrices with one are decoded, and so are those whose orders differ."""
         stored = [_ordered(self._take(f"{name}.weight", (n, inputs)), order.get(name)) for name, n in outputs.items()]
-        made = [self._matrix(weight, kind) for weight, kind in zip(stored, self._kinds(stored), strict=True)]
+        kinds = self._kinds(stored, any_order=any_order)
+        made = [self._matrix(weight, kind) for weight, kind in zip(stored, kinds, strict=True)]
         self.names |= {matrix.data: name for name, matrix in zip(outputs, made, strict=True)}
+        for name, weight, kind in zip(outputs, stored, kinds, strict=True):
+            columns, rows = weight.order if kind is None else None, order.get(name)
+            if columns is not None or rows is not None:
+                self.orders[name] = Orders(columns, rows)
         for (name, n), matrix in zip(outputs.items(), made, strict=True):
             if bias:
                 matrix.bias = self.vector(f"{name}.bias", n)
         return made
 
-    def _kinds(self, stored: list[StoredWeight]) -> list[PanelFormat | None]:
+    def input_order(self, matrix: Matrix) -> Longs | None:
+        """Returns the order of a matrix's columns, int64 [inputs]; `None` if it is that of inputs."""
+        orders = self.orders.get(self.names[matrix.data])
+        return orders.inputs if orders is not None else None
+
+    def indices(self, order: Longs | None) -> int | None:
+        """Copies an order into packed memory as int32, and returns the address of the copy; `None` for `None`."""
+        if order is None:
+            return None
+        room = self._arena.array((4 * len(order),))
+        if not self._arena.filled:
+            room.view(np.int32)[:] = order
+        return room.ctypes.data
+
+    def _kinds(self, stored: list[StoredWeight], *, any_order: bool) -> list[PanelFormat | None]:
         """Returns the format of each matrix; `None` if it stays quantized as stored."""
-        kinds = {weight.kind for weight in stored}
+        kinds, order = {weight.kind for weight in stored}, stored[0].order if stored else None
         if self._plain:
             return [PanelFormat.BF16] * len(stored)
-        if all(map(_has_quants, kinds)) or all(map(_is_fp8, kinds)):
+        readable = all(same_order(weight.order, order) for weight in stored) and (any_order or order is None)
+        if readable and (all(map(_has_quants, kinds)) or all(map(_is_fp8, kinds))):
             return [None] * len(stored)
         one = _PANELS.get(stored[0].kind, PanelFormat.F32) if len(kinds) == 1 else PanelFormat.F32
         return [one] * len(stored)

@@ -79,6 +79,8 @@ class NativeProgram:
             if (name := self._panels.names.get(matrix.data)) is not None
         ]
         """The matrices of operations: the operation's index, 0 to 2, and the weight's name without `.weight`."""
+        self.orders = self._panels.orders
+        """The orders of matrices that are not packed as they are, by their names."""
         ropes, made = self._building.ropes(), [group_of(group) for group in groups]
         self.model = library.Model(
             config.hidden,
@@ -102,7 +104,7 @@ class NativeProgram:
             else:
                 ops += of_layer
             mixers += len(layer.mixers)
-        head = embedding if c.tied else self._panels.matrices({"lm_head": c.vocab}, c.hidden)[0]
+        head = embedding if c.tied else self._panels.matrices({"lm_head": c.vocab}, c.hidden, any_order=True)[0]
         logits = op(OpKind.LOGITS, first=head, scale=c.logit_scale, cap=c.logit_cap)
         ops += [b.norm(OpKind.SELECT, "model.norm", head), logits]
         if not c.predictor:
