@@ -28,7 +28,7 @@ def test_nobody_is_told_that_a_claimed_session_is_here_before_its_open_turn(monk
     world.advance(2 * LEASE)
     other.tick()
     told: list[Place] = []
-    require = other.member._require_lease
+    require = other.member._lease.require
 
     def ask_again(deadline: float) -> None:
         """The session is in memory by now, and its claim is not answered yet."""
@@ -40,7 +40,7 @@ def test_nobody_is_told_that_a_claimed_session_is_here_before_its_open_turn(monk
     def refuse(error: BaseException) -> None:
         raise error
 
-    monkeypatch.setattr(other.member, "_require_lease", ask_again)
+    monkeypatch.setattr(other.member._lease, "require", ask_again)
     other.member.take(ASKED, told.append, refuse)
     eventually(lambda: bool(other.readings.waiting))
     other.rest()  # which reads the session's state

@@ -12,11 +12,11 @@ import msgspec
 import psycopg
 import pytest
 
-from tenuto.base.errors import ConfigError
+from tenuto.base.errors import ConfigError, SessionDamaged
 from tenuto.base.options import Policy
 from tenuto.session.postgres.database import FORMAT, Database
 from tenuto.session.postgres.journal import PostgresJournal
-from tenuto.session.postgres.replicas import DamagedRow, Owned, Replicas
+from tenuto.session.postgres.replicas import Owned, Replicas
 from tenuto.session.records import SavedSession
 from tests.postgres import database
 from tests.present import present
@@ -396,7 +396,7 @@ def test_a_damaged_session_is_not_claimed(make: Make, damage: str) -> None:
     owner.write()
     owner.replicas.db.execute(f"UPDATE {damage}")
     owner.replicas.end()
-    with pytest.raises(DamagedRow):
+    with pytest.raises(SessionDamaged):
         other.take()
     assert present(other.replicas.find(KEY)).owner == owner.replicas.number
 

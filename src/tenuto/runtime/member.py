@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -30,19 +30,18 @@ from tenuto.engine.thread.loop import EngineLoop
 from tenuto.runtime.answering import answered
 from tenuto.runtime.burden import load_of
 from tenuto.runtime.folders import LeftFolders
+from tenuto.runtime.lease import Lease, awake_or_not
 from tenuto.runtime.saved_states import SavedStates
 from tenuto.runtime.shared_objects import SharedObjects
 from tenuto.runtime.tenant_counts import TenantCounts
 from tenuto.session.postgres.database import Database
 from tenuto.session.postgres.journal import PostgresJournal
 from tenuto.session.postgres.objects import Objects
-from tenuto.session.postgres.replicas import DamagedRow, Owned, ReadSession, Replicas
+from tenuto.session.postgres.replicas import Owned, ReadSession, Replicas
 from tenuto.session.records import SavedSession
 from tenuto.session.session import Session
 
 log = logging.getLogger("tenuto.fleet")
-
-T = TypeVar("T")
 
 OfFleet = Locate | FindOwner | GetFleet | CheckLease | Enter | TellLoad | ListUnowned
 """Requests about the fleet."""
@@ -55,22 +54,20 @@ SWEPT = 64
 ATTEMPTS = 4
 """How often to look for a session that changes its owner meanwhile."""
 
-_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
+class _Change(NamedTuple):
+    """A change of a session's owner to this replica, as it begins. `owner`: who owns the session before. `saved_by`:
+    the replica that may have saved its state. `deadline`: until when to wait for the lease. `lapses`: of the lease."""
 
-def _now() -> float:
-    """Returns seconds by a clock that goes on while the process, or the machine, sleeps."""
-    return time.clock_gettime(_CLOCK)
+    key: SessionKey
+    owner: int | None
+    saved_by: int | None
+    deadline: float
+    lapses: int
 
 
 class Member:
-    """The part of this process in its fleet.
-
-    Invariant: `_until` is at most a lease after the beginning of the last heartbeat, and all sessions that other
-    replicas claimed before that heartbeat are dropped. So until then, by this process's clock, nobody else owns a
-    session that is in memory, unless the database's clock has jumped since. Only then is a session said to be here.
-    `_lapses` counts the heartbeats with which sessions may have been lost, before these are dropped.
-    """
+    """The part of this process in its fleet."""
 
     def __init__(
         self,
@@ -78,16 +75,13 @@ class Member:
         fingerprint: str,
         advertised: str,
         lease: float,
-        now: Callable[[], float] = _now,
+        now: Callable[[], float] = awake_or_not,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """Joins the fleet. `connect`: returns a connection to its database. `advertised`: where other replicas reach
         this one. `lease`: seconds. `now`: a clock that goes on while the process sleeps. Raises `ConfigError` or
         `ExtraMissing`."""
-        self._lease = lease
-        self._now = now
-        self._sleep = sleep
-        self._until = now() + lease
+        self._lease = Lease(lease, now, sleep)
         self._asks = Replicas(connect(), fingerprint)
         self._join(advertised)
         number = self._asks.number
@@ -96,10 +90,7 @@ class Member:
         self.objects = SharedObjects(Objects(connect()))
         self._asking = ThreadPoolExecutor(1, "tenuto-fleet")  # the only user of `_asks`
         self._beating = threading.Thread(target=self._beat_on, name="tenuto-heartbeat", daemon=True)
-        self._closing = threading.Event()
         self._failing = False
-        self._sure = True  # whether all claims before the last heartbeat are known
-        self._lapses = 0
         self._settling = threading.Lock()  # held while epochs here and in the database are compared, or changed
         self._edge = TellLoad(open_turns=0, draining=False, moves=MovesView())  # what the edge has told last
         self._counts = TenantCounts(lease, now)
@@ -116,7 +107,7 @@ class Member:
     def _join(self, advertised: str) -> None:
         for last in (False, True):  # a machine that pauses may lose its connection
             try:
-                self._asks.join(advertised, self._lease)
+                self._asks.join(advertised, self._lease.seconds)
             except self._asks.db.errors as error:
                 if last:
                     raise ConfigError(f"the database {self._asks.db.place} cannot be used: {error}") from error
@@ -132,7 +123,7 @@ class Member:
 
     def close(self) -> None:
         """Ends the lease, so that others take the sessions over at once."""
-        self._closing.set()
+        self._lease.closing.set()
         if self._beating.ident is not None:
             self._beating.join()
         if self._saved is not None:
@@ -148,11 +139,11 @@ class Member:
         """Answers a request, now or later."""
         match request:
             case Enter():
-                answer(Membership(replica=self._asks.number, secret=self._asks.secret, lease=self._lease))
-            case Locate() if self._is_here(request) and self._holds() and _key(request) not in self._untold:
+                answer(Membership(replica=self._asks.number, secret=self._asks.secret, lease=self._lease.seconds))
+            case Locate() if self._is_here(request) and self._lease.holds() and _key(request) not in self._untold:
                 self._once_here(request, answer, Place(exists=True))
             case Locate():
-                locate = partial(self.locate, request, self._now() + self._lease)
+                locate = partial(self.locate, request, self._lease.deadline())
                 self._asking.submit(answered, locate, partial(self._once_here, request, answer), refuse)
             case TellLoad():
                 self._edge = request
@@ -160,7 +151,7 @@ class Member:
             case FindOwner():
                 self._asking.submit(answered, partial(self._owner, request), answer, refuse)
             case CheckLease():
-                answer(self._holds())
+                answer(self._lease.holds())
             case GetFleet():
                 self._asking.submit(answered, self._view, answer, refuse)
             case ListUnowned():
@@ -168,17 +159,14 @@ class Member:
 
     # -- the lease
 
-    def _holds(self) -> bool:
-        return self._now() < self._until
-
     def _beat_on(self) -> None:
-        swept = self._now()
-        while not self._closing.wait(self._lease / BEATS):
+        swept = self._lease.now()
+        while not self._lease.closing.wait(self._lease.seconds / BEATS):
             with suppress(EngineStopped):
                 self.keep_lease()
             self._asking.submit(self.count_unowned)
-            if self._now() > swept + SWEEP_SECONDS:
-                swept = self._now()
+            if self._lease.now() > swept + SWEEP_SECONDS:
+                swept = self._lease.now()
                 self._asking.submit(self._sweep)
                 if self._saved is not None:
                     self._saved.tidy(lambda replicas: self._asking.submit(self._asks.needed, replicas).result())
@@ -196,8 +184,7 @@ class Member:
 
     def _beat(self) -> None:
         """Prolongs the lease. If sessions may have been claimed since the last call, also drops those."""
-        began, sure = self._now(), self._sure and self._holds()
-        self._sure = False
+        began, sure = self._lease.begin_beat()
         registry = self._engine.registry
         if (beat := self._beats.beat(self._said(), self._counts.told(registry, self._edge.tenants))) is None:
             log.error("another replica has started at the address of this one, which ends")
@@ -205,7 +192,7 @@ class Member:
             return
         self._counts.hear(registry, beat.others)
         if beat.lost or not sure:
-            self._lapses += 1
+            self._lease.lapses += 1
             with self._settling:
                 with self.journal.writing:
                     known = self._loop.call(_epochs).result()
@@ -214,7 +201,7 @@ class Member:
         while self._returned:
             self._beats.give_up(*self._returned[0])
             self._returned.pop(0)
-        self._until, self._sure = began + self._lease, True
+        self._lease.prolong(began)
 
     def _drop_lost(self, known: dict[Session, int], owned: dict[SessionKey, int], _: Engine) -> None:
         """Drops the sessions that are known, and not `owned` any more."""
@@ -247,35 +234,29 @@ class Member:
         return self._engine.registry.find(request.session, request.tenant) is not None
 
     def _view(self) -> FleetView:
-        try:
+        with self._asked():
             return FleetView(replica=self._asks.number, replicas=self._asks.all())
-        except self._asks.db.errors as error:
-            raise self._unreachable(error) from error
 
     def _unowned(self, request: ListUnowned) -> SessionPage:
-        try:
+        with self._asked():
             found, more = self._asks.unowned(request.tenant, request.after, request.limit)
-        except self._asks.db.errors as error:
-            raise self._unreachable(error) from error
         context = self._engine.registry.context_length
         return SessionPage(sessions=[session.info(context) for session in found], more=more)
 
     def _owner(self, request: FindOwner) -> OwnerView:
-        try:
+        with self._asked():
             seen = self._asks.find((request.tenant, request.session))
-        except self._asks.db.errors as error:
-            raise self._unreachable(error) from error
         return OwnerView(session=request.session, url=seen.url if seen is not None and seen.live else None)
 
     def locate(self, request: Locate, deadline: float) -> Place:
         """Finds a session, and becomes its owner if it has none. `deadline`: until when to wait for a lease."""
         key = _key(request)
-        try:
+        with self._asked():
             for _ in range(ATTEMPTS):
                 if self._is_here(request):
-                    self._require_lease(deadline)
+                    self._lease.require(deadline)
                     return self._here(key)
-                if self._now() > deadline and self._failing:
+                if self._lease.now() > deadline and self._failing:
                     raise NotAcknowledged("the database of the fleet cannot be asked; ask again")
                 if (seen := self._asks.find(key)) is None:
                     return self._nowhere(key)
@@ -287,8 +268,6 @@ class Member:
                         continue
                 if (place := self._claim(key, seen, deadline)) is not None:
                     return place
-        except self._asks.db.errors as error:
-            raise self._unreachable(error) from error
         raise NotAcknowledged(f"session {request.session!r} changes its owner; ask again")
 
     def _once_here(self, request: Locate, answer: Callable[[Place], None], place: Place) -> None:
@@ -329,7 +308,7 @@ class Member:
             return
         for tenant, session in found:
             try:
-                self.locate(Locate(tenant=tenant, session=session), self._now() + self._lease)
+                self.locate(Locate(tenant=tenant, session=session), self._lease.deadline())
             except TenutoError as error:
                 reason = {"session": session, "reason": str(error)}
                 log.warning("a session whose time is over cannot be closed", extra=reason)
@@ -339,49 +318,59 @@ class Member:
         self._loop.call(lambda engine: engine.registry.forget_left(key)).result()
         return Place(exists=False)
 
-    def _require_lease(self, deadline: float) -> None:
-        """Waits for the lease of this replica. Raises `NotAcknowledged` if it is not prolonged before the deadline."""
-        while not self._holds():
-            if self._now() > deadline or self._closing.is_set():
-                raise NotAcknowledged(
-                    "this replica cannot prolong its lease, so it may not own its sessions; ask again"
-                )
-            self._sleep(0.01)
-
     def _claim(self, key: SessionKey, seen: Owned, deadline: float) -> Place | None:
         """Takes a session over and restores it; `None` if another replica did. If this replica is draining, names
         another one to do that."""
         if seen.owner != self._asks.number and (url := self._instead()) is not None:
             return Place(exists=True, url=url)
-        lapses, saved_by = self._lapses, self._saved_by(key, seen)
+        change = _Change(key, seen.owner, self._saved_by(key, seen), deadline, self._lease.lapses)
         try:
             saved = self._asks.claim(key, seen)
-        except DamagedRow as error:
+        except SessionDamaged as error:
             log.error("a damaged session is not served", extra={"session": key[1], "reason": str(error)})  # noqa: TRY400
-            raise SessionDamaged(f"session {key[1]!r} is damaged in the database: {error}") from None
+            raise
         if saved is None:
             return None
         self._untold.pop(key, None)
         if saved.begun is not None:
             self._untold[key] = saved.epoch, saved.begun
-        try:
-            session = self._loop.call(partial(self._come, restored, saved, seen.owner)).result()
-        except TenutoError:
-            self._returned.append((key, saved.epoch, saved_by))
-            raise
-        try:
-            self._require_lease(deadline)
-        except NotAcknowledged:  # so that the next claim finds the open turn's request
-            self._loop.call(lambda _: self._loop.drop(session)).result()
-            self._returned.append((key, saved.epoch, saved_by))
-            raise
-        if self._lapses != lapses:  # it may have been claimed again meanwhile
-            self._loop.call(lambda _: self._loop.drop(session)).result()
+        if (session := self._come(change, saved, restored)) is None:
             return None
-        if self._saved is not None and saved_by is not None:
-            self._saved.begin(session, saved_by)
+        if self._saved is not None and change.saved_by is not None:
+            self._saved.begin(session, change.saved_by)
         log.info("session taken over", extra={"session": key[1], "owner": seen.owner, "epoch": saved.epoch})
         return Place(exists=True, begun=saved.begun)
+
+    def _come(
+        self, change: _Change, saved: SavedSession, accept: Callable[[Engine, SavedSession], Session]
+    ) -> Session | None:
+        """Lets the engine `accept` a session, whose owner this replica has become. Returns `None` if another one may
+        have claimed it since. After an error it is given up with the next heartbeat."""
+        given_up = (change.key, saved.epoch, change.saved_by)
+        try:
+            session = self._loop.call(partial(self._count, change, saved, accept)).result()
+        except TenutoError:
+            self._returned.append(given_up)
+            raise
+        try:
+            self._lease.require(change.deadline)
+        except NotAcknowledged:  # so that the next claim finds the open turn's request
+            self._loop.call(lambda _: self._loop.drop(session)).result()
+            self._returned.append(given_up)
+            raise
+        if self._lease.lapses != change.lapses:  # it may have been claimed again meanwhile
+            self._loop.call(lambda _: self._loop.drop(session)).result()
+            return None
+        return session
+
+    def _count(
+        self, change: _Change, saved: SavedSession, accept: Callable[[Engine, SavedSession], Session], engine: Engine
+    ) -> Session:
+        """Lets the engine `accept` a session, which is counted here from now on if another replica has counted it."""
+        session = accept(engine, saved)
+        if change.owner != self._asks.number:
+            self._counts.came(engine.registry, session)
+        return session
 
     def _saved_by(self, key: SessionKey, seen: Owned) -> int | None:
         """Returns the other replica that may have saved a session's state, if there is one."""
@@ -398,12 +387,8 @@ class Member:
     def read(self, key: SessionKey) -> ReadSession | None:
         """Reads a session that is to move here, so that `receive` takes less time; `None` if the database does not have
         it yet. Raises `NotAcknowledged` if the database cannot be asked. Runs in the thread of `later`."""
-        try:
+        with self._asked():
             return self._asks.read(key)
-        except DamagedRow as error:
-            raise SessionDamaged(f"session {key[1]!r} is damaged in the database: {error}") from None
-        except self._asks.db.errors as error:
-            raise self._unreachable(error) from error
 
     def receive(
         self,
@@ -411,67 +396,37 @@ class Member:
         owner: int,
         epoch: int,
         accept: Callable[[Engine, SavedSession], Session],
-        read: ReadSession | None = None,
+        read: ReadSession | None,
     ) -> Session:
         """Becomes the owner of a session that its owner holds in `epoch`, and lets the engine `accept` it. `read`: the
         session as `read` has returned it. Raises `NotAcknowledged` if that is impossible, or it is unknown whether it
         has happened. Runs in the thread of `later`."""
         if self._engine.registry.find(key[1], key[0]) is not None:
             raise AlreadyExists(f"session {key[1]!r} is here")
-        deadline, lapses = self._now() + self._lease, self._lapses
-        self._require_lease(deadline)
-        try:
+        change = _Change(key, owner, None, self._lease.deadline(), self._lease.lapses)
+        self._lease.require(change.deadline)
+        with self._asked():
             saved = self._asks.take(key, owner, epoch, read)
-        except DamagedRow as error:
-            raise SessionDamaged(f"session {key[1]!r} is damaged in the database: {error}") from None
-        except self._asks.db.errors as error:
-            raise self._unreachable(error) from error
         if saved is None:
             raise NotAcknowledged(f"session {key[1]!r} has changed its owner, or its move has been given up")
-        try:
-            session = self._loop.call(partial(self._come, accept, saved, owner)).result()
-        except TenutoError:
-            self._returned.append((key, saved.epoch, None))
-            raise
-        try:
-            self._require_lease(deadline)
-        except NotAcknowledged:
-            self._loop.call(lambda _: self._loop.drop(session)).result()
-            self._returned.append((key, saved.epoch, None))
-            raise
-        if self._lapses != lapses:  # it may have been claimed again meanwhile
-            self._loop.call(lambda _: self._loop.drop(session)).result()
+        if (session := self._come(change, saved, accept)) is None:
             raise NotAcknowledged(f"session {key[1]!r} changes its owner; ask again")
         return session
 
     def keep(self, session: Session) -> bool:
         """Makes sure that no replica can `receive` a session any more that is held here. Returns whether this replica
         is its owner. Raises `NotAcknowledged` if that is unknown. Runs in the thread of `later`."""
-        try:
-            with self._settling:
-                epoch = self._asks.keep(session.key)
-                if epoch is not None:
-                    session.epoch = epoch
-        except self._asks.db.errors as error:
-            raise self._unreachable(error) from error
+        with self._asked(), self._settling:
+            epoch = self._asks.keep(session.key)
+            if epoch is not None:
+                session.epoch = epoch
         return epoch is not None
 
     def give_up(self, session: Session) -> None:
         """Gives up a session that is held here, and whose saved state stays. Raises `NotAcknowledged` if it is unknown
         whether that has happened. Runs in the thread of `later`."""
-        try:
+        with self._asked():
             self._asks.give_up(session.key, session.epoch, self._asks.number)
-        except self._asks.db.errors as error:
-            raise self._unreachable(error) from error
-
-    def _come(
-        self, accept: Callable[[Engine, SavedSession], Session], saved: SavedSession, owner: int | None, engine: Engine
-    ) -> Session:
-        """Lets the engine `accept` a session that another replica has counted, unless the `owner` was this one."""
-        session = accept(engine, saved)
-        if owner != self._asks.number:
-            self._counts.came(engine.registry, session)
-        return session
 
     @property
     def number(self) -> int:
@@ -483,8 +438,14 @@ class Member:
         """The secret of the fleet that its database has."""
         return self._asks.secret
 
-    def _unreachable(self, error: Exception) -> NotAcknowledged:
-        return NotAcknowledged(f"the database {self._asks.db.place} cannot be asked who owns sessions: {error}")
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        """Raises errors of the database as `NotAcknowledged`."""
+        try:
+            yield
+        except self._asks.db.errors as error:
+            place = self._asks.db.place
+            raise NotAcknowledged(f"the database {place} cannot be asked who owns sessions: {error}") from error
 
 
 def _key(request: Locate) -> SessionKey:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
+from tenuto.base.errors import SessionDamaged
 from tenuto.base.options import Policy
 from tenuto.base.views import (
     ReplicaLoad,
@@ -228,7 +230,7 @@ class Replicas:
 
     def claim(self, key: SessionKey, seen: Owned) -> SavedSession | None:
         """Becomes the owner of a session whose owner was `seen`, and returns it with its epoch. `None` if it has
-        changed its owner since, or the owner's lease has not ended. Raises `DamagedRow` if its rows are damaged; it
+        changed its owner since, or the owner's lease has not ended. Raises `SessionDamaged` if its rows are damaged; it
         keeps its owner then."""
         claim = (
             "UPDATE sessions SET owner = ?, epoch = nextval('epochs') WHERE tenant = ? AND name = ? AND epoch = ? "
@@ -244,31 +246,27 @@ class Replicas:
             if found is None:
                 return None
             number, epoch = found
-            try:
+            with _undamaged(key):
                 (saved,) = self._stored.together([number])
                 begun = self._begun(number, saved.version)
-            except DAMAGE as error:
-                raise DamagedRow(str(error)) from error
         return replace(saved, epoch=epoch, begun=begun)
 
     def read(self, key: SessionKey) -> ReadSession | None:
-        """Reads a session, which its owner may change meanwhile; `None` if there is none. Raises `DamagedRow`."""
+        """Reads a session, which its owner may change meanwhile; `None` if there is none. Raises `SessionDamaged`."""
         with self.db.transaction():
             self.db.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
             query = "SELECT id, xmin::text FROM sessions WHERE tenant = ? AND name = ?"
             if (found := self.db.execute(query, key).fetchone()) is None:
                 return None
             number, written = found
-            try:
+            with _undamaged(key):
                 (saved,) = self._stored.together([number])
-            except DAMAGE as error:
-                raise DamagedRow(str(error)) from error
         return ReadSession(saved, number, written)
 
-    def take(self, key: SessionKey, owner: int, epoch: int, read: ReadSession | None = None) -> SavedSession | None:
+    def take(self, key: SessionKey, owner: int, epoch: int, read: ReadSession | None) -> SavedSession | None:
         """Becomes the owner of a session that its `owner` hands over, which owns it in `epoch` and holds it. Returns
         it with its new epoch, or `None` if it has changed its owner or its epoch since. `read`: the session as it was
-        read before; it is read again only if it has changed since. Raises `DamagedRow`; the session keeps its owner
+        read before; it is read again only if it has changed since. Raises `SessionDamaged`; the session keeps its owner
         then."""
         if read is not None:
             unchanged = (
@@ -286,10 +284,8 @@ class Replicas:
             found = self.db.execute(take, (self.number, *key, epoch, owner)).fetchone()
             if found is None:
                 return None
-            try:
+            with _undamaged(key):
                 (saved,) = self._stored.together([found[0]])
-            except DAMAGE as error:
-                raise DamagedRow(str(error)) from error
         return replace(saved, epoch=found[1])
 
     def keep(self, key: SessionKey) -> int | None:
@@ -359,5 +355,10 @@ def _view(number: int, url: str, live: bool, idle: float, lease: float, sessions
     )
 
 
-class DamagedRow(Exception):
-    """The rows of a session are damaged, so it cannot be claimed."""
+@contextmanager
+def _undamaged(key: SessionKey) -> Iterator[None]:
+    """Raises errors of a session's rows as `SessionDamaged`."""
+    try:
+        yield
+    except DAMAGE as error:
+        raise SessionDamaged(f"session {key[1]!r} is damaged in the database: {error}") from None

@@ -1,0 +1,65 @@
+"""The lease of a replica: until when it may own sessions."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from tenuto.base.errors import NotAcknowledged
+
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+
+def awake_or_not() -> float:
+    """Returns seconds by a clock that goes on while the process, or the machine, sleeps."""
+    return time.clock_gettime(_CLOCK)
+
+
+class Lease:
+    """The time in which sessions in memory are owned.
+
+    Invariant: it ends at most `seconds` after the beginning of the last heartbeat, and all sessions that other replicas
+    claimed before that heartbeat are dropped. So until its end, by this process's clock, nobody else owns a session
+    that is in memory, unless the database's clock has jumped since. Only then is a session said to be here. `lapses`
+    counts the heartbeats with which sessions may have been lost, before these are dropped. `closing` is set when the
+    lease is not prolonged any more.
+    """
+
+    def __init__(self, seconds: float, now: Callable[[], float], sleep: Callable[[float], None]) -> None:
+        """Begins before the replica joins its fleet. `now`: a clock that goes on while the process sleeps."""
+        self.seconds = seconds
+        self.now = now
+        self._sleep = sleep
+        self._until = now() + seconds
+        self._sure = True  # whether all claims before the last heartbeat are known
+        self.lapses = 0
+        self.closing = threading.Event()
+
+    def holds(self) -> bool:
+        """Whether it has not ended."""
+        return self.now() < self._until
+
+    def deadline(self) -> float:
+        """Returns until when a request that begins now may wait for a heartbeat."""
+        return self.now() + self.seconds
+
+    def require(self, deadline: float) -> None:
+        """Waits until it holds. Raises `NotAcknowledged` if it is not prolonged before the deadline."""
+        while not self.holds():
+            if self.now() > deadline or self.closing.is_set():
+                raise NotAcknowledged(
+                    "this replica cannot prolong its lease, so it may not own its sessions; ask again"
+                )
+            self._sleep(0.01)
+
+    def begin_beat(self) -> tuple[float, bool]:
+        """Begins a heartbeat. Returns the time, and whether all claims before the last heartbeat are known, and it
+        still holds: else sessions may be lost, whatever the database says."""
+        began, sure = self.now(), self._sure and self.holds()
+        self._sure = False
+        return began, sure
+
+    def prolong(self, began: float) -> None:
+        """Ends the heartbeat that began then, after all lost sessions are dropped."""
+        self._until, self._sure = began + self.seconds, True
