@@ -162,7 +162,7 @@ async def restart(fleet: Replicas, clients: int, *, resumes: bool) -> None:
     """Restarts all replicas while clients stream."""
     urls = [server.url for server in fleet.servers]
     streams = Streams(lambda: urls, clients, RESTART_TOKENS, resumes=resumes)
-    await streams.all_live()
+    await streams.all_begun()
     began = time.perf_counter()
     for number in range(len(urls)):
         fleet.servers[number].process.terminate()
@@ -184,7 +184,7 @@ async def redeploy(cluster: Cluster, clients: int) -> None:
 
     before = await asyncio.to_thread(deploy)
     streams = Streams(lambda: [cluster.url], clients, RAY_TOKENS, resumes=True)
-    await streams.all_live()
+    await streams.all_begun()
     began = time.perf_counter()
     deploying = asyncio.ensure_future(asyncio.to_thread(deploy))
     left = list(before)

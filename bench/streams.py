@@ -45,6 +45,7 @@ class Streams:
     def __init__(self, addresses: Callable[[], Sequence[str]], count: int, tokens: int, *, resumes: bool) -> None:
         self.seen = Seen()
         self.live = 0  # streams that have begun and go on
+        self._begun: set[httpx.AsyncClient] = set()  # those of clients that have streamed
         self._addresses = addresses
         self._resumes = resumes
         self._body = {
@@ -55,10 +56,12 @@ class Streams:
         self._stopped = False
         self._clients = [asyncio.ensure_future(self._client(number)) for number in range(count)]
 
-    async def all_live(self) -> None:
-        """Waits until all clients stream at the same time."""
-        while self.live < len(self._clients):
+    async def all_begun(self) -> None:
+        """Waits until all clients have streamed. From then on they do so all the time, but for the moments between two
+        turns; so they may never all stream at one instant."""
+        while len(self._begun) < len(self._clients):
             await asyncio.sleep(PAUSE_SECONDS)
+        print(f"{self.live} of {len(self._clients)} streams are live", flush=True)
 
     async def stop(self) -> Seen:
         """Lets the clients end once their turns have. Returns what they have seen."""
@@ -114,6 +117,7 @@ class Streams:
         name = ""
         async with self._ask(http, number, *asked) as answer:
             self.live += 1
+            self._begun.add(http)
             try:
                 async for line in lines(answer):
                     kind, _, value = line.partition(": ")
