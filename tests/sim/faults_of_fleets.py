@@ -160,7 +160,7 @@ def sessions_that_come_as_they_were_read_before(patch: pytest.MonkeyPatch) -> No
     def take(
         replicas: Replicas, key: SessionKey, owner: int, epoch: int, read: ReadSession | None
     ) -> SavedSession | None:
-        saved = real(replicas, key, owner, epoch)
+        saved = real(replicas, key, owner, epoch, None)
         return replace(read.saved, epoch=saved.epoch) if saved is not None and read is not None else saved
 
     real = Replicas.take
