@@ -2,6 +2,7 @@
 the native kernels computes with what the tools' own decoding gives."""
 
 import json
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from tenuto.models.hf import HfCheckpoint
 from tenuto.models.store import resolve
 from tests.exec.kernels import every_variant
 from tests.exec.mixed_driver import MixedDriver
-from tests.exec.rounding import RoundedForward, assert_rounded_as_said, round_products
+from tests.exec.rounding import RoundedForward, assert_rounded_as_said, relative_error, round_products
 from tests.models.quantized_files import (
+    Made,
     Quantization,
     awq,
     fine_grained,
@@ -152,6 +154,24 @@ def test_quantized_files_are_computed_in_their_bits(
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name)
     others = 2 * 128 * WIDTH + 4 * 5 * WIDTH + 64 * 50  # embedding, norms, ends of lines
     assert size <= matrices * bits / 8 + others
+
+
+@every_variant
+def test_matrices_that_share_an_input_but_not_its_order_are_decoded(variant: str, tmp_path: Path) -> None:
+    orders = cycle([shuffled(64), shuffled(64).roll(64), shuffled(64).roll(128)])
+
+    def make(weight: torch.Tensor) -> Made:
+        return gptq(8, 64, symmetric=True, order=next(orders)).make(weight)
+
+    save_hf(tmp_path, tiny_llama(**LLAMA).bfloat16())
+    quantize_directory(tmp_path, Quantization(METHODS["gptq int8 with zeros, desc_act"][0].config, make))
+    executor = load_executor(resolve(str(tmp_path), tmp_path), ExecutorOptions(16, kernels=variant, cache=cache_dir()))
+    assert isinstance(executor.forward, NativeForward)
+    assert executor.forward.weight_bytes > 4 * 2 * 2 * WIDTH * WIDTH  # `gate_proj` and `up_proj` of two layers
+    checkpoint = HfCheckpoint(tmp_path)
+    decoder = Decoder(checkpoint.config, checkpoint.weights(), torch.device("cpu"), torch.float32)
+    exact = logits_of_short_texts(ModelExecutor(TorchForward(decoder, 16)))
+    assert relative_error(logits_of_short_texts(executor), exact) < 0.05
 
 
 @every_variant
