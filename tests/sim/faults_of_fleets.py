@@ -19,9 +19,9 @@ from tenuto.engine.session_states import SessionStates
 from tenuto.memory.tiers import left_state
 from tenuto.memory.tiers.disk import Readable, UnitCopy
 from tenuto.memory.tiers.left_state import Wanted
-from tenuto.runtime.lease import Lease
 from tenuto.runtime.member import Member
 from tenuto.runtime.moves import Moves
+from tenuto.runtime.replica_lease import ReplicaLease
 from tenuto.runtime.tenant_counts import TenantCounts
 from tenuto.session.changes import Change
 from tenuto.session.journal_changes import ChangeTables
@@ -47,7 +47,7 @@ def commits_by_anyone(patch: pytest.MonkeyPatch) -> None:
 
 
 def leases_that_never_end_here(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Lease, "holds", lambda _: True)
+    patch.setattr(ReplicaLease, "holds", lambda _: True)
 
 
 def lost_sessions_that_stay(patch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from tenuto.engine.thread.loop import EngineLoop
 from tenuto.runtime.answering import answered
 from tenuto.runtime.burden import load_of
 from tenuto.runtime.folders import LeftFolders
-from tenuto.runtime.lease import Lease, awake_or_not
+from tenuto.runtime.replica_lease import ReplicaLease, awake_or_not
 from tenuto.runtime.saved_states import SavedStates
 from tenuto.runtime.shared_objects import SharedObjects
 from tenuto.runtime.tenant_counts import TenantCounts
@@ -81,7 +81,7 @@ class Member:
         """Joins the fleet. `connect`: returns a connection to its database. `advertised`: where other replicas reach
         this one. `lease`: seconds. `now`: a clock that goes on while the process sleeps. Raises `ConfigError` or
         `ExtraMissing`."""
-        self._lease = Lease(lease, now, sleep)
+        self._lease = ReplicaLease(lease, now, sleep)
         self._asks = Replicas(connect(), fingerprint)
         self._join(advertised)
         number = self._asks.number

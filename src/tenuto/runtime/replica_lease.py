@@ -16,7 +16,7 @@ def awake_or_not() -> float:
     return time.clock_gettime(_CLOCK)
 
 
-class Lease:
+class ReplicaLease:
     """The time in which sessions in memory are owned.
 
     Invariant: it ends at most `seconds` after the beginning of the last heartbeat, and all sessions that other replicas
