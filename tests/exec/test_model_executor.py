@@ -150,7 +150,7 @@ def test_a_fork_continues_in_a_copy_of_the_tail_page(driver: Driver) -> None:
 def fail_once(executor: ModelExecutor, driver: Driver, patch: pytest.MonkeyPatch, error: Exception) -> None:
     """Submits a step whose forward pass raises `error`."""
 
-    def forward(*args: object) -> torch.Tensor:
+    def forward(*_: object, **__: object) -> torch.Tensor:
         raise error
 
     with patch.context() as patched:
@@ -206,15 +206,15 @@ def test_without_overlap_steps_are_carried_out_by_the_thread_that_collects(
     threads = list[int]()
     compute = executor._compute
 
-    def noted(plan: Plan, tokens: Ints, outputs: Longs) -> Outputs:
+    def noted(plan: Plan, tokens: Ints, outputs: Longs, *, best_only: bool = False) -> Outputs:
         threads.append(threading.get_ident())
-        return compute(plan, tokens, outputs)
+        return compute(plan, tokens, outputs, best_only=best_only)
 
     monkeypatch.setattr(executor, "_compute", noted)
     assert continuation(alone, 0, text(6), 3) == expected
     assert set(threads) == {threading.get_ident()}
     executor.submit(alone.plan([(1, text(3), 1)]))
-    monkeypatch.setattr(executor, "_compute", lambda *_: np.empty(0).reshape(7))
+    monkeypatch.setattr(executor, "_compute", lambda *_, **__: np.empty(0).reshape(7))
     with pytest.raises(ValueError, match="reshape"):  # a bug of ours is raised as it is
         executor.collect()
     with pytest.raises(InvariantError, match="no step"):

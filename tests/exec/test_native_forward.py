@@ -4,6 +4,7 @@ and the result for a sequence does not depend, in a single bit, on how steps are
 import os
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tenuto.exec.device import machine_bytes, usable_cores
 from tenuto.exec.load import ExecutorOptions, load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward
+from tenuto.exec.samples import samples_of
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.kernels.native.build import VARIANTS, Machine
 from tenuto.kernels.native.formats import FORMATS
@@ -309,6 +311,18 @@ def test_the_memory_that_is_shared_stays_within_the_limit_of_the_control_group(t
     for written, expected in (("max\n", physical), ("1073741824\n", 2**30), (f"{2 * physical}\n", physical)):
         limit.write_text(written)
         assert machine_bytes(limit) == expected
+
+
+@every_variant
+def test_the_likeliest_tokens_alone_are_those_of_the_logits(variant: str, path: Path) -> None:
+    with closing(native(path, variant)) as executor:
+        plan = Driver(executor, 20, 2).plan([(0, text(20), 7), (1, text(9, seed=1), 1)])
+        outputs, forward = samples_of(plan).outputs.astype(np.int32), executor.forward
+        forward.apply(plan)
+        likeliest = forward.run(plan, plan.tokens, outputs).logits.host().argmax(axis=1)
+        alone = forward.run(plan, plan.tokens, outputs, best_only=True)
+    assert alone.best is not None
+    assert (alone.best.tolist(), len(alone.logits)) == (likeliest.tolist(), 0)
 
 
 @needs_variant

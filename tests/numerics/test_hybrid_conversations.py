@@ -94,8 +94,8 @@ class SpoiledNative(NativeForward):
         for group, count in enumerate(units):
             spoil(self, group, range(count))
 
-    def run(self, plan: Plan, tokens: Ints, outputs: Ints) -> Outputs:
-        found = super().run(plan, tokens, outputs)
+    def run(self, plan: Plan, tokens: Ints, outputs: Ints, *, best_only: bool = False) -> Outputs:
+        found = super().run(plan, tokens, outputs, best_only=best_only)
         if self._rng.random() < 0.03:
             self.failures += 1
             raise RuntimeError("told to fail")

@@ -53,7 +53,8 @@ class Logits(Protocol):
 @dataclass(frozen=True, slots=True)
 class Outputs:
     """Logits and, if the forward pass finds it at no further cost, the likeliest token of each output, int32 [outputs];
-    ties go to the lowest id. `vectors`: the sums of `Plan.vectors`, if there are any, float32 [sums, hidden]."""
+    ties go to the lowest id. There may be no logits, of length 0, if only the likeliest tokens are wanted. `vectors`:
+    the sums of `Plan.vectors`, if there are any, float32 [sums, hidden]."""
 
     logits: Logits
     best: Ints | None = None
@@ -94,9 +95,9 @@ class Forward(Protocol):
     def apply(self, plan: Plan) -> None:
         """Applies the plan's changes of page tables, then its copies of pages."""
 
-    def run(self, plan: Plan, tokens: Ints, outputs: Ints) -> Outputs:
+    def run(self, plan: Plan, tokens: Ints, outputs: Ints, *, best_only: bool = False) -> Outputs:
         """Computes `tokens`, int32 [sum(plan.counts)], and the sums of `plan.vectors`. `outputs`, int32 [outputs], are
-        the indices in `tokens` after which logits are wanted."""
+        the indices in `tokens` after which logits are wanted, or, with `best_only`, the likeliest token alone."""
 
     def decode(self, plan: Plan, tokens: Callable[[], Ints], options: Options) -> Callable[[], Ints] | None:
         """Starts a step whose samples need no edited logits, and waits for its masks, if it has any, but not for the

@@ -282,7 +282,8 @@ class ModelExecutor:
     def _computed(self, plan: Plan) -> StepResult:
         samples = samples_of(plan)
         given = self._tokens(plan)
-        computed, scored = self._compute(plan, given, samples.outputs), None
+        greedy = self._options.plain and not plan.masks and not self._options.draws(samples.rows)
+        computed, scored = self._compute(plan, given, samples.outputs, best_only=greedy and plan.scores is None), None
         vectors = computed.vectors
         if plan.scores is not None:
             sampled_from = len(computed.logits) - len(plan.scores.offsets)
@@ -296,13 +297,14 @@ class ModelExecutor:
         predicted = predict(self.forward, self._options, plan, samples, tokens, given)
         return StepResult(tokens, sampled, scored, vectors, predicted)
 
-    def _compute(self, plan: Plan, tokens: Ints, outputs: Longs) -> Outputs:
-        """Applies the plan and computes its `tokens`. Returns the logits after those at `outputs`, then those for
-        `plan.scores`. First makes the changes that outlast the step, so that they persist even if it fails."""
+    def _compute(self, plan: Plan, tokens: Ints, outputs: Longs, *, best_only: bool = False) -> Outputs:
+        """Applies the plan and computes its `tokens`. Returns the logits after those at `outputs`, or with `best_only`
+        perhaps the likeliest tokens alone, then those for `plan.scores`. First makes the changes that outlast the step,
+        so that they persist even if it fails."""
         self.forward.apply(plan)
         if plan.scores is not None:
             outputs = np.concatenate((outputs, plan.scores.offsets))
-        return self.forward.run(plan, tokens, outputs.astype(np.int32))
+        return self.forward.run(plan, tokens, outputs.astype(np.int32), best_only=best_only)
 
     def _tokens(self, plan: Plan) -> Ints:
         """Returns the input ids, int32 [tokens], with references to earlier samples resolved."""

@@ -159,7 +159,7 @@ class NativeForward:
             if count := len(copies.sources):
                 self._library.copy(self._handle, group, count, _address(copies.sources), _address(copies.targets))
 
-    def run(self, plan: Plan, tokens: Ints, outputs: Ints) -> Outputs:
+    def run(self, plan: Plan, tokens: Ints, outputs: Ints, *, best_only: bool = False) -> Outputs:
         if len(outputs) > len(self._logits):
             self._logits, self._best = self._room_for(2 * len(outputs))
         asked, vectors = plan.vectors, None
@@ -181,7 +181,7 @@ class NativeForward:
             at + 12 * rows + 4 * len(tokens),
             _address(asked.firsts) if asked is not None else None,
             _address(asked.counts) if asked is not None else None,
-            self._logits.ctypes.data,
+            None if best_only else self._logits.ctypes.data,
             _address(self._best),
             vectors.ctypes.data if vectors is not None else None,
             self.op_seconds.ctypes.data,
@@ -192,7 +192,7 @@ class NativeForward:
             guesses = np.maximum(plan.samples - 1, 0, dtype=np.int32)
             step.guesses = _address(guesses)
         self._step(step, self._model.whole)
-        return self._outputs(len(outputs), vectors)
+        return self._outputs(len(outputs), 0 if best_only else len(outputs), vectors)
 
     def _step(self, step: Step, ops: range) -> None:
         """Computes some of the program's operations."""
@@ -200,8 +200,9 @@ class NativeForward:
         if self._library.step(self._handle, byref(step)):
             raise MemoryError(f"there is no memory for a step of {step.tokens_count} tokens")
 
-    def _outputs(self, count: int, vectors: Singles | None = None) -> Outputs:
-        logits = NativeLogits(self._library, self._handle, self._logits[:count])
+    def _outputs(self, count: int, with_logits: int, vectors: Singles | None = None) -> Outputs:
+        """Returns the results of `count` outputs, of which `with_logits` have logits."""
+        logits = NativeLogits(self._library, self._handle, self._logits[:with_logits])
         return Outputs(logits, self._best[:count].copy(), vectors)
 
     def decode(
@@ -219,7 +220,7 @@ class NativeForward:
 
     def predict(self, rows: Ints, positions: Ints, tokens: Ints, sources: Ints) -> Outputs:
         self._predict((rows, positions, np.ones_like(rows), tokens, sources), len(rows), self._model.head)
-        return self._outputs(len(rows))
+        return self._outputs(len(rows), len(rows))
 
     def _predict(self, arrays: tuple[Ints, Ints, Ints, Ints, Ints], outputs: int, ops: range) -> None:
         """Computes operations of the head for the tokens of rows; the first `outputs` tokens have logits. `arrays`:

@@ -111,7 +111,7 @@ class TorchForward:
         self.memories.apply(plan)
 
     @torch.inference_mode()
-    def run(self, plan: Plan, tokens: Ints, outputs: Ints) -> Outputs:
+    def run(self, plan: Plan, tokens: Ints, outputs: Ints, *, best_only: bool = False) -> Outputs:  # noqa: ARG002 - it always has logits
         places = np.repeat(plan.starts.astype(np.int64), plan.counts) + ragged_arange(plan.counts)
         given, positions, wanted = (indices(values, self._device) for values in (tokens, places, outputs))
         adapted = self._adapted(np.repeat(plan.adapters, plan.counts)) if plan.adapters is not None else ()

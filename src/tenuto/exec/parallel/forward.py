@@ -126,11 +126,11 @@ class ParallelForward:
             self._followers.tell("apply", _sent(plan))
             self._own.apply(plan)
 
-    def run(self, plan: Plan, tokens: Ints, outputs: Ints) -> Outputs:
+    def run(self, plan: Plan, tokens: Ints, outputs: Ints, *, best_only: bool = False) -> Outputs:
         """See `Forward.run`."""
         with self._together():
             self._followers.tell("run", _sent(plan), tokens, outputs)
-            return self._own.run(plan, tokens, outputs)
+            return self._own.run(plan, tokens, outputs, best_only=best_only)
 
     def decode(
         self,

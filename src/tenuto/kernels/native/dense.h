@@ -261,7 +261,8 @@ static void logits(Workspace &work, const TenutoOp &op, Member &member) {
                    for (int i = 0; i < LANES && op.cap != 0.0f; i++)
                      found[i] = op.cap * tanhf(found[i] / op.cap);
                    const int token = p * LANES, width = std::min(LANES, vocab - token);
-                   memcpy(step.logits + (int64_t)row * vocab + token, found, sizeof(float) * width);
+                   if (step.logits)
+                     memcpy(step.logits + (int64_t)row * vocab + token, found, sizeof(float) * width);
                    Best &best = member.best[row];
                    if (width == LANES && !(highest16(load<f32x16>(found)) > best.value))
                      continue;

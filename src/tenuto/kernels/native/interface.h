@@ -158,13 +158,13 @@ struct TenutoAdapter {
 
 // A step. The arrays of its plan are int32: `row_ids`, `starts`, `counts` [rows]; `tokens` [sum(counts)]; and `outputs`
 // [outputs_count], the tokens whose logits are wanted. `groups` is [memory groups]. Results are `logits`, float
-// [outputs] [vocab], and `best`, int32 [outputs], the first of the likeliest tokens. `vectors`, float [sums_count]
-// [hidden], are sums of the last norm's results: the first for `lengths[0]` tokens from index `firsts[0]` on, and so
-// on. The duration of operations is added to `op_seconds`, by kind. `adapter_of`, int32 [rows], is the index of each
-// row's adapter in `adapters`, or -1; it is not read if there are no adapters. `guesses`, int32 [rows] or null, is how
-// many of each row's tokens are guesses. Where arithmetic depends on the number of tokens, these do not count, so that
-// guesses change no result. Operations number `first_op` to `end_op` - 1 are computed; in JOIN, token i takes row
-// `sources[i]` of H, int32 [tokens], which is less than the last step's number of tokens.
+// [outputs] [vocab], or null if only `best` is wanted, int32 [outputs], the first of the likeliest tokens. `vectors`,
+// float [sums_count] [hidden], are sums of the last norm's results: the first for `lengths[0]` tokens from index
+// `firsts[0]` on, and so on. The duration of operations is added to `op_seconds`, by kind. `adapter_of`, int32 [rows],
+// is the index of each row's adapter in `adapters`, or -1; it is not read if there are no adapters. `guesses`, int32
+// [rows] or null, is how many of each row's tokens are guesses. Where arithmetic depends on the number of tokens, these
+// do not count, so that guesses change no result. Operations number `first_op` to `end_op` - 1 are computed; in JOIN,
+// token i takes row `sources[i]` of H, int32 [tokens], which is less than the last step's number of tokens.
 struct TenutoStep {
   int32_t rows, tokens_count, outputs_count, sums_count;
   const int32_t *row_ids, *starts, *counts, *tokens;
