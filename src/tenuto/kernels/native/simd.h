@@ -27,7 +27,7 @@ INLINE void store_bytes(uint8_t *to, int index, u32x16 v) {
 }
 #endif
 
-INLINE f32x16 splat(float x) { return f32x16{} + x; }
+INLINE f32x16 splat(float x) { return x - f32x16{}; } // compilers remove a subtraction of 0, but not an addition
 INLINE float lane_of(f32x16 v, int lane) {
   float lanes[16];
   store(lanes, v);
