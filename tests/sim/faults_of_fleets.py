@@ -21,6 +21,7 @@ from tenuto.memory.tiers.disk import Readable, UnitCopy
 from tenuto.memory.tiers.left_state import Wanted
 from tenuto.runtime.member import Member
 from tenuto.runtime.moves import Moves
+from tenuto.runtime.ownership import Ownership
 from tenuto.runtime.replica_lease import ReplicaLease
 from tenuto.runtime.tenant_counts import TenantCounts
 from tenuto.session.changes import Change
@@ -134,7 +135,7 @@ def retries_that_are_written_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def moves_that_are_given_up_without_a_new_epoch(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Member, "keep", lambda *_: True)
+    patch.setattr(Ownership, "keep", lambda *_: True)
 
 
 def sessions_that_move_in_any_epoch(patch: pytest.MonkeyPatch) -> None:

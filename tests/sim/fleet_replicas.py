@@ -183,7 +183,7 @@ class Replica(Journaled):
         self.member._engine, self.member._loop = self.engine, cast("EngineLoop", self)
         self.member._edge = TellLoad(open_turns=0, draining=False, moves=MovesView(), tenants={"": TenantUse()})
         loop, model = cast("EngineLoop", self), str(self.engine.vocab_size)
-        self.moves = Moves(self.member, loop, lambda: model, lambda _: None, self.engine.turns.ready)
+        self.moves = Moves(self.member.ownership, loop, lambda: model, lambda _: None, self.engine.turns.ready)
         world.disks[self.member.number] = self.disk
         self.tier: SimulatedTier | None = None
         if world.store is not None:
@@ -191,8 +191,8 @@ class Replica(Journaled):
         place = self.tier if self.tier is not None else Disks(world.disks)
         self.states, self.readings = SavedStates([place], cast("EngineLoop", self)), Readings()
         self.states._reading = cast("Any", self.readings)
-        self.member._saved = self.states
-        world.dbs += [self.member._asks.db, self.member._beats.db, self.member.journal._db]
+        self.member.ownership.start(self.engine, loop, self.states)
+        world.dbs += [self.member.ownership._replicas.db, self.member._beats.db, self.member.journal._db]
 
     def _built(self, model: Model, config: EngineConfig) -> Engine:
         spec = model.executor.spec
@@ -254,8 +254,8 @@ class Replica(Journaled):
 
     def locate(self, name: str) -> Place:
         """Raises `NotAcknowledged`."""
-        place = self.member.locate(Locate(tenant="", session=name), self.world.now + LEASE)
-        self.member.told(("", name), place)
+        place = self.member.ownership.locate(Locate(tenant="", session=name), self.world.now + LEASE)
+        self.member.ownership.told(("", name), place)
         if self.world.chance.random() < 0.8:  # otherwise others ask meanwhile
             self._read()
         return place

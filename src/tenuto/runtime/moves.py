@@ -37,7 +37,7 @@ from tenuto.engine.thread import views
 from tenuto.engine.thread.loop import EngineLoop, Subscriber
 from tenuto.runtime.answering import answered
 from tenuto.runtime.burden import Burden, burden_of
-from tenuto.runtime.member import Member
+from tenuto.runtime.ownership import Ownership
 from tenuto.session.postgres.replicas import ReadSession
 from tenuto.session.records import SavedSession
 from tenuto.session.session import Session
@@ -84,12 +84,12 @@ class Moves:
     """
 
     def __init__(
-        self, member: Member, loop: EngineLoop, identity: Callable[[], str], constrain: Constrain, ready: Ready
+        self, ownership: Ownership, loop: EngineLoop, identity: Callable[[], str], constrain: Constrain, ready: Ready
     ) -> None:
-        """`identity`: returns that of the model's state; it may take seconds the first time. `ready`: see
+        """`identity`: returns the identity of the model's state, which may take seconds the first time. `ready`: see
         `TurnOperations.ready`."""
         self._ready = ready
-        self._member = member
+        self._ownership = ownership
         self._loop = loop
         self._identity = identity
         self._constrain = constrain
@@ -127,12 +127,12 @@ class Moves:
             self._working.submit(self._take, request, answer, refuse, subscriber)
             return
         if isinstance(request, ReserveMove):
-            self._member.later(partial(self._reserve, request, answer, refuse))
+            self._ownership.later(partial(self._reserve, request, answer, refuse))
             return
         work = partial(answered, partial(parts[type(request)], request), answer, refuse)
         settles = isinstance(request, SettleMove) and request.asked and not request.gone
         if settles or isinstance(request, GiveUpSession):
-            self._member.later(work)  # which asks the database
+            self._ownership.later(work)  # which asks the database
         else:
             self._working.submit(work)
 
@@ -160,7 +160,7 @@ class Moves:
             refuse(error)
         else:
             become = partial(self.become, request.move, request.end, readied, subscriber)
-            self._member.later(partial(answered, become, answer, refuse))
+            self._ownership.later(partial(answered, become, answer, refuse))
 
     # -- for the replica that a session leaves
 
@@ -175,7 +175,7 @@ class Moves:
         with self._counting:
             relieved = burden.without(list(self._leaving.values())).relieved(request.relieves)
             self._leaving[request.move] = offer
-        return msgspec.structs.replace(offer, owner=self._member.number, identity=identity, relieved=relieved)
+        return msgspec.structs.replace(offer, owner=self._ownership.number, identity=identity, relieved=relieved)
 
     def copy(self, move: str) -> list[StatePiece]:
         """Carries out `CopyMove`."""
@@ -217,7 +217,7 @@ class Moves:
     def settle(self, request: SettleMove) -> bool:
         """Carries out `SettleMove`."""
         session = self._held.get(request.move)
-        if session is not None and (request.gone or (request.asked and not self._member.keep(session))):
+        if session is not None and (request.gone or (request.asked and not self._ownership.keep(session))):
             self._loop.call(lambda engine: self._leave(engine, request.move)).result()
             del self._held[request.move]
             self._leaving.pop(request.move, None)
@@ -257,7 +257,7 @@ class Moves:
             self._loop.call(lambda engine: engine.departures.resume(move)).result()
             raise
         try:
-            self._member.give_up(session)
+            self._ownership.give_up(session)
         finally:
             self._loop.call(lambda engine: self._leave(engine, move, keep_saved=True)).result()
 
@@ -278,10 +278,10 @@ class Moves:
     # -- for the replica to which it moves
 
     def read(self, offer: StateOffer) -> ReadSession | None:
-        """Carries out the part of `ReserveMove` that asks the database; see `Member.read`. Raises `InvalidRequest`
+        """Carries out the part of `ReserveMove` that asks the database; see `Ownership.read`. Raises `InvalidRequest`
         unless the state is of this model and these weights."""
         self._require_weights(offer.identity)
-        return self._member.read((offer.tenant, offer.session))
+        return self._ownership.read((offer.tenant, offer.session))
 
     def reserve(self, move: str, offer: StateOffer, read: ReadSession | None) -> None:
         """Carries out the rest of `ReserveMove`. `read`: the session as `read` has returned it. Raises `NoRoom` if the
@@ -320,7 +320,7 @@ class Moves:
             offer = self._expected(move)
             key = offer.tenant, offer.session
             accept = partial(self._accept, move, end.position, readied, subscriber)
-            session = self._member.receive(key, offer.owner, end.epoch, accept, self._read.get(move))
+            session = self._ownership.receive(key, offer.owner, end.epoch, accept, self._read.get(move))
         finally:
             self._drop(move)
         log.info("session moved here", extra={"session": key[1], "owner": offer.owner, "epoch": session.epoch})

@@ -1,4 +1,4 @@
-"""The lease of a replica: until when it may own sessions."""
+"""The lease of a replica: how long it may go on to own its sessions."""
 
 from __future__ import annotations
 
@@ -12,28 +12,32 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def awake_or_not() -> float:
-    """Returns seconds by a clock that goes on while the process, or the machine, sleeps."""
+    """Returns seconds by a clock that continues while the process, or the machine, sleeps."""
     return time.clock_gettime(_CLOCK)
 
 
 class ReplicaLease:
-    """The time in which sessions in memory are owned.
+    """The time until which this replica owns the sessions in its memory.
 
     Invariant: it ends at most `seconds` after the beginning of the last heartbeat, and all sessions that other replicas
-    claimed before that heartbeat are dropped. So until its end, by this process's clock, nobody else owns a session
-    that is in memory, unless the database's clock has jumped since. Only then is a session said to be here. `lapses`
-    counts the heartbeats with which sessions may have been lost, before these are dropped. `closing` is set when the
-    lease is not prolonged any more.
+    claimed before that heartbeat have been dropped. So until it ends, by this process's clock, no other replica owns a
+    session that is in memory here, unless the database's clock has jumped since. Answers say that a session is here
+    only while the lease holds.
+
+    `lapses` counts the heartbeats with which sessions may have been lost; it is raised before these are dropped.
+    `failing`: whether the database could not be asked at the last heartbeat. `closing` is set once the lease is not
+    prolonged any more. `Member` writes all three.
     """
 
     def __init__(self, seconds: float, now: Callable[[], float], sleep: Callable[[float], None]) -> None:
-        """Begins before the replica joins its fleet. `now`: a clock that goes on while the process sleeps."""
+        """Begins before the replica joins its fleet. `now`: a clock that continues while the process sleeps."""
         self.seconds = seconds
         self.now = now
         self._sleep = sleep
         self._until = now() + seconds
         self._sure = True  # whether all claims before the last heartbeat are known
         self.lapses = 0
+        self.failing = False
         self.closing = threading.Event()
 
     def holds(self) -> bool:
@@ -41,7 +45,7 @@ class ReplicaLease:
         return self.now() < self._until
 
     def deadline(self) -> float:
-        """Returns until when a request that begins now may wait for a heartbeat."""
+        """Returns the time at which a request that begins now stops waiting for a heartbeat."""
         return self.now() + self.seconds
 
     def require(self, deadline: float) -> None:
@@ -54,12 +58,12 @@ class ReplicaLease:
             self._sleep(0.01)
 
     def begin_beat(self) -> tuple[float, bool]:
-        """Begins a heartbeat. Returns the time, and whether all claims before the last heartbeat are known, and it
-        still holds: else sessions may be lost, whatever the database says."""
+        """Begins a heartbeat. Returns the time, and whether the lease still holds and all claims before the last
+        heartbeat are known. Otherwise sessions may have been lost, whatever the database says."""
         began, sure = self.now(), self._sure and self.holds()
         self._sure = False
         return began, sure
 
     def prolong(self, began: float) -> None:
-        """Ends the heartbeat that began then, after all lost sessions are dropped."""
+        """Ends the heartbeat that began at `began`. All lost sessions must have been dropped."""
         self._until, self._sure = began + self.seconds, True

@@ -174,7 +174,7 @@ class Service:
         self._intake = Intake(self._dispatcher, self._preparer, self._loop, self._lanes)
         self._moves = (
             Moves(
-                member,
+                member.ownership,
                 self._loop,
                 self._identity,
                 self._constraint,
