@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tenuto.base.views import Place
+from tenuto.base.fleet_views import Place
 from tenuto.base.wire.fleet_messages import Locate
 from tenuto.base.wire.messages import StartTurn
 from tests.eventually import eventually

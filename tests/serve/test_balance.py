@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tenuto.base.fleet_views import OwnedSession
 from tenuto.base.turns import TurnState
-from tenuto.base.views import OwnedSession
 from tenuto.serve.fleet.balance import FULL, MORE_MEMORY, MOST, Shift, chosen, level_memory, level_turns
 
 TURNS = st.dictionaries(st.integers(1, 99), st.integers(0, 200), max_size=6)

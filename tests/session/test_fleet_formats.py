@@ -8,8 +8,8 @@ import psycopg
 import pytest
 
 from tenuto.base.errors import ConfigError
+from tenuto.base.fleet_views import TenantUse
 from tenuto.base.objects import NewItem, ObjectEdit, ObjectItem, ObjectKey
-from tenuto.base.views import TenantUse
 from tenuto.session.postgres.database import FORMAT, Database
 from tenuto.session.postgres.objects import Objects
 from tests.postgres import database

@@ -9,8 +9,9 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from tenuto.base.fleet_views import TenantUse, Uses
 from tenuto.base.plan import Bytes
-from tenuto.base.views import SessionKey, TenantUse, Uses
+from tenuto.base.views import SessionKey
 from tenuto.base.wire.state_file import CopiedState
 from tenuto.engine.departures import Departures, Rest
 from tenuto.engine.engine import Engine

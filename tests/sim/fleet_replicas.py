@@ -13,8 +13,9 @@ import psycopg
 
 from tenuto.base.config import EngineConfig
 from tenuto.base.errors import NotAcknowledged, TenutoError
+from tenuto.base.fleet_views import MovesView, Place, TenantUse
 from tenuto.base.options import TurnParams
-from tenuto.base.views import KeptTurn, MovesView, Place, SessionKey, TenantUse
+from tenuto.base.views import KeptTurn, SessionKey
 from tenuto.base.wire.fleet_messages import Locate, TellLoad
 from tenuto.base.wire.messages import FindTurn, StartTurn
 from tenuto.base.wire.moves import StateOffer

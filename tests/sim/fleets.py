@@ -24,7 +24,7 @@ from typing import TypeVar, cast
 import psycopg
 
 from tenuto.base.errors import Misdirected, NotAcknowledged, NotFound, SessionBusy
-from tenuto.base.views import Place, TenantUse
+from tenuto.base.fleet_views import Place, TenantUse
 from tenuto.runtime.member import BEATS
 from tenuto.session.postgres.database import Database
 from tenuto.session.postgres.replicas import Replicas

@@ -1,4 +1,4 @@
-"""The load of a replica, and whether it takes a session that leaves another one to spread load."""
+"""The load of a replica, and whether it accepts a session that another one moves away to spread load."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from tenuto.base.errors import NoRoom
-from tenuto.base.views import ReplicaLoad
+from tenuto.base.fleet_views import ReplicaLoad
 from tenuto.base.wire.moves import Relieved, StateOffer, Surplus
 from tenuto.engine.engine import Engine
 
@@ -21,11 +21,11 @@ class Burden:
     capacities: tuple[int, ...]
 
     def without(self, leaving: Iterable[StateOffer]) -> Burden:
-        """Returns it without sessions that are leaving."""
+        """Returns the burden without sessions that are leaving."""
         return self._changed(leaving, -1)
 
     def plus(self, coming: Iterable[StateOffer]) -> Burden:
-        """Returns it with sessions that are to come."""
+        """Returns the burden with sessions that are to come."""
         return self._changed(coming, 1)
 
     def _changed(self, offers: Iterable[StateOffer], by: int) -> Burden:
@@ -39,14 +39,15 @@ class Burden:
         return max((units / most for units, most in zip(offer.units, self.capacities, strict=False) if most), default=0)
 
     def relieved(self, surplus: Surplus | None) -> Relieved | None:
-        """Returns it as that of the replica that a session leaves because it has too much of this."""
+        """Returns the part of the burden that a session is to relieve: `surplus` names what its replica has too much
+        of."""
         if surplus is None:
             return None
         return Relieved(turns=self.turns) if surplus == "turns" else Relieved(used=self.used)
 
     def require_less(self, relieved: Relieved, offer: StateOffer) -> None:
-        """Raises `NoRoom` if the replica would have more to do, once the session has come, than the one that it would
-        leave."""
+        """Raises `NoRoom` if, after the move, this replica would have more to do than the one that the session
+        leaves."""
         share = self._share(offer)
         if relieved.turns is not None and self.turns + 1 > relieved.turns - 1:
             raise NoRoom(f"{self.turns} turns run or wait here; allowed for a session that comes to spread load: fewer")
@@ -64,13 +65,13 @@ def burden_of(engine: Engine) -> Burden:
 
 
 def load_of(engine: Engine) -> ReplicaLoad:
-    """Returns the load of an engine, without what only its edge knows."""
+    """Returns the load of an engine, without the fields that only its edge can fill."""
     return ReplicaLoad(running=len(engine.batch), waiting=engine.queued, used=round(_used(engine), 4))
 
 
 def _used(engine: Engine) -> float:
-    """Returns the largest share of a pool that is used. Units that only save work do not count once a pool is half
-    full; before, they are few, and to find them takes a look at every unit."""
+    """Returns the largest share of a pool that is used. Once a pool is more than half full, units that only save work
+    do not count. Before that they are few, and finding them takes a look at every unit."""
     pools = engine.memory.pools
     leased = [pool.leased for pool in pools]
     if any(2 * count > pool.capacity for count, pool in zip(leased, pools, strict=True)):

@@ -18,25 +18,26 @@ from tenuto.memory.tiers.unit_files import INDEX, LOCK, UnitReader
 
 
 class LeftFolders(Protocol):
-    """The state that other replicas have saved, or earlier processes. One thread uses it at a time."""
+    """The state that other replicas, or earlier processes, have saved. One thread uses it at a time."""
 
     def of(self, replica: int, key: SessionKey) -> LeftState:
-        """Returns what a replica has left of a session, and maybe of others. Raises `IndexUnusable` or
+        """Returns the state that a replica has left of a session, and maybe of others. Raises `IndexUnusable` or
         `DiskFailed`."""
 
     def tidy(self, needed: Callable[[Collection[int]], Collection[int]]) -> None:
-        """Removes what nobody needs any more. `needed`: returns those of these replicas whose sessions may need it."""
+        """Removes state that no session needs any more. `needed`: of some replicas, returns those whose saved state
+        sessions may still need."""
 
 
 class Folders:
-    """The folders of a fleet's replicas in a directory. A replica only reads those of others, which are missing if
-    their machines have another directory there.
+    """The folders of a fleet's replicas in a directory. A replica reads those of others and writes only its own.
+    Folders of replicas on other machines are missing, unless the directory is shared.
 
     Invariant: a folder is removed only if no process uses it, and its replica was not `needed` twice in a row.
     """
 
     def __init__(self, directory: Path, secret: str, number: int) -> None:
-        """`secret`: of the fleet, by which its folders differ from those of others. `number`: of this replica."""
+        """`secret`: of the fleet, which tells its folders from those of other fleets. `number`: of this replica."""
         self._directory = directory
         self._prefix = prefix_of(secret)
         self._number = number

@@ -1,5 +1,5 @@
-"""The intake: turns the input of turns and drafts into tokens while the engine's thread continues with its steps, and
-then hands them to the engine."""
+"""The intake: converts the input of turns and drafts to tokens while the engine's thread goes on with its steps, then
+hands them to the engine."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from tenuto.session.session import Session
 log = logging.getLogger("tenuto.runtime")
 
 SHORT_INPUT = 2**12
-"""Input of at most this many characters or tokens is prepared in the calling thread. That takes a millisecond or two;
-handing it to another thread could take longer. Input that is `LONG` is prepared only after the engine has confirmed
-that its session would accept it."""
+"""Input of at most this many characters or tokens is prepared in the calling thread, which takes a millisecond or two;
+handing it to another thread could take longer. `LONG` input is prepared only after the engine has confirmed that its
+session would accept it."""
 
 
 @dataclass(slots=True, eq=False)
 class Input:
     """A command and its input on their way into the engine. `subscriber` receives the events of the turn that it
-    starts. Before any of them, `answer` is called with the command's answer; if it fails, `refuse` with the error
-    instead."""
+    starts. Before the first of them, `answer` is called with the command's answer. If the command fails, `refuse` is
+    called with the error instead."""
 
     command: StartTurn | Draft
     subscriber: Subscriber | None
@@ -42,7 +42,7 @@ class Input:
     refuse: Callable[[BaseException], None]
     size: int = field(init=False)  # see `size_of`
     withdrawn: bool = field(default=False, init=False)
-    lane: Lane | None = field(default=None, init=False)  # where its work is queued, until `_end`; written by the intake
+    lane: Lane | None = field(default=None, init=False)  # of its preparation, until `_end`; written by the intake
     number: int = field(default=0, init=False)  # its place in the order of arrival; written by the intake
     meant: Session | None = field(default=None, init=False)  # its session when it came; only for the engine's thread
     met: bool = field(default=False, init=False)  # whether `meant` is set; only for the engine's thread
@@ -79,8 +79,8 @@ class Intake:
         self._named: dict[str, Input] = {}
 
     def put(self, item: Input) -> None:
-        """Prepares an input and hands it to the engine: at once if it is short and nothing is before it, otherwise in a
-        lane. Not for the engine's thread."""
+        """Prepares an input and hands it to the engine: at once if it is short and no other input of its session is on
+        the way, otherwise in a lane. Not for the engine's thread."""
         with self._lock:
             item.number = next(self._numbers)
             waits = item.session in self._pending
@@ -145,8 +145,9 @@ class Intake:
             raise self._loop.stopped.error()
 
     def _prepare(self, item: Input) -> Prepared:
-        """Prepares an input. Its tokens depend on its session's state. Input that is not `LONG` is tried with a guess;
-        if that fails, or for long input, the engine provides the state, but only after its current step."""
+        """Prepares an input, whose tokens depend on its session's state. Input that is not `LONG` is first prepared for
+        a guess of the state. If that fails, and for long input, the engine provides the state, which takes until the
+        end of its current step."""
         basis = self._guess(item)
         while True:
             sure = basis is None or item.session is None
@@ -164,8 +165,8 @@ class Intake:
         self._loop.execute(lambda engine: self._begin(engine, item, prepared), lambda done: self._begun(item, done))
 
     def _guess(self, item: Input) -> Basis | None:
-        """Returns the state of the input's session as read from this thread, which may be outdated; `None` if the
-        engine must be asked."""
+        """Returns the state of the input's session, read from this thread and so perhaps outdated; `None` if only the
+        engine can provide it."""
         return self._dispatcher.guess(item.command) if item.session is None or item.size < LONG else None
 
     # -- in the engine's thread
@@ -175,8 +176,8 @@ class Intake:
         return self._dispatcher.basis(item.command)
 
     def _begin(self, engine: Engine, item: Input, prepared: Prepared) -> Ticket | SessionInfo | None:
-        """Executes the command. Returns `None` if its input must be prepared again: the state it was prepared for is
-        outdated, or an earlier input has not been executed."""
+        """Executes the command. Returns `None` if its input must be prepared again, since the state that it was
+        prepared for is outdated, or an earlier input has not been executed."""
         _require_wanted(item)
         _meet(engine, item)
         _require_meant(engine, item)

@@ -1,5 +1,5 @@
-"""Threads for text work outside the engine's thread. Long work does not delay short work, and tenants do not delay each
-other."""
+"""Threads for work on texts and files outside the engine's thread. Long work does not delay short work, and tenants do
+not delay each other."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ class Work(NamedTuple):
 
 
 class Lane:
-    """A thread that does one piece of work after the other: tenants take turns, and each tenant's work is done in
-    order.
+    """A thread that does one piece of work after another. Tenants take turns, and each tenant's work is done in order.
 
     Invariant: `_waiting` has the tenants with waiting work, the next one first; `_changed` guards it.
     """
@@ -53,7 +52,7 @@ class Lane:
             self._changed.notify()
 
     def close(self, *, wait: bool = True) -> None:
-        """Finishes the waiting work and ends the thread; does not `wait` for it if told so."""
+        """Lets the thread finish the waiting work and end. With `wait`, returns once it has ended."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -88,8 +87,8 @@ class Lane:
 
 
 class Lanes:
-    """The lanes: one for short work, one for long work, two for work that compiles a small or large grammar, one for
-    files, and one that waits for trainers, which the end does not wait for."""
+    """The lanes: one for short and one for long work, two for work that compiles a small or a large grammar, one for
+    files, and one that waits for trainers, for which `close` does not wait."""
 
     def __init__(self) -> None:
         self.short, self.long, self.files = Lane("short"), Lane("long"), Lane("files")

@@ -40,7 +40,7 @@ class LoadedModel:
         self._config = config
         self._loop = loop
         self._dispatcher = dispatcher
-        self._path = model.path  # of the weights in use; "" for the witness, which has none
+        self._path = model.path  # where the weights in use are; "" for the witness, which has no weights
         self._updated: UpdatedModels | None = None
 
     @cached_property
@@ -114,13 +114,13 @@ class LoadedModel:
         return list(values.tolist())
 
     def close(self) -> None:
-        """Removes the files of tensors that have replaced others."""
+        """Removes the files written for replaced tensors."""
         if self._updated is not None:
             self._updated.close()
 
     def _files(self) -> ModelFiles:
-        """Returns the files of the weights in use. Raises `IllegalTransition` if they have been written again, and
-        `Unsupported` if there are none."""
+        """Returns the files of the weights in use. Raises `IllegalTransition` if they have been rewritten, and
+        `Unsupported` if the model has no files."""
         from tenuto.models.store import resolve  # noqa: PLC0415 - the witness does not need it
 
         if not self._path:

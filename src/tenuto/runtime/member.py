@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 
 from tenuto.base.errors import ConfigError, EngineStopped
-from tenuto.base.views import Membership, MovesView, ReplicaLoad, SessionKey
+from tenuto.base.fleet_views import Membership, MovesView, ReplicaLoad
+from tenuto.base.views import SessionKey
 from tenuto.base.wire.fleet_messages import CheckLease, Enter, TellLoad
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread.loop import EngineLoop

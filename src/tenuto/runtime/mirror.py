@@ -1,4 +1,4 @@
-"""Copies of what a replica's disk tier saves, in a store that the replicas of a fleet share."""
+"""The mirror: copies the state that a replica's disk tier saves to a store that the replicas of a fleet share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SETTLED = 1.0
 TOGETHER = 32
 """The most sessions that are copied in one round."""
 UPLOADS = 4
-"""The number of objects that are on their way at once."""
+"""The number of objects that are written at once."""
 RECHECK_SECONDS = 600.0
 """How often to compare the store with what should be there: others may have removed objects."""
 POLL_SECONDS = 0.25
@@ -54,37 +54,39 @@ class Target(Protocol):
 
 
 class Mirror:
-    """Copies the files of a disk tier, and what its index lists for each session, to a store. It is a `Watcher` of the
-    disk. Everything else happens in its own thread, so that steps and writes to disk never wait for the store.
+    """Copies the files of a disk tier, and what its index lists for each session, to a store. As a `Watcher` it only
+    notes changes of the disk. Its own thread does the rest, so steps and writes to disk never wait for the store.
 
-    Invariants: an object with a session's listing names only files of which there are copies: these are written before,
-    and removed after it names them no more. A file in which units were overwritten is copied again, or its copy is
-    removed, if it takes any number of attempts. So once nothing changes, there are copies of what the index lists, and
-    no others; their size is bounded by that of the disk tier. What fails is tried again, and costs nothing but time.
+    Invariants: the object with a session's listing names only files that have copies. A copy is written before an
+    object names it, and removed after none does. A file in which units were overwritten is copied again, or its copy is
+    removed, however many attempts that takes. So once nothing changes any more, the store has copies of all that the
+    index lists and of nothing else, and their size is bounded by that of the disk tier. A request that fails is
+    repeated; that costs only time.
     """
 
     def __init__(self, index: StateIndex, target: Target, uploads: Executor | None = None) -> None:
-        """`index`: of the disk, for this object alone."""
+        """`index`: a connection to the disk's index, for this object alone."""
         self._index = index
         self._target = target
         self._uploads = uploads or ThreadPoolExecutor(UPLOADS, "tenuto-uploads")
         self._guard = threading.Lock()
-        self._waiting: dict[SessionKey, float | None] = {}  # guarded: changed sessions, since when if that was noticed
-        self._all_changed = False  # guarded: whether the sessions in `_listed` have changed
-        self._overwritten: set[str] = set()  # guarded: files of which there may be copies
-        # those below are used by one thread at a time
+        # `_guard` guards these:
+        self._waiting: dict[SessionKey, float | None] = {}  # changed sessions; since when, once a round has seen them
+        self._all_changed = False  # whether all sessions in `_listed` have changed
+        self._overwritten: set[str] = set()  # files that may have outdated copies
+        # One thread at a time uses these:
         self._listed: dict[SessionKey, frozenset[str]] = {}  # the files that the object of each session names
-        self._lengths: dict[str, int] = {}  # of the files of which there are copies
+        self._lengths: dict[str, int] = {}  # of the files that have copies
         self._uses: Counter[str] = Counter()  # how many objects of sessions name a file
-        self._fresh: set[str] = set()  # files of which there are copies, and that no such object has named yet
+        self._fresh: set[str] = set()  # files that have copies, and that no such object has named yet
         self._unlisted: set[str] = set()  # objects of sessions to be removed
-        self._unused: set[str] = set()  # copies of files to be removed after those
+        self._unused: set[str] = set()  # copies of files to be removed after these objects
         self._recheck_at = float("-inf")
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self._failures, self._told_at = 0, float("-inf")  # since the last line of the log about them
 
-    # -- what others tell
+    # -- changes of the disk
 
     def listed(self, keys: Iterable[SessionKey]) -> None:
         with self._guard:
@@ -107,8 +109,8 @@ class Mirror:
     # -- rounds
 
     def round(self, now: float, settled: float = SETTLED) -> bool:
-        """Copies what has waited for `settled` seconds, for some sessions. Returns whether there was anything. Raises
-        `StoreFailed` or `DiskFailed`; then the rest waits on."""
+        """Copies the saved state of up to `TOGETHER` sessions that have waited for `settled` seconds. Returns whether
+        there was anything to do. Raises `StoreFailed` or `DiskFailed`; the rest is then left for a later round."""
         if now >= self._recheck_at:
             self._recheck()
             self._recheck_at = now + RECHECK_SECONDS
@@ -119,7 +121,7 @@ class Mirror:
             self._copy_again(files)
             self._copy(sessions)
             self._remove()
-        finally:  # those that are left
+        finally:  # notes what is left
             with self._guard:
                 self._overwritten |= files
                 for key in sessions:
@@ -127,7 +129,7 @@ class Mirror:
         return True
 
     def _take(self, now: float, settled: float) -> tuple[set[SessionKey], set[str]]:
-        """Returns sessions that have waited for long enough, and files to be copied again."""
+        """Takes the sessions that have waited long enough, and the files to be copied again."""
         with self._guard:
             if self._all_changed:
                 self._all_changed = False
@@ -149,7 +151,7 @@ class Mirror:
             files.discard(name)
 
     def _copy(self, sessions: set[SessionKey]) -> None:
-        """Copies what the index lists for sessions, which are taken from the set one by one."""
+        """Copies what the index lists for sessions. Each is removed from the set once its copy is complete."""
         wanted: dict[SessionKey, tuple[str, Listing]] = {}
         for key in sorted(sessions):
             if (found := self._found(key)) is not None:
@@ -160,7 +162,7 @@ class Mirror:
         lacking = {name for _, listing in wanted.values() for name in listing.sizes} - self._lengths.keys()
         self._each(self._copy_file, sorted(lacking))
         for key, (_, listing) in tuple(wanted.items()):
-            if not listing.sizes.keys() <= self._lengths.keys():  # it has changed meanwhile, and will come again
+            if not listing.sizes.keys() <= self._lengths.keys():  # it has changed meanwhile, and waits again
                 del wanted[key]
                 sessions.discard(key)
 
@@ -184,7 +186,7 @@ class Mirror:
             raise DiskFailed("read", f"the index is malformed: {error}") from error
 
     def _each(self, do: Callable[[T], None], each: Iterable[T]) -> None:
-        """Does something for each of these at the same time, and raises the last error once all have ended."""
+        """Calls `do` for each of these concurrently, and raises the last error once all calls have ended."""
         failed: StoreFailed | None = None
         for done in [self._uploads.submit(do, one) for one in each]:
             try:
@@ -231,14 +233,14 @@ class Mirror:
                 self._give_up(name)
 
     def _give_up(self, name: str) -> None:
-        """Notes that the copy of a file is to be removed, and cannot be used."""
+        """Notes that a file's copy cannot be used and is to be removed."""
         self._lengths.pop(name, None)
         self._unused.add(name)
         if not self._uses[name]:
             del self._uses[name]
 
     def _remove(self) -> None:
-        """Removes what is not needed any more."""
+        """Removes the objects that are not needed any more."""
         for name in self._fresh:  # of sessions that have changed before they were listed
             self._give_up(name)
         self._fresh.clear()
@@ -248,7 +250,8 @@ class Mirror:
                 names.clear()
 
     def _recheck(self) -> None:
-        """Compares what the store has with what it should have. Copies again what is missing, and removes the rest."""
+        """Compares the store's objects with those that it should have: missing ones are to be copied again, and others
+        to be removed."""
         there = self._target.names()
         for key, names in tuple(self._listed.items()):
             if not there.issuperset((self._target.listing_name(key), *names)):
@@ -275,7 +278,7 @@ class Mirror:
                 pause, retry = retry, min(2 * retry, longest)
 
     def _try(self, now: Callable[[], float]) -> bool:
-        """Copies all that is due. Returns False, and logs it now and then, if that has failed."""
+        """Copies all that is due. Returns False if that fails, and logs it now and then."""
         try:
             while not self._closing.is_set() and self.round(now()):
                 pass
@@ -292,7 +295,7 @@ class Mirror:
         return True
 
     def close(self, now: Callable[[], float], seconds: float) -> None:
-        """Ends the thread, and copies what is left for at most about `seconds`."""
+        """Ends the thread, then copies what is left, for about `seconds` at most."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join()

@@ -90,7 +90,7 @@ class Model:
     """An executor with its model's tokenizer, chat template and other facts. `max_context` is the model's longest
     context in tokens. `spare_bytes` is the device memory available for a server's sessions. `compute` describes to
     users the code and device that compute. `ropes`: see `ModelConfig.ropes`. `reading(path)` returns the identity of
-    the weights at `path`. `draft`: a smaller model of the same vocabulary that guesses what this one says."""
+    the weights at `path`. `draft`: a smaller model of the same vocabulary that guesses this one's tokens."""
 
     executor: Executor
     vocab_size: int
@@ -269,7 +269,7 @@ def build_engine(
     watcher: Watcher | None = None,
 ) -> Engine:
     """Builds an engine that uses `memory_bytes` for model state, by default enough for two sessions with full contexts,
-    their turns and older checkpoints. `watcher`: is told of changes in the disk tier. Raises `ConfigError` if one turn
+    their turns and older checkpoints. `watcher`: is called when the disk tier changes. Raises `ConfigError` if one turn
     does not fit."""
     spec, clock = model.executor.spec, SystemClock()
     shape = Shape.of(config, spec.page_size)
@@ -309,14 +309,14 @@ def page_bytes(spec: MemorySpec) -> int:
 
 
 def draft_pages(spec: MemorySpec, config: EngineConfig, budget: int) -> int:
-    """Returns the pages of a draft model, beside a model whose sessions get the rest of `budget` bytes: those of an
-    eighth of it, but at least of one context, and at most of as many as may run at once."""
+    """Returns the number of pages of a draft model. They take an eighth of `budget` bytes, and hold at least one full
+    context, and at most as many as may run at once."""
     one = -(-config.context_length // spec.page_size)
     return max(one, min(config.max_running * one, budget // (8 * page_bytes(spec))))
 
 
 def draft_model(model: Model, config: EngineConfig, pages: int, clock: Clock) -> DraftModel:
-    """Prepares a model to guess what another one says. Raises `ConfigError` if it has recurrent layers."""
+    """Prepares a model to guess the tokens of another one. Raises `ConfigError` if it has recurrent layers."""
     tables = DraftTables(model.executor.spec, pages, config.max_running)
     model.executor.prepare((pages,) * len(tables.pools), config.max_running, overlap=0)
     return DraftModel(model.executor, tables, clock, vocab_size=model.vocab_size, context=model.max_context)

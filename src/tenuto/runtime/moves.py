@@ -1,4 +1,4 @@
-"""Moves of sessions between replicas, as their engines' processes carry them out."""
+"""Moves of sessions between replicas: the part of the engine processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 
 from tenuto.base.errors import EngineStopped, NotAcknowledged, NotFound, SessionBusy, TenutoError
-from tenuto.base.views import OwnedSession, Ticket
+from tenuto.base.fleet_views import OwnedSession
+from tenuto.base.views import Ticket
 from tenuto.base.wire.fleet_messages import (
     BeginMove,
     CopyMove,
@@ -60,13 +61,13 @@ OfMoves = (
 )
 """Requests about moves."""
 THREADS = 8
-"""Each waits for the engine's next step, so that many sessions can move in a second."""
+"""The number of threads. Each waits for the engine's next step, so many of them move many sessions in a second."""
 COPY_BYTES = 3 * 2**19
-"""How much of a session is copied between two steps at most. To copy, sum, send and receive it takes the two replicas
-about eight milliseconds of CPU time together, so that steps meanwhile are not much longer. Blocks of this size are
-used again, see `heap.LARGE_BLOCK`."""
+"""The most bytes of a session that are copied between two steps. Copying, checksumming, sending and receiving them
+takes the two replicas together about eight milliseconds of CPU time, so steps meanwhile are not much longer. The
+allocator reuses blocks of this size; see `heap.LARGE_BLOCK`."""
 MOST_SWEEPS = 2**14
-"""The most parts in which traces are overwritten before the rest is at once: turns free memory meanwhile."""
+"""The most parts in which traces are overwritten. The rest is then overwritten at once, as turns keep freeing more."""
 
 Ready = Callable[[MovedTurn, Constraint | None], Readied]
 Constrain = Callable[[Any], Constraint | None]
@@ -74,13 +75,13 @@ Constrain = Callable[[Any], Constraint | None]
 
 
 class Moves:
-    """Carries out what the edge asks about moves, in threads other than the engine's.
+    """Carries out the edge's requests about moves, in threads other than the engine's.
 
-    A session has one owner throughout: the one whose number and epoch the database has. The replica that it leaves
-    holds it from `HoldMove` on: its turn gets no token, nothing changes it, and all its changes are written. Then one
-    transaction makes the other replica the owner, if owner and epoch are still those. If the first one does not learn
-    whether that has happened, it keeps the session held, and begins a new epoch if it is still the owner. Only then
-    it goes on, since a delayed transaction of the other replica can no longer match.
+    A session has one owner throughout: the replica whose number and epoch are in the database. The replica that it
+    leaves holds it from `HoldMove` on: its turn gets no more tokens, nothing changes it, and all its changes are
+    written. Then one transaction makes the other replica the owner, on the condition that owner and epoch are still the
+    same. If the old owner does not learn the outcome, it keeps the session held, and begins a new epoch if it is still
+    the owner. Only then does the session continue there: a delayed transaction of the other replica no longer matches.
     """
 
     def __init__(
@@ -94,12 +95,13 @@ class Moves:
         self._identity = identity
         self._constrain = constrain
         self._working = ThreadPoolExecutor(THREADS, "tenuto-moves")
-        self._held: dict[str, Session] = {}  # by move; only for the threads of this class, one at a time for each move
-        self._offers: dict[str, StateOffer] = {}  # of sessions that arrive, likewise
-        self._read: dict[str, ReadSession | None] = {}  # by move: those sessions as the database had them before
-        self._leaving: dict[str, StateOffer] = {}  # of sessions that are to leave, until that is settled
-        self._tickets: dict[str, Ticket] = {}  # of turns that go on here, until their moves are answered
-        self._counting = threading.Lock()  # held while what leaves, or comes, is counted for the next one
+        # By move. Only this class's threads use them, and only one thread at a time works on a move.
+        self._held: dict[str, Session] = {}  # sessions that are held here
+        self._leaving: dict[str, StateOffer] = {}  # of sessions that are to leave, until their moves are settled
+        self._offers: dict[str, StateOffer] = {}  # of sessions that are to arrive
+        self._read: dict[str, ReadSession | None] = {}  # those sessions, as read from the database ahead of the move
+        self._tickets: dict[str, Ticket] = {}  # of turns that continue here, until their moves are answered
+        self._counting = threading.Lock()  # held while the load of what leaves or comes is weighed and noted
 
     def close(self) -> None:
         self._working.shutdown()
@@ -111,7 +113,7 @@ class Moves:
         refuse: Callable[[BaseException], None],
         subscriber: Subscriber,
     ) -> None:
-        """Answers a request later. `subscriber`: gets the output of a turn that goes on here."""
+        """Answers a request later. `subscriber`: gets the output of a turn that continues here."""
         parts: dict[type[Request[Any]], Callable[[Any], Any]] = {
             ListOwned: lambda _: self.owned(),
             BeginMove: self.begin,
@@ -132,14 +134,14 @@ class Moves:
         work = partial(answered, partial(parts[type(request)], request), answer, refuse)
         settles = isinstance(request, SettleMove) and request.asked and not request.gone
         if settles or isinstance(request, GiveUpSession):
-            self._ownership.later(work)  # which asks the database
+            self._ownership.later(work)  # since it asks the database
         else:
             self._working.submit(work)
 
     def _reserve(
         self, request: ReserveMove, answer: Callable[[Any], None], refuse: Callable[[BaseException], None]
     ) -> None:
-        """Reads a session that is to come, while it goes on elsewhere, and then reserves room for it."""
+        """Reads a session that is to come, while its owner still changes it, and then reserves room for it."""
         try:
             read = self.read(request.offer)
             self._working.submit(answered, partial(self.reserve, request.move, request.offer, read), answer, refuse)
@@ -153,7 +155,7 @@ class Moves:
         refuse: Callable[[BaseException], None],
         subscriber: Subscriber,
     ) -> None:
-        """Prepares for `TakeMove` while sessions before it become this replica's."""
+        """Prepares for `TakeMove`, while earlier sessions still change their owners."""
         try:
             readied = self.prepare(request.move, request.end)
         except BaseException as error:  # noqa: BLE001 - every error is answered
@@ -193,7 +195,7 @@ class Moves:
             self._loop.publish(rest.session)
             return rest, engine.departures.unit_bytes
 
-        rest, sizes = self._loop.execute(hold, after_output=True).result()  # the edge hands over what it has been told
+        rest, sizes = self._loop.execute(hold, after_output=True).result()  # the edge hands over what it has got
         position, units, pieces = rest.position, rest.units, rest.pieces
         if (lent := rest.lent) is not None:
             state = lent.read()
@@ -232,8 +234,8 @@ class Moves:
             self._loop.drop(session, keep_saved=keep_saved)
 
     def give_up(self, request: GiveUpSession) -> None:
-        """Carries out `GiveUpSession`. If it is unknown whether that has happened, the session is dropped here all the
-        same: its next request finds out."""
+        """Carries out `GiveUpSession`. The session is dropped here even if it is unknown whether the database has
+        recorded that: its next request finds out."""
         move = f"given up {request.tenant} {request.session}"
 
         def hold(engine: Engine) -> Session:
@@ -262,7 +264,7 @@ class Moves:
             self._loop.call(lambda engine: self._leave(engine, move, keep_saved=True)).result()
 
     def erase_traces(self, request: EraseTraces) -> list[str]:
-        """Carries out `EraseTraces`, most of it in parts between which steps go on."""
+        """Carries out `EraseTraces`, mostly in parts, between which the engine takes steps."""
 
         def sweep(engine: Engine) -> bool:
             return engine.erasure.sweep(request.session, tenant=request.tenant)
@@ -284,8 +286,8 @@ class Moves:
         return self._ownership.read((offer.tenant, offer.session))
 
     def reserve(self, move: str, offer: StateOffer, read: ReadSession | None) -> None:
-        """Carries out the rest of `ReserveMove`. `read`: the session as `read` has returned it. Raises `NoRoom` if the
-        session comes to spread load, and this replica has as much as the one that it would leave."""
+        """Carries out the rest of `ReserveMove`. `read`: the result of `read`. Raises `NoRoom` if there is no room, or
+        if the session is to move to spread load, and this replica would have more of it than the one it leaves."""
         if offer.params is not None:
             self._constrain(offer.params)  # compiles the grammar
         with self._counting if offer.relieved is not None else nullcontext():
@@ -300,8 +302,8 @@ class Moves:
         self._loop.call(lambda engine: engine.arrivals.put(move, piece)).result()
 
     def prepare(self, move: str, end: StateEnd) -> Readied | None:
-        """Carries out the part of `TakeMove` before the owner is changed. Returns the open turn, if there is one. An
-        error leaves everything here as it was."""
+        """Carries out the part of `TakeMove` before the owner changes. Returns the open turn, if there is one. An error
+        leaves this replica as it was."""
         try:
             self._expected(move)
             self._require_weights(end.identity)
@@ -314,8 +316,8 @@ class Moves:
         return readied
 
     def become(self, move: str, end: StateEnd, readied: Readied | None, subscriber: Subscriber) -> Ticket:
-        """Carries out the rest of `TakeMove`: this replica becomes the owner. An error before that leaves everything
-        here as it was."""
+        """Carries out the rest of `TakeMove`: this replica becomes the owner. An error before that leaves it as it
+        was."""
         try:
             offer = self._expected(move)
             key = offer.tenant, offer.session
@@ -371,7 +373,7 @@ class Moves:
                 dropping.result()
 
     def _drop(self, move: str) -> Future[None] | None:
-        """Begins to do that; not if the engine has stopped."""
+        """Begins to carry out `DropMove`, unless the engine has stopped."""
         self._offers.pop(move, None)
         self._read.pop(move, None)
         with suppress(EngineStopped):

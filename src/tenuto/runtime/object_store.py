@@ -23,7 +23,7 @@ PIECE = 2**23
 PART = 5 * 2**20
 """The size in bytes of the parts in which a large file is written: the smallest that S3 allows."""
 PARTS = 2
-"""The number of parts of a file that are on their way at once."""
+"""The number of parts of a file that are written at once."""
 CONNECT_SECONDS = 2
 REQUEST_SECONDS = 20
 """The most time for one request, which reads or writes `PIECE` bytes at most."""
@@ -32,7 +32,7 @@ REMOVED = 100
 RETRIES = 2
 RETRY_SECONDS = 5
 _SAID = 400
-"""The most characters of what a store says about a failure."""
+"""The most characters of a store's error message that are reported."""
 _PROBE = b"whether this can be written and read"
 
 
@@ -41,7 +41,7 @@ class StoreFailed(Exception):
 
 
 class ObjectMissing(StoreFailed):
-    """Raised if there is no such object."""
+    """Raised if the object does not exist."""
 
 
 class ObjectStore:
@@ -64,7 +64,7 @@ class ObjectStore:
 
     @contextmanager
     def _to(self, operation: str) -> Iterator[None]:
-        """Does something with the store. Raises `StoreFailed`."""
+        """Raises the store's errors in the block as `StoreFailed`, and counts them."""
         try:
             yield
         except self._errors as error:
@@ -84,8 +84,8 @@ class ObjectStore:
         self._count("uploaded", len(data))
 
     def put_file(self, name: str, path: Path) -> int:
-        """Writes a file as an object, whole or not at all, and returns its size. Raises `FileNotFoundError` if there is
-        no such file."""
+        """Writes a file as an object, whole or not at all, and returns its size. Raises `FileNotFoundError` if the file
+        does not exist."""
         with path.open("rb") as file:
             size = path.stat().st_size
             with self._to("write"):
@@ -115,7 +115,7 @@ class ObjectStore:
         self._count("downloaded", size)
 
     def remove(self, names: Collection[str]) -> None:
-        """Removes objects, as far as they are there."""
+        """Removes those of these objects that exist."""
         with self._to("remove"):
             for some in _batches(names):
                 try:
@@ -129,7 +129,7 @@ class ObjectStore:
                 self._all.delete(self._store, name)
 
     def names(self, folder: str) -> set[str]:
-        """Returns the names of all objects in a folder, without that of the folder."""
+        """Returns the names of all objects in a folder, without the folder's name."""
         with self._to("list"):
             listed = [each["path"] for some in self._all.list(self._store, folder) for each in some]
         return {path.removeprefix(f"{folder}/") for path in listed}
@@ -186,7 +186,7 @@ def open_store(url: str) -> ObjectStore:
 
 
 def said(error: Exception) -> str:
-    """Returns what a store has said, in one line and without the queries of URLs, which may have signatures."""
+    """Returns a store's error message, in one line and without the queries of URLs, which may contain signatures."""
     text = " ".join(str(error).partition("Debug source")[0].split())
     return re.sub(r"(://[^\s?]*)\?[^\s\"')]+", r"\1?...", text)[:_SAID] or type(error).__name__
 

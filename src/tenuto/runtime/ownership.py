@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from tenuto.base.errors import AlreadyExists, NotAcknowledged, SessionDamaged, TenutoError
-from tenuto.base.views import FleetView, OwnerView, Place, SessionKey, SessionPage, Uses
+from tenuto.base.fleet_views import FleetView, OwnerView, Place, Uses
+from tenuto.base.views import SessionKey, SessionPage
 from tenuto.base.wire.fleet_messages import FindOwner, GetFleet, ListUnowned, Locate
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread.loop import EngineLoop

@@ -18,18 +18,18 @@ log = logging.getLogger("tenuto.fleet")
 
 
 class SavedStates:
-    """Reads saved state in another thread. Requests for a session wait for its state: a turn that began before would
-    compute it again."""
+    """Reads saved state in another thread. Requests for a session wait until its state has arrived: a turn that began
+    earlier would compute it again."""
 
     def __init__(self, places: Sequence[LeftFolders], loop: EngineLoop) -> None:
-        """`places`: where replicas leave state; the first that has a session's is used."""
+        """`places`: where replicas leave state; the first that has the state of a session is used."""
         self._places = places
         self._loop = loop
         self._reading = ThreadPoolExecutor(1, "tenuto-folders")  # the only user of `_places`
         self._arriving: dict[SessionKey, Future[None]] = {}  # sessions whose state is still being read
 
     def close(self) -> None:
-        """Waits until nothing is read any more."""
+        """Waits until all reads have ended."""
         self._reading.shutdown()
 
     def begin(self, session: Session, owner: int) -> None:
@@ -45,7 +45,7 @@ class SavedStates:
             then()
 
     def tidy(self, needed: Callable[[Collection[int]], Collection[int]]) -> None:
-        """Begins to remove what replicas that are gone have left; see `LeftFolders.tidy`."""
+        """Begins to remove the state that replicas have left which are gone; see `LeftFolders.tidy`."""
         self._reading.submit(self._tidy, needed)
 
     def _read(self, session: Session, owner: int, arrived: Future[None]) -> None:
@@ -59,7 +59,7 @@ class SavedStates:
             self.arrive(session, arrived)
 
     def find(self, session: Session, owner: int) -> None:
-        """Gives a session the state that its earlier owner has left somewhere. Raises `EngineStopped`."""
+        """Gives a session the state that its earlier owner has left, if a place has it. Raises `EngineStopped`."""
         about = {"session": session.id, "owner": owner}
         reasons: list[str] = []
         for place in self._places:
@@ -73,14 +73,14 @@ class SavedStates:
             log.info("no saved state is there", extra={**about, "reason": "; ".join(reasons)})
 
     def arrive(self, session: Session, arrived: Future[None]) -> None:
-        """Lets those go on that wait for the state of a session, whether it was found or not."""
+        """Calls those that wait for the state of a session, whether it was found or not."""
         if self._arriving.get(session.key) is arrived:
             del self._arriving[session.key]
         arrived.set_result(None)
 
     def fetch(self, place: LeftFolders, session: Session, owner: int) -> bool:
-        """Gives a session the state that its earlier owner has left in a place. Returns whether it has. Raises
-        `DiskFailed`, `IndexUnusable` or `EngineStopped`."""
+        """Gives a session the state that its earlier owner has left in a place. Returns whether the session took it.
+        Raises `DiskFailed`, `IndexUnusable` or `EngineStopped`."""
         left = place.of(owner, session.key)
         reached = left.reaches(session.key)
         wanted = self._loop.call(lambda engine: engine.states.wanted(session, reached)).result()

@@ -1,4 +1,4 @@
-"""The objects that all replicas of a fleet share, in a thread and with a connection of their own."""
+"""The objects that all replicas of a fleet share, read and changed in a separate thread over its own connection."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SharedObjects:
         self._thread = ThreadPoolExecutor(1, "tenuto-objects")
 
     def close(self) -> None:
-        """Carries out what has been asked for, and ends."""
+        """Carries out the requests so far, and ends."""
         self._thread.shutdown()
         self._objects.db.close()
 

@@ -25,7 +25,7 @@ from tenuto.runtime.object_store import ObjectMissing, ObjectStore, StoreFailed
 
 LISTING = ".session"
 MAX_LISTING = 2**28
-"""The most bytes of what is listed for a session."""
+"""The most bytes of a session's listing."""
 DOWNLOADS = 4
 """The number of files that are read at once."""
 UNREACHABLE_SECONDS = 10.0
@@ -36,8 +36,8 @@ _FILE = re.compile(rf"[0-9a-f]{{1,64}}{re.escape(SUFFIX)}")
 
 
 class LeftSession(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an index lists for a session, in which units have this `meaning`. `files`: the bytes of units in each, and
-    the size of the file."""
+    """A session's listing in an index whose units have this `meaning`. `files`: for each file, the bytes of its units,
+    and its size."""
 
     meaning: str
     position: Annotated[int, msgspec.Meta(ge=0)]
@@ -123,7 +123,7 @@ class SharedTier:
         self._unneeded: set[int] = set()
 
     def view(self) -> SharedTierView:
-        """Returns what has been done so far."""
+        """Returns the store's use so far."""
         moved, failures = dict(self._store.moved), dict(self._store.failures)
         return SharedTierView(moved=moved, failures=failures, waiting=self.mirror.waiting)
 
@@ -135,7 +135,7 @@ class SharedTier:
         return LeftState(_Alone(left), lambda identity: self.opened(folder, left, identity))
 
     def _left(self, name: str) -> LeftSession:
-        """Returns what is listed for a session. Raises `DiskFailed`."""
+        """Returns a session's listing. Raises `DiskFailed`."""
         try:
             return msgspec.json.decode(self._ask(lambda: self._store.get(name, MAX_LISTING)), type=LeftSession)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -189,7 +189,7 @@ class SharedTier:
 
 
 def listing_name(secret: str, key: SessionKey) -> str:
-    """Returns the name of the object with what is listed for a session, which nobody can guess."""
+    """Returns the name of the object with a session's listing, which cannot be guessed."""
     digest = hashlib.blake2b(digest_size=16, key=hashlib.blake2b(secret.encode()).digest(), person=b"tenuto-listing")
     for part in key:
         digest.update(len(part.encode()).to_bytes(8, "little") + part.encode())
@@ -197,7 +197,7 @@ def listing_name(secret: str, key: SessionKey) -> str:
 
 
 def _checked(files: Mapping[str, tuple[int, int]]) -> dict[str, int]:
-    """Returns the sizes of files. Raises `DiskFailed` if one cannot be right, or a name."""
+    """Returns the sizes of files. Raises `DiskFailed` if a size or a name cannot be right."""
     for name, (units, size) in files.items():
         if not _FILE.fullmatch(name) or not 0 <= size - units <= MAX_HEADER:
             raise DiskFailed("read", "what is listed is malformed: a name or a size of a file cannot be right")

@@ -1,4 +1,5 @@
-"""The use of tenants with limits in a fleet: this replica's, which it sends to others, and the known use elsewhere."""
+"""The use of tenants with limits in a fleet: here, as this replica reports it to the others, and elsewhere, as far as
+it is known."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 
-from tenuto.base.views import TenantUse, Uses
+from tenuto.base.fleet_views import TenantUse, Uses
 from tenuto.session.postgres.replicas import Replicas
 from tenuto.session.registry import Registry
 from tenuto.session.session import Session
@@ -14,33 +15,33 @@ from tenuto.session.session import Session
 log = logging.getLogger("tenuto.fleet")
 
 COUNTING = 0.02
-"""How much of the time may be spent on counting sessions that no live replica owns."""
+"""The largest share of the time that is spent on counting sessions that no live replica owns."""
 RETRY_SECONDS = 10.0
-"""When to count them again if the database could not be asked."""
+"""How long to wait before counting them again if the database could not be asked."""
 
 
 class TenantCounts:
-    """Counts for the limits of tenants, put together from what other replicas tell, what no replica owns, and what is
-    here.
+    """The use of tenants, summed for their limits: here, as other replicas report theirs, and of sessions that no
+    replica owns.
 
-    Invariant: what a tenant has is counted at one replica at most, as long as what replicas tell of themselves is less
-    than a lease old. A session that has come from another replica is counted there for up to a lease, so for that time,
-    and until unowned sessions are counted anew, it is not counted here (`_came`).
+    Invariant: each session or turn of a tenant is counted at one replica at most, as long as reports are less than a
+    lease old. A session that has come from another replica is in that one's report for up to a lease. For that time,
+    and until unowned sessions are counted again, it is not counted here (`_came`).
     """
 
     def __init__(self, lease: float, now: Callable[[], float]) -> None:
         self._lease = lease
         self._now = now
         self._lock = threading.Lock()  # held while the fields below are used
-        self._others: Uses = {}  # what other live replicas have told with their last heartbeats
-        self._unowned: Uses = {}  # what is in sessions that no live replica owns, as it was at `_counted`
+        self._others: Uses = {}  # reported by other live replicas with their last heartbeats
+        self._unowned: Uses = {}  # of sessions that no live replica owned at `_counted`
         self._counted = now()
-        self._due = now()  # when to count that again
-        self._came: list[tuple[float, str, TenantUse]] = []  # sessions that have come, with times
+        self._due = now()  # when to count those again
+        self._came: list[tuple[float, str, TenantUse]] = []  # sessions that have come, and when
         self._coming: dict[str, TenantUse] = {}  # their sums, by tenant
 
     def told(self, registry: Registry, turns: Uses) -> dict[str, TenantUse]:
-        """Returns the use of tenants for a heartbeat. `turns`: what the edge counts."""
+        """Returns the use of tenants here, to be reported with a heartbeat. `turns`: the turns that the edge counts."""
         with self._lock:
             self._came = [each for each in self._came if each[0] > min(self._now() - self._lease, self._counted)]
             self._coming = {}
@@ -53,14 +54,14 @@ class TenantCounts:
             return told
 
     def hear(self, registry: Registry, others: Uses) -> None:
-        """Takes what other live replicas have told."""
+        """Takes the reports of other live replicas, added up."""
         with self._lock:
             self._others = others
             self._update(registry, others)
 
     def count_unowned(self, replicas: Replicas, registry: Registry, tenants: Uses) -> None:
-        """Counts, if it is time, what tenants have in sessions that no live replica owns. That takes longer the more
-        sessions there are, so it is done less often then."""
+        """Counts, if it is time, the sessions of tenants that no live replica owns. The longer that takes, the less
+        often it is done."""
         began = self._now()
         if not tenants or began < self._due:
             return

@@ -1,4 +1,4 @@
-"""Texts for the tokens in answers and updates. Not for use in the engine's thread."""
+"""Texts of the tokens in answers and updates. Not for use in the engine's thread."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ class AnswerWith(Protocol):
 
 
 class Trainers:
-    """Works on memory and weights in the lane for files. Another lane waits for trainers, so that they delay nothing
-    else."""
+    """Works on memory and weights in the lane for files. Waits for trainers in a lane of their own, so that they delay
+    nothing else."""
 
     def __init__(
         self,

@@ -10,8 +10,9 @@ from random import Random
 from tenuto.base.checks import check_unicode, wrong
 from tenuto.base.clock import Clock
 from tenuto.base.errors import AlreadyExists, IllegalTransition, Misdirected, NotFound, Overloaded
+from tenuto.base.fleet_views import TenantUse, Uses
 from tenuto.base.options import Policy
-from tenuto.base.views import SessionKey, SessionState, StateFilter, TenantUse, Uses
+from tenuto.base.views import SessionKey, SessionState, StateFilter
 from tenuto.memory.memory import Memory, session_units
 from tenuto.memory.pool import Holder
 from tenuto.memory.session_memory import SessionMemory, all_holders

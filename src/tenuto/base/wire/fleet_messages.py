@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from tenuto.base.fleet_views import FleetView, Membership, MovesView, OwnedSession, OwnerView, Place, TenantUse
 from tenuto.base.objects import ItemPage, ObjectEdit, ObjectKey, ObjectsUse, StoredObject
-from tenuto.base.views import (
-    FleetView,
-    Membership,
-    MovesView,
-    OwnedSession,
-    OwnerView,
-    Place,
-    SessionPage,
-    TenantUse,
-    Ticket,
-)
+from tenuto.base.views import SessionPage, Ticket
 from tenuto.base.wire.moves import StateEnd, StateOffer, StatePiece, Surplus
 from tenuto.base.wire.request import OfSession, Request
 

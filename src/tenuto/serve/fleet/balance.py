@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+from tenuto.base.fleet_views import OwnedSession, ReplicaView
 from tenuto.base.turns import TurnState
-from tenuto.base.views import OwnedSession, ReplicaView, SessionKey
+from tenuto.base.views import SessionKey
 from tenuto.base.wire.moves import Surplus
 
 MORE_TURNS = 2

@@ -10,7 +10,7 @@ from itertools import count
 import structlog
 
 from tenuto.base.errors import Draining, EngineStopped, NotFound, SessionBusy, TenutoError
-from tenuto.base.views import FleetView, OwnedSession, ReplicaView
+from tenuto.base.fleet_views import FleetView, OwnedSession, ReplicaView
 from tenuto.base.wire.fleet_messages import GetFleet, GiveUpSession, ListOwned
 from tenuto.serve.fleet.moving import Moving
 from tenuto.serve.shared.edge import Edge

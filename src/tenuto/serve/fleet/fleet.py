@@ -11,7 +11,8 @@ from itertools import chain
 import msgspec
 
 from tenuto.base.errors import Draining, TenutoError, Unauthorized
-from tenuto.base.views import FleetView, Listing, Membership, Place, ReplicaView, SessionKey, TenantUse
+from tenuto.base.fleet_views import FleetView, Membership, Place, ReplicaView, TenantUse
+from tenuto.base.views import Listing, SessionKey
 from tenuto.base.wire.between import Fate, Forget, List, Move
 from tenuto.base.wire.fleet_messages import Enter, GetFleet, ListAbandoned, ListUnowned, Locate, TellLoad
 from tenuto.base.wire.messages import ListSessions, StartTurn

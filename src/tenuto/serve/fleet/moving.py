@@ -13,8 +13,9 @@ import msgspec
 import structlog
 
 from tenuto.base.errors import Disconnected, EngineStopped, Misdirected, SessionBusy, TenutoError
+from tenuto.base.fleet_views import MovesView
 from tenuto.base.turns import Keep
-from tenuto.base.views import MovesView, SessionKey
+from tenuto.base.views import SessionKey
 from tenuto.base.wire.between import Drop, Put, Reserve, Take
 from tenuto.base.wire.fleet_messages import BeginMove, CopyMove, HoldMove, SettleMove
 from tenuto.base.wire.moves import LiveStream, StateEnd, Surplus

@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Sequence
 import structlog
 
 from tenuto.base.errors import EngineStopped, TenutoError
-from tenuto.base.views import FleetView, OwnedSession, ReplicaView, SessionKey
+from tenuto.base.fleet_views import FleetView, OwnedSession, ReplicaView
+from tenuto.base.views import SessionKey
 from tenuto.base.wire.fleet_messages import GetFleet, ListOwned
 from tenuto.serve.fleet.balance import Shift, chosen, shifts
 from tenuto.serve.fleet.moving import Moving

@@ -13,8 +13,9 @@ from dataclasses import replace
 import msgspec
 
 from tenuto.base.errors import DeadlinePassed, LimitReached, Overloaded, SessionBusy, SessionClosed, TenutoError
+from tenuto.base.fleet_views import TenantUse, Uses
 from tenuto.base.options import TurnParams
-from tenuto.base.views import SessionKey, TenantUse, Uses
+from tenuto.base.views import SessionKey
 from tenuto.base.wire.messages import StartTurn
 from tenuto.serve.shared.live_turn import LiveTurn
 

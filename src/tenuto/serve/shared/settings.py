@@ -15,8 +15,8 @@ import re2
 from tenuto.base.checks import MAX_COUNT, MAX_SECONDS, Bounds, check_options, option, shown
 from tenuto.base.config import WEIGHTS, Limits, user_path
 from tenuto.base.errors import ConfigError
+from tenuto.base.fleet_views import TenantUse
 from tenuto.base.parsing import MAX_BYTES, parse_path, parse_ttl
-from tenuto.base.views import TenantUse
 
 TENANT_PATTERN = r"[A-Za-z0-9_-]{1,32}"
 BODY_BYTES_A_SECOND = 1024

@@ -13,16 +13,9 @@ from typing import Any
 import msgspec
 
 from tenuto.base.errors import SessionDamaged
+from tenuto.base.fleet_views import ReplicaLoad, ReplicaView, TenantUse, Uses
 from tenuto.base.options import Policy
-from tenuto.base.views import (
-    ReplicaLoad,
-    ReplicaView,
-    SessionInfo,
-    SessionKey,
-    SessionState,
-    TenantUse,
-    Uses,
-)
+from tenuto.base.views import SessionInfo, SessionKey, SessionState
 from tenuto.session.journal_rows import DAMAGE, StoredSessions, check, policy_of
 from tenuto.session.postgres.database import Database
 from tenuto.session.records import SavedSession
