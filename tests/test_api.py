@@ -27,7 +27,7 @@ from tenuto.base.errors import (
 from tenuto.base.turns import EndReason
 from tenuto.exec.witness import WitnessExecutor
 from tenuto.runtime.models import load_model
-from tenuto.runtime.service import open_service
+from tenuto.runtime.opening import open_service
 from tenuto.text.tokenizer import Tokenizer
 from tests.eventually import eventually
 from tests.present import present

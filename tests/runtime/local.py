@@ -9,7 +9,7 @@ from tenuto.base.config import WorkerSettings
 from tenuto.base.wire.link import Link
 from tenuto.base.wire.messages import AnyReply, Stopped
 from tenuto.base.wire.request import Request
-from tenuto.runtime.service import open_service
+from tenuto.runtime.opening import open_service
 
 
 class LocalLink(Link):

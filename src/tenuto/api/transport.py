@@ -24,7 +24,8 @@ from tenuto.base.wire.messages import AbortTurn, Expect, StartTurn, Stopped, Wit
 from tenuto.base.wire.request import Request, answer_of
 from tenuto.client.transport import Deliver, Options, RunningTurn
 from tenuto.runtime.models import load_model, memory_bytes
-from tenuto.runtime.service import Service, open_journal
+from tenuto.runtime.opening import open_journal
+from tenuto.runtime.service import Service
 
 T = TypeVar("T")
 

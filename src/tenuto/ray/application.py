@@ -15,10 +15,10 @@ from tenuto.ray.router import SessionRouter
 # Annotations are not postponed here, since Ray reads that of `fleet`.
 
 STATS_SECONDS = 1.0
-"""How often the request router hears from the replicas."""
+"""How often the replicas report to the request router."""
 DEFAULTS: dict[str, Any] = {
-    "max_ongoing_requests": 4096,  # the server has limits of its own, and answers 429 and 503
-    "graceful_shutdown_timeout_s": 300.0,  # streams end, then sessions move; Ray's own 30 s would cut them
+    "max_ongoing_requests": 4096,  # the server has its own limits, and answers 429 and 503
+    "graceful_shutdown_timeout_s": 300.0,  # streams end, then sessions move; Ray's default of 30 s would cut them off
     "graceful_shutdown_wait_loop_s": 0.5,
     "health_check_period_s": 5.0,
 }
@@ -37,8 +37,8 @@ class Arguments(BaseModel):
 
 
 def fleet(arguments: Arguments) -> Application:
-    """Returns an application whose replicas are those of a fleet. Raises `ConfigError` for options that no server has,
-    or that Ray decides."""
+    """Returns an application whose replicas form a fleet. Raises `ConfigError` for options that servers do not have, or
+    that Ray decides."""
     options = {**arguments.server, **({"fleet": arguments.database} if arguments.database is not None else {})}
     check(options)
     defaults = {**DEFAULTS, **({} if RAY_SERVE_ENABLE_HA_PROXY else {"request_router_config": routing(arguments)})}

@@ -1,4 +1,4 @@
-"""The server of a replica, in a process of its own."""
+"""The server of a replica, in a separate process."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ from tenuto.cli.settings import ServerSettings
 
 _LISTENING = re.compile(r"listening +(http://\S+)")
 NOT_GIVEN = frozenset(("port", "advertise", "journal"))
-"""Options that a replica on Ray has from its place."""
+"""Options that follow from where Ray places a replica, so nobody gives them."""
 WILDCARD = "0.0.0.0"  # noqa: S104 - compared, not listened on
 """The host that stands for all addresses of a machine."""
 END_SECONDS = 15.0
-"""Time, besides that for turns and snapshots, that a server has to end in order."""
+"""How long a server may take to end in order, besides the time for turns and snapshots."""
 
 
 class ServerProcess:
-    """A server of a fleet, started by a child. It ends in order when this process ends, however that ends.
+    """A server of a fleet, started by a child of this process. It ends in order when this process ends, in whatever way
+    that happens.
 
-    It is no part of this process, so that its event loop, its memory and its signals are those it has anywhere, and no
-    client's stream waits for what Ray does. `url`: where it is reached.
+    The server runs outside this process so that its event loop, memory and signals are the same as anywhere else, and
+    no client's stream waits for Ray. `url`: the server's address.
     """
 
     def __init__(self, options: Mapping[str, Any], address: str) -> None:
-        """Starts the server at a free port of this machine. `address`: of the machine; the server listens there, unless
-        the options have another `host`. `options`: see `settings_at`. Raises `ConfigError`."""
+        """Starts the server on a free port of this machine. `address`: of the machine; the server listens there unless
+        the options name another `host`. `options`: see `settings_at`. Raises `ConfigError`."""
         if options.get("host", WILDCARD) not in (WILDCARD, "::"):
             address = options["host"]
         port = _free_port(address)
@@ -50,8 +51,8 @@ class ServerProcess:
         self.url = f"http://{address}:{port}"
         self._patience = settings.serve.drain_seconds + settings.worker.snapshot_seconds + END_SECONDS
         self._child = subprocess.Popen(
-            # Ray kills the children of an actor that it kills. The server shall outlive it, so it is a shell's child.
-            # With `exit`, the shell does not replace itself by the server.
+            # When Ray kills an actor, it kills its children too. The server has to outlive them, so it is a shell's
+            # child. Because of the `exit`, the shell does not replace itself with the server.
             ["/bin/sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-m", "tenuto.ray.server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -89,7 +90,7 @@ class ServerProcess:
             return self._child.wait()
 
     def _read(self) -> None:
-        """Passes the output on, to where this process writes."""
+        """Passes the server's output on to that of this process."""
         assert self._child.stdout is not None
         with self._child.stdout as lines:
             for line in lines:

@@ -22,15 +22,15 @@ log = logging.getLogger("ray.serve")
 READY, METRICS, ENGINE = "/fleet/ready", "/metrics", "/v1/engine"
 ASKING_SECONDS = 5.0
 LEASE_PATIENCE_SECONDS = 30.0
-"""How long a replica may be without its lease until it counts as unhealthy. If the database is gone for longer, all
-replicas are started again: none of them could acknowledge anything."""
+"""How long a replica may be without its lease before it counts as unhealthy. If the database is away for longer, Ray
+restarts all replicas; none of them could acknowledge anything meanwhile."""
 SERVER_ENDED = 70
 """The exit status of an actor whose server has ended by itself."""
 
 
 @serve.ingress(None)
 class Replica:
-    """A replica: a server in a process of its own, and what Ray asks about it."""
+    """A replica: a server in a separate process, and the answers to Ray's questions about it."""
 
     async def __init__(  # type: ignore[misc] # Ray awaits it
         self, options: Mapping[str, Any]
@@ -71,17 +71,17 @@ class Replica:
             raise RuntimeError(f"the replica has been without its lease for {now - self._held:.0f} seconds")
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Called by Ray. Returns what the request router knows of this replica: its `url`, and whether it is `ready`,
-        which it is not without its lease."""
+        """Called by Ray. Returns this replica's `url`, and whether it is `ready`, for the request router. Without its
+        lease it is not ready."""
         return {"url": self._server.url, "ready": (await self._http.get(READY)).status_code == 200}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Called by Ray. Returns what the autoscaling policy knows of this replica."""
+        """Called by Ray. Returns this replica's load, for the autoscaling policy."""
         answer = (await self._http.get(METRICS)).raise_for_status()
         return load_of(answer.text, self._rows)
 
     async def __del__(self) -> None:
-        """Called by Ray once no request is open here: ends the server in order, which gives its sessions to others."""
+        """Called by Ray once no request is open here. Ends the server in order; its sessions move to other replicas."""
         if not hasattr(self, "_http"):
             return
         self._ending = True

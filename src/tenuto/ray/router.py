@@ -1,4 +1,4 @@
-"""The request router: which Ray replica is asked first."""
+"""The request router: chooses the Ray replica that gets a request."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _CREDENTIALS = ("authorization", "x-api-key")
 
 
 class Wanted(NamedTuple):
-    """What decides where a request goes. `session`: the one it is for, if its path names it. `key`: what is hashed.
-    `credentials`: headers that say whose session it is."""
+    """The properties of a request that decide where it goes. `session`: the one it is for, if its path names it. `key`:
+    the text that is hashed. `credentials`: headers that identify the session's tenant."""
 
     session: str | None
     key: str | None
@@ -42,7 +42,7 @@ class Wanted(NamedTuple):
 
 
 def wanted_by(scope: dict[str, Any]) -> Wanted:
-    """Returns what decides where the request with an ASGI scope goes. Bodies are not read."""
+    """Returns the properties of the request with this ASGI scope. Its body is not read."""
     headers = Headers(scope=scope)
     root, path = scope.get("root_path", ""), scope["path"]
     used, _ = names.in_path({**scope, "path": path.removeprefix(root)})
@@ -56,7 +56,7 @@ class SessionRouter(ConsistentHashRouter):
     ranked by Ray's ring of consistent hashes with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018): first those
     whose number of open requests stays within `load_factor` times the mean, then the others.
 
-    A wrong choice costs a hop, since the replica that is asked forwards the request to the owner.
+    A wrong choice costs only a hop, since the chosen replica forwards the request to the owner.
     """
 
     def initialize_state(
@@ -96,7 +96,8 @@ class SessionRouter(ConsistentHashRouter):
         return sorted(there, key=rank)
 
     async def _owner(self, wanted: Wanted, replicas: Sequence[RunningReplica]) -> str | None:
-        """Returns the URL of the session's owner, as a replica knows it; `None` if nobody owns it or can be asked."""
+        """Returns the URL of the session's owner, for which a replica is asked. `None` if the session has no owner, or
+        the replica does not answer."""
         now = time.monotonic()
         known = self._owners.get(wanted)
         urls = {replica.routing_stats["url"] for replica in replicas if "url" in replica.routing_stats}
@@ -118,8 +119,8 @@ class SessionRouter(ConsistentHashRouter):
         return owner
 
     async def _ask(self, url: str, wanted: Wanted) -> str | None:
-        """Asks the replica at `url` for a session's owner; `None` if it says that there is none. Raises `Broken` and
-        `NotSent`."""
+        """Asks the replica at `url` for a session's owner. Returns `None` if the session has no owner. Raises `Broken`
+        and `NotSent`."""
         path = f"/fleet/sessions/{quote(wanted.session or '', safe='')}"
         lines = [f"GET {path} HTTP/1.1", f"host: {url.removeprefix('http://')}"]
         lines += [f"{name}: {value}" for name, value in wanted.credentials]
@@ -135,7 +136,7 @@ class SessionRouter(ConsistentHashRouter):
 
 
 def _wanted(request: PendingRequest) -> Wanted | None:
-    """Returns what decides where a request of Ray's proxy goes; `None` if it is not one."""
+    """Returns the properties of a request of Ray's proxy; `None` for other requests."""
     if not (request.metadata.is_http_request and request.args and isinstance(request.args[0], bytes)):
         return None
     return wanted_by(pickle.loads(request.args[0]).asgi_scope)  # noqa: S301 - Ray's proxy has written it

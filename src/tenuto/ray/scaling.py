@@ -1,4 +1,4 @@
-"""How many replicas a fleet needs, by their load: a policy for Ray Serve's autoscaler."""
+"""The number of replicas that a fleet needs for its load: a policy for Ray Serve's autoscaler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 def load_of(metrics: str, rows: int) -> dict[str, float]:
-    """Returns the load of a server by its metrics, in Prometheus's format. `rows`: the most turns that run at once."""
+    """Returns a server's load from its `metrics` in Prometheus's format. `rows`: the most turns that run at once."""
     running = waiting = 0.0
     total: dict[str, float] = {}
     held: dict[str, float] = {}
@@ -38,8 +38,9 @@ def load_of(metrics: str, rows: int) -> dict[str, float]:
 
 
 def by_load(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-    """Implements an autoscaling policy of Ray Serve: as many replicas as bring the mean load to `TARGET`. A replica's
-    load is the larger share of its rows and units, and what waits. Ray applies bounds, factors and delays."""
+    """Implements an autoscaling policy of Ray Serve: returns the number of replicas that brings their mean load to
+    `TARGET`. A replica's load is the larger of its shares of rows and units, plus its queue. Ray applies bounds,
+    factors and delays."""
     figures: dict[str, dict[Any, float]] = context.aggregated_metrics or {}
     replicas = set().union(*(figures.get(name, {}) for name in (ROWS, UNITS, QUEUE)))
     if not replicas:

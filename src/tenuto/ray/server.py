@@ -1,5 +1,5 @@
-"""The process of a replica's server: `python -m tenuto.ray.server`. Its first line of input is a JSON object of
-options. It ends in order when its input ends, as it does when the process that started it is gone, however that ended.
+"""The process of a replica's server: `python -m tenuto.ray.server`. The first line of its input is a JSON object with
+options. It ends in order when its input ends, as happens whenever the process that started it ends.
 """
 
 from __future__ import annotations

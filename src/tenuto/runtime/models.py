@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +27,8 @@ from tenuto.base.embedding import EmbeddingHabits
 from tenuto.base.errors import ConfigError
 from tenuto.base.groups import GroupSpec, Kind, MemorySpec
 from tenuto.base.plan import Executor
+from tenuto.base.tools.definitions import ModelHabits
+from tenuto.base.views import ModelView
 from tenuto.engine.engine import Engine
 from tenuto.exec.device import is_cpu, spare_bytes, total_bytes
 from tenuto.exec.witness import WitnessExecutor
@@ -334,3 +337,34 @@ def server_budget(model: Model, config: EngineConfig) -> int:
         draft = model.draft.executor.spec
         least += draft_pages(draft, config, 0) * page_bytes(draft)
     return kept + max(least, min((config.max_running + 1) * one, model.spare_bytes - kept))
+
+
+def describe(model: Model, engine: Engine) -> ModelView:
+    """Describes a model and the engine that serves it."""
+    pools = engine.memory.pools
+    page_size = engine.memory.page_size
+    paged = [pools[group].capacity for group in engine.memory.paged]
+    tokenizer = model.tokenizer
+    return ModelView(
+        model=model.name,
+        path=model.path,
+        vocab_size=model.vocab_size,
+        context_length=engine.config.context_length,
+        max_context=model.max_context,
+        compute=model.compute,
+        page_size=page_size,
+        capacity_tokens=min(paged) * page_size if paged else 0,
+        units={pool.name: pool.capacity for pool in engine.pools},
+        guess_bytes=kept_bytes(engine.memory.spec, engine.memory.shape),
+        adds_bos=tokenizer.adds_bos if tokenizer is not None else False,
+        bos_id=tokenizer.bos_id if tokenizer is not None else None,
+        eos_ids=list(model.eos_ids),
+        fill=tokenizer.fill if tokenizer is not None else None,
+        has_text=tokenizer is not None,
+        has_chat=model.chat is not None,
+        habits=model.chat.habits if model.chat is not None else ModelHabits(),
+        embedding=model.embedding,
+        pid=os.getpid(),
+        config=engine.config,
+        adapters=[*engine.core.adapters],
+    )

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -15,18 +14,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from tenuto.base.config import EngineConfig, WorkerSettings, user_path
-from tenuto.base.errors import ConfigError, NotFound, TenutoError
+from tenuto.base.config import EngineConfig, user_path
+from tenuto.base.errors import NotFound, TenutoError
 from tenuto.base.heap import give_back
-from tenuto.base.interpreter import without_collections
 from tenuto.base.options import TurnParams
-from tenuto.base.tools.definitions import ModelHabits
 from tenuto.base.turns import Delta
 from tenuto.base.views import (
-    AdapterView,
     FoundTurn,
     KeptTurn,
-    ModelView,
     RecordPage,
     SessionInfo,
     SharedTierView,
@@ -66,25 +61,23 @@ from tenuto.engine.thread.dispatcher import Dispatcher
 from tenuto.engine.thread.journaling import JournalWriter
 from tenuto.engine.thread.loop import EngineLoop
 from tenuto.engine.thread.rendering import Renderer
-from tenuto.memory.memory import kept_bytes
 from tenuto.runtime.folders import Folders, LeftFolders
 from tenuto.runtime.intake import Input, Intake
 from tenuto.runtime.lanes import Lanes
 from tenuto.runtime.loaded_model import LoadedModel
 from tenuto.runtime.member import Member, OfFleet
-from tenuto.runtime.models import Model, build_engine, load_model, memory_bytes, server_budget
+from tenuto.runtime.models import Model, build_engine, describe
 from tenuto.runtime.moves import Moves, OfMoves
-from tenuto.runtime.object_store import ObjectStore, open_store
+from tenuto.runtime.object_store import ObjectStore
 from tenuto.runtime.outbox import Outbox
 from tenuto.runtime.preparation import Preparer, size_of
+from tenuto.runtime.restoring import restore
 from tenuto.runtime.session_files import SessionFiles
 from tenuto.runtime.shared_objects import OfObjects
 from tenuto.runtime.shared_tier import SharedTier
 from tenuto.runtime.texts import Texts
 from tenuto.runtime.trainers import OfTrainers, Trainers
 from tenuto.session.journal import Journal
-from tenuto.session.journal_mending import Damage
-from tenuto.session.postgres.database import Database
 from tenuto.text.constraint import Constraint
 from tenuto.text.masks import MaskThreads
 from tenuto.text.patterns import stop_patterns
@@ -122,9 +115,9 @@ class Service:
         store: ObjectStore | None = None,
     ) -> None:
         """`adapters`: the directories of adapters, by their names. With a `journal`, its sessions are restored, and
-        later changes are written to it before they are acknowledged. As the `member` of a fleet, sessions are taken
-        over when they are needed, and changes are written to the fleet's journal. `store`: the fleet's shared tier.
-        Raises `ConfigError`."""
+        later changes are written to it before they are acknowledged. With a `member`, this is a replica of a
+        fleet: it takes sessions over when they are needed, and writes changes to the fleet's journal. `store`: of the
+        fleet's shared tier. Raises `ConfigError`."""
         self._executor = model.executor
         self._config = config
         self._masks = MaskThreads()
@@ -145,14 +138,14 @@ class Service:
                 engine.adapters.load(name, path, model.executor.read_adapter(path))
                 log.info("adapter loaded", extra={"adapter": name, "path": path})
             if journal is not None:
-                _restore(journal, engine)
+                restore(journal, engine)
             engine.sessions.recover()
             undo.pop_all()
         self._log_snapshot("memory of sessions found")
         written = journal or (member.journal if member is not None else None)
         self._writer = JournalWriter(written) if written is not None else None
         self._member, self._outlived = member, journal is not None or member is not None
-        self._describe = _description(model, engine, [*engine.core.adapters])
+        self._describe = describe(model, engine)
         self._renderer = Renderer(model.chat, model.tokenizer)
         self._texts = Texts(model.tokenizer)
         shared = self._shared.view if self._shared is not None else SharedTierView
@@ -173,13 +166,7 @@ class Service:
         self._preparer = Preparer(self._renderer, model.tokenizer, model.grammars(), config.context_length)
         self._intake = Intake(self._dispatcher, self._preparer, self._loop, self._lanes)
         self._moves = (
-            Moves(
-                member.ownership,
-                self._loop,
-                self._identity,
-                self._constraint,
-                engine.turns.ready,
-            )
+            Moves(member.ownership, self._loop, self._identity, self._constraint, engine.turns.ready)
             if member is not None
             else None
         )
@@ -241,7 +228,7 @@ class Service:
         if isinstance(request, OfObjects):
             self._member.objects.take(request, answer, refuse)
             return
-        self._outbox.announce(request.call)  # output of a turn that goes on here comes after the answer
+        self._outbox.announce(request.call)  # output of a turn that continues here comes after the answer
         self._moves.take(request, answer, refuse, partial(self.publish, request.call))
 
     def _identity(self) -> str:
@@ -410,31 +397,11 @@ class Service:
             log.info(event, extra={"outcomes": dict(counts)})
 
 
-def open_service(settings: WorkerSettings, send: Callable[[AnyReply], None]) -> Service:
-    """Loads a model and opens a service for it. Raises `ModelError`, `ConfigError` or `ExtraMissing`."""
-    store = open_store(settings.shared_tier) if settings.shared_tier is not None else None
-    model = load_model(settings)
-    config = model.configured(settings.config)
-    memory = memory_bytes(settings)
-    if memory is None:
-        memory = server_budget(model, config)
-    return Service(
-        model,
-        config,
-        memory,
-        send,
-        journal=open_journal(settings, model),
-        member=join_fleet(settings, model),
-        adapters=settings.adapters,
-        store=store,
-    )
-
-
 def _saved_places(
     member: Member | None, config: EngineConfig, store: ObjectStore | None
 ) -> tuple[EngineConfig, list[LeftFolders], SharedTier | None]:
-    """Returns the configuration of the engine, where a fleet's replicas leave state, and the shared tier among these
-    places, if there is a store."""
+    """Returns the engine's configuration, the places where the fleet's replicas leave state, and the shared tier, one
+    of these places, if there is a store."""
     if member is None or not config.disk_tier:
         return config, [], None
     folders = Folders(user_path(config.disk_tier), member.secret, member.number)
@@ -443,89 +410,3 @@ def _saved_places(
         return kept, [folders], None
     shared = SharedTier(store, member.secret, member.number, folders.own)
     return kept, [folders, shared], shared
-
-
-def join_fleet(settings: WorkerSettings, model: Model) -> Member | None:
-    """Joins the fleet of the settings, if they name one. Raises `ConfigError` or `ExtraMissing`."""
-    if settings.fleet is None:
-        return None
-    connect = partial(Database, settings.fleet)
-    return Member(connect, model.fingerprint, settings.advertise or "", settings.fleet_lease)
-
-
-def open_journal(settings: WorkerSettings, model: Model) -> Journal | None:
-    """Opens the journal of the settings, if they name one. Raises `ConfigError`."""
-    if settings.journal is None:
-        return None
-    try:
-        path = user_path(settings.journal)
-    except RuntimeError as error:  # the path names a user who does not exist
-        raise ConfigError(f"the journal {settings.journal} cannot be used: {error}") from error
-    return Journal(path, model.fingerprint)
-
-
-def _log_damage(damage: Damage, journal: Path) -> None:
-    """Logs what a damaged journal has lost."""
-    aside = {"journal": str(journal), "aside": str(damage.aside)}
-    for each in damage.sessions:
-        named = {"tenant": each.tenant, "session": each.name, "reason": each.reason}
-        log.error("a damaged session was set aside: it is not served", extra={**named, **aside})
-    if damage.missing:
-        log.error(
-            "sessions are missing in the journal; their names are lost", extra={"sessions": damage.missing, **aside}
-        )
-    if damage.changes:
-        log.error("acknowledged changes of sessions are lost", extra={"changes": damage.changes, **aside})
-    log.error("the journal was damaged and has been written anew; the old file is kept", extra=aside)
-
-
-def _mend(journal: Journal) -> None:
-    if (damage := journal.mend()) is not None:
-        _log_damage(damage, journal.path)
-
-
-def _restore(journal: Journal, engine: Engine) -> None:
-    with without_collections(), ThreadPoolExecutor(1) as beside:
-        found = list(journal.sessions())
-        count = len(found)
-        mended = beside.submit(_mend, journal)  # SQLite checks the file without Python's lock
-        found.reverse()
-        while found:
-            saved = found.pop()
-            try:
-                engine.sessions.restore(saved, journaled=True)
-            except TenutoError as error:
-                raise ConfigError(f"session {saved.session!r} of {journal.path} does not fit here: {error}") from error
-    mended.result()
-    if count:
-        log.info("sessions restored", extra={"sessions": count, "journal": str(journal.path)})
-
-
-def _description(model: Model, engine: Engine, adapters: list[AdapterView]) -> ModelView:
-    pools = engine.memory.pools
-    page_size = engine.memory.page_size
-    paged = [pools[group].capacity for group in engine.memory.paged]
-    tokenizer = model.tokenizer
-    return ModelView(
-        model=model.name,
-        path=model.path,
-        vocab_size=model.vocab_size,
-        context_length=engine.config.context_length,
-        max_context=model.max_context,
-        compute=model.compute,
-        page_size=page_size,
-        capacity_tokens=min(paged) * page_size if paged else 0,
-        units={pool.name: pool.capacity for pool in engine.pools},
-        guess_bytes=kept_bytes(engine.memory.spec, engine.memory.shape),
-        adds_bos=tokenizer.adds_bos if tokenizer is not None else False,
-        bos_id=tokenizer.bos_id if tokenizer is not None else None,
-        eos_ids=list(model.eos_ids),
-        fill=tokenizer.fill if tokenizer is not None else None,
-        has_text=tokenizer is not None,
-        has_chat=model.chat is not None,
-        habits=model.chat.habits if model.chat is not None else ModelHabits(),
-        embedding=model.embedding,
-        pid=os.getpid(),
-        config=engine.config,
-        adapters=adapters,
-    )

@@ -23,7 +23,8 @@ from tenuto.base.logs import configure_logs
 from tenuto.base.wire.frames import LARGE, FrameReader, frame
 from tenuto.base.wire.messages import Answer, AnyReply, AnyRequest, Describe, refusal_of
 from tenuto.base.wire.pieces import in_pieces
-from tenuto.runtime.service import Service, open_service
+from tenuto.runtime.opening import open_service
+from tenuto.runtime.service import Service
 
 log = logging.getLogger("tenuto.engine")
 

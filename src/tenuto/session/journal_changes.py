@@ -1,6 +1,7 @@
 """Changes written to the tables of a journal: only their new tokens and rows.
 
-Histories consist of pieces, which forks share, and of which only an end that no session uses is ever cut off.
+A history consists of pieces, which forks share. A piece never changes, except that its end is cut off if no session
+uses that.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class ChangeTables:
         """`fingerprint`: see `Journal`."""
         self._db = db
         self._fingerprint = fingerprint
-        # pieces that several sessions use, and whose ends perhaps none has; unknown until the caller, having committed
-        # a `cut_all`, empties it
+        # Pieces that several sessions use, and whose ends perhaps none uses. `None`: not known, until the caller has
+        # committed a `cut_all`, and empties the set.
         self.untrimmed: set[int] | None = None
 
     def write(self, change: Change) -> None:
@@ -67,7 +68,7 @@ class ChangeTables:
         self._seal(number, change.version, change, change.length, change.turns, results)
 
     def cut_all(self) -> None:
-        """Cuts all pieces where the longest part ends that a session still has, once a session is erased."""
+        """Cuts each piece to the longest part that a session still uses, after a session was erased."""
         for piece in too_long(self._db) if self.untrimmed is None else self.untrimmed:
             cut_to_use(self._db, piece)
 
@@ -135,8 +136,8 @@ class ChangeTables:
                 self._trim(piece)
 
     def _trim(self, piece: int) -> None:
-        """Deletes what no session uses of a piece any more: all of it, or the end that the only session with a part of
-        it has not. A damaged piece is left."""
+        """Deletes the part of a piece that no session uses any more: all of it, or, if only one session uses it, the
+        end behind its part. A damaged piece is left as it is."""
         users = self._db.execute(f"{_PIECES} WHERE piece = ? LIMIT 2", (piece,)).fetchall()
         if not users:
             self._db.execute("DELETE FROM pieces WHERE id = ?", (piece,))

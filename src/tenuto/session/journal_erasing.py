@@ -20,8 +20,9 @@ _TABLES = (("sessions", "id"), ("history", "session"), ("records", "session"), (
 
 @dataclass(frozen=True, slots=True)
 class RowsToErase:
-    """The rows of session `number`, before they are removed: their number, with `pieces` of its history that no other
-    session uses, and the ids of the sessions that use other pieces of it, with the number of tokens in common."""
+    """The rows of session `number`, before they are removed. `rows`: how many there are, including pieces. `pieces`: of
+    its history, those that no other session uses. `shared`: the sessions that use the others, by id, with the number of
+    tokens in common."""
 
     number: int
     rows: int
@@ -62,14 +63,14 @@ def _count(db: Database, number: int) -> int:
 
 
 def too_long(db: Database) -> list[int]:
-    """Returns the pieces with an end that no session has."""
+    """Returns the pieces with an end that no session uses."""
     longest = "SELECT piece, max(length) AS most FROM history GROUP BY piece"
     query = f"SELECT id FROM pieces JOIN ({longest}) AS longest ON id = piece WHERE length(tokens) > 4 * most"
     return [piece for (piece,) in db.execute(query).fetchall()]
 
 
 def cut_to_use(db: Database, piece: int) -> None:
-    """Cuts a piece where the longest part ends that a session has of it, unless it or one of its uses is damaged."""
+    """Cuts a piece to the longest part that a session uses, unless the piece or one of its uses is damaged."""
     users = db.execute("SELECT session, position, length, checksum FROM history WHERE piece = ?", (piece,)).fetchall()
     kept = 4 * max((length for _, _, length, _ in users), default=0)
     query = "SELECT tokens, checksum FROM pieces WHERE id = ? AND length(tokens) > ?"

@@ -33,9 +33,9 @@ MAX_EXPIRED = 128
 """The most sessions that one call of `expired` finds to expire or leave the device; others follow at the next call."""
 LOST = "another replica has the session; ask again"
 MAX_LEFT = 10_000
-"""The most sessions of which is known that they have left."""
+"""The most sessions that are remembered as having left."""
 GRACE_SECONDS = 60.0
-"""The least time that a restored session stays open, unless its TTL is shorter, so that a restart may take as long."""
+"""The least time that a restored session stays open, unless its TTL is shorter: clients may be slow to come back."""
 
 
 class Registry:
@@ -49,9 +49,9 @@ class Registry:
         self.pins = Pins(memory, context_length)
         self.max_sessions = max_sessions
         self._sessions: dict[SessionKey, Session] = {}
-        self.coming = 0  # sessions of other replicas for which there is a place; written by `Arrivals`
+        self.coming = 0  # sessions of other replicas for which room is reserved; written by `Arrivals`
         self.prefixes: dict[Session, None] = {}  # closed sessions whose memory is kept, in the order of their last use
-        # What tenants with limits have elsewhere in the fleet, as far as it is known; replaced by `TenantCounts`.
+        # The known use of tenants with limits elsewhere in the fleet; replaced by `TenantCounts`.
         self.elsewhere: Uses = {}
         self._tenants: dict[str, Tenant] = {}  # by name; only tenants with sessions
         self._expiries: list[tuple[float, int, SessionKey]] = []  # a heap; times are too early if a turn came since
@@ -133,12 +133,12 @@ class Registry:
         return TenantUse(sessions=use.sessions, pinned=use.pinned, tokens=use.tokens, journal_bytes=use.journal_bytes)
 
     def used(self, tenant: str) -> TenantUse:
-        """Returns what the tenant's sessions count in all of its fleet, as far as it is known."""
+        """Returns what the tenant's sessions count in the whole fleet: here, and elsewhere as far as known."""
         elsewhere = self.elsewhere.get(tenant)
         return self.counted(tenant) + elsewhere if elsewhere is not None else self.counted(tenant)
 
     def counted_of(self, session: Session) -> TenantUse:
-        """Returns the part of an open session in what its tenant is `counted`."""
+        """Returns the part of an open session in its tenant's `counted` use."""
         pinned, size = int(session.policy.pinned), session.counted_bytes
         return TenantUse(sessions=1, pinned=pinned, tokens=session.counted, journal_bytes=size)
 

@@ -52,17 +52,19 @@ class Session:
         self.state = SessionState.OPEN
         self.history = array("i")
         self.records: list[TurnRecord] = []
-        self._logprob_bytes = 0  # the sum of those of the records
-        self.birth = secrets.randbits(63)  # no other session has the same
+        self._logprob_bytes = 0  # the size of the log-probabilities of all records
+        self.birth = secrets.randbits(63)  # unique to this session
         self.origin: Origin | None = None  # where it was forked, if it was
         self.parent: Session | None = None  # the session of its origin, while that is open
         self.forks: dict[Session, None] = {}  # the open sessions whose parent it is
-        self.epoch = 0  # in a fleet, of this replica's ownership; written by the journal's thread, and at a restore
+        self.epoch = 0  # of this replica's ownership in a fleet; written by the journal's thread, and at a restore
         self.version = 0  # raised by every commit, rewind and replacement
-        self.held = False  # it may be another replica's soon, so nothing changes it; written by `Departures`
+        self.held = (
+            False  # whether it may soon be another replica's, so that nothing changes it; written by `Departures`
+        )
         self.turn: Turn | None = None  # the open turn; set by the engine, cleared by the turn's end
         self.last_turn_end = now
-        self.expected: float | None = None  # when its next turn is expected; written by the engine, like the next
+        self.expected: float | None = None  # when its next turn is expected; written by the engine, as is the next
         self.calls: tuple[str, ...] = ()  # the names of the tools that its last turn called, if they are known
         self.rests = False  # whether it has been idle for `REST_SHARE` of its TTL; written by the registry
         self.counted = 0  # tokens counted for its tenant; written by the registry, as are the next two

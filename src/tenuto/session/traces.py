@@ -1,4 +1,4 @@
-"""Sessions that may have left something in memory or files, although they are not here any more."""
+"""Sessions that are not here any more, but may have left something in memory or files."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ MOST = 10_000
 
 
 class Traces:
-    """The keys of sessions that have left for another replica, or were to come from one. Of more than `MOST` it is not
-    known which, so all may be among them."""
+    """The keys of sessions that have left for another replica, or were to come from one. At most `MOST` keys are kept;
+    once there were more, any key may be one of them."""
 
     def __init__(self) -> None:
         self._keys: set[SessionKey] = set()

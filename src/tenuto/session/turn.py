@@ -65,17 +65,15 @@ class Turn:
         self.sought = -1  # version of the prefix index at its last lookup; written by `Sharing`, as is the next
         self.looked = ""  # the outcome of that lookup: one of `HITS` and `MISSES`
         self.cached = -1  # prompt tokens found in memory when it first ran; set by the engine, as are the next two
-        self.begun: float | None = None  # when it began to compute, likewise
+        self.begun: float | None = None  # when it began to compute
         self.computed_before = 0  # tokens it had computed as a draft before that
         self.recomputed = Counter[str]()  # tokens computed again, by reason; written by the engine
-        self.moved = (
-            0  # tokens whose state came with it from another engine, which its session's memory has until it runs
-        )
+        self.moved = 0  # tokens whose state came with it from another engine; its session holds that until it runs
         self.prediction = array("i")  # what the caller expects its output to be; set when it is submitted
         self.trail: object = None  # the proposer's notes, until it has ended
-        self.outlook: object = None  # what the model's head guesses, likewise
-        self.guessed = 0  # tokens computed ahead of it; written by the settler, as is the next
-        self.accepted = 0  # those of them that became output
+        self.outlook: object = None  # the guesses of the model's head, until it has ended
+        self.guessed = 0  # guessed tokens that were computed; written by the settler, as is the next
+        self.accepted = 0  # those that became output
         self.computed_tokens = 0  # includes dropped tokens; written by the batch when the turn leaves its row
         self.conversation: Conversation | None = None  # the conversation up to its input; set when it is submitted
         self.text: TextStream | None = None  # set when it is submitted, as is the next

@@ -28,9 +28,12 @@ class PostgresJournal:
         self._replica = replica
         self._tables = ChangeTables(self._db, fingerprint)
         self._changes = 0  # those known to be committed
-        self._attempted: tuple[int, frozenset[Session]] = 0, frozenset()  # changes after the last try, and its refusals
+        self._attempted: tuple[int, frozenset[Session]] = (
+            0,
+            frozenset(),
+        )  # the number of changes after the last try; its refusals
         self._opened: dict[Session, int] = {}  # the sessions that the last try opened, with their epochs
-        self.writing = Lock()  # held while changes are written; without it, sessions in the database have their epochs
+        self.writing = Lock()  # held while changes are written; otherwise sessions in the database have epochs
 
     @property
     def path(self) -> str:
@@ -84,7 +87,7 @@ class PostgresJournal:
         return self._opened.get(session, session.epoch)
 
     def _committed(self) -> int:
-        """Returns how many changes of this replica are committed, once no earlier try of its own is under way."""
+        """Waits until no earlier try of this replica is under way. Returns how many of its changes are committed."""
         query = "SELECT changes FROM writers WHERE replica = ? FOR UPDATE"
         if (found := self._db.execute(query, (self._replica,)).fetchone()) is not None:
             return int(found[0])

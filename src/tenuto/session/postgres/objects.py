@@ -21,9 +21,9 @@ class Objects:
     """The objects of all tenants. One thread uses it at a time.
 
     Invariant: an object is changed only in a transaction that has found it with the revision that the change expects,
-    and keeps its row locked. No two changes leave the same revision. So an object is what one sequence of changes has
-    made of it, each of them made by someone who had seen the one before; and a change that is found to be the last one
-    was carried out, and is not carried out again.
+    and keeps its row locked. No two changes leave the same revision. So an object is the result of one sequence of
+    changes, each made by someone who had seen the one before. And an object with a change's own revision shows that the
+    change was carried out, so it is not carried out again.
     """
 
     def __init__(self, db: Database) -> None:
@@ -31,7 +31,7 @@ class Objects:
         self.db = db
 
     def find(self, key: ObjectKey) -> StoredObject | None:
-        """Returns an object; `None` if there is none. Raises errors of damage."""
+        """Returns an object, or `None` if it does not exist. Raises errors of damage."""
         row = self.db.execute(f"SELECT {_OBJECT} FROM objects WHERE {_KEY}", key).fetchone()
         return _object(row) if row is not None else None
 
@@ -70,7 +70,7 @@ class Objects:
         return ItemPage(revision=revision, items=items, more=len(rows) > most)
 
     def abandoned(self, kind: str) -> list[ObjectKey]:
-        """Returns objects for which a replica had something to do whose lease has ended."""
+        """Returns the objects with a `worker` whose lease has ended."""
         query = f"SELECT tenant, kind, name FROM objects WHERE kind = ? AND {_ABANDONED} ORDER BY id"
         return [ObjectKey(*row) for row in self.db.execute(query, (kind,))]
 

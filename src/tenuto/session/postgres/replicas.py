@@ -107,7 +107,7 @@ class Unowned:
 
 
 class Replicas:
-    """A replica's row in the database of its fleet, and what it asks about others. One thread uses it at a time.
+    """A replica's row in the database of its fleet, and its questions about others. One thread uses it at a time.
 
     Invariant: a session is claimed only if its owner's lease has ended, or the owner itself asks; the claim is one
     update on the condition that owner and epoch are still those, and raises the epoch. So is the change of owner with
@@ -160,8 +160,8 @@ class Replicas:
         return found
 
     def unowned_of(self, tenants: Collection[str]) -> dict[str, TenantUse]:
-        """Returns what tenants have in sessions that no live replica owns. Of their bytes in the journal, results and
-        log-probabilities are not counted. Takes time in proportion to the sessions of the fleet."""
+        """Returns the use of tenants by sessions that no live replica owns. Their bytes in the journal are counted
+        without results and log-probabilities. Takes time in proportion to the sessions of the fleet."""
         pinned = "count(*) FILTER (WHERE position('\"pinned\":true'::bytea IN policy) > 0)"
         text = "coalesce(sum(octet_length(system)), 0)::bigint"
         query = (
@@ -184,7 +184,7 @@ class Replicas:
         return {(tenant, name): epoch for tenant, name, epoch in self.db.execute(query, (self.number,))}
 
     def find(self, key: SessionKey) -> Owned | None:
-        """Returns where a session is; `None` if there is none."""
+        """Returns where a session is, or `None` if it does not exist."""
         query = (
             f"SELECT owner, epoch, coalesce({LIVE}, FALSE), coalesce(url, ''), left_by FROM sessions "
             "LEFT JOIN replicas ON replicas.id = owner WHERE tenant = ? AND name = ?"
@@ -245,7 +245,8 @@ class Replicas:
         return replace(saved, epoch=epoch, begun=begun)
 
     def read(self, key: SessionKey) -> ReadSession | None:
-        """Reads a session, which its owner may change meanwhile; `None` if there is none. Raises `SessionDamaged`."""
+        """Reads a session, which its owner may change meanwhile. Returns `None` if it does not exist. Raises
+        `SessionDamaged`."""
         with self.db.transaction():
             self.db.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
             query = "SELECT id, xmin::text FROM sessions WHERE tenant = ? AND name = ?"
@@ -257,10 +258,10 @@ class Replicas:
         return ReadSession(saved, number, written)
 
     def take(self, key: SessionKey, owner: int, epoch: int, read: ReadSession | None) -> SavedSession | None:
-        """Becomes the owner of a session that its `owner` hands over, which owns it in `epoch` and holds it. Returns
-        it with its new epoch, or `None` if it has changed its owner or its epoch since. `read`: the session as it was
-        read before; it is read again only if it has changed since. Raises `SessionDamaged`; the session keeps its owner
-        then."""
+        """Becomes the owner of a session that replica `owner` owns in `epoch`, holds, and hands over. Returns the
+        session with its new epoch, or `None` if its owner or its epoch has changed since. `read`: the session as it was
+        read before; it is read again only if it has changed since. Raises `SessionDamaged`; the session then keeps its
+        owner."""
         if read is not None:
             unchanged = (
                 "UPDATE sessions SET owner = ?, epoch = nextval('epochs') WHERE id = ? AND xmin::text = ? "

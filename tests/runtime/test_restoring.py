@@ -9,7 +9,7 @@ import pytest
 from tenuto.base.config import WorkerSettings
 from tenuto.base.errors import ConfigError
 from tenuto.runtime.models import load_model
-from tenuto.runtime.service import open_service
+from tenuto.runtime.opening import open_service
 from tenuto.session.journal import Journal
 from tests.session.journals import harmed_now, left_open
 from tests.session.test_journal import Journaled
