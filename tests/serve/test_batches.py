@@ -16,6 +16,7 @@ import pytest
 from anthropic import Anthropic
 
 from tenuto.base.errors import IllegalTransition, LimitReached, NotFound
+from tenuto.serve.anthropic import batch as batch_of
 from tenuto.serve.anthropic import batches as batches_of
 from tenuto.serve.anthropic.batches import Batches
 from tenuto.serve.shared.local_objects import LocalObjects
@@ -260,7 +261,7 @@ def test_requests_and_results_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPat
 
 
 def test_requests_that_are_not_done_in_time_expire(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches_of, "LIFETIME", timedelta(milliseconds=10))
+    monkeypatch.setattr(batch_of, "LIFETIME", timedelta(milliseconds=10))
 
     async def never(_: bytes) -> dict[str, Any]:
         await asyncio.Event().wait()

@@ -26,7 +26,7 @@ SLIPS = {
     Slip("serve.shared.turns", "if lost is not None and turn.source", "if lost is None and turn.source"): (
         "the_error_that_ends_a_turn_while_it_moves_is_told_if_the_move_fails"
     ),
-    Slip("serve.shared.turns", "            turn.lost = news  # whoever", "            pass  # whoever"): (
+    Slip("serve.shared.turns", "            turn.lost = news  # kept", "            pass  # kept"): (
         "the_error_that_ends_a_turn_while_it_moves_is_told_if_the_move_fails"
     ),
     Slip(

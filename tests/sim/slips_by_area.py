@@ -111,7 +111,7 @@ SAVES = (
     Slip("memory.tiers.saves", "            save.void = True\n", "            pass\n"),
     Slip("memory.tiers.saves", "        return min(whole, record.position // self._page_size) if all(self._lasting) else whole", "        return whole"),
     Slip("memory.tiers.saves", "else 0, *reached])", "else 0])"),
-    Slip("memory.tiers.saves", "max(0, min(map(len, places)) - 1)", "max(0, min(map(len, places)))"),
+    Slip("memory.tiers.runs", "max(0, min(map(len, places)) - 1)", "max(0, min(map(len, places)))"),
     Slip("memory.tiers.saves", "            units[stay:] = new\n            self._tiers.copies.release(old)\n", "            units[stay:] = new\n"),
     Slip("memory.tiers.saves", "                self._changes = {**changes, **self._changes}\n", ""),
     Slip("memory.tiers.saves", "                self._changes[record.key] = Listing(record.key, None)\n", ""),

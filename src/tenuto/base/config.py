@@ -329,7 +329,7 @@ def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def allows_http(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the usual variables of object stores allow them to be asked without TLS."""
+    """Whether the usual variables of object stores allow connections without TLS."""
     names = (f"{store}_ALLOW_HTTP" for store in ("AWS", "GOOGLE", "AZURE"))
     return any(environ.get(name, "").lower() in ("1", "true", "yes", "on") for name in names)
 

@@ -131,7 +131,7 @@ class ExtraMissing(TenutoError, code="extra_missing", status=501):
 
 
 class NoRoom(TenutoError, code="no_room", status=507):
-    """The disk has no room for a file, or a replica has none for the state of a session that is to move there."""
+    """There is no room: on the disk for a file, or at a replica for the state of a session that is to move there."""
 
 
 class Unauthorized(TenutoError, code="unauthorized", status=401):

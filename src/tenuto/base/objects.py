@@ -1,7 +1,7 @@
 """Objects that clients keep besides sessions, such as conversations: a head, and lists of items.
 
-An object has no owner. Whoever changes it names the revision that it has seen, and the change is carried out whole if
-the object still has that revision, or not at all.
+An object has no owner. A change names the revision on which it is based. It is carried out as a whole if the object
+still has that revision, and otherwise not at all.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 NOBODY = 0
-"""The number of no replica: what is to be done for an object is left to whoever finds it."""
+"""The number of no replica. An object with this worker is left to the replica that finds it first."""
 
 
 class ObjectKey(NamedTuple):
@@ -45,9 +45,9 @@ class NewItem(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoredObject(msgspec.Struct, frozen=True, kw_only=True):
-    """An object without its items. `revision`: another one after each change. `head`: what its kind has in it, encoded.
-    `size`: bytes of the head and of all items. `worker`: the replica that has something to do for it; `None` if there
-    is nothing to do. `abandoned`: that replica's lease has ended."""
+    """An object without its items. `revision`: different after each change. `head`: encoded; its contents depend on the
+    kind. `size`: bytes of the head and of all items. `worker`: the replica that works on it; `None` if there is nothing
+    to do. `abandoned`: whether that replica's lease has ended."""
 
     name: str
     revision: str

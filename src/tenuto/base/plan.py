@@ -174,7 +174,7 @@ class Logprobs:
     """Log-probabilities of n tokens, see `base.sampling.TokenLogprob`: `places` int32 [n], the indices of the tokens;
     `chosen` float32 [n]; the likeliest tokens `top_tokens` int32 [n, k] and their log-probabilities `top` float32
     [n, k], in descending order. A row that requested fewer than k uses the first ones. `named` float32 [n, m]: those
-    of the ids that the token's row names, of which there are at most m; later columns mean nothing."""
+    of the ids that the token's row names, at most m; a row with fewer leaves its last columns undefined."""
 
     places: Ints
     chosen: Singles
@@ -209,7 +209,7 @@ class Predicted:
 class StepResult:
     """The sampled tokens of a step, int32 [sum(plan.samples)], rows in plan order. `sampled`: log-probabilities of
     sampled tokens, where their rows request them, by index in `tokens`; `scored`: those of the input tokens in
-    `plan.scores`; `vectors`: the sums of `plan.vectors`, float32 [sums, width of the model]; `predicted`: what the head
+    `plan.scores`; `vectors`: the sums of `plan.vectors`, float32 [sums, width of the model]; `predicted`: the head's
     guesses. Each is `None` if no row requests it."""
 
     tokens: Ints

@@ -115,7 +115,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
 
 class TokenizerView(View, frozen=True, kw_only=True):
     """A tokenizer. `bos` and `eos`: the texts of the control tokens that begin and end texts. `chat_template`: its
-    source. Each is `None` if there is none."""
+    source. Each is `None` if the tokenizer lacks it."""
 
     vocab_size: int
     bos: str | None

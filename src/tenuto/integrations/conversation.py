@@ -40,8 +40,8 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where messages go on: after the first `turns` turns, with the first `used` messages. `heard`: the part of the
-    last one's answer that the messages have; `None` if they have all of it."""
+    """Where messages continue a conversation: after its first `turns` turns, which are the first `used` messages.
+    `heard`: the part of the last turn's answer that the messages have; `None` if they have all of it."""
 
     turns: int = 0
     used: int = 0
@@ -49,8 +49,9 @@ class Place:
 
 
 def place(said: Sequence[Said], messages: Sequence[dict[str, Any]]) -> Place:
-    """Finds the last turn up to whose end the messages agree with what was said. Blanks in answers are not compared:
-    speech has none. An answer that stops earlier than ours agrees as far as it goes, and nothing after it does."""
+    """Finds the last turn up to whose end the messages agree with the conversation. Answers are compared without
+    blanks, which speech does not have. If an answer stops earlier than ours, that part of it agrees, and nothing after
+    it does."""
     found = Place()
     for number, turn in enumerate(said, 1):
         asked = found.used + len(turn.given)
@@ -143,7 +144,7 @@ class Conversation:
             return True
 
     async def close(self) -> None:
-        """Ends what is under way and closes the session and the connection. Nothing is left on the server."""
+        """Ends an open turn, and closes the session and the connection. Nothing is left on the server."""
         async with self._lock:
             await self._settle()
             if self._session is not None:
@@ -153,8 +154,8 @@ class Conversation:
         await self._engine.close()
 
     async def _opened(self, tools: Sequence[Any] | None) -> AsyncRemoteSession:
-        """Returns the session without an open turn. Its turns are as we know them, or there are none: then the server
-        has closed it, something else has changed it, or the tools, which its first messages contain, are others."""
+        """Returns the session without an open turn. It has the turns that are known here, or none: if the server has
+        closed it, something else has changed it, or the tools differ, which its first messages contain."""
         await self._settle()
         if self._session is not None:
             with suppress(NotFound, SessionClosed):
@@ -248,7 +249,7 @@ class Answering:
             if self._aborting is not None:
                 await self._aborting
             await self._reading
-        except TenutoError:  # whoever read the answer has it; the turn was rolled back
+        except TenutoError:  # the answer's reader has it; the turn was rolled back
             return None
         result, message = await self.stream.result(), self.stream.message
         if not result.committed:

@@ -250,7 +250,7 @@ class StepMemory(Protocol):
 
     @property
     def keeping(self) -> torch.Tensor | None:
-        """The rows whose inputs are kept, int64 [n]; `None` if there are none."""
+        """The rows whose inputs are kept, int64 [n]; `None` if no row keeps any."""
 
     def keep(self, layer: int, inputs: torch.Tensor) -> None:
         """Keeps the inputs of the tokens of the rows `keeping`; `inputs` are those of all tokens, [tokens, inputs]."""

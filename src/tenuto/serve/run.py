@@ -269,7 +269,7 @@ async def _close(
     server.should_exit = True
     await asyncio.wait({serving}, timeout=CLOSING_SECONDS / 2)
     for connection in list(server.server_state.connections):
-        if not isinstance(connection, WatchedConnection):  # a WebSocket, which was told
+        if not isinstance(connection, WatchedConnection):  # a WebSocket, whose client was notified
             connection.transport.abort()
     while not (serving.done() or edge.hurried or edge.link.stopped is not None) and time.monotonic() < deadline:
         await asyncio.wait({serving}, timeout=CHECK_SECONDS)

@@ -35,7 +35,7 @@ class Scan:
 
     def closing(self, text: str) -> int | None:
         """Returns the position of the first closing tag outside the JSON's strings; if its quotation marks are not
-        paired, that of the first closing tag. `None` if there is no such tag yet."""
+        paired, that of the first closing tag. `None` while that tag has not come."""
         while (found := text.find(self._closes, self._searched)) >= 0:
             if self.first is None and text[self.start : found].lstrip()[:1] not in "{[":
                 return found

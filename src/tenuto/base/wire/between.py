@@ -29,8 +29,8 @@ class Put(Between, frozen=True, kw_only=True):
 
 
 class Take(Between, frozen=True, kw_only=True):
-    """See `messages.TakeMove`. Answered, once the session has another owner, with the news of its open turn, whose
-    `stream` goes on there. `reader`: stands for the replica that asks, among the turn's readers."""
+    """See `messages.TakeMove`. Answered, once the session has its new owner, with the `News` of its open turn, whose
+    `stream` continues there. `reader`: stands for the asking replica among the turn's readers."""
 
     move: str
     tenant: str
@@ -59,9 +59,9 @@ class Follow(Between, frozen=True, kw_only=True):
 
 
 class Abort(Between, frozen=True, kw_only=True):
-    """Abort a turn of this name; see `messages.AbortTurn`. `unread`: only because it has no readers any more at the
-    replica that asks, which is `reader`, so it goes on if it has others where this arrives. Answered with whether it
-    goes on, or nothing."""
+    """Abort the turn of this name; see `messages.AbortTurn`. `unread`: only because it has no more readers at the
+    asking replica, which is `reader`; so it continues if it has other readers where this arrives. Answered with whether
+    it continues, or with nothing."""
 
     tenant: str
     session: str
@@ -97,7 +97,7 @@ class List(Between, frozen=True, kw_only=True):
 
 
 class Fate(Between, frozen=True, kw_only=True):
-    """Answer with the output of a response, in JSON, whose session the replica has."""
+    """Answer with the output of a response, in JSON. The replica has the response's session."""
 
     tenant: str
     response: str
@@ -119,8 +119,8 @@ def key_of(request: Take | Follow | Abort | Move | Forget) -> SessionKey:
 
 
 class Unsaid:
-    """Passes on the part of a turn's output that follows so many tokens and characters of it. The deltas are those from
-    its beginning; a turn that was begun again at another replica may have fewer tokens for a while."""
+    """Passes on a turn's output after its first `tokens` and `characters`. It is given the deltas from the beginning; a
+    turn that was begun again at another replica may have fewer tokens for a while."""
 
     def __init__(self, tokens: int, characters: int) -> None:
         self._tokens = tokens
@@ -128,11 +128,11 @@ class Unsaid:
 
     @property
     def left(self) -> tuple[int, int]:
-        """The tokens and characters of the output that have yet to come before the part to pass on."""
+        """The numbers of tokens and characters that have yet to come before the part to pass on."""
         return self._tokens, self._characters
 
     def of(self, delta: Delta) -> Delta | None:
-        """Returns the part of the next delta that follows; `None` if there is none."""
+        """Returns the part of the next delta that is to be passed on, if any."""
         if not self._tokens and not self._characters:
             return delta
         tokens, characters = min(self._tokens, len(delta.tokens)), min(self._characters, len(delta.text))

@@ -42,8 +42,8 @@ class ListUnowned(Request[SessionPage], frozen=True, kw_only=True):
 
 class BeginMove(OfSession[StateOffer], frozen=True, kw_only=True):
     """Begin to move a session to another replica, and return the offer for that one. `move`: a unique name, by which
-    the other requests refer to it. `relieves`: of what this replica has too much; the other one refuses the session if
-    it would then have more. The session goes on."""
+    the other requests refer to it. `relieves`: what this replica has too much of; the other one refuses the session if
+    it would end up with more. The session stays in use."""
 
     move: str
     relieves: Surplus | None = None
@@ -62,8 +62,8 @@ class HoldMove(Request[StateEnd], frozen=True, kw_only=True):
 
 
 class SettleMove(Request[bool], frozen=True, kw_only=True):
-    """End a move. `gone`: another replica is the owner, and the session leaves. Otherwise it goes on here; if its owner
-    may have been changed (`asked`), only once the database says that it was not, and no longer can be. Answers whether
+    """End a move. `gone`: another replica is the owner, and the session leaves. Otherwise it continues here; if its
+    owner may have changed (`asked`), only once the database shows that it has not, and no longer can. Answers whether
     the session is still here."""
 
     move: str
@@ -76,15 +76,15 @@ class ListOwned(Request[list[OwnedSession]], frozen=True, kw_only=True):
 
 
 class GiveUpSession(OfSession[None], frozen=True, kw_only=True):
-    """Give up an idle session, so that any replica may claim it. Its saved state stays for that one. Unless `unsaved`,
+    """Give up an idle session, so that any replica may claim it, and use its saved state. Unless `unsaved`,
     refused with `SessionBusy` until all of its state is saved, if this replica saves state."""
 
     unsaved: bool = False
 
 
 class EraseTraces(OfSession[list[str]], frozen=True, kw_only=True):
-    """Overwrite what is left here of a session that another replica has erased. Answered with what could not be
-    overwritten, and why."""
+    """Overwrite what is left here of a session that another replica has erased. Answered with the parts that could not
+    be overwritten, and why."""
 
 
 class ReserveMove(Request[None], frozen=True, kw_only=True):
@@ -102,7 +102,7 @@ class PutMove(Request[None], frozen=True, kw_only=True):
 
 
 class TakeMove(Request[Ticket], frozen=True, kw_only=True):
-    """Take in the rest, and become the session's owner. The open turn goes on here, and deltas follow as after
+    """Take in the rest, and become the session's owner. The open turn continues here, and deltas follow as after
     `StartTurn`. The answer is that turn's ticket; its number is 0 without a turn."""
 
     move: str
@@ -116,9 +116,9 @@ class DropMove(Request[None], frozen=True, kw_only=True):
 
 
 class TellLoad(Request[dict[str, TenantUse]], frozen=True, kw_only=True):
-    """Let the fleet know about this replica's edge: how many turns are open there, whether it is `draining`, and its
-    moves. `tenants`: those with limits, and how many turns each has here. Answered with the known use of these tenants
-    at other replicas."""
+    """Report the state of this replica's edge to the fleet: the number of open turns, whether it is `draining`, and its
+    moves. `tenants`: the turns here of each tenant with limits. Answered with the known use of these tenants at other
+    replicas."""
 
     open_turns: int
     draining: bool
@@ -127,7 +127,7 @@ class TellLoad(Request[dict[str, TenantUse]], frozen=True, kw_only=True):
 
 
 class FindObject(Request[StoredObject | None], frozen=True, kw_only=True):
-    """Return an object without its items; `None` if there is none."""
+    """Return an object without its items, or `None` if it does not exist."""
 
     key: ObjectKey
 
@@ -148,8 +148,8 @@ class CountObjects(Request[ObjectsUse], frozen=True, kw_only=True):
 
 
 class ListItems(Request[ItemPage | None], frozen=True, kw_only=True):
-    """Return at most `most` items of the list `part` of an object, after the one named `after`; `None` if there is no
-    such object."""
+    """Return at most `most` items of the list `part` of an object, after the one named `after`; `None` if the object
+    does not exist."""
 
     key: ObjectKey
     part: str
@@ -159,14 +159,14 @@ class ListItems(Request[ItemPage | None], frozen=True, kw_only=True):
 
 
 class EditObject(Request[bool], frozen=True, kw_only=True):
-    """Change an object, and answer once that is durable. Answers whether it was changed: its revision may be another
-    one. May be repeated as it is, if it is unknown whether it was carried out."""
+    """Change an object, and answer once that is durable. Answers whether it was changed; it is not if it has another
+    revision than expected. May be repeated unchanged if the outcome is unknown."""
 
     key: ObjectKey
     edit: ObjectEdit
 
 
 class ListAbandoned(Request[list[ObjectKey]], frozen=True, kw_only=True):
-    """Return objects of one kind, of all tenants, for which a replica had something to do whose lease has ended."""
+    """Return the objects of one kind, of all tenants, with a `worker` whose lease has ended."""
 
     kind: str

@@ -393,7 +393,7 @@ class EndTrace(Request[TraceView], frozen=True, kw_only=True):
 
 
 class ParkSession(OfSession[SessionInfo], frozen=True, kw_only=True):
-    """Move an idle session off the device: to a tier, or if there is none with room, to its tokens."""
+    """Move an idle session off the device: to a tier, or if none has room, to its tokens."""
 
     version: int | None = None
 

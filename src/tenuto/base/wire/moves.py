@@ -18,7 +18,7 @@ from tenuto.base.views import Ticket
 from tenuto.base.wire.document import Conversation
 
 Surplus = Literal["turns", "memory"]
-"""What a replica has too much of, so that it moves sessions to another one."""
+"""The load that a replica has too much of, so that it moves sessions to another one."""
 
 
 class Relieved(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +30,7 @@ class Relieved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StateOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """A session that is to move, for which its new owner reserves room. `owner`: the number of the replica that owns
+    """A session that is to move, so that its new owner can reserve room. `owner`: the number of the replica that owns
     it. `identity`: see `state_file.StateHeader`, as are `page_size`, `unit_bytes` and `units`, the numbers of units
     that its state takes now. `length`: the most tokens that it and its open turn can have. `busy`: whether a turn is
     open. `params`: those of that turn, whose grammar takes time to compile. `relieved`: refuse the session if this
@@ -129,9 +129,9 @@ class StateEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 class LiveStream(msgspec.Struct, frozen=True, kw_only=True):
     """The stream of an open turn at the edge of the replica that it leaves. `said`: all its deltas, joined. `once`: its
-    idempotency key and the digest of its request. `continues`: it goes on without readers. `about`: see `StartTurn`.
-    `ahead`: the numbers of tokens and characters at the end of `said` that the engine will tell once more, since its
-    turn was begun again after a replica was lost."""
+    idempotency key and the digest of its request. `continues`: whether it continues without readers. `about`: see
+    `StartTurn`. `ahead`: the numbers of tokens and characters at the end of `said` that the engine will repeat, since
+    its turn was begun again after a replica was lost."""
 
     name: str
     ticket: Ticket

@@ -1,4 +1,4 @@
-"""What all requests from the edge to the engine are."""
+"""The base of all requests from the edge to the engine."""
 
 from __future__ import annotations
 

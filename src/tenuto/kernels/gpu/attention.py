@@ -4,7 +4,7 @@ The pages of one layer are [units, 2, kv_heads, page_size, head_dim], keys befor
 a page of one layer is contiguous. Slot `s` of page `table[row, i]` holds the key and value of the row's position
 `i * page_size + s`. The page size is a power of two.
 
-What a row gets does not depend on what other rows of a launch hold. Splits (Dao et al., "Flash-Decoding for
+The result of a row does not depend on the contents of other rows of a launch. Splits (Dao et al., "Flash-Decoding for
 long-context inference", 2023) and blocks are chosen by shapes, by the number of rows, and by the row's own length.
 """
 

@@ -78,7 +78,7 @@ class Digests:
     """Digests of a scope and the first tokens of a history, kept every `SPACING` tokens, so that the content of a new
     unit is named without reading all tokens before it.
 
-    Invariant: the kept digests are those of the history's present tokens, as far as it reaches, with the marks of
+    Invariant: up to the end of the history, the kept digests are those of its present tokens, with the marks of
     `_lineage`. Call `cut` before tokens are added, since earlier ones may have been removed.
     """
 

@@ -17,8 +17,8 @@ Row = tuple[int, int]
 
 @dataclass(slots=True)
 class ErasedCopies:
-    """The number of erased copies in `host` memory, and of erased rows of files on `disk`. `failed`: what could not be
-    overwritten or removed, and why."""
+    """The number of erased copies in `host` memory, and of erased rows of files on `disk`. `failed`: the parts that
+    could not be overwritten or removed, and why."""
 
     host: int = 0
     disk: int = 0
@@ -28,9 +28,9 @@ class ErasedCopies:
 def erase_copies(tiers: Tiers, saves: Saves, records: Collection[Parked], now: float) -> ErasedCopies:
     """Discards these records of one session, with all units that nothing else refers to.
 
-    Afterwards every row of every file is one to which some record refers, or was overwritten; files without such rows
-    are gone; the index has no byte of the records; and the copies in host memory that were discarded hold zeros. No
-    copy may be under way.
+    Afterwards every row of every file has a record that refers to it, or was overwritten, and files without such rows
+    are gone. The index has no byte of the records. The discarded copies in host memory hold zeros. No copy may be under
+    way.
     """
     erased = ErasedCopies()
     own = Counter(unit for record in records for unit in record)

@@ -11,7 +11,7 @@ from tenuto.base.views import SessionKey
 from tenuto.memory.tiers.contents import Contents
 from tenuto.memory.tiers.copies import Place
 from tenuto.memory.tiers.disk import DiskFailed, Readable, ReadableIndex, UnitCopy, UnitFile, read_units
-from tenuto.memory.tiers.saves import usable_places
+from tenuto.memory.tiers.runs import usable_places
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The state of sessions that is kept on disk for the next process, while the sessions go on."""
+"""The state of sessions, kept on disk for the next process while the sessions are in use."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import NamedTuple
 from tenuto.base.errors import InvariantError
 from tenuto.base.views import SessionKey
 from tenuto.memory.tiers.contents import Contents
-from tenuto.memory.tiers.copies import Place
 from tenuto.memory.tiers.disk import DiskFailed, Listing, Run, UnitFile
 from tenuto.memory.tiers.moves import Write
 from tenuto.memory.tiers.parked import Parked, StoredUnit, size_of
+from tenuto.memory.tiers.runs import runs_of, usable_places
 from tenuto.memory.tiers.tiers import Tiers
 from tenuto.memory.tiers.writes import group_of
 
@@ -229,7 +229,7 @@ class Saves:
         stay = [min(kept, len(units)) for kept, units in zip(stay, record.units, strict=True)]
         others = chain(*(units[kept:] for kept, units in zip(stay, record.units, strict=True)))
         there = [(unit, unit.file) for unit in others if unit.file is not None]
-        runs = _runs(((unit.group, file.name, unit.row, unit.content.mark) for unit, file in there), stay)
+        runs = runs_of(((unit.group, file.name, unit.row, unit.content.mark) for unit, file in there), stay)
         sizes = {file.name: file.size for _, file in there}
         self._changes[record.key] = Listing(record.key, record.position, stay, runs, sizes)
 
@@ -406,46 +406,4 @@ class _Listed(NamedTuple):
         ]
         sizes = {**self.sizes, **{file.name: file.size for file in files}}
         key, position, stay = self.save.key, self.save.position, self.save.stay
-        return Listing(key, position, stay, _runs(iter(found), stay), sizes)
-
-
-def usable_places(
-    runs: Iterable[Run], files: Iterable[UnitFile], names: Contents, *, whole: bool
-) -> tuple[list[list[Place]], int | None]:
-    """Returns the places, by group, of units whose contents should be `names`, as far as `files` and the right marks
-    are listed in `runs`. If some are missing, also returns how many units of each group can be used nevertheless, which
-    are pages then: none with `whole`."""
-    named = {file.name: file for file in files}
-    places: list[list[Place]] = [[] for _ in names]
-    for run in runs:
-        if run.group >= len(names) or run.file not in named:
-            continue
-        found, held = places[run.group], names[run.group]
-        for (first, mark), row in zip(_marked(run), range(run.row, run.row + run.number), strict=False):
-            if first == len(found) < len(held) and held[first].mark == mark:
-                found.append((named[run.file], run.group, row, held[first]))
-    if all(len(found) == len(held) for found, held in zip(places, names, strict=True)):
-        return places, None
-    pages = 0 if whole else max(0, min(map(len, places)) - 1)  # the last one's own tokens may differ
-    return [found[:pages] for found in places], pages
-
-
-def _marked(run: Run) -> Iterator[tuple[int, bytes]]:
-    size = len(run.marks) // run.number if run.number > 0 else 0
-    for i in range(run.number if size else 0):
-        yield run.first + i, run.marks[i * size : (i + 1) * size]
-
-
-def _runs(found: Iterator[tuple[int, str, int, bytes]], stay: Sequence[int]) -> list[Run]:
-    """Returns units as runs; `found` has the group, file name, row and mark of each, in the order of groups. `stay`:
-    the number of each group's first unit."""
-    runs: list[Run] = []
-    first = list(stay)
-    for group, file, row, mark in found:
-        last = runs[-1] if runs else None
-        if last is not None and (last.group, last.file, last.row + last.number) == (group, file, row):
-            runs[-1] = last._replace(number=last.number + 1, marks=last.marks + mark)
-        else:
-            runs.append(Run(group, first[group], file, row, 1, mark))
-        first[group] += 1
-    return runs
+        return Listing(key, position, stay, runs_of(iter(found), stay), sizes)

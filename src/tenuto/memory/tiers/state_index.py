@@ -42,16 +42,16 @@ SUFFIXES = ("", "-wal")
 
 
 class StateIndex:
-    """An index in a SQLite database. Every change is a transaction, so after a kill the index is as it was after some
-    change, also if the process is killed within one. Its write-ahead log is not flushed with each change: after a loss
-    of power the last changes may be missing, which costs time. Nothing in it is trusted: units have to hold the
-    contents that a session's tokens demand, whatever the index says.
+    """An index in a SQLite database. Every change is a transaction, so even if the process is killed within one, the
+    index is as it was after some change. Its write-ahead log is not flushed with each change: after a loss of power the
+    last changes may be missing, which costs only time. Nothing in it is trusted: whatever the index lists, units have
+    to hold the contents that a session's tokens demand.
 
     The engine's thread reads, and the thread that writes files changes the index; each has its connection.
     """
 
     def __init__(self, path: Path | str, watcher: Watcher | None = None) -> None:
-        """With path `MEMORY`, the index is not kept. `watcher`: is told what has changed."""
+        """With path `MEMORY`, the index is not kept. `watcher`: is notified of changes."""
         self._path = path
         self._watcher = watcher
         self._connections: dict[str, sqlite3.Connection] = {}

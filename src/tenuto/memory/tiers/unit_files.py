@@ -120,7 +120,7 @@ class UnitFiles(UnitReader):
     """
 
     def __init__(self, directory: Path, budget: int, identity: str = "", watcher: Watcher | None = None) -> None:
-        """Files that another process has left stay until `take_over`. `watcher`: is told what has changed. Raises
+        """Files that another process has left stay until `take_over`. `watcher`: is notified of changes. Raises
         `ConfigError`."""
         super().__init__(directory, identity)
         self._watcher = watcher

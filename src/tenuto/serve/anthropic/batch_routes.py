@@ -22,7 +22,8 @@ from tenuto.base.errors import (
 )
 from tenuto.base.options import MAX_PRIORITY
 from tenuto.serve.anthropic import threads
-from tenuto.serve.anthropic.batches import AT_ONCE, Batch, BatchBody, Batches, Result, Work, new_name
+from tenuto.serve.anthropic.batch import Batch, BatchBody
+from tenuto.serve.anthropic.batches import AT_ONCE, Batches, Result, Work, new_name
 from tenuto.serve.anthropic.errors import FORM
 from tenuto.serve.anthropic.routes import begin
 from tenuto.serve.anthropic.schemas import MessagesBody

@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
-from pydantic import Field
 
-from tenuto.base.errors import IllegalTransition, InvalidRequest, LimitReached, NotAcknowledged, NotFound
+from tenuto.base.errors import LimitReached, NotAcknowledged, NotFound
 from tenuto.base.objects import NOBODY, ItemName, NewItem, ObjectItem, StoredObject
+from tenuto.serve.anthropic.batch import Batch, Head
 from tenuto.serve.anthropic.errors import FORM
 from tenuto.serve.shared.errors import Failure
-from tenuto.serve.shared.objects import ForeignObject
 from tenuto.serve.shared.tenant_objects import Edit, TenantObjects, new_edit
 
 log = structlog.get_logger("tenuto.batches")
 
-MAX_REQUESTS = 10_000
-"""Maximum number of requests in a batch."""
 MAX_BATCHES = 100
 """Maximum number of one tenant's batches."""
 MAX_BYTES = 64 * 2**20
 """Maximum size of one tenant's requests that wait and of its results, as JSON."""
 AT_ONCE = 16
 """Maximum number of one tenant's requests that are answered at once."""
-LIFETIME = timedelta(hours=24)
-"""Time after which requests that are not done expire."""
 WATCH_SECONDS = 0.5
 """How often to look whether a batch was cancelled through another replica."""
 AGAIN_SECONDS = 0.5
@@ -53,111 +45,14 @@ Work = Callable[[str, AnswerTo, int], Awaitable[None]]
 """Works on a batch, like `Batches.run`."""
 
 
-class BatchRequest(ForeignObject):
-    """A request of a batch. `params`: the body of a request for messages, checked when its turn comes."""
-
-    custom_id: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
-    params: dict[str, Any]
-
-
-class BatchBody(ForeignObject):
-    """A batch to run."""
-
-    requests: Annotated[list[BatchRequest], Field(fail_fast=True, min_length=1, max_length=MAX_REQUESTS)]
-
-    def encoded(self) -> list[tuple[str, bytes]]:
-        """Returns the requests as JSON, with their ids. Raises `InvalidRequest`."""
-        seen: set[str] = set()
-        for number, request in enumerate(self.requests):
-            if request.custom_id in seen:
-                raise InvalidRequest(
-                    f"requests[{number}].custom_id is {request.custom_id!r} again; allowed: every id once",
-                    param=f"requests[{number}].custom_id",
-                )
-            seen.add(request.custom_id)
-        return [(request.custom_id, json.dumps(request.params).encode()) for request in self.requests]
-
-
-class Head(msgspec.Struct, frozen=True, array_like=True):
-    """The head of a batch's object. Times are in seconds since the epoch. `counts`: results by type."""
-
-    total: int
-    created: float
-    counts: dict[str, int] = {}
-    cancelled: float | None = None
-    ended: float | None = None
-
-    def encoded(self) -> bytes:
-        return msgspec.msgpack.encode(self)
-
-    def having(self, **fields: Any) -> Head:
-        """Returns this with other values of these fields."""
-        return msgspec.structs.replace(self, **fields)
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A batch, as it was when it was read."""
-
-    stored: StoredObject
-    head: Head
-
-    @classmethod
-    def of(cls, stored: StoredObject) -> Self:
-        return cls(stored, msgspec.msgpack.decode(stored.head, type=Head))
-
-    @property
-    def id(self) -> str:
-        return self.stored.name
-
-    @property
-    def has_ended(self) -> bool:
-        return self.head.ended is not None
-
-    @property
-    def expires(self) -> float:
-        return self.head.created + LIFETIME.total_seconds()
-
-    def view(self, url: str) -> dict[str, Any]:
-        """Returns the batch in the form for clients. `url`: that of all batches."""
-        head = self.head
-        status = "ended" if self.has_ended else "canceling" if head.cancelled is not None else "in_progress"
-        counts = Counter(head.counts if self.has_ended else {})
-        kinds = ("succeeded", "errored", "canceled", "expired")
-        return {
-            "id": self.id,
-            "type": "message_batch",
-            "processing_status": status,
-            "request_counts": {
-                "processing": head.total - counts.total(),
-                **{kind: counts[kind] for kind in kinds},
-            },
-            "created_at": _shown(head.created),
-            "expires_at": _shown(self.expires),
-            "ended_at": _shown(head.ended),
-            "cancel_initiated_at": _shown(head.cancelled),
-            "archived_at": None,
-            "results_url": f"{url}/{self.id}/results" if self.has_ended else None,
-        }
-
-    def require_ended(self) -> None:
-        """Raises `IllegalTransition` unless all requests are done."""
-        if not self.has_ended:
-            raise IllegalTransition(f"batch {self.id} is in progress; wait for its end, or cancel it")
-
-
-def _shown(time: float | None) -> str | None:
-    return datetime.fromtimestamp(time, UTC).isoformat() if time is not None else None
-
-
 class Batches:
-    """The batches of a tenant, and those of them that this replica works on.
+    """The batches of a tenant, and the runs of those that this replica works on.
 
     Invariant: each request of a batch is either in the list `WAITING` or has its result in the list `RESULTS`, and one
     change moves it from one to the other. Only the replica that the batch names as its worker makes such changes, each
     of which expects the revision that its last one has left. A replica becomes the worker only if the one before has
-    left the batch, or its lease has ended; what that one still does is not recorded any more. So no request has two
-    results, and a result that was recorded stays.
+    left the batch, or its lease has ended; the results of that one are then no longer recorded. So no request has two
+    results, and a recorded result stays.
     """
 
     KIND = "batch of messages"
@@ -237,15 +132,15 @@ class Batches:
                 await self._run(name, answer_to, at_once)
 
     async def run(self, name: str, answer_to: AnswerTo, at_once: int) -> None:
-        """Answers the requests of a batch whose worker this replica is, at most `at_once` of them at the same time.
-        Returns once the batch has ended, or is not this replica's to work on any more."""
+        """Answers the requests of a batch whose worker is this replica, at most `at_once` of them at the same time.
+        Returns once the batch has ended, or has another worker."""
         with self._working_on(name) as free:
             if free:
                 await self._run(name, answer_to, at_once)
 
     @contextmanager
     def _working_on(self, name: str) -> Iterator[bool]:
-        """Yields whether this replica does not work on the batch, and has not yet to see that others do."""
+        """Yields whether this replica may work on the batch: it does not do so already."""
         free = name not in self._runs
         if free:
             self._runs[name] = None
@@ -278,11 +173,11 @@ def _absent(name: str) -> NotFound:
 
 
 class _Left(Exception):
-    """The batch is not this replica's to work on any more."""
+    """The batch has another worker now, or is gone."""
 
 
 class Run:
-    """Answers the requests of one batch. `batch`: as it was after its last change that is known here."""
+    """Answers the requests of one batch. `batch`: its latest state that is known here."""
 
     def __init__(self, objects: TenantObjects, batch: Batch, answer_to: AnswerTo, places: asyncio.Semaphore) -> None:
         self.batch = batch
@@ -292,7 +187,7 @@ class Run:
         self._waiting: deque[ObjectItem] = deque()  # requests that have not begun
         self._running: dict[asyncio.Task[Result | None], None] = {}  # answers to requests, in order
         self._changing = asyncio.Lock()  # held while the batch is changed, or read again
-        self._leaving = False  # no more requests are begun
+        self._leaving = False  # whether no more requests are to begin
 
     async def work(self, at_once: int) -> None:
         """Answers all requests, or leaves the batch to other replicas."""
@@ -374,7 +269,7 @@ class Run:
             del self._running[task]
 
     async def _record(self, name: str, waited: int, result: Result) -> None:
-        """Records a result. One for which there is no room becomes an error. Raises `_Left`."""
+        """Records a result, or an error if there is no room for it. Raises `_Left`."""
         async with self._changing:
             while True:
                 line = _line(name, result)
@@ -391,7 +286,7 @@ class Run:
                     return
 
     async def _recorded(self, name: str, kind: str, line: bytes) -> bool:
-        """Records a result, unless the batch was changed by others. Returns whether that has happened."""
+        """Records a result, unless others have changed the batch. Returns whether it was recorded."""
         head = self.batch.head
         counts = {**head.counts, kind: head.counts.get(kind, 0) + 1}
         last = sum(counts.values()) == head.total

@@ -15,7 +15,7 @@ from tenuto.base.wire.pieces import in_pieces
 from tenuto.serve.fleet.peers import Broken, NotSent, Peers, Reply
 
 PATH = "/fleet/between"
-"""Where a replica takes requests of others."""
+"""The path at which a replica takes requests of others."""
 SECRET = "x-tenuto-fleet"  # noqa: S105 - the name of a header
 """The header with the secret of the fleet, which marks a forwarded request."""
 
@@ -47,7 +47,7 @@ class Between:
             raise Disconnected(f"the connection to the replica at {url} broke: {error}") from error
 
     async def ask(self, url: str, request: AnyBetween) -> bytes:
-        """Has a request carried out, and returns the answer. Raises what `stream` raises."""
+        """Has a request carried out, and returns the answer. Raises the errors of `stream`."""
         async with self.stream(url, request) as reply:
             return await _whole(reply)
 
@@ -67,7 +67,7 @@ async def _refusal(reply: Reply) -> TenutoError:
 
 
 async def news_of(reply: Reply) -> AsyncIterator[News]:
-    """Yields the news of a turn in an answer. Raises `Broken`."""
+    """Yields each `News` of a turn in an answer. Raises `Broken`."""
     frames, decoder = FrameReader(), msgspec.msgpack.Decoder(News)
     while piece := await reply.piece():
         for payload in frames.feed(piece):

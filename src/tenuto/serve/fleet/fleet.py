@@ -1,4 +1,4 @@
-"""The fleet as this replica sees it: where sessions are, and turns that are begun again."""
+"""The fleet as this replica's edge sees it: where sessions are, and turns that are begun again."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from tenuto.serve.fleet.relays import Relays
 from tenuto.serve.shared.edge import SHUTTING_DOWN, Edge
 
 TOLD = 5
-"""How often in a lease the engine's process learns what goes on at the edge."""
+"""How often in a lease the edge reports to the engine process."""
 MAX_PLACES = 100_000
 """The most sessions of other replicas whose places are remembered."""
 
 
 class Fleet:
-    """The fleet as this replica sees it.
+    """The fleet as this replica's edge sees it.
 
-    Invariant: a place in `_elsewhere` was right at some time. A replica that does not own a session says so, and then
-    the place is asked for again.
+    Invariant: a place in `_elsewhere` was right at some time. If it is outdated, the replica there refuses requests for
+    the session, and the place is then looked up again.
     """
 
     def __init__(self, edge: Edge, membership: Membership, secret: str) -> None:
@@ -76,7 +76,7 @@ class Fleet:
         return fleet
 
     async def close(self) -> None:
-        """Ends what goes on beside requests."""
+        """Ends the work that goes on beside requests."""
         for task in (self._telling, self._resuming):
             if task is not None:
                 task.cancel()
@@ -86,14 +86,14 @@ class Fleet:
         self.peers.close()
 
     async def _tell_on(self) -> None:
-        """Lets the engine's process know, for its next heartbeat, what goes on here."""
+        """Reports the state of the edge to the engine process, for its next heartbeat."""
         while self.edge.link.stopped is None:
             with suppress(TenutoError):
                 await self.tell()
             await asyncio.sleep(self.lease / TOLD)
 
     async def _resume_on(self) -> None:
-        """Goes on with what replicas had to do that are gone."""
+        """Continues the work of replicas that are gone."""
         while self.edge.link.stopped is None:
             await asyncio.sleep(self.lease)
             for kind, resume in self.edge.resumes.items():
@@ -102,7 +102,7 @@ class Fleet:
                         await resume(each.tenant, each.name)
 
     async def tell(self) -> None:
-        """Does that once, if anything has changed, and learns what tenants have at other replicas."""
+        """Reports the state of the edge once, if it has changed, and learns the use of tenants at other replicas."""
         turns, draining = self.edge.turns, self.drain.begun
         tenants = {
             name: TenantUse(turns=self.edge.turns_of(name), queued=turns.queues.waiting[name]) for name in self._limited
@@ -114,14 +114,14 @@ class Fleet:
             self._said = told
 
     async def instead(self) -> str:
-        """Returns the address of the replica with most room that takes what is new in place of this one. Raises
+        """Returns the address of the replica with most room, to take new sessions in place of this one. Raises
         `Draining`."""
         if not (found := by_room(others(await self.replicas()))):
             raise Draining(SHUTTING_DOWN)
         return found[0].url
 
     def is_forwarded(self, given: str | None) -> bool:
-        """Whether a request was forwarded, by what it has in the header `SECRET`. Raises `Unauthorized` if that is not
+        """Whether a request with this value of the header `SECRET` was forwarded. Raises `Unauthorized` if that is not
         the fleet's secret."""
         if given is None:
             return False
@@ -130,8 +130,8 @@ class Fleet:
         return True
 
     async def place(self, key: SessionKey, *, anew: bool = False) -> str | None:
-        """Returns the URL of the replica that owns a session; `None` if that is this one, or there is no such session.
-        `anew`: what is remembered is not used."""
+        """Returns the URL of the other replica that owns a session; `None` if this one owns it, or it does not exist.
+        `anew`: without a place that is remembered."""
         if not anew and (known := self._elsewhere.get(key)) is not None:
             self._elsewhere.move_to_end(key)
             return known
@@ -145,7 +145,7 @@ class Fleet:
         return url
 
     async def seek(self, key: SessionKey) -> str | None:
-        """Calls `place`, without what is remembered."""
+        """Calls `place`, without a place that is remembered."""
         return await self.place(key, anew=True)
 
     def arrived(self, key: SessionKey) -> None:
@@ -170,8 +170,8 @@ class Fleet:
             heard = reply.heard
 
     async def locate(self, key: SessionKey) -> Place:
-        """Asks where a session is. If this replica has taken it over with a turn that its last owner had accepted, the
-        turn is begun again, also if the caller is cancelled meanwhile."""
+        """Asks where a session is. If this replica takes it over, and its last owner had accepted a turn, the turn is
+        begun again, even if the caller is cancelled meanwhile."""
         asking = asyncio.ensure_future(self._locate(key))
         self._asking.add(asking)
         asking.add_done_callback(self._asking.discard)
@@ -186,7 +186,7 @@ class Fleet:
 
     async def listed(self, asked: ListSessions) -> list[Listing]:
         """Returns the sessions that the other replicas have, and those that no live replica owns. Raises `Unreachable`
-        or `Disconnected` if a replica cannot say."""
+        or `Disconnected` if a replica does not answer."""
         view = await self.replicas()
         others = [each.url for each in view.replicas if each.live and each.replica != view.replica]
         answers = await asyncio.gather(*(self.between.ask(url, List(asked=asked)) for url in others))
@@ -198,7 +198,7 @@ class Fleet:
         return found
 
     async def bring(self, key: SessionKey) -> None:
-        """Has a session move here, if another replica owns it. Raises what `Between.ask` raises."""
+        """Has a session move here, if another replica owns it. Raises the errors of `Between.ask`."""
         if (url := await self.seek(key)) is not None:
             view = await self.replicas()
             here = next(each.url for each in view.replicas if each.replica == view.replica)
@@ -206,8 +206,8 @@ class Fleet:
             self.arrived(key)
 
     async def erase(self, key: SessionKey) -> list[str]:
-        """Has the other replicas overwrite what they have of a session that was erased here. Returns what could not be
-        overwritten, and why."""
+        """Has the other replicas overwrite what they have of a session that was erased here. Returns which parts could
+        not be overwritten, and why."""
         try:
             view = await self.replicas()
         except TenutoError as error:
@@ -223,8 +223,8 @@ class Fleet:
         return [f"replica {replica.replica}: {each}" for each in msgspec.msgpack.decode(answer, type=list[str])]
 
     async def knows(self, tenant: str, response: str) -> bytes | None:
-        """Returns what the replica knows of a response that has its session; `None` if that is this one, or there is
-        none. Raises what `Between.ask` raises."""
+        """Asks the replica that has a response's session for the response's output, in JSON. Returns `None` if this
+        replica has the session, or it does not exist. Raises the errors of `Between.ask`."""
         url = await self.seek((tenant, response))
         return await self.between.ask(url, Fate(tenant=tenant, response=response)) if url is not None else None
 

@@ -1,4 +1,4 @@
-"""Every replica serves everything: requests for sessions of other replicas are forwarded to these."""
+"""Forwards requests for sessions of other replicas to them, so that every replica can serve every request."""
 
 from __future__ import annotations
 
@@ -114,9 +114,9 @@ class _Body:
 
 
 class _Trial:
-    """An answer of this replica, which is dropped if it says that the session has moved meanwhile: nothing was done
-    then, and the request is forwarded. `gives_up`: it is not dropped, since another replica has forwarded the
-    request."""
+    """An answer of this replica. It is dropped if its status is that of `Misdirected`, since the session has moved
+    meanwhile: nothing was done, and the request is forwarded. `gives_up`: do not drop it, since another replica has
+    forwarded the request."""
 
     def __init__(self, body: _Body, send: Send, *, gives_up: bool) -> None:
         self.misdirected = False
@@ -135,9 +135,9 @@ class _Trial:
 
 
 class Forwarding:
-    """Passes requests to the application that name no session, or one of this replica. Forwards the others, at most
-    once: a request that was forwarded is answered or refused where it arrives, and the replica that has forwarded it
-    looks for the owner again. While this replica ends, a request waits for its session to leave."""
+    """Passes requests that name no session, or one of this replica, to the application. Forwards the others, at most
+    once: a forwarded request is answered or refused where it arrives, and after a refusal the forwarding replica looks
+    for the owner again. While this replica is ending, a request waits for its session to leave."""
 
     def __init__(self, app: ASGIApp, fleet: Fleet, count: Callable[[], None]) -> None:
         """`count`: called for each request that is forwarded."""
@@ -172,7 +172,7 @@ class Forwarding:
         forwarded = self._fleet.is_forwarded(headers.get(SECRET))
         try:
             tenant = self._fleet.edge.tenant(headers).name
-        except Unauthorized:  # the application says so
+        except Unauthorized:  # the application answers that
             return True
         used, opened = await _names(scope, body)
         for name in opened:
@@ -206,8 +206,8 @@ class Forwarding:
             return await until_disconnected(scope, body.rest, forward(asked, _Answering(scope, send)))
 
     async def _forward_new(self, asked: _Request, answering: _Answering) -> bool:
-        """Has another replica answer what is new. Raises `Draining` if there is none, `Unreachable`, and `Disconnected`
-        if it may have been carried out."""
+        """Has another replica answer a request without a session. Raises `Draining` if no replica can, `Unreachable`,
+        and `Disconnected` if the request may have been carried out."""
         url = await self._fleet.instead()
         try:
             async with self._fleet.peers.ask(url, asked.at(url), bodiless=asked.bodiless) as reply:
@@ -286,7 +286,7 @@ class _Answering:
 
     def cut(self) -> bool:
         """Ends an answer whose rest is lost, if it has begun; returns whether it has. The client sees a broken
-        connection, or on a WebSocket an error, and may ask for the rest. Raises `Disconnected`."""
+        connection and may ask for the rest. Raises `Disconnected` on a WebSocket."""
         if not self._begun:
             return False
         if (client := client_of(self._scope)) is None:
@@ -296,7 +296,7 @@ class _Answering:
 
 
 def is_misdirected(reply: Reply) -> bool:
-    """Whether a replica says that it does not own the session of a forwarded request."""
+    """Whether a replica refuses a forwarded request because it does not own the session."""
     return reply.status == Misdirected.status
 
 

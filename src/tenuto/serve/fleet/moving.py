@@ -33,21 +33,21 @@ END_BYTES = 2**22
 """How much state is sent together with the request that changes the owner."""
 ENDING_SECONDS = 1.0
 TRIES = 8
-"""How often a turn is waited for that cannot go on elsewhere."""
+"""How often a move waits for the end of a turn that cannot continue elsewhere."""
 
 
 class Moving:
     """Moves sessions away from this replica; see `runtime.moves.Moves`, which carries out each part.
 
-    Whatever goes wrong, `_settle` finds out who owns the session, and until it knows, the session stays held. Meanwhile
-    requests for it wait. The stream of its open turn goes on here, with what the new owner tells.
+    After any failure, `_settle` finds out who owns the session. Until that is known, the session stays held, and
+    requests for it wait. The stream of its open turn continues here, with deltas from the new owner.
     """
 
     def __init__(self, edge: Edge, between: Between, relays: Relays) -> None:
         self._edge = edge
         self._between = between
         self._relays = relays
-        self._held: dict[SessionKey, asyncio.Event] = {}  # sessions that are held, until it is settled where they are
+        self._held: dict[SessionKey, asyncio.Event] = {}  # sessions that are held, until their owner is known
         self._under_way: dict[SessionKey, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._done = self._failed = 0
@@ -65,9 +65,9 @@ class Moving:
                 await held.wait()
 
     async def move(self, key: SessionKey, url: str, relieves: Surplus | None = None) -> None:
-        """Moves a session to the replica at `url`, also if the caller is cancelled meanwhile. `relieves`: see
-        `BeginMove`; such a move does not wait for a turn that cannot go on elsewhere. Raises the reason why the move
-        has failed; the session then goes on here."""
+        """Moves a session to the replica at `url`, even if the caller is cancelled meanwhile. `relieves`: see
+        `BeginMove`; such a move does not wait for a turn that cannot continue elsewhere. Raises the error with which
+        the move failed; the session then continues here."""
         moving = asyncio.ensure_future(self._move(key, url, relieves))
         self._tasks.add(moving)
         moving.add_done_callback(self._tasks.discard)
@@ -75,7 +75,7 @@ class Moving:
         await asyncio.shield(moving)
 
     async def close(self) -> None:
-        """Ends the moves that are under way: those that do not end by themselves soon are given up."""
+        """Ends the moves that are under way. Those that do not end soon by themselves are given up."""
         for _ in range(2):
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=ENDING_SECONDS)
@@ -83,7 +83,7 @@ class Moving:
                 moving.cancel()
 
     def holds(self, key: SessionKey) -> bool:
-        """Whether it is not settled yet where this session is."""
+        """Whether this session is held, and its owner not known yet."""
         return key in self._held
 
     async def _move(self, key: SessionKey, url: str, relieves: Surplus | None) -> None:
@@ -154,8 +154,8 @@ class Moving:
 
 
 class _Handover:
-    """The end of a move, from the moment at which the session is held. Raises why it has failed once it is known that
-    the session is still here."""
+    """The end of a move, once the session is held. If it fails, `carry_out` raises the error once it is known that the
+    session is still here."""
 
     def __init__(
         self, edge: Edge, between: Between, relays: Relays, key: SessionKey, url: str, name: str, held: asyncio.Event
@@ -198,7 +198,7 @@ class _Handover:
         except TenutoError:
             if not unread:
                 raise
-            goes_on = True  # as far as this replica knows; that it leaves says the same as its request
+            goes_on = True  # as far as is known here; when this replica leaves, that has the effect of its request
         if goes_on:
             turn.rolling_back = False
             if not turn.readers:  # nobody needs it here, and a relay would count as a reader there
@@ -207,8 +207,8 @@ class _Handover:
         return True
 
     async def _hand_over(self, turn: LiveTurn | None, *, accepted: bool) -> None:
-        """`accepted`: whether the engine had accepted the turn. Only then all that it has told of the turn came before
-        its answer to `HoldMove`."""
+        """`accepted`: whether the engine had accepted the turn. Only then has all of its output so far come before the
+        answer to `HoldMove`."""
         end = await self._edge.link.call(HoldMove(move=self._name))
         if end.turn is None:
             if turn is not None:  # it has ended, or will be refused
@@ -238,7 +238,7 @@ class _Handover:
         await self._edge.link.call(SettleMove(move=self._name, gone=True))
 
     async def _send(self, end: StateEnd) -> StateEnd:
-        """Sends pieces of the rest, if it is large. Returns the end with the others."""
+        """Sends pieces of the state's end ahead if it is large. Returns the end with the other pieces."""
         left, kept, size = list(end.pieces), list(end.kept), sum(len(piece.data) for piece in end.pieces)
         while left and size > END_BYTES:
             piece = left.pop(0)
@@ -248,8 +248,8 @@ class _Handover:
         return msgspec.structs.replace(end, pieces=left, kept=kept)
 
     async def _read(self, take: Take, turn: LiveTurn | None, taken: asyncio.Future[None]) -> bool:
-        """Asks the other replica to take the session, and reads the turn's news from its answer. Returns False if it
-        has refused; `taken` has the reason. Raises the reason if the rest of the answer is lost."""
+        """Asks the other replica to take the session, and reads the turn's output from its answer. Returns False if it
+        refuses; `taken` then has its error. Raises an error if the rest of the answer is lost."""
         try:
             async with self._between.stream(self._url, take) as reply:
                 if not taken.done():
@@ -272,7 +272,7 @@ class _Handover:
     def _gone(self, turn: LiveTurn | None, taken: asyncio.Future[None] | None) -> None:
         """Notes that another replica is the owner. Turns that wait here are started there."""
         self._here = False
-        if turn is not None and taken is None and not turn.ended:  # whoever owns it now is asked
+        if turn is not None and taken is None and not turn.ended:  # from its present owner
             self._relays.begin(turn)
         for waiting in self._edge.turns.queues.waiting_for(self._key):
             self._edge.turns.queues.refuse(waiting, Misdirected(MOVED))
@@ -280,7 +280,7 @@ class _Handover:
             self._edge.turns.moved(turn)
 
     async def _settle(self) -> bool:
-        """Finds out whether this replica is still the owner, and lets the session go on here if it is."""
+        """Finds out whether this replica is still the owner. If it is, the session continues here."""
         while True:
             try:
                 return await self._edge.link.call(SettleMove(move=self._name, asked=self._asked))

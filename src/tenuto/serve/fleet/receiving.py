@@ -39,13 +39,13 @@ from tenuto.serve.shared.sse import until_disconnected
 MAX_BYTES = 2**30
 """The most bytes of a request: parked state of a session may come in one piece."""
 FORGOTTEN_SECONDS = 30.0
-"""How long room is kept for a session of which nothing more comes."""
+"""How long room is kept for a session if nothing more comes."""
 GRACE_SECONDS = 10.0
-"""How long a turn that goes on here, and whose readers are at another replica, waits for these to come back."""
+"""How long a turn that continues here, with its readers at another replica, waits for them to come back."""
 
 
 class Receiving:
-    """Takes requests of other replicas, which have the secret of the fleet; other requests go to the application."""
+    """Carries out requests of other replicas, which know the fleet's secret. Other requests go to the application."""
 
     def __init__(self, app: ASGIApp, fleet: Fleet) -> None:
         self._app = app
@@ -89,7 +89,7 @@ class Receiving:
         return request
 
     async def _answered(self, request: AnyBetween) -> bytes | None:
-        """Carries out a request that has an answer of its own, and returns that; `None` for others."""
+        """Carries out a request that is answered with a value, and returns that, encoded; `None` for others."""
         match request:
             case List():
                 return msgspec.msgpack.encode(await self._edge.listed(request.asked))
@@ -104,8 +104,8 @@ class Receiving:
         return None
 
     async def _carry_out(self, request: AnyBetween) -> tuple[LiveTurn | None, tuple[int, int], str]:
-        """Carries out a request. Returns the turn about which to tell, the tokens and characters of its output after
-        which to begin, and who reads them."""
+        """Carries out one of the other requests. Returns the turn whose output is the answer, the numbers of tokens and
+        characters of output to skip, and the reader."""
         link = self._edge.link
         match request:
             case Reserve(move=move, offer=offer):
@@ -133,7 +133,7 @@ class Receiving:
         return None, (0, 0), ""
 
     async def _abort(self, request: Abort) -> bool:
-        """Carries out `Abort`. Returns whether the turn goes on."""
+        """Carries out `Abort`. Returns whether the turn continues."""
         turn = await self._edge.turns.recall(request.tenant, request.session, request.name)
         if request.unread:
             return await self._edge.turns.unread(turn, request.reader)
@@ -141,7 +141,7 @@ class Receiving:
         return False
 
     def _expect(self, move: str) -> None:
-        """Gives the room of a move up if nothing more comes."""
+        """Gives up the room for a move unless more of it comes in time."""
         self._forget(move)
         loop = asyncio.get_running_loop()
         self._expiries[move] = loop.call_later(FORGOTTEN_SECONDS, lambda: self._edge.spawn(self._drop(move)))
@@ -186,14 +186,14 @@ class Receiving:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _left(self, turn: LiveTurn) -> None:
-        """Rolls the turn back, also if it has moved on, unless it ends, continues without readers, or one comes back in
-        time."""
+        """Rolls the turn back, even if it has moved on, unless it ends, continues without readers, or a reader comes
+        back in time."""
         if not turn.ended:
             asyncio.get_running_loop().call_later(GRACE_SECONDS, self._edge.turns.abandon, turn)
 
 
 def _live(tenant: str, session: str, stream: LiveStream) -> LiveTurn:
-    """Returns a turn that goes on here."""
+    """Returns a turn that continues here."""
     start = StartTurn(kind="turn", tenant=tenant, session=session, resumable=stream.resumable, about=stream.about)
     turn = LiveTurn(start, continues=stream.continues, once=stream.once, name=stream.name)
     turn.reading = stream.reading

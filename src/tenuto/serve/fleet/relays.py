@@ -1,4 +1,4 @@
-"""Relays: turns that have moved to other replicas go on in the streams of this one's clients."""
+"""Relays: turns that have moved to other replicas continue in the streams of this replica's clients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = structlog.get_logger("tenuto.fleet")
 
 PAUSE_SECONDS = 0.05
 PATIENCE_SECONDS = 10.0
-"""How long, besides a lease, a turn is looked for that its last replica no longer tells about."""
+"""How long, besides a lease, a turn is looked for after its last replica has fallen silent."""
 
 Locate = Callable[[SessionKey], Awaitable[str | None]]
 """Returns the address of a session's owner; `None` if that is this replica, or there is no such session."""
@@ -39,13 +39,14 @@ class _Teller:
 
 
 class Relays:
-    """Passes on what other replicas tell about turns that have moved there, from where this replica's own stream ended.
+    """Passes on the output of turns that have moved to other replicas, from where this replica's own stream ended.
 
-    If the connection breaks, the session may have moved again, or another replica has begun the turn again: it is asked
-    for at the owner. Only if it is nowhere for too long, the stream ends with an error.
+    If a connection breaks, the session may have moved again, or another replica may have begun the turn again. So the
+    session's owner is asked for the turn. The stream ends with an error only if the turn cannot be found for too long.
 
-    Invariant: whoever relays a turn is one of its readers where it is relayed from, for as long as it may have readers
-    itself. So a turn goes on while it has a reader anywhere, however many replicas are between.
+    Invariant: a replica that relays a turn counts as one of the turn's readers at the replica from which it relays, for
+    as long as it may have readers itself. So a turn continues while it has a reader anywhere, however many replicas are
+    in between.
     """
 
     def __init__(self, turns: Turns, between: Between, locate: Locate, lease: float) -> None:
@@ -54,23 +55,23 @@ class Relays:
         self._locate = locate
         self._patience = lease + PATIENCE_SECONDS
         self._tasks: dict[LiveTurn, asyncio.Task[None]] = {}
-        self._tellers: dict[LiveTurn, _Teller] = {}  # the replicas that are telling about turns
+        self._tellers: dict[LiveTurn, _Teller] = {}  # the replicas from which turns are being relayed
         self.reader = secrets.token_hex(8)
         """Stands for this replica among the readers of turns at others."""
 
     def begin(self, turn: LiveTurn, reading: Callable[[], Awaitable[bool]] | None = None, url: str = "") -> None:
-        """Relays a turn. `reading`: reads what the replica at `url` tells at first, and returns False if the turn has
+        """Relays a turn. `reading`: first reads an answer of the replica at `url`, and returns False if the turn has
         not moved."""
         self.end(turn)
         self._tasks[turn] = asyncio.ensure_future(self._run(turn, reading, url))
 
     def end(self, turn: LiveTurn) -> None:
-        """Ends a relay: the turn comes back, or has not moved."""
+        """Ends a relay, since the turn comes back or has not moved."""
         if (task := self._tasks.pop(turn, None)) is not None:
             task.cancel()
 
     async def read(self, source: Source, reply: Reply) -> None:
-        """Passes on an answer with news. Raises `Broken`."""
+        """Passes on the output of a turn in an answer. Raises `Broken`."""
         async for each in news_of(reply):
             self._pass_on(source, each)
 
@@ -142,8 +143,9 @@ class Relays:
                 del self._tellers[turn]
 
     async def abort(self, turn: LiveTurn, keep: Keep, *, unread: bool) -> bool:
-        """Aborts a relayed turn where it runs, or for lack of readers (`unread`, see `Abort`) where it is relayed from:
-        that replica may have others. Returns whether it goes on. Raises the other replica's refusal."""
+        """Aborts a relayed turn at its owner, or for lack of readers (`unread`, see `Abort`) at the replica from which
+        it is relayed, which may have other readers. Returns whether the turn continues. Raises the other replica's
+        refusal."""
         key = turn.request.key
         assert key is not None
         teller = self._tellers.get(turn) if unread else None
@@ -161,8 +163,8 @@ class Relays:
 
 
 async def news(turn: LiveTurn, start: tuple[int, int], reader: str) -> AsyncIterator[News]:
-    """Yields the news of a turn after so many tokens and characters of its output, until it has ended. `reader`: the
-    replica that reads them."""
+    """Yields the output of a turn until it has ended. `start`: the numbers of tokens and characters to skip. `reader`:
+    the replica that reads this."""
     changed = asyncio.Event()
     turn.listeners.append(changed.set)
     turn.readers += 1

@@ -147,9 +147,9 @@ class Conversations:
     """The conversations of a tenant.
 
     Invariant: a response that is to be added to a conversation is named in its head from before the response begins,
-    and its input is in the list `PENDING`. One change adds input and output, and removes the name. So whoever finds
-    the name of a response whose replica is gone can do what that replica would have done, and it is done once: no
-    response is in the conversation twice, and none that was answered is missing.
+    and its input is in the list `PENDING`. One change adds input and output, and removes the name. So if a replica is
+    gone, any other that finds the name of its response can do its part, and only one does: no response is in the
+    conversation twice, and none that was answered is missing.
     """
 
     KIND = "conversation"

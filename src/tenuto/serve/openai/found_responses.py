@@ -17,14 +17,14 @@ from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.settings import Tenant
 
 MAX_BYTES = 2**18
-"""The most bytes that are kept with a turn of what its response needs besides the turn. If input items make it larger,
-only the replica that made the response can list them."""
+"""The most bytes of `About` that are kept with a turn. If input items make it larger, only the replica that made the
+response can list them."""
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a response needs besides its turn. `head`, `form`: see `ResponseAnswer`. `items`: its input items as JSON.
-    `background`: whether it is written in the background."""
+    """The parts of a response that are not in its turn. `head`, `form`: see `ResponseAnswer`. `items`: its input items
+    as JSON. `background`: whether it is written in the background."""
 
     head: dict[str, Any]
     form: Form
@@ -32,7 +32,7 @@ class About:
     background: bool
 
     def encoded(self) -> bytes:
-        """Returns it for `StartTurn.about`; empty if it is too large even without its items."""
+        """Returns this as bytes for `StartTurn.about`; empty if they are too many even without the items."""
         for items in (self.items, None):
             about = msgspec.msgpack.encode(About(self.head, self.form, items, self.background))
             if len(about) <= MAX_BYTES:
@@ -65,8 +65,8 @@ async def found(edge: Edge, tenant: Tenant, kept: KeptResponses, name: str) -> t
 
 
 async def fate(edge: Edge, tenant: Tenant, name: str) -> list[dict[str, Any]] | None:
-    """Returns the output of a response that was being written by a replica that is gone; `None` if it has none, and
-    never will. Raises `SessionBusy` while it is being written, and what asking another replica raises."""
+    """Returns the output of a response that a replica was writing which is gone; `None` if it will never have any.
+    Raises `SessionBusy` while it is being written, and the errors of asking another replica."""
     told = await edge.elsewhere_knows(tenant.name, name)
     found: list[dict[str, Any]] | None = msgspec.json.decode(
         told if told is not None else await fate_here(edge, tenant.name, name)
@@ -75,7 +75,7 @@ async def fate(edge: Edge, tenant: Tenant, name: str) -> list[dict[str, Any]] | 
 
 
 async def fate_here(edge: Edge, tenant: str, name: str) -> bytes:
-    """Returns that as JSON, if no other replica has the response's session."""
+    """Returns the result of `fate` as JSON, for a response whose session is not at another replica."""
     try:
         response, _ = await found(edge, Tenant(tenant), edge.part(KeptResponses, tenant=tenant), name)
     except NotFound:

@@ -58,26 +58,26 @@ DEFAULT_MODEL = "default"
 
 
 async def _never(_: SessionKey) -> bool:
-    """Whether another replica owns a session: there is none."""
+    """Whether another replica owns a session. This server has no others."""
     return False
 
 
 async def _stays(_: SessionKey) -> None:
-    """Brings a session here: it is."""
+    """Brings a session here, where it already is."""
 
 
 async def _erases_nothing(_: SessionKey) -> list[str]:
-    """Has other replicas overwrite what they have of an erased session: this server has no others."""
+    """Has other replicas overwrite what they have of an erased session. This server has no others."""
     return []
 
 
 async def _nobody(_: str, __: str) -> bytes | None:
-    """Asks another replica about a response: this server has no others."""
+    """Asks another replica about a response. This server has no others."""
     return None
 
 
 async def _nothing(_: ListSessions) -> list[Listing]:
-    """Returns the sessions that other replicas have: there are none."""
+    """Returns the sessions of other replicas. This server has no others."""
     return []
 
 
@@ -115,12 +115,11 @@ class Edge:
         self.knows: Callable[[str, str], Awaitable[bytes]]  # see `Fate`; set by the application
         self.ask_objects: Ask = LocalObjects().ask
         self.replica = 0  # its number
-        self.resumes: dict[
-            str, Callable[[str, str], Awaitable[None]]
-        ] = {}  # by kind, what goes on with abandoned objects
-        self.draining = False  # set once, by `drain`
-        self.leaving = False  # what is new goes to other replicas; set once, by its fleet
-        self.hurried = False  # `drain` does not wait for turns
+        # By kind of object: continues the work on an abandoned one.
+        self.resumes: dict[str, Callable[[str, str], Awaitable[None]]] = {}
+        self.draining = False  # whether new turns are refused; set once, by `drain`
+        self.leaving = False  # whether new sessions go to other replicas; set once, by its fleet
+        self.hurried = False  # whether `drain` stops waiting for turns
         self.body_bytes = 0  # bytes of all open requests' bodies; written by their readers, like the next
         self.spooled_bytes = 0  # bytes of bodies that are kept in files
         self._reserved: Counter[str] = Counter()  # places of turns that requests are about to start, by tenant
@@ -296,7 +295,7 @@ class Edge:
         return Listing(sessions=page.sessions, turns=turns, more=page.more)
 
     async def drain(self, seconds: float) -> None:
-        """Refuses new turns, gives open ones so much time to end, then aborts the rest."""
+        """Refuses new turns, gives open ones `seconds` to end, then aborts the rest."""
         self.draining = True
         refusal = Draining(SHUTTING_DOWN)
         self.turns.queues.refuse_all(Misdirected(ENDING) if self.leaving else refusal)

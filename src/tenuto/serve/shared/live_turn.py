@@ -54,12 +54,12 @@ class LiveTurn:
         self.result: TurnResult | None = None
         self.error: TenutoError | None = None
         self.reading: Reading | None = None  # how the answer is parsed, if at all; set by the caller of `start`
-        self.answered = asyncio.Event()  # the engine has accepted the turn, or it has failed
-        self.readers = 0  # those that want the turn to continue; each counts itself
-        self.followers = Counter[str]()  # readers that are replicas, each as long as it may have readers itself
+        self.answered = asyncio.Event()  # set once the engine has accepted the turn, or it has failed
+        self.readers = 0  # how many want the turn to continue; each counts itself
+        self.followers = Counter[str]()  # the readers that are replicas; each counts while it may have readers itself
         self.listeners: list[Callable[[], None]] = []  # called after every delta and at the end; must not raise
         self.refused: TenutoError | None = None  # why the turn must not begin; set by an abort
-        self.rolling_back = False  # being aborted for lack of readers
+        self.rolling_back = False  # whether it is being aborted for lack of readers
         # Set when its session leaves for another replica: aborts it there, or returns False if it has stayed here. The
         # second argument: see `Turns.abort`.
         self.elsewhere: Callable[[Keep, bool], Awaitable[bool]] | None = None

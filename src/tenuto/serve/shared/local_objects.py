@@ -1,4 +1,4 @@
-"""The objects of a server that is in no fleet: in memory, until it ends."""
+"""The objects of a server without a fleet, in memory until it ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Object:
 
 
 class LocalObjects:
-    """Answers requests about objects as the database of a fleet does, but at once: whoever asks is not interrupted.
+    """Answers requests about objects as the database of a fleet does, but at once, without giving way to other tasks.
 
     Invariant: `_by_kind` has the objects by tenant and kind, the oldest first, and `_sizes` their sizes.
     """

@@ -61,7 +61,7 @@ class TenantObjects:
         return ObjectKey(self.tenant, self._kind, name)
 
     async def find(self, name: str) -> StoredObject | None:
-        """Returns an object; `None` if there is none."""
+        """Returns an object, or `None` if it does not exist."""
         return await self._ask(FindObject(key=self.key(name)))
 
     async def listed(self, most: int | None = None) -> list[StoredObject]:
@@ -80,7 +80,7 @@ class TenantObjects:
         return await self._ask(asked)
 
     async def items(self, name: str, part: str) -> list[ObjectItem]:
-        """Returns all items of a list, as they were at one time; none if there is no such object."""
+        """Returns all items of a list as they were at one moment; no items if the object does not exist."""
         found: list[ObjectItem] = []
         revision = ""
         while (page := await self.page(name, part, READ_AT_ONCE, found[-1].name if found else None)) is not None:
@@ -94,12 +94,12 @@ class TenantObjects:
         return []
 
     async def only_item(self, name: str) -> bytes | None:
-        """Returns the item of an object that `create` has made; `None` if there is none."""
+        """Returns the item of an object made by `create`, or `None` if the object does not exist."""
         page = await self.page(name, ONLY, 1)
         return page.items[0].body if page is not None and page.items else None
 
     async def create(self, name: str, head: bytes, item: bytes) -> None:
-        """Creates an object with one item, unless there is one of its name."""
+        """Creates an object with one item, unless an object has its name already."""
         await self.edit(name, "", Edit(head, added=[NewItem(ONLY, ONLY, item)]))
 
     async def drop_oldest(self, objects: int, size: int) -> None:
@@ -109,20 +109,20 @@ class TenantObjects:
                 await self.delete(each.name)
 
     async def edit(self, name: str, expected: str, edit: Edit) -> str | None:
-        """Changes an object of this revision, whose latest one is empty if there must be none. Returns its new
-        revision; `None` if it has another one than expected. Raises `NotAcknowledged` if it is unknown whether that was
-        done."""
+        """Changes an object that has the revision `expected`; "" if it must not exist yet. Returns the new revision, or
+        `None` if the object has another revision. Raises `NotAcknowledged` if the outcome is unknown."""
         whole = new_edit(expected, edit)
         return whole.revision if await self.carry_out(name, whole) else None
 
     async def carry_out(self, name: str, edit: ObjectEdit) -> bool:
-        """Carries an edit out, which may be repeated. Returns whether it was carried out. Raises `NotAcknowledged` if
-        that is unknown."""
+        """Carries out an edit; may be repeated. Returns whether it was carried out. Raises `NotAcknowledged` if that is
+        unknown."""
         return await self._ask(EditObject(key=self.key(name), edit=edit))
 
     async def change(self, name: str, make: Callable[[StoredObject | None], Edit | None]) -> None:
-        """Carries out the edit that `make` returns for the object as it is, or for `None` if there is none. If the
-        object has changed meanwhile, asks `make` again. `make` may raise, or return `None`, to leave it as it is."""
+        """Carries out the edit that `make` returns for the present object, or for `None` if it does not exist. If the
+        object has changed meanwhile, calls `make` again. `make` may raise, or return `None`, to leave the object as it
+        is."""
         while True:
             found = await self.find(name)
             edit = make(found)
@@ -143,7 +143,7 @@ class TenantObjects:
 
 
 def new_edit(expected: str, edit: Edit) -> ObjectEdit:
-    """Returns an edit of an object of the revision `expected`, with a revision of its own."""
+    """Returns an edit of an object with the revision `expected`, which leaves a new revision."""
     return ObjectEdit(
         expected=expected,
         revision=secrets.token_hex(12),

@@ -39,7 +39,7 @@ class Turns:
         self._keys = IdempotencyKeys()
         self._background = Background()
         self.open = Counter[str]()  # open turns, by tenant
-        self.spared = SparedTurns()  # those among them that count at other replicas
+        self.spared = SparedTurns()  # open turns that count at other replicas
         # Called, in the context of its request, with every turn that goes to the engine.
         self.on_start: list[Callable[[LiveTurn], None]] = []
         self.on_delta: list[Callable[[LiveTurn, Delta], None]] = []  # called with every delta of a turn
@@ -101,7 +101,7 @@ class Turns:
         if (known := self._turns.get(request.name)) is not None and not known.ended:
             if known.elsewhere is None:
                 return known
-            self.moved(known)  # its stream goes on with what the new one says
+            self.moved(known)  # its stream continues with the output of the new one
         turn = LiveTurn(request, continues=True, once=request.once, name=request.name)
         turn.reading = request.reading
         if turn.once is not None:
@@ -123,7 +123,7 @@ class Turns:
         return known if known is not None and not known.ended and known.elsewhere is not None else None
 
     def stays(self, turn: LiveTurn) -> None:
-        """Records that the session of a turn has not left. If the engine has let the turn go meanwhile, it ends."""
+        """Records that the session of a turn has not left. If the engine has ended the turn meanwhile, it ends now."""
         turn.elsewhere = None
         lost, turn.lost = turn.lost, None
         if lost is not None and turn.source is not None:
@@ -237,15 +237,15 @@ class Turns:
                 self._end(turn)
 
     def lose(self, turn: LiveTurn, error: TenutoError) -> None:
-        """Ends a turn that goes on nowhere, as far as this replica can find out."""
+        """Ends a turn that no longer runs anywhere, as far as this replica can find out."""
         if not turn.ended:
             turn.fail(error)
             self._end(turn)
 
     async def receive(self, turn: LiveTurn, stream: LiveStream, request: TakeMove) -> None:
-        """Takes over a turn of another replica, where its readers have `stream`. `turn`: a new one, or the one that
-        was here before (`relayed`), which nothing feeds any more. Raises the engine's refusal; the turn is not here
-        then."""
+        """Takes over a turn of another replica, whose readers there have got `stream`. `turn`: a new one, or the one
+        that was here before (`relayed`), whose relay has ended. If the engine refuses it, raises the refusal, and the
+        turn is not here."""
         key = turn.request.key
         assert key is not None
         before, gone = self._turns.get(turn.id), turn.elsewhere
@@ -288,7 +288,7 @@ class Turns:
         if not source.current:  # it has moved
             return
         if turn.elsewhere is not None and isinstance(news, TenutoError):
-            turn.lost = news  # whoever moves it finds out whether it goes on elsewhere
+            turn.lost = news  # kept until its move is settled: it may continue elsewhere
             return
         new = source.new(news) if isinstance(news, Delta) else news
         if new is None:
