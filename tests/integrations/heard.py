@@ -1,4 +1,4 @@
-"""What a session on a server holds after an answer was interrupted."""
+"""Checks of a session on a server after an answer was interrupted."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class Loudspeaker(io.AudioOutput):
 
 
 class Transcript(io.TextOutput):
-    """What the user reads while the agent speaks."""
+    """The text that the user reads while the agent speaks."""
 
     def __init__(self) -> None:
         super().__init__(label="transcript", next_in_chain=None)

@@ -117,7 +117,7 @@ def main() -> None:
         talking = threading.Thread(target=conversations, args=(server, ended))
         talking.start()
         try:
-            svg = asyncio.run(terminal(server.url))  # before the browser, which has a loop of its own
+            svg = asyncio.run(terminal(server.url))  # before the browser, which has its own event loop
             with browser() as chromium:
                 of_the_terminal(chromium, svg)
                 for name, path, scheme, prepare in pictures:

@@ -41,7 +41,7 @@ def http(server: Server) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def family(http: httpx.Client) -> httpx.Client:
-    """A session with two turns, and a fork of its first one with a turn of its own."""
+    """A session with two turns, and a fork after its first one that has another turn."""
     http.post("/v1/sessions", json={"id": "parent"})
     for _ in range(2):
         turn(http, "/v1/sessions/parent", input=list(range(100)), max_new_tokens=20)

@@ -1,6 +1,6 @@
 """A Ray cluster of this machine with the fleet of the example in docs/ray.md: `python -m tests.ray.driver PORT FOLDER
 DATABASE`. Each line of input is a JSON array of the application's name and two objects: options of its deployment, and
-of its servers. After the fleet runs with them, a line of output says so. The cluster ends with the input."""
+of its servers. A line of output follows once the fleet runs with them. The cluster ends with the input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a replica says about sessions that it has just claimed."""
+"""Answers of a replica about sessions that it has just claimed."""
 
 from __future__ import annotations
 

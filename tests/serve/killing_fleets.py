@@ -3,10 +3,10 @@
 Three replicas of the witness serve clients, each of which goes through all replicas. Sessions move from one to another
 all the time, also during their turns. Again and again one replica is killed and started again, or its processes, or
 only its engine, sleep for longer than a lease. Where this process may make network namespaces, a replica is also cut
-off from the database, from clients and other replicas, or from all of them. Clients repeat what was not answered with
-its idempotency key, and read streams on where they broke, from any replica. In the end every session has exactly the
-turns that its client was told of, every token is the witness's, and in the database no two replicas have committed to a
-session in the same epoch, or in an earlier one than a commit before.
+off from the database, from clients and other replicas, or from all of them. Clients repeat unanswered requests with
+their idempotency keys, and resume broken streams at any replica. In the end every session has exactly the turns that
+were acknowledged to its client, and every token is the witness's. In the database no two replicas have committed to a
+session in the same epoch, and no commit has an earlier epoch than the one before.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def difference(output: list[int], right: list[int]) -> str:
 
 
 class Client:
-    """A client with sessions of its own, which asks any replica that seems to be up."""
+    """A client that asks any replica which seems to be up about its own sessions."""
 
     def __init__(
         self, fleet: Replicas, urls: Callable[[], list[str]], figures: Figures, rng: Random, name: str
@@ -271,8 +271,8 @@ class Disturber:
 
 
 async def move_on(fleet: Replicas, disturber: Disturber, clients: list[Client], rng: Random, figures: Figures) -> None:
-    """Moves one session after the other to some replica, until it is cancelled. What comes of it is counted by the
-    status of the answer; 0 if there was none."""
+    """Moves one session after another to some replica, until it is cancelled. Counts the answers by their status, with
+    0 for a missing one."""
     async with fleet.client(4 * fleet.lease) as http:
         while True:
             await asyncio.sleep(rng.random() * 0.2)
@@ -309,7 +309,7 @@ def check_database(url: str) -> None:
 
 
 async def check_sessions(fleet: Replicas, client: Client, url: str) -> None:
-    """Checks that each session has the turns that its client knows, wherever it is asked."""
+    """Checks that each session has the turns that its client expects, at whichever replica."""
     async with fleet.client(60) as http:
         for session in client.sessions:
             answer = await http.get(f"{url}/v1/sessions/{session.name}/turns", params={"limit": 1000})

@@ -90,8 +90,8 @@ def held(tokens: int) -> StateEnd:
 
 
 class Engine(Link):
-    """A link to an engine that answers when the test says so. `holds`: answers to `HoldMove`. Other requests about
-    moves are answered at once."""
+    """A link to an engine whose answers the test controls. `holds`: answers to `HoldMove`. Other requests about moves
+    are answered at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Engine(Link):
 
 
 class Answering:
-    """Another replica's answer, as far as it has come."""
+    """The part of another replica's answer that has come so far."""
 
     def __init__(self) -> None:
         self._pieces: asyncio.Queue[bytes] = asyncio.Queue()
@@ -148,14 +148,14 @@ class Answering:
 
 
 class Others:
-    """The other replicas, as an edge sees them. Their answers with news come from the test, through `answers`."""
+    """The other replicas, as an edge sees them. The test makes their streamed answers, through `answers`."""
 
     def __init__(self) -> None:
         self.asked: list[AnyBetween] = []
         self.urls: list[str] = []  # where each was asked
         self.answers: list[Answering] = []
-        self.open = 0  # the number of those that are being read
-        self.error: BaseException | None = None  # raised in place of answers with news
+        self.open = 0  # the number of answers that are being read
+        self.error: BaseException | None = None  # raised instead of streamed answers
         self.answer = b""  # to other requests
         self.refusals: dict[type[AnyBetween], TenutoError] = {}  # of these, by kind
 
@@ -213,7 +213,7 @@ class Edge:
         return self.owner
 
     async def start(self, *news: Delta, continues: bool = True) -> tuple[LiveTurn, Request[Any]]:
-        """Starts a turn that has told so much. Returns it, and the request that the engine has got."""
+        """Starts a turn with this output so far. Returns it, and the request that the engine has got."""
         request = StartTurn(kind="turn", tenant="", session="s", input=[1], resumable=continues)
         starting = asyncio.ensure_future(self.turns.start(request, continues=continues))
         asked = await self.link.last(StartTurn)
@@ -233,8 +233,8 @@ class Edge:
         await until(lambda: len(self.others.answers) > before)
 
     def receive(self, take: Take) -> asyncio.Task[list[Delta]]:
-        """Gets a request to take the session over. Returns what is told to the replica that asks, until its end; raises
-        the refusal."""
+        """Gets a request to take the session over. Returns all of the answer to the asking replica, or raises the
+        refusal."""
         return asyncio.ensure_future(self._receive(take))
 
     async def _receive(self, take: Take) -> list[Delta]:

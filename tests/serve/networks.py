@@ -95,7 +95,7 @@ class Networks:
 
 
 class Passing:
-    """Passes on connections to `addresses` to a socket of this machine, in a thread of its own."""
+    """Passes on connections to `addresses` to a socket of this machine, in a separate thread."""
 
     def __init__(self, addresses: list[str], socket: str) -> None:
         self._addresses = addresses

@@ -186,7 +186,7 @@ def test_turns_that_wait_for_a_session_follow_it_within_the_limits(fleet: Replic
     body = {"input": [2], "max_new_tokens": 1, "ignore_eos": True, "if_busy": "queue"}
     waiting = [Reader(one, "/v1/sessions/moving/turns", body) for _ in range(3)]
     two.post("/v1/sessions", json={"id": "here"}).raise_for_status()
-    eventually(lambda: not starts(two, "here"))  # so it knows of all of them
+    eventually(lambda: not starts(two, "here"))  # so it counts all of them
     move = {"session": "moving", "tenant": "follows", "to": fleet.servers[1].url}
     admin.post("/fleet/move", json=move).raise_for_status()
     two.post("/v1/sessions/moving/abort", json={"keep": "none"}).raise_for_status()

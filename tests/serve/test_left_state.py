@@ -55,7 +55,7 @@ def refusal(answer: httpx.Response) -> Any:
 
 
 def saved(session: str, shared: Path) -> int:
-    """Returns of how many tokens of a session some replica has saved the state."""
+    """Returns the number of tokens of a session whose state a replica has saved."""
     indices = [StateIndex.copy_of(path) for path in shared.glob(f"*/{INDEX}")]
     found = [index.find(("default", session)) for index in indices]
     return max((listed.position for listed in found if listed is not None), default=0)
@@ -86,7 +86,7 @@ def test_a_fleet_that_was_ended_goes_on_with_what_its_last_replica_has_saved(fle
 
 
 def test_a_session_that_a_drained_replica_gave_up_goes_on_elsewhere_with_its_saved_state(shared: Path) -> None:
-    """The other replica has no room for it at first, neither when it is drained, nor when somebody asks for it."""
+    """At first the other replica has no room for it: when the drain begins, and when a client asks for it."""
     with replicas(database(), 2, *OPTIONS, str(shared), "--max-sessions", "2") as fleet:
         one, two = fleet.servers
         history = opened(one, "s", shared)

@@ -312,7 +312,7 @@ class Three:
 
 
 def test_a_turn_goes_on_for_readers_at_a_replica_through_which_it_has_passed() -> None:
-    """Those of the first replica leave. The third knows of one reader, the second, and not for whom that reads."""
+    """Those of the first replica leave. The third has one reader, the second, and does not see that one's readers."""
 
     async def story() -> None:
         three = Three()

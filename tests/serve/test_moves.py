@@ -323,7 +323,7 @@ def test_a_drained_replica_becomes_empty_and_goes_on_to_serve() -> None:
         used = two.post("/v1/sessions/used/turns", json=body).json()
         assert used["usage"]["cached_tokens"] == 6
         assert one.post("/fleet/move", json={"session": "used", "to": number}).status_code == 400
-        assert two.post("/fleet/drain").status_code == 503  # nobody else takes sessions
+        assert two.post("/fleet/drain").status_code == 503  # no other replica takes sessions
         assert _view(two, fleet.servers[0].url)["sessions"] == 0
 
 

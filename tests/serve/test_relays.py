@@ -1,4 +1,4 @@
-"""What a replica passes on of a turn that goes on at another one, which may have begun it again."""
+"""Relays of a turn that continues at another replica, which may have begun it again."""
 
 from __future__ import annotations
 

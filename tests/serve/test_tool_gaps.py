@@ -1,4 +1,4 @@
-"""While a session waits for its tools: calls are told as soon as they are complete, results are computed as they come,
+"""While a session waits for its tools, calls are sent as soon as they are complete, results are computed as they come,
 and the session's next turn is expected."""
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ def test_tools_are_expected_to_take_as_long_as_before(engine: Any) -> None:
     assert session.info.expected_in is None
     for _ in range(2):
         results = session.results(turn)
-        time.sleep(0.5)  # as long as a tool, so that the next is still awaited when the engine is asked
+        time.sleep(0.5)  # as a tool would take, so that the next turn is still expected when the test looks
         for call in turn.tool_calls:
             results.add(call, "4 degrees")
         turn = session.turn(results.messages, **forced)

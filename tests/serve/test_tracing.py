@@ -162,7 +162,7 @@ def test_cached_tokens_of_a_later_turn_are_counted(traced: Server, receiver: Rec
     eventually(lambda: len([s for s in receiver.spans if known(s).get("gen_ai.conversation.id") == "later"]) == 2)
     spans = [span for span in receiver.spans if known(span).get("gen_ai.conversation.id") == "later"]
     assert [known(span)["gen_ai.usage.cache_read.input_tokens"] for span in spans] == [0, 30]
-    assert all(len(span.trace_id) == 16 and not span.parent_span_id for span in spans)  # each is a trace of its own
+    assert all(len(span.trace_id) == 16 and not span.parent_span_id for span in spans)  # each begins a new trace
 
 
 def test_a_turn_that_the_engine_refuses_is_an_error_without_usage(traced: Server, receiver: Receiver) -> None:

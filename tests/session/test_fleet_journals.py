@@ -1,4 +1,4 @@
-"""Replicas on one database: each session has one owner, and whoever is not the owner any more commits nothing."""
+"""Replicas on one database: each session has one owner, and a replica that has lost it commits nothing."""
 
 from __future__ import annotations
 

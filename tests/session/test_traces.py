@@ -1,4 +1,4 @@
-"""What is known of sessions that are not here any more."""
+"""Traces of sessions that are not here any more."""
 
 from __future__ import annotations
 

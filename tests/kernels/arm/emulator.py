@@ -74,7 +74,7 @@ class Process:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """What is copied within ends with the call."""
+        """Copies that are made within the block last until its end."""
         kept, self._held = self._held, []
         try:
             yield

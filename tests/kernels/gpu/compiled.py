@@ -30,8 +30,8 @@ class Compiled:
 
 
 def compiled(capability: int, cache: Path) -> list[Compiled]:
-    """Returns the compiled functions of all `launches`. They are compiled in a process of its own, since Triton
-    interprets or compiles, but not both. `cache`: a directory for what Triton stores."""
+    """Returns the compiled functions of all `launches`. They are compiled in a separate process, since Triton
+    either interprets or compiles. `cache`: a directory for what Triton stores."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
     done = subprocess.run(

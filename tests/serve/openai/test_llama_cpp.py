@@ -1,4 +1,4 @@
-"""What clients of llama.cpp's server find, and stop ids and grammars as clients of other servers send them."""
+"""Routes and fields for clients of llama.cpp's server, and stop ids and grammars in the forms of other servers."""
 
 from __future__ import annotations
 
