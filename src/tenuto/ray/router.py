@@ -96,8 +96,8 @@ class SessionRouter(ConsistentHashRouter):
         return sorted(there, key=rank)
 
     async def _owner(self, wanted: Wanted, replicas: Sequence[RunningReplica]) -> str | None:
-        """Returns the URL of the session's owner, for which a replica is asked. `None` if the session has no owner, or
-        the replica does not answer."""
+        """Asks a replica for the session's owner, and returns its URL. `None` if the session has no owner, or the asked
+        replica does not answer."""
         now = time.monotonic()
         known = self._owners.get(wanted)
         urls = {replica.routing_stats["url"] for replica in replicas if "url" in replica.routing_stats}

@@ -44,8 +44,8 @@ SWEEP_SECONDS = 10.0
 
 
 class Member:
-    """The membership of this process in its fleet. `ownership`, `objects` and `journal` have the parts of the fleet's
-    database that this replica reads and writes, each over a connection of its own."""
+    """The membership of this process in its fleet. `ownership`, `objects` and `journal` read and write parts of the
+    fleet's database, each over its own connection."""
 
     def __init__(
         self,

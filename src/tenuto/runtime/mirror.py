@@ -38,7 +38,7 @@ class Target(Protocol):
     """The place in the store for the copies of one replica. All methods raise `StoreFailed`."""
 
     def put_file(self, name: str) -> int | None:
-        """Copies a file of the disk tier and returns its size, or `None` if there is no such file any more."""
+        """Copies a file of the disk tier and returns its size, or `None` if the file no longer exists."""
 
     def put_listing(self, key: SessionKey, meaning: str, listing: Listing, lengths: dict[str, int]) -> None:
         """Writes what the index lists for a session, in which units have this `meaning`, and the sizes of files."""

@@ -54,7 +54,7 @@ class Ownership:
     """Finds the owners of sessions, and makes this replica the owner where one is missing. It claims sessions that no
     live replica owns, receives those that move here, and keeps or gives up its own.
 
-    The database is asked in one thread, that of `later`.
+    Only one thread, that of `later`, uses the database.
     """
 
     def __init__(self, replicas: Replicas, lease: ReplicaLease, counts: TenantCounts) -> None:
@@ -181,7 +181,7 @@ class Ownership:
         return Place(exists=True, begun=begun if session is not None and session.epoch == epoch else None)
 
     def _nowhere(self, key: SessionKey) -> Place:
-        """Returns that there is no such session, and forgets that one of this id has left, if so."""
+        """Returns the place of a session that does not exist, and forgets that it has left this replica, if it has."""
         self._loop.call(lambda engine: engine.registry.forget_left(key)).result()
         return Place(exists=False)
 

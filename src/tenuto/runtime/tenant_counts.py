@@ -1,5 +1,5 @@
-"""The use of tenants with limits in a fleet: here, as this replica reports it to the others, and elsewhere, as far as
-it is known."""
+"""The use of tenants with limits in a fleet: here, as this replica reports it to the others, and elsewhere, as the
+others have reported it."""
 
 from __future__ import annotations
 

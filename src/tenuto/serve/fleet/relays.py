@@ -42,7 +42,8 @@ class Relays:
     """Passes on the output of turns that have moved to other replicas, from where this replica's own stream ended.
 
     If a connection breaks, the session may have moved again, or another replica may have begun the turn again. So the
-    session's owner is asked for the turn. The stream ends with an error only if the turn cannot be found for too long.
+    relay follows the turn at the session's owner. The stream ends with an error only if the turn cannot be found for
+    too long.
 
     Invariant: a replica that relays a turn counts as one of the turn's readers at the replica from which it relays, for
     as long as it may have readers itself. So a turn continues while it has a reader anywhere, however many replicas are
