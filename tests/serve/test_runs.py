@@ -88,6 +88,22 @@ def test_a_changed_message_forks_the_session_there(client: OpenAI, witness: Serv
     witness.audit()
 
 
+def test_a_stop_that_its_client_never_got_is_not_in_the_prompt(client: OpenAI, witness: Server) -> None:
+    name: Any = {"user": "stops"}
+    _, whole = ask(client, [SYSTEM, HI], temperature=0)
+    stop = whole.choices[0].message.content[5:7]
+    _, one = ask(client, [SYSTEM, HI], stop=[stop], temperature=0, **name)
+    assert one.choices[0].finish_reason == "stop"
+    messages = [SYSTEM, HI, said(one), MORE]
+    headers, two = ask(client, messages, temperature=0, **name)
+    assert headers["x-tenuto-recomputed"] == "diverged at message 3"
+    _, fresh = ask(client, messages, temperature=0)
+    assert (two.usage.prompt_tokens, said(two)) == (fresh.usage.prompt_tokens, said(fresh))
+    headers, _ = ask(client, [*messages, said(two), MORE], **name)  # from then on it is continued in place
+    assert "x-tenuto-recomputed" not in headers
+    witness.audit()
+
+
 def test_parallel_calls_of_a_run_fork_and_are_not_refused(slow_witness: Server) -> None:
     with OpenAI(base_url=f"{slow_witness.url}/v1", api_key="none", max_retries=0) as client:
         name: Any = {"user": "parallel"}

@@ -23,7 +23,7 @@ from tenuto.base.wire.messages import Fork, StartTurn
 from tenuto.serve.shared.answer_headers import CACHED, RECOMPUTED, SESSION, answer_headers
 from tenuto.serve.shared.edge import Edge, open_message
 from tenuto.serve.shared.live_turn import LiveTurn
-from tenuto.serve.shared.runs import Branch, Place, Runs, after, chain_of
+from tenuto.serve.shared.runs import UNREPEATABLE, Branch, Place, Runs, after, chain_of
 from tenuto.serve.shared.settings import Tenant
 
 MAX_SESSIONS = 256
@@ -167,7 +167,7 @@ def _follow(
             return
         said = reading.reader(turn.id).read(turn.reply().text, ended=True)
         answer = Message("assistant", said.text, tuple(said.calls))
-        branch.chain = [*chain, after(chain[-1], answer)]
+        branch.chain = [*chain, after(chain[-1], answer) if _is_told(edge, turn) else UNREPEATABLE]
         branch.ends.append(len(chain))
         branch.version = result.version
         branch.tokens = result.usage.prompt + result.usage.generated
@@ -177,6 +177,15 @@ def _follow(
 
     turn.listeners.append(ended)
     ended()
+
+
+def _is_told(edge: Edge, turn: LiveTurn) -> bool:
+    """Whether the client of a committed turn got the text of all its tokens. A stop is cut from the text, with the rest
+    of its last token, but not from the history; the model's own end tokens have no text."""
+    result = turn.result
+    if result is None or result.stop is None or result.stop in edge.model.eos_ids:
+        return True
+    return turn.delivered == result.kept
 
 
 def _make_room(edge: Edge, tenant: Tenant, runs: Runs, run: bytes) -> None:

@@ -30,6 +30,8 @@ PARENT_HEADERS = ("x-parent-session-id",)
 """Headers with the name of the run that began this one: OpenCode's. All agents of Claude Code name the same run."""
 MAX_BRANCHES = 32
 """Maximum number of a run's sessions."""
+UNREPEATABLE = b""
+"""Stands in a chain for an answer of which the session has more than its client: no message equals it."""
 
 
 def run_names(headers: Headers, given: str | None) -> list[bytes]:
