@@ -181,11 +181,12 @@ def _follow(
 
 def _is_told(edge: Edge, turn: LiveTurn) -> bool:
     """Whether the client of a committed turn got the text of all its tokens. A stop is cut from the text, with the rest
-    of its last token, but not from the history; the model's own end tokens have no text."""
+    of its last token, but not from the history, and a stop token may have no text. The template writes the model's own
+    end tokens."""
     result = turn.result
     if result is None or result.stop is None or result.stop in edge.model.eos_ids:
         return True
-    return turn.delivered == result.kept
+    return isinstance(result.stop, str) and turn.delivered == result.kept
 
 
 def _make_room(edge: Edge, tenant: Tenant, runs: Runs, run: bytes) -> None:
