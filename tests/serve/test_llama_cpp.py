@@ -35,6 +35,11 @@ def test_a_stream_has_the_text_and_tokens_of_the_whole_answer(smollm2_server: Se
         assert (end["generation_settings"]["n_predict"], end["generation_settings"]["top_k"]) == (8, 40)
 
 
+def test_a_prompt_that_is_only_computed_ends_at_its_limit(smollm2_server: Server) -> None:
+    told = complete(smollm2_server, n_predict=0).json()
+    assert (told["stop_type"], told["stopping_word"], told["content"]) == ("limit", "", "")
+
+
 def test_a_word_or_the_models_own_end_ends_a_completion(smollm2_server: Server) -> None:
     text = complete(smollm2_server).json()["content"]
     word = text.split()[1]

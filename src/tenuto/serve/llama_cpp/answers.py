@@ -68,8 +68,8 @@ class Completions(Answer):
         """Returns the fields of an answer that is complete."""
         ticket, usage = turn.ticket, result.usage
         assert ticket is not None
-        by_eos = result.reason is EndReason.STOP and not isinstance(result.stop, str)
-        kind = "limit" if result.reason is EndReason.LENGTH else "eos" if by_eos else "word"
+        by_limit = result.reason in (EndReason.LENGTH, EndReason.APPENDED)
+        kind = "limit" if by_limit else "word" if isinstance(result.stop, str) else "eos"
         return {
             "stop": True,
             "stop_type": kind,
