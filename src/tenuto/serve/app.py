@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from functools import partial
 from typing import Any
@@ -64,7 +63,15 @@ from tenuto.serve.sglang import weights as sglang_weights
 from tenuto.serve.shared.answer_headers import LEFT_UNDONE, VOLATILE, telling
 from tenuto.serve.shared.bodies import LARGE, TEXTS
 from tenuto.serve.shared.edge import Edge
-from tenuto.serve.shared.errors import BROKEN, OPENAI_FORM, ErrorForm, Failure, is_anthropics, new_request_id
+from tenuto.serve.shared.errors import (
+    BROKEN,
+    OPENAI_FORM,
+    ErrorForm,
+    Failure,
+    is_anthropics,
+    is_request_id,
+    new_request_id,
+)
 from tenuto.serve.shared.invalid import refusal_of
 from tenuto.serve.shared.schemas import REFUSALS
 
@@ -75,7 +82,6 @@ CLIENT_GONE = 499
 UNREADABLE = "the body is not readable JSON: it is not UTF-8, or has a number with too many digits"
 TRIM_SECONDS = 1.0
 """Delay between the end of a large request and the return of its memory to the system."""
-_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
 def build_app(edge: Edge, metrics: Metrics, fleet: Fleet | None = None) -> FastAPI:
@@ -315,4 +321,4 @@ def _declared_length(headers: Headers) -> int:
 def _request_id(headers: Headers) -> str:
     """Returns the client's own id if it is short, visible ASCII, otherwise a new one."""
     given = headers.get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else new_request_id()
+    return given if is_request_id(given) else new_request_id()

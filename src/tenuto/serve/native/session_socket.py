@@ -7,11 +7,12 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, WebSocket
 
+from tenuto.base.errors import InvalidRequest
 from tenuto.base.wire.messages import GetSession
 from tenuto.serve.native.schemas import SessionId
 from tenuto.serve.native.turns import router as turns
 from tenuto.serve.shared.edge import Edge
-from tenuto.serve.shared.errors import OPENAI_FORM, Failure
+from tenuto.serve.shared.errors import OPENAI_FORM, Failure, is_request_id
 from tenuto.serve.shared.settings import Tenant
 from tenuto.serve.shared.sockets import Asked, Fields, Service, SocketEvent, json_of, opened, text_in, type_of
 
@@ -60,7 +61,7 @@ class SessionSocket(Service):
     async def answer(self, fields: Fields) -> None:
         kind = type_of(fields, TYPES)
         method, action = TYPES[kind]
-        headers = {header: text_in(fields, name) for name, header in HEADERS.items() if name in fields}
+        headers = {header: _header_in(fields, name) for name, header in HEADERS.items() if name in fields}
         body = {name: value for name, value in fields.items() if name != "type" and name not in HEADERS}
         if kind in STREAMED:
             body.setdefault("stream", msgspec.Raw(b"true"))
@@ -84,3 +85,15 @@ class SessionSocket(Service):
     def refusal(self, failure: Failure, fields: Fields) -> dict[str, Any]:
         data = OPENAI_FORM.body(failure, "")
         return {"event": "error", "status": failure.status, "request_id": text_in(fields, "request_id"), "data": data}
+
+
+def _header_in(fields: Fields, name: str) -> str:
+    """Returns the given field of this name, which becomes a header. Raises `InvalidRequest`."""
+    given = text_in(fields, name)
+    if name == "request_id" and not is_request_id(given):
+        raise InvalidRequest(
+            "request_id is something else; allowed: text of 1 to 128 visible ASCII characters", param=name
+        )
+    if not given:
+        raise InvalidRequest(f"{name} is empty or not text; allowed: text", param=name)
+    return given

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from tenuto.base.errors import TenutoError
 RETRY_SECONDS = 1
 """Default value of `Retry-After`."""
 BROKEN = "the server failed; its log says why"
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -80,6 +82,11 @@ class ErrorForm:
 def is_anthropics(scope: Scope) -> bool:
     """Whether the request comes from a client of Anthropic: these send the version of the interface."""
     return "anthropic-version" in Headers(scope=scope)
+
+
+def is_request_id(given: str) -> bool:
+    """Whether a client may give its request this id: a short one of visible ASCII."""
+    return _REQUEST_ID.fullmatch(given) is not None
 
 
 def new_request_id() -> str:
