@@ -189,6 +189,27 @@ def test_refusals_by_the_engine_also_name_the_field(
     assert answer.status_code in (400, 404)
 
 
+@pytest.mark.parametrize("number", [9, 10**30])
+@pytest.mark.parametrize(
+    ("action", "field"),
+    [
+        ("rewind", "turn"),
+        ("rewind", "position"),
+        ("fork", "turn"),
+        ("fork", "position"),
+        ("trim", "turns"),
+        ("append", "input"),
+    ],
+)
+def test_a_place_that_a_session_does_not_have_is_named(
+    http: httpx.Client, action: str, field: str, number: int
+) -> None:
+    wrong: Any = [number if field == "turns" else 10**6 * number] if field in ("turns", "input") else number
+    error = error_of(http.post(f"/v1/sessions/invalid/{action}", json={field: wrong}))
+    assert error["param"].removesuffix("[0]") == field
+    assert "allowed: " in error["message"] or "should be" in error["message"]
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate", "/v1/messages", "/v1/sessions"])
 def test_unknown_fields_with_lone_surrogates_in_their_names_are_refused(http: httpx.Client, path: str) -> None:
     body = json.dumps({**PLACES.get(path, {}), "\ud800": 1})

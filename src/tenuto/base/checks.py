@@ -27,14 +27,22 @@ def wrong(
     return error(f"{name} is {shown(value)}; allowed: {allowed}", param=param or _param(name))
 
 
-def whole(name: str, value: object, low: int, high: int, error: type[TenutoError] = InvalidRequest) -> int:
-    """Returns `value` as an integer in [low, high]; bools are rejected. Raises `error`."""
+def whole(
+    name: str,
+    value: object,
+    low: int,
+    high: int,
+    error: type[TenutoError] = InvalidRequest,
+    *,
+    param: str | None = None,
+) -> int:
+    """Returns `value` as an integer in [low, high]; bools are rejected. Raises `error`. `param`: see `wrong`."""
     try:
         number = index(value)  # type: ignore[arg-type] # whatever the caller gave
     except TypeError:
         number = None
     if number is None or isinstance(value, bool) or not low <= number <= high:
-        raise wrong(name, value, f"a whole number from {low} to {high}", error=error)
+        raise wrong(name, value, f"a whole number from {low} to {high}", param=param, error=error)
     return number
 
 

@@ -86,7 +86,7 @@ def turn_input(given: Input | TurnInput) -> str | tuple[int, ...] | tuple[Messag
     parts = items("input", given, "text, token ids, or a list of messages")
     if parts and isinstance(parts[0], Mapping | Message):
         return tuple(part if isinstance(part, Message) else Message.from_dict(part) for part in parts)
-    return tuple(whole("a token id of the input", part, 0, MAX_TOKEN_ID) for part in parts)
+    return tuple(whole("a token id of the input", part, 0, MAX_TOKEN_ID, param="input") for part in parts)
 
 
 MAX_PIECES = 256

@@ -222,12 +222,12 @@ class Session:
 
     def turn_boundary(self, turns: int) -> int:
         """Returns the number of tokens in the first `turns` turns."""
-        turns = whole(f"turn of session {self.id}", turns, 0, len(self.records))
+        turns = whole(f"turn of session {self.id}", turns, 0, len(self.records), param="turn")
         return self.records[turns - 1].end if turns else 0
 
     def check_position(self, position: int) -> int:
         """Returns `position` if it is a token position in the history. Raises `InvalidRequest` otherwise."""
-        return whole(f"position in session {self.id}", position, 0, len(self.history))
+        return whole(f"position in session {self.id}", position, 0, len(self.history), param="position")
 
     def resume_cost(self, position: int) -> int:
         """Returns the number of tokens that a session cut or forked to the first `position` tokens has to compute

@@ -37,9 +37,10 @@ def require_below(most: int | None, used: int, what: str, remedy: str) -> None:
 
 def ascending(turns: Sequence[int], most: int) -> list[int]:
     """Returns the numbers of turns, at most `most`. Raises `InvalidRequest` unless they ascend."""
-    numbers = [whole("a turn number", number, 1, most) for number in items("turns", turns, "a list of turn numbers")]
+    given = items("turns", turns, "a list of turn numbers")
+    numbers = [whole("a turn number", number, 1, most, param="turns") for number in given]
     if any(later <= earlier for earlier, later in pairwise(numbers)):
-        raise InvalidRequest(f"turns are {shown(numbers)}; allowed: ascending turn numbers")
+        raise InvalidRequest(f"turns are {shown(numbers)}; allowed: ascending turn numbers", param="turns")
     return numbers
 
 

@@ -41,6 +41,7 @@ IfMatch = Annotated[
     str | None,
     Header(description="The version the session must have, as in its `ETag`; otherwise refused with 412."),
 ]
+TurnNumber = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 
@@ -83,7 +84,7 @@ class NewMessage(Object):
 
 
 Input = Annotated[
-    str | Items[int] | Messages[NewMessage],
+    str | Items[TokenId] | Messages[NewMessage],
     Field(description="Text, token ids or chat messages. Empty continues where the history ends.", examples=["Hello"]),
 ]
 
@@ -207,8 +208,8 @@ class Abort(Object):
 class Position(Object):
     """A place in the history: after the first `turn` turns, or the first `position` tokens."""
 
-    turn: int | None = Field(None, ge=0, examples=[1])
-    position: int | None = Field(None, ge=0)
+    turn: int | None = Field(None, ge=0, le=MAX_COUNT, examples=[1])
+    position: int | None = Field(None, ge=0, le=MAX_COUNT)
 
 
 class NewFork(Position):
@@ -220,7 +221,7 @@ class NewFork(Position):
 class NewTrim(Object):
     """The turns to copy to the new session."""
 
-    turns: Annotated[list[int], Field(fail_fast=True, max_length=MAX_TRIM_TURNS)] = Field(
+    turns: Annotated[list[TurnNumber], Field(fail_fast=True, max_length=MAX_TRIM_TURNS)] = Field(
         description="Numbers of the turns, ascending.", examples=[[1]]
     )
     id: NewId = None
