@@ -92,7 +92,7 @@ def _header_in(fields: Fields, name: str) -> str:
     given = text_in(fields, name)
     if name == "request_id" and not is_request_id(given):
         raise InvalidRequest(
-            "request_id is something else; allowed: text of 1 to 128 visible ASCII characters", param=name
+            "request_id cannot be repeated in answers; allowed: text of 1 to 128 visible ASCII characters", param=name
         )
     if not given:
         raise InvalidRequest(f"{name} is empty or not text; allowed: text", param=name)
