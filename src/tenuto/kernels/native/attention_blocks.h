@@ -99,12 +99,14 @@ template <int ROWS> struct RowEnds {
     for (int r = 0; r < ROWS; r++)
       first[r] = rows.first(row + r), end[r] = rows.end(row + r);
   }
-  // Masks the scores of row r with a chunk, [CHUNK * LANES], for tokens that it does not attend to.
-  void mask(const Chunk &chunk, int r, float *scores) const {
+  // Masks the scores of row r with a chunk, [CHUNK * LANES], for tokens that it does not attend to. Returns false if
+  // there are none.
+  bool mask(const Chunk &chunk, int r, float *scores) const {
     if (chunk.whole && first[r] <= chunk.first[0] && end[r] >= chunk.end[chunk.count - 1])
-      return;
+      return false;
     for (int i = 0; i < chunk.count; i++)
       store(scores + i * LANES, chunk.masked(load<f32x16>(scores + i * LANES), i, first[r], end[r]));
+    return true;
   }
 };
 

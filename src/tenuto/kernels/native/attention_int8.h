@@ -58,20 +58,26 @@ struct ChunkWeights {
   }
 };
 
+// Returns the highest scale among the values of `count` blocks whose scores are not masked.
+static float highest_scale(const float *scores, const float *value_scales, int count) {
+  f32x16 most = {};
+  for (int i = 0; i < count; i++)
+    most = max16(most,
+                 select(load<f32x16>(scores + i * LANES) > MASKED, load<f32x16>(value_scales + i * LANES), f32x16{}));
+  return highest16(most);
+}
+
 // Does what `softmax_chunk` does, but the weights are relative to the chunk's highest score, and multiplied by the
-// scales of their values. The highest quant stands for the highest scale among the keys that the row attends to.
+// scales of their values. The highest quant stands for `highest`, the highest of those scales.
 // A row's result must not depend on the other rows: so this is not inlined (the compiler could round differently), and
 // other places use `fused`.
 static __attribute__((noinline)) ChunkWeights softmax_chunk_int8(const float *scores, const float *value_scales,
-                                                                 uint8_t *coarse, uint8_t *fine, int count,
-                                                                 PartialAttention &row) {
-  f32x16 top = splat(MASKED), most = {};
-  for (int i = 0; i < count; i++) {
-    const f32x16 score = load<f32x16>(scores + i * LANES);
-    top = max16(score, top); // in this order, so that NaN is ignored
-    most = max16(most, select(score > MASKED, load<f32x16>(value_scales + i * LANES), f32x16{}));
-  }
-  const float scale = highest16(most) / MAX_WEIGHT_QUANT, own = whole_above(highest16(top));
+                                                                 float highest, uint8_t *coarse, uint8_t *fine,
+                                                                 int count, PartialAttention &row) {
+  f32x16 top = splat(MASKED);
+  for (int i = 0; i < count; i++)
+    top = max16(load<f32x16>(scores + i * LANES), top); // in this order, so that NaN is ignored
+  const float scale = highest / MAX_WEIGHT_QUANT, own = whole_above(highest16(top));
   if (own <= MASKED) { // all are masked
     memset(coarse, 0, count * LANES);
     memset(fine, 0, count * LANES);
@@ -79,11 +85,21 @@ static __attribute__((noinline)) ChunkWeights softmax_chunk_int8(const float *sc
   }
   const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
   f32x16 sum = {};
-  for (int i = 0; i < count; i++) {
+  const auto quants_of = [&](int i) {
     const f32x16 weight = power_below(load<f32x16>(scores + i * LANES), own);
-    const i32x16 quants =
-        nearest(weight * load<f32x16>(value_scales + i * LANES) * inverse); // in this order, to stay finite
     sum += weight;
+    return nearest(weight * load<f32x16>(value_scales + i * LANES) * inverse); // in this order, to stay finite
+  };
+  int i = 0;
+  for (; i + 4 <= count; i += 4) {
+    i32x16 quants[4];
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; k++)
+      quants[k] = quants_of(i + k);
+    store_split(coarse + i * LANES, fine + i * LANES, quants);
+  }
+  for (; i < count; i++) {
+    const i32x16 quants = quants_of(i);
     store(coarse + i * LANES, to_bytes(quants >> 7));
     store(fine + i * LANES, to_bytes(quants & 127));
   }
@@ -185,18 +201,22 @@ static __attribute__((noinline)) void attend_int8(const Blocks &blocks, const Qu
   for (int start = from, count; start < to; start += count) {
     const Chunk chunk = blocks.chunk(start, to);
     count = chunk.count;
+    f32x16 most = {};
     for (int i = 0; i < count; i++) {
-      store(value_scales + i * LANES, bf16_to_float(KvInt8::scales(cache, chunk.at[i], KvInt8::parts(cache))));
+      const f32x16 scales = bf16_to_float(KvInt8::scales(cache, chunk.at[i], KvInt8::parts(cache)));
+      store(value_scales + i * LANES, scales), most = max16(most, scales);
     }
+    const float highest = highest16(most);
     for_parts<blocks_at_once(2 * ROWS)>(count, [&](int i, auto so_many) {
       score_int8<ROWS, decltype(so_many)::value>(cache, chunk, i, queries, row, ahead, scores);
     });
     for (int r = 0; r < ROWS; r++) {
-      ends.mask(chunk, r, scores[r]);
+      const bool masked = ends.mask(chunk, r, scores[r]);
       if (cap != 0.0f)
         soft_cap(cap, scores[r], count, 1);
       chunk_weights[r] =
-          softmax_chunk_int8(scores[r], value_scales, coarse_weights[r], fine_weights[r], count, *rows.result(row + r));
+          softmax_chunk_int8(scores[r], value_scales, masked ? highest_scale(scores[r], value_scales, count) : highest,
+                             coarse_weights[r], fine_weights[r], count, *rows.result(row + r));
     }
     for_parts<values_at_once(2 * ROWS)>(rows.head_dim / LANES, [&](int vector, auto so_many) {
       add_values_int8<ROWS, decltype(so_many)::value>(chunk, rows, row, vector * LANES, ahead, coarse_weights,

@@ -25,6 +25,11 @@ INLINE void store_bytes(uint8_t *to, int index, u32x16 v) {
   for (int i = 0; i < 16; i++)
     to[4 * i + index] = (uint8_t)lanes[i];
 }
+// Stores bits 7 to 14 of 64 nonnegative numbers below 2^15 as bytes at `high`, and their lower bits at `low`.
+INLINE void store_split(uint8_t *high, uint8_t *low, const i32x16 (&v)[4]) {
+  for (int i = 0; i < 4; i++)
+    store(high + 16 * i, to_bytes(v[i] >> 7)), store(low + 16 * i, to_bytes(v[i] & 127));
+}
 #endif
 
 INLINE f32x16 splat(float x) { return x - f32x16{}; } // compilers remove a subtraction of 0, but not an addition

@@ -37,6 +37,16 @@ INLINE u32x16 looked_up(const uint8_t (&table)[16], u32x16 v) {
 INLINE float sum16(f32x16 v) { return _mm512_reduce_add_ps((__m512)v); }
 INLINE float highest16(f32x16 v) { return _mm512_reduce_max_ps((__m512)v); }
 INLINE i8x16 to_bytes(i32x16 v) { return (i8x16)_mm512_cvtepi32_epi8((__m512i)v); }
+// Stores bits 7 to 14 of 64 nonnegative numbers below 2^15 as bytes at `high`, and their lower bits at `low`.
+INLINE void store_split(uint8_t *high, uint8_t *low, const i32x16 (&v)[4]) {
+  const __m512i first = _mm512_packus_epi32((__m512i)v[0], (__m512i)v[1]),
+                second = _mm512_packus_epi32((__m512i)v[2], (__m512i)v[3]), mask = _mm512_set1_epi16(127);
+  const __m512i to = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15); // packing keeps its lanes
+  const __m512i upper = _mm512_packus_epi16(_mm512_srli_epi16(first, 7), _mm512_srli_epi16(second, 7));
+  const __m512i lower = _mm512_packus_epi16(_mm512_and_si512(first, mask), _mm512_and_si512(second, mask));
+  _mm512_storeu_si512(high, _mm512_permutexvar_epi32(to, upper));
+  _mm512_storeu_si512(low, _mm512_permutexvar_epi32(to, lower));
+}
 INLINE u16x16 to_words(u32x16 v) { return (u16x16)_mm512_cvtepi32_epi16((__m512i)v); }
 INLINE u32x16 widened(u16x16 v) { return (u32x16)_mm512_cvtepu16_epi32((__m256i)v); }
 // Stores the low word of each lane as word `index` of the lane's pair at `to`, or the low byte as byte `index` of its
