@@ -100,6 +100,23 @@ def test_a_copied_thread_and_its_source_do_not_see_each_other(model: TenutoChat)
     saver.delete_thread("two")
 
 
+def test_a_stop_that_an_answer_lacks_is_not_in_its_session(model: TenutoChat) -> None:
+    question, more = HumanMessage("Name a fruit."), HumanMessage("What colour is it?")
+    whole = model.invoke([question])
+    stopped = model.invoke([question], stop=[str(whole.content)[5:8]])
+    assert stopped.content == str(whole.content)[:5]
+    second = model.invoke([question, stopped, more])
+    assert session_of(second) == session_of(stopped)
+    bare = AIMessage(stopped.content)  # begins anew
+    other = model.invoke([question, bare, more])
+    assert model.engine.attach(session_of(second)).history == model.engine.attach(session_of(other)).history
+    third = model.invoke([question, stopped, more, second, HumanMessage("Where does it grow?")])
+    assert session_of(third) == session_of(second)
+    assert reused(third) >= tokens(second) - 1
+    for answer in (whole, second, other):
+        model.engine.attach(session_of(answer)).close()
+
+
 def test_an_edited_conversation_and_a_closed_session_begin_anew(model: TenutoChat) -> None:
     saver = TenutoSaver(model)
     graph = graph_of(model, saver)

@@ -24,7 +24,7 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 class Said:
     """A committed turn: the messages that it was `given`, and its answer. `raw`: the answer's whole text, `text`: that
     without calls and thoughts, as messages have it. `tokens`: those of the answer; `start`: the first one's position in
-    the history."""
+    the history. `cut`: whether a stop was cut from the text, which the history has."""
 
     given: list[dict[str, Any]]
     raw: str
@@ -32,10 +32,11 @@ class Said:
     calls: list[str]
     tokens: list[int]
     start: int
+    cut: bool
 
     def heard(self, text: str, tokens: list[int]) -> Said:
         """Returns the turn with only the part of its answer that was heard."""
-        return Said(self.given, _before(self.raw, self.text) + text, text, [], tokens, self.start)
+        return Said(self.given, _before(self.raw, self.text) + text, text, [], tokens, self.start, cut=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Place:
 def place(said: Sequence[Said], messages: Sequence[dict[str, Any]]) -> Place:
     """Finds the last turn up to whose end the messages agree with the conversation. Answers are compared without
     blanks, which speech does not have. If an answer stops earlier than ours, that part of it agrees, and nothing after
-    it does."""
+    it does. A turn from which a stop was cut does not agree: the conversation has the stop."""
     found = Place()
     for number, turn in enumerate(said, 1):
         asked = found.used + len(turn.given)
@@ -68,6 +69,8 @@ def place(said: Sequence[Said], messages: Sequence[dict[str, Any]]) -> Place:
             break
         if ours != theirs:
             return Place(number, used, text) if not calls and turn.text in turn.raw else found
+        if turn.cut:
+            break
         found = Place(number, used)
     return found
 
@@ -256,7 +259,15 @@ class Answering:
             return None
         calls = [call["id"] for call in message.get("tool_calls", ())]
         text = message["content"] or ""
-        return Said(self._given, self.stream.text, text, calls, self.stream.token_ids, result.usage.prompt)
+        return Said(
+            self._given,
+            self.stream.text,
+            text,
+            calls,
+            self.stream.token_ids,
+            result.usage.prompt,
+            isinstance(result.stop, str),
+        )
 
 
 class Speech:

@@ -28,7 +28,8 @@ from tenuto.integrations.chats import native_message
 
 PLACE = "tenuto"
 """The key in an answer's `response_metadata` for its place: the id of its `session`, the number of its `turn` and the
-session's `version` after it, and a `digest` of the conversation up to there."""
+session's `version` after it, and the number of `messages` up to there, with their `digest`. If a stop was cut from the
+answer, which the session would still have, the place is before its turn."""
 
 
 class TenutoChat(BaseChatModel):
@@ -77,7 +78,7 @@ class TenutoChat(BaseChatModel):
         self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: Any = None, **options: Any
     ) -> Iterator[ChatGenerationChunk]:
         given = {**self.options, "tools": [], **options, **({"stop": stop} if stop else {})}
-        session, turns, turn = self._begin(messages, given)
+        session, place, turn = self._begin(messages, given)
         with turn:
             for part in turn.parts():
                 chunk = ChatGenerationChunk(message=_chunk(part))
@@ -90,8 +91,12 @@ class TenutoChat(BaseChatModel):
             turn.message["content"] or "",
             tool_calls=[{"name": call.name, "args": call.parsed(), "id": call.id} for call in turn.tool_calls],
         )
-        digest = digests([*messages, answer], given["tools"])[-1]
-        place = {"session": session.id, "turn": turns + 1, "version": result.version, "digest": digest}
+        if isinstance(result.stop, str):  # the session has the stop, which the answer lacks
+            place["version"] = session.rewind(turn=place["turn"]).version
+        else:
+            told = [*messages, answer]
+            place |= {"turn": place["turn"] + 1, "version": result.version, "messages": len(told)}
+            place["digest"] = digests(told, given["tools"])[-1]
         last = AIMessageChunk(
             content="",
             chunk_position="last",
@@ -107,23 +112,25 @@ class TenutoChat(BaseChatModel):
 
     def _begin(
         self, messages: list[BaseMessage], options: dict[str, Any]
-    ) -> tuple[RemoteSession, int, RemoteTurnStream]:
-        """Starts a turn behind the last answer that is in a session. Returns that session, and the number of turns in
-        it before this one."""
+    ) -> tuple[RemoteSession, dict[str, Any], RemoteTurnStream]:
+        """Starts a turn behind the last place that an answer names. Returns its session, and the place."""
         known = digests(messages, options["tools"])
         for number in range(len(messages) - 1, 0, -1):
             place = place_of(messages[number - 1])
-            if place is None or place["digest"] != known[number]:
+            start = number if place is None else place.get("messages", number)
+            if place is None or start > number or place["digest"] != known[start]:
                 continue
             with suppress(NotFound, SessionClosed):
-                session, new = self._engine.attach(place["session"]), _native(messages[number:])
+                session, new = self._engine.attach(place["session"]), _native(messages[start:])
                 try:
-                    return session, place["turn"], session.turn(new, if_version=place["version"], **options)
+                    turn = session.turn(new, if_version=place["version"], **options)
                 except (VersionMismatch, SessionBusy):
                     session = session.fork(turn=place["turn"], session_id=_new_id())
-                    return session, place["turn"], session.turn(new, **options)
+                    turn = session.turn(new, **options)
+                return session, place | {"session": session.id, "messages": start}, turn
         session = self._engine.session(_new_id(), ttl=self.ttl)
-        return session, 0, session.turn(_native(messages), **options)
+        place = {"session": session.id, "turn": 0, "messages": 0, "digest": known[0]}
+        return session, place, session.turn(_native(messages), **options)
 
 
 class ThreadSessions(BaseCheckpointSaver[Any]):
