@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from tenuto.serve.openai.response_answers import Form
+from tenuto.serve.openai.response_schemas import Item, ResponseBody
+from tenuto.serve.shared.edge import of_tenant
 from tenuto.serve.shared.kept import Kept
 
 
@@ -48,6 +50,11 @@ class KeptResponses(Kept):
         if origin is not None:
             self.begin(name, response, origin, items)
 
+    def before(self, body: ResponseBody) -> list[Item] | None:
+        """Returns the items of the conversation that a request continues, if they are all kept."""
+        items = self.chain(body.previous_response_id or "")
+        return [Item.model_validate(item) for item in items] if items else None
+
     def chain(self, name: str) -> list[dict[str, Any]] | None:
         """Returns the items, as JSON, of a response's whole conversation: the input and output of the responses before
         it, and its own. `None` if any of them is not kept."""
@@ -65,3 +72,6 @@ class KeptResponses(Kept):
         super().forget(name)
         self.items.forget(name)
         self.origins.pop(name, None)
+
+
+KeptOf = Annotated[KeptResponses, of_tenant(KeptResponses)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from array import array
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -13,6 +14,7 @@ from tenuto.base.views import hidden_session_id
 from tenuto.base.wire.messages import Tokenize
 from tenuto.serve.openai.conversation_routes import ConversationsOf
 from tenuto.serve.openai.conversations import Conversations, entry_of
+from tenuto.serve.openai.kept_responses import KeptOf
 from tenuto.serve.openai.response_answers import usage_of
 from tenuto.serve.openai.response_compactions import compaction_item, summarized
 from tenuto.serve.openai.response_schemas import CompactBody, InputBody, Item
@@ -28,7 +30,7 @@ router = APIRouter(route_class=JsonRoute, prefix="/v1/responses", tags=["openai"
 
 @router.post("/input_tokens")
 async def count(
-    edge: EdgeOf, tenant: Caller, body: InputBody, request: Request, conversations: ConversationsOf
+    edge: EdgeOf, tenant: Caller, kept: KeptOf, body: InputBody, request: Request, conversations: ConversationsOf
 ) -> dict[str, Any]:
     """Returns the number of tokens that a response to this input would begin with. With `previous_response_id` a turn
     is started on a fork of that response's session, and rolled back."""
@@ -42,9 +44,9 @@ async def count(
         else:
             name, start = hidden_session_id(), body.start(tenant, (), habits, variables=variables)
             try:
-                turn = await while_connected(
-                    request, start_response(edge, tenant, body, start, name, earlier, stores=True)
-                )
+                whole = partial(kept.before, body)
+                starting = start_response(edge, tenant, body, start, name, earlier, stores=True, whole=whole)
+                turn = await while_connected(request, starting)
             finally:
                 edge.spawn(edge.turns.close_if_open((tenant.name, name)))
             assert turn.ticket is not None

@@ -17,14 +17,14 @@ from tenuto.base.wire.messages import CloseSession
 from tenuto.serve.openai.conversation_routes import After, ConversationsOf, Limit, Order
 from tenuto.serve.openai.conversations import entry_of, page_of
 from tenuto.serve.openai.found_responses import About, found, with_about, write
-from tenuto.serve.openai.kept_responses import KeptResponses, Origin
+from tenuto.serve.openai.kept_responses import KeptOf, KeptResponses, Origin
 from tenuto.serve.openai.response_answers import Form, ResponseAnswer, head_of
 from tenuto.serve.openai.response_compactions import Compaction, compacted
 from tenuto.serve.openai.response_schemas import Item, ResponseBody
 from tenuto.serve.openai.response_sessions import start_response
 from tenuto.serve.openai.tools import customs_of
 from tenuto.serve.shared.bodies import JsonRoute, of_many
-from tenuto.serve.shared.edge import Caller, Edge, EdgeOf, of_tenant
+from tenuto.serve.shared.edge import Caller, Edge, EdgeOf
 from tenuto.serve.shared.live_turn import LiveTurn
 from tenuto.serve.shared.runs import run_names
 from tenuto.serve.shared.schemas import ID_LENGTH, ID_PATTERN, REFUSALS
@@ -39,8 +39,6 @@ READ: dict[int | str, dict[str, Any]] = {
 }
 ResponseId = Annotated[str, Path(pattern=ID_PATTERN, max_length=ID_LENGTH, description="The response's id.")]
 
-
-Kept = Annotated[KeptResponses, of_tenant(KeptResponses)]
 KEEPS = "keeps_responses"
 """In the state of a request: its response can be continued although the body says `store: false`. Its maker closes the
 response's session."""
@@ -51,7 +49,7 @@ STREAMED = streamed("The response, or its events")
 
 @router.post("", response_model=None, responses=STREAMED)
 async def create(
-    edge: EdgeOf, tenant: Caller, body: ResponseBody, request: Request, kept: Kept, conversations: ConversationsOf
+    edge: EdgeOf, tenant: Caller, body: ResponseBody, request: Request, kept: KeptOf, conversations: ConversationsOf
 ) -> Response:
     """Answers input. With `previous_response_id`, send only the new items: the turn runs on a fork of that response's
     session. With `conversation`, the answer follows the conversation's items and is added to them."""
@@ -83,7 +81,7 @@ async def create(
                 run,
                 reading,
                 stores=stores,
-                whole=partial(_before, kept, body),
+                whole=partial(kept.before, body),
             )
             turn = await while_connected(request, starting)
         except BaseException:
@@ -129,17 +127,11 @@ async def _compacted(
     kept stays as it is."""
     if body.compact_threshold is None:
         return None
-    before = _before(kept, body) if body.previous_response_id is not None else earlier
+    before = kept.before(body) if body.previous_response_id is not None else earlier
     if before is None:
         leave_undone("context_management")
         return None
     return await compacted(edge, tenant, body, before, adapter)
-
-
-def _before(kept: KeptResponses, body: ResponseBody) -> list[Item] | None:
-    """Returns the items of the conversation that the request continues, if they are all kept."""
-    items = kept.chain(body.previous_response_id or "")
-    return [Item.model_validate(item) for item in items] if items else None
 
 
 async def _listed(body: ResponseBody) -> bytes:
@@ -152,7 +144,7 @@ async def _listed(body: ResponseBody) -> bytes:
 async def read(
     edge: EdgeOf,
     tenant: Caller,
-    kept: Kept,
+    kept: KeptOf,
     response_id: ResponseId,
     stream: bool = False,
     starting_after: Annotated[int | None, Query(ge=0, description="With `stream`, the events after this one.")] = None,
@@ -179,7 +171,7 @@ async def _turn(edge: Edge, tenant: Tenant, name: str, origin: Origin) -> LiveTu
 
 
 @router.post("/{response_id}/cancel", response_model=None, responses=READ)
-async def cancel(edge: EdgeOf, tenant: Caller, kept: Kept, response_id: ResponseId) -> Response:
+async def cancel(edge: EdgeOf, tenant: Caller, kept: KeptOf, response_id: ResponseId) -> Response:
     """Ends a response in the background and returns it. One that has ended stays as it is."""
     response, origin = await found(edge, tenant, kept, response_id)
     if origin.ended is None:
@@ -194,7 +186,7 @@ async def cancel(edge: EdgeOf, tenant: Caller, kept: Kept, response_id: Response
 async def input_items(
     edge: EdgeOf,
     tenant: Caller,
-    kept: Kept,
+    kept: KeptOf,
     response_id: ResponseId,
     after: After = None,
     limit: Limit = 20,
@@ -209,7 +201,7 @@ async def input_items(
 
 
 @router.delete("/{response_id}")
-async def delete(edge: EdgeOf, tenant: Caller, kept: Kept, response_id: ResponseId) -> dict[str, Any]:
+async def delete(edge: EdgeOf, tenant: Caller, kept: KeptOf, response_id: ResponseId) -> dict[str, Any]:
     """Deletes a response and closes its session. Responses that continue it have their own sessions."""
     await edge.link.call(CloseSession(tenant=tenant.name, session=response_id))
     kept.forget(response_id)

@@ -38,10 +38,14 @@ async def start_response(
     """Starts the turn and returns it once the engine has accepted it. It runs in the session `name`, or in an ephemeral
     one if no state has to be kept. `start`: its options. `run`: the names of its run. `reading`: how the answer is
     parsed. `stores`: whether later requests may continue the response. `whole`: returns all items before the response,
-    if they are known; where its tools differ from those of the previous response, they are computed again."""
+    if they are known; where its instructions or tools differ from those of the previous response, they are computed
+    again."""
     previous = body.previous_response_id
     state = await _state(edge, tenant, previous) if previous is not None else None
-    given = body.rendered(edge.model.habits, earlier, instructed=state is not None and _instructed(body, state))
+    instructed = state is not None and _instructed(body, state)
+    if state is not None and not instructed and (items := whole()) is not None:
+        return await _start_anew(edge, tenant, body, start, name, items, run, reading)
+    given = body.rendered(edge.model.habits, earlier, instructed=instructed)
     given = without_volatile_lines(edge, given)
     start = msgspec.structs.replace(start, session=name if stores or previous is not None else None, input=given)
     told = ((INSTRUCTIONS, _digest(body.instructions)),) if body.instructions else ()
@@ -71,6 +75,20 @@ async def start_response(
     except BaseException:
         edge.spawn(edge.turns.close_if_open((tenant.name, name)))
         raise
+    return await _start_anew(edge, tenant, body, start, name, items, run, reading)
+
+
+async def _start_anew(
+    edge: Edge,
+    tenant: Tenant,
+    body: ResponseBody,
+    start: StartTurn,
+    name: str,
+    items: Sequence[Item],
+    run: Sequence[bytes],
+    reading: Reading | None,
+) -> LiveTurn:
+    """Starts a turn that computes the whole conversation, `items` and the input, and not from a previous response."""
     anew = body.model_copy(update={"previous_response_id": None})
     return await start_response(edge, tenant, anew, start, name, items, run, reading, stores=True)
 
@@ -90,8 +108,8 @@ async def _state(edge: Edge, tenant: Tenant, previous: str) -> SessionInfo:
 
 
 def _instructed(body: ResponseBody, state: SessionInfo) -> bool:
-    """Whether the previous response had the same instructions, so that its session contains them already."""
-    return body.instructions is not None and state.metadata.get(INSTRUCTIONS) == _digest(body.instructions)
+    """Whether the previous response had the same instructions, or also none, as its session has."""
+    return state.metadata.get(INSTRUCTIONS) == (_digest(body.instructions) if body.instructions else None)
 
 
 def _digest(instructions: str) -> str:
