@@ -108,6 +108,13 @@ template <int ROWS> struct RowEnds {
       store(scores + i * LANES, chunk.masked(load<f32x16>(scores + i * LANES), i, first[r], end[r]));
     return true;
   }
+  // Returns the highest of nonnegative numbers of a chunk's tokens, [CHUNK * LANES], for those that row r attends to.
+  float highest(const Chunk &chunk, int r, const float *numbers) const {
+    f32x16 most = {};
+    for (int i = 0; i < chunk.count; i++)
+      most = max16(most, chunk.masked(load<f32x16>(numbers + i * LANES), i, first[r], end[r]));
+    return highest16(most);
+  }
 };
 
 // Calls `use(at, size)` for consecutive parts of `count`, with the constant sizes MOST, MOST / 2, ..., 1: as many parts

@@ -58,17 +58,9 @@ struct ChunkWeights {
   }
 };
 
-// Returns the highest scale among the values of `count` blocks whose scores are not masked.
-static float highest_scale(const float *scores, const float *value_scales, int count) {
-  f32x16 most = {};
-  for (int i = 0; i < count; i++)
-    most = max16(most,
-                 select(load<f32x16>(scores + i * LANES) > MASKED, load<f32x16>(value_scales + i * LANES), f32x16{}));
-  return highest16(most);
-}
-
 // Does what `softmax_chunk` does, but the weights are relative to the chunk's highest score, and multiplied by the
-// scales of their values. The highest quant stands for `highest`, the highest of those scales.
+// scales of their values. The highest quant stands for `highest`, the highest of those scales among the keys that the
+// row attends to.
 // A row's result must not depend on the other rows: so this is not inlined (the compiler could round differently), and
 // other places use `fused`.
 static __attribute__((noinline)) ChunkWeights softmax_chunk_int8(const float *scores, const float *value_scales,
@@ -215,7 +207,7 @@ static __attribute__((noinline)) void attend_int8(const Blocks &blocks, const Qu
       if (cap != 0.0f)
         soft_cap(cap, scores[r], count, 1);
       chunk_weights[r] =
-          softmax_chunk_int8(scores[r], value_scales, masked ? highest_scale(scores[r], value_scales, count) : highest,
+          softmax_chunk_int8(scores[r], value_scales, masked ? ends.highest(chunk, r, value_scales) : highest,
                              coarse_weights[r], fine_weights[r], count, *rows.result(row + r));
     }
     for_parts<values_at_once(2 * ROWS)>(rows.head_dim / LANES, [&](int vector, auto so_many) {
