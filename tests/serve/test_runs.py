@@ -104,6 +104,28 @@ def test_a_stop_that_its_client_never_got_is_not_in_the_prompt(client: OpenAI, w
     witness.audit()
 
 
+def test_a_stop_token_that_its_client_asked_for_is_not_in_the_prompt(client: OpenAI, witness: Server) -> None:
+    name: Any = {"user": "stop tokens"}
+    _, whole = ask(client, [SYSTEM, HI], temperature=0, extra_body={"return_token_ids": True})
+    stop = whole.choices[0].token_ids[3]
+    _, one = ask(client, [SYSTEM, HI], temperature=0, extra_body={"stop_token_ids": [stop]}, **name)
+    assert one.choices[0].stop_reason == stop
+    headers, _ = ask(client, [SYSTEM, HI, said(one), MORE], **name)
+    assert headers["x-tenuto-recomputed"] == "diverged at message 3"
+    witness.audit()
+
+
+def test_an_end_that_the_template_writes_is_continued_in_place(client: OpenAI, witness: Server) -> None:
+    name: Any = {"user": "ends"}
+    long: Any = {"role": "user", "content": "one" * 100}
+    _, one = ask(client, [long], seed=1, max_tokens=8, **name)
+    assert one.choices[0].finish_reason == "stop"
+    headers, two = ask(client, [long, said(one), MORE], **name)
+    assert "x-tenuto-recomputed" not in headers
+    assert two.usage.prompt_tokens_details.cached_tokens >= one.usage.total_tokens - 1
+    witness.audit()
+
+
 def test_parallel_calls_of_a_run_fork_and_are_not_refused(slow_witness: Server) -> None:
     with OpenAI(base_url=f"{slow_witness.url}/v1", api_key="none", max_retries=0) as client:
         name: Any = {"user": "parallel"}

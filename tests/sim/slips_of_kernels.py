@@ -55,7 +55,7 @@ INT8 = (
     NativeSlip("kv_cache.h", "set_scale(scales(cache, block, parts(cache)) + lane, value", "set_scale(scales(cache, block, 0) + lane, value"),
     NativeSlip("kv_cache.h", "(parts(cache) + 2) / 2 * 64", "(parts(cache) + 1) / 2 * 64"),
     NativeSlip("attention_int8.h", "queries.offsets[row + r][part])", "queries.offsets[row + r][0])"),
-    NativeSlip("attention_int8.h", "most = max16(most, select(score > MASKED, load<f32x16>(value_scales + i * LANES), f32x16{}));", "most = max16(most, load<f32x16>(value_scales + i * LANES));"),
+    NativeSlip("attention_blocks.h", "most = max16(most, chunk.masked(load<f32x16>(numbers + i * LANES), i, first[r], end[r]));", "most = max16(most, load<f32x16>(numbers + i * LANES));"),
 )  # fmt: skip
 """Slips in 8-bit keys and values."""
 

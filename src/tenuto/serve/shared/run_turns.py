@@ -86,7 +86,8 @@ async def start_in_run(
                 raise
             return None
         _tell(turn, branch, reason or place.reason)
-        _follow(edge, tenant, runs, branch, turn, chain, reading)
+        asked = frozenset(start.params.stop_ids) - {*edge.model.eos_ids}
+        _follow(edge, tenant, runs, branch, turn, chain, reading, asked)
         _make_room(edge, tenant, runs, branch.run)
         return turn
     return None
@@ -149,9 +150,17 @@ def _tell(turn: LiveTurn, branch: Branch, reason: str) -> None:
 
 
 def _follow(
-    edge: Edge, tenant: Tenant, runs: Runs, branch: Branch, turn: LiveTurn, chain: list[bytes], reading: Reading
+    edge: Edge,
+    tenant: Tenant,
+    runs: Runs,
+    branch: Branch,
+    turn: LiveTurn,
+    chain: list[bytes],
+    reading: Reading,
+    asked: frozenset[int],
 ) -> None:
-    """Keeps the branch up to date at the end of its turn."""
+    """Keeps the branch up to date at the end of its turn. `asked`: the stop tokens that the client asked for, besides
+    the model's own."""
     headers = answer_headers()
 
     def ended() -> None:
@@ -167,7 +176,7 @@ def _follow(
             return
         said = reading.reader(turn.id).read(turn.reply().text, ended=True)
         answer = Message("assistant", said.text, tuple(said.calls))
-        branch.chain = [*chain, after(chain[-1], answer) if _is_told(edge, turn) else UNREPEATABLE]
+        branch.chain = [*chain, after(chain[-1], answer) if _is_told(turn, asked) else UNREPEATABLE]
         branch.ends.append(len(chain))
         branch.version = result.version
         branch.tokens = result.usage.prompt + result.usage.generated
@@ -179,14 +188,14 @@ def _follow(
     ended()
 
 
-def _is_told(edge: Edge, turn: LiveTurn) -> bool:
+def _is_told(turn: LiveTurn, asked: frozenset[int]) -> bool:
     """Whether the client of a committed turn got the text of all its tokens. A stop is cut from the text, with the rest
-    of its last token, but not from the history, and a stop token may have no text. The template writes the model's own
-    end tokens."""
+    of its last token, but not from the history, and a stop token that the client `asked` for may have no text. The
+    template writes other end tokens."""
     result = turn.result
-    if result is None or result.stop is None or result.stop in edge.model.eos_ids:
-        return True
-    return isinstance(result.stop, str) and turn.delivered == result.kept
+    if result is None or not isinstance(result.stop, str):
+        return result is None or result.stop not in asked
+    return turn.delivered == result.kept
 
 
 def _make_room(edge: Edge, tenant: Tenant, runs: Runs, run: bytes) -> None:
