@@ -94,9 +94,9 @@ class TenutoChat(BaseChatModel):
         if isinstance(result.stop, str):  # the session has the stop, which the answer lacks
             place["version"] = session.rewind(turn=place["turn"]).version
         else:
-            told = [*messages, answer]
-            place |= {"turn": place["turn"] + 1, "version": result.version, "messages": len(told)}
-            place["digest"] = digests(told, given["tools"])[-1]
+            answered = [*messages, answer]
+            place |= {"turn": place["turn"] + 1, "version": result.version, "messages": len(answered)}
+            place["digest"] = digests(answered, given["tools"])[-1]
         last = AIMessageChunk(
             content="",
             chunk_position="last",

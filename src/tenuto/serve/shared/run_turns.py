@@ -18,7 +18,7 @@ from tenuto.base.errors import (
     VersionMismatch,
 )
 from tenuto.base.tools.answers import Reading
-from tenuto.base.turns import Message
+from tenuto.base.turns import Message, TurnResult
 from tenuto.base.wire.messages import Fork, StartTurn
 from tenuto.serve.shared.answer_headers import CACHED, RECOMPUTED, SESSION, answer_headers
 from tenuto.serve.shared.edge import Edge, open_message
@@ -176,7 +176,7 @@ def _follow(
             return
         said = reading.reader(turn.id).read(turn.reply().text, ended=True)
         answer = Message("assistant", said.text, tuple(said.calls))
-        branch.chain = [*chain, after(chain[-1], answer) if _is_told(turn, asked) else UNREPEATABLE]
+        branch.chain = [*chain, after(chain[-1], answer) if _is_whole(turn, result, asked) else UNREPEATABLE]
         branch.ends.append(len(chain))
         branch.version = result.version
         branch.tokens = result.usage.prompt + result.usage.generated
@@ -188,14 +188,13 @@ def _follow(
     ended()
 
 
-def _is_told(turn: LiveTurn, asked: frozenset[int]) -> bool:
-    """Whether the client of a committed turn got the text of all its tokens. A stop is cut from the text, with the rest
+def _is_whole(turn: LiveTurn, result: TurnResult, asked: frozenset[int]) -> bool:
+    """Whether the answer of a committed turn has the text of all its tokens. A stop is cut from the text, with the rest
     of its last token, but not from the history, and a stop token that the client `asked` for may have no text. The
     template writes other end tokens."""
-    result = turn.result
-    if result is None or not isinstance(result.stop, str):
-        return result is None or result.stop not in asked
-    return turn.delivered == result.kept
+    if isinstance(result.stop, str):
+        return turn.delivered == result.kept
+    return result.stop not in asked
 
 
 def _make_room(edge: Edge, tenant: Tenant, runs: Runs, run: bytes) -> None:
