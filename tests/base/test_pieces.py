@@ -13,9 +13,10 @@ from tenuto.base.turns import Message, TurnInput
 from tenuto.base.wire.between import Put
 from tenuto.base.wire.fleet_messages import PutMove
 from tenuto.base.wire.frames import frame
-from tenuto.base.wire.messages import AbortTurn, Answer, Describe, StartTurn, Tokenize
+from tenuto.base.wire.messages import AbortTurn, Describe, StartTurn, Tokenize
 from tenuto.base.wire.moves import StatePiece
 from tenuto.base.wire.pieces import PIECE, in_pieces
+from tenuto.base.wire.replies import Answer
 
 ENCODER = msgspec.msgpack.Encoder()
 LENGTHS = st.sampled_from([0, 1, 15, 16, PIECE - 40, PIECE - 1, PIECE, 3 * PIECE])

@@ -7,7 +7,7 @@ from typing import Any
 
 from tenuto.base.config import WorkerSettings
 from tenuto.base.wire.link import Link
-from tenuto.base.wire.messages import AnyReply, Stopped
+from tenuto.base.wire.replies import AnyReply, Stopped
 from tenuto.base.wire.request import Request
 from tenuto.runtime.opening import open_service
 

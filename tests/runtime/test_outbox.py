@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from tenuto.base.wire.messages import AnyReply
+from tenuto.base.wire.replies import AnyReply
 from tenuto.runtime.outbox import Outbox
 from tenuto.runtime.texts import Texts
 

@@ -16,8 +16,6 @@ from tenuto.base.options import Policy, TurnParams
 from tenuto.base.views import Stats, Transition
 from tenuto.base.wire.messages import (
     AbortTurn,
-    Answer,
-    AnyReply,
     Draft,
     Fork,
     GetSession,
@@ -25,11 +23,9 @@ from tenuto.base.wire.messages import (
     ListSessions,
     ListTurns,
     OpenSession,
-    Refusal,
     StartTurn,
-    Stopped,
-    Updates,
 )
+from tenuto.base.wire.replies import Answer, AnyReply, Refusal, Stopped, Updates
 from tenuto.base.wire.request import Request
 from tenuto.runtime.models import load_model
 from tenuto.runtime.service import Service

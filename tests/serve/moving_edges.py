@@ -18,8 +18,9 @@ from tenuto.base.wire.between import AnyBetween, News, Take
 from tenuto.base.wire.fleet_messages import BeginMove, CopyMove, HoldMove, SettleMove, TakeMove
 from tenuto.base.wire.frames import frame
 from tenuto.base.wire.link import Link
-from tenuto.base.wire.messages import Answer, Refusal, StartTurn, Updates, error_of, refusal_of
+from tenuto.base.wire.messages import StartTurn
 from tenuto.base.wire.moves import MovedTurn, StateEnd, StateOffer, StatePiece
+from tenuto.base.wire.replies import Answer, Refusal, Updates, error_of, refusal_of
 from tenuto.base.wire.request import Request
 from tenuto.serve.fleet.asking import PATH, SECRET
 from tenuto.serve.fleet.moving import Moving

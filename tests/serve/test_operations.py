@@ -22,7 +22,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tenuto.base.config import WorkerSettings
 from tenuto.base.errors import EngineStopped
 from tenuto.base.views import Transition
-from tenuto.base.wire.messages import MAYBE_DONE, GetStats
+from tenuto.base.wire.messages import GetStats
+from tenuto.base.wire.replies import MAYBE_DONE
 from tenuto.base.wire.request import Request, answer_of
 from tenuto.serve.engine_process import EngineProcess
 from tenuto.serve.metrics import Metrics

@@ -20,7 +20,8 @@ from tenuto.base.tools.tool_use import ToolUse
 from tenuto.base.turns import Delta, Keep, last_role
 from tenuto.base.views import Compacted, Ticket
 from tenuto.base.wire.link import Calls, TurnNews, Waiting
-from tenuto.base.wire.messages import AbortTurn, Expect, StartTurn, Stopped, Withdraw
+from tenuto.base.wire.messages import AbortTurn, Expect, StartTurn, Withdraw
+from tenuto.base.wire.replies import Stopped
 from tenuto.base.wire.request import Request, answer_of
 from tenuto.client.transport import Deliver, Options, RunningTurn
 from tenuto.runtime.models import load_model, memory_bytes

@@ -27,6 +27,15 @@ from tenuto.base.wire import messages
 from tenuto.base.wire.document import read_document
 from tenuto.base.wire.request import Request
 from tenuto.base.wire.state_file import StateFile
+from tenuto.base.wire.trainer_messages import (
+    MAX_WEIGHT_VERSION,
+    NewWeights,
+    Pause,
+    ReleaseMemory,
+    Resume,
+    ResumeMemory,
+    UpdateWeights,
+)
 from tenuto.client.futures import Steps, chained, mapped
 from tenuto.client.transport import Deliver, Options, RunningTurn, Transport
 
@@ -123,29 +132,25 @@ class EngineCore:
         return self.transport.call(messages.Audit())
 
     def pause(self, *, retract: bool) -> Future[None]:
-        return self.transport.call(messages.Pause(release=flag("retract", retract)))
+        return self.transport.call(Pause(release=flag("retract", retract)))
 
     def go_on(self) -> Future[None]:
-        return self.transport.call(messages.Resume())
+        return self.transport.call(Resume())
 
     def release_memory(self, tags: Sequence[str] | None) -> Future[None]:
-        return self.transport.call(messages.ReleaseMemory(parts=_parts(tags)))
+        return self.transport.call(ReleaseMemory(parts=_parts(tags)))
 
     def resume_memory(self, tags: Sequence[str] | None) -> Future[None]:
-        return self.transport.call(messages.ResumeMemory(parts=_parts(tags)))
+        return self.transport.call(ResumeMemory(parts=_parts(tags)))
 
     def update_weights(
         self, path: str | PathLike[str], version: str | None, *, abort: bool, keep_state: bool
     ) -> Future[str]:
         given: object = version
-        if given is not None and not (isinstance(given, str) and 0 < len(given) <= messages.MAX_WEIGHT_VERSION):
-            raise wrong(
-                "weight_version", version, f"1 to {messages.MAX_WEIGHT_VERSION} characters", param="weight_version"
-            )
-        use = messages.NewWeights(
-            version=version, abort=flag("abort", abort), keep_state=flag("keep_state", keep_state)
-        )
-        updated = self.transport.call(messages.UpdateWeights(path=str(path), use=use))
+        if given is not None and not (isinstance(given, str) and 0 < len(given) <= MAX_WEIGHT_VERSION):
+            raise wrong("weight_version", version, f"1 to {MAX_WEIGHT_VERSION} characters", param="weight_version")
+        use = NewWeights(version=version, abort=flag("abort", abort), keep_state=flag("keep_state", keep_state))
+        updated = self.transport.call(UpdateWeights(path=str(path), use=use))
         return mapped(updated, lambda weights: weights.weight_version)
 
     def sessions(self) -> Future[list[SessionInfo]]:

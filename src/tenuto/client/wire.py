@@ -21,7 +21,9 @@ from tenuto.base.turns import Message, TurnInput, TurnKind
 from tenuto.base.views import Record, RecordPage, SessionInfo, SessionPage
 from tenuto.base.wire import messages
 from tenuto.base.wire.bodies import read_body
+from tenuto.base.wire.replies import Refusal, error_of
 from tenuto.base.wire.request import Request, answer_of
+from tenuto.base.wire.trainer_messages import Pause, ReleaseMemory, Resume, ResumeMemory, UpdateWeights
 from tenuto.client.transport import Options
 
 T = TypeVar("T")
@@ -78,11 +80,11 @@ _EXCHANGES: dict[type, Callable[[Any], Exchange]] = {
     messages.Trim: lambda r: _of_session("POST", r, "/trim", {"turns": r.turns, "id": r.child}),
     messages.Rewind: lambda r: _of_session("POST", r, "/rewind", _place(r)),
     messages.Expect: lambda r: _of_session("POST", r, "/expect", {"within": r.within}),
-    messages.Pause: lambda r: Exchange("POST", "/pause_generation", {"mode": "retract" if r.release else "in_place"}),
-    messages.Resume: lambda _: Exchange("POST", "/continue_generation"),
-    messages.ReleaseMemory: lambda r: Exchange("POST", "/release_memory_occupation", {"tags": r.parts}),
-    messages.ResumeMemory: lambda r: Exchange("POST", "/resume_memory_occupation", {"tags": r.parts}),
-    messages.UpdateWeights: lambda r: Exchange(
+    Pause: lambda r: Exchange("POST", "/pause_generation", {"mode": "retract" if r.release else "in_place"}),
+    Resume: lambda _: Exchange("POST", "/continue_generation"),
+    ReleaseMemory: lambda r: Exchange("POST", "/release_memory_occupation", {"tags": r.parts}),
+    ResumeMemory: lambda r: Exchange("POST", "/resume_memory_occupation", {"tags": r.parts}),
+    UpdateWeights: lambda r: Exchange(
         "POST",
         "/update_weights_from_disk",
         {
@@ -208,9 +210,7 @@ def error_from(status: int, content: bytes) -> TenutoError:
         refused = msgspec.json.decode(content, type=_Refused).error
     except msgspec.DecodeError:
         return TenutoError(f"the server answered with status {status} and no reason; is this a Tenuto server?")
-    return messages.error_of(
-        messages.Refusal(call=0, code=str(refused.code), message=refused.message, param=refused.param)
-    )
+    return error_of(Refusal(call=0, code=str(refused.code), message=refused.message, param=refused.param))
 
 
 class _Said(msgspec.Struct):

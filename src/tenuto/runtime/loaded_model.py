@@ -10,7 +10,7 @@ from tenuto.base.config import EngineConfig, cache_dir
 from tenuto.base.errors import ConfigError, IllegalTransition, InvalidRequest, ModelError, Overloaded, Unsupported
 from tenuto.base.plan import Weights
 from tenuto.base.views import AdapterView, WeightsView
-from tenuto.base.wire.messages import (
+from tenuto.base.wire.trainer_messages import (
     GetWeight,
     LoadAdapter,
     NewWeights,

@@ -7,7 +7,7 @@ from functools import partial
 
 from tenuto.base.config import WorkerSettings, user_path
 from tenuto.base.errors import ConfigError
-from tenuto.base.wire.messages import AnyReply
+from tenuto.base.wire.replies import AnyReply
 from tenuto.runtime.member import Member
 from tenuto.runtime.models import Model, load_model, memory_bytes, server_budget
 from tenuto.runtime.object_store import open_store

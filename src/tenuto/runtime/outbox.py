@@ -13,7 +13,7 @@ import msgspec
 
 from tenuto.base.errors import TenutoError
 from tenuto.base.turns import Delta
-from tenuto.base.wire.messages import Answer, AnyReply, Refusal, Stopped, Updates, refusal_of
+from tenuto.base.wire.replies import Answer, AnyReply, Refusal, Stopped, Updates, refusal_of
 from tenuto.base.wire.request import Request
 from tenuto.runtime.texts import Texts
 

@@ -30,7 +30,6 @@ from tenuto.base.views import (
 from tenuto.base.wire.document import SessionDocument
 from tenuto.base.wire.messages import (
     AbortTurn,
-    AnyReply,
     Audit,
     BeginTrace,
     Describe,
@@ -44,16 +43,14 @@ from tenuto.base.wire.messages import (
     ImportSession,
     Look,
     OpenSession,
-    Pause,
-    Resume,
     StartTurn,
-    Stopped,
     Tokenize,
     TokenTexts,
-    UnloadAdapter,
     Withdraw,
 )
+from tenuto.base.wire.replies import AnyReply, Stopped
 from tenuto.base.wire.request import Request
+from tenuto.base.wire.trainer_messages import Pause, Resume, UnloadAdapter
 from tenuto.engine.engine import Engine
 from tenuto.engine.erasure import Receipt
 from tenuto.engine.thread.acknowledge import Acknowledger

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from tenuto.base.wire.messages import (
+from tenuto.base.wire.request import Request
+from tenuto.base.wire.trainer_messages import (
     GetWeight,
     JoinGroup,
     LeaveGroup,
@@ -17,7 +18,6 @@ from tenuto.base.wire.messages import (
     UpdateTensors,
     UpdateWeights,
 )
-from tenuto.base.wire.request import Request
 from tenuto.formats.tensor_pickle import NamedTensor, read_tensors
 from tenuto.runtime.lanes import Lanes
 from tenuto.runtime.loaded_model import LoadedModel

@@ -21,8 +21,9 @@ from tenuto.base.heap import HeapKeeper, share_one_arena
 from tenuto.base.interpreter import configure_interpreter, exempt_existing_objects
 from tenuto.base.logs import configure_logs
 from tenuto.base.wire.frames import LARGE, FrameReader, frame
-from tenuto.base.wire.messages import Answer, AnyReply, AnyRequest, Describe, refusal_of
+from tenuto.base.wire.messages import AnyRequest, Describe
 from tenuto.base.wire.pieces import in_pieces
+from tenuto.base.wire.replies import Answer, AnyReply, refusal_of
 from tenuto.runtime.opening import open_service
 from tenuto.runtime.service import Service
 

@@ -9,7 +9,7 @@ from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.wire.messages import LoadAdapter, UnloadAdapter
+from tenuto.base.wire.trainer_messages import LoadAdapter, UnloadAdapter
 from tenuto.serve.shared.bodies import JsonRoute
 from tenuto.serve.shared.edge import DEFAULT_MODEL, Admin, Edge, EdgeOf
 from tenuto.serve.shared.objects import ForeignObject

@@ -13,8 +13,8 @@ from tenuto.base.errors import InvalidRequest
 from tenuto.base.views import ModelView
 from tenuto.base.wire.frames import FrameReader, frame
 from tenuto.base.wire.link import Link
-from tenuto.base.wire.messages import AnyReply, Refusal, Stopped, error_of
 from tenuto.base.wire.pieces import in_pieces
+from tenuto.base.wire.replies import AnyReply, Refusal, Stopped, error_of
 from tenuto.base.wire.request import Request
 from tenuto.serve.engine_process import EngineProcess
 

@@ -1,4 +1,4 @@
-"""Messages arrive as they were sent, and every request names the type of its answer."""
+"""Requests arrive as they were sent, and each names the type of its answer."""
 
 from __future__ import annotations
 
@@ -8,24 +8,12 @@ import msgspec
 import pytest
 
 from tenuto.base.config import WorkerSettings
-from tenuto.base.errors import ConfigError, EngineStopped
+from tenuto.base.errors import ConfigError
 from tenuto.base.options import Policy, TurnParams
-from tenuto.base.sampling import Candidate, Sampling, TokenLogprob
-from tenuto.base.turns import Delta, EndReason, Message, TurnResult, Usage
+from tenuto.base.sampling import Sampling
+from tenuto.base.turns import Message
 from tenuto.base.views import RecordPage, SessionInfo, SessionState
-from tenuto.base.wire.messages import (
-    AnyReply,
-    AnyRequest,
-    CloseSession,
-    GetSession,
-    ListTurns,
-    OpenSession,
-    StartTurn,
-    Stopped,
-    Updates,
-    error_of,
-    refusal_of,
-)
+from tenuto.base.wire.messages import AnyRequest, CloseSession, GetSession, ListTurns, OpenSession, StartTurn
 from tenuto.base.wire.request import answer_of
 
 
@@ -58,23 +46,6 @@ def test_every_request_names_the_type_of_its_answer() -> None:
 )
 def test_options_are_sent_unchanged(request_: StartTurn | OpenSession) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(request_), type=AnyRequest) == request_
-
-
-def test_deltas_are_sent_unchanged() -> None:
-    entry = TokenLogprob(5, -0.5, (Candidate(6, -0.25, b"\xc3"),), b"x")
-    result = TurnResult(EndReason.STOP, True, 2, 1, Usage(3, 1, 1, 4), 9, 50, "end")
-    updates = Updates(updates=[(3, Delta((5,), "x", 1, result, (entry,), (None, entry))), (4, Delta())])
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(updates), type=AnyReply) == updates
-
-
-def test_an_error_arrives_with_its_param_and_a_detail_that_only_its_text_has() -> None:
-    sent = EngineStopped("the engine stopped", param="model", detail="InvariantError: turn 3 of s")
-    refusal = msgspec.msgpack.decode(msgspec.msgpack.encode(refusal_of(7, sent)), type=AnyReply)
-    came = error_of(refusal)
-    assert (refusal.call, type(came), came.message, came.param) == (7, EngineStopped, "the engine stopped", "model")
-    assert str(came) == str(sent) == "the engine stopped: InvariantError: turn 3 of s"
-    stopped = Stopped(reason="the engine stopped", detail="InvariantError: turn 3 of s")
-    assert str(msgspec.msgpack.decode(msgspec.msgpack.encode(stopped), type=AnyReply).error()) == str(sent)
 
 
 def test_every_request_can_be_decoded() -> None:

@@ -21,12 +21,12 @@ from tenuto.base.wire.messages import (
     GetSession,
     ListTurns,
     OpenSession,
-    ReleaseMemory,
     Rewind,
     StartTurn,
     Trim,
 )
 from tenuto.base.wire.request import Request
+from tenuto.base.wire.trainer_messages import ReleaseMemory
 from tenuto.engine.thread.rendering import Basis, Outdated
 from tenuto.session.session import Session
 from tests.engine.test_saved_sessions import Talk, chatted

@@ -6,8 +6,9 @@ import msgspec
 
 from tenuto.base.turns import Delta, Keep
 from tenuto.base.views import SessionKey
-from tenuto.base.wire.messages import ListSessions, Refusal
+from tenuto.base.wire.messages import ListSessions
 from tenuto.base.wire.moves import LiveStream, StateEnd, StateOffer, StatePiece
+from tenuto.base.wire.replies import Refusal
 
 
 class Between(msgspec.Struct, frozen=True, kw_only=True, tag=True):

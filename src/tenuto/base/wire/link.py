@@ -15,7 +15,7 @@ import msgspec
 from tenuto.base.errors import TenutoError
 from tenuto.base.turns import Delta
 from tenuto.base.views import Ticket
-from tenuto.base.wire.messages import Answer, AnyReply, Refusal, Stopped, Updates, error_of
+from tenuto.base.wire.replies import Answer, AnyReply, Refusal, Stopped, Updates, error_of
 from tenuto.base.wire.request import Request, answer_of
 
 T = TypeVar("T")

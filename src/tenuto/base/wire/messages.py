@@ -1,7 +1,7 @@
-"""Messages between the edge and the engine, encoded as MessagePack by msgspec.
+"""Messages of the edge to the engine, encoded as MessagePack by msgspec.
 
 A request declares the type of its answer. Its sender chooses a call number, which answers, refusals and a turn's deltas
-repeat. A session is identified by its tenant and its id among that tenant's sessions.
+repeat; see `base.wire.replies`. A session is identified by its tenant and its id among that tenant's sessions.
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ from typing import Any
 
 import msgspec
 
-import tenuto.base.wire.fleet_messages  # noqa: F401 - its requests are among `AnyRequest`
+import tenuto.base.wire.fleet_messages  # its requests are among `AnyRequest`
+import tenuto.base.wire.trainer_messages  # noqa: F401 - and so are these
 from tenuto.base.config import Limits
-from tenuto.base.errors import EngineStopped, TenutoError
 from tenuto.base.map_views import MapPart, TraceView
 from tenuto.base.options import Policy, TurnParams
-from tenuto.base.plan import MemoryPart
 from tenuto.base.tokens import PackedTokens
 from tenuto.base.tools.answers import Reading
 from tenuto.base.tools.definitions import NO_TOOLS, Tools
 from tenuto.base.tools.variables import NO_VARIABLES, Variables
-from tenuto.base.turns import Delta, Keep, TurnInput, TurnKind
+from tenuto.base.turns import Keep, TurnInput, TurnKind
 from tenuto.base.views import (
-    AdapterView,
     AuditReport,
     Erased,
     FoundTurn,
@@ -37,10 +35,9 @@ from tenuto.base.views import (
     Stats,
     Ticket,
     TokenizerView,
-    WeightsView,
 )
 from tenuto.base.wire.document import SessionDocument
-from tenuto.base.wire.request import OfSession, Request, WireMessage
+from tenuto.base.wire.request import OfSession, Request
 
 
 class Describe(Request[ModelView], frozen=True, kw_only=True):
@@ -258,115 +255,6 @@ class DropMemory(Request[int], frozen=True, kw_only=True):
     held memory."""
 
 
-class Pause(Request[None], frozen=True, kw_only=True):
-    """Stop stepping until `Resume`. Open turns wait, or with `release` lose the memory they have acquired and compute
-    it again. Sessions may be changed meanwhile."""
-
-    release: bool = False
-
-
-class Resume(Request[None], frozen=True, kw_only=True):
-    """Continue after `Pause`."""
-
-
-class ReleaseMemory(Request[None], frozen=True, kw_only=True):
-    """Return these parts of the model's memory to the system. Sessions keep their tokens, and turns are refused."""
-
-    parts: list[MemoryPart]
-
-
-class ResumeMemory(Request[None], frozen=True, kw_only=True):
-    """Allocate these parts again. Turns continue once all parts are allocated."""
-
-    parts: list[MemoryPart]
-
-
-MAX_WEIGHT_VERSION = 256
-"""The most characters of the version of weights."""
-
-
-class NewWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """How other weights are put to use. `version`: their name, by default the number of updates. With `abort` open
-    turns are aborted; otherwise they continue. With `keep_state` sessions keep the state that earlier weights computed;
-    otherwise it is dropped."""
-
-    version: str | None = None
-    abort: bool = False
-    keep_state: bool = False
-
-
-class UpdateWeights(Request[WeightsView], frozen=True, kw_only=True):
-    """Compute with the weights at `path` from now on."""
-
-    path: str
-    use: NewWeights = NewWeights()
-
-
-class NameWeights(Request[None], frozen=True, kw_only=True):
-    """Call the weights in use `version` from now on. With `abort` open turns are aborted."""
-
-    version: str
-    abort: bool = False
-
-
-class UpdateTensors(Request[WeightsView], frozen=True, kw_only=True):
-    """Like `UpdateWeights`, with some tensors in place of those in use; see `read_tensors` (`bucket`: its
-    `flattened`)."""
-
-    pickled: bytes
-    bucket: bool = False
-    use: NewWeights = NewWeights()
-
-
-class JoinGroup(Request[None], frozen=True, kw_only=True):
-    """Join a group of processes in which a trainer broadcasts weights; see `WeightGroups.join`."""
-
-    group: str
-    address: str
-    port: int
-    rank: int
-    size: int
-
-
-class LeaveGroup(Request[None], frozen=True, kw_only=True):
-    """Leave a group of processes."""
-
-    group: str
-
-
-class ReceiveTensors(Request[WeightsView], frozen=True, kw_only=True):
-    """Like `UpdateTensors`, with tensors that the trainer broadcasts; see `WeightGroups.receive`."""
-
-    group: str
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-    bucket: bool = False
-    use: NewWeights = NewWeights()
-
-
-class GetWeight(Request[list[Any]], frozen=True, kw_only=True):
-    """Return the first `most` numbers or rows of a tensor of the weights in use, as nested lists."""
-
-    name: str
-    most: int
-
-
-class LoadAdapter(Request[AdapterView], frozen=True, kw_only=True):
-    """Read the adapter in the directory `path`, and load it as `name`. `replace`: it takes the place of the loaded one
-    of this name."""
-
-    name: str
-    path: str
-    replace: bool = False
-
-
-class UnloadAdapter(Request[AdapterView], frozen=True, kw_only=True):
-    """Unload an adapter; answers which it was."""
-
-    name: str
-
-
 class Audit(Request[AuditReport], frozen=True, kw_only=True):
     """Recount every unit of memory."""
 
@@ -436,77 +324,3 @@ class Tokenize(Request[bytes], frozen=True, kw_only=True):
 
 AnyRequest: Any = reduce(or_, {*Request.__subclasses__(), *OfSession.__subclasses__()} - {OfSession})
 """The union of all kinds of requests."""
-
-
-class Answer(WireMessage, frozen=True, kw_only=True):
-    """Engine to edge: a request's answer, encoded on its own."""
-
-    call: int
-    value: msgspec.Raw
-
-
-class Refusal(WireMessage, frozen=True, kw_only=True):
-    """Engine to edge: a `TenutoError`."""
-
-    call: int
-    code: str
-    message: str
-    param: str | None = None
-    detail: str = ""
-    details: dict[str, Any] | None = None
-
-
-class Updates(WireMessage, frozen=True, kw_only=True):
-    """Engine to edge: the deltas of a step, by call."""
-
-    updates: list[tuple[int, Delta]]
-
-
-MAYBE_DONE = "the request may have been carried out, and its turn may be in the session once that is served again"
-"""The end of an error message for a request that was under way when the engine stopped."""
-
-
-class Stopped(WireMessage, frozen=True, kw_only=True):
-    """Engine to edge: the last message, with the reason why the engine has stopped. `detail`: see `TenutoError`."""
-
-    reason: str
-    detail: str = ""
-
-    def error(self) -> EngineStopped:
-        """The error of every later request."""
-        return EngineStopped(self.reason, detail=self.detail)
-
-    def interrupted(self) -> EngineStopped:
-        """The error of a request that was under way."""
-        return EngineStopped(f"{self.reason}; {MAYBE_DONE}", detail=self.detail)
-
-
-AnyReply = Answer | Refusal | Updates | Stopped
-
-
-def _by_code(kind: type[TenutoError]) -> dict[str, type[TenutoError]]:
-    found = {kind.code: kind}
-    for child in kind.__subclasses__():
-        found |= _by_code(child)
-    return found
-
-
-_ERRORS = _by_code(TenutoError)
-
-
-def refusal_of(call: int, error: TenutoError) -> Refusal:
-    """Returns the message for an error."""
-    return Refusal(
-        call=call,
-        code=error.code,
-        message=error.message,
-        param=error.param,
-        detail=error.detail,
-        details=dict(error.details) if error.details is not None else None,
-    )
-
-
-def error_of(refusal: Refusal) -> TenutoError:
-    """Returns the error of a refusal."""
-    kind = _ERRORS.get(refusal.code, TenutoError)
-    return kind(refusal.message, param=refusal.param, detail=refusal.detail, details=refusal.details)

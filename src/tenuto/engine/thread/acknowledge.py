@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tenuto.base.errors import InvariantError, NotAcknowledged, TenutoError
-from tenuto.base.wire.messages import Stopped
+from tenuto.base.wire.replies import Stopped
 from tenuto.session.changes import Change
 from tenuto.session.registry import LOST
 from tenuto.session.session import Session

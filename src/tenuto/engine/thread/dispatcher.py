@@ -47,19 +47,15 @@ from tenuto.base.wire.messages import (
     ListSessions,
     ListTurns,
     Look,
-    NameWeights,
     OpenSession,
     ParkSession,
-    Pause,
-    ReleaseMemory,
     ReplaceHistory,
-    Resume,
     Rewind,
     StartTurn,
     Trim,
-    UnloadAdapter,
 )
 from tenuto.base.wire.request import OfSession, Request
+from tenuto.base.wire.trainer_messages import NameWeights, Pause, ReleaseMemory, Resume, UnloadAdapter
 from tenuto.engine.engine import Engine
 from tenuto.engine.erasure import Receipt
 from tenuto.engine.thread import views

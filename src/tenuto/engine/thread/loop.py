@@ -15,7 +15,7 @@ from tenuto.base.errors import EngineStopped, ExecutorLost, InvariantError, NotA
 from tenuto.base.sampling import TokenLogprob
 from tenuto.base.turns import Delta
 from tenuto.base.views import AuditReport
-from tenuto.base.wire.messages import Stopped
+from tenuto.base.wire.replies import Stopped
 from tenuto.engine.engine import Engine
 from tenuto.engine.thread.acknowledge import Acknowledger, Announcer, AtOnce, Tell
 from tenuto.engine.thread.gathering import Gathering

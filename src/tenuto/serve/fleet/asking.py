@@ -10,8 +10,8 @@ import msgspec
 from tenuto.base.errors import Disconnected, TenutoError, Unreachable
 from tenuto.base.wire.between import AnyBetween, News
 from tenuto.base.wire.frames import FrameReader
-from tenuto.base.wire.messages import Refusal, error_of
 from tenuto.base.wire.pieces import in_pieces
+from tenuto.base.wire.replies import Refusal, error_of
 from tenuto.serve.fleet.peers import Broken, NotSent, Peers, Reply
 
 PATH = "/fleet/between"

@@ -27,8 +27,9 @@ from tenuto.base.wire.between import (
 )
 from tenuto.base.wire.fleet_messages import DropMove, EraseTraces, PutMove, ReserveMove, TakeMove
 from tenuto.base.wire.frames import frame
-from tenuto.base.wire.messages import StartTurn, refusal_of
+from tenuto.base.wire.messages import StartTurn
 from tenuto.base.wire.moves import LiveStream
+from tenuto.base.wire.replies import refusal_of
 from tenuto.serve.fleet.asking import PATH, SECRET
 from tenuto.serve.fleet.fleet import Fleet
 from tenuto.serve.fleet.relays import news

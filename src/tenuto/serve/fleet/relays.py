@@ -15,7 +15,7 @@ from tenuto.base.errors import Disconnected, NotFound, TenutoError
 from tenuto.base.turns import Keep
 from tenuto.base.views import SessionKey
 from tenuto.base.wire.between import Abort, Follow, News, Unsaid
-from tenuto.base.wire.messages import error_of, refusal_of
+from tenuto.base.wire.replies import error_of, refusal_of
 from tenuto.serve.fleet.asking import Between, news_of
 from tenuto.serve.fleet.peers import Broken, Reply
 from tenuto.serve.shared.live_turn import LiveTurn, Source

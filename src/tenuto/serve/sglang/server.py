@@ -13,15 +13,8 @@ from fastapi.responses import PlainTextResponse
 
 from tenuto.base.errors import LimitReached, Overloaded, TenutoError
 from tenuto.base.options import ONE_TOKEN
-from tenuto.base.wire.messages import (
-    DropMemory,
-    GetStats,
-    Pause,
-    ReleaseMemory,
-    Resume,
-    ResumeMemory,
-    StartTurn,
-)
+from tenuto.base.wire.messages import DropMemory, GetStats, StartTurn
+from tenuto.base.wire.trainer_messages import Pause, ReleaseMemory, Resume, ResumeMemory
 from tenuto.serve.sglang.requests import RequestsOf
 from tenuto.serve.sglang.schemas import MemoryRequest, PauseRequest
 from tenuto.serve.shared.bodies import JsonRoute

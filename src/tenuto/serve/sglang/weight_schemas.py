@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from tenuto.base.errors import InvalidRequest
-from tenuto.base.wire.messages import MAX_WEIGHT_VERSION, NewWeights
+from tenuto.base.wire.trainer_messages import MAX_WEIGHT_VERSION, NewWeights
 from tenuto.serve.sglang.schemas import SGLangObject
 
 MAX_TENSORS = 2**16

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body
 
 from tenuto.base.views import WeightsView
-from tenuto.base.wire.messages import (
+from tenuto.base.wire.request import Request
+from tenuto.base.wire.trainer_messages import (
     GetWeight,
     JoinGroup,
     LeaveGroup,
@@ -16,7 +17,6 @@ from tenuto.base.wire.messages import (
     UpdateTensors,
     UpdateWeights,
 )
-from tenuto.base.wire.request import Request
 from tenuto.serve.sglang.weight_schemas import (
     GroupRequest,
     InitGroupRequest,
