@@ -95,7 +95,7 @@ def test_streams_continue_while_the_disk_is_read_and_then_the_restored_turn_runs
         gate.open.set()
         loop.close()
         engine.end()
-    assert parking_in(engine).restored == 1
+    assert engine.restores.restored == 1
 
 
 def test_an_ending_engine_waits_for_its_copies(gate: Gate) -> None:

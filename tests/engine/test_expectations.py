@@ -63,9 +63,9 @@ def test_state_comes_back_before_the_turn_and_not_earlier(mix: tuple[Kind, ...])
     stage.clock.advance(10.0 - AHEAD)
     rest(stage)
     assert computed(stage) == length - 1
-    restored = stage.engine.idle_memory.restored
+    restored = stage.engine.restores.restored
     assert goes_on(stage, "s", 5, 6) == length - 1
-    assert stage.engine.idle_memory.restored == restored, "the turn found the state and waited for nothing"
+    assert stage.engine.restores.restored == restored, "the turn found the state and waited for nothing"
 
 
 @every_mix

@@ -64,7 +64,7 @@ def over_the_device(sessions: int, directory: Path) -> None:
     late = max(place - sum(other < number for other in started[:place]) for place, number in enumerate(started))
     assert late <= OVERTAKEN
     parking = parking_in(stage.engine)
-    assert parking.restored >= sessions - FIT
+    assert stage.engine.restores.restored >= sessions - FIT
     assert not parking.recomputed
     assert parking.tiers.moved["disk"] > 0
     for name in names:

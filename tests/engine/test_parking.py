@@ -64,7 +64,7 @@ def test_sessions_that_yield_are_restored_with_their_state(mix, overlap: int) ->
     for name in names * 2:
         length = len(stage.engine.registry.get(name).history)
         assert goes_on(stage, name, 5, 6) == length - 1
-    assert parking(stage).restored > 0
+    assert stage.engine.restores.restored > 0
     assert not parking(stage).recomputed
 
 

@@ -31,10 +31,10 @@ def test_other_turns_run_to_their_ends_while_a_session_is_restored(mix, overlap:
         slow.stage.until(partial(getattr, other, "result"))
         assert list(other.output) == continuation(count_from(7, 30), 12)
     assert len(slow.stage.executor.plans) - steps >= 3 * 12
-    assert (turn.state, list(turn.output), slow.parking.restored) == (TurnState.RUNNING, [], 0)
+    assert (turn.state, list(turn.output), slow.engine.restores.restored) == (TurnState.RUNNING, [], 0)
     slow.engine.audit()
     assert slow.ends(turn, history) == HISTORY - 1
-    assert slow.parking.restored == 1
+    assert slow.engine.restores.restored == 1
 
 
 @every_mix
@@ -91,7 +91,7 @@ def test_units_that_a_copy_may_still_write_are_not_handed_out(mix) -> None:
     assert all(units)
     slow.engine.turns.abort("s")
     for pool, written in zip(slow.engine.memory.pools, units, strict=True):
-        rest = present(pool.acquire(pool.free, slow.parking))
+        rest = present(pool.acquire(pool.free, slow.engine.restores))
         assert not set(written).intersection(rest.units)
         rest.release(unused=True)
     slow.copies.finish()
@@ -147,7 +147,7 @@ def test_a_copy_that_fails_halfway_costs_only_time(mix, drafting: bool) -> None:
     if drafting:
         turn = slow.engine.turns.submit("s", [5, 6], TurnParams(max_new_tokens=3))
     assert slow.ends(turn, history) <= HISTORY + 1
-    assert slow.parking.restored == 0
+    assert slow.engine.restores.restored == 0
 
 
 def test_a_draft_changed_while_its_session_is_restored_is_computed_as_changed() -> None:

@@ -105,7 +105,7 @@ class ManySessions:
     def figures(self) -> dict[str, int]:
         parking = parking_in(self.engine)
         return {
-            "restored": parking.restored,
+            "restored": self.engine.restores.restored,
             "moved to host memory": parking.tiers.moved["host"],
             "moved to disk": parking.tiers.moved["disk"],
             "restores that failed": parking.recomputed.total(),

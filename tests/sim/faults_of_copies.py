@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tenuto.base.plan import Bytes
-from tenuto.engine.parking import Parking
+from tenuto.engine.restores import Restores
 from tenuto.memory.pool import Lease, Pool
 from tenuto.memory.tiers import moves
 from tenuto.memory.tiers.contents import Contents
@@ -76,19 +76,19 @@ def a_session_keeps_memory_that_has_not_arrived() -> Any:
     complete."""
 
     def make(original: Any) -> Any:
-        def give_up(self: Parking, turn: Turn) -> None:
+        def give_up(self: Restores, turn: Turn) -> None:
             for move in self._arriving.pop(turn.session).moves:
-                self.tiers.moves.give_up(move)
+                self._tiers.moves.give_up(move)
             turn.session.memory.arriving = False
 
         return give_up
 
-    return replaced(Parking, "give_up", make)
+    return replaced(Restores, "give_up", make)
 
 
 def a_fork_shares_memory_that_has_not_arrived() -> Any:
     """A session whose memory is still arriving is forked as if it were complete."""
-    return replaced(Parking, "begun", lambda original: lambda self, turn: None)
+    return replaced(Restores, "begun", lambda original: lambda self, turn: None)
 
 
 def the_content_of_a_file_is_not_compared() -> Any:

@@ -31,7 +31,7 @@ HOLES = (
     Slip("memory.kinds.paged", "elif position % self.page_size == 0 or not self.has_tail(page, position):", "elif position % self.page_size == 0:"),
     Slip("memory.kinds.full", "began = self.first * self.page_size + self._copy_slots", "began = self.first * self.page_size"),
     Slip("memory.tiers.copies", "        if copy.content.covers(content):\n            return copy", "        if True:\n            return copy"),
-    Slip("engine.parking", "if not any(move in self.tiers.moves for move in each.moves)]", "if not all(move in self.tiers.moves for move in each.moves)]"),
+    Slip("engine.restores", "if not any(move in self._tiers.moves for move in each.moves)]", "if not all(move in self._tiers.moves for move in each.moves)]"),
     Slip("engine.parking", "return memory.computed if memory.computed < len(session.history) and not memory.arriving else 0", "return memory.computed"),
     Slip("engine.session_states", "            first += len(piece)", "            pass"),
     Slip("engine.occupation", "self._idle_memory.weights_change(self._sessions, identity, keep=keep)", "pass"),

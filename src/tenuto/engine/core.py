@@ -11,6 +11,7 @@ from tenuto.engine.counts import Counts
 from tenuto.engine.guard import Fuse
 from tenuto.engine.outcomes import Outcomes
 from tenuto.engine.parking import Parking
+from tenuto.engine.restores import Restores
 from tenuto.memory.memory import Memory
 from tenuto.sched.batch import Batch
 from tenuto.sched.guesses import Proposer
@@ -29,6 +30,7 @@ class Core:
     clock: Clock
     memory: Memory
     idle_memory: Parking
+    restores: Restores
     registry: Registry
     prefixes: PrefixIndex
     queue: WaitingQueue

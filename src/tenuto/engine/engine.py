@@ -24,6 +24,7 @@ from tenuto.engine.guard import guarded
 from tenuto.engine.lifecycle import Lifecycle
 from tenuto.engine.occupation import Occupation
 from tenuto.engine.parking import Parking
+from tenuto.engine.restores import Restores
 from tenuto.engine.session_operations import SessionOperations
 from tenuto.engine.session_states import SessionStates
 from tenuto.engine.snapshots import Snapshots
@@ -98,12 +99,14 @@ class Engine:
         self.memory = memory = Memory(executor.spec, units, Shape.of(config, executor.spec.page_size))
         memory.weights = WeightsVersion(identity)
         executor.prepare(units, config.max_running, config.overlap, config.lookahead)
+        parking = Parking(config, memory, executor, disk, carrier or CopyThreads(), clock.now, identity)
         self.core = core = Core(
             config=config,
             executor=executor,
             clock=clock,
             memory=memory,
-            idle_memory=Parking(config, memory, executor, disk, carrier or CopyThreads(), clock.now, identity),
+            idle_memory=parking,
+            restores=Restores(parking),
             registry=Registry(memory, clock, random, config.context_length, config.max_sessions),
             prefixes=PrefixIndex(memory.page_size if config.prefix_cache else NEVER_FULL),
             queue=WaitingQueue(config.aging_seconds),
@@ -111,13 +114,13 @@ class Engine:
             proposer=proposer,
         )
         self.registry, self.batch, self.prefixes = core.registry, core.batch, core.prefixes
-        self.idle_memory, self.counts = core.idle_memory, core.counts
-        self.outcomes, self.fuse = core.outcomes, core.fuse
+        self.idle_memory, self.restores = core.idle_memory, core.restores
+        self.counts, self.outcomes, self.fuse = core.counts, core.outcomes, core.fuse
         self.snapshots = Snapshots(core.idle_memory, clock, config)
         self._lifecycle = lifecycle = Lifecycle(core)
         self.pressure, self.timers, self.sharing = lifecycle.pressure, lifecycle.timers, lifecycle.sharing
         self._admission = Admission(
-            memory, core.batch, core.queue, self.pressure, lifecycle.start, self.sharing.share, core.idle_memory
+            memory, core.batch, core.queue, self.pressure, lifecycle.start, self.sharing.share, core.restores
         )
         self.suspects = Suspects()
         self._planner = planner = Planner(memory, core.batch, self.suspects, config, proposer, predictor)

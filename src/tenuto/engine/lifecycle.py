@@ -29,6 +29,7 @@ class Lifecycle:
     def __init__(self, core: Core) -> None:
         self._sessions = core.registry
         self._idle_memory = core.idle_memory
+        self._restores = core.restores
         self._queue = core.queue
         self._clock = core.clock
         self._batch = core.batch
@@ -93,8 +94,8 @@ class Lifecycle:
             self._counts.note("start" if turn.state is TurnState.QUEUED else "resume")
             turn.go("start")
             turn.started = True
-        self._idle_memory.restore(turn, slots)
-        awaits = self._idle_memory.awaits(turn)
+        self._restores.restore(turn, slots)
+        awaits = self._restores.awaits(turn)
         if is_computed(turn) and not awaits:  # such a turn needs no units
             for lease in slots:
                 lease.release(unused=True)
@@ -104,7 +105,7 @@ class Lifecycle:
             return
         self._batch.add(turn, slots)
         if awaits:
-            self._idle_memory.begun(turn)
+            self._restores.begun(turn)
             self._batch.held.add(self._batch.row_of(turn))
         else:
             self._goes_on(turn)
@@ -144,9 +145,9 @@ class Lifecycle:
         if memory is not None and memory.row >= 0:
             self.sharing.left(turn)
             self._batch.remove(turn, memory.row)
-            if self._idle_memory.awaits(turn):
+            if self._restores.awaits(turn):
                 memory.abort()
-                self._idle_memory.give_up(turn)
+                self._restores.give_up(turn)
                 self.note_memory(turn.session)
 
     def preempt(self, turn: Turn, why: str = "preempted") -> None:
@@ -193,7 +194,7 @@ class Lifecycle:
     def pause(self, turn: Turn) -> None:
         """Frees the row of a running turn or a draft for another turn. A draft keeps its memory, and a running turn
         keeps its settled tokens. A turn whose memory is still arriving gives it up."""
-        if self._idle_memory.awaits(turn):
+        if self._restores.awaits(turn):
             self._queue_again(turn, "paused")
             return
         if turn.drafting:
@@ -281,7 +282,7 @@ class Lifecycle:
     def join(self) -> None:
         """Continues turns that waited in their rows, once their memory has arrived or other turns have computed the
         common prefix."""
-        for turn, arrived in self._idle_memory.arrivals():
+        for turn, arrived in self._restores.arrivals():
             if arrived:
                 self._arrived(turn)
             else:
@@ -344,7 +345,7 @@ class Lifecycle:
         common = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
         self._queue.remove(turn)
         memory = turn.session.memory.turn
-        if self._idle_memory.awaits(turn):
+        if self._restores.awaits(turn):
             self._leave_row(turn)
         elif memory is not None:
             kept = min(turn.base_length + common, max(0, turn.base_length + len(new) - 1))

@@ -1,13 +1,11 @@
-"""Parking of idle sessions in tiers, and their restoration when their turns start."""
+"""Parking of idle sessions in tiers, from which their state comes back when they need it."""
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import ClassVar
 
 import numpy as np
 
@@ -18,7 +16,7 @@ from tenuto.base.plan import Copier
 from tenuto.base.wire.state_file import CopiedState
 from tenuto.memory.lineage import Lineage, cut, is_pure
 from tenuto.memory.memory import Memory
-from tenuto.memory.pool import Holder, HolderKind, Lease
+from tenuto.memory.pool import Holder, Lease
 from tenuto.memory.rows import Longs
 from tenuto.memory.tiers.contents import Content
 from tenuto.memory.tiers.disk import Disk
@@ -29,34 +27,21 @@ from tenuto.memory.tiers.parked import Parked, StoredUnit, size_of
 from tenuto.memory.tiers.saves import Saves
 from tenuto.memory.tiers.tiers import Tiers
 from tenuto.memory.tiers.unit_files import UnitFiles
-from tenuto.sched.batch import is_computed
 from tenuto.session.session import Session
-from tenuto.session.turn import Turn
 
 FAILURES = {"copy": "copy failed"}
 """What the failures of a move are called where parked sessions are computed again; others are "unreadable"."""
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """Memory that is arriving for a turn's session; it is complete when all `moves` have ended."""
-
-    turn: Turn
-    moves: Sequence[Move]
-
-
 class Parking:
-    """Parks sessions off the device and restores them when their turns start. The parked memory of a session is a
-    cache: its tokens can always be computed again. Without tiers, nothing is ever parked, and no turn waits for memory.
+    """Parks sessions off the device, and brings their state back to units on it. The parked memory of a session is a
+    cache: its tokens can always be computed again. Without tiers, nothing is ever parked.
 
     Invariant: a session's parked memory is the state of the first tokens of its history, without the last token, as is
     its memory at rest. Units that are restored are compared with these tokens. Parked memory stays while the session is
     on the device, so that only new units are copied when it leaves again. Each record says with which weights its state
     was computed. Only state of the weights in use is saved for the next process.
     """
-
-    holder_kind: ClassVar[HolderKind] = "copy"
-    holder_name = "copies to the device"
 
     def __init__(
         self,
@@ -79,17 +64,10 @@ class Parking:
         self._memory = memory
         self._timer = timer
         self._sessions: dict[Session, Parked] = {}
-        self._arriving: dict[Session, Arrival] = {}  # sessions whose open turns wait in their rows
-        self._planned: tuple[Turn | None, int] = None, 0
-        # the contents named last, which a restore needs several times: of a session, at a version and position
+        # the contents named last, needed again until state comes back: of a session, at a version and position
         self._named: tuple[tuple[Session, int, int, Lineage], list[list[Content]]] | None = None
         self.parked = 0  # total number of sessions parked
-        self.restored = 0
         self.recomputed: Counter[str] = Counter()  # parked sessions that are computed again, by cause
-
-    def leases(self) -> list[Lease]:
-        """Returns no leases: the session gets units at once, before their contents have arrived."""
-        return []
 
     def __len__(self) -> int:
         return len(self.tiers) - len(self.saves)
@@ -354,12 +332,7 @@ class Parking:
             self._named = wanted, [name(history, table.kept_ranges(position), lineage) for table in tables]
         return self._named[1]
 
-    # -- restoring
-
-    def plan(self, turn: Turn) -> int:
-        """See `Restoring`."""
-        self._planned = turn, self.restorable(turn.session, turn.resume_position)
-        return self._planned[1]
+    # -- coming back
 
     def restorable(self, session: Session, target: int) -> int:
         """Returns the position, at or below `target`, to which the session's state can be brought back; 0 if it has
@@ -375,10 +348,6 @@ class Parking:
         self.tiers.use(parked, session.expected)  # so that it does not make room for others now
         return position
 
-    def units(self, turn: Turn, *, alone: bool = False) -> Longs:
-        """See `Restoring`."""
-        return self.lacking(turn.session, self._planned[1], alone=alone)
-
     def lacking(self, session: Session, position: int, *, alone: bool = False) -> Longs:
         """Returns the units of each group, int64 [groups], that `acquire` takes; `alone`: see `Restoring.units`."""
         parked, counts = self._sessions[session], self._counts(session, position)
@@ -388,28 +357,6 @@ class Parking:
         for group, count in enumerate(counts):  # a shared last page is copied before it is written
             lacking[group] += self.tiers.on_device(parked, group, count)[-1:] not in ([], [None])
         return lacking
-
-    def restore(self, turn: Turn, slots: tuple[Lease, ...]) -> None:
-        """Begins to restore the memory that `plan` found for the turn, into `slots`, the units reserved for the turn's
-        start, and free units. The session has these units at once, but if the turn `awaits` them, they have no contents
-        until `arrivals` returns the turn."""
-        planned, position = self._planned
-        self._planned = None, 0
-        if planned is not turn or not position or is_computed(turn):  # it may have found more elsewhere
-            return
-        session = turn.session
-        leases = self.acquire(session, position, self, slots)
-        if leases is None:
-            self.failed(session, "no room")
-            return
-        arrival = Arrival(turn, self.bring_back(session, position, leases))
-        self._named = None
-        session.memory.drop()
-        session.memory.receive(position, leases, self.lineage(session))
-        if arrival.moves:
-            self._arriving[session] = arrival
-        else:
-            self.restored += 1
 
     def acquire(
         self, session: Session, position: int, holder: Holder, slots: tuple[Lease, ...] | None = None
@@ -431,41 +378,13 @@ class Parking:
         """Begins to copy the state of the first `position` tokens to units that `acquire` returned. Returns the moves
         to wait for."""
         parked = self._sessions[session]
-        return self.tiers.bring_back(parked, leases, self._contents(session, position, parked.lineage))
+        moves = self.tiers.bring_back(parked, leases, self._contents(session, position, parked.lineage))
+        self._named = None
+        return moves
 
     def lineage(self, session: Session) -> Lineage:
         """Returns the weights that computed the session's parked state."""
         return self._sessions[session].lineage
-
-    def awaits(self, turn: Turn) -> bool:
-        """Whether the turn has to wait because its session's memory is arriving."""
-        return turn.session in self._arriving
-
-    def begun(self, turn: Turn) -> None:
-        """Records that the waiting turn has begun on its session's memory; no other turn may until it has arrived."""
-        turn.session.memory.arriving = True
-
-    def arrivals(self) -> list[tuple[Turn, bool]]:
-        """Returns the turns whose sessions' memory has arrived since the last call, or with `False` those for which it
-        has failed to arrive; that memory must be given up and computed again."""
-        if self.tiers.writes:
-            self.tiers.take_written()
-        if not self._arriving and not self.tiers.moves:
-            return []
-        self.tiers.take_moved()
-        done = [each for each in self._arriving.values() if not any(move in self.tiers.moves for move in each.moves)]
-        return [(each.turn, self._arrived(each)) for each in done]
-
-    def _arrived(self, arrival: Arrival) -> bool:
-        session = arrival.turn.session
-        failures = [move.failure for move in arrival.moves if not move.usable]
-        if failures:
-            self.failed(session, FAILURES.get(failures[0], "unreadable"))
-            return False
-        del self._arriving[session]
-        session.memory.arriving = False
-        self.restored += 1
-        return True
 
     def expect(self, session: Session) -> None:
         """Changes the order in which the session's parked state makes room, after its expectation has changed."""
@@ -478,16 +397,6 @@ class Parking:
         self.tiers.take_moved()
         self.tiers.writes.wait()
         self.tiers.take_written()
-
-    def give_up(self, turn: Turn) -> None:
-        """Gives up the arriving memory of a turn that has left its row and released its own. The session keeps no
-        memory on the device; its parked memory stays."""
-        session = turn.session
-        for move in self._arriving.pop(session).moves:
-            self.tiers.moves.give_up(move)
-        session.memory.arriving = False
-        session.memory.drop()
-        session.memory.lost = "parked"
 
     def _acquire(
         self,

@@ -114,7 +114,7 @@ class Watch:
             computed=flights.computed,
             generated=flights.sampled,
             busy=flights.seconds,
-            restored=core.idle_memory.restored,
+            restored=core.restores.restored,
             tiers=core.idle_memory.used,
             tier_moves=dict(core.idle_memory.tiers.moved),
             pools=[self._pool(index, pool) for index, pool in enumerate(pools)],
@@ -211,7 +211,7 @@ class Watch:
 
     def _running(self, turn: Turn) -> tuple[Phase, str]:
         memory = turn.session.memory.turn
-        if self._core.idle_memory.awaits(turn):
+        if self._core.restores.awaits(turn):
             return "restoring", "its state comes back from a tier"
         if memory is not None and memory.row in self._core.batch.held:
             return "sharing", "another turn computes the same beginning"

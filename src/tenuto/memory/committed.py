@@ -30,7 +30,7 @@ class CommittedMemory:
         self.holder_name = name
         self.computed = 0
         self.lineage: Lineage = ()
-        self.arriving = False  # whether its units are still being copied in, so that a turn waits; written by `Parking`
+        self.arriving = False  # whether its units are still being copied in, so a turn waits; written by `Restores`
         self.lost = ""  # why less than the history is in memory; written by the code that takes memory away
         self.tables = [group.table(self) for group in memory.groups]
         self.checkpoints = Checkpoints(memory.cache)

@@ -24,7 +24,7 @@ class Restoring(Protocol):
     """Plans the restoration of sessions whose state has left the device."""
 
     @property
-    def restores(self) -> bool:
+    def possible(self) -> bool:
         """Whether sessions can be restored at all."""
 
     def plan(self, turn: Turn) -> int:
@@ -106,7 +106,7 @@ class Admission:
         if not len(self._queue):
             return None
         with memory.reserve(
-            min(len(self._queue), memory.rows.free), self, restored=self._restoring.restores
+            min(len(self._queue), memory.rows.free), self, restored=self._restoring.possible
         ) as reserved:
             while (turn := self._next(aside)) is not None:
                 self._share(turn)

@@ -177,7 +177,7 @@ def stats(engine: Engine, shared: SharedTierView) -> Stats:
         prefix_lookups=dict(counts.prefix_lookups),
         prefix_tokens=dict(counts.prefix_tokens),
         parked=len(engine.idle_memory),
-        restored=engine.idle_memory.restored,
+        restored=engine.restores.restored,
         tiers=engine.idle_memory.used,
         tier_moves=dict(tiers.moved),
         tier_failures=dict(tiers.failures),
