@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from tenuto.base.checks import items, shown, whole
-from tenuto.base.errors import IllegalTransition, InvalidRequest, LimitReached, VersionMismatch
+from tenuto.base.errors import IllegalTransition, InvalidRequest, VersionMismatch
 from tenuto.base.wire.document import Conversation
 from tenuto.session.session import Session
 
@@ -27,12 +27,6 @@ def check_adapter(session: Session, given: str | None) -> None:
             f"{f'the adapter {given!r}' if given else 'the model without one'}; open another session for it",
             param="model",
         )
-
-
-def require_below(most: int | None, used: int, what: str, remedy: str) -> None:
-    """Raises `LimitReached`, which says `what` is used, unless less than `most` is."""
-    if most is not None and used >= most:
-        raise LimitReached(f"{what}; allowed: {most}; {remedy}")
 
 
 def ascending(turns: Sequence[int], most: int) -> list[int]:

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tenuto.base.checks import MAX_COUNT, whole
-from tenuto.base.config import Limits
-from tenuto.base.errors import ContextExceeded, InvalidRequest, InvariantError, LimitReached, Misdirected, NotFound
+from tenuto.base.errors import ContextExceeded, InvalidRequest, InvariantError, Misdirected, NotFound
 from tenuto.base.map_views import MapPart, TraceView
 from tenuto.base.options import Policy, SessionAdapter, TurnParams
 from tenuto.base.tokens import PackedTokens
@@ -59,14 +58,8 @@ from tenuto.base.wire.trainer_messages import NameWeights, Pause, ReleaseMemory,
 from tenuto.engine.engine import Engine
 from tenuto.engine.erasure import Receipt
 from tenuto.engine.thread import views
-from tenuto.engine.thread.checks import (
-    ascending,
-    check_adapter,
-    check_pick,
-    check_replacement,
-    require_below,
-    require_version,
-)
+from tenuto.engine.thread.checks import ascending, check_adapter, check_pick, check_replacement, require_version
+from tenuto.engine.thread.limits import Limited, TenantLimits
 from tenuto.engine.thread.rendering import Basis, Outdated, Prepared, Renderer
 from tenuto.session.records import SavedSession, TurnRecord
 from tenuto.session.results import Once
@@ -81,7 +74,6 @@ MAX_LISTED = 1000
 Versioned = (
     StartTurn | Draft | Fork | Trim | Rewind | ReplaceHistory | CloseSession | EraseSession | Expect | ParkSession
 )
-Limited = StartTurn | Draft | Fork | Trim | OpenSession | ImportSession
 
 
 class Dispatcher:
@@ -98,6 +90,7 @@ class Dispatcher:
         self._engine = engine
         self._renderer = renderer
         self._shared = shared
+        self._limits = TenantLimits(engine.registry)
 
     def execute(self, command: Request[T], prepared: Prepared | None = None) -> T:
         """Executes a command and returns its answer. Raises the errors for which commands are rejected, and `Outdated`
@@ -116,42 +109,7 @@ class Dispatcher:
             require_version(session, command.version)
             if isinstance(command, StartTurn):
                 check_adapter(session, command.adapter)
-        return self._check_limits(command) if isinstance(command, Limited) else []
-
-    def _check_limits(self, command: Limited) -> list[Session]:
-        use, limits = self._engine.registry.used(command.tenant), command.limits
-        if isinstance(command, OpenSession | ImportSession | Fork | Trim):
-            require_below(limits.sessions, use.sessions, f"{use.sessions} sessions are open", "close some first")
-        if isinstance(command, OpenSession) and command.policy.pinned:
-            require_below(limits.pinned, use.pinned, f"{use.pinned} sessions are pinned", "close some first")
-        brought = command.document.tokens if isinstance(command, ImportSession) else 0
-        if limits.tokens is not None and (use.tokens >= limits.tokens or use.tokens + brought > limits.tokens):
-            more = f", and this one has {brought}" if brought else ""
-            raise LimitReached(
-                f"sessions hold {use.tokens} tokens{more}; allowed: {limits.tokens}; close or rewind some first"
-            )
-        journaled = f"sessions have {use.journal_bytes} bytes in the journal"
-        require_below(limits.journal_bytes, use.journal_bytes, journaled, "close or rewind some first")
-        leaving = self._leaving(command, limits.units) if limits.units is not None else []
-        if isinstance(command, StartTurn | Draft | Fork | Trim) and command.session is not None:
-            self._check_session(self._session(command.tenant, command.session), limits)
-        return leaving
-
-    def _leaving(self, command: Limited, most: int) -> list[Session]:
-        """Returns the sessions that leave the device so that the tenant keeps fewer than `most` units there."""
-        if self._engine.registry.use(command.tenant).units < most:
-            return []
-        spared = getattr(command, "session", None)
-        leaving, kept = self._engine.registry.leaving(command.tenant, most, spared)
-        stays = f"sessions keep {kept} units of memory that cannot yield now"
-        require_below(most, kept, stays, "wait for turns to end, or close or rewind some")
-        return leaving
-
-    def _check_session(self, session: Session, limits: Limits) -> None:
-        units, size = self._engine.registry.units_of(session), session.journal_bytes
-        taken, journaled = f"takes {units} units of memory", f"has {size} bytes in the journal"
-        require_below(limits.session_units, units, f"session {session.id} {taken}", "rewind it first")
-        require_below(limits.session_journal_bytes, size, f"session {session.id} {journaled}", "rewind it first")
+        return self._limits.check(command) if isinstance(command, Limited) else []
 
     def basis(self, command: StartTurn | Draft) -> Basis:
         """Returns the basis against which to prepare the command's input. Raises the errors of `check`."""
