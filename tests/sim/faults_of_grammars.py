@@ -8,7 +8,7 @@ from typing import Any
 from tenuto.base.tools.grammar import Grammar
 from tenuto.engine.flights import Flights
 from tenuto.engine.lifecycle import Lifecycle
-from tenuto.sched.planner import Flight
+from tenuto.sched.proposal import Flight
 from tenuto.session.turn import Turn
 from tenuto.text.constraint import Constraint, Matcher
 from tenuto.text.grammars import GrammarCompiler, GrammarMatcher

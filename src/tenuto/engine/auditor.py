@@ -11,7 +11,7 @@ from tenuto.base.views import AuditReport
 from tenuto.engine.core import Core
 from tenuto.memory.audit import AuditCycle, recount
 from tenuto.memory.pool import Holder, Pool
-from tenuto.sched.planner import Flight
+from tenuto.sched.proposal import Flight
 
 log = logging.getLogger("tenuto.audit")
 

@@ -14,7 +14,8 @@ from tenuto.engine.core import Core
 from tenuto.engine.lifecycle import Lifecycle
 from tenuto.engine.trace import Trace
 from tenuto.sched.guesses import NO_GUESSES
-from tenuto.sched.planner import Flight, Planner, Proposal
+from tenuto.sched.planner import Planner
+from tenuto.sched.proposal import Flight, Proposal
 from tenuto.sched.settle import Settler
 from tenuto.sched.suspects import MAX_FAILURES, Suspects
 from tenuto.session.turn import Turn

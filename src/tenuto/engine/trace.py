@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tenuto.base.map_views import TracedStep, TracedTurn, TraceView
-from tenuto.sched.planner import Flight
+from tenuto.sched.proposal import Flight
 from tenuto.session.turn import Turn
 
 MAX_ENTRIES = 500_000

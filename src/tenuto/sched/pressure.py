@@ -22,7 +22,7 @@ from tenuto.memory.memory import Memory
 from tenuto.memory.pool import Lease
 from tenuto.memory.rows import Longs
 from tenuto.sched.batch import Batch
-from tenuto.sched.planner import Lacking
+from tenuto.sched.proposal import Lacking
 from tenuto.session.session import Session
 from tenuto.session.turn import Turn
 

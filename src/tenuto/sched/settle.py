@@ -13,8 +13,8 @@ from tenuto.base.turns import EndReason
 from tenuto.memory.kinds.group import Mask
 from tenuto.memory.memory import Memory
 from tenuto.sched.batch import Batch
-from tenuto.sched.planner import Flight
 from tenuto.sched.predictor import Predictor
+from tenuto.sched.proposal import Flight
 from tenuto.session.turn import Turn
 
 
