@@ -39,6 +39,13 @@ def ask(server: Server, session: str, given: list[int]) -> Any:
         return http.post(f"/v1/sessions/{session}/turns", json=body).raise_for_status().json()
 
 
+def assert_continues(server: Server, session: str, history: list[int], cached: int) -> None:
+    """Checks that a turn continues the history of a session, and finds the state of `cached` tokens."""
+    answer = ask(server, session, [1, 2])
+    assert answer["tokens"] == witness_output([*history, 1, 2], 5)
+    assert answer["usage"]["cached_tokens"] == cached
+
+
 def opened(server: Server, session: str, shared: Path) -> list[int]:
     """Opens a session, and returns its history after a turn, once its state is saved."""
     with server.client() as http:
@@ -47,6 +54,14 @@ def opened(server: Server, session: str, shared: Path) -> list[int]:
     history = [*given, *ask(server, session, given)["tokens"]]
     eventually(lambda: saved(session, shared) == len(history) - 1)
     return history
+
+
+def end_and_begin_again(fleet: Replicas) -> None:
+    """Ends the replicas one after another, so that sessions move to the last one, and starts the first one again."""
+    for server in fleet.servers:
+        server.process.terminate()
+        assert server.process.wait(END_SECONDS) == 0
+    fleet.restart(0)
 
 
 def refusal(answer: httpx.Response) -> Any:
@@ -67,22 +82,15 @@ def test_a_session_of_a_killed_replica_goes_on_with_its_saved_state(fleet: Repli
     assert len(list(shared.iterdir())) == 2
     one.kill_all()
     for session, tokens in history.items():
-        answer = ask(two, session, [1, 2])
-        assert answer["tokens"] == witness_output([*tokens, 1, 2], 5)
-        assert answer["usage"]["cached_tokens"] == len(tokens) - 1
+        assert_continues(two, session, tokens, cached=len(tokens) - 1)
     two.audit()
     eventually(lambda: len(list(shared.iterdir())) == 1)
 
 
 def test_a_fleet_that_was_ended_goes_on_with_what_its_last_replica_has_saved(fleet: Replicas, shared: Path) -> None:
     history = opened(fleet.servers[0], "s", shared)
-    for server in fleet.servers:  # the session moves to the second
-        server.process.terminate()
-        assert server.process.wait(END_SECONDS) == 0
-    fleet.restart(0)
-    answer = ask(fleet.servers[0], "s", [1, 2])
-    assert answer["tokens"] == witness_output([*history, 1, 2], 5)
-    assert answer["usage"]["cached_tokens"] == len(history) - 1
+    end_and_begin_again(fleet)
+    assert_continues(fleet.servers[0], "s", history, cached=len(history) - 1)
 
 
 def test_a_session_that_a_drained_replica_gave_up_goes_on_elsewhere_with_its_saved_state(shared: Path) -> None:
@@ -97,9 +105,7 @@ def test_a_session_that_a_drained_replica_gave_up_goes_on_elsewhere_with_its_sav
             assert refusal(http.get("/v1/sessions/s")) == "overloaded"
             http.delete("/v1/sessions/a").raise_for_status()
             eventually(lambda: http.get("/v1/sessions/s").status_code == 200)
-        answer = ask(two, "s", [1, 2])
-        assert answer["tokens"] == witness_output([*history, 1, 2], 5)
-        assert answer["usage"]["cached_tokens"] == len(history) - 1
+        assert_continues(two, "s", history, cached=len(history) - 1)
         two.audit()
 
 
@@ -111,9 +117,7 @@ def test_damaged_state_is_computed_again(fleet: Replicas, shared: Path) -> None:
     for file in files:
         file.write_bytes(file.read_bytes()[:-1] + b"!")
     for session, tokens in history.items():
-        answer = ask(two, session, [1, 2])
-        assert answer["tokens"] == witness_output([*tokens, 1, 2], 5)
-        assert answer["usage"]["cached_tokens"] == 0
+        assert_continues(two, session, tokens, cached=0)
         for suffix in SUFFIXES:
             (files[0].parent / f"{INDEX}{suffix}").write_bytes(b"no index")
     two.audit()

@@ -11,9 +11,9 @@ import pytest
 from tests.eventually import eventually
 from tests.postgres import database
 from tests.serve.replicas import Replicas, replicas
-from tests.serve.server import END_SECONDS, Server
+from tests.serve.server import Server
 from tests.serve.test_killed_streams import witness_output
-from tests.serve.test_left_state import ask, opened
+from tests.serve.test_left_state import ask, assert_continues, end_and_begin_again, opened
 
 
 @pytest.fixture
@@ -55,9 +55,7 @@ def test_a_session_of_a_killed_replica_goes_on_with_state_from_the_store(
     uploaded(one, 2, store)
     one.kill_all()
     for session, tokens in history.items():
-        answer = ask(two, session, [1, 2])
-        assert answer["tokens"] == witness_output([*tokens, 1, 2], 5)
-        assert answer["usage"]["cached_tokens"] == len(tokens) - 1
+        assert_continues(two, session, tokens, cached=len(tokens) - 1)
     assert computed(two) == 2 * (1 + 2 + 4)  # what no state has, the input, and the output without its last token
     assert metrics(two)['shared_tier_bytes_total{direction="downloaded"}'] > 0
     two.audit()
@@ -68,13 +66,8 @@ def test_a_fleet_that_was_ended_goes_on_with_what_its_last_replica_has_uploaded(
     fleet: Replicas, tmp_path: Path, store: Path
 ) -> None:
     history = opened(fleet.servers[0], "s", tmp_path / "0")
-    for server in fleet.servers:  # the session moves to the second
-        server.process.terminate()
-        assert server.process.wait(END_SECONDS) == 0
-    fleet.restart(0)
-    answer = ask(fleet.servers[0], "s", [1, 2])
-    assert answer["tokens"] == witness_output([*history, 1, 2], 5)
-    assert answer["usage"]["cached_tokens"] == len(history) - 1
+    end_and_begin_again(fleet)
+    assert_continues(fleet.servers[0], "s", history, cached=len(history) - 1)
 
 
 def test_objects_of_a_closed_session_are_removed(fleet: Replicas, tmp_path: Path, store: Path) -> None:
@@ -101,9 +94,7 @@ def test_damaged_objects_are_not_used(fleet: Replicas, tmp_path: Path, store: Pa
     for file in store.glob("*/*.units"):
         file.write_bytes(file.read_bytes()[:-1] + b"!")
     for session, tokens in history.items():
-        answer = ask(two, session, [1, 2])
-        assert answer["tokens"] == witness_output([*tokens, 1, 2], 5)
-        assert answer["usage"]["cached_tokens"] == 0
+        assert_continues(two, session, tokens, cached=0)
         for listing in store.glob("*/*.session"):
             listing.write_bytes(b"{}")
     two.audit()
