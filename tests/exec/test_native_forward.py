@@ -4,6 +4,7 @@ and the result for a sequence does not depend, in a single bit, on how steps are
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from transformers import PreTrainedModel
 
 from tenuto.base.config import cache_dir
 from tenuto.base.errors import ConfigError, ModelError
+from tenuto.base.plan import InputVectors
 from tenuto.exec.device import machine_bytes, usable_cores
 from tenuto.exec.load import ExecutorOptions, load_executor
 from tenuto.exec.model_executor import ModelExecutor
@@ -24,6 +27,7 @@ from tenuto.exec.samples import samples_of
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.kernels.native.build import VARIANTS, Machine
 from tenuto.kernels.native.formats import FORMATS
+from tenuto.kernels.native.library import OpKind
 from tenuto.models.decoder import Decoder
 from tenuto.models.gguf import GgufCheckpoint
 from tenuto.models.store import resolve
@@ -32,7 +36,8 @@ from tests.exec.kernels import HERE, KERNELS, cores_of_threads, every_variant, n
 from tests.exec.mixed_driver import MixedDriver
 from tests.exec.rounding import RoundedForward, assert_rounded_as_said, relative_error, round_products
 from tests.models.tiny import save_gguf, save_hf, tiny_llama
-from tests.models.tiny_hybrids import tiny_mistral
+from tests.models.tiny_dense import tiny_gemma2, tiny_qwen3, tiny_qwen3_moe
+from tests.models.tiny_hybrids import tiny_bamba, tiny_mistral
 
 MODEL = tiny_llama(head_dim=32, max_position_embeddings=1024)
 WIDE = tiny_llama(  # for blocks of 256 weights, and weights that are less wild
@@ -323,6 +328,26 @@ def test_the_likeliest_tokens_alone_are_those_of_the_logits(variant: str, path: 
         alone = forward.run(plan, plan.tokens, outputs, best_only=True)
     assert alone.best is not None
     assert (alone.best.tolist(), len(alone.logits)) == (likeliest.tolist(), 0)
+
+
+@every_variant
+@pytest.mark.parametrize("make", [tiny_qwen3, tiny_qwen3_moe, tiny_gemma2, tiny_bamba])
+def test_what_the_last_layer_leaves_out_changes_no_logits(
+    variant: str, make: Callable[[], PreTrainedModel], tmp_path: Path
+) -> None:
+    """It computes only the tokens whose logits are wanted; where vectors are wanted too, it computes all."""
+    make().save_pretrained(tmp_path)
+    with closing(native(tmp_path, variant)) as executor:
+        forward = executor.forward
+        assert isinstance(forward, NativeForward)
+        assert OpKind.NARROW in {op.kind for op in forward._model.ops}
+        found = []
+        for parts in None, InputVectors(np.zeros(1, np.int32), np.ones(1, np.int32)):
+            plan = MixedDriver(executor, rows=3).plan({0: text(20), 1: text(1, seed=1), 2: text(9, seed=2)})
+            forward.apply(plan)
+            outputs = np.array([4, 19, 20, 29], np.int32)
+            found.append(forward.run(replace(plan, vectors=parts), plan.tokens, outputs).logits.host())
+    np.testing.assert_array_equal(*found)
 
 
 @needs_variant

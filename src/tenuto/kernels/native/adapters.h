@@ -16,25 +16,28 @@ public:
 
   // Groups the tokens of a step by their adapters. Throws std::bad_alloc.
   void begin(const TenutoStep &step) {
-    step_ = &step, groups_.clear(), tokens_.clear();
-    if (!step.adapters_count)
-      return;
-    adapter_of_.assign(step.tokens_count, -1), widest_ = 0;
-    for (int a = 0; a < step.adapters_count; a++) {
-      const int first = (int)tokens_.size();
+    step_ = &step, adapter_of_.clear(), widest_ = 0;
+    for (int row = 0; row < step.rows && step.adapters_count; row++)
+      adapter_of_.insert(adapter_of_.end(), step.counts[row], step.adapter_of[row]);
+    for (int a = 0; a < step.adapters_count; a++)
       widest_ = std::max(widest_, step.adapters[a].widest);
-      for (int row = 0, token = 0; row < step.rows; token += step.counts[row++])
-        for (int i = 0; i < step.counts[row] && step.adapter_of[row] == a; i++)
-          adapter_of_[token + i] = a, tokens_.push_back(token + i);
-      for (int at = first; at < (int)tokens_.size(); at += AT_ONCE)
-        groups_.push_back({a, at, std::min(AT_ONCE, (int)tokens_.size() - at)});
-    }
+    group();
     const int64_t needed = (int64_t)step.tokens_count * MATRICES * widest_;
     if (needed > room_) {
       room_ = 0; // until it is allocated
       low_.resize(2 * needed * sizeof(float));
       room_ = 2 * needed;
     }
+  }
+
+  // Leaves `count` of the tokens: the first of them is now number 0. `tokens` are in ascending order.
+  void narrow(const int32_t *tokens, int count) {
+    if (!step_->adapters_count)
+      return;
+    for (int i = 0; i < count; i++)
+      adapter_of_[i] = adapter_of_[tokens[i]];
+    adapter_of_.resize(count);
+    group();
   }
 
   // Whether an adapter of the step changes a matrix of the operation.
@@ -78,6 +81,18 @@ private:
   struct Group {
     int adapter, first, count;
   };
+
+  void group() {
+    groups_.clear(), tokens_.clear();
+    for (int a = 0; a < step_->adapters_count; a++) {
+      const int first = (int)tokens_.size();
+      for (int token = 0; token < (int)adapter_of_.size(); token++)
+        if (adapter_of_[token] == a)
+          tokens_.push_back(token);
+      for (int at = first; at < (int)tokens_.size(); at += AT_ONCE)
+        groups_.push_back({a, at, std::min(AT_ONCE, (int)tokens_.size() - at)});
+    }
+  }
 
   const TenutoLowRank &find(const TenutoOp &op, int adapter, int which) const {
     return step_->adapters[adapter].changes[(&op - ops_.data()) * MATRICES + which];

@@ -84,9 +84,9 @@ static void join(Workspace &work, const TenutoOp &op, Member &member) {
 
 // Several rows share cache lines with the scales of their quants. So a member takes a block of all its rows before the
 // next one, and begins elsewhere than the others: otherwise the lines would go to and fro between cores.
-static void norm(Workspace &work, const TenutoOp &op, Member &member, int count, const int32_t *which) {
+static void norm(Workspace &work, const TenutoOp &op, Member &member, const Input &to, int count,
+                 const int32_t *which) {
   constexpr int ROWS = 8; // at once
-  const Input to = work.a(work.model.hidden, count, op.consumer);
   const int width = work.widths.hidden, first = work.team.begin_of(member.number, count),
             last = work.team.begin_of(member.number + 1, count), begin = work.team.begin_of(member.number, to.blocks);
   auto row = [&](int i) { return work.x(which ? which[i] : i); };
@@ -128,6 +128,17 @@ static void add_up(Workspace &work, const TenutoOp &op, Member &member) {
         to[k] += from[k] * factor * op.norm[k];
     }
   }
+}
+
+static void narrow(Workspace &work, Member &member) {
+  if (member.number == 0)
+    work.narrow();
+}
+
+static void select(Workspace &work, const TenutoOp &op, Member &member) {
+  const int count = work.step->outputs_count;
+  add_up(work, op, member);
+  norm(work, op, member, work.a(work.model.hidden, count, op.consumer), count, work.wanted());
 }
 
 static void post(Workspace &work, const TenutoOp &op, Member &member) {

@@ -127,7 +127,7 @@ private:
     case EMBED:
       return embed(work_, op, member);
     case NORM:
-      return norm(work_, op, member, work_.tokens(), nullptr);
+      return norm(work_, op, member, work_.a(work_.model.hidden, op.consumer), work_.tokens(), nullptr);
     case QKV:
       return attention(*op.attention)->project(op, member);
     case ATTEND:
@@ -136,9 +136,10 @@ private:
       return add(work_, op, member);
     case GATED:
       return gated(work_, op, member);
+    case NARROW:
+      return narrow(work_, member);
     case SELECT:
-      add_up(work_, op, member);
-      return norm(work_, op, member, work_.step->outputs_count, work_.step->outputs);
+      return select(work_, op, member);
     case LOGITS:
       return logits(work_, op, member);
     case POST:

@@ -25,7 +25,8 @@ enum OpKind : int32_t {
   GATE = 13,
   EXPERTS = 14,
   KEEP = 15,
-  JOIN = 16
+  JOIN = 16,
+  NARROW = 17
 };
 
 enum Activation : int32_t { SILU = 0, GELU_TANH = 1, CLAMPED = 2, RELU2 = 3 };
@@ -105,6 +106,8 @@ struct TenutoExperts {
 //   PROJECT    P = A times first, followed by A times second.
 //   CONVOLVE, then SCAN (Mamba-2) or DELTA (the gated delta rule), then GATE: B = the output of the recurrent layer.
 //   EXPERTS    x, or with `apart` y, += scale * the output of the experts that P chooses, for A.
+//   NARROW     leaves x to the tokens whose logits are wanted, for the operations that follow, unless vectors are
+//              wanted.
 //   SELECT     as NORM, for the tokens whose logits are wanted; adds up the vectors that are wanted.
 //   KEEP       H = x / rms(x) * norm.
 //   JOIN       B = rows e of `first` and h of H (see `sources`), normed and side by side: scale * e / rms(scale * e) *

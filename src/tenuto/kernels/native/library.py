@@ -34,6 +34,7 @@ class OpKind(IntEnum):
     EXPERTS = 14
     KEEP = 15
     JOIN = 16
+    NARROW = 17
 
 
 _HEADERS = "".join((SOURCES / name).read_text("utf-8") for name in ("interface.h", "weight_formats.h", "sampling.h"))

@@ -1,6 +1,8 @@
 // Vectors of 16 lanes, each in one register of 64 bytes (AVX-512).
 #pragma once
 
+#include <climits>
+
 #include "target.h"
 
 typedef uint16_t u16x16 __attribute__((vector_size(32), aligned(32)));
@@ -106,9 +108,15 @@ struct UnsignedDot {
 constexpr int OFFSET = 0; // subtracted from 8-bit weights by `Dot::add`
 
 // The number of input rows that a product takes at once: the sums of a block fit into the registers, beside them those
-// of all blocks do not, but they are needed only once a block. The number of rows from which it is faster to unpack a
-// panel first. The numbers of query rows whose sums fit; `FEW_ROWS` where there are not as many.
-constexpr int MATMUL_ROWS = 16, UNPACKED_ROWS = 24, ATTENTION_ROWS = 12, INT8_ATTENTION_ROWS = 6, FEW_ROWS = 6;
+// of all blocks do not, but they are needed only once a block. The numbers of query rows whose sums fit; `FEW_ROWS`
+// where there are not as many.
+constexpr int MATMUL_ROWS = 16, ATTENTION_ROWS = 12, INT8_ATTENTION_ROWS = 6, FEW_ROWS = 6;
+// The number of rows from which it is faster to unpack a panel first: never on AMD's CPUs, which unpack while they
+// multiply.
+static const int UNPACKED_ROWS = [] {
+  __builtin_cpu_init();
+  return __builtin_cpu_is("amd") ? INT_MAX : 24;
+}();
 // The numbers of blocks of keys, and of vectors of values, that a number of query rows takes at once: enough that an
 // addition need not wait for the one before.
 constexpr int blocks_at_once(int rows) { return rows > 6 ? 2 : rows > 2 ? 4 : 8; }

@@ -89,6 +89,7 @@ public:
 
   void begin(const TenutoStep &step) {
     this->step = &step;
+    tokens_ = step.tokens_count, narrowed_ = false;
     guesses_ = step.guesses ? std::accumulate(step.guesses, step.guesses + step.rows, 0) : 0;
     reserve(std::max(step.tokens_count, step.outputs_count));
     batch.lay_out(step);
@@ -97,18 +98,36 @@ public:
       member.best.assign(step.outputs_count, {-INFINITY, 0});
   }
 
-  int tokens() const { return step->tokens_count; }
+  // Leaves x to the tokens whose logits are wanted, if nothing else is.
+  void narrow() {
+    const int32_t *wanted = step->outputs;
+    const int count = step->outputs_count;
+    if (step->sums_count || std::adjacent_find(wanted, wanted + count, std::greater_equal<>()) != wanted + count)
+      return;
+    for (int i = 0; i < count; i++)
+      if (wanted[i] > i) // so in ascending order none is overwritten too early
+        memcpy(x(i), x(wanted[i]), widths.hidden * sizeof(float));
+    adapters.narrow(wanted, count);
+    tokens_ = count, narrowed_ = true;
+  }
+
+  // Returns the number of tokens that operations compute.
+  int tokens() const { return tokens_; }
+  // Returns the indices among them of those whose logits are wanted, or null if it is all of them, in order.
+  const int32_t *wanted() const { return narrowed_ ? nullptr : step->outputs; }
   const TenutoGroupStep &group_step(int group) const { return step->groups[group]; }
   const int32_t *pages(int group, int row) const {
     return step->groups[group].table + step->row_ids[row] * step->groups[group].width;
   }
   // Returns the number of a row's tokens without guesses.
   int certain(int row) const { return step->counts[row] - (step->guesses ? step->guesses[row] : 0); }
-  // Returns the number format of the input rows of all tokens for products with a matrix of `format`.
+  // Returns the number format of the input rows of all tokens for products with a matrix of `format`. It is that of all
+  // the step's tokens, even if they have been narrowed.
   InputType type(PanelFormat format) const { return type(format, step->tokens_count); }
   // The inputs of products, A and B.
   Input a(const Matrix &w) const { return a_.view(w.inputs, type(w.format)); }
   Input b(const Matrix &w) const { return b_.view(w.inputs, type(w.format)); }
+  Input a(int columns, PanelFormat consumer) const { return a_.view(columns, type(consumer)); }
   Input a(int columns, int rows, PanelFormat consumer) const { return a_.view(columns, type(consumer, rows)); }
   Input b(int columns, PanelFormat consumer) const { return b_.view(columns, type(consumer)); }
 
@@ -235,7 +254,8 @@ private:
   }
 
   std::vector<int> rotations_; // the index of each rope's first angle
-  int room_ = 0, most_absorbed_ = 0, guesses_ = 0;
+  int room_ = 0, most_absorbed_ = 0, guesses_ = 0, tokens_ = 0;
+  bool narrowed_ = false;
   Memory x_, y_, h_, queries_, attention_output_, gates_, projected_, convolved_, absorbed_, recurrent_output_,
       rotation_;
   OwnInput a_, b_;

@@ -97,8 +97,9 @@ class NativeProgram:
         c, b = self.config, self._building
         (embedding,) = self._panels.matrices({"model.embed_tokens": c.vocab}, c.hidden)
         ops, mixers, of_head = [op(OpKind.EMBED, first=embedding, scale=c.embedding_scale)], 0, list[Op]()
-        for name, layer in c.named_layers():
-            of_layer = self._layer(layer, name, mixers)
+        for number, (name, layer) in enumerate(c.named_layers(), 1):
+            is_last = number == len(c.layers) and not c.predictor  # a head takes the outputs of all tokens
+            of_layer = self._layer(layer, name, mixers, is_last=is_last)
             if name.startswith(PREDICTOR):
                 of_head += of_layer
             else:
@@ -129,15 +130,17 @@ class NativeProgram:
         )
         return [joined, op(OpKind.ADD, first=join)]
 
-    def _layer(self, layer: Layer, name: str, first: int) -> list[Op]:
+    def _layer(self, layer: Layer, name: str, first: int, *, is_last: bool) -> list[Op]:
         """Returns the operations of a layer. The names of its weights begin with `name`; `first` is the number of its
-        first mixer."""
+        first mixer. Behind the mixers of the last layer, only the tokens whose logits are wanted are computed."""
         b, apart, ops = self._building, layer.post_norms or layer.beside is not None, list[Op]()
         for number, mixing in enumerate(layer.mixers, first):
             ops += mixer(b, mixing, number, name, apart=apart)
         if layer.mixers and apart:
             ops.append(b.post(f"{name}mixer_post_norm" if layer.post_norms else None))
         if layer.feed_forward is not None:
+            if is_last:
+                ops.append(op(OpKind.NARROW))
             ops += feed_forward(b, layer.feed_forward, name, apart=layer.post_norms)
             if layer.post_norms:
                 ops.append(b.post(f"{name}mlp_post_norm"))
