@@ -34,6 +34,8 @@ from tenuto.serve.shared.sockets import Fields, Refused, Service, SocketEvent, o
 router = APIRouter(prefix="/v1/realtime")
 
 AUDIO = ("input_audio_buffer.", "output_audio_buffer.")
+ENDS = ("committed", "aborted", "error")
+"""The last events of a native turn."""
 ATTEMPTS = 2
 """Number of times a response is begun, since its session may have been closed by others."""
 
@@ -222,7 +224,7 @@ class RealtimeSocket(Service):
                 await self._tell_all(answer.begin())
             elif event.name == "delta":
                 await self._tell_all(answer.read(data))
-            else:
+            elif event.name in ENDS:
                 response.end = {**data, "event": event.name}
 
         await self.ask("POST", f"{line.path}/turns", {"input": given, "stream": True, **settings.options()}, heard)

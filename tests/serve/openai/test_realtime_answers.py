@@ -1,0 +1,87 @@
+"""Realtime responses whose turns end at chosen moments, by an application that is told what to answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+from fastapi import WebSocket
+
+from tenuto.base.errors import IllegalTransition
+from tenuto.base.tools.definitions import ModelHabits
+from tenuto.serve.openai.realtime_schemas import ItemCreate, ResponseCancel, ResponseCreate
+from tenuto.serve.openai.realtime_socket import RealtimeSocket
+from tenuto.serve.shared.edge import Edge
+from tenuto.serve.shared.errors import Failure
+from tenuto.serve.shared.sockets import OnEvent, Refused, SocketEvent
+
+CALL = {"id": "call_1", "name": "weather", "arguments": "{}"}
+PROMPT = 5
+"""Number of tokens before every answer."""
+
+
+class Scripted(RealtimeSocket):
+    """A conversation whose turns tell `deltas`, and end once they are aborted. `too_late`: the turn has ended by itself
+    just before. `requests`: those to sessions. `told`: the messages to the client."""
+
+    def __init__(self, deltas: Sequence[dict[str, Any]], *, too_late: bool) -> None:
+        edge: Any = SimpleNamespace(
+            settings=SimpleNamespace(max_body_bytes=2**20),
+            model=SimpleNamespace(habits=ModelHabits()),
+            adapter=lambda _: None,
+            name_of=lambda _: "scripted",
+        )
+        super().__init__(cast("WebSocket", None), cast("Edge", edge), None)
+        self._deltas, self._too_late = deltas, too_late
+        self._aborted, self.all_told = asyncio.Event(), asyncio.Event()
+        self.requests: list[tuple[str, Any]] = []
+        self.told: list[dict[str, Any]] = []
+
+    async def send_json(self, message: bytes) -> None:
+        self.told.append(msgspec.json.decode(message))
+
+    async def ask(self, method: str, path: str, value: Any = None, on_event: OnEvent | None = None) -> Any:
+        action = path.rpartition("/")[2]
+        if method == "POST":
+            self.requests.append((action, value))
+        if on_event is not None:
+            await self._turn(on_event)
+        elif action == "abort":
+            self._aborted.set()
+            if self._too_late:
+                raise Refused(Failure.of(IllegalTransition("no turn is open")))
+
+    async def _turn(self, on_event: OnEvent) -> None:
+        async def event(name: str, /, **data: Any) -> None:
+            await on_event(SocketEvent(name, "", msgspec.json.encode(data)))
+
+        await event("started", turn_id="turn-1", prompt_tokens=PROMPT)
+        for delta in self._deltas:
+            for call in delta.get("tool_calls", ()):
+                await event("call", index=0, **call)
+            await event("delta", **delta)
+        self.all_told.set()
+        await self._aborted.wait()
+        await event("committed", committed=True, reason="length" if self._too_late else "abort")
+
+    async def answering(self) -> None:
+        """Begins a response, whose deltas are all told when this returns."""
+        question = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]}
+        item = {"type": "conversation.item.create", "item": question, "event_id": ""}
+        await self.create_item(ItemCreate.model_validate(item))
+        await self.respond(ResponseCreate.model_validate({"type": "response.create"}))
+        await self.all_told.wait()
+        self.requests.clear()
+
+
+def test_an_answer_is_cancelled_after_a_call() -> None:
+    async def scene() -> None:
+        conversation = Scripted([{"tool_calls": [CALL], "delivered": 9}], too_late=False)
+        await conversation.answering()
+        await conversation.cancel(ResponseCancel.model_validate({"type": "response.cancel"}))
+        assert conversation.requests == [("abort", {"keep": "delivered", "turn_id": "turn-1"})]
+
+    asyncio.run(asyncio.wait_for(scene(), 20))
