@@ -12,7 +12,7 @@ from fastapi import WebSocket
 
 from tenuto.base.errors import IllegalTransition
 from tenuto.base.tools.definitions import ModelHabits
-from tenuto.serve.openai.realtime_schemas import ItemCreate, ResponseCancel, ResponseCreate
+from tenuto.serve.openai.realtime_schemas import ItemCreate, ItemTruncate, ResponseCancel, ResponseCreate
 from tenuto.serve.openai.realtime_socket import RealtimeSocket
 from tenuto.serve.shared.edge import Edge
 from tenuto.serve.shared.errors import Failure
@@ -75,6 +75,45 @@ class Scripted(RealtimeSocket):
         await self.respond(ResponseCreate.model_validate({"type": "response.create"}))
         await self.all_told.wait()
         self.requests.clear()
+
+    async def cut(self, kept: int) -> list[tuple[str, Any]]:
+        """Begins a response, cuts the message that is being written, and returns what was asked then."""
+        await self.answering()
+        added = [told["item"]["id"] for told in self.told if told["type"] == "response.output_item.added"]
+        cut = {"type": "conversation.item.truncate", "item_id": added[-1], "text_end": kept}
+        await self.truncate(ItemTruncate.model_validate(cut))
+        return self.requests
+
+
+def test_an_answer_that_ends_just_before_it_is_cut_is_cut_all_the_same() -> None:
+    async def scene() -> None:
+        deltas = [{"content": text, "delivered": n} for n, text in enumerate(("One, ", "two, ", "three."), 1)]
+        asked = await Scripted(deltas, too_late=True).cut(6)
+        assert asked == [("abort", {"keep": 1, "turn_id": "turn-1"}), ("rewind", {"position": PROMPT + 1})]
+
+    asyncio.run(asyncio.wait_for(scene(), 20))
+
+
+def test_an_answer_that_is_cut_while_it_is_written_is_not_cut_again() -> None:
+    async def scene() -> None:
+        deltas = [{"content": text, "delivered": n} for n, text in enumerate(("One, ", "two, ", "three."), 1)]
+        assert await Scripted(deltas, too_late=False).cut(6) == [("abort", {"keep": 1, "turn_id": "turn-1"})]
+
+    asyncio.run(asyncio.wait_for(scene(), 20))
+
+
+def test_text_after_a_call_is_cut_by_its_own_tokens() -> None:
+    async def scene() -> None:
+        deltas = [
+            {"content": "Let me see.", "delivered": 3},
+            {"tool_calls": [CALL], "delivered": 9},
+            {"content": "It may ", "delivered": 11},
+            {"content": "rain.", "delivered": 12},
+        ]
+        assert await Scripted(deltas, too_late=False).cut(8) == [("abort", {"keep": 11, "turn_id": "turn-1"})]
+        assert await Scripted(deltas, too_late=False).cut(2) == [("abort", {"keep": 9, "turn_id": "turn-1"})]
+
+    asyncio.run(asyncio.wait_for(scene(), 20))
 
 
 def test_an_answer_is_cancelled_after_a_call() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tenuto.serve.openai.realtime_items import Content, Entry, new_id
-from tenuto.serve.openai.realtime_line import Mark
+from tenuto.serve.openai.realtime_line import Mark, tokens_of
 
 Event = dict[str, Any]
 COMPLETED, INCOMPLETE, CANCELLED, FAILED = "completed", "incomplete", "cancelled", "failed"
@@ -27,6 +27,8 @@ class RealtimeAnswer:
         self.marks: list[Mark] = []
         self._about = about
         self._add = add
+        self._delivered = 0  # number of output tokens so far
+        self._marks: list[Mark] = []  # of the latest message
         self._text = ""  # of the message that is being written
         self._writing = False  # the last item is a message that is being written
 
@@ -55,12 +57,13 @@ class RealtimeAnswer:
                 part = {"type": "text", "text": ""}
                 events.append(self._of_part("response.content_part.added", part=part))
                 self._text, self._writing = "", True
+                self._marks = self.marks if len(self.entries) == 1 else [Mark(0, self._delivered)]
             self._text += text
-            if len(self.entries) == 1:
-                self.marks.append(Mark(len(self._text), delta["delivered"]))
+            self._marks.append(Mark(len(self._text), delta["delivered"]))
             events.append(self._of_part("response.output_text.delta", delta=text))
         for call in delta.get("tool_calls", ()):
             events += self._close(COMPLETED) + self._call(call)
+        self._delivered = delta["delivered"]
         return events
 
     def writes(self, entry: Entry) -> bool:
@@ -71,6 +74,18 @@ class RealtimeAnswer:
     def length(self) -> int:
         """The number of characters of the message that is being written."""
         return len(self._text)
+
+    def tokens_until(self, characters: int) -> int:
+        """Returns the number of output tokens up to the first `characters` of the message that is being written."""
+        return tokens_of(self._marks, characters)
+
+    @property
+    def contents(self) -> tuple[Content, ...]:
+        """The content of its items as they are so far."""
+        contents = [entry.content for entry in self.entries]
+        if self._writing:
+            contents[-1] = Content("message", "assistant", self._text)
+        return tuple(contents)
 
     def finish(
         self, status: str, details: dict[str, Any], usage: dict[str, Any] | None, heard: int | None

@@ -13,7 +13,7 @@ from tenuto.base.errors import IllegalTransition, InvalidRequest, SessionBusy, T
 from tenuto.base.turns import EndReason
 from tenuto.serve.openai.realtime_answer import CANCELLED, COMPLETED, FAILED, INCOMPLETE, RealtimeAnswer, usage_of
 from tenuto.serve.openai.realtime_items import Content, Entry, Items, messages_for, new_id
-from tenuto.serve.openai.realtime_line import GONE, Head, Line, Spoken, tokens_of
+from tenuto.serve.openai.realtime_line import GONE, Head, Line, Spoken
 from tenuto.serve.openai.realtime_schemas import (
     AnswerSettings,
     ClientEvent,
@@ -144,7 +144,7 @@ class RealtimeSocket(Service):
             raise InvalidRequest(f"text_end is {kept}; allowed: at most {length}, the item's length", param="text_end")
         if response is not None and writing:
             response.heard = kept
-            await self._stop(response, tokens_of(response.answer.marks, kept))
+            await self._stop(response, response.answer.tokens_until(kept))
         if len(entry.content.text) > kept:
             entry.content = Content("message", "assistant", entry.content.text[:kept])
         if self._response is None and self._line.open:
@@ -230,9 +230,11 @@ class RealtimeSocket(Service):
         await self.ask("POST", f"{line.path}/turns", {"input": given, "stream": True, **settings.options()}, heard)
         status, details = _outcome(response)
         usage = usage_of(response.end["usage"]) if "usage" in response.end else None
+        whole = answer.contents
         last = answer.finish(status, details, usage, response.heard)
         if response.end.get("committed"):
-            said = tuple(entry.content for entry in answer.entries)
+            cut = response.end["reason"] == EndReason.ABORT  # otherwise it has ended first, and is cut afterwards
+            said = answer.contents if cut else whole
             line.committed(Spoken(tuple(contents[have:]), said, response.prompt, answer.marks))
         self._response = None
         await self._tell_all(last)
