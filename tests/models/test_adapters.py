@@ -247,6 +247,10 @@ WRONG_CONFIGS = [
     ({"r": 10**9}, "allowed: 1 to 512"),
     ({"r": 5}, r"expected: \[5, inputs\]"),
     ({"lora_alpha": "much"}, "lora_alpha"),
+    ({"lora_alpha": 10**400}, "lora_alpha = 1000"),
+    ({"lora_alpha": 1e300}, r"lora_alpha = 1e\+300; allowed: finite numbers"),
+    ({"lora_alpha": float("inf")}, "lora_alpha = inf"),
+    ({"lora_alpha": float("nan")}, "lora_alpha = nan"),
 ]
 WRONG_TENSORS: list[tuple[Callable[[dict[str, torch.Tensor]], object], str]] = [
     (lambda t: t.update({f"{Q}.lora_A.weight": torch.zeros(4, 95)}), r"shape \[4, 95\]; expected: \[4, 96\]"),
@@ -259,6 +263,8 @@ WRONG_TENSORS: list[tuple[Callable[[dict[str, torch.Tensor]], object], str]] = [
         lambda t: t.update({f"{Q.replace('.0.', '.7.')}.lora_{x}.weight": t[f"{Q}.lora_{x}.weight"] + 1 for x in "AB"}),
         "layers.7.self_attn.q_proj'; allowed: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj",
     ),
+    (lambda t: t[f"{Q}.lora_B.weight"].fill_(float("nan")), "lora_B.weight' with infinite values or NaN"),
+    (lambda t: t[f"{Q}.lora_A.weight"][0].fill_(float("inf")), "lora_A.weight' with infinite values or NaN"),
     (lambda t: t.clear(), "changes nothing"),
 ]
 
@@ -303,3 +309,8 @@ def test_missing_and_truncated_files_are_refused(sound: Path, changed: Path, nam
     refused(sound, "damaged")
     (changed / name).unlink()
     refused(sound, "missing")
+
+
+def test_a_configuration_that_is_nested_too_deep_is_refused(sound: Path, changed: Path) -> None:
+    (changed / "adapter_config.json").write_text('{"r": ' + "[" * 200_000 + "]" * 200_000 + "}")
+    refused(sound, "damaged")

@@ -20,6 +20,7 @@ from tenuto.models.settings import Settings, read_json
 from tenuto.models.weights import FLOATS, Floats, StoredWeight, wrong_shape
 
 MAX_RANK = 512
+_LARGEST = float(np.finfo(np.float32).max)
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _FUSED = ("qkv_proj", "gate_up_proj")
 """Projections that some families store as one matrix, which computes several of `TARGETS`."""
@@ -84,6 +85,8 @@ def read_adapter(directory: Path, config: ModelConfig, translate: Translation) -
         raise ModelError(f"{settings.source} has r = {rank}; allowed: 1 to {MAX_RANK}")
     alpha = settings.get("lora_alpha", float, 8.0)
     scale = alpha / (math.sqrt(rank) if settings.get("use_rslora", bool, default=False) else rank)
+    if not abs(scale) <= _LARGEST:  # NaN included
+        raise ModelError(f"{settings.source} has lora_alpha = {alpha}; allowed: finite numbers, also in 32 bits")
     expected = projections(config)
     changes: dict[str, LowRank] = {}
     for module, (down, up) in _pairs(directory / _WEIGHTS, rank).items():
@@ -140,7 +143,10 @@ def _stored(path: Path, name: str, tensor: SafeTensor) -> StoredWeight:
             f"{path} has the tensor {name!r} of type {tensor.dtype} and shape {list(tensor.shape)}; supported: "
             f"{', '.join(FLOATS)}, sizes of at least 1"
         )
-    return StoredWeight.of(StoredWeight.mapped(FLOATS[tensor.dtype], tensor.shape, tensor.span).decode(), Kind.F32)
+    values = StoredWeight.mapped(FLOATS[tensor.dtype], tensor.shape, tensor.span).decode()
+    if not np.isfinite(values).all():
+        raise ModelError(f"{path} has the tensor {name!r} with infinite values or NaN; allowed: finite ones")
+    return StoredWeight.of(values, Kind.F32)
 
 
 def projections(config: ModelConfig) -> dict[str, tuple[int, int]]:

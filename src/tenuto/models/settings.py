@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from tenuto.base.errors import ModelError
 from tenuto.models.rope import Rope, linear_divisors, llama3_divisors, longrope_magnitude, yarn_divisors, yarn_magnitude
 
 _T = TypeVar("_T")
+_LARGEST = sys.float_info.max
 _ROPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
@@ -19,7 +21,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file. Raises `ModelError` if the file is missing or holds something else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} is missing or damaged ({error}); fetch the model again") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} does not hold a JSON object; fetch the model again")
@@ -40,7 +42,7 @@ class Settings:
         value = self._values.get(key)
         if value is None and default is not None:
             return default
-        if kind is float and type(value) is int:
+        if kind is float and type(value) is int and abs(value) <= _LARGEST:
             value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise ModelError(f"{self.source} has {key} = {value!r}; expected: {kind.__name__}")
