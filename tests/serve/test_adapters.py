@@ -191,6 +191,33 @@ def test_adapters_come_go_and_are_replaced_while_the_server_runs(adapted: httpx.
     assert refusal(adapted.post("/v1/chat/completions", json=body)) == (404, "model_not_found")
 
 
+def test_requests_name_the_weights_of_a_session_whatever_their_name_is_by_now(adapted: httpx.Client) -> None:
+    load(adapted, "guide", "/first")
+    adapted.post("/v1/sessions", json={"id": "tour", "adapter": "guide"})
+    first = said(chat(adapted, "guide"))
+    load(adapted, "guide-1", "/first")
+    load(adapted, "guide", "/second", load_inplace=True)
+    refused = adapted.post("/v1/chat/completions", json={"messages": MESSAGES, "model": "guide", "session_id": "tour"})
+    assert refusal(refused) == (409, "illegal_transition")
+    assert "other weights" in refused.json()["error"]["message"]
+    assert said(chat(adapted, "guide-1", session_id="tour")) == first
+    for name in ("guide", "guide-1"):
+        unload(adapted, name)
+
+
+def test_a_conversation_does_not_go_on_with_the_weights_that_an_adapter_had_before(adapted: httpx.Client) -> None:
+    load(adapted, "guide", "/first")
+    answer = {"role": "assistant", "content": said(chat(adapted, "guide", user="tourist"))}
+    load(adapted, "guide-1", "/first")
+    load(adapted, "guide", "/second", load_inplace=True)
+    messages = [*MESSAGES, answer, {"role": "user", "content": "and then?"}]
+    expected = said(chat(adapted, "guide", messages=messages))
+    assert expected != said(chat(adapted, "guide-1", messages=messages))
+    assert said(chat(adapted, "guide", messages=messages, user="tourist")) == expected
+    for name in ("guide", "guide-1"):
+        unload(adapted, name)
+
+
 def test_what_cannot_be_loaded_or_unloaded_is_refused(adapted: httpx.Client) -> None:
     for name in ("witness", "default"):
         assert refusal(load(adapted, name, "/x")) == (400, "invalid_request")

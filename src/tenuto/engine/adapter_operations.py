@@ -7,6 +7,7 @@ from tenuto.base.plan import AdapterWeights
 from tenuto.base.views import AdapterView
 from tenuto.engine.core import Core
 from tenuto.engine.guard import guarded
+from tenuto.session.session import Session
 
 
 class AdapterOperations:
@@ -21,6 +22,11 @@ class AdapterOperations:
         self._adapters = core.adapters
         self._executor = core.executor
         self._sessions = core.registry
+
+    def check(self, session: Session, given: str | None) -> None:
+        """Raises `IllegalTransition` unless `given`, if it is not `None`, names the session's adapter; "": none."""
+        if given is not None:
+            self._adapters.check_same(session.id, session.policy, given)
 
     @guarded
     def load(self, name: str, path: str, weights: AdapterWeights, *, replace: bool = False) -> AdapterView:

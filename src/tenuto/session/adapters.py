@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import count
 
 from tenuto.base.checks import check_unicode, wrong
-from tenuto.base.errors import AdapterNotLoaded, AlreadyExists, ModelNotFound, NotFound, Overloaded
+from tenuto.base.errors import AdapterNotLoaded, AlreadyExists, IllegalTransition, ModelNotFound, NotFound, Overloaded
 from tenuto.base.options import Policy, SessionAdapter
 from tenuto.base.views import AdapterView
 
@@ -70,6 +70,24 @@ class Adapters:
         if asked.name not in self._named:
             raise ModelNotFound(f"there is no adapter {asked.name!r}; {self._known()}", param="model")
         return policy.with_adapter(SessionAdapter(asked.name, self._named[asked.name].digest))
+
+    def check_same(self, session: str, policy: Policy, given: str) -> None:
+        """Raises `IllegalTransition` unless the weights that have the name `given`, empty for no adapter, are those of
+        the session's adapter. While these are not loaded, the session's own name is accepted: `slot` says more."""
+        wanted, named = policy.adapter, self._named.get(given)
+        own = wanted.name if wanted is not None else ""
+        if wanted is None or named is None or wanted.digest not in self._slots:
+            same = given == own
+        else:
+            same = named.digest == wanted.digest
+        if not same:
+            asked = f"the adapter {given!r}" if given else "the model without one"
+            other = ", which has other weights by now" if given == own else ""
+            raise IllegalTransition(
+                f"session {session} has {f'the adapter {own!r}' if own else 'no adapter'}, and the request names "
+                f"{asked}{other}; open another session for it",
+                param="model",
+            )
 
     def slot(self, session: str, policy: Policy) -> int:
         """Returns the slot of a session's adapter; 0 without one. Raises `AdapterNotLoaded`."""

@@ -17,18 +17,6 @@ def require_version(session: Session, version: int | None) -> None:
         raise VersionMismatch(f"session {session.id} has version {session.version}, not {version}")
 
 
-def check_adapter(session: Session, given: str | None) -> None:
-    """Raises `IllegalTransition` unless `given`, if it is not `None`, is the name of the session's adapter."""
-    adapter = session.policy.adapter
-    own = adapter.name if adapter is not None else ""
-    if given not in (None, own):
-        raise IllegalTransition(
-            f"session {session.id} has {f'the adapter {own!r}' if own else 'no adapter'}, and the request names "
-            f"{f'the adapter {given!r}' if given else 'the model without one'}; open another session for it",
-            param="model",
-        )
-
-
 def ascending(turns: Sequence[int], most: int) -> list[int]:
     """Returns the numbers of turns, at most `most`. Raises `InvalidRequest` unless they ascend."""
     given = items("turns", turns, "a list of turn numbers")

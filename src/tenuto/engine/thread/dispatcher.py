@@ -58,7 +58,7 @@ from tenuto.base.wire.trainer_messages import NameWeights, Pause, ReleaseMemory,
 from tenuto.engine.engine import Engine
 from tenuto.engine.erasure import Receipt
 from tenuto.engine.thread import views
-from tenuto.engine.thread.checks import ascending, check_adapter, check_pick, check_replacement, require_version
+from tenuto.engine.thread.checks import ascending, check_pick, check_replacement, require_version
 from tenuto.engine.thread.limits import Limited, TenantLimits
 from tenuto.engine.thread.rendering import Basis, Outdated, Prepared, Renderer
 from tenuto.session.records import SavedSession, TurnRecord
@@ -108,7 +108,7 @@ class Dispatcher:
             session = self._session(command.tenant, command.session)
             require_version(session, command.version)
             if isinstance(command, StartTurn):
-                check_adapter(session, command.adapter)
+                self._engine.adapters.check(session, command.adapter)
         return self._limits.check(command) if isinstance(command, Limited) else []
 
     def basis(self, command: StartTurn | Draft) -> Basis:
