@@ -315,6 +315,23 @@ def test_a_session_that_others_close_is_opened_again(witness: Server, client: Op
         assert shown(witness, name)["turns"] == 1
 
 
+def test_an_edit_waits_while_others_use_the_session(slow_witness: Server, slow_client: OpenAI) -> None:
+    with slow_client.realtime.connect(model="witness") as connection, slow_witness.client() as http:
+        name = begun(connection)
+        events = ask(connection, "hello")
+        turn = {"input": "others", "max_new_tokens": 2000, "ignore_eos": True}
+        with http.stream("POST", f"/v1/sessions/{name}/turns", json=turn) as stream:
+            lines = stream.iter_lines()  # the turn ends with its last reader
+            next(lines)
+            connection.conversation.item.delete(item_id=events[-1].response.output[0].id)
+            connection.response.create()
+            assert until(connection, "error")[-1].error.code == "session_busy"
+            http.post(f"/v1/sessions/{name}/abort", json={}).raise_for_status()
+        connection.response.create()
+        until(connection, "response.done")
+        assert shown(slow_witness, name)["turns"] == 1
+
+
 def test_a_second_response_at_once_is_refused(slow_client: OpenAI) -> None:
     with slow_client.realtime.connect(model="witness") as connection:
         begun(connection, max_output_tokens="inf")

@@ -4,7 +4,7 @@ brought to the longest beginning of the conversation that it has committed."""
 from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from tenuto.base.errors import NotFound, SessionClosed
@@ -36,7 +36,7 @@ def tokens_of(marks: Sequence[Mark], characters: int) -> int:
     return max((mark.tokens for mark in marks if mark.characters <= characters), default=0)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Spoken:
     """A committed turn. `asked` and `said`: its items. `prompt`: the number of tokens before its output. `marks`:
     those of its first item, in order."""
@@ -84,32 +84,31 @@ class Line:
         if head != self._head:
             await self.close()
         self._head = head
-        have, place = self._common(wanted)
+        have, turns, place = self._common(wanted)
         if place is not None:
             if self._drafts:
                 await self.drop_draft()
             await self._asked("POST", "/rewind", place)
+            self.turns = turns
         if not self.open:
             await self._ask("POST", "/v1/sessions", {"id": self._name, "adapter": self._adapter})
             self.open = True
         return have
 
-    def _common(self, wanted: Sequence[Content]) -> tuple[int, dict[str, int] | None]:
-        """Returns the number of leading items that the session has, and the place to rewind it to, if any. Cuts
-        `turns` there."""
+    def _common(self, wanted: Sequence[Content]) -> tuple[int, list[Spoken], dict[str, int] | None]:
+        """Returns the number of leading items that the session has, the turns that stay, and the place to rewind it to,
+        if any."""
         number, have = self._equal(wanted)
         if number == len(self.turns):
-            return have, None
+            return have, self.turns, None
         turn = self.turns[number]
         asked = have + len(turn.asked)
         if tuple(wanted[have:asked]) == turn.asked and asked < len(wanted):
             kept = turn.cut_to(wanted[asked])
             if kept is not None:
-                turn.said = (wanted[asked],)
-                del self.turns[number + 1 :]
-                return asked + 1, {"position": turn.prompt + kept}
-        del self.turns[number:]
-        return have, {"turn": number}
+                heard = replace(turn, said=(wanted[asked],))
+                return asked + 1, [*self.turns[:number], heard], {"position": turn.prompt + kept}
+        return have, self.turns[:number], {"turn": number}
 
     def _equal(self, wanted: Sequence[Content]) -> tuple[int, int]:
         """Returns the number of leading turns that `wanted` begins with, and of their items."""
