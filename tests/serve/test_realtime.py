@@ -315,6 +315,22 @@ def test_a_session_that_others_close_is_opened_again(witness: Server, client: Op
         assert shown(witness, name)["turns"] == 1
 
 
+def test_an_answer_is_truncated_although_others_have_closed_its_session(witness: Server, client: OpenAI) -> None:
+    with client.realtime.connect(model="witness") as connection:
+        name = begun(connection)
+        events = ask(connection, "hello")
+        item, text = events[-1].response.output[0].id, written(events)
+        with witness.client() as http:
+            http.delete(f"/v1/sessions/{name}").raise_for_status()
+        connection.send(truncation(item, 8))
+        until(connection, "conversation.item.truncated")
+        ask(connection, "and then")
+        with witness.client() as http:
+            [turn] = http.get(f"/v1/sessions/{name}/turns").json()["data"]
+        assert text[:8] in turn["input_text"]
+        assert text not in turn["input_text"]
+
+
 def test_an_edit_waits_while_others_use_the_session(slow_witness: Server, slow_client: OpenAI) -> None:
     with slow_client.realtime.connect(model="witness") as connection, slow_witness.client() as http:
         name = begun(connection)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -148,7 +149,8 @@ class RealtimeSocket(Service):
         if len(entry.content.text) > kept:
             entry.content = Content("message", "assistant", entry.content.text[:kept])
         if self._response is None and self._line.open:
-            await self._line.go_to(self._head(self._settings), self._contents())
+            with suppress(Refused):  # then the next response does it
+                await self._line.go_to(self._head(self._settings), self._contents())
         place = {"item_id": entry.id, "content_index": 0, "audio_end_ms": event.audio_end_ms}
         await self._tell("conversation.item.truncated", **place, text_end=kept)
 
