@@ -12,6 +12,7 @@ from bench.peers.limits import Limits
 from bench.peers.rounds import Sample
 from bench.peers.workload import NEW_TOKENS, OUTPUT_TOKENS, Figures, Shape
 from bench.spread import Spread
+from tenuto.kernels.native.build import Machine
 
 COLUMNS = ("", "tokens/s", "TTFT, ms", "ITL, ms", "last TTFT", "computed", "memory, MB", "start, s")
 
@@ -37,9 +38,11 @@ class Results:
 
 
 def machine(threads: int) -> str:
-    """Describes the processor and the number of threads of every engine."""
+    """Describes the processor, Tenuto's kernels for it, and the number of threads of every engine."""
     found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return f"{found[1] if found else 'an unnamed processor'}, {threads} threads for every engine"
+    kernels = next(iter(Machine.this().variants()), "torch")
+    name = found[1] if found else "an unnamed processor"
+    return f"{name} (for which Tenuto has `{kernels}` kernels), {threads} threads for every engine"
 
 
 def document(results: Results, picture: str) -> str:
@@ -69,8 +72,9 @@ Tenuto beside other servers for CPUs, all measured in one run:
 {{command}}
 ```
 
-Machine: {{machine}}. Figures of other machines, or of other runs, cannot be compared
-with these. Those of a GPU are [on a page of their own](gpu.md).
+Machine: {{machine}}. Figures of other machines, or of
+other runs, cannot be compared with these. There are pages for a CPU [with AMX](benchmarks.md), for one
+[without](benchmarks-without-amx.md), and [for a GPU](gpu.md).
 
 ![Generated tokens per second, and how the time to the first token grows with the conversation]({{picture}})
 
