@@ -6,10 +6,11 @@ from array import array
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tenuto.base.options import Scope
@@ -284,6 +285,8 @@ def lineage_of(spans: Sequence[tuple[int, str]]) -> Lineage:
     return found
 
 
+@example([(0, "a")], [], 1, 1, Random(0))
+@example([(1, "a")], [], 1, 1, Random(0))
 @given(versions, versions, st.integers(1, 40), st.integers(0, 9), st.randoms())
 def test_contents_have_the_same_name_only_if_the_same_weights_have_computed_them(
     one: list, other: list, begin: int, size: int, random: Any
