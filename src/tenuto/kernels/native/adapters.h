@@ -30,7 +30,7 @@ public:
     }
   }
 
-  // Leaves `count` of the tokens: the first of them is now number 0. `tokens` are in ascending order.
+  // Leaves out all but `count` tokens of the step, in ascending order: token `tokens[i]` becomes token i.
   void narrow(const int32_t *tokens, int count) {
     if (!step_->adapters_count)
       return;
@@ -82,6 +82,7 @@ private:
     int adapter, first, count;
   };
 
+  // Finds the groups of `adapter_of_`.
   void group() {
     groups_.clear(), tokens_.clear();
     for (int a = 0; a < step_->adapters_count; a++) {
