@@ -8,7 +8,7 @@ on what shares its step.
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from tenuto.base.config import cache_dir
 from tenuto.base.errors import ModelError
+from tenuto.base.plan import InputVectors
 from tenuto.exec.load import ExecutorOptions, load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.models.native.obstacle import obstacle
@@ -150,6 +151,19 @@ def test_a_rows_bits_do_not_depend_on_the_adapters_beside_it(stage: Stage, varia
             if driver.lengths[row] == LENGTH:
                 driver.release(row)
                 kinds[row] = int(rng.integers(3))
+    executor.close()
+
+
+@every_variant
+def test_tokens_that_the_last_layer_leaves_out_leave_the_others_their_adapters(stage: Stage, variant: str) -> None:
+    """Where vectors are wanted, it leaves out none."""
+    executor, found = native(stage, variant), []
+    for asked in None, InputVectors(np.zeros(1, np.int32), np.ones(1, np.int32)):
+        given = {row: text[: 5 + row] for row, text in enumerate(stage.texts)}
+        plan = replace(MixedDriver(executor, rows=3).plan(given, {1: 1, 2: 2}), vectors=asked)
+        executor.forward.apply(plan)
+        found.append(executor.forward.run(plan, plan.tokens, np.array([4, 10, 17], np.int32)).logits.host())
+    np.testing.assert_array_equal(found[0], found[1])
     executor.close()
 
 
