@@ -77,6 +77,16 @@ public:
       finished_ = std::vector<std::atomic<int>>(2 * groups_);
     for (int i = 0; i < groups_; i++)
       finished_[i].store(0, std::memory_order_relaxed);
+    list_pages();
+  }
+
+  // Sets what a member's tasks read first as that which it reads after products with `blocks` blocks of weights.
+  void foresee(int layer, int64_t blocks, Member &member) const {
+    const int32_t *const list = page_list_.data();
+    const int first = first_pages_[member.number], last = first_pages_[member.number + 1];
+    const int64_t calls = blocks / PANELS_AT_ONCE * ((work_.tokens() + 7) / 8) / work_.team.size(); // by 8 rows
+    member.state.upcoming.begin(pages_.cache.block(layer, 0, 0, 0), pages_.cache.page_bytes(),
+                                pages_.cache.layer_bytes(), list + first, list + last, calls);
   }
 
   void project(const TenutoOp &op, Member &member) {
@@ -84,13 +94,13 @@ public:
     const int panels = dim() / LANES, first = a.gated ? 2 * a.heads : a.heads;
     const int values = first + pages_.cache.kv_heads, all = values + pages_.cache.kv_heads;
     const Input from = work_.a(op.first);
-    member.outliers.find(from, 0, work_.runs(work_.tokens()));
+    member.state.outliers.find(from, 0, work_.runs(work_.tokens()));
     work_.share(all, work_.tokens(), member, [&](int head, int begin, int end) {
       const Matrix &w = head < first ? op.first : head < values ? op.second : op.third;
       const int which = head < first ? 0 : head < values ? 1 : 2;
       const int own = head < first ? head : head < values ? head - first : head - values;
       float *const products = member.products.as<float>();
-      product(w, own * panels, panels, from, member.outliers, begin, end, products, member.buffer.as<uint8_t>());
+      product(w, own * panels, panels, from, member.state, begin, end, products);
       for (int token = begin; token < end; token++) {
         alignas(64) float vector[1024];
         for (int p = 0; p < panels; p++) {
@@ -151,6 +161,28 @@ private:
   int query_rows(const QueryRange &range) const { return range.queries * queries_per_kv(); }
   bool is_long(const QueryRange &range) const { return query_rows(range) >= LANES * work_.team.size(); }
   int chunk_of(int position) const { return pages_.cache.block_of(position) / CHUNK; }
+
+  // Lists the pages that each member's tasks read first, as many as `Upcoming` has room for.
+  void list_pages() {
+    const Cache &cache = pages_.cache;
+    const int team = work_.team.size(), count = (int)tasks_.size();
+    const bool foresees = PANELS_AT_ONCE > 1 && work_.tokens() >= ROWS_FOR_TWO_PANELS;
+    const size_t room = foresees ? (size_t)(Upcoming::room(team) / cache.layer_bytes()) : 0;
+    page_list_.clear(), first_pages_.assign(1, 0);
+    for (int member = 0; member < team; member++) {
+      const size_t most = page_list_.size() + room;
+      const int end = work_.team.begin_of(member + 1, count);
+      int row = -1, listed = 0; // the row of the task before, and the end of its pages in the list
+      for (int i = work_.team.begin_of(member, count); i < end && page_list_.size() < most; i++) {
+        const Span own = span(tasks_[i], 0);
+        listed = tasks_[i].range.row == row ? listed : 0, row = tasks_[i].range.row;
+        for (int page = std::max(listed, own.from / cache.blocks);
+             page * cache.blocks < own.to && page_list_.size() < most; listed = ++page)
+          page_list_.push_back(own.blocks.pages[page]);
+      }
+      first_pages_.push_back((int)page_list_.size());
+    }
+  }
 
   // Adds a task for all chunks.
   void add_task(const QueryRange &range) {
@@ -258,19 +290,19 @@ private:
                             pages_.window(),
                             dim(),
                             work_.certain(row) * queries_per_kv() >= 2 * LANES};
-    const Span own = span(task, a), then = next ? span(*next, a) : own;
+    const Span own = span(task, a.layer), then = next ? span(*next, a.layer) : own;
     ::attend(own, rows, a.cap * LOG2_E, next ? &then : nullptr);
   }
 
   // Returns the blocks that the queries of a task attend to.
-  Span span(const AttentionTask &task, const TenutoAttention &a) const {
+  Span span(const AttentionTask &task, int layer) const {
     const Cache &cache = pages_.cache;
     const int position = work_.step->starts[task.range.row] + task.range.query;
     int begin = cache.block_of(pages_.first_seen(position));
     if (cache.pairs())
       begin -= begin % 2;
     const int end = cache.block_of(position + task.range.queries - 1) + 1, from = (task.from + task.part) * CHUNK;
-    return {{cache, a.layer, task.range.head, work_.pages(group_, task.range.row), end},
+    return {{cache, layer, task.range.head, work_.pages(group_, task.range.row), end},
             std::max(from, begin),
             task.parts > 1 ? std::min(from + CHUNK, end) : end};
   }
@@ -309,6 +341,8 @@ private:
   int groups_ = 0; // of tasks
   int64_t slots_ = 0;
   std::vector<std::atomic<int>> finished_;
+  std::vector<int32_t> page_list_; // of member 0, of member 1, ...
+  std::vector<int> first_pages_;   // of each member in the list, and the end
   Memory partials_;
   int64_t partial_room_ = 0;
 };

@@ -167,7 +167,7 @@ static bool add_tiles(Workspace &work, const TenutoOp &op, Member &member) {
     const int panel = task * PANELS;
     amx::product(w, panel, std::min(PANELS, w.panels - panel), from, first, last,
                  {work.target(op, first) + panel * LANES, work.widths.hidden, LANES}, true,
-                 member.buffer.as<uint8_t>());
+                 member.state.buffer.as<uint8_t>());
     for (int p = panel; p < std::min(panel + PANELS, w.panels); p++)
       for (int row = first; row < last; row++) {
         float *to = work.target(op, row) + p * LANES;
@@ -210,9 +210,9 @@ INLINE void gate_block(const Matrix &gate, const Matrix &up, int block, const Te
     const int first = start + runs.begin(run), last = start + runs.begin(run + 1);
     const int64_t step = (int64_t)(last - first) * LANES;
     float *gates = member.products.as<float>(), *ups = gates + panels * step;
-    product(gate, 2 * block, panels, from, member.outliers, first, last, gates, member.buffer.as<uint8_t>());
+    product(gate, 2 * block, panels, from, member.state, first, last, gates);
     if (up.panels)
-      product(up, 2 * block, panels, from, member.outliers, first, last, ups, member.buffer.as<uint8_t>());
+      product(up, 2 * block, panels, from, member.state, first, last, ups);
     else
       ups = gates;
     for (int p = 0; p < panels; p++) { // apart from `set` below, so that both loops are short enough to overlap
@@ -237,7 +237,7 @@ INLINE void gate_block(const Matrix &gate, const Matrix &up, int block, const Te
 
 static void gated(Workspace &work, const TenutoOp &op, Member &member) {
   const Input from = work.a(op.first), to = work.b(op.first.outputs, op.consumer);
-  member.outliers.find(from, 0, work.runs(work.tokens()));
+  member.state.outliers.find(from, 0, work.runs(work.tokens()));
   work.share(to.blocks, work.tokens(), member, [&](int block, int first, int last) {
     gate_block(op.first, op.second, block, op, from, to, first, last, member, &work.adapters);
   });

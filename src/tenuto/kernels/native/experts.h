@@ -25,7 +25,7 @@ public:
     choices_.resize(room * chosen_), weights_.resize(room * chosen_), rows_.resize(room * chosen_);
     active_.reserve(count_), starts_.resize(count_), counts_.resize(count_);
     for (Member &member : work_.members)
-      member.outliers.reserve(rows, round_up(std::max(work_.model.hidden, width_), BLOCK) / BLOCK);
+      member.state.outliers.reserve(rows, round_up(std::max(work_.model.hidden, width_), BLOCK) / BLOCK);
     room_ = room;
   }
 
@@ -105,11 +105,11 @@ private:
   void gated(const TenutoOp &op, Member &member) {
     const TenutoExperts &e = *op.experts;
     const Input from = gathered(e), to = inner(e);
-    int known = -1; // the expert whose rows `member.outliers` describes
+    int known = -1; // the expert whose rows `member.state` describes
     for (int task; (task = work_.team.take(member.number, (int)active_.size() * to.blocks)) >= 0;) {
       const int expert = active_[task / to.blocks], start = starts_[expert];
       if (expert != known)
-        member.outliers.find(from, start, Runs(counts_[expert])), known = expert;
+        member.state.outliers.find(from, start, Runs(counts_[expert])), known = expert;
       gate_block(e.gate[expert], e.up ? e.up[expert] : op.second, task % to.blocks, op, from, to, start,
                  start + counts_[expert], member, nullptr);
     }
@@ -119,11 +119,11 @@ private:
     constexpr int AT_ONCE = 2; // panels of a task
     const Input from = inner(e);
     const int tasks = (e.down->panels + AT_ONCE - 1) / AT_ONCE;
-    int known = -1; // the expert whose rows `member.outliers` describes
+    int known = -1; // the expert whose rows `member.state` describes
     for (int task; (task = work_.team.take(member.number, (int)active_.size() * tasks)) >= 0;) {
       const int expert = active_[task / tasks], start = starts_[expert];
       if (expert != known)
-        member.outliers.find(from, start, Runs(counts_[expert])), known = expert;
+        member.state.outliers.find(from, start, Runs(counts_[expert])), known = expert;
       const Matrix &w = e.down[expert];
       const int panel = task % tasks * AT_ONCE, count = std::min(AT_ONCE, w.panels - panel);
       Workspace::multiply(w, panel, count, from, start, start + counts_[expert], member, [&](int first, int last) {

@@ -71,6 +71,7 @@ public:
       layers->lay_out();
     work_.team.run([&](int member) {
       double began = Team::seconds();
+      foresee(step.first_op, step.end_op, work_.members[member]);
       for (int i = step.first_op; i < step.end_op; i++) {
         const TenutoOp &op = ops_[i];
         if (work_.adapters.change(op)) {
@@ -79,6 +80,8 @@ public:
           work_.team.barrier();
         }
         run(op, work_.members[member]);
+        if (op.kind == ATTEND)
+          foresee(i + 1, step.end_op, work_.members[member]);
         work_.team.barrier();
         if (member == 0) {
           const double ended = Team::seconds();
@@ -120,6 +123,20 @@ private:
         return layers.get();
     return nullptr;
   }
+
+  // Tells a member what attention it computes after the next products, those of the operations from `first` to `last`.
+  void foresee(int first, int last, Member &member) const {
+    int64_t blocks = 0;
+    for (int i = first; i < last; i++) {
+      const TenutoOp &op = ops_[i];
+      if (op.kind == ATTEND)
+        return attention(*op.attention)->foresee(op.attention->layer, blocks, member);
+      for (const Matrix *w : {&op.first, &op.second, &op.third})
+        blocks += (int64_t)w->panels * (round_up(w->inputs, BLOCK) / BLOCK);
+    }
+    member.state.upcoming.end();
+  }
+
   const States &states(const TenutoOp &op) const { return *groups_[op.recurrent->group].states; }
 
   void run(const TenutoOp &op, Member &member) {

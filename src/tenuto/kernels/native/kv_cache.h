@@ -24,10 +24,11 @@ struct Cache {
   // Returns whether a sequence's blocks form pairs that lie in one page each.
   bool pairs() const { return blocks % 2 == 0; }
   int64_t block_bytes() const;
-  int64_t page_bytes() const { return (int64_t)layers * kv_heads * blocks * block_bytes(); }
+  int64_t page_bytes() const { return layers * layer_bytes(); }
+  int64_t layer_bytes() const { return (int64_t)kv_heads * blocks * block_bytes(); } // of a page, one run of memory
   // Returns the keys of block `index` of a page.
   char *block(int layer, int page, int head, int index) const {
-    const int64_t first = ((int64_t)layer * kv_heads + head) * blocks * block_bytes();
+    const int64_t first = layer * layer_bytes() + (int64_t)head * blocks * block_bytes();
     return data + page * page_bytes() + first + index * run_bytes();
   }
   // Returns the distance, in bytes, of a block's values from its keys.

@@ -4,10 +4,22 @@
 #include <type_traits>
 
 #include "matmul_input.h"
+#include "memory.h"
+#include "upcoming.h"
 
 // Number of bytes that weights are prefetched ahead, into the L2 cache, across panels: a panel's scales and the next
 // panel follow without a gap.
 constexpr int PREFETCH_DISTANCE = 24576;
+// The number of rows from which products take longer than reading their weights, so that two panels at once are faster
+// than one, where the CPU takes two, and time is left to fetch what is upcoming.
+constexpr int ROWS_FOR_TWO_PANELS = 12;
+
+// What a thread keeps for its products.
+struct ProductState {
+  OutlierBlocks outliers; // of the operation's input
+  Upcoming upcoming;      // what the thread reads after the operation
+  Memory buffer;          // room for two unpacked panels
+};
 
 // Adds the product of a block of a quantized panel and a block of an input row to `acc`. All kernels below add in this
 // order, so a row's result does not depend on the rows that it is computed with.
@@ -16,51 +28,69 @@ INLINE f32x16 add_block(f32x16 acc, i32x16 sum, Scales w, float scale, float qua
   return acc + w.minimum * quant_sum;
 }
 
-// Multiplies ROWS rows of an input tile, from row `from` of the tile on, by a panel. The `fine` quants of outlier
-// blocks are left to `add_fine`.
-template <class Format, int ROWS>
-static __attribute__((noinline)) void quantized_rows(const Panel &panel, const Input &x, int tile, int from,
-                                                     float *out) {
+// Multiplies ROWS rows of an input tile, from row `from` of the tile on, by PANELS panels, and stores the products of
+// the first `valid` rows; those of the panels are `apart` floats apart. The `fine` quants of outlier blocks are left to
+// `add_fine`.
+template <class Format, int ROWS, int PANELS>
+static __attribute__((noinline)) void quantized_rows(const Panel *panels, const Input &x, int tile, int from, int valid,
+                                                     float *out, int64_t apart, Upcoming &upcoming) {
   constexpr int BITS = Format::BITS, PARTS = Format::PARTS;
   const int blocks = x.blocks;
-  const Behind behind = panel.behind<Format>();
   int64_t at = (int64_t)tile * blocks * LANES + from;
-  f32x16 acc[ROWS] = {};
-  const uint8_t *ahead = panel.packed + PREFETCH_DISTANCE;
+  f32x16 acc[PANELS][ROWS] = {};
+  int64_t ahead = PREFETCH_DISTANCE;
+  Upcoming also = upcoming; // in registers
   for (int b = 0; b < blocks; b++, at += LANES) {
     const int64_t ones[] = {x.scale_index(tile * LANES + from, b), x.scale_index(tile * LANES + 8, b)}; // of eight rows
-    const uint8_t *block = panel.block<Format>(b);
     for (int i = 0; i < Format::PACKED_BYTES + 64; i += 64, ahead += 64)
-      __builtin_prefetch(ahead, 0, 2);
+#pragma GCC unroll 2
+      for (int p = 0; p < PANELS; p++)
+        __builtin_prefetch(panels[p].packed + ahead, 0, 2);
+    if (PANELS > 1)
+      also.fetch_some();
 #pragma GCC unroll 2
     for (int part = 0; part < PARTS; part++) {
-      Dot dots[ROWS], fine[ROWS];
+      Dot dots[PANELS][ROWS], fine[PANELS][ROWS];
 #pragma GCC unroll 8
       for (int j = part * (8 / PARTS); j < (part + 1) * (8 / PARTS); j++) {
-        const u32x16 w = Format::quads(block, j);
+        u32x16 w[PANELS];
+#pragma GCC unroll 2
+        for (int p = 0; p < PANELS; p++)
+          w[p] = Format::quads(panels[p].block<Format>(b), j);
 #pragma GCC unroll 16
-        for (int r = 0; r < ROWS; r++) {
-          dots[r].template add<BITS>(w, x.quants + (at + r) * BLOCK + 4 * j);
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+          for (int p = 0; p < PANELS; p++) {
+            dots[p][r].template add<BITS>(w[p], x.quants + (at + r) * BLOCK + 4 * j);
+            if (ALWAYS_15_BITS)
+              fine[p][r].template add<BITS>(w[p], x.fine + (at + r) * BLOCK + 4 * j);
+          }
+      }
+      Scales s[PANELS];
+#pragma GCC unroll 2
+      for (int p = 0; p < PANELS; p++)
+        s[p] = scales_of<Format>(panels[p].behind<Format>(), b, part);
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+        for (int p = 0; p < PANELS; p++) {
+          i32x16 sum = dots[p][r].template total<BITS>();
+          const int64_t one = ones[r / 8] + r % 8;
+          float scale = x.scales[one];
           if (ALWAYS_15_BITS)
-            fine[r].template add<BITS>(w, x.fine + (at + r) * BLOCK + 4 * j);
+            sum = (sum << 7) + fine[p][r].template total<BITS>(), scale *= FINE_STEP;
+          const float first = PARTS > 1 ? x.first_half_sums[one] : x.sums[one];
+          acc[p][r] = add_block(acc[p][r], sum, s[p], scale, part ? x.sums[one] - first : first);
         }
-      }
-      const Scales s = scales_of<Format>(behind, b, part);
-#pragma GCC unroll 16
-      for (int r = 0; r < ROWS; r++) {
-        i32x16 sum = dots[r].template total<BITS>();
-        const int64_t one = ones[r / 8] + r % 8;
-        float scale = x.scales[one];
-        if (ALWAYS_15_BITS)
-          sum = (sum << 7) + fine[r].template total<BITS>(), scale *= FINE_STEP;
-        const float first = PARTS > 1 ? x.first_half_sums[one] : x.sums[one];
-        acc[r] = add_block(acc[r], sum, s, scale, part ? x.sums[one] - first : first);
-      }
     }
   }
+#pragma GCC unroll 2
+  for (int p = 0; p < PANELS; p++)
 #pragma GCC unroll 16
-  for (int r = 0; r < ROWS; r++)
-    store(out + r * LANES, acc[r]);
+    for (int r = 0; r < ROWS; r++)
+      if (r < valid)
+        store(out + p * apart + r * LANES, acc[p][r]);
+  upcoming = also;
 }
 
 // Unpacks a quantized panel to `out`, so that products with many rows need not do it for every few of them.
@@ -173,10 +203,11 @@ static void float_rows(const uint8_t *panel, const Input &x, int tile, int from,
     store(out + r * LANES, even[r] + odd[r]);
 }
 
+// Does the same with weights of any format.
 template <class Format, int ROWS>
-INLINE void multiply_rows(const Panel &panel, const Input &x, int tile, int from, float *out) {
+INLINE void multiply_rows(const Panel &panel, const Input &x, int tile, int from, float *out, Upcoming &upcoming) {
   if constexpr (Format::QUANTIZED)
-    quantized_rows<Format, ROWS>(panel, x, tile, from, out);
+    quantized_rows<Format, ROWS, 1>(&panel, x, tile, from, ROWS, out, 0, upcoming);
   else if constexpr (std::is_same_v<Format, F32> || std::is_same_v<Format, F16>)
     float_rows<Format, ROWS>(panel.data, x, tile, from, out);
   else
@@ -187,33 +218,60 @@ INLINE void multiply_rows(const Panel &panel, const Input &x, int tile, int from
 // that would be left for two or three smaller kernels are rounded up to one where that is faster, so rows up to the
 // next multiple of 4 may be written.
 template <class Format>
-static void multiply_panel(const Panel &panel, const Input &x, const OutlierBlocks &outliers, int first, int last,
-                           float *out) {
+static void multiply_panel(const Panel &panel, const Input &x, ProductState &state, int first, int last, float *out) {
   for (int row = first; row < last;) {
     int left = std::min(last - row, LANES - row % LANES), tile = row / LANES, from = row % LANES;
     float *to = out + (int64_t)(row - first) * LANES;
     if (left > 12 && MATMUL_ROWS >= 16)
-      multiply_rows<Format, 16>(panel, x, tile, from, to), row += 16;
+      multiply_rows<Format, 16>(panel, x, tile, from, to, state.upcoming), row += 16;
     else if (left > 6 && MATMUL_ROWS >= 8)
-      multiply_rows<Format, 8>(panel, x, tile, from, to), row += 8;
+      multiply_rows<Format, 8>(panel, x, tile, from, to, state.upcoming), row += 8;
     else if (left > 2)
-      multiply_rows<Format, 4>(panel, x, tile, from, to), row += 4;
+      multiply_rows<Format, 4>(panel, x, tile, from, to, state.upcoming), row += 4;
     else if (left == 2)
-      multiply_rows<Format, 2>(panel, x, tile, from, to), row += 2;
+      multiply_rows<Format, 2>(panel, x, tile, from, to, state.upcoming), row += 2;
     else
-      multiply_rows<Format, 1>(panel, x, tile, from, to), row += 1;
+      multiply_rows<Format, 1>(panel, x, tile, from, to, state.upcoming), row += 1;
   }
   if constexpr (Format::QUANTIZED && !ALWAYS_15_BITS)
-    add_fine<Format>(panel, outliers.begin(first), outliers.end(first), first, out);
+    add_fine<Format>(panel, state.outliers.begin(first), state.outliers.end(first), first, out);
 }
 
-// Does the same, with a quantized panel unpacked to `buffer` if there are many rows; not with AMX, whose tiles multiply
-// most of those.
+// Multiplies rows by two quantized panels at once, whose products follow each other, so that an input is loaded for
+// both.
 template <class Format>
-static void multiply_panel(const Panel &panel, const Input &x, const OutlierBlocks &outliers, int first, int last,
-                           float *out, uint8_t *buffer) {
-  if constexpr (Format::QUANTIZED && !TENUTO_AMX)
-    if (last - first >= UNPACKED_ROWS)
-      return multiply_panel<Unpacked<Format>>(unpack<Format>(panel, buffer), x, outliers, first, last, out);
-  multiply_panel<Format>(panel, x, outliers, first, last, out);
+static void multiply_two(const Panel (&panels)[2], const Input &x, ProductState &state, int first, int last,
+                         float *out) {
+  const int64_t apart = (int64_t)(last - first) * LANES;
+  for (int row = first; row < last;) {
+    const int left = std::min(last - row, LANES - row % LANES), tile = row / LANES, from = row % LANES;
+    float *to = out + (int64_t)(row - first) * LANES;
+    if (left > 4)
+      quantized_rows<Format, 8, 2>(panels, x, tile, from, left, to, apart, state.upcoming), row += 8;
+    else
+      quantized_rows<Format, 4, 2>(panels, x, tile, from, left, to, apart, state.upcoming), row += 4;
+  }
+  for (int p = 0; p < 2; p++)
+    add_fine<Format>(panels[p], state.outliers.begin(first), state.outliers.end(first), first, out + p * apart);
+}
+
+// Multiplies rows as above by `count` panels from `panel` on: float [count][last - first][16]. If there are many rows,
+// quantized panels are unpacked first; not with AMX, whose tiles multiply most of those.
+template <class Format>
+static void multiply(const Matrix &w, int panel, int count, const Input &x, ProductState &state, int first, int last,
+                     float *out) {
+  const int64_t apart = (int64_t)(last - first) * LANES;
+  if constexpr (Format::QUANTIZED && MOST_PANELS > 1)
+    if (PANELS_AT_ONCE > 1 && last - first >= ROWS_FOR_TWO_PANELS)
+      for (; count >= 2; count -= 2, panel += 2, out += 2 * apart)
+        multiply_two<Format>({{w, panel}, {w, panel + 1}}, x, state, first, last, out);
+  for (; count > 0; count--, panel++, out += apart) {
+    if constexpr (Format::QUANTIZED && !TENUTO_AMX)
+      if (last - first >= UNPACKED_ROWS) {
+        const Panel unpacked = unpack<Format>({w, panel}, state.buffer.as<uint8_t>());
+        multiply_panel<Unpacked<Format>>(unpacked, x, state, first, last, out);
+        continue;
+      }
+    multiply_panel<Format>({w, panel}, x, state, first, last, out);
+  }
 }

@@ -111,12 +111,15 @@ constexpr int OFFSET = 0; // subtracted from 8-bit weights by `Dot::add`
 // of all blocks do not, but they are needed only once a block. The numbers of query rows whose sums fit; `FEW_ROWS`
 // where there are not as many.
 constexpr int MATMUL_ROWS = 16, ATTENTION_ROWS = 12, INT8_ATTENTION_ROWS = 6, FEW_ROWS = 6;
-// The number of rows from which it is faster to unpack a panel first: never on AMD's CPUs, which unpack while they
-// multiply.
-static const int UNPACKED_ROWS = [] {
+// AMD's CPUs unpack while they multiply, and load as much as they multiply: so they never unpack a panel first, but
+// multiply two at once. Others unpack from a number of rows on.
+static const bool IS_AMD = [] {
   __builtin_cpu_init();
-  return __builtin_cpu_is("amd") ? INT_MAX : 24;
+  return __builtin_cpu_is("amd");
 }();
+static const int UNPACKED_ROWS = IS_AMD ? INT_MAX : 24;
+constexpr int MOST_PANELS = TENUTO_AMX ? 1 : 2;
+static const int PANELS_AT_ONCE = IS_AMD ? MOST_PANELS : 1;
 // The numbers of blocks of keys, and of vectors of values, that a number of query rows takes at once: enough that an
 // addition need not wait for the one before.
 constexpr int blocks_at_once(int rows) { return rows > 6 ? 2 : rows > 2 ? 4 : 8; }

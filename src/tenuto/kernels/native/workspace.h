@@ -19,8 +19,8 @@ struct Best {
 // The state of one thread.
 struct Member {
   int number;
-  Memory products, buffer;
-  OutlierBlocks outliers;  // of the operation's input
+  ProductState state;
+  Memory products;
   std::vector<float> row;  // as wide as any buffer
   std::vector<float> scan; // a head's state, and then its output
   std::vector<Best> best;
@@ -75,7 +75,7 @@ public:
       Member &member = members[i];
       member.number = i, member.sampler = std::make_unique<Sampler>(model.vocab);
       member.products.resize((int64_t)panels * ROWS_AT_ONCE * LANES * 4);
-      member.buffer.resize(buffer_bytes(round_up(widths.input, BLOCK) / BLOCK));
+      member.state.buffer.resize(buffer_bytes(round_up(widths.input, BLOCK) / BLOCK));
       member.row.resize(row), member.scan.resize(widths.head_state);
     }
     reserve(64);
@@ -169,16 +169,15 @@ public:
   template <class Use>
   void share(const Matrix &w, const Matrix &also, int at_once, const Input &x, int rows, Member &member, Use use) {
     const int own = tasks(w, at_once);
-    member.outliers.find(x, 0, runs(rows));
+    member.state.outliers.find(x, 0, runs(rows));
     share(own + tasks(also, at_once), rows, member, [&](int task, int first, int last) {
       const Matrix &of = task < own ? w : also;
       const int panel = (task < own ? task : task - own) * at_once, count = std::min(at_once, of.panels - panel);
-      product(of, panel, count, x, member.outliers, first, last, member.products.as<float>(),
-              member.buffer.as<uint8_t>());
+      product(of, panel, count, x, member.state, first, last, member.products.as<float>());
       use(of, panel, count, first, last);
     });
   }
-  // Multiplies rows `from` to `to`, `from` a multiple of 16, in runs. `member.outliers` has their outlier blocks.
+  // Multiplies rows `from` to `to`, `from` a multiple of 16, in runs. `member.state` has their outlier blocks.
   // `use(first, last)` as above.
   template <class Use>
   static void multiply(const Matrix &w, int panel, int count, const Input &x, int from, int to, Member &member,
@@ -186,8 +185,7 @@ public:
     const Runs runs(to - from);
     for (int run = 0; run < runs.count; run++) {
       const int first = from + runs.begin(run), last = from + runs.begin(run + 1);
-      product(w, panel, count, x, member.outliers, first, last, member.products.as<float>(),
-              member.buffer.as<uint8_t>());
+      product(w, panel, count, x, member.state, first, last, member.products.as<float>());
       use(first, last);
     }
   }
@@ -249,7 +247,7 @@ private:
     rotation_.resize(room * widths.rotation * 4);
     a_.resize((int)room, widths.input), b_.resize((int)room, widths.input);
     for (Member &member : members)
-      member.outliers.reserve((int)room, round_up(widths.input, BLOCK) / BLOCK);
+      member.state.outliers.reserve((int)room, round_up(widths.input, BLOCK) / BLOCK);
     room_ = (int)room;
   }
 
