@@ -67,14 +67,16 @@ class Scripted(RealtimeSocket):
         await self._aborted.wait()
         await event("committed", committed=True, reason="length" if self._too_late else "abort")
 
-    async def answering(self) -> None:
-        """Begins a response, whose deltas are all told when this returns."""
+    async def answering(self, *, clear: bool = True) -> None:
+        """Begins a response, whose deltas are all told when this returns. `clear`: forgets the requests until then."""
+        self.all_told.clear()
         question = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]}
         item = {"type": "conversation.item.create", "item": question, "event_id": ""}
         await self.create_item(ItemCreate.model_validate(item))
         await self.respond(ResponseCreate.model_validate({"type": "response.create"}))
         await self.all_told.wait()
-        self.requests.clear()
+        if clear:
+            self.requests.clear()
 
     async def cut(self, kept: int) -> list[tuple[str, Any]]:
         """Begins a response, cuts the message that is being written, and returns what was asked then."""
@@ -122,5 +124,20 @@ def test_an_answer_is_cancelled_after_a_call() -> None:
         await conversation.answering()
         await conversation.cancel(ResponseCancel.model_validate({"type": "response.cancel"}))
         assert conversation.requests == [("abort", {"keep": "delivered", "turn_id": "turn-1"})]
+
+    asyncio.run(asyncio.wait_for(scene(), 20))
+
+
+def test_an_answer_that_is_cancelled_before_its_first_token_is_not_continued() -> None:
+    async def scene() -> None:
+        conversation = Scripted([], too_late=False)
+        await conversation.answering()
+        await conversation.cancel(ResponseCancel.model_validate({"type": "response.cancel"}))
+        assert conversation.requests == [("abort", {"keep": "delivered", "turn_id": "turn-1"})]
+        conversation.requests.clear()
+        await conversation.answering(clear=False)
+        (rewind, place), (turns, asked) = conversation.requests
+        assert (rewind, place, turns) == ("rewind", {"turn": 0}, "turns")
+        assert [message["content"] for message in asked["input"]] == ["hello", "hello"]
 
     asyncio.run(asyncio.wait_for(scene(), 20))
