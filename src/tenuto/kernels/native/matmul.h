@@ -12,7 +12,7 @@ static void product(const Matrix &w, int panel, int count, const Input &x, Produ
                     float *out) {
 #if TENUTO_AMX
   if (x.type == InputType::BF16) {
-    const Target target = {out, LANES, (int64_t)(last - first) * LANES};
+    const amx::Target target = {out, LANES, (int64_t)(last - first) * LANES};
     amx::product(w, panel, count, x, first, last, target, false, state.buffer.as<uint8_t>());
     return;
   }
