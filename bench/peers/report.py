@@ -38,10 +38,13 @@ class Results:
 
 
 def machine(threads: int) -> str:
-    """Describes the processor, Tenuto's kernels for it, and the number of threads of every engine."""
-    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    """Describes the processor, Tenuto's kernels for it, and the number of threads of every engine. In virtual machines
+    the processor's name may be that of several generations, which its numbers tell apart."""
+    about = dict(re.findall(r"^(\S[^\t:]*)\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE))
     kernels = next(iter(Machine.this().variants()), "torch")
-    name = found[1] if found else "an unnamed processor"
+    name = about.get("model name", "an unnamed processor")
+    if "cpu family" in about:
+        name += f", family {about['cpu family']}, model {about['model']}"
     return f"{name} (for which Tenuto has `{kernels}` kernels), {threads} threads for every engine"
 
 
@@ -72,9 +75,9 @@ Tenuto beside other servers for CPUs, all measured in one run:
 {{command}}
 ```
 
-Machine: {{machine}}. Figures of other machines, or of
-other runs, cannot be compared with these. There are pages for a CPU [with AMX](benchmarks.md), for one
-[without](benchmarks-without-amx.md), and [for a GPU](gpu.md).
+Machine: {{machine}}.
+Figures of other machines, or of other runs, cannot be compared with these. There are pages for a CPU
+[with AMX](benchmarks.md), for one [without](benchmarks-without-amx.md), and [for a GPU](gpu.md).
 
 ![Generated tokens per second, and how the time to the first token grows with the conversation]({{picture}})
 
