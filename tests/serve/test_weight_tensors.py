@@ -10,9 +10,11 @@ import socket
 import sys
 import types
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, make_dataclass
 from datetime import timedelta
 from importlib import import_module
+from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from threading import Thread
@@ -31,6 +33,7 @@ MODEL = Path(__file__).parent.parent / "hybrid" / "model"
 NORM = "model.norm.weight"
 PROJECTION = "model.layers.0.mlp.down_proj.weight"
 PROMPT = "Returns the name of the"
+Named = list[tuple[str, torch.Tensor]]
 
 
 @pytest.fixture(scope="module", params=["auto", "torch"])
@@ -80,7 +83,7 @@ def weight(http: httpx.Client, name: str) -> Any:
     return http.post("/get_weights_by_name", json={"name": name, "truncate_size": 3}).raise_for_status().json()
 
 
-def changed(old: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+def changed(old: dict[str, torch.Tensor]) -> Named:
     norm = old[NORM].clone()
     norm[::2] *= -1
     return [(NORM, norm), (PROJECTION, old[PROJECTION] * 0.5)]
@@ -247,47 +250,76 @@ def trainer(port: int, path: str, bucket: bool) -> None:
             broadcast(tensor.contiguous(), 0, group)
 
 
+@contextmanager
+def joined(http: httpx.Client, new: Named, path: Path, *, bucket: bool) -> Iterator[BaseProcess]:
+    """Starts a trainer that broadcasts `new` once, and lets the server join its group, "train"."""
+    torch.save(dict(new), path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = multiprocessing.get_context("spawn").Process(target=trainer, args=(port, str(path), bucket))
+    process.start()
+    try:
+        group = {"group_name": "train", "master_address": "127.0.0.1", "master_port": port, "rank_offset": 1}
+        answer = http.post(
+            "/init_weights_update_group", json={**group, "world_size": 2, "backend": "gloo"}, timeout=120
+        )
+        assert answer.status_code == 200, answer.text
+        again = http.post("/init_weights_update_group", json={**group, "world_size": 2})
+        assert (again.status_code, again.json()["error"]["code"]) == (409, "already_exists")
+        yield process
+    finally:
+        process.join(60)
+        process.kill()
+
+
+def received(http: httpx.Client, new: Named, *, bucket: bool = False, dtype: str = "") -> Any:
+    """Asks the server to receive `new`, of types other than theirs if `dtype` is given."""
+    body = {
+        "group_name": "train",
+        "names": [name for name, _ in new],
+        "dtypes": [dtype or str(tensor.dtype).removeprefix("torch.") for _, tensor in new],
+        "shapes": [list(tensor.shape) for _, tensor in new],
+        "load_format": "flattened_bucket" if bucket else None,
+    }
+    return http.post("/update_weights_from_distributed", json=body, timeout=120)
+
+
 @pytest.mark.parametrize("bucket", [False, True])
 def test_a_trainer_in_another_process_broadcasts_tensors(
     http: httpx.Client, old: dict[str, torch.Tensor], tmp_path: Path, bucket: bool
 ) -> None:
     new = changed(old)
-    torch.save(dict(new), tmp_path / "new")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = multiprocessing.get_context("spawn").Process(target=trainer, args=(port, str(tmp_path / "new"), bucket))
-    process.start()
-    try:
-        group = {"group_name": "train", "master_address": "127.0.0.1", "master_port": port, "rank_offset": 1}
-        joined = http.post(
-            "/init_weights_update_group", json={**group, "world_size": 2, "backend": "gloo"}, timeout=120
-        )
-        assert joined.status_code == 200, joined.text
-        again = http.post("/init_weights_update_group", json={**group, "world_size": 2})
-        assert (again.status_code, again.json()["error"]["code"]) == (409, "already_exists")
-        body = {
-            "group_name": "train",
-            "names": [name for name, _ in new],
-            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in new],
-            "shapes": [list(tensor.shape) for _, tensor in new],
-            "load_format": "flattened_bucket" if bucket else None,
-        }
-        answer = http.post("/update_weights_from_distributed", json=body, timeout=120)
+    with joined(http, new, tmp_path / "new", bucket=bucket) as process:
+        answer = received(http, new, bucket=bucket)
         assert answer.status_code == 200, answer.text
         assert weight(http, PROJECTION) == new[1][1][:3].float().tolist()
         if bucket:
             process.join(60)  # the trainer is gone: nothing more comes
-            failed = http.post("/update_weights_from_distributed", json=body, timeout=120)
+            failed = received(http, new, bucket=bucket)
             assert (failed.status_code, failed.json()["error"]["code"]) == (429, "overloaded"), failed.text
         else:
             assert http.post("/destroy_weights_update_group", json={"group_name": "train"}).status_code == 200
         assert weight(http, PROJECTION) == new[1][1][:3].float().tolist()
         gone = http.post("/destroy_weights_update_group", json={"group_name": "train"})
         assert (gone.status_code, gone.json()["error"]["code"]) == (404, "not_found")
-    finally:
-        process.join(60)
-        process.kill()
+
+
+@pytest.mark.parametrize("bucket", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "code"), [("float32", "invalid_request"), ("float8_e5m2", "overloaded"), ("complex64", "invalid_request")]
+)
+def test_a_trainer_that_sends_fewer_or_more_bytes_than_announced_changes_nothing(
+    http: httpx.Client, old: dict[str, torch.Tensor], tmp_path: Path, dtype: str, code: str, bucket: bool
+) -> None:
+    new, before = changed(old), said(http)
+    with joined(http, new, tmp_path / "new", bucket=bucket):
+        refused = received(http, new, bucket=bucket, dtype=dtype)
+        assert refused.json()["error"]["code"] == code, refused.text
+        gone = received(http, new, bucket=bucket)  # not the tensors of the refused request
+        assert gone.json()["error"]["code"] == "not_found", gone.text
+        assert weight(http, PROJECTION) == old[PROJECTION][:3].float().tolist()
+        assert said(http) == before
 
 
 def test_a_trainer_that_never_comes_holds_nothing_else_up(http: httpx.Client) -> None:

@@ -3,93 +3,98 @@
 from __future__ import annotations
 
 import math
+import pickle
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import timedelta
-from importlib import import_module
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from tenuto.base.checks import shown
 from tenuto.base.errors import AlreadyExists, InvalidRequest, NotFound, Overloaded
-from tenuto.formats.tensor_pickle import DTYPES, NamedTensor, split
+from tenuto.formats.safetensors_file import BITS
+from tenuto.formats.tensor_pickle import DTYPES, Bytes, NamedTensor, split
 
-WAIT = timedelta(seconds=300)
-"""Time for the other processes of a group to join, or for the trainer to send a tensor."""
-BACKEND = "gloo"
-"""The only backend, because weights are received on the CPU."""
+_SO = "the weights are as before, and the group is gone"
+_ENDED_SECONDS = 5.0
+"""Time for a process to end once it was told to."""
+UNSENT = 0xFF
+"""The last byte of a tensor until the trainer has sent it. No finite weight below 1e38 ends with it, in any type."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """The first message: a group of `size` processes, to be joined."""
+
+    name: str
+    address: str
+    port: int
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """A later message: a tensor that the trainer broadcasts. `dtype` is PyTorch's name."""
+
+    dtype: str
+    shape: Sequence[int]
 
 
 class WeightGroups:
-    """The groups that this process has joined, by name. Calls wait for the trainer; only one thread may make them."""
+    """The groups that this process has joined, by name. Calls wait for the trainer. Only one thread may make them, but
+    for `kill`."""
 
     def __init__(self) -> None:
-        self._groups: dict[str, Any] = {}
+        self._groups: dict[str, _Receiver] = {}
 
     def join(self, name: str, address: str, port: int, rank: int, size: int) -> None:
         """Joins a group of `size` processes and waits for the others. Raises `AlreadyExists` if it is one of ours, and
         `Overloaded` if they do not come."""
         if name in self._groups:
             raise AlreadyExists(f"the group {shown(name)} exists; destroy it first", param="group_name")
-        c10d: Any = import_module("torch.distributed.distributed_c10d")  # slow, and rarely needed
+        receiver = self._groups[name] = _Receiver()
         try:
-            store, _, _ = next(c10d.rendezvous(f"tcp://{address}:{port}", rank, size, timeout=WAIT))
-            store.set_timeout(WAIT)
-            # As trainers make their side, beside the default group: this function is private, but the names that it
-            # gives keys in the store are what both sides have to agree on.
-            group, _ = c10d._new_process_group_helper(  # noqa: SLF001 - see above
-                size, rank, [], c10d.Backend(BACKEND), c10d.PrefixStore(name, store), group_name=name, timeout=WAIT
-            )
-        except (RuntimeError, ValueError, OSError) as error:
-            raise _failed(f"the group {shown(name)} at {address}:{port} did not form", error) from error
-        c10d._world.pg_group_ranks[group] = {each: each for each in range(size)}  # noqa: SLF001 - see above
-        self._groups[name] = group
+            receiver.ask(Joining(name, address, port, rank, size))
+        except OSError as error:
+            self.leave(name)
+            raise Overloaded(f"the group {shown(name)} at {address}:{port} did not form: {error}; {_SO}") from error
 
     def leave(self, name: str) -> None:
         """Leaves a group. Raises `NotFound`."""
-        from torch import distributed  # noqa: PLC0415 - slow, and rarely needed
-
-        with suppress(RuntimeError):  # others may have left it already
-            distributed.destroy_process_group(self._group(name))
+        self._group(name).close()
         del self._groups[name]
 
     def receive(
         self, name: str, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], *, bucket: bool
     ) -> dict[str, NamedTensor]:
         """Returns the tensors that the trainer broadcasts, in this order, or with `bucket` all in one. Raises
-        `InvalidRequest`, `NotFound`, or `Overloaded` if one does not come; the group is then left."""
-        kinds = [_dtype(dtype) for dtype in dtypes]
-        if not len(names) == len(kinds) == len(shapes) or not names:
-            raise InvalidRequest(
-                "there are different numbers of names, dtypes and shapes, or none; allowed: one of each"
-            )
-        group = self._group(name)
-        import torch  # noqa: PLC0415 - slow, and rarely needed
-        from torch import distributed  # noqa: PLC0415 - slow, and rarely needed
-
-        def received(shape: Sequence[int], dtype: Any) -> Any:
-            tensor = torch.empty(tuple(shape), dtype=dtype)
-            distributed.broadcast(tensor, 0, group)
-            return tensor.reshape(-1).view(torch.uint8).numpy()
-
-        types = [getattr(torch, dtype.removeprefix("torch.")) for dtype in dtypes]
+        `NotFound`, `InvalidRequest`, or `Overloaded` if one does not come. After either of the last two the group is
+        left, because what its trainer sends next may still belong to this request."""
+        receiver = self._group(name)
         try:
-            if not bucket:
-                tensors = [received(shape, dtype) for shape, dtype in zip(shapes, types, strict=True)]
-                return {
-                    each: NamedTensor(kind, tuple(shape), data)
-                    for each, kind, shape, data in zip(names, kinds, shapes, tensors, strict=True)
-                }
-            sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, types, strict=True)]
-            flat = received([sum(sizes)], torch.uint8)
-        except (RuntimeError, ValueError) as error:
+            return receiver.tensors(names, dtypes, shapes, bucket=bucket)
+        except InvalidRequest as error:
             self.leave(name)
-            raise _failed(f"the trainer of group {shown(name)} did not send all tensors", error) from error
-        starts = [int(start) for start in np.cumsum([0, *sizes])[:-1]]
-        return dict(split(flat, list(zip(names, kinds, shapes, starts, strict=True))))
+            raise InvalidRequest(f"{error.message}; {_SO}", param=error.param) from error
+        except OSError as error:
+            self.leave(name)
+            raise Overloaded(f"the trainer of group {shown(name)} did not send all tensors: {error}; {_SO}") from error
 
-    def _group(self, name: str) -> Any:
+    def kill(self) -> None:
+        """Lets whoever waits for a trainer get an error. Any thread may call this."""
+        for receiver in list(self._groups.values()):
+            receiver.kill()
+
+    def close(self) -> None:
+        """Leaves all groups."""
+        for name in list(self._groups):
+            self.leave(name)
+
+    def _group(self, name: str) -> _Receiver:
         if name not in self._groups:
             raise NotFound(
                 f"there is no group {shown(name)}; call /init_weights_update_group first", param="group_name"
@@ -97,12 +102,81 @@ class WeightGroups:
         return self._groups[name]
 
 
+class _Receiver:
+    """A process that is a member of a group; see `weight_receiver`. Methods raise `OSError`, with what failed."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "tenuto.models.weight_receiver"]
+        self._process = subprocess.Popen(  # noqa: S603 - our own command
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._messages, self._answers = self._process.stdin, self._process.stdout
+
+    def ask(self, message: Joining | Announced) -> None:
+        """Sends a message, and waits until what it asks for is done."""
+        try:
+            pickle.dump(message, self._messages)
+            self._messages.flush()
+            failed = pickle.load(self._answers)  # noqa: S301 - from our own process
+        except (OSError, EOFError) as error:
+            raise OSError(self._ended()) from error
+        if failed:
+            raise OSError(failed)
+
+    def tensors(
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], *, bucket: bool
+    ) -> dict[str, NamedTensor]:
+        """See `WeightGroups.receive`."""
+        kinds = [_dtype(dtype) for dtype in dtypes]
+        if not len(names) == len(kinds) == len(shapes) or not names:
+            raise InvalidRequest(
+                "there are different numbers of names, dtypes and shapes, or none; allowed: one of each"
+            )
+        sizes = [math.prod(shape) * BITS[kind] // 8 for shape, kind in zip(shapes, kinds, strict=True)]
+        if bucket:
+            flat = self._received("uint8", [sum(sizes)], sum(sizes))
+            starts = [int(start) for start in np.cumsum([0, *sizes])[:-1]]
+            return dict(split(flat, list(zip(names, kinds, shapes, starts, strict=True))))
+        found = {}
+        for name, dtype, kind, shape, size in zip(names, dtypes, kinds, shapes, sizes, strict=True):
+            found[name] = NamedTensor(kind, tuple(shape), self._received(dtype, shape, size))
+        return found
+
+    def _received(self, dtype: str, shape: Sequence[int], size: int) -> Bytes:
+        """Returns the `size` bytes of the next tensor."""
+        self.ask(Announced(dtype.removeprefix("torch."), shape))
+        data = np.frombuffer(self._answers.read(size), np.uint8)
+        if len(data) != size:
+            raise OSError(self._ended())
+        if size and data[-1] == UNSENT:
+            raise InvalidRequest(f"the trainer has sent fewer bytes than {dtype} of shape {list(shape)} takes")
+        return data
+
+    def _ended(self) -> str:
+        status = self._process.wait()
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
+        return f"its member here {how}, as when the trainer sends more bytes than dtypes and shapes in the request say"
+
+    def kill(self) -> None:
+        """Kills the process."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """Ends the process."""
+        with suppress(OSError):
+            self._messages.close()  # at its end, it ends
+        try:
+            self._process.wait(_ENDED_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._answers.close()
+
+
 def _dtype(name: str) -> str:
     found = DTYPES.get(name.removeprefix("torch."))
     if found is None:
         raise InvalidRequest(f"a dtype is {shown(name)}; allowed: {', '.join(DTYPES)}", param="dtypes")
     return found
-
-
-def _failed(what: str, error: Exception) -> Overloaded:
-    return Overloaded(f"{what}: {str(error).splitlines()[0][:300]}; the weights are as before, and the group is gone")

@@ -177,6 +177,7 @@ class Service:
             self._moves.close()
         if self._member is not None:
             self._member.close()
+        self._trainers.close()
         self._lanes.close()
         self._loaded.close()
         self._outbox.close()

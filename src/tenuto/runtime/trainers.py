@@ -54,7 +54,7 @@ class Trainers:
         self._lanes = lanes
         self._answer = answer
         self._move_memory = move_memory
-        self._joined: WeightGroups | None = None  # only for the lane that waits
+        self._joined: WeightGroups | None = None  # set by the lane that waits
 
     def take(self, request: OfTrainers) -> None:
         """Answers a request, now or later."""
@@ -76,6 +76,12 @@ class Trainers:
                 self._wait(request, lambda: self._groups.leave(request.group))
             case ReceiveTensors():
                 self._lanes.trainers.put(0, partial(self._receive, request))
+
+    def close(self) -> None:
+        """Ends waits for trainers and leaves their groups."""
+        if (groups := self._joined) is not None:
+            groups.kill()
+            self._lanes.trainers.put(0, groups.close)
 
     @property
     def _groups(self) -> WeightGroups:
