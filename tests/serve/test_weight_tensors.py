@@ -203,6 +203,8 @@ CASES = [
     Case("unknown", [("model.norms.weight", torch.zeros(3))], "invalid_request", "no tensor"),
     Case("shape", [(NORM, torch.zeros(3))], "invalid_request", "shape"),
     Case("type", [(NORM, torch.zeros(96, dtype=torch.int8))], "invalid_request", "I8"),
+    Case("NaN", [(NORM, torch.full((128,), torch.nan))], "invalid_request", "NaN"),
+    Case("rounded up", [(NORM, torch.full((128,), 3.4e38))], "invalid_request", "infinite values"),
     Case("descriptor", [(NORM, torch.ones(96))], "invalid_request", "file_system", forked),
 ]
 

@@ -20,6 +20,8 @@ from tenuto.models.store import ModelFiles
 from tenuto.models.weights import FLOATS, Bytes, StoredWeight, wrong_shape
 
 _AT_ONCE = 2**22  # number of elements converted at a time
+_EXPONENTS = {"F32": 0x7F80_0000, "F16": 0x7C00, "BF16": 0x7F80}
+"""The bits that are all set in infinite values and NaN."""
 
 
 class UpdatedModels:
@@ -37,7 +39,7 @@ class UpdatedModels:
     def write(self, base: ModelFiles, tensors: Mapping[str, NamedTensor]) -> Path:
         """Returns the directory of a model that has `tensors` in place of those of `base`, converted to the types of
         those; an output matrix that `base` ties to its embedding is left out. Raises `InvalidRequest` for tensors that
-        it does not have, or with another shape, and `Unsupported` if it is quantized."""
+        it does not have, with another shape, or with infinite values or NaN, and `Unsupported` if it is quantized."""
         checkpoint = _unquantized(base)
         stored = checkpoint.stored
         replaced = {name: tensor for name, tensor in tensors.items() if not checkpoint.redundant(name)}
@@ -122,12 +124,17 @@ def _write(file: Path, pairs: Mapping[str, tuple[SafeTensor, NamedTensor]]) -> N
     text = json.dumps(header).encode()
     with file.open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
-        for stored, tensor in pairs.values():
+        for name, (stored, tensor) in pairs.items():
             bytes_each = BITS[tensor.dtype] // 8
             rows = tensor.data.reshape(tensor.shape[0] if len(tensor.shape) > 1 else 1, -1)
             weight = StoredWeight(FLOATS[tensor.dtype], (len(rows), rows.shape[1] // bytes_each), partial(_same, rows))
             step = max(1, _AT_ONCE // max(1, rows.shape[1]))
+            exponent = _EXPONENTS[stored.dtype]
             for words in weight.words(FLOATS[stored.dtype], step):
+                if (words & exponent == exponent).any():
+                    raise InvalidRequest(
+                        f"tensor {shown(name)} has infinite values or NaN as {stored.dtype}; allowed: finite ones"
+                    )
                 out.write(words.tobytes())
 
 
