@@ -126,6 +126,22 @@ def test_an_end_that_the_template_writes_is_continued_in_place(client: OpenAI, w
     witness.audit()
 
 
+def test_an_end_that_was_ignored_is_not_in_the_prompt(smollm2_server: Server) -> None:
+    with OpenAI(base_url=f"{smollm2_server.url}/v1", api_key="none", max_retries=0) as client:
+        name: Any = {"user": "ignored ends"}
+        options: Any = {"model": "default", "temperature": 0, "max_tokens": 80}
+        hello: Any = {"role": "user", "content": "Say only hello."}
+        _, ended = ask(client, [hello], **options)
+        assert ended.choices[0].finish_reason == "stop"
+        _, one = ask(client, [hello], extra_body={"ignore_eos": True}, **options, **name)
+        messages = [hello, said(one), MORE]
+        headers, two = ask(client, messages, **options, **name)
+        assert headers["x-tenuto-recomputed"] == "diverged at message 2"
+        _, fresh = ask(client, messages, **options)
+        assert (two.usage.prompt_tokens, said(two)) == (fresh.usage.prompt_tokens, said(fresh))
+    smollm2_server.audit()
+
+
 def test_parallel_calls_of_a_run_fork_and_are_not_refused(slow_witness: Server) -> None:
     with OpenAI(base_url=f"{slow_witness.url}/v1", api_key="none", max_retries=0) as client:
         name: Any = {"user": "parallel"}

@@ -86,8 +86,7 @@ async def start_in_run(
                 raise
             return None
         _tell(turn, branch, reason or place.reason)
-        asked = frozenset(start.params.stop_ids) - {*edge.model.eos_ids}
-        _follow(edge, tenant, runs, branch, turn, chain, reading, asked)
+        _follow(edge, tenant, runs, branch, turn, chain, reading, frozenset(start.params.stop_ids))
         _make_room(edge, tenant, runs, branch.run)
         return turn
     return None
@@ -159,9 +158,8 @@ def _follow(
     reading: Reading,
     asked: frozenset[int],
 ) -> None:
-    """Keeps the branch up to date at the end of its turn. `asked`: the stop tokens that the client asked for, besides
-    the model's own."""
-    headers = answer_headers()
+    """Keeps the branch up to date at the end of its turn. `asked`: the stop tokens that the client asked for."""
+    headers, ends = answer_headers(), frozenset(edge.model.eos_ids)
 
     def ended() -> None:
         if not turn.ended or not branch.busy:
@@ -176,7 +174,7 @@ def _follow(
             return
         said = reading.reader(turn.id).read(turn.reply().text, ended=True)
         answer = Message("assistant", said.text, tuple(said.calls))
-        branch.chain = [*chain, after(chain[-1], answer) if _is_whole(turn, result, asked) else UNREPEATABLE]
+        branch.chain = [*chain, after(chain[-1], answer) if _is_whole(turn, result, asked, ends) else UNREPEATABLE]
         branch.ends.append(len(chain))
         branch.version = result.version
         branch.tokens = result.usage.prompt + result.usage.generated
@@ -188,13 +186,15 @@ def _follow(
     ended()
 
 
-def _is_whole(turn: LiveTurn, result: TurnResult, asked: frozenset[int]) -> bool:
+def _is_whole(turn: LiveTurn, result: TurnResult, asked: frozenset[int], ends: frozenset[int]) -> bool:
     """Whether the answer of a committed turn has the text of all its tokens. A stop is cut from the text, with the rest
     of its last token, but not from the history, and a stop token that the client `asked` for may have no text. The
-    template writes other end tokens."""
+    model's own `ends` have none: the template writes the last one, but none that was ignored before."""
+    if not ends.isdisjoint(turn.reply().tokens[:-1]):
+        return False
     if isinstance(result.stop, str):
         return turn.delivered == result.kept
-    return result.stop not in asked
+    return result.stop not in asked - ends
 
 
 def _make_room(edge: Edge, tenant: Tenant, runs: Runs, run: bytes) -> None:
