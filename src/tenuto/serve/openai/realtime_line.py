@@ -111,8 +111,8 @@ class Line:
         return have, self.turns[:number], {"turn": number}
 
     def _equal(self, wanted: Sequence[Content]) -> tuple[int, int]:
-        """Returns the number of leading turns that `wanted` begins with, and of their items. A turn without an answer is
-        not among them: to the model it is answered by an empty message, which the conversation lacks."""
+        """Returns the number of leading turns that `wanted` begins with, and of their items. A turn without an answer
+        is not among them: to the model it is answered by an empty message, which the conversation lacks."""
         have = 0
         for number, turn in enumerate(self.turns):
             items = (*turn.asked, *turn.said)
