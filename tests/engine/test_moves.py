@@ -376,6 +376,23 @@ def test_an_open_turn_without_room_is_refused_and_room_yields_to_turns() -> None
     assert here.cost(lambda: None) > 0
 
 
+def test_a_session_whose_state_has_grown_beyond_the_room_stays_where_it_is() -> None:
+    here, there = Stage(), Stage(units=30)
+    here.committed(tokens=20)
+    turn = here.reach("mid-decode", output=60)
+    there.open("idle")
+    there.say("idle", count_from(1, 56), 4)
+    there.play()
+    move = Move(here, there)
+    grown = len(turn.output) + 20
+    here.until(lambda: len(turn.output) >= grown or turn.result is not None)
+    with pytest.raises(NotFound):
+        there.engine.arrivals.complete("m", move.hold())
+    here.engine.departures.resume("m")
+    here.play()
+    there.engine.audit()
+
+
 def test_damaged_units_and_other_layouts_are_refused() -> None:
     here, there = Stage(), Stage()
     here.committed()

@@ -141,15 +141,17 @@ class Arrivals:
             del arrival.copies[group][first:]
             arrival.copies[group] += list(units)
         else:
-            self._write(arrival.leases, group, first, units)
+            self._write(move, arrival.leases, group, first, units)
         arrival.filled[group] = first + len(units)
 
-    def _write(self, leases: Sequence[Lease], group: int, first: int, units: Bytes) -> None:
+    def _write(self, move: str, leases: Sequence[Lease], group: int, first: int, units: Bytes) -> None:
         lease, missing = leases[group], first + len(units) - len(leases[group])
         if missing > 0:
             needed = np.zeros(len(leases), np.int64)
             needed[group] = missing
-            if not self._make_room(needed) or not lease.grow(missing):
+            has_room = self._make_room(needed)
+            self._find(move)  # its own room may have been given up for that
+            if not has_room or not lease.grow(missing):
                 raise NoRoom("the state of a session that moves here has grown, and this replica has no room for it")
         try:
             targets = np.array(lease.units[first : first + len(units)], np.int32)
