@@ -33,7 +33,8 @@ T = TypeVar("T")
 
 class LoadedModel:
     """Reads weights outside the engine's thread and makes the engine use them. `model` is the model with the weights in
-    use. Only `execute` changes it, and only one thread may call that."""
+    use: it changes in the engine's thread together with them, so that no work there finds one without the other. Only
+    one thread may call `execute`."""
 
     def __init__(self, model: Model, config: EngineConfig, loop: EngineLoop, dispatcher: Dispatcher) -> None:
         self.model = model
@@ -82,9 +83,13 @@ class LoadedModel:
         weights = model.executor.load(None)
         same = model.weights.stamps == self.model.weights.stamps  # the files may have been replaced meanwhile
         changed = None if same else model.tier_identity(self._config)
-        self._use(weights, lambda engine: engine.occupation.restore(request.parts, weights, changed))
-        if not same:
-            self.model = model
+
+        def restore(engine: Engine) -> None:
+            engine.occupation.restore(request.parts, weights, changed)
+            if not same:
+                self.model = model
+
+        self._use(weights, restore)
 
     def replace(self, tensors: Mapping[str, NamedTensor], use: NewWeights) -> WeightsView:
         """Makes the engine use `tensors` in place of those of the weights in use. Raises like `execute`, and
@@ -145,14 +150,15 @@ class LoadedModel:
                 f"the weights at {path!r} cannot be used: {error}; allowed: a whole model of the same shape",
                 param=param,
             ) from error
-        version = self._use(
-            weights,
-            lambda engine: engine.occupation.update(
+
+        def update(engine: Engine) -> str:
+            version = engine.occupation.update(
                 weights, identity, version=use.version, abort=use.abort, keep_state=use.keep_state
-            ),
-        )
-        self.model, self._path = model, path if model.path else ""
-        return WeightsView(weight_version=version)
+            )
+            self.model, self._path = model, path if model.path else ""
+            return version
+
+        return WeightsView(weight_version=self._use(weights, update))
 
     def _use(self, weights: Weights | None, work: Callable[[Engine], T]) -> T:
         """Runs `work`, which makes the engine use `weights`, in the engine's thread, and returns its result; closes the
