@@ -80,7 +80,8 @@ public:
     list_pages();
   }
 
-  // Sets what a member's tasks read first as that which it reads after products with `blocks` blocks of weights.
+  // Sets what a member's tasks read first as that which it reads after products with `blocks` blocks of weights, two
+  // panels at once.
   void foresee(int layer, int64_t blocks, Member &member) const {
     const int32_t *const list = page_list_.data();
     const int first = first_pages_[member.number], last = first_pages_[member.number + 1];

@@ -124,7 +124,8 @@ private:
     return nullptr;
   }
 
-  // Tells a member what attention it computes after the next products, those of the operations from `first` to `last`.
+  // Tells a member what attention it computes after the next products, those of the operations from `first` to `last`,
+  // as far as these fetch what it reads.
   void foresee(int first, int last, Member &member) const {
     int64_t blocks = 0;
     for (int i = first; i < last; i++) {
@@ -132,7 +133,8 @@ private:
       if (op.kind == ATTEND)
         return attention(*op.attention)->foresee(op.attention->layer, blocks, member);
       for (const Matrix *w : {&op.first, &op.second, &op.third})
-        blocks += (int64_t)w->panels * (round_up(w->inputs, BLOCK) / BLOCK);
+        if (takes_two_panels(*w, work_.tokens()))
+          blocks += (int64_t)w->panels * (round_up(w->inputs, BLOCK) / BLOCK);
     }
     member.state.upcoming.end();
   }

@@ -13,6 +13,12 @@ constexpr int PREFETCH_DISTANCE = 24576;
 // The number of rows from which products take longer than reading their weights, so that two panels at once are faster
 // than one, where the CPU takes two, and time is left to fetch what is upcoming.
 constexpr int ROWS_FOR_TWO_PANELS = 12;
+// The size of two panels that stay in the L1 cache, since products take them once for every 8 rows.
+constexpr int64_t TWO_PANELS_BYTES = 32768;
+// Returns whether products of `rows` rows take two panels of `w` at once, if its weights are quantized.
+INLINE bool takes_two_panels(const Matrix &w, int rows) {
+  return PANELS_AT_ONCE > 1 && rows >= ROWS_FOR_TWO_PANELS && 2 * w.stride <= TWO_PANELS_BYTES;
+}
 
 // What a thread keeps for its products.
 struct ProductState {
@@ -262,7 +268,7 @@ static void multiply(const Matrix &w, int panel, int count, const Input &x, Prod
                      float *out) {
   const int64_t apart = (int64_t)(last - first) * LANES;
   if constexpr (Format::QUANTIZED && MOST_PANELS > 1)
-    if (PANELS_AT_ONCE > 1 && last - first >= ROWS_FOR_TWO_PANELS)
+    if (takes_two_panels(w, last - first))
       for (; count >= 2; count -= 2, panel += 2, out += 2 * apart)
         multiply_two<Format>({{w, panel}, {w, panel + 1}}, x, state, first, last, out);
   for (; count > 0; count--, panel++, out += apart) {
