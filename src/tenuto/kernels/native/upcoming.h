@@ -12,8 +12,8 @@
 // attention reads next in the caches.
 class Upcoming {
 public:
-  // Sets the runs: `bytes` bytes at base + stride * i, for the numbers i from `first` to `last`. `calls`: the number of
-  // times that `fetch_some` will be called about; it distributes the runs over them, as far as the memory can follow.
+  // Sets the runs: `bytes` bytes at base + stride * i, for the numbers i from `first` to `last`. They are distributed
+  // over about as many calls of `fetch_some` as will come, `calls`, as far as the memory can follow.
   void begin(const char *base, int64_t stride, int64_t bytes, const int32_t *first, const int32_t *last,
              int64_t calls) {
     base_ = base, stride_ = stride, bytes_ = bytes, at_ = end_ = nullptr;

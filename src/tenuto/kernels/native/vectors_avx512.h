@@ -112,7 +112,7 @@ constexpr int OFFSET = 0; // subtracted from 8-bit weights by `Dot::add`
 // where there are not as many.
 constexpr int MATMUL_ROWS = 16, ATTENTION_ROWS = 12, INT8_ATTENTION_ROWS = 6, FEW_ROWS = 6;
 // AMD's CPUs unpack while they multiply, and load as much as they multiply: so they never unpack a panel first, but
-// multiply two at once. Others unpack from a number of rows on.
+// multiply two small ones at once. Others unpack from a number of rows on.
 static const bool IS_AMD = [] {
   __builtin_cpu_init();
   return __builtin_cpu_is("amd");
