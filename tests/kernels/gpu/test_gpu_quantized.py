@@ -5,7 +5,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf import quants
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tenuto.base.errors import ModelError
@@ -46,6 +46,9 @@ def quantized(numbers: Numbers, outputs: int, inputs: int, group: int, minima: b
     return found, values.double() * scale + least.double()[of_input].T
 
 
+@example(
+    numbers=Numbers.INT4, rows=5, inputs=352, outputs=70, group=128, biased=False, minima=True, dtype=torch.float32
+)
 @settings(max_examples=25, deadline=None)
 @given(
     numbers=st.sampled_from(Numbers),
@@ -67,7 +70,8 @@ def test_rows_are_multiplied_by_quantized_matrices_of_any_shape(
     found = linear(x.to(DEVICE), weight, None if bias is None else bias.to(DEVICE)).cpu()
     wanted = x.double() @ expected.T
     wanted = wanted if bias is None else wanted + bias.double()
-    bound = 2e-3 if dtype == torch.float16 else 1e-5
+    # kernels have integers as floats from 2**11 on, so weights as exact as 2**-12 of a step between their numbers
+    bound = 2e-3 if dtype == torch.float16 else 1e-4
     scale = float(expected.square().mean().sqrt()) * inputs**0.5
     torch.testing.assert_close(found.double(), wanted, rtol=bound, atol=bound * scale * 2)
 
