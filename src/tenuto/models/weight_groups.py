@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import math
-import pickle
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
 from tenuto.base.checks import shown
+from tenuto.base.child import Child
 from tenuto.base.errors import AlreadyExists, InvalidRequest, NotFound, Overloaded
 from tenuto.formats.safetensors_file import BITS
 from tenuto.formats.tensor_pickle import DTYPES, Bytes, NamedTensor, split
 
 _SO = "the weights are as before, and the group is gone"
-_ENDED_SECONDS = 5.0
-"""Time for a process to end once it was told to."""
 UNSENT = 0xFF
 """The last byte of a tensor until the trainer has sent it. No finite weight below 1e38 ends with it, in any type."""
 
@@ -85,7 +80,7 @@ class WeightGroups:
             raise Overloaded(f"the trainer of group {shown(name)} did not send all tensors: {error}; {_SO}") from error
 
     def kill(self) -> None:
-        """Lets whoever waits for a trainer get an error. Any thread may call this."""
+        """Ends waits for trainers with an error. Any thread may call this."""
         for receiver in list(self._groups.values()):
             receiver.kill()
 
@@ -106,20 +101,13 @@ class _Receiver:
     """A process that is a member of a group; see `weight_receiver`. Methods raise `OSError`, with what failed."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "tenuto.models.weight_receiver"]
-        self._process = subprocess.Popen(  # noqa: S603 - our own command
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._messages, self._answers = self._process.stdin, self._process.stdout
+        self._process = Child("tenuto.models.weight_receiver")
 
     def ask(self, message: Joining | Announced) -> None:
         """Sends a message, and waits until what it asks for is done."""
         try:
-            pickle.dump(message, self._messages)
-            self._messages.flush()
-            failed = pickle.load(self._answers)  # noqa: S301 - from our own process
+            self._process.send(message)
+            failed = self._process.answer()
         except (OSError, EOFError) as error:
             raise OSError(self._ended()) from error
         if failed:
@@ -147,7 +135,7 @@ class _Receiver:
     def _received(self, dtype: str, shape: Sequence[int], size: int) -> Bytes:
         """Returns the `size` bytes of the next tensor."""
         self.ask(Announced(dtype.removeprefix("torch."), shape))
-        data = np.frombuffer(self._answers.read(size), np.uint8)
+        data = np.frombuffer(self._process.read(size), np.uint8)
         if len(data) != size:
             raise OSError(self._ended())
         if size and data[-1] == UNSENT:
@@ -155,7 +143,7 @@ class _Receiver:
         return data
 
     def _ended(self) -> str:
-        status = self._process.wait()
+        status = self._process.status()
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
         return f"its member here {how}, as when the trainer sends more bytes than dtypes and shapes in the request say"
 
@@ -165,14 +153,7 @@ class _Receiver:
 
     def close(self) -> None:
         """Ends the process."""
-        with suppress(OSError):
-            self._messages.close()  # at its end, it ends
-        try:
-            self._process.wait(_ENDED_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._answers.close()
+        self._process.close()
 
 
 def _dtype(name: str) -> str:

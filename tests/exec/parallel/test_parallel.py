@@ -112,7 +112,7 @@ def ended(executor: ModelExecutor) -> None:
     forward = executor.forward
     assert isinstance(forward, ParallelForward)
     followers: Followers = forward._followers
-    followers._processes[0].kill()
+    followers._children[0].kill()
 
 
 def test_a_process_that_ends_is_named_and_ends_the_others(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_an_engine_whose_process_is_killed_stops_and_says_why(model: str, monkey
     with tenuto.Engine(model, tensor_parallel=2, kernels="torch", context_length=128) as engine:
         session = engine.session()
         session.turn([20, 21], max_new_tokens=2, ignore_eos=True).result()
-        made[0]._processes[0].kill()
+        made[0]._children[0].kill()
         with pytest.raises(EngineStopped, match="rank 1 has ended with status -9"):
             session.turn([22], max_new_tokens=2, ignore_eos=True).result()
 

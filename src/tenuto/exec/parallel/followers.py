@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
-import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, Any
+from subprocess import TimeoutExpired
+from typing import Any
 
+from tenuto.base.child import ENDED_SECONDS, Child
 from tenuto.exec.torch_load import Part
-
-ENDED_SECONDS = 5.0
-"""Time for a process to end once it has failed or was told to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,61 +31,38 @@ class Refused:
 
 
 class Followers:
-    """The processes. Messages and answers are pickled, in pipes that only they and this process have. Methods raise
-    `OSError` or `EOFError` if a process has ended."""
+    """The processes. Methods raise `OSError` or `EOFError` if a process has ended."""
 
     def __init__(self, starts: Sequence[Start]) -> None:
-        command = [sys.executable, "-m", "tenuto.exec.parallel.follower"]
-        self._processes = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: S603 - our own command
-            for _ in starts
-        ]
-        for process, start in zip(self._processes, starts, strict=True):
-            _send(process.stdin, start)
+        self._children = [Child("tenuto.exec.parallel.follower") for _ in starts]
+        for child, start in zip(self._children, starts, strict=True):
+            child.send(start)
 
     def tell(self, name: str, *args: Any) -> None:
         """Tells all to call a method of their forward passes."""
-        self.tell_each(name, [args] * len(self._processes))
+        self.tell_each(name, [args] * len(self._children))
 
     def tell_each(self, name: str, args: Sequence[tuple[Any, ...] | None]) -> None:
         """Has each call a method with its own arguments; one with `None` calls nothing."""
-        for process, given in zip(self._processes, args, strict=True):
+        for child, given in zip(self._children, args, strict=True):
             if given is not None:
-                _send(process.stdin, (name, given))
+                child.send((name, given))
 
     def answers(self) -> list[Any]:
         """Returns the next answer of each."""
-        found = []
-        for process in self._processes:
-            assert process.stdout is not None
-            found.append(pickle.load(process.stdout))  # noqa: S301 - from our own process
-        return found
+        return [child.answer() for child in self._children]
 
     def ended(self) -> str:
         """Describes the processes that have ended, or end soon; "" if all go on."""
         found = []
-        for rank, process in enumerate(self._processes, start=1):
-            with suppress(subprocess.TimeoutExpired):
-                found.append(f"rank {rank} has ended with status {process.wait(ENDED_SECONDS)}")
+        for rank, child in enumerate(self._children, start=1):
+            with suppress(TimeoutExpired):
+                found.append(f"rank {rank} has ended with status {child.status(ENDED_SECONDS)}")
         return ", ".join(found)
 
     def close(self) -> None:
         """Ends all processes."""
-        for process in self._processes:
-            with suppress(OSError):
-                assert process.stdin is not None
-                process.stdin.close()  # at its end, they end
-        for process in self._processes:
-            try:
-                process.wait(ENDED_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
-
-
-def _send(to: IO[bytes] | None, message: object) -> None:
-    assert to is not None
-    pickle.dump(message, to, pickle.HIGHEST_PROTOCOL)
-    to.flush()
+        for child in self._children:
+            child.end_input()
+        for child in self._children:
+            child.close()

@@ -20,7 +20,7 @@ INLINE bool takes_two_panels(const Matrix &w, int rows) {
   return PANELS_AT_ONCE > 1 && rows >= ROWS_FOR_TWO_PANELS && 2 * w.stride <= TWO_PANELS_BYTES;
 }
 
-// What a thread keeps for its products.
+// The state of a thread's products.
 struct ProductState {
   OutlierBlocks outliers; // of the operation's input
   Upcoming upcoming;      // what the thread reads after the operation
@@ -35,17 +35,19 @@ INLINE f32x16 add_block(f32x16 acc, i32x16 sum, Scales w, float scale, float qua
 }
 
 // Multiplies ROWS rows of an input tile, from row `from` of the tile on, by PANELS panels, and stores the products of
-// the first `valid` rows; those of the panels are `apart` floats apart. The `fine` quants of outlier blocks are left to
-// `add_fine`.
+// the first `valid` rows; those of the panels are `apart` floats apart. Two panels fetch what is `upcoming`. The `fine`
+// quants of outlier blocks are left to `add_fine`.
 template <class Format, int ROWS, int PANELS>
 static __attribute__((noinline)) void quantized_rows(const Panel *panels, const Input &x, int tile, int from, int valid,
-                                                     float *out, int64_t apart, Upcoming &upcoming) {
+                                                     float *out, int64_t apart, Upcoming *upcoming) {
   constexpr int BITS = Format::BITS, PARTS = Format::PARTS;
   const int blocks = x.blocks;
   int64_t at = (int64_t)tile * blocks * LANES + from;
   f32x16 acc[PANELS][ROWS] = {};
   int64_t ahead = PREFETCH_DISTANCE;
-  Upcoming also = upcoming; // in registers
+  Upcoming also; // in registers
+  if (PANELS > 1)
+    also = *upcoming;
   for (int b = 0; b < blocks; b++, at += LANES) {
     const int64_t ones[] = {x.scale_index(tile * LANES + from, b), x.scale_index(tile * LANES + 8, b)}; // of eight rows
     for (int i = 0; i < Format::PACKED_BYTES + 64; i += 64, ahead += 64)
@@ -96,7 +98,8 @@ static __attribute__((noinline)) void quantized_rows(const Panel *panels, const 
     for (int r = 0; r < ROWS; r++)
       if (r < valid)
         store(out + p * apart + r * LANES, acc[p][r]);
-  upcoming = also;
+  if (PANELS > 1)
+    *upcoming = also;
 }
 
 // Unpacks a quantized panel to `out`, so that products with many rows need not do it for every few of them.
@@ -211,9 +214,9 @@ static void float_rows(const uint8_t *panel, const Input &x, int tile, int from,
 
 // Does the same with weights of any format.
 template <class Format, int ROWS>
-INLINE void multiply_rows(const Panel &panel, const Input &x, int tile, int from, float *out, Upcoming &upcoming) {
+INLINE void multiply_rows(const Panel &panel, const Input &x, int tile, int from, float *out) {
   if constexpr (Format::QUANTIZED)
-    quantized_rows<Format, ROWS, 1>(&panel, x, tile, from, ROWS, out, 0, upcoming);
+    quantized_rows<Format, ROWS, 1>(&panel, x, tile, from, ROWS, out, 0, nullptr);
   else if constexpr (std::is_same_v<Format, F32> || std::is_same_v<Format, F16>)
     float_rows<Format, ROWS>(panel.data, x, tile, from, out);
   else
@@ -229,15 +232,15 @@ static void multiply_panel(const Panel &panel, const Input &x, ProductState &sta
     int left = std::min(last - row, LANES - row % LANES), tile = row / LANES, from = row % LANES;
     float *to = out + (int64_t)(row - first) * LANES;
     if (left > 12 && MATMUL_ROWS >= 16)
-      multiply_rows<Format, 16>(panel, x, tile, from, to, state.upcoming), row += 16;
+      multiply_rows<Format, 16>(panel, x, tile, from, to), row += 16;
     else if (left > 6 && MATMUL_ROWS >= 8)
-      multiply_rows<Format, 8>(panel, x, tile, from, to, state.upcoming), row += 8;
+      multiply_rows<Format, 8>(panel, x, tile, from, to), row += 8;
     else if (left > 2)
-      multiply_rows<Format, 4>(panel, x, tile, from, to, state.upcoming), row += 4;
+      multiply_rows<Format, 4>(panel, x, tile, from, to), row += 4;
     else if (left == 2)
-      multiply_rows<Format, 2>(panel, x, tile, from, to, state.upcoming), row += 2;
+      multiply_rows<Format, 2>(panel, x, tile, from, to), row += 2;
     else
-      multiply_rows<Format, 1>(panel, x, tile, from, to, state.upcoming), row += 1;
+      multiply_rows<Format, 1>(panel, x, tile, from, to), row += 1;
   }
   if constexpr (Format::QUANTIZED && !ALWAYS_15_BITS)
     add_fine<Format>(panel, state.outliers.begin(first), state.outliers.end(first), first, out);
@@ -253,9 +256,9 @@ static void multiply_two(const Panel (&panels)[2], const Input &x, ProductState 
     const int left = std::min(last - row, LANES - row % LANES), tile = row / LANES, from = row % LANES;
     float *to = out + (int64_t)(row - first) * LANES;
     if (left > 4)
-      quantized_rows<Format, 8, 2>(panels, x, tile, from, left, to, apart, state.upcoming), row += 8;
+      quantized_rows<Format, 8, 2>(panels, x, tile, from, left, to, apart, &state.upcoming), row += 8;
     else
-      quantized_rows<Format, 4, 2>(panels, x, tile, from, left, to, apart, state.upcoming), row += 4;
+      quantized_rows<Format, 4, 2>(panels, x, tile, from, left, to, apart, &state.upcoming), row += 4;
   }
   for (int p = 0; p < 2; p++)
     add_fine<Format>(panels[p], state.outliers.begin(first), state.outliers.end(first), first, out + p * apart);
