@@ -10,7 +10,7 @@ from pathlib import Path
 def eventually(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < deadline, "the condition never held"
+        assert time.monotonic() < deadline, f"{condition} did not become true"
         time.sleep(0.01)
 
 

@@ -70,10 +70,14 @@ class Replica:
         elif now - self._held > LEASE_PATIENCE_SECONDS:
             raise RuntimeError(f"the replica has been without its lease for {now - self._held:.0f} seconds")
 
+    async def record_replica_metadata(self) -> dict[str, Any]:
+        """Called by Ray once, before it names this replica to the request router. Returns its `url`."""
+        return {"url": self._server.url}
+
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Called by Ray. Returns this replica's `url`, and whether it is `ready`, for the request router. Without its
-        lease it is not ready."""
-        return {"url": self._server.url, "ready": (await self._http.get(READY)).status_code == 200}
+        """Called by Ray. Returns whether this replica is `ready`, for the request router. Without its lease it is
+        not."""
+        return {"ready": (await self._http.get(READY)).status_code == 200}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Ray. Returns this replica's load, for the autoscaling policy."""

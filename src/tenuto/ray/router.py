@@ -81,7 +81,7 @@ class SessionRouter(ConsistentHashRouter):
         key = wanted.key if wanted is not None else None
         ranked = self._bounded(self._lookup_ranked_replicas(key or self._routing_key(pending_request)))
         owner = await self._owner(wanted, ranked) if wanted is not None and wanted.session is not None else None
-        first = [replica for replica in ranked if owner is not None and replica.routing_stats.get("url") == owner]
+        first = [replica for replica in ranked if owner is not None and _url(replica) == owner]
         return [[replica] for replica in dict.fromkeys([*first, *ranked])]
 
     def _bounded(self, ranked: Sequence[ReplicaID]) -> list[RunningReplica]:
@@ -100,15 +100,14 @@ class SessionRouter(ConsistentHashRouter):
         replica does not answer."""
         now = time.monotonic()
         known = self._owners.get(wanted)
-        urls = {replica.routing_stats["url"] for replica in replicas if "url" in replica.routing_stats}
+        urls = [_url(replica) for replica in replicas]
         if known is not None and now - known[0] < self._owner_seconds and known[1] in urls:
             return known[1]
-        asked = next((r.routing_stats["url"] for r in replicas if "url" in r.routing_stats), None)
-        if asked is None:
+        if not urls:
             return None
         try:
             async with asyncio.timeout(ASKING_SECONDS):
-                owner = await self._ask(asked, wanted)
+                owner = await self._ask(urls[0], wanted)
         except (Broken, NotSent, TimeoutError) as error:
             log.warning("no replica says who owns a session: %r", error)
             return None
@@ -133,6 +132,12 @@ class SessionRouter(ConsistentHashRouter):
             return None
         owner: str | None = msgspec.json.decode(body)["url"]
         return owner
+
+
+def _url(replica: RunningReplica) -> str:
+    """Returns the address of a replica's server, see `Replica.record_replica_metadata`."""
+    url: str = replica.replica_metadata["url"]
+    return url
 
 
 def _wanted(request: PendingRequest) -> Wanted | None:
