@@ -1,9 +1,9 @@
 """`python -m bench.gpu`: checks and measures everything that computes on a GPU, in less than eight minutes.
 
 It checks every kernel against PyTorch, runs small models under the memory checker, compares turns token by token
-(captured steps with steps queued one kernel at a time, and both with the reference; also with guesses and grammars),
-and measures. Weights are random and made on the device. It writes `gpu.json` and a table, `gpu.md`, into a folder.
-Parts that it comes to too late are not run; `--only` names these for another run.
+(captured steps with steps queued one kernel at a time, and both with the reference; also with guesses, grammars and
+penalties), and measures. Weights are random and made on the device. It writes `gpu.json` and a table, `gpu.md`, into a
+folder. Parts that it comes to too late are not run; `--only` names these for another run.
 
 Limits are measured in the same run: the bandwidth of a copy on the device, and the rate of a large matrix product.
 """
@@ -66,20 +66,13 @@ def table(found: dict[str, Any]) -> str:
         "| weights | sequences | ms a step | tokens/s | of the bandwidth | host, us a step | its launch |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for name, one in found.items():
-        if name.startswith("decode ") and isinstance(one, dict):
-            weights, batch = name.removeprefix("decode ").rsplit(" ", 1)
-            speed, share = f"{one['ms']:.2f} | {one['tokens_s']:,.0f}", f"{one['of_bandwidth']:.2f}"
-            host = f"{one['host_us']:.0f} ({one['host_low_us']:.0f}-{one['host_high_us']:.0f}) | {one['launch_us']:.0f}"
-            lines.append(f"| {weights} | {batch} | {speed} | {share} | {host} |")
-    for name, one in found.items():
-        if name.startswith("prefill ") and isinstance(one, dict):
-            speed, rate = f"{one['tokens_s']:,.0f} tokens/s", f"{one['of_rate']:.2f} of the rate"
-            weights = name.removeprefix("prefill ")
-            lines += ["", f"A prompt of {one['tokens']:,} tokens, {weights}: {one['ms']:.0f} ms, {speed}, {rate}."]
+    lines += _of_steps(found)
     if isinstance(parked := found.get("parking"), dict):
         out, back, most = (f"{parked[way]:.0f} GB/s" for way in ("out_gb_s", "back_gb_s", "limit_gb_s"))
         lines += ["", f"Parked pages leave at {out} and come back at {back}; a pinned copy makes {most}."]
+    if isinstance(asked := found.get("asking"), dict):
+        times = ", ".join(f"{name} {ms:.2f} ms" for name, ms in asked.items())
+        lines += ["", f"A decode step of 64 sequences that all ask for more than a token: {times}."]
     if isinstance(turns := found.get("sessions"), dict):
         for name in ("captured", "kernel by kernel"):
             each, first = turns[name], f"first token after {turns[name]['first_token_ms']:.0f} ms"
@@ -93,7 +86,24 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
-SPEED = ("decode", "quantized", "prefill", "parking", "sessions", "products", "recurrent", "profile")
+def _of_steps(found: dict[str, Any]) -> list[str]:
+    """Returns the lines of decodes, which end the table, and of prompts."""
+    lines = []
+    for name, one in found.items():
+        if name.startswith("decode ") and isinstance(one, dict):
+            weights, batch = name.removeprefix("decode ").rsplit(" ", 1)
+            speed, share = f"{one['ms']:.2f} | {one['tokens_s']:,.0f}", f"{one['of_bandwidth']:.2f}"
+            host = f"{one['host_us']:.0f} ({one['host_low_us']:.0f}-{one['host_high_us']:.0f}) | {one['launch_us']:.0f}"
+            lines.append(f"| {weights} | {batch} | {speed} | {share} | {host} |")
+    for name, one in found.items():
+        if name.startswith("prefill ") and isinstance(one, dict):
+            speed, rate = f"{one['tokens_s']:,.0f} tokens/s", f"{one['of_rate']:.2f} of the rate"
+            weights = name.removeprefix("prefill ")
+            lines += ["", f"A prompt of {one['tokens']:,} tokens, {weights}: {one['ms']:.0f} ms, {speed}, {rate}."]
+    return lines
+
+
+SPEED = ("decode", "asking", "quantized", "prefill", "parking", "sessions", "products", "recurrent", "profile")
 PARTS = ("turns", "guesses", "kernels", "prompts", "waiting", "sanitizer", "server", *SPEED)
 
 
@@ -130,7 +140,7 @@ def measured(report: Report, parts: set[str]) -> None:
         return
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # a thread that moves between cores is slower
     limit = report.part("limits", speed.limits)
-    if wanted := parts & {"decode", "prefill", "parking"}:
+    if wanted := parts & {"decode", "asking", "prefill", "parking"}:
         _in_bfloat16(report, wanted, limit)
     if "quantized" in parts:
         for name in ("int4", "fp8"):
@@ -156,6 +166,8 @@ def _in_bfloat16(report: Report, parts: set[str], limit: dict[str, float]) -> No
         if "decode" in parts:
             for batch in speed.BATCHES:
                 report.part(f"decode bfloat16 {batch}", partial(speed.decoding, made, batch, limit["bytes"], queue))
+        if "asking" in parts:
+            report.part("asking", partial(speed.asking, made, 64))
         if "prefill" in parts:
             report.part("prefill bfloat16", partial(speed.prefilling, made, limit["flops"]))
         if "parking" in parts:

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from bench.gpu.guesses import GuessingRows, prompts_of
-from bench.gpu.models import RECURRENT, SMALL, Eager, Rows, executor
+from bench.gpu.models import NOTHING, RECURRENT, SMALL, Eager, Rows, executor
 from bench.random_models import TYPES, attention, model, stored
-from tenuto.base.plan import Ints
+from tenuto.base.plan import Ints, RowSampling
 from tenuto.base.sampling import GREEDY, Sampling
 from tenuto.exec.gpu.forward import GpuForward
 from tenuto.exec.torch_forward import TorchForward
@@ -24,6 +24,9 @@ from tenuto.kernels.native.grouped import Grouped
 from tenuto.models.config import ModelConfig
 
 DRAWN = Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=3)
+EDITED = replace(DRAWN, repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.3, logit_bias=((5, 1.5),))
+HOW = {"any token": (DRAWN, False), "grammar": (DRAWN, True), "penalties": (EDITED, False)}
+"""Options of rows that guess, and whether they have a grammar."""
 LOOKAHEAD, GUESSED = 4, 60
 """The most guesses of a row in a step, and the number of tokens that rows sample, where they guess."""
 SANITIZER_SECONDS = 80.0
@@ -62,21 +65,21 @@ def _compared(name: str, config: ModelConfig, sampling: Sampling, numbers: Group
 
 
 def same_guesses() -> dict[str, str]:
-    """Compares rows with guesses, with grammars or without: captured steps and steps queued kernel by kernel with plain
-    PyTorch that does not guess."""
+    """Compares rows with guesses, with grammars, penalties or neither: captured steps and steps queued kernel by kernel
+    with plain PyTorch that does not guess."""
     found: dict[str, str] = {}
     for name, config in (SMALL | RECURRENT).items():
         prompts = prompts_of(config.vocab, [150, 1, 40, 220, 90])
-        for grammar in (False, True):
+        for how, (sampling, grammar) in HOW.items():
             with executor(config, torch.float32, TorchForward) as made:
-                expected = GuessingRows(made, DRAWN, LOOKAHEAD, grammar=grammar).turns(prompts, GUESSED)
+                expected = GuessingRows(made, sampling, LOOKAHEAD, grammar=grammar).turns(prompts, GUESSED)
             for kind in (Eager, GpuForward):
                 with executor(config, torch.float32, kind) as made:
-                    rows = GuessingRows(made, DRAWN, LOOKAHEAD, grammar=grammar)
+                    rows = GuessingRows(made, sampling, LOOKAHEAD, grammar=grammar)
                     same = rows.turns(prompts, GUESSED, expected) == expected
                 shown = f"{'same tokens' if same else 'tokens differ'}, {rows.right} of {rows.guessed} guesses right"
-                found[f"{name}, {'grammar' if grammar else 'any token'}: {kind.__name__}"] = shown
-                print(f"{name}, grammar {grammar}, {kind.__name__}: {shown}", flush=True)
+                found[f"{name}, {how}: {kind.__name__}"] = shown
+                print(f"{name}, {how}, {kind.__name__}: {shown}", flush=True)
     return found
 
 
@@ -148,16 +151,16 @@ def memory_checker(folder: Path) -> dict[str, str]:
 
 
 def few_steps(kind: type[GpuForward]) -> None:
-    """Computes a prompt, a few decodes, and guesses with and without a grammar, of each small model, cut to two
-    layers."""
+    """Computes a prompt, a few decodes with log-probabilities, and guesses with grammars, penalties or neither, of each
+    small model, cut to two layers."""
     for name, config in (SMALL | RECURRENT).items():
         cut = replace(config, layers=config.layers[:2])
         with executor(cut, torch.float32, kind) as made:
-            rows = Rows(made, 3, 256)
+            rows = Rows(made, 3, 256, RowSampling(GREEDY, top=2))
             rows.turns(np.ones((3, 70), np.int32), 3, overlap=0)
-        for grammar in (False, True):
+        for sampling, grammar in HOW.values():
             with executor(cut, torch.float32, kind) as made:
-                guessing = GuessingRows(made, DRAWN, LOOKAHEAD, grammar=grammar)
+                guessing = GuessingRows(made, sampling, LOOKAHEAD, grammar=grammar)
                 guessing.turns(prompts_of(cut.vocab, [9, 70]), 4, [[1] * 4] * 2)
         torch.cuda.synchronize()
         print(name, "computed", flush=True)
@@ -166,19 +169,20 @@ def few_steps(kind: type[GpuForward]) -> None:
 def steps_without_waiting() -> str:
     """Computes prompts, decodes and guesses, captured before, while PyTorch raises an error for every call that waits
     for the device."""
-    with executor(SMALL["full attention"], torch.bfloat16, GpuForward) as made:
-        rows = Rows(made, 4, 512)
-        prompts = np.ones((4, 40), np.int32)
-        tokens = rows.turns(prompts, 4)[-1]
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            rows.turns(prompts, 4)
-            rows.decode(tokens, 8)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    for grammar in (False, True):
+    for asked in (RowSampling(GREEDY), RowSampling(EDITED, NOTHING, NOTHING, top=5)):
+        with executor(SMALL["full attention"], torch.bfloat16, GpuForward) as made:
+            rows = Rows(made, 4, 512, asked)
+            prompts = np.ones((4, 40), np.int32)
+            tokens = rows.turns(prompts, 4)[-1]
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                rows.turns(prompts, 4)
+                rows.decode(tokens, 8)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    for sampling, grammar in HOW.values():
         with executor(SMALL["gated delta net"], torch.bfloat16, GpuForward) as made:
-            guessing = GuessingRows(made, GREEDY, LOOKAHEAD, grammar=grammar)
+            guessing = GuessingRows(made, sampling, LOOKAHEAD, grammar=grammar)
             given = prompts_of(made.forward.config.vocab, [40, 9, 70])
             expected = guessing.turns(given, 20)
             guessing.turns(given, 20, expected)

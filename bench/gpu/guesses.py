@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -33,7 +33,7 @@ class GuessingRows:
     steps mix prompts, decodes and guesses. With `grammar`, all rows but the first may only sample a third of the
     tokens, others at each position."""
 
-    def __init__(self, executor: ModelExecutor, sampling: Sampling, lookahead: int, *, grammar: bool) -> None:
+    def __init__(self, executor: ModelExecutor, sampling: Sampling, lookahead: int, *, grammar: bool = False) -> None:
         self._executor, self._sampling = executor, sampling
         self._lookahead, self._grammar, self._vocab = lookahead, grammar, executor.forward.config.vocab
         self._units: tuple[int, ...] | None = None
@@ -85,7 +85,7 @@ class GuessingRows:
         moves = StateMoves(*(np.array(column, np.int32) for column in columns))
         new = np.arange(pages if step < len(rows) else 0, dtype=np.int32)
         table = TableChanges(np.full_like(new, step), new, step * pages + new)
-        sampling = ((step, RowSampling(self._options(step))),) if step < len(rows) else ()
+        sampling = ((step, self._options(step, rows[step].tokens)),) if step < len(rows) else ()
         samples = np.array([row.guesses + 1 for row in own], np.int32)
         first, masks = samples.cumsum() - samples, []
         if self._grammar:
@@ -104,9 +104,12 @@ class GuessingRows:
             masks=tuple(masks),
         )
 
-    def _options(self, row: int) -> Sampling:
-        """Every other row is greedy."""
-        return self._sampling if row % 2 else Sampling(temperature=0)
+    def _options(self, row: int, prompt: list[int]) -> RowSampling:
+        """Every other row is greedy, but has the same penalties and biases."""
+        options = self._sampling if row % 2 else replace(self._sampling, temperature=0)
+        if not options.penalised:
+            return RowSampling(options)
+        return RowSampling(options, np.unique(np.array(prompt, np.int32)), NOTHING)
 
     def _allow(self, plan: Plan) -> None:
         """Makes the masks known while the step computes."""

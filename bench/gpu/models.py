@@ -67,14 +67,17 @@ class TimedQueue(CudaQueue):
 class Rows:
     """Rows of one executor, each with its own pages and state slot, at the same position."""
 
-    def __init__(self, executor: ModelExecutor, rows: int, context: int, sampling: Sampling = GREEDY) -> None:
-        """Prepares the executor for rows of `context` tokens."""
+    def __init__(
+        self, executor: ModelExecutor, rows: int, context: int, sampling: Sampling | RowSampling = GREEDY
+    ) -> None:
+        """Prepares the executor for rows of `context` tokens, all with the same options."""
         self.executor, self.rows, self.at = executor, rows, 0
         self._pages = -(-context // PAGE)
         paged = [group.paged for group in executor.spec.groups]
         executor.prepare(tuple(rows * self._pages if page else rows for page in paged), rows, overlap=1)
         self._paged, self._states = sum(paged), len(paged) - sum(paged)
-        self._sampling: tuple[tuple[int, RowSampling], ...] = tuple((i, RowSampling(sampling)) for i in range(rows))
+        asked = sampling if isinstance(sampling, RowSampling) else RowSampling(sampling)
+        self._sampling: tuple[tuple[int, RowSampling], ...] = tuple((i, asked) for i in range(rows))
         self._steps = 0
 
     def plan(self, tokens: Ints) -> Plan:

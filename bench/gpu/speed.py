@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from bench.gpu.models import CUDA, Rows, TimedQueue
+from bench.gpu.models import CUDA, NOTHING, Rows, TimedQueue
 from bench.random_models import EIGHT, TYPES, random_matrix
 from bench.spread import repeated
+from tenuto.base.plan import RowSampling
+from tenuto.base.sampling import GREEDY, Sampling
 from tenuto.exec.gpu.queue import CudaQueue
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.kernels.gpu import quantized
@@ -138,6 +140,29 @@ def decoding(
         "host_high_us": 1e6 * float(np.quantile(host, 0.9)),
         "launch_us": 1e6 * float(np.median(queue.seconds)),
     }
+
+
+def asking(made: ModelExecutor, batch: int) -> dict[str, float]:
+    """Measures decode steps of `batch` rows at `CONTEXT` tokens: the milliseconds of a step by what all rows ask for
+    besides a token."""
+    penalised = Sampling(repetition_penalty=1.1, presence_penalty=0.5, logit_bias=((5, 1.0),))
+    asked = {
+        "nothing": RowSampling(GREEDY),
+        "log-probabilities": RowSampling(GREEDY, top=0),
+        "20 likeliest tokens": RowSampling(GREEDY, top=20),
+        "penalties and biases": RowSampling(penalised, NOTHING, NOTHING),
+    }
+    found = {}
+    for name, each in asked.items():
+        rows = Rows(made, batch, CONTEXT + 2 * DECODES, each)
+        rows.fill(CONTEXT)
+        first = np.ones(batch, np.int32)
+        rows.decode(first, DECODES)
+        begin = time.perf_counter()
+        rows.decode(first, DECODES)
+        found[name] = 1e3 * (time.perf_counter() - begin) / DECODES
+        made.forward.release_units()
+    return found
 
 
 def longest_kernels(made: ModelExecutor, batch: int) -> dict[str, float]:

@@ -22,6 +22,7 @@ from tenuto.base.views import Transition
 from tenuto.engine.engine import Engine
 from tenuto.exec.load import ExecutorOptions, load_executor
 from tenuto.exec.model_executor import ModelExecutor
+from tenuto.exec.row_edits import HostEdits
 from tenuto.models.store import ModelFiles, resolve
 from tenuto.session.turn import Turn
 from tests.clock import ManualClock
@@ -67,6 +68,17 @@ class FailingExecutor(ModelExecutor):
         if len(self.plans) in self.failing:
             raise StepFailed("told to fail")
         return result
+
+
+ROWS = np.arange(4)
+"""All rows of the engine."""
+
+
+def counted(executor: ModelExecutor) -> int:
+    """Returns the number of rows whose tokens are counted."""
+    edits = executor._options.edits
+    assert isinstance(edits, HostEdits)
+    return len(edits._counts)
 
 
 Start = Callable[..., Engine]
@@ -317,8 +329,8 @@ def test_turns_without_options_cost_nothing_extra(start: Start) -> None:
     engine.sessions.open("s")
     turn = engine.turns.submit("s", text(9), TurnParams(max_new_tokens=5, sampling=Sampling(1.0, 5, 0.9, min_p=0.1)))
     until(engine, lambda: turn.output)
-    assert executor._options.plain
-    assert len(executor._options.counts) == 0
+    assert executor._options.plain(ROWS)
+    assert not counted(executor)
     play(engine)
     assert all(plan.scores is None for plan in executor.plans)
     assert (turn.output_logprobs, turn.input_scores, turn.input_logprobs) == ([], [], ())
@@ -331,11 +343,11 @@ def test_memory_for_counts_is_taken_only_by_rows_that_need_it_and_reused(start: 
         engine.sessions.open(f"s{i}")
         engine.turns.submit(f"s{i}", text(3), TurnParams(max_new_tokens=3, sampling=REPEATING if i % 2 else PLAIN))
     play(engine)
-    assert 1 <= len(executor_of(engine)._options.counts) <= 4
+    assert 1 <= counted(executor_of(engine)) <= 4
     for i in range(4):
         engine.turns.submit(f"s{i}", text(3), TurnParams(max_new_tokens=3))
     play(engine)
-    assert executor_of(engine)._options.plain
+    assert executor_of(engine)._options.plain(ROWS)
 
 
 def test_scores_are_refused_if_the_input_was_computed_without_them(start: Start) -> None:

@@ -15,8 +15,8 @@ from tenuto.base.config import cache_dir
 from tenuto.base.errors import ConfigError, InvariantError, StepFailed
 from tenuto.base.plan import PREVIOUS_SAMPLE, Ints, Plan, TokenMasks, Words
 from tenuto.base.sampling import GREEDY, Sampling
-from tenuto.exec.forward import Longs, Outputs
 from tenuto.exec.load import ExecutorOptions, load_executor
+from tenuto.exec.logits import Longs, Outputs
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.models.store import ModelFiles, resolve
 from tests.exec.driver import Driver, logits_of

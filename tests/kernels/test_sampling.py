@@ -16,7 +16,7 @@ from tenuto.base.config import cache_dir
 from tenuto.base.plan import RowSampling
 from tenuto.base.sampling import LEAST_LOGPROB, Sampling
 from tenuto.exec.native_forward import NativeLogits
-from tenuto.exec.row_options import RowOptions
+from tenuto.exec.row_edits import HostEdits
 from tenuto.exec.token_counts import NO_GUESS
 from tenuto.exec.torch_forward import TorchLogits
 from tenuto.kernels.native.build import VARIANTS, Machine, library
@@ -207,7 +207,7 @@ asked_rows = st.lists(
 
 def edited_logits(logits: torch.Tensor, rows: list[Row]) -> torch.Tensor:
     """Returns our logits of the whole batch, after edits."""
-    options, positions = RowOptions(len(rows), VOCAB), np.zeros(len(rows), np.int64)
+    edits, positions = HostEdits(VOCAB), np.zeros(len(rows), np.int64)
     for i, row in enumerate(rows):
         asked = Sampling(
             repetition_penalty=row.repetition,
@@ -216,10 +216,10 @@ def edited_logits(logits: torch.Tensor, rows: list[Row]) -> torch.Tensor:
             logit_bias=tuple(row.bias.items()),
         )
         prompt, output = (np.array(tokens, np.int32) for tokens in (row.prompt, row.output))
-        options.start(i, RowSampling(asked, prompt, output, masked=tuple(row.masked), masked_before=1))
+        edits.start(i, RowSampling(asked, prompt, output, masked=tuple(row.masked), masked_before=1))
     edited, array = TorchLogits(logits.clone()), logits.numpy().copy()
-    options.edit(edited, np.arange(len(rows)), positions, np.full(len(rows), NO_GUESS))
-    options.edit(NativeLogits(NOT_LOADED, 0, array), np.arange(len(rows)), positions, np.full(len(rows), NO_GUESS))
+    edits.edit(edited, np.arange(len(rows)), positions, np.full(len(rows), NO_GUESS))
+    edits.edit(NativeLogits(NOT_LOADED, 0, array), np.arange(len(rows)), positions, np.full(len(rows), NO_GUESS))
     assert np.array_equal(edited.host(), array)
     return torch.from_numpy(array)
 

@@ -21,8 +21,9 @@ from transformers import PreTrainedModel
 from tenuto.base.config import EngineConfig, cache_dir
 from tenuto.base.groups import Kind
 from tenuto.base.plan import Ints, Plan
-from tenuto.exec.forward import Forward, Outputs
+from tenuto.exec.forward import Forward
 from tenuto.exec.load import ExecutorOptions, load_executor
+from tenuto.exec.logits import Outputs
 from tenuto.exec.native_forward import NativeForward
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.models.decoder import Decoder

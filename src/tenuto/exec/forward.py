@@ -3,62 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, Self
-
-import numpy as np
-import numpy.typing as npt
+from typing import Protocol
 
 from tenuto.base.config import EngineOptions
 from tenuto.base.groups import MemorySpec
-from tenuto.base.plan import Bytes, Ints, Plan
-from tenuto.kernels.sampling import Choice, Masks, Options
+from tenuto.base.plan import Bytes, Ints, Plan, StepResult
+from tenuto.exec.logits import Outputs
+from tenuto.exec.row_edits import Edits
+from tenuto.exec.row_options import RowOptions
 from tenuto.models.adapter import Adapter
 from tenuto.models.config import ModelConfig
-
-Longs = npt.NDArray[np.int64]
-Singles = npt.NDArray[np.float32]
-
-
-class Logits(Protocol):
-    """Logits, float32 [outputs, vocab], on the model's device; an output is a token after which logits were computed.
-    Arguments and results of methods are on the host. Valid until the next step."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, outputs: slice) -> Self:
-        """Returns a view of some outputs."""
-
-    def copy(self, outputs: Longs) -> Self:
-        """Returns a copy of some outputs."""
-
-    def at(self, outputs: Longs, tokens: Longs) -> Singles:
-        """Returns the logits of `tokens[i]` in `outputs[i]`, float32."""
-
-    def put(self, outputs: Longs, tokens: Longs, values: Singles) -> None:
-        """Sets the logit of `tokens[i]` in `outputs[i]` to `values[i]`; the pairs are all different."""
-
-    def sample(self, choice: Choice, masks: Masks | None = None) -> Longs:
-        """Samples like the reference, `kernels.torch_sampling.sample`, after `torch_sampling.mask` if there are masks.
-        Returns the tokens, int64 [outputs]. May change the logits."""
-
-    def score(self, tokens: Longs, most: int) -> tuple[Singles, Longs, Singles]:
-        """Returns the log-probabilities of `tokens`, int64 [outputs], and ids and log-probabilities of the `most`
-        likeliest tokens, like the reference, `kernels.torch_sampling.score`."""
-
-    def host(self) -> Singles:
-        """Returns a copy of all logits on the host."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outputs:
-    """Logits and, if the forward pass finds it at no further cost, the likeliest token of each output, int32 [outputs];
-    ties go to the lowest id. There may be no logits, of length 0, if only the likeliest tokens are wanted. `vectors`:
-    the sums of `Plan.vectors`, if there are any, float32 [sums, hidden]."""
-
-    logits: Logits
-    best: Ints | None = None
-    vectors: Singles | None = None
 
 
 class Forward(Protocol):
@@ -99,12 +53,15 @@ class Forward(Protocol):
         """Computes `tokens`, int32 [sum(plan.counts)], and the sums of `plan.vectors`. `outputs`, int32 [outputs], are
         the indices in `tokens` after which logits are wanted, or, with `best_only`, the likeliest token alone."""
 
-    def decode(self, plan: Plan, tokens: Callable[[], Ints], options: Options) -> Callable[[], Ints] | None:
-        """Starts a step whose samples need no edited logits, and waits for its masks, if it has any, but not for the
-        step. It computes `tokens()`, int32 [tokens], in which `PREVIOUS_SAMPLE` stands for what the row sampled last,
-        in such a step, and samples by `options`, [row ids], and the masks alone. Returns a function that waits for the
-        sampled tokens and returns them, int32 [samples]. Returns None, having done nothing, if `plan` must be computed
-        by `apply` and `run`."""
+    def edits(self, rows: int) -> Edits:
+        """Returns the edits of `rows` rows, none of which has any yet. A forward pass of the same model's shape may go
+        on with them."""
+
+    def decode(self, plan: Plan, tokens: Callable[[], Ints], options: RowOptions) -> Callable[[], StepResult] | None:
+        """Starts a step, and waits for its masks, if it has any, but not for the step. It computes `tokens()`, int32
+        [tokens], in which `PREVIOUS_SAMPLE` stands for what the row sampled last, in such a step, and samples by
+        `options`, whose edits are results of `edits`, and the masks. Returns a function that waits for the step and
+        returns its result. Returns None, having done nothing, if `plan` must be computed by `apply` and `run`."""
 
     def remember(self, plan: Plan, following: Ints) -> None:
         """Stores the head's keys and values for the tokens that `run` has just computed. `following`, int32 [tokens]:

@@ -27,7 +27,8 @@ from tenuto.base.plan import (
 )
 from tenuto.base.sampling import LEAST_LOGPROB
 from tenuto.exec.device import trim
-from tenuto.exec.forward import Forward, Logits, Longs, Outputs, Singles
+from tenuto.exec.forward import Forward
+from tenuto.exec.logits import Logits, Longs, Outputs, Singles
 from tenuto.exec.predictor import predict
 from tenuto.exec.row_options import RowOptions
 from tenuto.exec.samples import Samples, samples_of
@@ -109,7 +110,7 @@ class ModelExecutor:
         self._prepared = prepared
         self._overlap, self._unknown = overlap, None
         self._last_sampled = np.zeros(rows, np.int32)
-        self._options = RowOptions(rows, self.forward.config.vocab)
+        self._options = RowOptions(rows, self.forward.edits(rows))
 
     # -- giving memory back
 
@@ -258,31 +259,29 @@ class ModelExecutor:
             self._options.start(row, new)
         alone = self._decode(plan)
         if alone is not None:
-            return lambda: StepResult(alone())
+            return alone
         result = self._computed(plan)
         return lambda: result
 
-    def _decode(self, plan: Plan) -> Callable[[], Ints] | None:
+    def _decode(self, plan: Plan) -> Callable[[], StepResult] | None:
         """Lets the device carry out a step alone; see `Forward.decode`."""
-        if not self._options.plain:
-            return None
 
         def tokens() -> Ints:
             return plan.tokens if self._unknown is not None else self._tokens(plan)
 
-        found = self.forward.decode(plan, tokens, self._options.records)
+        found = self.forward.decode(plan, tokens, self._options)
         if found is not None:
             self._unknown = partial(self._put_sampled, plan, found)
         return found
 
-    def _put_sampled(self, plan: Plan, tokens: Callable[[], Ints]) -> None:
+    def _put_sampled(self, plan: Plan, result: Callable[[], StepResult]) -> None:
         sampling = plan.samples > 0
-        self._last_sampled[plan.rows[sampling]] = tokens()[plan.samples.cumsum()[sampling] - 1]
+        self._last_sampled[plan.rows[sampling]] = result().tokens[plan.samples.cumsum()[sampling] - 1]
 
     def _computed(self, plan: Plan) -> StepResult:
         samples = samples_of(plan)
         given = self._tokens(plan)
-        greedy = self._options.plain and not plan.masks and not self._options.draws(samples.rows)
+        greedy = self._options.plain(plan.rows) and not plan.masks and not self._options.draws(samples.rows)
         computed, scored = self._compute(plan, given, samples.outputs, best_only=greedy and plan.scores is None), None
         vectors = computed.vectors
         if plan.scores is not None:
@@ -321,18 +320,20 @@ class ModelExecutor:
     def _sample(self, samples: Samples, computed: Outputs, given: Sequence[TokenMasks]) -> tuple[Ints, Logprobs | None]:
         """Samples tokens, int32 [samples], by their rows' options and their positions; also returns log-probabilities
         if any row wants them. May change the logits."""
-        options, sampled, logits = self._options, None, computed.logits
+        options, edits, sampled, logits = self._options, self._options.edits, None, computed.logits
         rows, positions = samples.rows, samples.positions
-        masks = _masks(given, options.allowed(rows))
-        if options.plain and masks is None:
+        masks, plain = _masks(given, edits.allowed(rows)), options.plain(rows)
+        if plain and masks is None:
             if computed.best is not None and not options.draws(rows):
                 return computed.best, None
             return logits.sample(options.choice(rows, positions)).astype(np.int32), None
         wanted, most = options.scored(rows)
         raw = logits.copy(wanted) if len(wanted) else logits
-        options.edit(logits, rows, positions, samples.guesses)
+        if not plain:
+            edits.edit(logits, rows, positions, samples.guesses)
         tokens = logits.sample(options.choice(rows, positions), masks)
-        options.counts.add(rows, tokens, samples.guesses)
+        if not plain:
+            edits.add(rows, tokens, samples.guesses)
         if len(wanted):
             sampled = _scored(wanted, raw, tokens[wanted], most, options.named(rows[wanted]))
         return tokens.astype(np.int32), sampled

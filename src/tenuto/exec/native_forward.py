@@ -12,13 +12,16 @@ import numpy as np
 
 from tenuto.base.config import EngineOptions
 from tenuto.base.errors import ConfigError
-from tenuto.base.plan import Bytes, Ints, Plan, TableChanges
-from tenuto.exec.forward import Longs, Outputs, Singles, describe
+from tenuto.base.plan import Bytes, Ints, Plan, StepResult, TableChanges
+from tenuto.exec.forward import describe
+from tenuto.exec.logits import Longs, Outputs, Singles
 from tenuto.exec.nodes import Node, node_of
+from tenuto.exec.row_edits import Edits, HostEdits
+from tenuto.exec.row_options import RowOptions
 from tenuto.kernels.native import library
 from tenuto.kernels.native.library import GroupStep, Library, OpKind, Step
 from tenuto.kernels.native.sampling import sample, score
-from tenuto.kernels.sampling import Choice, Masks, Options
+from tenuto.kernels.sampling import Choice, Masks
 from tenuto.models.adapter import Adapter
 from tenuto.models.config import Attention
 from tenuto.models.native.low_rank import PackedAdapter, PlacedAdapter
@@ -205,12 +208,16 @@ class NativeForward:
         logits = NativeLogits(self._library, self._handle, self._logits[:with_logits])
         return Outputs(logits, self._best[:count].copy(), vectors)
 
+    def edits(self, rows: int) -> Edits:  # noqa: ARG002 - used by other forward passes
+        """See `Forward.edits`."""
+        return HostEdits(self.config.vocab)
+
     def decode(
         self,
         plan: Plan,  # noqa: ARG002 - used by other forward passes
         tokens: Callable[[], Ints],  # noqa: ARG002
-        options: Options,  # noqa: ARG002
-    ) -> Callable[[], Ints] | None:
+        options: RowOptions,  # noqa: ARG002
+    ) -> Callable[[], StepResult] | None:
         """See `Forward.decode`; every step is computed by `apply` and `run`."""
         return None
 

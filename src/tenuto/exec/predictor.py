@@ -7,7 +7,8 @@ from time import perf_counter
 import numpy as np
 
 from tenuto.base.plan import Ints, Plan, Predicted, Singles
-from tenuto.exec.forward import Forward, Longs, Outputs
+from tenuto.exec.forward import Forward
+from tenuto.exec.logits import Longs, Outputs
 from tenuto.exec.row_options import RowOptions
 from tenuto.exec.samples import Samples
 from tenuto.exec.token_counts import NO_GUESS
@@ -70,8 +71,8 @@ def _guess(outputs: Outputs, options: RowOptions, rows: Longs, positions: Longs)
     """Returns guesses of the tokens of `rows` at `positions`, both int64 [n], and their probabilities by the head.
     Penalties do not count earlier guesses, and any token is allowed."""
     logits = outputs.logits
-    if not options.plain:
-        options.edit(logits, rows, positions, np.full(len(rows), NO_GUESS))
+    if not options.plain(rows):
+        options.edits.edit(logits, rows, positions, np.full(len(rows), NO_GUESS))
     elif outputs.best is not None and not options.draws(rows):
         return outputs.best, np.exp(logits.score(outputs.best.astype(np.int64), 0)[0])
     tokens = logits.copy(np.arange(len(rows))).sample(options.choice(rows, positions))

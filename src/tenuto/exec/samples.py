@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tenuto.base.plan import Plan
-from tenuto.exec.forward import Longs
+from tenuto.exec.logits import Longs
 from tenuto.exec.token_counts import NO_GUESS
 
 

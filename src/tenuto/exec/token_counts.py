@@ -6,7 +6,7 @@ import numpy as np
 
 from tenuto.base.plan import RowSampling
 from tenuto.base.sampling import Sampling
-from tenuto.exec.forward import Logits, Longs
+from tenuto.exec.logits import Logits, Longs
 from tenuto.kernels.sampling import penalise
 
 NO_GUESS = -1
@@ -46,11 +46,7 @@ class SeenTokens:
 
 
 class TokenCounts:
-    """Counts tokens for rows with penalties. Only the thread that runs steps uses it.
-
-    A row may sample several tokens in a step: the first one, and one after each guess. `guesses`, int64 [outputs], are
-    the guesses before the outputs of a step, or `NO_GUESS` for the first output of a row.
-    """
+    """Counts tokens for rows with penalties. `guesses`: see `row_edits.Edits`."""
 
     def __init__(self) -> None:
         self._rows: dict[int, SeenTokens] = {}

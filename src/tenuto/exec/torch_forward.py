@@ -11,13 +11,16 @@ import numpy.typing as npt
 import torch
 
 from tenuto.base.errors import ConfigError
-from tenuto.base.plan import Bytes, Ints, Plan
+from tenuto.base.plan import Bytes, Ints, Plan, StepResult
 from tenuto.exec.device import engine_defaults
-from tenuto.exec.forward import Longs, Outputs, Singles, describe
+from tenuto.exec.forward import describe
+from tenuto.exec.logits import Longs, Outputs, Singles
+from tenuto.exec.row_edits import Edits, HostEdits
+from tenuto.exec.row_options import RowOptions
 from tenuto.exec.torch_memory import Memories, indices
 from tenuto.kernels.elements import Element
 from tenuto.kernels.ragged import ragged_arange
-from tenuto.kernels.sampling import Choice, Masks, Options
+from tenuto.kernels.sampling import Choice, Masks
 from tenuto.kernels.torch_sampling import mask, sample, score
 from tenuto.models.adapter import Adapter
 from tenuto.models.block import AdaptedTokens, StepMemory
@@ -32,40 +35,40 @@ class TorchLogits:
     """A `Logits` in a tensor, possibly one created in `inference_mode`."""
 
     def __init__(self, values: torch.Tensor) -> None:
-        self._values = values
+        self.values = values
 
     def __len__(self) -> int:
-        return len(self._values)
+        return len(self.values)
 
     def __getitem__(self, outputs: slice) -> Self:
-        return type(self)(self._values[outputs])
+        return type(self)(self.values[outputs])
 
     def copy(self, outputs: Longs) -> Self:
-        return type(self)(self._values.index_select(0, self._indices(outputs)))
+        return type(self)(self.values.index_select(0, self._indices(outputs)))
 
     def at(self, outputs: Longs, tokens: Longs) -> Singles:
-        return _host(self._values[self._indices(outputs), self._indices(tokens)])
+        return _host(self.values[self._indices(outputs), self._indices(tokens)])
 
     @torch.inference_mode()
     def put(self, outputs: Longs, tokens: Longs, values: Singles) -> None:
         places = self._indices(outputs), self._indices(tokens)
-        self._values.index_put_(places, torch.from_numpy(values).to(self._values.device))
+        self.values.index_put_(places, torch.from_numpy(values).to(self.values.device))
 
     @torch.inference_mode()
     def sample(self, choice: Choice, masks: Masks | None = None) -> Longs:
         if masks is not None:
-            mask(self._values, masks)
-        return _host(sample(self._values, choice))
+            mask(self.values, masks)
+        return _host(sample(self.values, choice))
 
     def score(self, tokens: Longs, most: int) -> tuple[Singles, Longs, Singles]:
-        chosen, ids, top = score(self._values, self._indices(tokens), most)
+        chosen, ids, top = score(self.values, self._indices(tokens), most)
         return _host(chosen), _host(ids), _host(top)
 
     def host(self) -> Singles:
-        return _host(self._values)
+        return _host(self.values)
 
     def _indices(self, values: Longs) -> torch.Tensor:
-        return indices(values, self._values.device)
+        return indices(values, self.values.device)
 
 
 def _packed(device: torch.device, adapter: Adapter) -> Changes:
@@ -125,12 +128,16 @@ class TorchForward:
             self._normed = self._model.normed(hidden)
         return Outputs(self.logits_type(self._model.logits(hidden, wanted)), vectors=vectors)
 
+    def edits(self, rows: int) -> Edits:  # noqa: ARG002 - used by other forward passes
+        """See `Forward.edits`."""
+        return HostEdits(self.config.vocab)
+
     def decode(
         self,
         plan: Plan,  # noqa: ARG002 - used by other forward passes
         tokens: Callable[[], Ints],  # noqa: ARG002
-        options: Options,  # noqa: ARG002
-    ) -> Callable[[], Ints] | None:
+        options: RowOptions,  # noqa: ARG002
+    ) -> Callable[[], StepResult] | None:
         """See `Forward.decode`; every step is computed by `apply` and `run`."""
         return None
 

@@ -9,12 +9,21 @@ import torch
 
 from bench.gpu.models import Eager, Rows
 from bench.random_models import TYPES, attention, model, stored
-from tenuto.base.plan import PREVIOUS_SAMPLE, InputVectors, PageCopies, Plan, TableChanges, TokenMasks, Words
+from tenuto.base.plan import (
+    InputVectors,
+    PageCopies,
+    Plan,
+    RowSampling,
+    TableChanges,
+    TokenMasks,
+    Words,
+)
 from tenuto.base.sampling import GREEDY, Sampling
 from tenuto.exec.gpu import buckets
 from tenuto.exec.gpu.forward import GpuForward
 from tenuto.exec.gpu.ring import CHANGES, StepNumbers
 from tenuto.exec.model_executor import ModelExecutor
+from tenuto.exec.row_options import RowOptions
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.kernels.gpu.fused import FUSED
 from tenuto.kernels.sampling import OPTIONS
@@ -23,6 +32,7 @@ from tenuto.models.decoder import Decoder
 from tests.exec.driver import Driver, Work
 from tests.exec.gpu.conftest import DEVICE
 from tests.exec.gpu.queue import HostQueue, Nothing
+from tests.exec.gpu.steps import KNOWN, P, carried_out
 
 MODELS = {
     "full attention": model(2, 32, [attention(2, 1, 16)], 48, 101, 128),
@@ -58,10 +68,6 @@ def test_captured_steps_sample_what_plain_pytorch_samples(name: str, sampling: S
     assert (queue.captured, queue.runs) == (2, 6), "the prompts, and the decodes"
 
 
-P, KNOWN = PREVIOUS_SAMPLE, -2
-"""In `STEPS`: what the row sampled in the step before; or in the last step of it, which has been collected."""
-
-
 def prompt(seed: int, count: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 101, count).tolist()
 
@@ -81,43 +87,21 @@ STEPS: list[list[Work]] = [
 LONGEST = 48
 
 
-def carried_out(forward: TorchForward, overlap: int) -> list[list[int]]:
-    """Carries out `STEPS`; with `overlap`, each is submitted before the one before it is collected."""
-    executor = ModelExecutor(forward)
-    driver, last = Driver(executor, 40, 4), dict.fromkeys(range(4), 0)
-    found: list[list[int]] = []
-    flying: list[list[Work]] = []
-    sampling = [(row, replace(DRAWN, seed=row) if row else GREEDY) for row in range(4)]
-
-    def collect() -> None:
-        rows = [row for row, _, samples in flying.pop(0) if samples]
-        found.append(executor.collect().tokens.tolist())
-        last.update(zip(rows, found[-1], strict=True))
-
-    for i, step in enumerate(STEPS):
-        known: list[Work] = [
-            (row, [last[row] if t == KNOWN else t for t in tokens], samples) for row, tokens, samples in step
-        ]
-        executor.submit(driver.plan(known, sampling=() if i else sampling))
-        flying.append(known)
-        if len(flying) > overlap:
-            collect()
-    while flying:
-        collect()
-    executor.close()
-    return found
-
-
 @pytest.mark.parametrize(("name", "overlap"), [("full attention", 1), ("windows, sinks, norms", 0)])
 def test_captured_steps_with_prompts_sample_what_plain_pytorch_samples(
     name: str, overlap: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buckets, "MOST_TOKENS", LONGEST)
     config, queue = MODELS[name], HostQueue()
-    expected = carried_out(TorchForward(decoder(config, fused=False), 32), 0 if overlap == 0 else 1)
-    assert carried_out(Eager(decoder(config, fused=True), 32, queue), overlap) == expected
+    sampling = [replace(DRAWN, seed=row) if row else GREEDY for row in range(4)]
+
+    def sampled(forward: TorchForward) -> list[list[int]]:
+        return [result.tokens.tolist() for result in carried_out(forward, STEPS, sampling, overlap)]
+
+    expected = sampled(TorchForward(decoder(config, fused=False), 32))
+    assert sampled(Eager(decoder(config, fused=True), 32, queue)) == expected
     assert queue.runs == 0
-    assert carried_out(GpuForward(decoder(config, fused=True), 32, queue), overlap) == expected
+    assert sampled(GpuForward(decoder(config, fused=True), 32, queue)) == expected
     assert queue.runs == len(STEPS) - 2, "all but two run as captured"
     assert queue.captured == 5, "steps of about the same size are captured once"
 
@@ -131,7 +115,7 @@ def test_the_host_queues_a_captured_step_without_another_operation() -> None:
         numbers = StepNumbers(plan, plan.tokens, np.zeros(4, OPTIONS))
         with Nothing():
             wait = forward._ring.start(lambda: None, numbers)
-            assert len(wait()) == plan.samples.sum()
+            assert len(wait().tokens) == plan.samples.sum()
     executor.close()
 
 
@@ -142,13 +126,18 @@ def test_plans_that_a_captured_step_cannot_carry_out_are_left_to_the_host(monkey
     plan = driver.plan([(0, prompt(0, 9), 1), (1, prompt(1, 1), 1)])
     known: Future[Words | None] = Future()
     known.set_result(None)
+    options = RowOptions(4, forward.edits(4))
 
     def captured(plan: Plan) -> bool:
-        return forward.decode(plan, lambda: plan.tokens, np.zeros(4, OPTIONS)) is not None
+        return forward.decode(plan, lambda: plan.tokens, options) is not None
 
     assert captured(plan)
     assert captured(replace(plan, samples=plan.counts)), "guesses"
     assert captured(replace(plan, masks=(TokenMasks(0, known),)))
+    options.start(1, RowSampling(GREEDY, top=2, named=(3,)))
+    assert not captured(plan), "log-probabilities of named tokens"
+    options.start(1, RowSampling(GREEDY, top=2))
+    assert captured(plan)
     assert not captured(replace(plan, adapters=np.ones(2, np.int32)))
     assert not captured(replace(plan, copies=(PageCopies(*np.zeros((3, 1), np.int32)),)))
     assert not captured(replace(plan, vectors=InputVectors(*np.ones((2, 1), np.int32))))

@@ -12,13 +12,27 @@ from functools import partial
 
 import torch
 
+from tenuto.base.sampling import MAX_LOGPROBS
 from tenuto.kernels.gpu import attention, quantized
 from tenuto.kernels.gpu.activations import gated
+from tenuto.kernels.gpu.edits import PENALTIES, EditedRows, count, edit
 from tenuto.kernels.gpu.linear import linear
 from tenuto.kernels.gpu.norms import add_rms_norm, gated_norm, rms_norm
 from tenuto.kernels.gpu.recurrent import convolve_step, gated_delta_step, mamba2_step, mamba_step
 from tenuto.kernels.gpu.sampling import sample
-from tenuto.kernels.gpu.steps import OWN, Entries, allow, begin, change, finish, select, single, spread
+from tenuto.kernels.gpu.steps import (
+    OWN,
+    Entries,
+    allow,
+    begin,
+    change,
+    finish,
+    report,
+    select,
+    single,
+    spread,
+    trace,
+)
 from tenuto.kernels.quantized import Numbers, Quantized
 from tenuto.kernels.recurrent import Slots
 from tenuto.models.block import GATES, UNGATED
@@ -119,11 +133,12 @@ def mamba(dtype: torch.dtype, channels: int, size: int, *, guessed: bool = False
 
 
 def stepping() -> None:
-    """Begins and ends a step with a state group and a page table."""
+    """Begins and ends a step with a state group, a page table, and samples that ask for all there is."""
     fields = OWN + 2
     shared = {"counts": (3, 4), "inputs": (3, 2560), "numbers": (3, fields, 64), "changes": (3, 3, 4096)}
-    shared |= {"masked": (3, 512), "masks": (3, 128, 4748), "tokens": (3, 512)}
+    shared |= {"masked": (3, 512), "masks": (3, 128, 4748), "tokens": (3, 512), "top_tokens": (3, 64, MAX_LOGPROBS)}
     given = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in shared.items()}
+    given |= {name: torch.zeros(shape) for name, shape in {"chosen": (3, 64), "top": (3, 64, MAX_LOGPROBS)}.items()}
     one, sampled = torch.zeros(1, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
     entries = Entries(**given, options=torch.zeros(3, 64, 5, dtype=torch.float64), turn=one, place=one)
     rows = begin(entries, fields, 64)
@@ -131,8 +146,16 @@ def stepping() -> None:
     single(entries, rows, sampled)
     spread(entries, rows, 2560, attention.TILE, sampled)
     change(entries, 0, torch.zeros(64, 100, dtype=torch.int32))
-    allow(entries, torch.zeros(64, 151_936))
-    finish(entries, samples, torch.zeros(64, dtype=torch.int64), sampled)
+    logits, tokens = torch.zeros(64, 151_936), torch.zeros(64, dtype=torch.int64)
+    allow(entries, logits)
+    own = torch.zeros(8, 151_936, dtype=torch.int32), torch.zeros(8, 151_936)
+    edited = EditedRows(*own, torch.ones(8, PENALTIES), torch.zeros(8, dtype=torch.int32))
+    owners = trace(entries, rows, 64)
+    edit(logits, edited, owners)
+    count(edited, owners, tokens)
+    for width in (0, MAX_LOGPROBS):
+        report(entries, torch.zeros(64), tokens[:, None].expand(64, width), torch.zeros(64, width))
+    finish(entries, samples, tokens, sampled)
 
 
 def multiplying(dtype: torch.dtype, inputs: int, outputs: int) -> None:

@@ -8,8 +8,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.base.plan import NO_SLOT, PREVIOUS_SAMPLE
+from tenuto.base.sampling import MAX_LOGPROBS
 from tenuto.kernels.gpu.attention import tiles_of
-from tenuto.kernels.gpu.steps import CHANGED, OWN, SPAN, Entries, allow, begin, change, finish, select, single, spread
+from tenuto.kernels.gpu.steps import (
+    CHANGED,
+    OWN,
+    SPAN,
+    Entries,
+    allow,
+    begin,
+    change,
+    finish,
+    report,
+    select,
+    single,
+    spread,
+    trace,
+)
 from tenuto.kernels.sampling import OPTIONS, Masks, uniforms
 from tenuto.kernels.torch_sampling import mask
 from tests.kernels.gpu.conftest import DEVICE
@@ -38,10 +53,13 @@ class Host:
             "masked": (3, MOST_SAMPLES),
             "masks": (3, MOST_MASKS, WORDS),
             "tokens": (3, MOST_SAMPLES),
+            "top_tokens": (3, MOST_SAMPLES, MAX_LOGPROBS),
         }
         shared = {name: pinned(torch.int32, *shape) for name, shape in ints.items()}
         for each in shared.values():
             each.random_(0, 7)
+        floats = {"chosen": (3, MOST_SAMPLES), "top": (3, MOST_SAMPLES, MAX_LOGPROBS)}
+        shared |= {name: pinned(torch.float32, *shape) for name, shape in floats.items()}
         records = pinned(torch.float64, 3, MOST, len(OPTIONS.names or ()))
         turns = [torch.tensor([each], dtype=torch.int32, device=DEVICE) for each in (turn, 9)]
         self.entries = Entries(**shared, options=records, turn=turns[0], place=turns[1])
@@ -101,6 +119,13 @@ def test_a_step_reads_what_the_host_wrote_and_writes_what_it_samples(counts, row
     positions = host.starts[of].astype(np.int64) + after - host.firsts[of] + 1
     assert (uniform[:many] == uniforms(host.options["seed"][of], positions)).all()
 
+    traced = trace(entries, begun, many + spare)
+    rows_of, at, guesses = (each.tolist() for each in (traced.rows, traced.positions, traced.guesses))
+    assert rows_of == [*host.ids[of], *[-1] * spare]
+    assert at[:many] == positions.tolist()
+    first = left == host.samples[of] - 1
+    assert guesses == [*np.where(first, -1, host.inputs[after]), *[-1] * spare]
+
     table = torch.arange(IDS * 30, dtype=torch.int32, device=DEVICE).view(IDS, 30)
     expected = table.cpu().numpy().copy()
     changed = host.changed[1]
@@ -147,6 +172,25 @@ def test_samples_with_a_mask_keep_the_logits_that_it_allows(counts, vocab, spare
     given = logits.to(DEVICE)
     allow(entries, given[:, :vocab])
     assert torch.equal(given.cpu(), expected)
+
+
+@settings(max_examples=10, deadline=None)
+@given(samples=st.integers(1, 150), width=st.sampled_from([0, 1, 7, MAX_LOGPROBS]), turn=turns)
+def test_log_probabilities_reach_the_host(samples, width, turn) -> None:
+    host = Host([1], turn, 0)
+    entries, draw = host.entries, torch.Generator().manual_seed(samples)
+    begin(entries, FIELDS, 4)
+    before = [each.clone() for each in (entries.chosen, entries.top_tokens, entries.top)]
+    wide = torch.randn(samples, width + 3, generator=draw)
+    chosen, top, ids = wide[:, 0].contiguous(), wide[:, 1 : 1 + width], (wide[:, 1 : 1 + width] * 1000).long()
+    report(entries, *(each.to(DEVICE) for each in (chosen, ids, top)))
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    before[0][turn, :samples] = chosen
+    before[1][turn, :samples, :width] = ids.int()
+    before[2][turn, :samples, :width] = top
+    for found, expected in zip((entries.chosen, entries.top_tokens, entries.top), before, strict=True):
+        assert torch.equal(found, expected)
 
 
 @settings(max_examples=10, deadline=None)

@@ -11,61 +11,77 @@ from dataclasses import dataclass
 
 import torch
 
+from tenuto.exec.gpu.edits import GpuEdits
 from tenuto.exec.gpu.memory import DecodeAttention, GpuPages, RaggedAttention, RaggedRows
 from tenuto.exec.gpu.ring import Ring
 from tenuto.exec.torch_memory import Memories
 from tenuto.kernels.gpu.attention import TILE
+from tenuto.kernels.gpu.edits import EditedRows, count, edit
 from tenuto.kernels.gpu.sampling import sample
-from tenuto.kernels.gpu.steps import Rows, allow, begin, change, finish, select, single, spread
+from tenuto.kernels.gpu.steps import Rows, allow, begin, change, finish, report, select, single, spread, trace
+from tenuto.kernels.torch_sampling import score
 from tenuto.models.decoder import Decoder
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
     """The most tokens, rows and samples of a captured step. `decodes`: whether every row computes and samples one
-    token, and absorbs and keeps nothing. `masked`: whether samples may have masks."""
+    token, and absorbs and keeps nothing. `parted`: whether it is two parts, of which the first ends with logits."""
 
     tokens: int
     rows: int
     samples: int
     decodes: bool
+    parted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The second part of a step: the most rows and samples, whether samples may have masks or edits, and the number of
+    likeliest tokens whose log-probabilities are computed beside those of the samples; none at all if that is None."""
+
+    rows: int
+    samples: int
     masked: bool
+    edited: bool
+    scored: int | None
 
 
 class CapturedSteps:
     """The captured steps of a model, each captured when it is first needed. `sampled`, int32 [row ids], are the tokens
     that rows sampled last.
 
-    A step whose samples may have masks has two parts, between which the host waits for the masks: the first ends with
-    logits, in one tensor for all such steps, and the second samples from them.
+    A step whose samples may have masks, edits or log-probabilities has two parts: the first ends with logits, in one
+    tensor for all such steps, and the second samples from them. If there are masks, the host waits for them between the
+    parts. Other steps do without the copy, and without a second launch.
     """
 
     def __init__(self, model: Decoder, memories: Memories, sampled: torch.Tensor, ring: Ring) -> None:
         self._model, self._memories, self._sampled, self._ring = model, memories, sampled, ring
         self._pages = {g: pages for g, pages in memories.pages.items() if isinstance(pages, GpuPages)}
         self._steps: dict[Size, Callable[[], None]] = {}
-        self._ends: dict[tuple[int, int], Callable[[], None]] = {}  # by numbers of rows and samples
-        self._logits: torch.Tensor | None = None  # of steps with masks, float32 [most rows of a step, vocab]
+        self._ends: dict[End, Callable[[], None]] = {}
+        self._logits: torch.Tensor | None = None  # of steps in two parts, float32 [most rows of a step, vocab]
 
     def step(self, size: Size) -> Callable[[], None]:
-        """Returns a function that queues a step, or its first part if samples may have masks."""
+        """Returns a function that queues a step, or its first part."""
         found = self._steps.get(size)
         if found is None:
             self._allocate(size)
             found = self._steps[size] = self._captured(lambda: self._compute(size))
         return found
 
-    def end(self, size: Size) -> Callable[[], None]:
-        """Returns a function that queues the second part of a step."""
-        key = size.rows, size.samples
-        found = self._ends.get(key)
+    def end(self, end: End, edits: GpuEdits) -> Callable[[], None]:
+        """Returns a function that queues the second part of a step, always with the same `edits`."""
+        found = self._ends.get(end)
         if found is None:
-            found = self._ends[key] = self._captured(lambda: self._sample_masked(*key))
+            edited = edits.edited if end.edited else None
+            found = self._ends[end] = self._captured(lambda: self._end(end, edited))
         return found
 
     @torch.inference_mode()
     def _allocate(self, size: Size) -> None:
-        if size.masked and self._logits is None:
+        if size.parted and self._logits is None:
             shape = self._ring.most, self._model.config.vocab
             self._logits = torch.zeros(shape, device=self._sampled.device, dtype=torch.float32)
 
@@ -76,11 +92,13 @@ class CapturedSteps:
     def _compute(self, size: Size) -> None:
         rows = begin(self._ring.entries, self._ring.fields, size.rows)
         logits = self._decode(rows) if size.decodes else self._mixed(rows, size)
-        if size.masked:
+        if size.parted:
             assert self._logits is not None  # `_allocate` was called
             self._logits[: size.samples].copy_(logits)
         else:
-            self._sample(rows, logits)
+            entries = self._ring.entries
+            sampling = select(entries, rows, len(logits))
+            finish(entries, sampling, sample(logits, *sampling.choice), self._sampled)
 
     def _decode(self, rows: Rows) -> torch.Tensor:
         tokens = single(self._ring.entries, rows, self._sampled)
@@ -102,16 +120,24 @@ class CapturedSteps:
     def _moves(self, rows: Rows) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         return {g: (reads, writes) for g, (reads, writes) in zip(self._memories.states, rows.moves, strict=True)}
 
-    def _sample(self, rows: Rows, logits: torch.Tensor) -> None:
-        entries = self._ring.entries
-        sampling = select(entries, rows, len(logits))
-        finish(entries, sampling, sample(logits, *sampling.choice), self._sampled)
-
-    def _sample_masked(self, rows: int, samples: int) -> None:
+    def _end(self, end: End, edited: EditedRows | None) -> None:
         assert self._logits is not None  # the first part was captured before
-        entries, logits = self._ring.entries, self._logits[:samples]
-        allow(entries, logits)
-        self._sample(begin(entries, self._ring.fields, rows), logits)
+        entries, logits = self._ring.entries, self._logits[: end.samples]
+        rows = begin(entries, self._ring.fields, end.rows)
+        changes = end.masked or edited is not None
+        given = logits.clone() if changes and end.scored is not None else logits
+        samples = trace(entries, rows, end.samples) if edited is not None else None
+        if edited is not None and samples is not None:
+            edit(given, edited, samples)
+        if end.masked:
+            allow(entries, given)
+        sampling = select(entries, rows, end.samples)
+        tokens = sample(given, *sampling.choice)
+        if edited is not None and samples is not None:
+            count(edited, samples, tokens)
+        if end.scored is not None:
+            report(entries, *score(logits, tokens, end.scored))
+        finish(entries, sampling, tokens, self._sampled)
 
     def _change_tables(self) -> None:
         for number, pages in enumerate(self._pages.values()):

@@ -8,17 +8,20 @@ from functools import partial
 import numpy as np
 import torch
 
-from tenuto.base.plan import Ints, Plan
-from tenuto.exec.forward import Longs
+from tenuto.base.plan import Ints, Plan, StepResult
+from tenuto.base.sampling import MAX_LOGPROBS
 from tenuto.exec.gpu.buckets import MOST_STEPPED, bucket_of, mixed_bucket_of, samples_bucket_of
-from tenuto.exec.gpu.captured import CapturedSteps, Size
+from tenuto.exec.gpu.captured import CapturedSteps, End, Size
+from tenuto.exec.gpu.edits import GpuEdits
 from tenuto.exec.gpu.memory import GpuPages
 from tenuto.exec.gpu.queue import Queue
 from tenuto.exec.gpu.ring import CHANGES, MASKS, Ring, StepNumbers, masked_samples
+from tenuto.exec.logits import Longs
+from tenuto.exec.row_options import RowOptions
 from tenuto.exec.torch_forward import TorchForward, TorchLogits
 from tenuto.exec.torch_memory import Memories
 from tenuto.kernels.gpu.sampling import sample
-from tenuto.kernels.sampling import Choice, Masks, Options
+from tenuto.kernels.sampling import Choice, Masks
 from tenuto.kernels.torch_sampling import mask
 from tenuto.models.config import Experts
 from tenuto.models.decoder import Decoder
@@ -31,16 +34,16 @@ class GpuLogits(TorchLogits):
     def sample(self, choice: Choice, masks: Masks | None = None) -> Longs:
         """See `Logits.sample`."""
         if masks is not None:
-            mask(self._values, masks)
+            mask(self.values, masks)
         options = choice.temperature, choice.top_k.astype(np.int32), choice.top_p, choice.min_p, choice.uniform
-        given = [torch.from_numpy(each).to(self._values.device) for each in options]
-        found: Longs = sample(self._values, *given).long().cpu().numpy()
+        given = [torch.from_numpy(each).to(self.values.device) for each in options]
+        found: Longs = sample(self.values, *given).long().cpu().numpy()
         return found
 
 
 class GpuForward(TorchForward):
-    """A `Forward` for a GPU. Steps that need no edited logits are captured once for each size, and then run without the
-    host, except that it waits for masks. With recurrent layers, their rows have at most `MOST_STEPPED` tokens."""
+    """A `Forward` for a GPU. Most steps are captured once for each size, and then run without the host, except that it
+    waits for masks. With recurrent layers, their rows have at most `MOST_STEPPED` tokens."""
 
     logits_type = GpuLogits
 
@@ -64,35 +67,54 @@ class GpuForward(TorchForward):
         self._captured = CapturedSteps(self._model, memories, sampled, self._ring)
         return memories
 
-    def decode(self, plan: Plan, tokens: Callable[[], Ints], options: Options) -> Callable[[], Ints] | None:
+    def edits(self, rows: int) -> GpuEdits:
+        """See `Forward.edits`."""
+        return GpuEdits(rows, self.config.vocab, self._device)
+
+    def decode(self, plan: Plan, tokens: Callable[[], Ints], options: RowOptions) -> Callable[[], StepResult] | None:
         """See `Forward.decode`."""
         if self._waits or not _simple(plan):
             return None
-        size, steps = self._size_of(plan), self._captured
-        if size is None:
+        edited, scored, edits = options.edited(plan.rows), _scored(plan, options), options.edits
+        size = self._size_of(plan, parted=bool(plan.masks) or edited or scored is not None)
+        if size is None or (scored is not None and any(options.named(plan.rows))):
             return None
+        steps = self._captured
         assert steps is not None  # `prepare` has been called
-        parts = steps.step(size), steps.end(size) if size.masked else None
-        return self._ring.start(parts[0], StepNumbers(plan, tokens(), options), parts[1])
+        assert isinstance(edits, GpuEdits)
+        step, end = steps.step(size), None
+        if size.parted:
+            # There are two numbers of likeliest tokens, so that few parts are captured.
+            most = None if scored is None else MAX_LOGPROBS if scored[1] else 0
+            end = steps.end(End(size.rows, size.samples, bool(plan.masks), edited, most), edits)
+        return self._ring.start(step, StepNumbers(plan, tokens(), options.records, scored), end)
 
-    def _size_of(self, plan: Plan) -> Size | None:
+    def _size_of(self, plan: Plan, *, parted: bool) -> Size | None:
         """Returns the size of the captured step that computes a plan, if there can be one."""
         rows, many, most = len(plan.rows), len(plan.tokens), self._ring.most
-        masked = bool(plan.masks)
         if rows == many and plan.samples.all() and not any(m.absorbs.any() or m.keeps.any() for m in plan.states):
             bucket = bucket_of(rows)
-            return Size(bucket, bucket, bucket, decodes=True, masked=masked)
+            return Size(bucket, bucket, bucket, decodes=True, parted=parted)
         found = mixed_bucket_of(many, rows, most)
         if found is None or (plan.states and int(plan.counts.max()) > MOST_STEPPED):
             return None
         samples = samples_bucket_of(int(plan.samples.sum()), *found)
-        if samples is None or (masked and samples > most):
+        if samples is None or (parted and samples > most):
             return None
-        return Size(*found, samples, decodes=False, masked=masked)
+        return Size(*found, samples, decodes=False, parted=parted)
 
     def release_units(self) -> None:
         self._captured = None
         super().release_units()
+
+
+def _scored(plan: Plan, options: RowOptions) -> tuple[Longs, int] | None:
+    """Returns the samples of a plan that want log-probabilities, if there are any, and the largest number of likeliest
+    tokens that one of them wants."""
+    if options.plain(plan.rows):
+        return None
+    places, most = options.scored(plan.rows.repeat(plan.samples).astype(np.int64))
+    return (places, most) if len(places) else None
 
 
 def _simple(plan: Plan) -> bool:

@@ -10,9 +10,11 @@ from functools import partial
 import numpy as np
 import torch
 
-from tenuto.base.plan import Ints, Plan, Words
+from tenuto.base.plan import Ints, Logprobs, Plan, Singles, StepResult, Words
+from tenuto.base.sampling import MAX_LOGPROBS
 from tenuto.exec.gpu.buckets import MOST_SAMPLES, MOST_TOKENS
 from tenuto.exec.gpu.queue import Mark, Queue
+from tenuto.exec.logits import Longs
 from tenuto.kernels.gpu.steps import CHANGED, OWN, SPAN, Entries
 from tenuto.kernels.sampling import OPTIONS, Options
 
@@ -30,11 +32,13 @@ NO_MASK = -1
 
 @dataclass(frozen=True, slots=True)
 class StepNumbers:
-    """The host's part of a step: the plan, its `tokens` as `Forward.decode` has them, and options by row id."""
+    """The host's part of a step: the plan, its `tokens` as `Forward.decode` has them, and options by row id. `scored`:
+    the samples that want log-probabilities, if there are any, and the number of likeliest tokens that they want too."""
 
     plan: Plan
     tokens: Ints
     options: Options
+    scored: tuple[Longs, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,9 @@ class _Entry:
     masked: Ints
     masks: Words
     tokens: Ints
+    chosen: Singles
+    top_tokens: Ints
+    top: Singles
     done: Mark
 
 
@@ -77,6 +84,9 @@ class Ring:
             masked=shared(torch.int32, max(MOST_SAMPLES, most)),
             masks=shared(torch.int32, MASKS, -(-vocab // 32)),
             tokens=shared(torch.int32, max(MOST_SAMPLES, most)),
+            chosen=shared(torch.float32, most),
+            top_tokens=shared(torch.int32, most, MAX_LOGPROBS),
+            top=shared(torch.float32, most, MAX_LOGPROBS),
             turn=torch.zeros(1, dtype=torch.int32, device=device),
             place=torch.zeros(1, dtype=torch.int32, device=device),
         )
@@ -97,6 +107,9 @@ class Ring:
             shared.masked[number].numpy(),
             shared.masks[number].numpy().view(np.uint32),
             shared.tokens[number].numpy(),
+            shared.chosen[number].numpy(),
+            shared.top_tokens[number].numpy(),
+            shared.top[number].numpy(),
             done,
         )
 
@@ -110,23 +123,24 @@ class Ring:
         return again
 
     def start(
-        self, step: Callable[[], None], given: StepNumbers, sample: Callable[[], None] | None = None
-    ) -> Callable[[], Ints]:
+        self, step: Callable[[], None], given: StepNumbers, end: Callable[[], None] | None = None
+    ) -> Callable[[], StepResult]:
         """Queues a captured step; see `Forward.decode`. Nothing is allocated on the device, copied there or waited for:
-        the step reads the entry itself. With `sample`, `step` ends with logits, and `sample` is queued as soon as the
-        plan's masks are known."""
+        the step reads the entry itself. With `end`, `step` ends with logits, and `end` is queued as soon as the plan's
+        masks, if any, are known."""
         entry = self._all[self._next]
         entry.done.synchronize()
         self._write(entry, given)
         step()
         try:
-            if sample is not None:
+            if given.plan.masks:
                 self._mask(entry, given.plan)
-                sample()
+            if end is not None:
+                end()
             self._next = (self._next + 1) % IN_FLIGHT
         finally:  # without its end, the step has not moved `entries.turn` either
             entry.done.record()
-        return partial(_result, entry, int(given.plan.samples.sum()))
+        return partial(_result, entry, int(given.plan.samples.sum()), given.scored)
 
     def _write(self, entry: _Entry, given: StepNumbers) -> None:
         plan, rows, counts = given.plan, entry.rows, entry.counts
@@ -176,6 +190,12 @@ def masked_samples(plan: Plan) -> int:
     return int(plan.samples[plan.samples.cumsum().searchsorted(places, side="right")].sum())
 
 
-def _result(entry: _Entry, samples: int) -> Ints:
+def _result(entry: _Entry, samples: int, scored: tuple[Longs, int] | None) -> StepResult:
     entry.done.synchronize()
-    return entry.tokens[:samples].copy()
+    tokens = entry.tokens[:samples].copy()
+    if scored is None:
+        return StepResult(tokens)
+    places, most = scored
+    top_tokens, top = entry.top_tokens[places, :most], entry.top[places, :most]
+    none = np.zeros((len(places), 0), np.float32)
+    return StepResult(tokens, Logprobs(places.astype(np.int32), entry.chosen[places], top_tokens, top, none))

@@ -14,14 +14,15 @@ from typing import Any, cast
 import numpy as np
 
 from tenuto.base.errors import ConfigError, ExecutorLost
-from tenuto.base.plan import Bytes, Ints, Plan
+from tenuto.base.plan import Bytes, Ints, Plan, StepResult
 from tenuto.exec.device import is_cpu, usable_cores
-from tenuto.exec.forward import Outputs
+from tenuto.exec.logits import Outputs
 from tenuto.exec.parallel.followers import Followers, Refused, Start
 from tenuto.exec.parallel.ranks import GroupRanks, part_forward
+from tenuto.exec.row_edits import Edits, HostEdits
+from tenuto.exec.row_options import RowOptions
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.exec.torch_load import Part
-from tenuto.kernels.sampling import Options
 from tenuto.models.adapter import Adapter
 from tenuto.models.checkpoint import ModelCheckpoint
 from tenuto.models.config import ModelConfig
@@ -132,12 +133,16 @@ class ParallelForward:
             self._followers.tell("run", _sent(plan), tokens, outputs)
             return self._own.run(plan, tokens, outputs, best_only=best_only)
 
+    def edits(self, rows: int) -> Edits:  # noqa: ARG002 - used by other forward passes
+        """See `Forward.edits`."""
+        return HostEdits(self.config.vocab)
+
     def decode(
         self,
         plan: Plan,  # noqa: ARG002 - used by other forward passes
         tokens: Callable[[], Ints],  # noqa: ARG002
-        options: Options,  # noqa: ARG002
-    ) -> Callable[[], Ints] | None:
+        options: RowOptions,  # noqa: ARG002
+    ) -> Callable[[], StepResult] | None:
         """See `Forward.decode`; every step is computed by `apply` and `run`."""
         return None
 

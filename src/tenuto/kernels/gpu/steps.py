@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from triton import cdiv
 
+from tenuto.base.sampling import MAX_LOGPROBS
 from tenuto.kernels.gpu import steps_kernels as kernels
+from tenuto.kernels.gpu.edits import SampledRows
 
 _BLOCK = 128
 """The number of rows, of samples, or of changes of a page table, that a program reads."""
@@ -37,8 +39,9 @@ class Entries:
     of each table, most changes]. `options`, float64 [entries, most rows, fields]: records of
     `kernels.sampling.OPTIONS`. `masked`, int32 [entries, most samples]: the number of each sample's mask, or -1.
     `masks`, int32 [entries, most masks, words]: see `kernels.sampling.Masks`. The step writes `tokens`, int32 [entries,
-    most samples]. On the device, int32 [1] each: `turn`, the entry of the next step, and `place`, that of the one that
-    is computed.
+    most samples], and perhaps log-probabilities: `chosen`, float32 [entries, most samples], those of the tokens, and
+    `top_tokens`, int32, and `top`, float32, those of the likeliest, both [entries, most samples, MAX_LOGPROBS]. On the
+    device, int32 [1] each: `turn`, the entry of the next step, and `place`, that of the one that is computed.
     """
 
     counts: torch.Tensor
@@ -49,6 +52,9 @@ class Entries:
     masked: torch.Tensor
     masks: torch.Tensor
     tokens: torch.Tensor
+    chosen: torch.Tensor
+    top_tokens: torch.Tensor
+    top: torch.Tensor
     turn: torch.Tensor
     place: torch.Tensor
 
@@ -152,6 +158,25 @@ def select(entries: Entries, rows: Rows, samples: int) -> Sampling:
     return Sampling(found[0], found[1], (temperature, top_k, top_p, min_p, uniform))
 
 
+def trace(entries: Entries, rows: Rows, samples: int) -> SampledRows:
+    """Finds whose the step's samples are, at most `samples`, and the guesses before them."""
+    found = torch.empty((3, samples), device=entries.turn.device, dtype=torch.int32)
+    kernels.trace[(cdiv(samples, _BLOCK),)](
+        entries.place,
+        entries.counts,
+        entries.inputs,
+        rows.numbers,
+        found,
+        rows.numbers.shape[1],
+        samples,
+        entries.inputs.shape[1],
+        entries.counts.shape[1],
+        BLOCK=_BLOCK,
+        CHUNK=_CHUNK,
+    )
+    return SampledRows(*found)
+
+
 def single(entries: Entries, rows: Rows, sampled: torch.Tensor) -> torch.Tensor:
     """Returns the ids of the tokens of a step in which each row computes one, int32 [rows]; see `spread`."""
     found = torch.empty_like(rows.alone)
@@ -232,6 +257,28 @@ def allow(entries: Entries, logits: torch.Tensor) -> None:
         entries.masks.shape[2],
         entries.counts.shape[1],
         WORDS=_WORDS,
+    )
+
+
+def report(entries: Entries, chosen: torch.Tensor, ids: torch.Tensor, top: torch.Tensor) -> None:
+    """Writes the log-probabilities of the step's samples, which are results of `torch_sampling.score`, where the host
+    reads them. `ids` and `top` have at most `MAX_LOGPROBS` columns."""
+    samples, width = ids.shape
+    kernels.report[(cdiv(samples * max(width, 1), _BLOCK),)](
+        entries.place,
+        chosen,
+        ids,
+        top,
+        entries.chosen,
+        entries.top_tokens,
+        entries.top,
+        samples,
+        width,
+        ids.stride(0),
+        top.stride(0),
+        entries.chosen.shape[1],
+        LIKELIEST=MAX_LOGPROBS,
+        BLOCK=_BLOCK,
     )
 
 

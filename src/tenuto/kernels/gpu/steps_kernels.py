@@ -121,6 +121,36 @@ def select(
 
 
 @triton.jit
+def trace(
+    place,
+    counts,
+    inputs,
+    numbers,
+    found,
+    rows,
+    outputs,
+    most,
+    counted,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """A program finds BLOCK samples: their rows, positions, and guesses."""
+    entry = tl.load(place)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    stored = i < outputs
+    given = i < tl.load(counts + entry * counted + 2, cache_modifier=".cv")
+    row = _row_of(numbers + _OUTPUT * rows, i, rows, BLOCK, CHUNK)
+    count = tl.load(numbers + _COUNT * rows + row, given, 0)
+    samples = tl.load(numbers + _SAMPLES * rows + row, given, 0)
+    left = samples + tl.load(numbers + _OUTPUT * rows + row, given, 0) - i
+    token = tl.load(numbers + _FIRST * rows + row, given, 0) + count - left
+    guess = tl.load(inputs + entry * most + token, given & (left < samples), -1, cache_modifier=".cv")
+    tl.store(found + i, tl.load(numbers + _ID * rows + row, given, -1), stored)
+    tl.store(found + outputs + i, tl.load(numbers + _START * rows + row, given, 0) + count - left + 1, stored)
+    tl.store(found + 2 * outputs + i, guess, stored)
+
+
+@triton.jit
 def single(place, inputs, alone, ids, sampled, found, rows, most, BLOCK: tl.constexpr):
     """A program reads the tokens of BLOCK rows."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -246,6 +276,34 @@ def allow(
         refused = ((bits[:, None] >> bit[None, :]) & 1) == 0
         spot = logits + i.to(tl.int64) * stride + at
         tl.store(spot, tl.full([WORDS, 32], float("-inf"), tl.float32), refused & (at < vocab))
+
+
+@triton.jit
+def report(
+    place,
+    chosen,
+    ids,
+    top,
+    chosen_there,
+    ids_there,
+    top_there,
+    samples,
+    width,
+    ids_stride,
+    top_stride,
+    most,
+    LIKELIEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program copies BLOCK of all likeliest tokens, and of the samples."""
+    entry = tl.load(place)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(chosen_there + entry * most + i, tl.load(chosen + i, i < samples, 0.0), i < samples)
+    sample, rank = i // tl.maximum(width, 1), i % tl.maximum(width, 1)
+    given = i < samples * width
+    spot = (entry * most + sample) * LIKELIEST + rank
+    tl.store(ids_there + spot, tl.load(ids + sample * ids_stride + rank, given, 0).to(tl.int32), given)
+    tl.store(top_there + spot, tl.load(top + sample * top_stride + rank, given, 0.0), given)
 
 
 @triton.jit
