@@ -9,16 +9,24 @@ import numpy as np
 
 from tenuto.kernels.native.formats import PanelFormat
 from tenuto.kernels.native.grouped import Grouped
-from tenuto.models.config import Attention, Layer, Mixer, Mlp, ModelConfig
+from tenuto.models.config import Attention, Experts, Layer, Mixer, Mlp, ModelConfig
 from tenuto.models.rope import Rope
 from tenuto.models.weights import FLOATS, StoredWeight, bfloat16_bits
 
 
 def model(
-    layers: int, hidden: int, mixers: Sequence[Mixer], width: int, vocab: int, context: int, *, tied: bool = False
+    layers: int,
+    hidden: int,
+    mixers: Sequence[Mixer],
+    width: int | Experts,
+    vocab: int,
+    context: int,
+    *,
+    tied: bool = False,
 ) -> ModelConfig:
-    """Returns the shape of a model whose layers have `mixers` in turn."""
-    each = tuple(Layer(mixers[i % len(mixers)], Mlp(width)) for i in range(layers))
+    """Returns the shape of a model whose layers have `mixers` in turn, and a network of this `width`, or experts."""
+    network = Mlp(width) if isinstance(width, int) else width
+    each = tuple(Layer(mixers[i % len(mixers)], network) for i in range(layers))
     return ModelConfig(each, hidden, vocab, 1e-5, tied=tied, max_context=context, eos=(0,), bos=None, dtype="bfloat16")
 
 

@@ -78,7 +78,7 @@ def table(found: dict[str, Any]) -> str:
             each, first = turns[name], f"first token after {turns[name]['first_token_ms']:.0f} ms"
             speed = f"{each['tokens_s']:,.0f} tokens/s, {each['of_limit']:.2f} of prompts and decodes alone"
             lines += ["", f"Sessions, {name}: {speed}, {first}."]
-    for part in ("products", "recurrent"):
+    for part in ("products", "experts", "recurrent"):
         if isinstance(each := found.get(part), dict):
             columns = list(next(iter(each.values())))
             lines += ["", f"| {part} | {' | '.join(columns)} |", f"| --- |{' ---: |' * len(columns)}"]
@@ -103,7 +103,18 @@ def _of_steps(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-SPEED = ("decode", "asking", "quantized", "prefill", "parking", "sessions", "products", "recurrent", "profile")
+SPEED = (
+    "decode",
+    "asking",
+    "quantized",
+    "prefill",
+    "parking",
+    "sessions",
+    "products",
+    "experts",
+    "recurrent",
+    "profile",
+)
 PARTS = ("turns", "guesses", "kernels", "prompts", "waiting", "sanitizer", "server", *SPEED)
 
 
@@ -145,12 +156,15 @@ def measured(report: Report, parts: set[str]) -> None:
     if "quantized" in parts:
         for name in ("int4", "fp8"):
             _quantized(report, name, limit)
-    if "sessions" in parts:
-        report.part("sessions", sessions.compared)
-    if "products" in parts:
-        report.part("products", partial(speed.products, limit["bytes"], limit["flops"]))
-    if "recurrent" in parts:
-        report.part("recurrent", partial(speed.recurrent, limit["bytes"]))
+    works: dict[str, Callable[[], Any]] = {
+        "sessions": sessions.compared,
+        "products": lambda: speed.products(limit["bytes"], limit["flops"]),
+        "experts": lambda: speed.experts(limit["bytes"], limit["flops"]),
+        "recurrent": lambda: speed.recurrent(limit["bytes"]),
+    }
+    for part, work in works.items():
+        if part in parts:
+            report.part(part, work)
     if "profile" in parts:  # last: once the profiler has run, captured steps are launched more slowly
         for name, kind in {"bfloat16": None, "int4": TYPES["int4"]}.items():
             with executor(EIGHT, torch.bfloat16, GpuForward, stored(EIGHT, kind)) as made:

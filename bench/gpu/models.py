@@ -17,7 +17,7 @@ from tenuto.exec.gpu.queue import CudaQueue
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.kernels.gpu.fused import FUSED
-from tenuto.models.config import GatedDelta, Mamba, Mamba2, ModelConfig
+from tenuto.models.config import Experts, GatedDelta, Mamba, Mamba2, ModelConfig
 from tenuto.models.decoder import Decoder
 from tenuto.models.weights import StoredWeight
 
@@ -30,6 +30,7 @@ SMALL = {
     "full attention": model(4, 256, [attention(4, 2, 64)], 512, 1000, 4096),
     "windows, sinks, norms": model(4, 256, [attention(4, 1, 64, window=40, sinks=True, qk_norm=True)], 512, 1000, 4096),
     "gated delta net": model(4, 256, [GatedDelta(2, 4, 32, 32, 4), attention(4, 2, 64, gated=True)], 512, 1000, 4096),
+    "experts": model(4, 256, [attention(4, 2, 64)], Experts(8, 3, 128, normalised=True), 1000, 4096),
 }
 """Small models whose turns are compared."""
 RECURRENT = {

@@ -19,6 +19,7 @@ from tenuto.base.sampling import GREEDY, Sampling
 from tenuto.exec.gpu.queue import CudaQueue
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.kernels.gpu import quantized
+from tenuto.kernels.gpu.experts import mix_experts
 from tenuto.kernels.gpu.recurrent import convolve_step, gated_delta_step, mamba2_step, mamba_step
 from tenuto.kernels.native.grouped import Grouped
 from tenuto.kernels.recurrent import Slots
@@ -244,6 +245,26 @@ def recurrent(bandwidth: float) -> dict[str, dict[str, float]]:
             work, moved = make(rows)
             seconds = captured(lambda each: each(), [work] * 8)
             found[f"{name}, {rows} rows"] = {"us": 1e6 * seconds, "of_bandwidth": moved / seconds / bandwidth}
+    return found
+
+
+def experts(bandwidth: float, rate: float) -> dict[str, dict[str, float]]:
+    """Measures the experts of a layer of Qwen3-30B-A3B, which tokens choose at random. `of_limit`: the time that the
+    bytes of chosen experts or the operations take at least, over the measured time."""
+    count, chosen, hidden, width = 128, 8, 2048, 768
+    inner, down = (
+        torch.randn(count, *shape, device=CUDA, dtype=torch.bfloat16)
+        for shape in ((2 * width, hidden), (hidden, width))
+    )
+    found = {}
+    for rows in (1, 16, 64, 256, 2048):
+        x, weights = (torch.randn(rows, each, device=CUDA, dtype=torch.bfloat16) for each in (hidden, chosen))
+        ids = torch.rand(rows, count, device=CUDA).topk(chosen, dim=1).indices
+        work = partial(mix_experts, x, ids, weights, inner, down, None)
+        seconds = captured(work, ["silu"] * 8)
+        numbers, read = 3 * hidden * width, len(set(ids.flatten().tolist()))
+        least = max(2 * numbers * read / bandwidth, 2 * numbers * ids.numel() / rate)
+        found[f"{rows} rows"] = {"us": 1e6 * seconds, "of_limit": least / seconds}
     return found
 
 

@@ -13,12 +13,14 @@ import torch
 class Fused:
     """`rms_norm(x, weight, epsilon, groups)` does what `models.block.Norm` does. `add_rms_norm(x, branch, scale,
     weight, epsilon)` does what its `added` does for one group, and `activate(activation, projected, gate_scale)` what
-    `models.block.activate` does. The others are those of `kernels.gpu.recurrent`, which describes them."""
+    `models.block.activate` does. The others are those of `kernels.gpu.experts` and `kernels.gpu.recurrent`, which
+    describe them."""
 
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float, int], torch.Tensor]
     add_rms_norm: Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
     gated_norm: Callable[..., torch.Tensor]
     activate: Callable[[str, torch.Tensor, float], torch.Tensor]
+    mix_experts: Callable[..., torch.Tensor]
     convolve_step: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     gated_delta_step: Callable[..., torch.Tensor]
     mamba2_step: Callable[..., torch.Tensor]

@@ -43,12 +43,7 @@ class ExpertsBlock:
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """`x` and the result are [tokens, hidden]."""
-        chosen, weights = self._route(x)
-        result = torch.zeros_like(x)
-        for expert in torch.unique(chosen).tolist():
-            tokens, places = (chosen == expert).nonzero(as_tuple=True)
-            result.index_add_(0, tokens, self._compute(expert, x[tokens]) * weights[tokens, places, None])
-        result = self._sum(result)
+        result = self._sum(self._mix(x, *self._route(x)))
         if self._shared is None:
             return result
         shared = self._shared(x, step)
@@ -56,10 +51,22 @@ class ExpertsBlock:
             shared = shared * linear(x, self._shared_gate).sigmoid()
         return result + shared
 
+    def _mix(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of the outputs of the `chosen` experts, multiplied by their `weights`."""
+        biases = self._biases[1:] if self._biases is not None else None
+        if self._fused is not None:
+            given = x, chosen, weights, self._inner, self._down
+            return self._fused.mix_experts(*given, biases, self._shape.activation)
+        result = torch.zeros_like(x)
+        for expert in torch.unique(chosen).tolist():
+            tokens, places = (chosen == expert).nonzero(as_tuple=True)
+            result.index_add_(0, tokens, self._compute(expert, x[tokens]) * weights[tokens, places, None])
+        return result
+
     def _compute(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         """Returns the output of one expert for `x`, both [tokens, hidden]."""
         inner, outer = (bias[expert] for bias in self._biases[1:]) if self._biases is not None else (None, None)
-        activated = activate(self._shape.activation, linear(x, self._inner[expert], inner), fused=self._fused)
+        activated = activate(self._shape.activation, linear(x, self._inner[expert], inner))
         return linear(activated, self._down[expert], outer)
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

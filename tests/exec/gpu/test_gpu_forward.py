@@ -27,7 +27,7 @@ from tenuto.exec.row_options import RowOptions
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.kernels.gpu.fused import FUSED
 from tenuto.kernels.sampling import OPTIONS
-from tenuto.models.config import GatedDelta, ModelConfig
+from tenuto.models.config import Experts, GatedDelta, ModelConfig
 from tenuto.models.decoder import Decoder
 from tests.exec.driver import Driver, Work
 from tests.exec.gpu.conftest import DEVICE
@@ -38,6 +38,7 @@ MODELS = {
     "full attention": model(2, 32, [attention(2, 1, 16)], 48, 101, 128),
     "windows, sinks, norms": model(2, 32, [attention(2, 1, 16, window=20, sinks=True, qk_norm=True)], 48, 101, 128),
     "gated delta net": model(2, 32, [GatedDelta(1, 2, 16, 16, 4), attention(2, 1, 16, gated=True)], 48, 101, 128),
+    "experts": model(1, 32, [attention(2, 1, 16)], Experts(5, 2, 16, normalised=True), 101, 128),
 }
 DRAWN = Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=3)
 
@@ -50,7 +51,12 @@ def decoder(config: ModelConfig, *, fused: bool) -> Decoder:
 
 @pytest.mark.parametrize(
     ("name", "sampling"),
-    [("full attention", DRAWN), ("windows, sinks, norms", GREEDY), ("gated delta net", DRAWN)],
+    [
+        ("full attention", DRAWN),
+        ("windows, sinks, norms", GREEDY),
+        ("gated delta net", DRAWN),
+        ("experts", GREEDY),
+    ],
 )
 def test_captured_steps_sample_what_plain_pytorch_samples(name: str, sampling: Sampling) -> None:
     config, queue = MODELS[name], HostQueue()

@@ -16,6 +16,7 @@ from tenuto.base.sampling import MAX_LOGPROBS
 from tenuto.kernels.gpu import attention, quantized
 from tenuto.kernels.gpu.activations import gated
 from tenuto.kernels.gpu.edits import PENALTIES, EditedRows, count, edit
+from tenuto.kernels.gpu.experts import mix_experts
 from tenuto.kernels.gpu.linear import linear
 from tenuto.kernels.gpu.norms import add_rms_norm, gated_norm, rms_norm
 from tenuto.kernels.gpu.recurrent import convolve_step, gated_delta_step, mamba2_step, mamba_step
@@ -158,6 +159,16 @@ def stepping() -> None:
     finish(entries, samples, tokens, sampled)
 
 
+def mixing(dtype: torch.dtype, hidden: int, width: int, experts: int, chosen: int, *, biased: bool = False) -> None:
+    """Mixes experts for a few tokens, and for many."""
+    one = torch.zeros(1, dtype=dtype)
+    inner, down = one.expand(experts, 2 * width, hidden), one.expand(experts, hidden, width)
+    biases = (one.expand(experts, 2 * width), one.expand(experts, hidden)) if biased else None
+    for tokens in (16, 64 * experts // chosen):
+        x, ids = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(tokens, chosen, dtype=torch.int64)
+        mix_experts(x, ids, torch.zeros(tokens, chosen, dtype=dtype), inner, down, biases, "silu")
+
+
 def multiplying(dtype: torch.dtype, inputs: int, outputs: int) -> None:
     for rows in (1, 16):
         linear(torch.zeros(rows, inputs, dtype=dtype), torch.zeros(1, dtype=dtype).expand(outputs, inputs))
@@ -176,6 +187,7 @@ def dequantizing(numbers: Numbers, inputs: int, outputs: int, group: int, *, min
 _HALF = frozenset({"decode", "prefill"})
 _LINEAR = frozenset({"_linear"})
 _QUANTIZED = frozenset({"_many"})
+_EXPERTS = frozenset({"_multiply"})
 LAUNCHES = {
     "attention of Llama 3": Launch(partial(attending, torch.bfloat16, 128, 32, 8), _HALF),
     "attention of Qwen 3": Launch(partial(attending, torch.float16, 128, 16, 8, more=True), _HALF),
@@ -205,6 +217,8 @@ LAUNCHES = {
     "product of few rows": Launch(partial(multiplying, torch.bfloat16, 4096, 6144), _LINEAR),
     "product of few rows and many outputs": Launch(partial(multiplying, torch.float16, 4096, 128_256), _LINEAR),
     "product of few rows and uneven inputs": Launch(partial(multiplying, torch.bfloat16, 1584, 4096), _LINEAR),
+    "experts of Qwen 3": Launch(partial(mixing, torch.bfloat16, 2048, 768, 128, 8), _EXPERTS),
+    "experts of gpt-oss": Launch(partial(mixing, torch.float16, 2880, 2880, 32, 4, biased=True), _EXPERTS),
     "4 bits": Launch(partial(dequantizing, Numbers.INT4, 4096, 28_672, 128), _QUANTIZED),
     "4 bits with minima": Launch(partial(dequantizing, Numbers.INT4, 4096, 4096, 32, minima=True), _QUANTIZED),
     "8 bits": Launch(partial(dequantizing, Numbers.INT8, 4096, 6144, 4096), _QUANTIZED),

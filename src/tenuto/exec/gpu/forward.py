@@ -23,7 +23,6 @@ from tenuto.exec.torch_memory import Memories
 from tenuto.kernels.gpu.sampling import sample
 from tenuto.kernels.sampling import Choice, Masks
 from tenuto.kernels.torch_sampling import mask
-from tenuto.models.config import Experts
 from tenuto.models.decoder import Decoder
 
 
@@ -52,8 +51,6 @@ class GpuForward(TorchForward):
         self.layout = f"gpu {model.dtype}"
         self.description = f"Triton kernels in {str(model.dtype).removeprefix('torch.')} on {model.device}"
         self._queue = queue
-        # The number of tokens of an expert is known on the device alone, so the host must wait for it.
-        self._waits = any(isinstance(layer.feed_forward, Experts) for layer in model.config.layers)
         self._captured: CapturedSteps | None = None
 
     def _memories(self, units: tuple[int, ...], rows: int, most_kept: int) -> Memories:
@@ -73,7 +70,7 @@ class GpuForward(TorchForward):
 
     def decode(self, plan: Plan, tokens: Callable[[], Ints], options: RowOptions) -> Callable[[], StepResult] | None:
         """See `Forward.decode`."""
-        if self._waits or not _simple(plan):
+        if not _simple(plan):
             return None
         edited, scored, edits = options.edited(plan.rows), _scored(plan, options), options.edits
         size = self._size_of(plan, parted=bool(plan.masks) or edited or scored is not None)

@@ -2,6 +2,7 @@
 
 from tenuto.kernels.fused import Fused
 from tenuto.kernels.gpu.activations import gated
+from tenuto.kernels.gpu.experts import mix_experts
 from tenuto.kernels.gpu.norms import add_rms_norm, gated_norm, rms_norm
 from tenuto.kernels.gpu.recurrent import convolve_step, gated_delta_step, mamba2_step, mamba_step
 
@@ -10,6 +11,7 @@ FUSED = Fused(
     add_rms_norm=add_rms_norm,
     gated_norm=gated_norm,
     activate=gated,
+    mix_experts=mix_experts,
     convolve_step=convolve_step,
     gated_delta_step=gated_delta_step,
     mamba2_step=mamba2_step,

@@ -1,0 +1,217 @@
+"""Mixtures of experts on a CUDA device: every expert multiplies the tokens that chose it, of which the host does not
+know how many there are.
+
+A token and one of its experts are a pair. Pairs are ordered by expert and cut into tiles of one expert each, by the
+device. There are as many programs as there can be tiles at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from tenuto.kernels.gpu.activations import gated
+
+_COUNTED = 32
+"""The number of pairs that are counted, or put into order, at a time."""
+_COMBINED = 1024
+"""The number of results that a program adds up."""
+_FEW = 16
+"""The pairs of a tile if experts have few: the least that tensor cores multiply."""
+_MANY = 64
+"""The pairs of a tile if experts have this many or more on average."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """Pairs in order. `pairs`, int32 [pairs]: their numbers, those of an expert together. `firsts`, int32 [experts +
+    1]: where each expert's begin. `tiles`, int32 [experts]: the number of tiles up to each expert's last. `size`: the
+    most pairs of a tile. `most`: the most tiles."""
+
+    pairs: torch.Tensor
+    firsts: torch.Tensor
+    tiles: torch.Tensor
+    size: int
+    most: int
+
+
+def mix_experts(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    inner: torch.Tensor,
+    down: torch.Tensor,
+    biases: tuple[torch.Tensor, torch.Tensor] | None,
+    activation: str,
+) -> torch.Tensor:
+    """Returns the sum of the experts' outputs for `x`, both [tokens, hidden]. Of each token they are those in `chosen`,
+    int64, multiplied by `weights`, both [tokens, chosen]. An expert multiplies by its part of `inner`, [experts, parts
+    * width, hidden], applies `activation`, see `activations.gated`, and multiplies by its part of `down`, [experts,
+    hidden, width]. `biases` are those of `inner` and `down`. Sums are float32, in an order that depends on the shapes
+    of the matrices alone. Rows of `x` are contiguous, as are matrices."""
+    order = _ordered(chosen, len(inner))
+    first, second = biases if biases is not None else (None, None)
+    activated = gated(activation, _product(x, inner, first, order, chosen.shape[1]))
+    return _combined(_product(activated, down, second, order, 1), weights)
+
+
+def _ordered(chosen: torch.Tensor, experts: int) -> _Order:
+    many, device = chosen.numel(), chosen.device
+    size = _MANY if many >= _MANY * experts else _FEW
+    pairs, free, firsts, tiles = (
+        torch.empty(length, device=device, dtype=torch.int32) for length in (many, experts, experts + 1, experts)
+    )
+    chosen = chosen.contiguous()
+    padded = triton.next_power_of_2(experts)
+    _count[(1,)](
+        chosen, free, firsts, tiles, many, COUNT=experts, EXPERTS=padded, TILE=size, BLOCK=_COUNTED, num_warps=8
+    )
+    _place[(triton.cdiv(many, _COUNTED),)](chosen, free, pairs, many, BLOCK=_COUNTED, num_warps=1)
+    return _Order(pairs, firsts, tiles, size, min(many, many // size + experts))
+
+
+def _product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, order: _Order, each: int
+) -> torch.Tensor:
+    """Multiplies the row of each pair, which has the number of the pair divided by `each`, by the matrix of its expert.
+    Returns [pairs, outputs]."""
+    experts, outputs, inputs = weight.shape
+    many = order.size > _FEW
+    block, step = 128 if many else 64, 128 // x.element_size()
+    found = torch.empty((len(order.pairs), outputs), device=x.device, dtype=x.dtype)
+    _multiply[(triton.cdiv(outputs, block), order.most)](
+        x,
+        weight,
+        bias,
+        order.pairs,
+        order.firsts,
+        order.tiles,
+        found,
+        inputs,
+        outputs,
+        x.stride(0),
+        EACH=each,
+        COUNT=experts,
+        EXPERTS=triton.next_power_of_2(experts),
+        EVEN=inputs % step == 0,
+        TILE=order.size,
+        BLOCK=block,
+        INPUTS=step,
+        num_warps=8 if many else 4,
+        num_stages=3 if many else 4,
+    )
+    return found
+
+
+def _combined(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Adds up the outputs of each token's pairs, [pairs, hidden], multiplied by `weights`, [tokens, chosen]."""
+    tokens, chosen = weights.shape
+    hidden = outputs.shape[1]
+    found = torch.empty((tokens, hidden), device=outputs.device, dtype=outputs.dtype)
+    grid = tokens, triton.cdiv(hidden, _COMBINED)
+    _combine[grid](outputs, weights.contiguous(), found, hidden, CHOSEN=chosen, BLOCK=_COMBINED)
+    return found
+
+
+@triton.jit(do_not_specialize=["many"])
+def _count(
+    chosen,
+    free,
+    firsts,
+    tiles,
+    many,
+    COUNT: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A single program counts the pairs of all experts. It writes where each one's begin, also to `free`."""
+    expert = tl.arange(0, EXPERTS)
+    counts = tl.zeros([EXPERTS], tl.int32)
+    for first in range(0, many, BLOCK):
+        pair = first + tl.arange(0, BLOCK)
+        own = tl.load(chosen + pair, pair < many, -1).to(tl.int32)
+        counts += tl.sum((own[:, None] == expert[None, :]).to(tl.int32), axis=0)
+    ends = tl.cumsum(counts, axis=0)
+    inside = expert < COUNT
+    tl.store(firsts + expert, ends - counts, inside)
+    tl.store(free + expert, ends - counts, inside)
+    tl.store(firsts + COUNT, many)
+    tl.store(tiles + expert, tl.cumsum((counts + TILE - 1) // TILE, axis=0), inside)
+
+
+@triton.jit(do_not_specialize=["many"])
+def _place(chosen, free, pairs, many, BLOCK: tl.constexpr):
+    """A program puts BLOCK pairs into order. `free`, int32 [experts], is the next free place of each expert's."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    given = pair < many
+    place = tl.atomic_add(free + tl.load(chosen + pair, given, 0), 1, given)
+    tl.store(pairs + place, pair, given)
+
+
+@triton.jit
+def _multiply(
+    x,
+    weight,
+    bias,
+    pairs,
+    firsts,
+    tiles,
+    found,
+    inputs,
+    outputs,
+    stride,
+    EACH: tl.constexpr,
+    COUNT: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    EVEN: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """A program computes BLOCK outputs of a tile. Its grid is [blocks, most tiles]."""
+    tile = tl.program_id(1)
+    index = tl.arange(0, EXPERTS)
+    ends = tl.load(tiles + index, index < COUNT, 2**30)
+    expert = tl.sum((ends <= tile).to(tl.int32), axis=0)
+    if expert < COUNT:
+        place = tl.load(firsts + expert) + (tile - tl.max(tl.where(ends <= tile, ends, 0), axis=0)) * TILE
+        place += tl.arange(0, TILE)
+        present = place < tl.load(firsts + expert + 1)
+        pair = tl.load(pairs + place, present, 0).to(tl.int64)
+        output = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        # Outputs behind the last are computed like it, and not stored.
+        own = (expert.to(tl.int64) * outputs + tl.minimum(output, outputs - 1)) * inputs
+        values, weights = x + (pair // EACH)[:, None] * stride, weight + own[None, :]
+        sums = tl.zeros([TILE, BLOCK], tl.float32)
+        for first in range(0, inputs, INPUTS):
+            at = first + tl.arange(0, INPUTS)
+            if EVEN:
+                w = tl.load(weights + at[:, None])
+                v = tl.load(values + at[None, :], mask=present[:, None], other=0.0)
+            else:
+                w = tl.load(weights + at[:, None], mask=at[:, None] < inputs, other=0.0)
+                v = tl.load(values + at[None, :], mask=present[:, None] & (at < inputs)[None, :], other=0.0)
+            sums = tl.dot(v, w, sums, input_precision="ieee")
+        if bias is not None:
+            line = bias + expert.to(tl.int64) * outputs + output
+            sums += tl.load(line, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
+        inside = present[:, None] & (output < outputs)[None, :]
+        tl.store(found + pair[:, None] * outputs + output[None, :], sums.to(found.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _combine(outputs, weights, found, hidden, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
+    """A program adds up BLOCK results of one token. Its grid is [tokens, blocks]."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < hidden
+    sums = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(CHOSEN):
+        pair = token * CHOSEN + i
+        weight = tl.load(weights + pair).to(tl.float32)
+        sums += weight * tl.load(outputs + pair * hidden + at, inside, 0.0).to(tl.float32)
+    tl.store(found + token * hidden + at, sums.to(found.dtype.element_ty), inside)
