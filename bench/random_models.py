@@ -9,9 +9,10 @@ import numpy as np
 
 from tenuto.kernels.native.formats import PanelFormat
 from tenuto.kernels.native.grouped import Grouped
+from tenuto.models.adapter import Adapter, LowRank, projections
 from tenuto.models.config import Attention, Experts, Layer, Mixer, Mlp, ModelConfig
 from tenuto.models.rope import Rope
-from tenuto.models.weights import FLOATS, StoredWeight, bfloat16_bits
+from tenuto.models.weights import FLOATS, Floats, StoredWeight, bfloat16_bits
 
 
 def model(
@@ -75,6 +76,21 @@ def stored(config: ModelConfig, kind: Grouped | None, seed: int = 0) -> Iterator
             yield f"{first}{part}.weight", made
         for norm in ("input_layernorm", "post_attention_layernorm"):
             yield f"{first}{norm}.weight", plain(config.hidden)
+
+
+def random_adapter(config: ModelConfig, rank: int, seed: int, *, without: str = "") -> Adapter:
+    """Returns an adapter that changes all projections but those whose names end with `without`, if that is given."""
+    draw = np.random.default_rng(seed)
+
+    def random(*shape: int) -> Floats:
+        return draw.normal(size=shape).astype(np.float32) * np.float32(shape[1] ** -0.5)
+
+    changes = {
+        name: LowRank(random(rank, inputs), random(outputs, rank), 1.0)
+        for name, (outputs, inputs) in projections(config).items()
+        if not without or not name.endswith(without)
+    }
+    return Adapter(changes, str(seed))
 
 
 def random_matrix(draw: np.random.Generator, kind: Grouped, outputs: int, inputs: int) -> StoredWeight:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +16,13 @@ import torch
 
 from bench.gpu.guesses import GuessingRows, prompts_of
 from bench.gpu.models import NOTHING, RECURRENT, SMALL, Eager, Rows, executor
-from bench.random_models import TYPES, attention, model, stored
+from bench.random_models import TYPES, attention, model, random_adapter, stored
 from tenuto.base.plan import Ints, RowSampling
 from tenuto.base.sampling import GREEDY, Sampling
 from tenuto.exec.gpu.forward import GpuForward
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.kernels.native.grouped import Grouped
+from tenuto.models.adapter import Adapter
 from tenuto.models.config import ModelConfig
 
 DRAWN = Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=3)
@@ -40,12 +42,20 @@ def same_turns() -> dict[str, str]:
         for sampling in (GREEDY, DRAWN):
             how = "greedy" if sampling is GREEDY else "sampled"
             found |= _compared(f"{name}, {how}", config, sampling)
+    plain = SMALL["full attention"]
     for name, kind in TYPES.items():
-        found |= _compared(f"{name}, sampled", SMALL["full attention"], DRAWN, kind)
-    return found
+        found |= _compared(f"{name}, sampled", plain, DRAWN, kind)
+    adapters = [random_adapter(plain, rank, rank) for rank in (8, 64)]
+    return found | _compared("adapters, sampled", plain, DRAWN, adapters=adapters)
 
 
-def _compared(name: str, config: ModelConfig, sampling: Sampling, numbers: Grouped | None = None) -> dict[str, str]:
+def _compared(
+    name: str,
+    config: ModelConfig,
+    sampling: Sampling,
+    numbers: Grouped | None = None,
+    adapters: Sequence[Adapter] = (),
+) -> dict[str, str]:
     """Compares the tokens that each way of computing samples. With `numbers`, the weights are quantized."""
     prompts = np.random.default_rng(1).integers(0, config.vocab, (5, 150)).astype(np.int32)
     results: dict[str, Ints] = {}
@@ -53,7 +63,7 @@ def _compared(name: str, config: ModelConfig, sampling: Sampling, numbers: Group
     for kind in (TorchForward, Eager, GpuForward):
         weights = stored(config, numbers) if numbers is not None else None
         with executor(config, torch.float32, kind, weights) as made:
-            results[kind.__name__] = Rows(made, 5, 512, sampling).turns(prompts, 200)
+            results[kind.__name__] = Rows(made, 5, 512, sampling, adapters).turns(prompts, 200)
     captured = results["GpuForward"]
     for other in ("Eager", "TorchForward"):
         differing = (results[other] != captured).any(axis=1)
@@ -151,12 +161,12 @@ def memory_checker(folder: Path) -> dict[str, str]:
 
 
 def few_steps(kind: type[GpuForward]) -> None:
-    """Computes a prompt, a few decodes with log-probabilities, and guesses with grammars, penalties or neither, of each
-    small model, cut to two layers."""
+    """Computes a prompt, a few decodes with adapters and log-probabilities, and guesses with grammars, penalties or
+    neither, of each small model, cut to two layers."""
     for name, config in (SMALL | RECURRENT).items():
         cut = replace(config, layers=config.layers[:2])
         with executor(cut, torch.float32, kind) as made:
-            rows = Rows(made, 3, 256, RowSampling(GREEDY, top=2))
+            rows = Rows(made, 3, 256, RowSampling(GREEDY, top=2), [random_adapter(cut, 8, 0)])
             rows.turns(np.ones((3, 70), np.int32), 3, overlap=0)
         for sampling, grammar in HOW.values():
             with executor(cut, torch.float32, kind) as made:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -14,9 +14,10 @@ from tenuto.base.plan import PREVIOUS_SAMPLE, Ints, PageCopies, Plan, RowSamplin
 from tenuto.base.sampling import GREEDY, Sampling
 from tenuto.exec.gpu.forward import GpuForward
 from tenuto.exec.gpu.queue import CudaQueue
-from tenuto.exec.model_executor import ModelExecutor
+from tenuto.exec.model_executor import ModelExecutor, ReadAdapter
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.kernels.gpu.fused import FUSED
+from tenuto.models.adapter import Adapter
 from tenuto.models.config import Experts, GatedDelta, Mamba, Mamba2, ModelConfig
 from tenuto.models.decoder import Decoder
 from tenuto.models.weights import StoredWeight
@@ -69,10 +70,20 @@ class Rows:
     """Rows of one executor, each with its own pages and state slot, at the same position."""
 
     def __init__(
-        self, executor: ModelExecutor, rows: int, context: int, sampling: Sampling | RowSampling = GREEDY
+        self,
+        executor: ModelExecutor,
+        rows: int,
+        context: int,
+        sampling: Sampling | RowSampling = GREEDY,
+        adapters: Sequence[Adapter] = (),
     ) -> None:
-        """Prepares the executor for rows of `context` tokens, all with the same options."""
+        """Prepares the executor for rows of `context` tokens, all with the same options. The first has no adapter, and
+        the others have the `adapters` in turn."""
         self.executor, self.rows, self.at = executor, rows, 0
+        for slot, adapter in enumerate(adapters, start=1):
+            executor.set_adapter(slot, ReadAdapter(adapter.digest, executor.forward.packer(adapter)))
+        slots = [1 + row % len(adapters) if row else 0 for row in range(rows)] if adapters else []
+        self._adapters = np.array(slots, np.int32) if any(slots) else None
         self._pages = -(-context // PAGE)
         paged = [group.paged for group in executor.spec.groups]
         executor.prepare(tuple(rows * self._pages if page else rows for page in paged), rows, overlap=1)
@@ -103,6 +114,7 @@ class Rows:
             copies=(PageCopies(NOTHING, NOTHING, NOTHING),) * self._paged,
             states=(moves,) * self._states,
             sampling=sampling,
+            adapters=self._adapters,
         )
         self._steps += 1
         self.at += count

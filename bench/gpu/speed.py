@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from bench.gpu.models import CUDA, NOTHING, Rows, TimedQueue
-from bench.random_models import EIGHT, TYPES, random_matrix
+from bench.random_models import EIGHT, TYPES, random_adapter, random_matrix
 from bench.spread import repeated
 from tenuto.base.plan import RowSampling
 from tenuto.base.sampling import GREEDY, Sampling
@@ -154,8 +154,9 @@ def asking(made: ModelExecutor, batch: int) -> dict[str, float]:
         "penalties and biases": RowSampling(penalised, NOTHING, NOTHING),
     }
     found = {}
-    for name, each in asked.items():
-        rows = Rows(made, batch, CONTEXT + 2 * DECODES, each)
+    for name, each in {**asked, "adapters of rank 16": asked["nothing"]}.items():
+        adapters = [random_adapter(EIGHT, 16, seed) for seed in range(4)] if "adapters" in name else []
+        rows = Rows(made, batch, CONTEXT + 2 * DECODES, each, adapters)
         rows.fill(CONTEXT)
         first = np.ones(batch, np.int32)
         rows.decode(first, DECODES)

@@ -23,7 +23,7 @@ from tenuto.kernels.ragged import ragged_arange
 from tenuto.kernels.sampling import Choice, Masks
 from tenuto.kernels.torch_sampling import mask, sample, score
 from tenuto.models.adapter import Adapter
-from tenuto.models.block import AdaptedTokens, StepMemory
+from tenuto.models.block import Adapted, AdaptedTokens, StepMemory
 from tenuto.models.decoder import Decoder
 from tenuto.models.groups import layer_groups, memory_spec
 
@@ -156,8 +156,8 @@ class TorchForward:
         memory = cast("StepMemory", self.memories.pages_step(rows, starts, counts))  # the head only has attention
         return self._model.predicted(indices(tokens, self._device), normed, places, memory)
 
-    def _adapted(self, slots: Ints) -> list[AdaptedTokens]:
-        """Returns the tokens of each adapter. `slots`: those of all tokens, 0 for tokens without one."""
+    def _adapted(self, slots: Ints) -> Sequence[Adapted]:
+        """Returns the adapters of tokens by their `slots`, 0 for tokens without one."""
         return [
             AdaptedTokens(indices(np.flatnonzero(slots == slot), self._device), self._adapters[slot])
             for slot in np.unique(slots).tolist()

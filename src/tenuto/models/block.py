@@ -260,13 +260,32 @@ class StepMemory(Protocol):
         the next `read`."""
 
 
+class Adapted(Protocol):
+    """The adapters of a step's tokens."""
+
+    def change(self, projected: torch.Tensor, x: torch.Tensor, parts: Mapping[str, int]) -> None:
+        """Adds the changes of adapters to `projected`, [tokens, outputs], in place. `x`: the projections' input,
+        [tokens, inputs]. `parts`: the names of the projections and their numbers of outputs, in order."""
+
+
 @dataclass(frozen=True, slots=True)
 class AdaptedTokens:
-    """The tokens of a step, int64 [n], whose rows have one adapter, and the adapter's changes by the names of weights:
-    float32 [rank, inputs] and [outputs, rank]; see `adapter.LowRank`."""
+    """The `Adapted` of one adapter: the tokens of a step, int64 [n], whose rows have it, and its changes by the names
+    of weights, float32 [rank, inputs] and [outputs, rank]; see `adapter.LowRank`."""
 
     tokens: torch.Tensor
     changes: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+
+    def change(self, projected: torch.Tensor, x: torch.Tensor, parts: Mapping[str, int]) -> None:
+        """See `Adapted.change`."""
+        begin, own = 0, None
+        for name, outputs in parts.items():
+            if name in self.changes:
+                own = x[self.tokens].float() if own is None else own
+                down, up = self.changes[name]
+                change = own @ down.t() @ up.t()
+                projected[self.tokens, begin : begin + outputs] += change.to(projected.dtype)
+            begin += outputs
 
 
 class Step:
@@ -277,10 +296,10 @@ class Step:
         memory: StepMemory,
         positions: torch.Tensor,
         dtype: torch.dtype,
-        adapted: Sequence[AdaptedTokens] = (),
+        adapted: Sequence[Adapted] = (),
     ) -> None:
-        """`positions`, int64 [tokens]: the position of each token in its own sequence. `adapted`: the tokens of each
-        adapter; others have none."""
+        """`positions`, int64 [tokens]: the position of each token in its own sequence. `adapted`: the adapters, which
+        other tokens do not have."""
         self.memory = memory
         self._adapted = adapted
         self._positions = positions.float()[:, None]
@@ -288,17 +307,9 @@ class Step:
         self._rotations: dict[Rope, Rotation] = {}
 
     def adapt(self, projected: torch.Tensor, x: torch.Tensor, parts: Mapping[str, int]) -> torch.Tensor:
-        """Adds the changes of adapters to `projected`, [tokens, outputs], and returns it. `x`: the projections' input,
-        [tokens, inputs]. `parts`: the names of the projections and their numbers of outputs, in order."""
+        """Adds the changes of all adapters to `projected` and returns it; see `Adapted.change`."""
         for one in self._adapted:
-            begin, own = 0, None
-            for name, outputs in parts.items():
-                if name in one.changes:
-                    own = x[one.tokens].float() if own is None else own
-                    down, up = one.changes[name]
-                    change = own @ down.t() @ up.t()
-                    projected[one.tokens, begin : begin + outputs] += change.to(projected.dtype)
-                begin += outputs
+            one.change(projected, x, parts)
         return projected
 
     def rotation(self, rope: Rope, frequencies: torch.Tensor) -> Rotation:

@@ -14,7 +14,7 @@ from tenuto.base.errors import ModelError
 from tenuto.kernels.fused import Fused
 from tenuto.kernels.linear import linear
 from tenuto.models.attention import AttentionBlock
-from tenuto.models.block import AdaptedTokens, Norm, Residual, Room, Step, StepMemory
+from tenuto.models.block import Adapted, Norm, Residual, Room, Step, StepMemory
 from tenuto.models.config import (
     PREDICTOR,
     Attention,
@@ -178,10 +178,10 @@ class Decoder:
         tokens: torch.Tensor,
         positions: torch.Tensor,
         memory: StepMemory,
-        adapted: Sequence[AdaptedTokens] = (),
+        adapted: Sequence[Adapted] = (),
     ) -> torch.Tensor:
         """Computes the output of the last layer, [tokens, hidden], before the last norm. `tokens` and `positions` are
-        int64 [tokens]: ids, and positions within each token's own sequence. `adapted`: the tokens of each adapter."""
+        int64 [tokens]: ids, and positions within each token's own sequence. `adapted`: see `Step`."""
         step, stream = Step(memory, positions, self.dtype, adapted), Residual(self._embedded(tokens))
         for layer in self._layers:
             layer(stream, step)

@@ -25,6 +25,7 @@ from tenuto.exec.gpu.ring import CHANGES, StepNumbers
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.row_options import RowOptions
 from tenuto.exec.torch_forward import TorchForward
+from tenuto.kernels.gpu.adapters import SLOTS
 from tenuto.kernels.gpu.fused import FUSED
 from tenuto.kernels.sampling import OPTIONS
 from tenuto.models.config import Experts, GatedDelta, ModelConfig
@@ -144,7 +145,8 @@ def test_plans_that_a_captured_step_cannot_carry_out_are_left_to_the_host(monkey
     assert not captured(plan), "log-probabilities of named tokens"
     options.start(1, RowSampling(GREEDY, top=2))
     assert captured(plan)
-    assert not captured(replace(plan, adapters=np.ones(2, np.int32)))
+    assert captured(replace(plan, adapters=np.ones(2, np.int32)))
+    assert not captured(replace(plan, adapters=np.full(2, SLOTS, np.int32))), "a slot that the table has not"
     assert not captured(replace(plan, copies=(PageCopies(*np.zeros((3, 1), np.int32)),)))
     assert not captured(replace(plan, vectors=InputVectors(*np.ones((2, 1), np.int32))))
     assert not captured(replace(plan, tables=(TableChanges(*np.zeros((3, CHANGES + 1), np.int32)),)))

@@ -6,7 +6,7 @@ of a GPU's; nothing is computed. To add a kernel, add a launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +15,7 @@ import torch
 from tenuto.base.sampling import MAX_LOGPROBS
 from tenuto.kernels.gpu import attention, quantized
 from tenuto.kernels.gpu.activations import gated
+from tenuto.kernels.gpu.adapters import FIELDS, SLOTS, by_adapter, change_projections
 from tenuto.kernels.gpu.edits import PENALTIES, EditedRows, count, edit
 from tenuto.kernels.gpu.experts import mix_experts
 from tenuto.kernels.gpu.linear import linear
@@ -24,6 +25,7 @@ from tenuto.kernels.gpu.sampling import sample
 from tenuto.kernels.gpu.steps import (
     OWN,
     Entries,
+    adapters,
     allow,
     begin,
     change,
@@ -146,6 +148,7 @@ def stepping() -> None:
     samples = select(entries, rows, 64)
     single(entries, rows, sampled)
     spread(entries, rows, 2560, attention.TILE, sampled)
+    adapters(rows, 2560)
     change(entries, 0, torch.zeros(64, 100, dtype=torch.int32))
     logits, tokens = torch.zeros(64, 151_936), torch.zeros(64, dtype=torch.int64)
     allow(entries, logits)
@@ -167,6 +170,13 @@ def mixing(dtype: torch.dtype, hidden: int, width: int, experts: int, chosen: in
     for tokens in (16, 64 * experts // chosen):
         x, ids = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(tokens, chosen, dtype=torch.int64)
         mix_experts(x, ids, torch.zeros(tokens, chosen, dtype=dtype), inner, down, biases, "silu")
+
+
+def adapting(dtype: torch.dtype, inputs: int, outputs: Sequence[int]) -> None:
+    """Changes projections that are one product."""
+    table = torch.zeros(len(outputs), SLOTS, FIELDS, dtype=torch.int64)
+    projected, x = torch.zeros(64, sum(outputs), dtype=dtype), torch.zeros(64, inputs, dtype=dtype)
+    change_projections(projected, x, table, 0, outputs, by_adapter(torch.zeros(64, dtype=torch.int64)))
 
 
 def multiplying(dtype: torch.dtype, inputs: int, outputs: int) -> None:
@@ -219,6 +229,8 @@ LAUNCHES = {
     "product of few rows and uneven inputs": Launch(partial(multiplying, torch.bfloat16, 1584, 4096), _LINEAR),
     "experts of Qwen 3": Launch(partial(mixing, torch.bfloat16, 2048, 768, 128, 8), _EXPERTS),
     "experts of gpt-oss": Launch(partial(mixing, torch.float16, 2880, 2880, 32, 4, biased=True), _EXPERTS),
+    "adapters of Llama 3": Launch(partial(adapting, torch.bfloat16, 4096, [4096, 1024, 1024])),
+    "adapters of SmolLM2": Launch(partial(adapting, torch.float16, 1536, [576])),
     "4 bits": Launch(partial(dequantizing, Numbers.INT4, 4096, 28_672, 128), _QUANTIZED),
     "4 bits with minima": Launch(partial(dequantizing, Numbers.INT4, 4096, 4096, 32, minima=True), _QUANTIZED),
     "8 bits": Launch(partial(dequantizing, Numbers.INT8, 4096, 6144, 4096), _QUANTIZED),

@@ -11,10 +11,12 @@ from tenuto.base.plan import NO_SLOT, PREVIOUS_SAMPLE
 from tenuto.base.sampling import MAX_LOGPROBS
 from tenuto.kernels.gpu.attention import tiles_of
 from tenuto.kernels.gpu.steps import (
+    ADAPTER,
     CHANGED,
     OWN,
     SPAN,
     Entries,
+    adapters,
     allow,
     begin,
     change,
@@ -73,7 +75,7 @@ class Host:
         self.ids[:] = self.draw.permutation(IDS)[: self.n]
         self.starts[:] = self.draw.integers(0, 5, self.n) * TILE * self.draw.integers(1, 9, self.n)
         self.firsts[:], self.numbers[SPAN + 2] = self.counts.cumsum() - self.counts, self.counts
-        self.numbers[SPAN + 3 : OWN] = self.draw.integers(0, 3, (2, self.n))
+        self.numbers[SPAN + 3 : OWN] = self.draw.integers(0, 3, (OWN - SPAN - 3, self.n))
         self.samples[:] = np.minimum(self.draw.integers(0, 4, self.n), self.counts)
         outputs[:] = self.samples.cumsum() - self.samples
         self.numbers[OWN], self.numbers[OWN + 1] = NO_SLOT, 1
@@ -104,7 +106,7 @@ def test_a_step_reads_what_the_host_wrote_and_writes_what_it_samples(counts, row
     begun = begin(entries, FIELDS, rows)
     found = begun.numbers.cpu().numpy()
     assert (found[:, :n] == host.numbers).all()
-    assert (found[:, n:] == np.array([0, 0, 2**30, 0, 2**30, 0, 0, 0, -1, -1])[:, None]).all()
+    assert (found[:, n:] == np.array([0, 0, 2**30, 0, 2**30, 0, 0, 0, 0, -1, -1])[:, None]).all()
     assert begun.alone.tolist() == [*np.where(host.counts == 1, host.starts, -1), *[-1] * (rows - n)]
 
     many, spare = host.sampled, 1 + rows % 7
@@ -219,6 +221,8 @@ def test_tokens_find_their_rows_and_tiles_are_those_that_the_host_would_cut(coun
     owners = np.repeat(host.ids, host.counts)
     assert found.ids.tolist()[:many] == np.where(host.inputs == PREVIOUS_SAMPLE, owners + 50, host.inputs).tolist()
     assert found.owners.tolist()[:many] == owners.tolist()
+    slots = adapters(begin(host.entries, FIELDS, host.n + spare + 4), many + spare)
+    assert slots.tolist() == [*np.repeat(host.numbers[ADAPTER], host.counts), *[0] * spare]
     within = np.arange(many) - np.repeat(host.firsts, host.counts)
     assert found.positions.tolist()[:many] == (np.repeat(host.starts, host.counts) + within).tolist()
     assert set(found.positions.tolist()[many:]) <= {-1}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tenuto.exec.gpu.adapters import AdaptedStep, AdapterTable
 from tenuto.exec.gpu.edits import GpuEdits
 from tenuto.exec.gpu.memory import DecodeAttention, GpuPages, RaggedAttention, RaggedRows
 from tenuto.exec.gpu.ring import Ring
@@ -19,6 +20,7 @@ from tenuto.kernels.gpu.attention import TILE
 from tenuto.kernels.gpu.edits import EditedRows, count, edit
 from tenuto.kernels.gpu.sampling import sample
 from tenuto.kernels.gpu.steps import Rows, allow, begin, change, finish, report, select, single, spread, trace
+from tenuto.kernels.gpu.steps import adapters as find_adapters
 from tenuto.kernels.torch_sampling import score
 from tenuto.models.decoder import Decoder
 
@@ -26,12 +28,14 @@ from tenuto.models.decoder import Decoder
 @dataclass(frozen=True, slots=True)
 class Size:
     """The most tokens, rows and samples of a captured step. `decodes`: whether every row computes and samples one
-    token, and absorbs and keeps nothing. `parted`: whether it is two parts, of which the first ends with logits."""
+    token, and absorbs and keeps nothing. `adapted`: whether rows may have adapters. `parted`: whether it is two parts,
+    of which the first ends with logits."""
 
     tokens: int
     rows: int
     samples: int
     decodes: bool
+    adapted: bool
     parted: bool
 
 
@@ -56,8 +60,11 @@ class CapturedSteps:
     parts. Other steps do without the copy, and without a second launch.
     """
 
-    def __init__(self, model: Decoder, memories: Memories, sampled: torch.Tensor, ring: Ring) -> None:
+    def __init__(
+        self, model: Decoder, memories: Memories, adapters: AdapterTable, sampled: torch.Tensor, ring: Ring
+    ) -> None:
         self._model, self._memories, self._sampled, self._ring = model, memories, sampled, ring
+        self._adapters = adapters
         self._pages = {g: pages for g, pages in memories.pages.items() if isinstance(pages, GpuPages)}
         self._steps: dict[Size, Callable[[], None]] = {}
         self._ends: dict[End, Callable[[], None]] = {}
@@ -91,7 +98,8 @@ class CapturedSteps:
 
     def _compute(self, size: Size) -> None:
         rows = begin(self._ring.entries, self._ring.fields, size.rows)
-        logits = self._decode(rows) if size.decodes else self._mixed(rows, size)
+        adapted = (self._adapters.step(find_adapters(rows, size.tokens)),) if size.adapted else ()
+        logits = self._decode(rows, adapted) if size.decodes else self._mixed(rows, size, adapted)
         if size.parted:
             assert self._logits is not None  # `_allocate` was called
             self._logits[: size.samples].copy_(logits)
@@ -100,14 +108,14 @@ class CapturedSteps:
             sampling = select(entries, rows, len(logits))
             finish(entries, sampling, sample(logits, *sampling.choice), self._sampled)
 
-    def _decode(self, rows: Rows) -> torch.Tensor:
+    def _decode(self, rows: Rows, adapted: tuple[AdaptedStep, ...]) -> torch.Tensor:
         tokens = single(self._ring.entries, rows, self._sampled)
         self._change_tables()
         attentions = {g: DecodeAttention(pages, rows.ids, rows.alone) for g, pages in self._pages.items()}
         memory = self._memories.step_of(attentions, self._moves(rows), None)
-        return self._model.projected(self._model.normed(self._model.hidden(tokens, rows.alone, memory)))
+        return self._model.projected(self._model.normed(self._model.hidden(tokens, rows.alone, memory, adapted)))
 
-    def _mixed(self, rows: Rows, size: Size) -> torch.Tensor:
+    def _mixed(self, rows: Rows, size: Size, adapted: tuple[AdaptedStep, ...]) -> torch.Tensor:
         entries = self._ring.entries
         tokens = spread(entries, rows, size.tokens, TILE, self._sampled)
         self._change_tables()
@@ -115,7 +123,7 @@ class CapturedSteps:
         attentions = {g: RaggedAttention(pages, ragged) for g, pages in self._pages.items()}
         memory = self._memories.step_of(attentions, self._moves(rows), rows.spans)
         after = select(entries, rows, size.samples).after
-        return self._model.logits(self._model.hidden(tokens.ids, tokens.positions, memory), after)
+        return self._model.logits(self._model.hidden(tokens.ids, tokens.positions, memory, adapted), after)
 
     def _moves(self, rows: Rows) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         return {g: (reads, writes) for g, (reads, writes) in zip(self._memories.states, rows.moves, strict=True)}

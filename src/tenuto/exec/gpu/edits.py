@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tenuto.base.plan import Ints, RowSampling, Words
-from tenuto.exec.gpu.memory import ints
+from tenuto.exec.gpu.memory import ints, put
 from tenuto.exec.logits import Logits, Longs
 from tenuto.exec.torch_forward import TorchLogits
 from tenuto.kernels.gpu.edits import (
@@ -64,9 +64,9 @@ class GpuEdits:
             if token < self._vocab:
                 biases[token] = value
         penalties = options.repetition_penalty, options.presence_penalty, options.frequency_penalty
-        _put(torch.from_numpy(self._words(new)), edited.words[row])
-        _put(torch.from_numpy(biases), edited.biases[row])
-        _put(torch.tensor(penalties), edited.penalties[row])
+        put(torch.from_numpy(self._words(new)), edited.words[row])
+        put(torch.from_numpy(biases), edited.biases[row])
+        put(torch.tensor(penalties), edited.penalties[row])
         edited.masked_before[row] = max(new.masked_before, 0)
 
     def _words(self, new: RowSampling) -> Ints:
@@ -106,8 +106,3 @@ class GpuEdits:
 
     def _samples(self, *given: Longs) -> SampledRows:
         return SampledRows(*(ints(each, self._device) for each in given))
-
-
-def _put(values: torch.Tensor, target: torch.Tensor) -> None:
-    """Copies values of the host to the device, without waiting for steps in flight."""
-    target.copy_(values.pin_memory() if target.is_cuda else values, non_blocking=True)

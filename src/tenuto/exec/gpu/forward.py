@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 
 from tenuto.base.plan import Ints, Plan, StepResult
 from tenuto.base.sampling import MAX_LOGPROBS
+from tenuto.exec.gpu.adapters import AdapterTable
 from tenuto.exec.gpu.buckets import MOST_STEPPED, bucket_of, mixed_bucket_of, samples_bucket_of
 from tenuto.exec.gpu.captured import CapturedSteps, End, Size
 from tenuto.exec.gpu.edits import GpuEdits
@@ -19,10 +20,12 @@ from tenuto.exec.gpu.ring import CHANGES, MASKS, Ring, StepNumbers, masked_sampl
 from tenuto.exec.logits import Longs
 from tenuto.exec.row_options import RowOptions
 from tenuto.exec.torch_forward import TorchForward, TorchLogits
-from tenuto.exec.torch_memory import Memories
+from tenuto.exec.torch_memory import Memories, indices
+from tenuto.kernels.gpu.adapters import SLOTS
 from tenuto.kernels.gpu.sampling import sample
 from tenuto.kernels.sampling import Choice, Masks
 from tenuto.kernels.torch_sampling import mask
+from tenuto.models.block import Adapted
 from tenuto.models.decoder import Decoder
 
 
@@ -51,6 +54,7 @@ class GpuForward(TorchForward):
         self.layout = f"gpu {model.dtype}"
         self.description = f"Triton kernels in {str(model.dtype).removeprefix('torch.')} on {model.device}"
         self._queue = queue
+        self._table = AdapterTable(self.config, self._device)
         self._captured: CapturedSteps | None = None
 
     def _memories(self, units: tuple[int, ...], rows: int, most_kept: int) -> Memories:
@@ -61,7 +65,7 @@ class GpuForward(TorchForward):
         sampled = torch.zeros(rows, dtype=torch.int32, device=self._device)
         groups = len(memories.states), len(memories.pages)
         self._ring = Ring(self._queue, bucket_of(rows), *groups, self.config.vocab, self._device)
-        self._captured = CapturedSteps(self._model, memories, sampled, self._ring)
+        self._captured = CapturedSteps(self._model, memories, self._table, sampled, self._ring)
         return memories
 
     def edits(self, rows: int) -> GpuEdits:
@@ -73,7 +77,8 @@ class GpuForward(TorchForward):
         if not _simple(plan):
             return None
         edited, scored, edits = options.edited(plan.rows), _scored(plan, options), options.edits
-        size = self._size_of(plan, parted=bool(plan.masks) or edited or scored is not None)
+        parted = bool(plan.masks) or edited or scored is not None
+        size = self._size_of(plan, adapted=plan.adapters is not None, parted=parted)
         if size is None or (scored is not None and any(options.named(plan.rows))):
             return None
         steps = self._captured
@@ -86,19 +91,31 @@ class GpuForward(TorchForward):
             end = steps.end(End(size.rows, size.samples, bool(plan.masks), edited, most), edits)
         return self._ring.start(step, StepNumbers(plan, tokens(), options.records, scored), end)
 
-    def _size_of(self, plan: Plan, *, parted: bool) -> Size | None:
+    def _size_of(self, plan: Plan, **how: bool) -> Size | None:
         """Returns the size of the captured step that computes a plan, if there can be one."""
         rows, many, most = len(plan.rows), len(plan.tokens), self._ring.most
         if rows == many and plan.samples.all() and not any(m.absorbs.any() or m.keeps.any() for m in plan.states):
             bucket = bucket_of(rows)
-            return Size(bucket, bucket, bucket, decodes=True, parted=parted)
+            return Size(bucket, bucket, bucket, decodes=True, **how)
         found = mixed_bucket_of(many, rows, most)
         if found is None or (plan.states and int(plan.counts.max()) > MOST_STEPPED):
             return None
         samples = samples_bucket_of(int(plan.samples.sum()), *found)
-        if samples is None or (parted and samples > most):
+        if samples is None or (how["parted"] and samples > most):
             return None
-        return Size(*found, samples, decodes=False, parted=parted)
+        return Size(*found, samples, decodes=False, **how)
+
+    def _adapted(self, slots: Ints) -> Sequence[Adapted]:
+        """See `TorchForward._adapted`."""
+        if slots.max(initial=0) >= SLOTS:
+            return super()._adapted(slots)
+        return (self._table.step(indices(slots, self._device)),)
+
+    def set_adapter(self, slot: int, packed: object | None) -> None:
+        """See `Forward.set_adapter`."""
+        super().set_adapter(slot, packed)
+        if slot < SLOTS:
+            self._table.set(slot, self._adapters.get(slot, {}))
 
     def release_units(self) -> None:
         self._captured = None
@@ -115,11 +132,12 @@ def _scored(plan: Plan, options: RowOptions) -> tuple[Longs, int] | None:
 
 
 def _simple(plan: Plan) -> bool:
-    """Whether a plan has no scores, vectors, adapters or predictor, copies no page, and has no more masks or changes of
-    page tables than fit. Every row of a plan computes at least one token."""
+    """Whether a plan has no scores, vectors or predictor, copies no page, and has no more masks, slots of adapters or
+    changes of page tables than fit. Every row of a plan computes at least one token."""
     return (
         len(plan.rows) > 0
-        and (plan.scores is None and plan.vectors is None and plan.adapters is None and plan.predictor is None)
+        and (plan.scores is None and plan.vectors is None and plan.predictor is None)
+        and (plan.adapters is None or int(plan.adapters.max()) < SLOTS)
         and not any(len(copies.sources) for copies in plan.copies)
         and (not plan.masks or masked_samples(plan) <= MASKS)
         and all(len(changes.rows) <= CHANGES for changes in plan.tables)

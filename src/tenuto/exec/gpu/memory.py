@@ -22,6 +22,11 @@ def ints(values: np.ndarray[tuple[int, ...], np.dtype[np.integer]], device: torc
     return torch.from_numpy(values.astype(np.int32)).to(device)
 
 
+def put(values: torch.Tensor, target: torch.Tensor) -> None:
+    """Copies values of the host to the device, without waiting for steps in flight."""
+    target.copy_(values.pin_memory() if target.is_cuda else values, non_blocking=True)
+
+
 class GpuPages:
     """The `Pages` of a group for kernels on a GPU.
 

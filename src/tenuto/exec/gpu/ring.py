@@ -15,7 +15,7 @@ from tenuto.base.sampling import MAX_LOGPROBS
 from tenuto.exec.gpu.buckets import MOST_SAMPLES, MOST_TOKENS
 from tenuto.exec.gpu.queue import Mark, Queue
 from tenuto.exec.logits import Longs
-from tenuto.kernels.gpu.steps import CHANGED, OWN, SPAN, Entries
+from tenuto.kernels.gpu.steps import ADAPTER, CHANGED, OWN, SPAN, Entries
 from tenuto.kernels.sampling import OPTIONS, Options
 
 IN_FLIGHT = 3
@@ -153,6 +153,7 @@ class Ring:
         rows[SPAN, :n] = plan.rows
         rows[SPAN + 1, :n] = plan.counts.cumsum() - plan.counts
         rows[SPAN + 2, :n] = plan.counts
+        rows[ADAPTER, :n] = 0 if plan.adapters is None else plan.adapters
         for place, moves in enumerate(plan.states):
             rows[SPAN + 3, :n] = moves.absorbs  # the same in all groups
             rows[SPAN + 4, :n] = moves.keeps

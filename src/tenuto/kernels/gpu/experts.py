@@ -26,7 +26,7 @@ _MANY = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Order:
+class Order:
     """Pairs in order. `pairs`, int32 [pairs]: their numbers, those of an expert together. `firsts`, int32 [experts +
     1]: where each expert's begin. `tiles`, int32 [experts]: the number of tiles up to each expert's last. `size`: the
     most pairs of a tile. `most`: the most tiles."""
@@ -52,13 +52,14 @@ def mix_experts(
     * width, hidden], applies `activation`, see `activations.gated`, and multiplies by its part of `down`, [experts,
     hidden, width]. `biases` are those of `inner` and `down`. Sums are float32, in an order that depends on the shapes
     of the matrices alone. Rows of `x` are contiguous, as are matrices."""
-    order = _ordered(chosen, len(inner))
+    order = ordered(chosen, len(inner))
     first, second = biases if biases is not None else (None, None)
     activated = gated(activation, _product(x, inner, first, order, chosen.shape[1]))
     return _combined(_product(activated, down, second, order, 1), weights)
 
 
-def _ordered(chosen: torch.Tensor, experts: int) -> _Order:
+def ordered(chosen: torch.Tensor, experts: int) -> Order:
+    """Orders pairs by the experts that are `chosen` for them, int64, less than `experts`."""
     many, device = chosen.numel(), chosen.device
     size = _MANY if many >= _MANY * experts else _FEW
     pairs, free, firsts, tiles = (
@@ -70,12 +71,10 @@ def _ordered(chosen: torch.Tensor, experts: int) -> _Order:
         chosen, free, firsts, tiles, many, COUNT=experts, EXPERTS=padded, TILE=size, BLOCK=_COUNTED, num_warps=8
     )
     _place[(triton.cdiv(many, _COUNTED),)](chosen, free, pairs, many, BLOCK=_COUNTED, num_warps=1)
-    return _Order(pairs, firsts, tiles, size, min(many, many // size + experts))
+    return Order(pairs, firsts, tiles, size, min(many, many // size + experts))
 
 
-def _product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, order: _Order, each: int
-) -> torch.Tensor:
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, order: Order, each: int) -> torch.Tensor:
     """Multiplies the row of each pair, which has the number of the pair divided by `each`, by the matrix of its expert.
     Returns [pairs, outputs]."""
     experts, outputs, inputs = weight.shape
@@ -153,6 +152,20 @@ def _place(chosen, free, pairs, many, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def tile_of(tile, pairs, firsts, tiles, COUNT: tl.constexpr, EXPERTS: tl.constexpr, TILE: tl.constexpr):
+    """Returns the expert of a tile, or `COUNT` behind the last one, its pairs, int64 [TILE], and which of them are
+    present; other pairs are 0."""
+    index = tl.arange(0, EXPERTS)
+    ends = tl.load(tiles + index, index < COUNT, 2**30)
+    expert = tl.sum((ends <= tile).to(tl.int32), axis=0)
+    there = expert < COUNT
+    first = tl.load(firsts + expert, there, 0)
+    place = first + (tile - tl.max(tl.where(ends <= tile, ends, 0), axis=0)) * TILE + tl.arange(0, TILE)
+    present = place < tl.load(firsts + expert + 1, there, 0)
+    return expert, tl.load(pairs + place, present, 0).to(tl.int64), present
+
+
+@triton.jit
 def _multiply(
     x,
     weight,
@@ -173,15 +186,8 @@ def _multiply(
     INPUTS: tl.constexpr,
 ):
     """A program computes BLOCK outputs of a tile. Its grid is [blocks, most tiles]."""
-    tile = tl.program_id(1)
-    index = tl.arange(0, EXPERTS)
-    ends = tl.load(tiles + index, index < COUNT, 2**30)
-    expert = tl.sum((ends <= tile).to(tl.int32), axis=0)
+    expert, pair, present = tile_of(tl.program_id(1), pairs, firsts, tiles, COUNT, EXPERTS, TILE)
     if expert < COUNT:
-        place = tl.load(firsts + expert) + (tile - tl.max(tl.where(ends <= tile, ends, 0), axis=0)) * TILE
-        place += tl.arange(0, TILE)
-        present = place < tl.load(firsts + expert + 1)
-        pair = tl.load(pairs + place, present, 0).to(tl.int64)
         output = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         # Outputs behind the last are computed like it, and not stored.
         own = (expert.to(tl.int64) * outputs + tl.minimum(output, outputs - 1)) * inputs

@@ -21,10 +21,12 @@ _WORDS = 128
 
 SPAN = 3
 """The first field of `Slots.spans`."""
-OWN = 8
+ADAPTER = 8
+"""The field of the slot of a row's adapter."""
+OWN = 9
 """The fields that a step has for each row before those of states: position of the first token, number of samples, index
 of the first one among the step's; then, as in `Slots.spans`, row id, index of the first token in the step, number of
-tokens, number of inputs that the row absorbs, and whether it keeps those of its tokens."""
+tokens, number of inputs that the row absorbs, and whether it keeps those of its tokens; and `ADAPTER`."""
 CHANGED = 3
 """The fields of changes of a page table: row id, index, page."""
 
@@ -71,7 +73,7 @@ class Rows:
     @property
     def spans(self) -> torch.Tensor:
         """See `Slots.spans`."""
-        return self.numbers[SPAN:OWN]
+        return self.numbers[SPAN:ADAPTER]
 
     @property
     def ids(self) -> torch.Tensor:
@@ -220,6 +222,15 @@ def spread(entries: Entries, rows: Rows, tokens: int, tile: int, sampled: torch.
     )
     ids, owners, positions = found
     return Tokens(ids, owners, positions, tiles)
+
+
+def adapters(rows: Rows, tokens: int) -> torch.Tensor:
+    """Returns the slots of the adapters of the step's tokens, at most `tokens`, int64 [tokens]; 0 without one."""
+    found = torch.empty(tokens, device=rows.numbers.device, dtype=torch.int64)
+    kernels.adapters[(cdiv(tokens, _SPREAD),)](
+        rows.numbers, found, rows.numbers.shape[1], tokens, ADAPTER=ADAPTER, BLOCK=_SPREAD, CHUNK=_CHUNK
+    )
+    return found
 
 
 def change(entries: Entries, number: int, table: torch.Tensor) -> None:

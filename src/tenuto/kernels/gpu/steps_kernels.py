@@ -223,6 +223,16 @@ def spread(
 
 
 @triton.jit
+def adapters(numbers, found, rows, tokens, ADAPTER: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """A program finds the adapters of BLOCK tokens."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = _row_of(numbers + _FIRST * rows, i, rows, BLOCK, CHUNK)
+    within = i - tl.load(numbers + _FIRST * rows + row, row >= 0, 0)
+    given = (row >= 0) & (within < tl.load(numbers + _COUNT * rows + row, row >= 0, 0))
+    tl.store(found + i, tl.load(numbers + ADAPTER * rows + row, given, 0).to(tl.int64), i < tokens)
+
+
+@triton.jit
 def change(
     place,
     counts,
