@@ -72,7 +72,7 @@ def table(found: dict[str, Any]) -> str:
         lines += ["", f"Parked pages leave at {out} and come back at {back}; a pinned copy makes {most}."]
     if isinstance(asked := found.get("asking"), dict):
         times = ", ".join(f"{name} {ms:.2f} ms" for name, ms in asked.items())
-        lines += ["", f"A decode step of 64 sequences that all ask for more than a token: {times}."]
+        lines += ["", f"A decode step of 64 sequences, by what all ask for beside a token: {times}."]
     if isinstance(turns := found.get("sessions"), dict):
         for name in ("captured", "kernel by kernel"):
             each, first = turns[name], f"first token after {turns[name]['first_token_ms']:.0f} ms"

@@ -85,6 +85,12 @@ class RowSampling:
     top: int | None = None
     named: tuple[int, ...] = ()
 
+    @property
+    def edited(self) -> bool:
+        """Whether logits change before a token is sampled."""
+        options = self.sampling
+        return bool(options.penalised or options.logit_bias or options.allowed_ids or self.masked)
+
 
 @dataclass(frozen=True, slots=True)
 class InputScores:

@@ -69,7 +69,7 @@ def _room(plan: Plan, page_size: int) -> Longs:
 
 def _guess(outputs: Outputs, options: RowOptions, rows: Longs, positions: Longs) -> tuple[Ints, Singles]:
     """Returns guesses of the tokens of `rows` at `positions`, both int64 [n], and their probabilities by the head.
-    Penalties do not count earlier guesses, and any token is allowed."""
+    Penalties do not count earlier guesses. Ids that the turn does not allow may be guessed."""
     logits = outputs.logits
     if not options.plain(rows):
         options.edits.edit(logits, rows, positions, np.full(len(rows), NO_GUESS))

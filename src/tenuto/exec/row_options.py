@@ -33,8 +33,7 @@ class RowOptions:
         """Sets the options of a row."""
         options = new.sampling
         self.records[row] = options.temperature, options.top_p, options.min_p, options.top_k, options.seed
-        edited = bool(options.penalised or options.logit_bias or options.allowed_ids or new.masked)
-        asks = edited or new.top is not None
+        asks = new.edited or new.top is not None
         if not asks and row not in self._asking:
             return
         self._asking.add(row)  # first: if the rest fails, the next start of the row must reset it
@@ -44,7 +43,7 @@ class RowOptions:
         if new.named:
             self._named[row] = new.named
         self.edits.start(row, new)
-        self._edited[row] = edited
+        self._edited[row] = new.edited
         if not asks:
             self._asking.discard(row)
 

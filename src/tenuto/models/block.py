@@ -298,8 +298,8 @@ class Step:
         dtype: torch.dtype,
         adapted: Sequence[Adapted] = (),
     ) -> None:
-        """`positions`, int64 [tokens]: the position of each token in its own sequence. `adapted`: the adapters, which
-        other tokens do not have."""
+        """`positions`, int64 [tokens]: the position of each token in its own sequence. `adapted`: the adapters
+        of the step's tokens. Tokens that are in none of them have no adapter."""
         self.memory = memory
         self._adapted = adapted
         self._positions = positions.float()[:, None]

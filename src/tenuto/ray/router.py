@@ -100,7 +100,7 @@ class SessionRouter(ConsistentHashRouter):
         replica does not answer."""
         now = time.monotonic()
         known = self._owners.get(wanted)
-        urls = [_url(replica) for replica in replicas]
+        urls = [url for replica in replicas if (url := _url(replica)) is not None]
         if known is not None and now - known[0] < self._owner_seconds and known[1] in urls:
             return known[1]
         if not urls:
@@ -134,9 +134,10 @@ class SessionRouter(ConsistentHashRouter):
         return owner
 
 
-def _url(replica: RunningReplica) -> str:
-    """Returns the address of a replica's server, see `Replica.record_replica_metadata`."""
-    url: str = replica.replica_metadata["url"]
+def _url(replica: RunningReplica) -> str | None:
+    """Returns the address of a replica's server, see `Replica.record_replica_metadata`; `None` for replicas of earlier
+    versions, which do not report it so."""
+    url: str | None = replica.replica_metadata.get("url")
     return url
 
 

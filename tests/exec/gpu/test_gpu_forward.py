@@ -1,5 +1,6 @@
 """The forward pass on a GPU computes what plain PyTorch computes, also in captured steps."""
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import torch
 
 from bench.gpu.models import Eager, Rows
 from bench.random_models import TYPES, attention, model, stored
+from tenuto.base.errors import StepFailed
 from tenuto.base.plan import (
     InputVectors,
     PageCopies,
@@ -32,7 +34,7 @@ from tenuto.models.config import Experts, GatedDelta, ModelConfig
 from tenuto.models.decoder import Decoder
 from tests.exec.driver import Driver, Work
 from tests.exec.gpu.conftest import DEVICE
-from tests.exec.gpu.queue import HostQueue, Nothing
+from tests.exec.gpu.queue import HostQueue, Nothing, watched
 from tests.exec.gpu.steps import KNOWN, P, carried_out
 
 MODELS = {
@@ -123,6 +125,28 @@ def test_the_host_queues_a_captured_step_without_another_operation() -> None:
         with Nothing():
             wait = forward._ring.start(lambda: None, numbers)
             assert len(wait().tokens) == plan.samples.sum()
+    executor.close()
+
+
+def test_a_capture_that_fails_leaves_the_next_steps_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = HostQueue()
+    executor = ModelExecutor(GpuForward(decoder(MODELS["full attention"], fused=True), 32, queue))
+    driver = Driver(executor, 40, 4)
+    first = driver.plan([(row, [1, 2, row], 1) for row in range(3)])
+    executor.submit(first)
+    expected = executor.collect().tokens.tolist()
+
+    def fail(work: Callable[[], object]) -> Callable[[], None]:
+        watched(work)
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(queue, "capture", fail)
+        executor.submit(driver.plan([(0, [5], 1)]))
+        with pytest.raises(StepFailed, match="out of memory"):
+            executor.collect()
+    executor.submit(first)
+    assert executor.collect().tokens.tolist() == expected
     executor.close()
 
 

@@ -25,7 +25,7 @@ from tenuto.kernels.gpu.sampling import sample
 from tenuto.kernels.gpu.steps import (
     OWN,
     Entries,
-    adapters,
+    adapters_of,
     allow,
     begin,
     change,
@@ -148,7 +148,7 @@ def stepping() -> None:
     samples = select(entries, rows, 64)
     single(entries, rows, sampled)
     spread(entries, rows, 2560, attention.TILE, sampled)
-    adapters(rows, 2560)
+    adapters_of(rows, 2560)
     change(entries, 0, torch.zeros(64, 100, dtype=torch.int32))
     logits, tokens = torch.zeros(64, 151_936), torch.zeros(64, dtype=torch.int64)
     allow(entries, logits)
@@ -176,7 +176,7 @@ def adapting(dtype: torch.dtype, inputs: int, outputs: Sequence[int]) -> None:
     """Changes projections that are one product."""
     table = torch.zeros(len(outputs), SLOTS, FIELDS, dtype=torch.int64)
     projected, x = torch.zeros(64, sum(outputs), dtype=dtype), torch.zeros(64, inputs, dtype=dtype)
-    change_projections(projected, x, table, 0, outputs, by_adapter(torch.zeros(64, dtype=torch.int64)))
+    change_projections(projected, x, table, 0, outputs, by_adapter(torch.zeros(64, dtype=torch.int64)), 512)
 
 
 def multiplying(dtype: torch.dtype, inputs: int, outputs: int) -> None:

@@ -16,7 +16,7 @@ from tenuto.kernels.gpu.steps import (
     OWN,
     SPAN,
     Entries,
-    adapters,
+    adapters_of,
     allow,
     begin,
     change,
@@ -181,6 +181,7 @@ def test_samples_with_a_mask_keep_the_logits_that_it_allows(counts, vocab, spare
 def test_log_probabilities_reach_the_host(samples, width, turn) -> None:
     host = Host([1], turn, 0)
     entries, draw = host.entries, torch.Generator().manual_seed(samples)
+    entries.counts[turn, 2] = taken = samples - samples // 3  # the others are of a larger captured step
     begin(entries, FIELDS, 4)
     before = [each.clone() for each in (entries.chosen, entries.top_tokens, entries.top)]
     wide = torch.randn(samples, width + 3, generator=draw)
@@ -188,9 +189,9 @@ def test_log_probabilities_reach_the_host(samples, width, turn) -> None:
     report(entries, *(each.to(DEVICE) for each in (chosen, ids, top)))
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    before[0][turn, :samples] = chosen
-    before[1][turn, :samples, :width] = ids.int()
-    before[2][turn, :samples, :width] = top
+    before[0][turn, :taken] = chosen[:taken]
+    before[1][turn, :taken, :width] = ids[:taken].int()
+    before[2][turn, :taken, :width] = top[:taken]
     for found, expected in zip((entries.chosen, entries.top_tokens, entries.top), before, strict=True):
         assert torch.equal(found, expected)
 
@@ -221,7 +222,7 @@ def test_tokens_find_their_rows_and_tiles_are_those_that_the_host_would_cut(coun
     owners = np.repeat(host.ids, host.counts)
     assert found.ids.tolist()[:many] == np.where(host.inputs == PREVIOUS_SAMPLE, owners + 50, host.inputs).tolist()
     assert found.owners.tolist()[:many] == owners.tolist()
-    slots = adapters(begin(host.entries, FIELDS, host.n + spare + 4), many + spare)
+    slots = adapters_of(begin(host.entries, FIELDS, host.n + spare + 4), many + spare)
     assert slots.tolist() == [*np.repeat(host.numbers[ADAPTER], host.counts), *[0] * spare]
     within = np.arange(many) - np.repeat(host.firsts, host.counts)
     assert found.positions.tolist()[:many] == (np.repeat(host.starts, host.counts) + within).tolist()

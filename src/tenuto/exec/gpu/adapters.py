@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from tenuto.exec.gpu.memory import put
-from tenuto.kernels.gpu.adapters import FIELDS, SLOTS, AdaptedOrder, by_adapter, change_projections
-from tenuto.models.adapter import projections
+from tenuto.exec.torch_forward import Changes
+from tenuto.kernels.gpu.adapters import FIELDS, SLOTS, by_adapter, change_projections
+from tenuto.kernels.gpu.experts import Order
+from tenuto.models.adapter import MAX_RANK, projections
 from tenuto.models.config import ModelConfig
-
-Changes = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-"""See `AdaptedTokens.changes`."""
 
 
 class AdapterTable:
@@ -39,11 +38,12 @@ class AdapterTable:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedStep:
-    """The `Adapted` of a step. `places`: the lines of projections in the table, those that are one product together."""
+    """The `Adapted` of a step. `places`: each projection's line in the table, `lines`; those of projections that are
+    one product follow each other. `order`: the tokens, by adapter."""
 
     places: Mapping[str, int]
     lines: torch.Tensor
-    order: AdaptedOrder
+    order: Order
 
     def change(self, projected: torch.Tensor, x: torch.Tensor, parts: Mapping[str, int]) -> None:
         """See `Adapted.change`."""
@@ -51,4 +51,4 @@ class AdaptedStep:
             return  # no adapter changes them
         first = min(self.places[name] for name in parts)
         assert [self.places[name] - first for name in parts] == list(range(len(parts)))
-        change_projections(projected, x, self.lines, first, list(parts.values()), self.order)
+        change_projections(projected, x, self.lines, first, list(parts.values()), self.order, MAX_RANK)

@@ -19,8 +19,20 @@ from tenuto.exec.torch_memory import Memories
 from tenuto.kernels.gpu.attention import TILE
 from tenuto.kernels.gpu.edits import EditedRows, count, edit
 from tenuto.kernels.gpu.sampling import sample
-from tenuto.kernels.gpu.steps import Rows, allow, begin, change, finish, report, select, single, spread, trace
-from tenuto.kernels.gpu.steps import adapters as find_adapters
+from tenuto.kernels.gpu.steps import (
+    Rows,
+    Sampling,
+    adapters_of,
+    allow,
+    begin,
+    change,
+    finish,
+    report,
+    select,
+    single,
+    spread,
+    trace,
+)
 from tenuto.kernels.torch_sampling import score
 from tenuto.models.decoder import Decoder
 
@@ -67,7 +79,7 @@ class CapturedSteps:
         self._adapters = adapters
         self._pages = {g: pages for g, pages in memories.pages.items() if isinstance(pages, GpuPages)}
         self._steps: dict[Size, Callable[[], None]] = {}
-        self._ends: dict[End, Callable[[], None]] = {}
+        self._ends: dict[tuple[End, GpuEdits], Callable[[], None]] = {}
         self._logits: torch.Tensor | None = None  # of steps in two parts, float32 [most rows of a step, vocab]
 
     def step(self, size: Size) -> Callable[[], None]:
@@ -79,11 +91,11 @@ class CapturedSteps:
         return found
 
     def end(self, end: End, edits: GpuEdits) -> Callable[[], None]:
-        """Returns a function that queues the second part of a step, always with the same `edits`."""
-        found = self._ends.get(end)
+        """Returns a function that queues the second part of a step. `edits`: those of the rows."""
+        found = self._ends.get((end, edits))
         if found is None:
             edited = edits.edited if end.edited else None
-            found = self._ends[end] = self._captured(lambda: self._end(end, edited))
+            found = self._ends[end, edits] = self._captured(lambda: self._end(end, edited))
         return found
 
     @torch.inference_mode()
@@ -98,7 +110,7 @@ class CapturedSteps:
 
     def _compute(self, size: Size) -> None:
         rows = begin(self._ring.entries, self._ring.fields, size.rows)
-        adapted = (self._adapters.step(find_adapters(rows, size.tokens)),) if size.adapted else ()
+        adapted = (self._adapters.step(adapters_of(rows, size.tokens)),) if size.adapted else ()
         logits = self._decode(rows, adapted) if size.decodes else self._mixed(rows, size, adapted)
         if size.parted:
             assert self._logits is not None  # `_allocate` was called
@@ -132,20 +144,24 @@ class CapturedSteps:
         assert self._logits is not None  # the first part was captured before
         entries, logits = self._ring.entries, self._logits[: end.samples]
         rows = begin(entries, self._ring.fields, end.rows)
-        changes = end.masked or edited is not None
-        given = logits.clone() if changes and end.scored is not None else logits
-        samples = trace(entries, rows, end.samples) if edited is not None else None
-        if edited is not None and samples is not None:
-            edit(given, edited, samples)
-        if end.masked:
-            allow(entries, given)
+        scored_apart = end.scored is not None and (end.masked or end.edited)
+        given = logits.clone() if scored_apart else logits
         sampling = select(entries, rows, end.samples)
-        tokens = sample(given, *sampling.choice)
-        if edited is not None and samples is not None:
+        if edited is None:
+            tokens = self._sampled_from(given, sampling, masked=end.masked)
+        else:
+            samples = trace(entries, rows, end.samples)
+            edit(given, edited, samples)
+            tokens = self._sampled_from(given, sampling, masked=end.masked)
             count(edited, samples, tokens)
         if end.scored is not None:
             report(entries, *score(logits, tokens, end.scored))
         finish(entries, sampling, tokens, self._sampled)
+
+    def _sampled_from(self, logits: torch.Tensor, sampling: Sampling, *, masked: bool) -> torch.Tensor:
+        if masked:
+            allow(self._ring.entries, logits)
+        return sample(logits, *sampling.choice)
 
     def _change_tables(self) -> None:
         for number, pages in enumerate(self._pages.values()):

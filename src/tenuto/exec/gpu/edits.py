@@ -54,9 +54,9 @@ class GpuEdits:
     def start(self, row: int, new: RowSampling) -> None:
         """See `Edits.start`."""
         options = new.sampling
-        if not (options.penalised or options.logit_bias or options.allowed_ids or new.masked):
+        if not new.edited:
             if self._edited is not None:
-                self._edited.masked_before[row] = NO_EDITS
+                self._edited.masked_before[row].fill_(NO_EDITS)
             return
         edited = self.edited
         biases = np.zeros(self._vocab, np.float32)
@@ -67,7 +67,7 @@ class GpuEdits:
         put(torch.from_numpy(self._words(new)), edited.words[row])
         put(torch.from_numpy(biases), edited.biases[row])
         put(torch.tensor(penalties), edited.penalties[row])
-        edited.masked_before[row] = max(new.masked_before, 0)
+        edited.masked_before[row].fill_(max(new.masked_before, 0))  # an assignment would wait for the device
 
     def _words(self, new: RowSampling) -> Ints:
         """Returns a row's `EditedRows.words`. Allowed ids that are all unknown limit nothing."""

@@ -19,6 +19,7 @@ from tenuto.exec.gpu.queue import Queue
 from tenuto.exec.gpu.ring import CHANGES, MASKS, Ring, StepNumbers, masked_samples
 from tenuto.exec.logits import Longs
 from tenuto.exec.row_options import RowOptions
+from tenuto.exec.samples import samples_of
 from tenuto.exec.torch_forward import TorchForward, TorchLogits
 from tenuto.exec.torch_memory import Memories, indices
 from tenuto.kernels.gpu.adapters import SLOTS
@@ -76,7 +77,8 @@ class GpuForward(TorchForward):
         """See `Forward.decode`."""
         if not _simple(plan):
             return None
-        edited, scored, edits = options.edited(plan.rows), _scored(plan, options), options.edits
+        edited, edits = options.edited(plan.rows[plan.samples > 0]), options.edits
+        scored = self._scored(plan, options)
         parted = bool(plan.masks) or edited or scored is not None
         size = self._size_of(plan, adapted=plan.adapters is not None, parted=parted)
         if size is None or (scored is not None and any(options.named(plan.rows))):
@@ -91,19 +93,29 @@ class GpuForward(TorchForward):
             end = steps.end(End(size.rows, size.samples, bool(plan.masks), edited, most), edits)
         return self._ring.start(step, StepNumbers(plan, tokens(), options.records, scored), end)
 
-    def _size_of(self, plan: Plan, **how: bool) -> Size | None:
+    def _scored(self, plan: Plan, options: RowOptions) -> tuple[Longs, int] | None:
+        """Returns the samples of a plan that want log-probabilities, if there are any, and the largest number of
+        likeliest tokens that one of them wants."""
+        if options.plain(plan.rows):
+            return None
+        places, most = options.scored(samples_of(plan).rows)
+        return (places, min(most, self.config.vocab)) if len(places) else None
+
+    def _size_of(self, plan: Plan, *, adapted: bool, parted: bool) -> Size | None:
         """Returns the size of the captured step that computes a plan, if there can be one."""
         rows, many, most = len(plan.rows), len(plan.tokens), self._ring.most
         if rows == many and plan.samples.all() and not any(m.absorbs.any() or m.keeps.any() for m in plan.states):
             bucket = bucket_of(rows)
-            return Size(bucket, bucket, bucket, decodes=True, **how)
+            return Size(bucket, bucket, bucket, decodes=True, adapted=adapted, parted=parted)
         found = mixed_bucket_of(many, rows, most)
         if found is None or (plan.states and int(plan.counts.max()) > MOST_STEPPED):
             return None
-        samples = samples_bucket_of(int(plan.samples.sum()), *found)
-        if samples is None or (how["parted"] and samples > most):
+        taken = int(plan.samples.sum())
+        samples = samples_bucket_of(taken, *found)
+        if samples is None or (parted and taken > most):
             return None
-        return Size(*found, samples, decodes=False, **how)
+        samples = min(samples, most) if parted else samples
+        return Size(*found, samples, decodes=False, adapted=adapted, parted=parted)
 
     def _adapted(self, slots: Ints) -> Sequence[Adapted]:
         """See `TorchForward._adapted`."""
@@ -120,15 +132,6 @@ class GpuForward(TorchForward):
     def release_units(self) -> None:
         self._captured = None
         super().release_units()
-
-
-def _scored(plan: Plan, options: RowOptions) -> tuple[Longs, int] | None:
-    """Returns the samples of a plan that want log-probabilities, if there are any, and the largest number of likeliest
-    tokens that one of them wants."""
-    if options.plain(plan.rows):
-        return None
-    places, most = options.scored(plan.rows.repeat(plan.samples).astype(np.int64))
-    return (places, most) if len(places) else None
 
 
 def _simple(plan: Plan) -> bool:

@@ -118,9 +118,10 @@ class Ring:
         for entry in self._all:
             entry.done.synchronize()
         self._counts[:] = 0
-        again = self._queue.capture(work)
-        self.entries.turn.fill_(self._next)
-        return again
+        try:
+            return self._queue.capture(work)
+        finally:
+            self.entries.turn.fill_(self._next)
 
     def start(
         self, step: Callable[[], None], given: StepNumbers, end: Callable[[], None] | None = None

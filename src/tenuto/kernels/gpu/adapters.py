@@ -7,7 +7,6 @@ adapter's matrices by their addresses in a table, so that a captured step comput
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -18,13 +17,11 @@ from tenuto.kernels.gpu.experts import Order, ordered, tile_of
 
 SLOTS = 64
 """The number of slots of adapters in a table, with slot 0, which has none."""
-MAX_RANK = 512
-"""The largest rank of an adapter."""
 FIELDS = 3
 """In a table: the addresses of `down`, float32 [rank, inputs], and of `up`, float32 [outputs, rank], and the rank, or 0
 for a projection that the adapter does not change."""
 
-_FIELDS, _SLOTS, _MAX_RANK = tl.constexpr(FIELDS), tl.constexpr(SLOTS), tl.constexpr(MAX_RANK)
+_FIELDS, _SLOTS = tl.constexpr(FIELDS), tl.constexpr(SLOTS)
 _RANKS = 16
 """The number of ranks that a program computes at a time."""
 _SHARES = 4
@@ -35,28 +32,27 @@ _INPUTS = 64
 """The number of inputs that a program multiplies at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class AdaptedOrder:
-    """The tokens of a step, ordered by the slots of their adapters. `number`: of all tokens."""
-
-    order: Order
-    number: int
-
-
-def by_adapter(slots: torch.Tensor) -> AdaptedOrder:
-    """Orders tokens by `slots`, int64 [tokens], which are less than `SLOTS`."""
-    return AdaptedOrder(ordered(slots, SLOTS), len(slots))
+def by_adapter(slots: torch.Tensor) -> Order:
+    """Orders tokens by the `slots` of their adapters, int64 [tokens], which are less than `SLOTS`."""
+    return ordered(slots, SLOTS)
 
 
 def change_projections(
-    projected: torch.Tensor, x: torch.Tensor, table: torch.Tensor, first: int, outputs: Sequence[int], by: AdaptedOrder
+    projected: torch.Tensor,
+    x: torch.Tensor,
+    table: torch.Tensor,
+    first: int,
+    outputs: Sequence[int],
+    order: Order,
+    most_rank: int,
 ) -> None:
     """Adds the changes of each token's adapter to `projected`, [tokens, sum of outputs], in place. `x`, [tokens,
     inputs], is the input of projections with these numbers of `outputs`, at most three, whose lines in `table`, int64
-    [projections, SLOTS, FIELDS], begin at `first`. Rows of both are contiguous. Sums are float32."""
-    order, parts = by.order, len(outputs)
+    [projections, SLOTS, FIELDS], begin at `first`. No adapter's rank is more than `most_rank`. Rows of both are
+    contiguous. Sums are float32."""
+    parts = len(outputs)
     begins = [sum(outputs[:part]) for part in range(1, 3)]
-    inner = torch.empty((by.number, parts, MAX_RANK), device=x.device, dtype=torch.float32)
+    inner = torch.empty((len(order.pairs), parts, most_rank), device=x.device, dtype=torch.float32)
     given = table, order.pairs, order.firsts, order.tiles, inner
     _shrink[(order.most, parts, _SHARES)](
         x,
@@ -65,6 +61,7 @@ def change_projections(
         x.stride(0),
         first,
         EVEN=x.shape[1] % _INPUTS == 0,
+        MOST=most_rank,
         TILE=order.size,
         RANKS=_RANKS,
         SHARES=_SHARES,
@@ -78,6 +75,7 @@ def change_projections(
         sum(outputs),
         projected.stride(0),
         first,
+        MOST=most_rank,
         TILE=order.size,
         RANKS=_RANKS,
         OUTPUTS=_OUTPUTS,
@@ -87,9 +85,11 @@ def change_projections(
 
 @triton.jit
 def _line(table, projection, slot):
-    """Returns the fields of a projection's line in the table."""
+    """Returns the matrices and the rank in a projection's line of the table. Tensors begin at multiples of 16 bytes."""
     line = table + (projection * _SLOTS + slot) * _FIELDS
-    return tl.load(line), tl.load(line + 1), tl.load(line + 2).to(tl.int32)
+    down = tl.multiple_of(tl.load(line), 16).to(tl.pointer_type(tl.float32))
+    up = tl.multiple_of(tl.load(line + 1), 16).to(tl.pointer_type(tl.float32))
+    return down, up, tl.load(line + 2).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -104,6 +104,7 @@ def _shrink(
     stride,
     first,
     EVEN: tl.constexpr,
+    MOST: tl.constexpr,
     TILE: tl.constexpr,
     RANKS: tl.constexpr,
     SHARES: tl.constexpr,
@@ -113,8 +114,7 @@ def _shrink(
     part, parts = tl.program_id(1), tl.num_programs(1)
     slot, token, present = tile_of(tl.program_id(0), pairs, firsts, tiles, _SLOTS, _SLOTS, TILE)
     if (slot > 0) & (slot < _SLOTS):
-        down, _, rank = _line(table, first + part, slot)
-        weights = down.to(tl.pointer_type(tl.float32))
+        weights, _, rank = _line(table, first + part, slot)
         values = x + token[:, None] * stride
         for begin in range(tl.program_id(2) * RANKS, rank, RANKS * SHARES):
             row = begin + tl.arange(0, RANKS)
@@ -126,7 +126,7 @@ def _shrink(
                 spots = weights + row[None, :] * inputs + at[:, None]
                 w = tl.load(spots, mask=(row < rank)[None, :] & inside[:, None], other=0.0)
                 sums = tl.dot(v.to(tl.float32), w, sums, input_precision="ieee")
-            found = inner + (token[:, None] * parts + part) * _MAX_RANK + row[None, :]
+            found = inner + (token[:, None] * parts + part) * MOST + row[None, :]
             tl.store(found, sums, mask=present[:, None] & (row < rank)[None, :])
 
 
@@ -143,6 +143,7 @@ def _expand(
     whole,
     stride,
     first,
+    MOST: tl.constexpr,
     TILE: tl.constexpr,
     RANKS: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -156,13 +157,12 @@ def _expand(
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = output < end - begin
     if (slot > 0) & (slot < _SLOTS):
-        _, up, rank = _line(table, first + part, slot)
+        _, weights, rank = _line(table, first + part, slot)
         if rank > 0:
-            weights = up.to(tl.pointer_type(tl.float32))
             sums = tl.zeros([TILE, OUTPUTS], tl.float32)
             for place in range(0, rank, RANKS):
                 row = place + tl.arange(0, RANKS)
-                spots = inner + (token[:, None] * parts + part) * _MAX_RANK + row[None, :]
+                spots = inner + (token[:, None] * parts + part) * MOST + row[None, :]
                 v = tl.load(spots, mask=present[:, None] & (row < rank)[None, :], other=0.0)
                 w = tl.load(
                     weights + output[None, :] * rank + row[:, None],

@@ -15,8 +15,10 @@ import triton.language as tl
 
 from tenuto.kernels.gpu.activations import gated
 
-_COUNTED = 32
-"""The number of pairs that are counted, or put into order, at a time."""
+_COUNTED = 1024
+"""The number of pairs that are counted at a time."""
+_PLACED = 32
+"""The number of pairs that a program puts into order."""
 _COMBINED = 1024
 """The number of results that a program adds up."""
 _FEW = 16
@@ -50,8 +52,8 @@ def mix_experts(
     """Returns the sum of the experts' outputs for `x`, both [tokens, hidden]. Of each token they are those in `chosen`,
     int64, multiplied by `weights`, both [tokens, chosen]. An expert multiplies by its part of `inner`, [experts, parts
     * width, hidden], applies `activation`, see `activations.gated`, and multiplies by its part of `down`, [experts,
-    hidden, width]. `biases` are those of `inner` and `down`. Sums are float32, in an order that depends on the shapes
-    of the matrices alone. Rows of `x` are contiguous, as are matrices."""
+    hidden, width]. `biases` are those of `inner` and `down`. Sums are float32. Rows of `x` are contiguous, as are
+    matrices."""
     order = ordered(chosen, len(inner))
     first, second = biases if biases is not None else (None, None)
     activated = gated(activation, _product(x, inner, first, order, chosen.shape[1]))
@@ -70,7 +72,7 @@ def ordered(chosen: torch.Tensor, experts: int) -> Order:
     _count[(1,)](
         chosen, free, firsts, tiles, many, COUNT=experts, EXPERTS=padded, TILE=size, BLOCK=_COUNTED, num_warps=8
     )
-    _place[(triton.cdiv(many, _COUNTED),)](chosen, free, pairs, many, BLOCK=_COUNTED, num_warps=1)
+    _place[(triton.cdiv(many, _PLACED),)](chosen, free, pairs, many, BLOCK=_PLACED, num_warps=1)
     return Order(pairs, firsts, tiles, size, min(many, many // size + experts))
 
 
@@ -132,8 +134,7 @@ def _count(
     counts = tl.zeros([EXPERTS], tl.int32)
     for first in range(0, many, BLOCK):
         pair = first + tl.arange(0, BLOCK)
-        own = tl.load(chosen + pair, pair < many, -1).to(tl.int32)
-        counts += tl.sum((own[:, None] == expert[None, :]).to(tl.int32), axis=0)
+        counts += tl.histogram(tl.load(chosen + pair, pair < many, 0).to(tl.int32), EXPERTS, mask=pair < many)
     ends = tl.cumsum(counts, axis=0)
     inside = expert < COUNT
     tl.store(firsts + expert, ends - counts, inside)

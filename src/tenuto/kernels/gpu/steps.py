@@ -41,9 +41,10 @@ class Entries:
     of each table, most changes]. `options`, float64 [entries, most rows, fields]: records of
     `kernels.sampling.OPTIONS`. `masked`, int32 [entries, most samples]: the number of each sample's mask, or -1.
     `masks`, int32 [entries, most masks, words]: see `kernels.sampling.Masks`. The step writes `tokens`, int32 [entries,
-    most samples], and perhaps log-probabilities: `chosen`, float32 [entries, most samples], those of the tokens, and
-    `top_tokens`, int32, and `top`, float32, those of the likeliest, both [entries, most samples, MAX_LOGPROBS]. On the
-    device, int32 [1] each: `turn`, the entry of the next step, and `place`, that of the one that is computed.
+    most samples], and perhaps log-probabilities, if there are no more samples than rows can be: `chosen`, float32
+    [entries, most rows], those of the tokens, and `top_tokens`, int32, and `top`, float32, the likeliest tokens and
+    theirs, both [entries, most rows, MAX_LOGPROBS]. On the device, int32 [1] each: `turn`, the entry of the next step,
+    and `place`, that of the one that is computed.
     """
 
     counts: torch.Tensor
@@ -224,10 +225,10 @@ def spread(entries: Entries, rows: Rows, tokens: int, tile: int, sampled: torch.
     return Tokens(ids, owners, positions, tiles)
 
 
-def adapters(rows: Rows, tokens: int) -> torch.Tensor:
+def adapters_of(rows: Rows, tokens: int) -> torch.Tensor:
     """Returns the slots of the adapters of the step's tokens, at most `tokens`, int64 [tokens]; 0 without one."""
     found = torch.empty(tokens, device=rows.numbers.device, dtype=torch.int64)
-    kernels.adapters[(cdiv(tokens, _SPREAD),)](
+    kernels.adapters_of[(cdiv(tokens, _SPREAD),)](
         rows.numbers, found, rows.numbers.shape[1], tokens, ADAPTER=ADAPTER, BLOCK=_SPREAD, CHUNK=_CHUNK
     )
     return found
@@ -277,6 +278,7 @@ def report(entries: Entries, chosen: torch.Tensor, ids: torch.Tensor, top: torch
     samples, width = ids.shape
     kernels.report[(cdiv(samples * max(width, 1), _BLOCK),)](
         entries.place,
+        entries.counts,
         chosen,
         ids,
         top,
@@ -288,6 +290,7 @@ def report(entries: Entries, chosen: torch.Tensor, ids: torch.Tensor, top: torch
         ids.stride(0),
         top.stride(0),
         entries.chosen.shape[1],
+        entries.counts.shape[1],
         LIKELIEST=MAX_LOGPROBS,
         BLOCK=_BLOCK,
     )

@@ -223,7 +223,7 @@ def spread(
 
 
 @triton.jit
-def adapters(numbers, found, rows, tokens, ADAPTER: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+def adapters_of(numbers, found, rows, tokens, ADAPTER: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """A program finds the adapters of BLOCK tokens."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = _row_of(numbers + _FIRST * rows, i, rows, BLOCK, CHUNK)
@@ -291,6 +291,7 @@ def allow(
 @triton.jit
 def report(
     place,
+    counts,
     chosen,
     ids,
     top,
@@ -302,11 +303,13 @@ def report(
     ids_stride,
     top_stride,
     most,
+    counted,
     LIKELIEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program copies BLOCK of all likeliest tokens, and of the samples."""
+    """A program copies BLOCK of all likeliest tokens, and of the samples, as far as there are any."""
     entry = tl.load(place)
+    samples = tl.minimum(samples, tl.load(counts + entry * counted + 2, cache_modifier=".cv"))
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(chosen_there + entry * most + i, tl.load(chosen + i, i < samples, 0.0), i < samples)
     sample, rank = i // tl.maximum(width, 1), i % tl.maximum(width, 1)
