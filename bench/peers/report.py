@@ -88,7 +88,7 @@ room for all of it. All run the same GGUF (SmolLM2-135M-Instruct, Q4_1), except 
 weights in bfloat16.
 
 **The rules.** Before each measurement a peer takes a few turns that do not count. Peers take turns within a round,
-and each round another one goes first; there were {{rounds}} rounds. A peer is measured alone: the others have ended,
+and each round another one goes first (rounds in this run: {{rounds}}). A peer is measured alone: the others have ended,
 or stand still, and other processes used at most {{others:.0%}} of the processors' time. Figures are medians
 over the rounds, with the smallest and the greatest in brackets; those without brackets were measured once, to save
 time. Peers marked *in process* are driven without HTTP.
